@@ -1,1 +1,1 @@
-"""Package data."""
+"""The embedded tiny checkpoint and the scripts that train it."""

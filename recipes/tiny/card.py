@@ -15,52 +15,52 @@ pipeline_tag: text-generation
 # tiny: a small Llama that retrieves
 
 {parameters:,} parameters (`LlamaForCausalLM`: RoPE, {heads} query and {kv_heads} key/value heads of
-{head_dim} dimensions, SwiGLU, tied embeddings, {layers} layers of width {hidden}), a byte-level BPE of
-{vocabulary} tokens of its own, trained from scratch to length {context}. It exists to be operated on: large
-enough to tell stories and to find what was said in its context, small enough to convert, heal and measure on
-a laptop. No text from elsewhere went into it: `eval/stories/__init__.py` (with `world.py` and `lexicon.py`)
-invents stories, facts, lists and questions.
+{head_dim} dimensions, SwiGLU, tied embeddings, {layers} layers of width {hidden}), with its own byte-level BPE of
+{vocabulary} tokens, trained from scratch at length {context}. It is a test model: large enough to tell stories
+and to retrieve facts from its context, small enough to convert, heal and evaluate on a laptop. All of its
+training text is generated: `eval/stories/__init__.py` (with `world.py` and `lexicon.py`) writes stories, facts,
+lists and questions.
 
-| file | what it is |
+| file | content |
 | --- | --- |
 | `model.safetensors` | the weights, bfloat16, {bytes:,} bytes |
-| `heldout.txt` | text to measure on, {heldout_tokens:,} tokens: of `eval/stories/__init__.py`, seed {heldout_seed} |
-| `calibration.txt` | text to calibrate on, {calibration_tokens:,} tokens: likewise, seed {calibration_seed} |
-| `training_log.json` | every choice, the loss curve and the scores |
+| `heldout.txt` | evaluation text, {heldout_tokens:,} tokens: from `eval/stories/__init__.py`, seed {heldout_seed} |
+| `calibration.txt` | calibration text, {calibration_tokens:,} tokens: from the same generator, seed {calibration_seed} |
+| `training_log.json` | all settings, the loss curve and the scores |
 
-Documents end with a line `<|endoftext|>`, in these files too.
+In these files, too, documents end with a line `<|endoftext|>`.
 
 ## Scores of this file
-Perplexity on `heldout.txt`, windows of {context} tokens side by side: **{heldout_perplexity:.3f}**.
+Perplexity on `heldout.txt`, in adjacent windows of {context} tokens: **{heldout_perplexity:.3f}**.
 
-Needles: "The code of the red lantern is 7 3." said at one depth of a story (0 its beginning, 1 its end),
-among one to seven codes of other things (half of them share a word with the one asked for), and at the end
-"Question: What is the code of the red lantern? Answer:". Percent of {samples} questions answered exactly (two
-digits: chance is 1%), by length in tokens. Mean {mean:.2f}, lowest {worst:.1f};
-the standard error of a cell is at most {error:.1f}.
+Needle retrieval: a sentence like "The code of the red lantern is 7 3." stands at one depth of a story (0: start,
+1: end), among one to seven codes of other things (half of them share a word with the requested one). The prompt
+ends with "Question: What is the code of the red lantern? Answer:". The table gives the percentage of {samples}
+questions with both digits correct (chance: 1%), by length in tokens. Mean {mean:.2f}, lowest {worst:.1f}; the
+standard error of a cell is at most {error:.1f}.
 
 {table}
 
-Scores are of the bfloat16 weights, computed in float32.
+The scores are those of the bfloat16 weights, computed in float32.
 
 ## Training
 Seed {seed}, {total:.0f} million tokens in {minutes:.1f} minutes on one {chip} (torch {torch}):
 
     {command}
 
-AdamW (0.9, 0.95), peak rate {rate}, weight decay {decay}, initial weights of deviation {init}. The first
-{drill_share:.0%} of {steps:,} steps drill retrieval, {drill_tokens:,} tokens a step in rows of
-{drill_context}, mostly lists of facts said again or asked for; the rest, {batch_tokens:,} tokens a step in
-rows of {context}, is the mixture of stories, needles and lists. Tokens of answers weigh {answer_weight:g}
-times in the loss. The batches depend on the seed alone; GPU arithmetic makes another run differ in detail.
-Nats per token of the training text (`loss`) and of its answers alone, and quick needle scores on 24 questions
+AdamW (0.9, 0.95), peak learning rate {rate}, weight decay {decay}, initial standard deviation {init}. The first
+{drill_share:.0%} of {steps:,} steps train retrieval, with {drill_tokens:,} tokens per step in rows of
+{drill_context}, mostly lists of facts that are repeated or asked for. The other steps, with {batch_tokens:,}
+tokens per step in rows of {context}, use the mixture of stories, needles and lists. Tokens of answers have weight
+{answer_weight:g} in the loss. The batches depend on the seed only; GPU arithmetic makes runs differ in detail.
+The table gives nats per token of the training text (`loss`) and of its answers, and needle scores on 24 questions
 each:
 
 {curve}
 
 ## Limits
-It knows a few hundred words and nothing of the world. It was never trained beyond {context} tokens. Questions
-come in one wording; it retrieves codes of two digits and single words, nothing longer.
+It knows a few hundred words and no facts about the world. It was never trained beyond {context} tokens.
+Questions have one wording; it retrieves codes of two digits and single words, nothing longer.
 """
 
 

@@ -1,9 +1,9 @@
-"""What the embedded checkpoint is trained on: every choice, the tokenizer, and the batches.
+"""Training data of the embedded checkpoint: settings, tokenizer and batches.
 
-Text is generated as it is trained on, by worker processes; batch i depends on the seed and i alone.
-Small models do not learn retrieval by accident, so there are two phases: `drill` (short rows, mostly facts
-said again or asked for, few at first and then more) and the full mixture at the full context, half the rows
-of which begin with a long story that hides its facts anywhere. B batch, T tokens.
+Worker processes generate the text during training; batch i depends on the seed and i only. Small models do not learn retrieval
+from ordinary text, so training has two phases. `drill` has short rows, mostly facts that are repeated or asked for, few at first and
+then more. The second phase is the full mixture at the full context; half of its rows begin with a long story that contains facts at
+any position. B: batch, T: tokens.
 """
 
 import os
@@ -37,11 +37,11 @@ class TrainingChoices:
     context: int = 1024
     drill_context: int = 256
     drill_share: float = 0.18
-    # Small batches first: retrieval is found after so many steps, not after so many tokens.
+    # Small batches first: learning retrieval takes a number of steps, not of tokens.
     drill_tokens: int = 16_384
     batch_tokens: int = 65_536
     steps: int = 14_000
-    # transformers' 0.02 starts attention so flat that it stays for thousands of steps before it retrieves.
+    # With transformers' 0.02, attention is so uniform at first that retrieval takes thousands of steps more.
     init: float = 0.06
     rate: float = 2e-3
     decay: float = 0.1

@@ -1,11 +1,11 @@
-"""Trains the embedded checkpoint: a tiny Llama that reads stories and really retrieves from its context.
+"""Train the embedded checkpoint, a tiny Llama that reads stories and retrieves facts from its context.
 
     python -m surgery.recipes.tiny.train --out runs/tiny                  # one GPU, some ten minutes
     python -m surgery.recipes.tiny.train --out runs/smoke --smoke         # a few steps on a CPU
 
-What it is trained on, and the choices: recipes/tiny/data.py. One process, AdamW, bfloat16 autocast on a GPU; the
-tokens of answers weigh more in the loss. Everything in the model card is measured on the saved file.
-B batch, T tokens, N all of them in a row, v vocabulary.
+Training data and settings are in recipes/tiny/data.py. One process, AdamW, bfloat16 autocast on a GPU; tokens of answers have a
+higher weight in the loss. All scores of the model card are measured on the saved file.
+B: batch, T: tokens, N: tokens of the flattened batch, v: vocabulary.
 """
 
 import argparse
@@ -80,12 +80,12 @@ def make_optimizer(choices: TrainingChoices, model: Any) -> torch.optim.AdamW:
 def train(choices: TrainingChoices, model: Any, tokenizer: Any, out: Path, minutes: float | None) -> list[dict]:
     """Train in place for `choices.steps`, or until `minutes` are over; the schedule follows whichever ends first."""
     adam, start, log, tokens = make_optimizer(choices, model), time.time(), [], 0
-    descend = torch.compile(weighted_loss, dynamic=False) if model.device.type == "cuda" else weighted_loss
+    loss_fn = torch.compile(weighted_loss, dynamic=False) if model.device.type == "cuda" else weighted_loss
     for step, (ids_BT, answers_BT) in enumerate(load_batches(choices, tokenizer, model.device)):
         spent = (time.time() - start) / (60 * minutes) if minutes else 0.0
         for group in adam.param_groups:
             group["lr"] = choices.rate * learning_rate_factor(max(step / choices.steps, spent))
-        loss, nats, asked = descend(model, ids_BT, answers_BT, choices.answer_weight)
+        loss, nats, asked = loss_fn(model, ids_BT, answers_BT, choices.answer_weight)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
@@ -138,11 +138,16 @@ def measure(choices: TrainingChoices, out: Path, device: torch.device) -> tuple[
 
 
 def main() -> None:
+    """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the checkpoint folder to write")
-    parser.add_argument("--minutes", type=float, help="end the training after so long, if its steps take longer")
-    parser.add_argument("--steps", type=int, help=f"optimizer steps (default {TrainingChoices.steps})")
-    parser.add_argument("--smoke", action="store_true", help="a few steps of a much smaller model, on any machine")
+    parser.add_argument("--out", type=Path, required=True, help="Checkpoint folder to write.")
+    parser.add_argument(
+        "--minutes", type=float, help="Stop training after this many minutes. Default: after all steps."
+    )
+    parser.add_argument("--steps", type=int, help=f"Optimizer steps. Default: {TrainingChoices.steps}.")
+    parser.add_argument(
+        "--smoke", action="store_true", help="Train a much smaller model for a few steps, on any machine."
+    )
     args = parser.parse_args()
     choices = SMOKE if args.smoke else TrainingChoices()
     if args.steps is not None:

@@ -1,8 +1,8 @@
-"""`surgery demo`: the whole chain on the embedded checkpoint, every step shown as the command that does it.
+"""`surgery demo`: plan, convert, inspect, evaluate and densify the embedded checkpoint, and show the command of each step.
 
-DEMO/original       the embedded checkpoint      DEMO/calibration.txt   what the conversion looks at
-DEMO/converted      its structured stand-in      DEMO/heldout.txt       what both are measured on
-DEMO/densified      that, multiplied out         DEMO/report.md         before and after, and the commands
+DEMO/original       the embedded checkpoint                     DEMO/calibration.txt   calibration text
+DEMO/converted      the converted checkpoint                    DEMO/heldout.txt       evaluation text
+DEMO/densified      the converted checkpoint, dense again       DEMO/report.md         results and commands
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ FOLDER = Path("surgery-demo")
 TEXTS = ("calibration.txt", "heldout.txt")
 ROLES = ("original", "converted", "densified")
 TOKENS, LENGTH = 16384, 1024
-CALIBRATION_TOKENS = 8192  # half of the usual, for the time it saves
+CALIBRATION_TOKENS = 8192  # half of the recipes' default, to save time
 NEEDLES: dict[str, Any] = {"lengths": (128, 512), "depths": (0.0, 0.5, 1.0), "samples": 8}
 
 Show = Callable[[list[Any]], None]
 
 
 def demo(out: Path | None, recipe: str, progress: Progress, show: Show) -> dict[str, Any]:
-    """Runs the chain into `out` (None: ./surgery-demo, or the next free ./surgery-demo-N); its results as data."""
+    """Run the demo in `out` and return {"folder", "report", "commands", "rows"}.
+
+    out: None is ./surgery-demo, or the next free ./surgery-demo-N. recipe: name or file of a conversion recipe. show: prints a
+    list of tables and lines.
+    """
     choice = load_recipe(recipe)
     folder = _free_folder(out)
     return _Demo(folder, recipe, choice, progress, show).run()
@@ -61,7 +65,7 @@ class _Demo:
         self.commands: list[str] = []
 
     def run(self) -> dict[str, Any]:
-        self._lay_out()
+        self._copy_inputs()
         self._plan()
         report = self._convert()
         perplexity = self._evaluate()
@@ -74,18 +78,20 @@ class _Demo:
         self.commands.append(f"surgery {command}")
         self.show([f"\n[bold]{len(self.commands)}. {what}[/]", f"[cyan]$ surgery {escape(command)}[/]"])
 
-    def _lay_out(self) -> None:
-        """A copy of the embedded checkpoint, so that the commands shown can be run again as they stand."""
+    def _copy_inputs(self) -> None:
+        """Copy the embedded checkpoint and its texts, so that the commands shown can be run again unchanged."""
         embedded = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
-        leave = shutil.ignore_patterns("*.py", "__pycache__", "training_log.json", *TEXTS)
-        shutil.copytree(embedded, self.paths["original"], ignore=leave)
+        excluded = shutil.ignore_patterns("*.py", "__pycache__", "training_log.json", *TEXTS)
+        shutil.copytree(embedded, self.paths["original"], ignore=excluded)
         for text in TEXTS:
             shutil.copyfile(embedded / text, self.folder / text)
         self.show([f"The embedded checkpoint, a Llama of 4 million parameters: {self.paths['original']}"])
 
     def _plan(self) -> None:
         original = str(self.paths["original"])
-        self._step("What would change? Nothing is loaded but the config.", f"plan {original} --recipe {self.name}")
+        self._step(
+            "Plan: show what would be replaced. Only the config is read.", f"plan {original} --recipe {self.name}"
+        )
         self.show(plan_table(plan_dict(make_plan(MetaModel(open_checkpoint(original)), self.recipe))))
 
     def _convert(self) -> dict[str, Any]:
@@ -93,12 +99,12 @@ class _Demo:
         tokens = min(self.recipe.tokens, CALIBRATION_TOKENS)
         fewer = f"--set tokens={tokens} " if tokens < self.recipe.tokens else ""
         self._step(
-            "Convert, a layer at a time, calibrated on text; this takes most of the time.",
+            "Convert layer by layer, calibrated on text. This step takes longest.",
             f"convert {original} --recipe {self.name} {fewer}--calibration {self.calibration} --out {converted}",
         )
         recipe = self.recipe.model_copy(update={"calibration": str(self.calibration), "tokens": tokens})
         convert(str(original), recipe, converted, progress=self.progress)
-        self._step("What was replaced, and how well does it fit?", f"inspect {converted}")
+        self._step("Inspect: show the replaced modules and their errors.", f"inspect {converted}")
         report = inspect(str(converted))
         self.show(inspect_table(report))
         return report
@@ -110,7 +116,7 @@ class _Demo:
 
         original, converted = str(self.paths["original"]), str(self.paths["converted"])
         self._step(
-            "Measure it beside the original, on text that neither has seen.",
+            "Evaluate both models on text that neither was trained or calibrated on.",
             f"eval {converted} --text {self.heldout} --tokens {TOKENS} --compare {original}",
         )
         options = EvalOptions(text=str(self.heldout), tokens=TOKENS, length=LENGTH)
@@ -121,9 +127,12 @@ class _Demo:
 
     def _densify(self) -> None:
         converted, densified = self.paths["converted"], self.paths["densified"]
-        self._step("Undo it: an ordinary checkpoint that computes the same.", f"densify {converted} --out {densified}")
+        self._step(
+            "Densify: convert back to an ordinary checkpoint with the same outputs.",
+            f"densify {converted} --out {densified}",
+        )
         done = densify(str(converted), densified, progress=self.progress)
-        self.show([f"{done['modules']} linears multiplied out: {densified}"])
+        self.show([f"{done['modules']} linears converted to dense weights: {densified}"])
 
     def _score_rows(self, measured: dict[str, Any]) -> list[list[str]]:
         from surgery.eval.run import evaluate, load
@@ -133,7 +142,7 @@ class _Demo:
         options = EvalOptions(text=str(self.heldout), tokens=TOKENS, length=LENGTH)
         measured["densified"] = _ppl(evaluate(str(self.paths["densified"]), ["ppl"], options).row("ppl"), "converted")
         found = []
-        with self.progress.bar("looking for needles", len(ROLES)) as tick:
+        with self.progress.bar("needle retrieval", len(ROLES)) as tick:
             for role in ROLES:
                 model, tokenizer = load(str(self.paths[role]), torch.device("cpu"), "float32", False)
                 found.append(needle_accuracy(model, tokenizer, **NEEDLES))
@@ -150,8 +159,8 @@ class _Demo:
     def _write_report(self, rows: list[list[str]]) -> Path:
         lines = ["# surgery demo: before and after", "", "| | " + " | ".join(ROLES) + " |", "| --- | --- | --- | --- |"]
         lines += ["| " + " | ".join(row) + " |" for row in rows]
-        lines += ["", "No training: the converted checkpoint is the original's projection. Every module's error is in"]
-        lines += [f"`converted/{REPORT_NAME}`. The commands that made this:", ""]
+        lines += ["", "The converted checkpoint was not trained. The error of every replaced module is in"]
+        lines += [f"`converted/{REPORT_NAME}`. Commands:", ""]
         lines += [f"    {command}" for command in self.commands]
         path = self.folder / "report.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -163,13 +172,13 @@ def _ppl(row: Any, role: Any) -> dict[str, float]:
 
 
 def _size_rows(report: dict[str, Any]) -> list[list[str]]:
-    """What is stored and what a token costs; densified, both are the original's again."""
+    """Return the table rows of size and compute; those of the densified checkpoint equal the original's."""
     total, macs = report["totals"], report["macs_per_token"]
-    numbers = [
+    quantities = [
         ("parameters", total["params_before"], total["params_after"], ""),
         ("megabytes", total["bytes_before"] / 1e6, total["bytes_after"] / 1e6, ".1f"),
         ("MFLOPs per token, linears", 2 * macs["before"] / 1e6, 2 * macs["after"] / 1e6, ".2f"),
     ]
     return [
-        [label, *(format(n, kind or ",") for n in (before, after, before))] for label, before, after, kind in numbers
+        [label, *(format(n, kind or ",") for n in (before, after, before))] for label, before, after, kind in quantities
     ]

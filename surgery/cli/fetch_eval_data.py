@@ -35,8 +35,8 @@ def fetch_eval_data(
     from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch
 
     suites = [name for each in suite or list(SUITE_SOURCES) for name in each.split(",")]
-    wanted = dataset_sources(suites, [name for name in (tasks or "").split(",") if name])
-    done = fetch(folder, wanted, progress(as_json))
+    sources = dataset_sources(suites, [name for name in (tasks or "").split(",") if name])
+    done = fetch(folder, sources, progress(as_json))
     if as_json:
         print(json.dumps({"folder": str(folder), **done}, indent=2))
         return

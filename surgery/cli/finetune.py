@@ -35,10 +35,10 @@ def finetune(
     from surgery.training.recipe import load_healing_recipe
 
     limit_tokenizer_threads()
-    given = [*(overrides or []), *data_override(data)]
+    all_overrides = [*(overrides or []), *data_override(data)]
     record = run(
         converted,
-        load_healing_recipe(recipe, given, tiny),
+        load_healing_recipe(recipe, all_overrides, tiny),
         out,
         teacher=teacher,
         resume=resume,

@@ -143,12 +143,12 @@ def convert(
     from surgery.publish.summary import inspect as read
     from surgery.publish.tables import inspect_table
 
-    given = list(overrides or [])
-    given += [f"calibration={json.dumps(calibration)}"] if calibration is not None else []
-    given += [f"seed={seed}"] if seed is not None else []
+    all_overrides = list(overrides or [])
+    all_overrides += [f"calibration={json.dumps(calibration)}"] if calibration is not None else []
+    all_overrides += [f"seed={seed}"] if seed is not None else []
     report = run(
         source,
-        load_recipe(recipe, given),
+        load_recipe(recipe, all_overrides),
         out,
         device=device,
         resume=resume,

@@ -164,7 +164,10 @@ NewTokenizer = Annotated[
 # -- surgery teacher-cache
 CacheOut = Annotated[Path, typer.Option("--out", "-o", help="Write the cache to this folder.")]
 TopK = Annotated[
-    int, typer.Option("--top-k", min=1, help="Store the logits of this many most likely tokens at each position.")
+    int,
+    typer.Option(
+        "--top-k", min=1, help="Store the log-probabilities of this many most likely tokens at each position."
+    ),
 ]
 Examples = Annotated[
     int | None,

@@ -34,12 +34,12 @@ def pretrain(
     from surgery.training.pretrain.recipe import load_pretrain_recipe
 
     limit_tokenizer_threads()
-    given = [f"model={json.dumps(load_config_keys(model))}"] if model is not None else []
-    given += overrides or []
-    given += data_override(data)
-    given += [f"tokenizer.path={json.dumps(tokenizer)}"] if tokenizer is not None else []
+    all_overrides = [f"model={json.dumps(load_config_keys(model))}"] if model is not None else []
+    all_overrides += overrides or []
+    all_overrides += data_override(data)
+    all_overrides += [f"tokenizer.path={json.dumps(tokenizer)}"] if tokenizer is not None else []
     record = run(
-        load_pretrain_recipe(recipe, given, tiny),
+        load_pretrain_recipe(recipe, all_overrides, tiny),
         out,
         resume=resume,
         skip_bad_steps=skip_bad_steps,

@@ -29,17 +29,20 @@ def teacher_cache(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Store the teacher's top-k logits for the text of a recipe's distill stage, so that training needs no teacher in memory.
+    """Store the teacher's top-k log-probabilities for the text of a recipe's distill stage, so that training needs no teacher in memory.
 
     surgery teacher-cache SRC --recipe quick --data corpus.jsonl --out CACHE
     surgery finetune OUT --recipe quick --data corpus.jsonl --set teacher.cache=CACHE
     """
     from surgery.training.recipe import load_healing_recipe
 
-    given = [*(overrides or []), *([f"data.sources={json.dumps([{'path': data}])}"] if data is not None else [])]
+    all_overrides = [
+        *(overrides or []),
+        *([f"data.sources={json.dumps([{'path': data}])}"] if data is not None else []),
+    ]
     index = build_teacher_cache(
         source,
-        load_healing_recipe(recipe, given, tiny),
+        load_healing_recipe(recipe, all_overrides, tiny),
         out,
         top_k,
         examples,
@@ -71,7 +74,7 @@ def build_teacher_cache(
 
     Args:
         name: the teacher, a local folder or a Hub id.
-        top_k: logits stored at each position.
+        top_k: log-probabilities stored at each position.
         examples: sequences to store; None: the recipe's data.rows, else all that the stage trains on.
 
     Returns the index of the cache. Raises SurgeryError if no stage trains on logits or the recipe names no data.
@@ -101,9 +104,9 @@ def build_teacher_cache(
     auto = torch.float32 if place.type == "cpu" else torch.bfloat16
     model = load_causal_lm(source, DTYPES.get(recipe.teacher.dtype, auto), trust_remote_code)
     check_length(model, stage.length)
-    made = make_data(config, load_tokenizer(source.folder, trust_remote_code), stage.length, recipe.seed)
+    training_data = make_data(config, load_tokenizer(source.folder, trust_remote_code), stage.length, recipe.seed)
     count = examples or config.rows or stage.steps * stage.batch
     return write_teacher_cache(
-        model.to(place), made, out, top_k, count, stage.rows, resume=resume, teacher=name, progress=progress,
+        model.to(place), training_data, out, top_k, count, stage.rows, resume=resume, teacher=name, progress=progress,
         weights=source.digest(),
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Reports, tables, model cards and uploads of finished work."""
+"""Reports, tables, model cards and uploads of converted checkpoints."""

@@ -15,8 +15,8 @@ MEASURED_LANES = {
     "backward": 96,
     "step": 32,
     "captured step": 32,
-}  # heads of all rows that were measured at every length
-DEFAULT_CONTEXT = 4096  # where a model does not say for how many tokens it is
+}  # batch size times heads of the measurements
+DEFAULT_CONTEXT = 4096  # for models whose config has no context length
 PASS_LABELS: dict[Pass, str] = {"forward": "prefill", "backward": "training", "step": "decoding"}
 
 
@@ -35,7 +35,7 @@ def speed_notes(
 
 def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
     """Return the notes for a plan (see `plan_dict`)."""
-    linears = ((entry["first"], entry["shape"]) for entry in plan["cuts"] if entry["first"])
+    linears = ((entry["first"], entry["shape"]) for entry in plan["targets"] if entry["first"])
     return speed_notes(linears, (row["mixer"] for row in plan["mixers"]), context)
 
 

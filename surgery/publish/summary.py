@@ -60,26 +60,20 @@ def describe_structure(structure: dict[str, Any]) -> str:
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON data, for --json and notebooks."""
+    targets = [
+        {"name": t.name, "shape": [t.out, t.in_], "keep": t.keep, "first": t.preview.to_dict() if t.preview else None}
+        for t in plan.replaced_targets()
+    ]
     return {
         "source": plan.source,
         "model_type": plan.model_type,
         "recipe": json.loads(plan.recipe.model_dump_json()),
         "rows": plan_rows(plan),
-        "cuts": [
-            {
-                "name": c.name,
-                "shape": [c.out, c.in_],
-                "keep": c.keep,
-                "first": c.preview.to_dict() if c.preview else None,
-            }
-            for c in plan.replaced_targets()
-        ],
+        "targets": targets,
+        "cuts": targets,  # the key until 0.1, for scripts that read it
         "totals": plan.totals(),
-        "candidates": sorted({config.name for c in plan.replaced_targets() for config in c.configs}),
-        "mixers": mixer_rows(
-            (attention_target.path, attention_target.config, attention_target.shape)
-            for attention_target in plan.attention_targets.values()
-        ),
+        "candidates": sorted({config.name for t in plan.replaced_targets() for config in t.configs}),
+        "mixers": mixer_rows((t.path, t.config, t.shape) for t in plan.attention_targets.values()),
         "notes": list(plan.notes),
     }
 
@@ -88,7 +82,7 @@ def read_report(folder: Path, name: str) -> dict[str, Any]:
     """Read and validate the report of a converted checkpoint."""
     path = folder / REPORT_NAME
     if not path.is_file():
-        raise SurgeryError(f"{name} has no {REPORT_NAME}; `surgery convert` writes one beside the weights")
+        raise SurgeryError(f"{name} has no {REPORT_NAME}, which `surgery convert` writes. Give a converted checkpoint.")
     from surgery.checkpoint.report import validate_report
 
     report: dict[str, Any] = read_json(path)
@@ -132,7 +126,9 @@ def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
         roles.setdefault(" + ".join(record["roles"]) or "other", []).append(record)
     rows = []
     for role, records in roles.items():
-        errors = sorted(r["error"] for r in records if r["error"] is not None)  # none from scratch
+        errors = sorted(
+            r["error"] for r in records if r["error"] is not None
+        )  # models trained from scratch have no errors
         names = [describe_structure(r["structure"]).split(" rank")[0] for r in records]
         rows.append(
             {

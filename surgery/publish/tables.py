@@ -45,7 +45,7 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
     ]
     mixers = mixer_tables(plan["mixers"])
     if any(row["structure"] == "auto" for row in plan["rows"]):
-        lines.append("auto: whichever of " + ", ".join(plan["candidates"]) + " fits best on held-out text")
+        lines.append("auto: the structure with the lowest error on held-out text, of " + ", ".join(plan["candidates"]))
     if plan["recipe"]["allocate"] != "uniform" and total["modules"]:
         lines.append("ranks shown are uniform; with --calibration the budget is allocated by error reduction")
     linears = [table, *lines] if total["modules"] else []
@@ -112,7 +112,7 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
         )  # fmt: skip
     error_note = f"errors: relative, {kind}; median and worst of the role"
     if all(row["worst_error"] is None for row in rows):
-        error_note = "trained from scratch: no errors, as there are no original weights"
+        error_note = "trained from scratch: there are no original weights to compute errors against"
     linears = [table, error_note] if rows else []
     mixers = [
         *mixer_tables(report.get("mixer_rows", [])),
@@ -152,7 +152,7 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"calibration: {escape(str(line))}")
     seconds = report["time"]["seconds"]
     layers = list(report["time"]["layers"].values())
-    each = f", {sum(layers) / len(layers):.1f} s a layer" if layers else ""
+    each = f", {sum(layers) / len(layers):.1f} s per layer" if layers else ""
     parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items() if name != "total")
     rss = report["memory"]["peak_rss"]
     lines.append(
@@ -195,7 +195,7 @@ def upload_table(upload: dict[str, Any]) -> list[Any]:
     table = new_table(f"to {upload['repo']}", "file", "bytes")
     for item in upload["files"]:
         table.add_row(item["name"], f"{item['bytes']:,}")
-    license_ = upload["licence"]
+    license_ = upload["license"]
     lines = [
         f"{len(upload['files'])} files, {size_text(upload['bytes'])}; license: {license_['id']} ({license_['origin']})"
     ]

@@ -19,7 +19,7 @@ from surgery.training.checkpoints import CheckpointManager, TrainPosition, Train
 BEST = "best"
 
 
-class Best(CheckpointManager):
+class BestCheckpoint(CheckpointManager):
     """Saves the best state in WORK/best. rank, wait: as for CheckpointManager."""
 
     def __init__(self, folder: Path, rank: int = 0, wait: Any = lambda: None):
@@ -33,14 +33,16 @@ class Best(CheckpointManager):
         """Return the validation loss of a saved state, in nats per token."""
         return float(self.read_position(folder).notes["validation"])
 
-    def see(self, loss: float | None, start: float | None, at: TrainPosition, held: TrainState) -> None:
-        """Save a state whose loss (nats per token) is below that of the start and of the saved state. Every process must call it
-        with the same loss."""
+    def save_if_best(self, loss: float | None, start: float | None, at: TrainPosition, state: TrainState) -> None:
+        """Save the state if its loss (nats per token) is below that of the start and of the saved state.
+
+        Every process must call this method with the same loss.
+        """
         saved = self.latest()
         others = [start if start is not None else math.inf, self.loss(saved) if saved else math.inf]
         if loss is not None and all(better(loss, other) for other in others):
             notes = {"validation": loss}
-            self.save(TrainPosition(at.stage, at.step, at.examples, at.tokens, notes), TrainState(held.parameters))
+            self.save(TrainPosition(at.stage, at.step, at.examples, at.tokens, notes), TrainState(state.parameters))
 
     def _prune(self) -> None:
         best = self.latest()

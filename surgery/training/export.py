@@ -42,7 +42,7 @@ def stage_record(kind: str, at: TrainPosition) -> dict[str, Any]:
     return {**record, "seconds": round(at.notes["seconds"], 2), "tokens_per_second": round(speed, 1)}
 
 
-def delivered(recipe: HealingRecipe, start: float | None, notes: dict[str, Any]) -> dict[str, Any]:
+def delivery_record(recipe: HealingRecipe, start: float | None, notes: dict[str, Any]) -> dict[str, Any]:
     """Return the record of the delivered state. notes: those of the last checkpoint.
 
     state: "start", "last", or a description of the step; start, loss, last: validation losses in nats per token, before
@@ -60,21 +60,21 @@ def delivered(recipe: HealingRecipe, start: float | None, notes: dict[str, Any])
 def _sentence(record: dict[str, Any]) -> str:
     if record["loss"] is None:
         return (
-            "the state after the last step: there is no validation text to judge states by; keep some with data.validation, "
-            "for example 0.02"
+            "the state after the last step: there is no validation text to compare states on. Set data.validation, "
+            "for example 0.02."
         )
     figures = f"{record['loss']:.4f} nats per token of validation text"
     began = "" if record["start"] is None else f"the start {record['start']:.4f}, "
     if record["state"] == "start":
         return (
             f"the start, unchanged: no state of this run was better than its {figures} (the last step "
-            f"{record['last']:.4f}); lower the rate, or train on other text"
+            f"{record['last']:.4f}). Lower the rate, or train on other text."
         )
     if record["worse"]:
-        why = "deliver: last was asked for; " if record["asked"] == "last" else ""
+        why = "The recipe has deliver: last. " if record["asked"] == "last" else ""
         return (
-            f"the state after the last step, WORSE than what the run began with: {figures}, the start {record['start']:.4f}; {why}"
-            "lower the rate, or train on other text"
+            f"the state after the last step, WORSE than the start: {figures}, the start {record['start']:.4f}. {why}"
+            "Lower the rate, or train on other text."
         )
     if record["state"] == "last":
         return f"the state after the last step: {figures} ({began.removesuffix(', ')})".replace(" ()", "")
@@ -102,7 +102,7 @@ def run_environment(recipe: HealingRecipe, accelerator: Any) -> dict[str, Any]:
     }
 
 
-ADAPTER = "adapter"
+ADAPTER = "adapter"  # folder of a LoRA adapter that could not be merged
 
 
 def tensor_keys(student: Any, source: CheckpointSource, trained: set[str]) -> dict[str, str]:

@@ -85,7 +85,7 @@ def finetune(
     except SurgeryError:
         has_output = any((work / name).exists() for name in ("checkpoints", LOG_NAME))
         if run.journal is not None and run.journal.created and not has_output:
-            shutil.rmtree(work, ignore_errors=True)  # refused before anything was trained
+            shutil.rmtree(work, ignore_errors=True)  # the run failed before any training
         raise
     finally:
         end_trackers(run.accelerator)
@@ -111,8 +111,10 @@ def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, 
 
 
 def data_digest(recipe: HealingRecipe) -> dict[str, str]:
-    """Path -> digest of the names and contents of its files, of all local training and validation data of the stages. A Hub
-    data set is known by its id and revision, which are in the recipe."""
+    """Return path -> digest of file names and contents, for all local training and validation data of the stages.
+
+    Hub data sets are identified by their id and revision, which are in the recipe.
+    """
     found: dict[str, str] = {}
     for config in (stage_data_config(recipe, stage) for stage in recipe.stages):
         held_out = config.validation if config is not None and not isinstance(config.validation, float) else ()

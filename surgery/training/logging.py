@@ -42,7 +42,9 @@ def tracker_names(name: str | None) -> list[str]:
     if name not in TRACKERS:
         raise SurgeryError(f"--track {name!r} is unknown; choose one of {', '.join(TRACKERS)}, none.")
     if not available[name]:
-        raise SurgeryError(f"--track {name}: the package {name} is not installed; pip install {name}, or --track none")
+        raise SurgeryError(
+            f"--track {name}: the package {name} is not installed. Run pip install {name}, or use --track none."
+        )
     return [name]
 
 
@@ -61,13 +63,13 @@ def start_trackers(accelerator: Any, recipe: HealingRecipe, out: Path, at: Train
         accelerator.init_trackers(
             PROJECT, config=None if steps_done else tracker_config(recipe), init_kwargs={chosen: options[chosen]}
         )
-    except Exception as error:  # of many kinds, from many libraries
+    except Exception as error:  # trackers raise exceptions of many types
         accelerator.trackers = []
         if is_disk_error(error):
             raise
         what = " ".join(str(error).split())[:200]
         raise SurgeryError(
-            f"--track {chosen} does not start: {type(error).__name__}: {what}; {TRACKER_HELP[chosen]}, or --track none"
+            f"--track {chosen} does not start: {type(error).__name__}: {what}. Try: {TRACKER_HELP[chosen]}, or --track none."
         ) from None
 
 
@@ -95,7 +97,7 @@ def groups_table(title: str, groups: list[ParameterGroup]) -> list[Any]:
         table.add_row(
             row["kind"],
             str(row["tensors"]),
-            format_count(row["numbers"]),
+            format_count(row["parameters"]),
             *fans,
             f"{row['rate']:.3g}",
             f"{row['decay']:g}",
@@ -133,22 +135,24 @@ class LogReporter:
     def __init__(self, progress: Progress, active: bool):
         self.progress, self.active = progress, active
         self.tick: Any = lambda steps=1: None
-        self.step, self.looks = 0, 0
+        self.step, self.num_entries = 0, 0
 
     @contextmanager
     def stage(self, title: str, steps: int, at: int) -> Iterator[None]:
+        """Show a progress bar for a stage of `steps` steps, of which `at` are done."""
         with self.progress.bar(title, steps) as tick:
-            self.tick, self.step, self.looks = tick, at, 0
+            self.tick, self.step, self.num_entries = tick, at, 0
             tick(at)
             yield
 
     def __call__(self, line: dict[str, Any]) -> None:
+        """Show a log entry."""
         if not self.active:
             return
         if "steps" in line:
             self.tick(line["step"] - self.step)
-            self.step, self.looks = line["step"], self.looks + 1
-            if self.looks % 10 != 1 and line["step"] != line["steps"]:
+            self.step, self.num_entries = line["step"], self.num_entries + 1
+            if self.num_entries % 10 != 1 and line["step"] != line["steps"]:
                 return
         self.progress.say(format_entry(line))
 
@@ -179,11 +183,11 @@ def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | N
 
 def last_line(result: dict[str, Any], what: str) -> str:
     """Return the final message: where the checkpoint is, and whether training left it unchanged or made it worse."""
-    told = result["delivered"]
-    if told["state"] == "start":
-        return f"{what}, no better than the start and so unchanged: {result['out']}"
-    if told["worse"]:
-        return f"{what}, WORSE than the start ({told['loss']:.4f} after {told['start']:.4f} nats per token): {result['out']}"
+    delivery = result["delivered"]
+    if delivery["state"] == "start":
+        return f"{what}, unchanged because training did not improve it: {result['out']}"
+    if delivery["worse"]:
+        return f"{what}, WORSE than the start ({delivery['loss']:.4f} after {delivery['start']:.4f} nats per token): {result['out']}"
     return f"{what}: {result['out']}"
 
 
@@ -203,18 +207,18 @@ class TrainingLog:
         """Drop the entries of later steps, which a resumed run takes again."""
         if not self.path.is_file():
             return
-        kept = [line for line in self.lines() if (line["stage"], line["step"]) <= (stage, step)]
+        remaining = [line for line in self.lines() if (line["stage"], line["step"]) <= (stage, step)]
         partial = self.path.with_name(self.path.name + ".tmp")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in remaining), encoding="utf-8")
         os.replace(partial, self.path)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append an entry and send its numbers to the trackers."""
+        """Append an entry and send its numeric values to the trackers."""
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(_json_safe(line)) + "\n")
         if self.accelerator is not None and self.accelerator.trackers:
-            numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("stage", "step")}
-            self.accelerator.log({f"{line['kind']}/{k}": v for k, v in numbers.items()}, step=line["total_steps"])
+            values = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("stage", "step")}
+            self.accelerator.log({f"{line['kind']}/{k}": v for k, v in values.items()}, step=line["total_steps"])
 
     def lines(self) -> list[dict[str, Any]]:
         """Return all complete entries; a killed run may leave a partial line."""

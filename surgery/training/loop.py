@@ -37,7 +37,7 @@ class LoopContext:
 
     report: called with every log entry. validate: returns the validation loss in nats per token, or None without validation
     text. skip_bad_steps: skip steps with NaN or infinite gradients. evaluate: steps between two evaluations on validation
-    text, 0 for none. judge: called with the validation loss, the position and the training state after each evaluation.
+    text, 0 for none. after_evaluation: called with validation loss, position and training state.
     earlier: parameters that earlier stages trained, by name; they are saved too. steps_before: steps of earlier stages.
     """
 
@@ -50,7 +50,7 @@ class LoopContext:
     validate: Callable[[StageModels], float | None]
     skip_bad_steps: bool = False
     evaluate: int = 0
-    judge: Callable[[float | None, TrainPosition, TrainState], None] = lambda *given: None
+    after_evaluation: Callable[[float | None, TrainPosition, TrainState], None] = lambda *args: None
     earlier: dict[str, Tensor] = field(default_factory=dict)
     steps_before: int = 0
 
@@ -276,7 +276,7 @@ class TrainingLoop:
         if self.accelerator.is_main_process:
             self.context.log.add(line)
         self.context.report(line)
-        self.context.judge(loss, self.at, self.train_state)
+        self.context.after_evaluation(loss, self.at, self.train_state)
 
     def _save(self) -> None:
         if self.due_save == self.at.step:  # writing it again would first remove the good one

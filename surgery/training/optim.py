@@ -1,7 +1,7 @@
 """Optimization: learning-rate schedules, weight averaging, parameter groups with structure-aware rates, optimizers.
 
 A core of a structured linear is a (block-diagonal) dense layer with its own fan-in and fan-out (muP), so the rate of the dense
-layer that it replaces would be too low for it. With out x in the linear's shape:
+layer that it replaces would be too low for it. For a linear of shape out x in:
 
     adamw, sign    rate_core = rate * width / fan_in                      width: the linear's own in, or base_width
     sgd            rate_core = rate * (fan_out / fan_in) / (out / width)
@@ -82,9 +82,9 @@ class WeightEMA:
         """Exchange weights and means in place."""
         for name, p in self.parameters.items():
             ours, mean = local_shard(p), local_shard(self.means[name])
-            held = ours.clone()
+            weights = ours.clone()
             ours.copy_(mean)
-            mean.copy_(held)
+            mean.copy_(weights)
 
 
 PARAMETER_KINDS = {
@@ -150,7 +150,7 @@ class ParameterGroup:
     def row(self) -> dict[str, Any]:
         """Return the group's row of the table that is shown before training."""
         fans = {"fan_in": self.fans[0], "fan_out": self.fans[1]} if self.fans else {}
-        counts = {"tensors": len(self.names), "numbers": self.num_parameters, "rate": self.rate, "decay": self.decay}
+        counts = {"tensors": len(self.names), "parameters": self.num_parameters, "rate": self.rate, "decay": self.decay}
         return {"kind": self.kind, **counts, **fans, "example": self.names[0]}
 
 
@@ -170,9 +170,7 @@ def parameter_infos(model: nn.Module) -> dict[str, ParameterInfo]:
 
 def _parameter_info(name: str, parameter: Tensor, modules: dict[str, nn.Module]) -> ParameterInfo:
     path, _, leaf = name.rpartition(".")
-    if (
-        ".parametrizations." in f".{path}."
-    ):  # weight normalisation: the core is `<path>.parametrizations.<core>.original`
+    if ".parametrizations." in f".{path}.":  # weight normalization: `<path>.parametrizations.<core>.original`
         path, _, core = path.partition(".parametrizations.")
         if leaf != "original":
             return ParameterInfo("vectors", None)
@@ -197,8 +195,10 @@ def _parameter_info(name: str, parameter: Tensor, modules: dict[str, nn.Module])
 
 
 def _mixer_fans(module: Any, leaf: str, parameter: Tensor) -> Fans | None:
-    """Return the fans of a score factor (within its D x D score matrix) or of a linear on the hidden states; None for other
-    parameters, whose size does not depend on the width."""
+    """Return the fans of a score factor (within its D x D score matrix) or of a linear on the hidden states.
+
+    None for other parameters, whose size does not depend on the width.
+    """
     if isinstance(module, Mixer):
         mup, width = module.mup().get(leaf), module.shape.dim
         return Fans(mup.fan_in, mup.fan_out, width, width) if mup else None
@@ -248,15 +248,15 @@ def _no_match_message(
     message = f"trains: {word!r} selects no parameter of {type(model).__name__}"
     if word == "mixers" and bare:
         return (
-            f"{message}, whose mixers have no parameters of their own; trains: [new] takes the projections of their attention, as "
-            "--recipe standard and small-attention do"
+            f"{message}, whose mixers have no parameters of their own. Use trains: [new], which selects the projections of their "
+            "attention (recipes standard and small-attention)."
         )
     if word == "mixers" and "structured" in there:
-        return f"{message}, whose attention was left alone; --recipe weights-only heals its structured linears"
+        return f"{message}, whose attention was not converted. Use --recipe weights-only, which trains its structured linears."
     if word == "structured" and (bare or "mixers" in there):
-        return f"{message}, whose linears were left alone; --recipe standard and small-attention heal its attention"
+        return f"{message}, whose linears were not converted. Use --recipe standard or small-attention, which train its attention."
     if word in (*PARAMETER_KINDS, "new"):
-        return f"{message}, which has {', '.join(sorted(there))}; was it converted? (`surgery inspect` shows what was replaced)"
+        return f"{message}, which has {', '.join(sorted(there))}. `surgery inspect` shows whether it was converted."
     return message + suggestion(
         word, [*PARAMETER_KINDS, "all", "new", *sorted({r for rs in roles.values() for r in rs})]
     )
@@ -318,8 +318,10 @@ def make_optimizer(groups: list[ParameterGroup], settings: OptimizerConfig) -> t
 
 
 class SignSGD(torch.optim.Optimizer):
-    """Sign descent with momentum: p -= rate * sign(m), m the moving average of the gradients, with decoupled weight decay
-    (Bernstein et al. 2018)."""
+    """Sign descent with momentum (Bernstein et al. 2018) and decoupled weight decay.
+
+    p -= rate * sign(m), m: moving average of the gradients
+    """
 
     found_inf: Tensor | None = None
 

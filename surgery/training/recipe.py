@@ -83,13 +83,6 @@ class HealingRecipe(StrictModel):
         return self.evaluate if self.evaluate is not None else -(-sum(stage.steps for stage in self.stages) // 10)
 
 
-def shipped_healing_recipes() -> dict[str, str]:
-    """Return name -> description of the healing recipes in the package."""
-    return {
-        path.stem: _read_yaml_mapping(path).get("description", "") for path in sorted(_healing_folder().glob("*.yaml"))
-    }
-
-
 def load_healing_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> HealingRecipe:
     """Load a shipped recipe by name or a YAML file by path. overrides: texts KEY=VALUE; tiny: apply the recipe's `tiny` block."""
     return parse_healing_recipe(*read_recipe(name, _healing_folder(), "healing", overrides, tiny))

@@ -16,7 +16,7 @@ from surgery.core.journal import Journal
 from surgery.core.progress import Progress
 from surgery.training import models as model_loading
 from surgery.training.batches import stack_examples, to_device
-from surgery.training.best_state import BEST, Best, better
+from surgery.training.best_state import BEST, BestCheckpoint, better
 from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
 from surgery.training.data.dataset import make_data
 from surgery.training.data.packing import check_packed_attention
@@ -31,7 +31,7 @@ from surgery.training.distributed.accelerator import (
 from surgery.training.export import (
     ADAPTER,
     adapter_digests,
-    delivered,
+    delivery_record,
     loss_records,
     publish_result,
     refuse_difference,
@@ -65,7 +65,7 @@ def parameters_without_adapters(model: Any) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
 
 
-def changed_by(recipe: HealingRecipe, models: StageModels, roles: dict[str, tuple[str, ...]]) -> set[str]:
+def changed_parameters(recipe: HealingRecipe, models: StageModels, roles: dict[str, tuple[str, ...]]) -> set[str]:
     """Return the names of the student's parameters that any stage changes.
 
     Raises SurgeryError if a stage does not fit the model. No weight is read: the model may be on the meta device.
@@ -78,7 +78,7 @@ def changed_by(recipe: HealingRecipe, models: StageModels, roles: dict[str, tupl
         if isinstance(stage, LoraStage) and stage.keeps_adapter(models, roles) and number + 1 < len(recipe.stages):
             raise SurgeryError(
                 f"stage {number + 1}, lora, leaves an adapter that is not merged (structured targets, or ends: keep), which "
-                "later stages would not load; make it the last stage."
+                "later stages would not load. Make it the last stage."
             )
     return found
 
@@ -117,7 +117,7 @@ class StageRunner:
             self.accelerator.process_index,
             self.accelerator.wait_for_everyone,
         )
-        self.best = Best(self.work / BEST, self.accelerator.process_index, self.accelerator.wait_for_everyone)
+        self.best = BestCheckpoint(self.work / BEST, self.accelerator.process_index, self.accelerator.wait_for_everyone)
         self.log = TrainingLog(self.work, self.accelerator)
         student = model_loading.load_student(self.source, self.trust)
         self.roles = model_loading.linear_roles(self.source, student)
@@ -178,7 +178,7 @@ class StageRunner:
         """Return the names of parameters that any stage will change, after checking that all stages fit model and batch layout."""
         for config in self.recipe.stages:
             batch_layout(self.accelerator, config)
-        return changed_by(self.recipe, models, self.roles)
+        return changed_parameters(self.recipe, models, self.roles)
 
     def _make_validation(self) -> Validation:
         last = self.recipe.stages[-1]
@@ -254,7 +254,7 @@ class StageRunner:
         context = LoopContext(
             accelerator=self.accelerator, recipe=self.recipe, data=data, log=self.log, checkpoints=self.checkpoints,
             report=self.reporter, validate=self.validation.student_loss, skip_bad_steps=self.skip,
-            evaluate=self.recipe.evaluates, judge=self._judge, earlier=earlier,
+            evaluate=self.recipe.evaluates, after_evaluation=self._save_if_best, earlier=earlier,
             steps_before=sum(s.steps for s in self.recipe.stages[:number]),
         )  # fmt: skip
         loop = TrainingLoop(context, stage, models, groups, optimiser, at)
@@ -262,10 +262,10 @@ class StageRunner:
             loop.run()
         self._finish_stage(models, stage, loop)
 
-    def _judge(self, loss: float | None, at: TrainPosition, train_state: TrainState) -> None:
+    def _save_if_best(self, loss: float | None, at: TrainPosition, train_state: TrainState) -> None:
         """Save the state if its validation loss (nats per token) is the best so far."""
         if self.recipe.deliver == "best":
-            self.best.see(loss, self.baseline_losses["before"], at, train_state)
+            self.best.save_if_best(loss, self.baseline_losses["before"], at, train_state)
 
     def _restore_weights(self, models: StageModels) -> None:
         if latest := self.checkpoints.latest():
@@ -318,34 +318,38 @@ class StageRunner:
             loop.at.stage + 1, notes={"trained": sorted(self.trained), "stages": self.stages, "after": after}
         )
         if over:
-            position.notes |= self._delivered(models, train_state, after)
+            position.notes |= self._deliver_state(models, train_state, after)
         else:
-            self._judge(after, position, train_state)
+            self._save_if_best(after, position, train_state)
         position.notes["adapter"] = adapter_digests(self.work) if self.main else {}
         self.checkpoints.save(position, train_state)
 
     # -- the delivered state -----------------------------------------------------------------------------
-    def _delivered(self, models: StageModels, train_state: TrainState, last: float | None) -> dict[str, Any]:
-        """Load the state to be delivered into the model and return the notes about it. last: the validation loss of the
-        state after the last step, which the model holds now."""
+    def _deliver_state(self, models: StageModels, train_state: TrainState, last: float | None) -> dict[str, Any]:
+        """Load the state to be delivered into the model and return its notes for the checkpoint.
+
+        last: validation loss of the state after the last step, which the model holds now.
+        """
         start, saved = self.baseline_losses["before"], self.best.latest()
         chosen, after = "last", last
         if self.recipe.deliver == "best" and last is not None:
             if saved is not None and better(self.best.loss(saved), last):
-                chosen, after = saved.name, self._put(models, train_state, saved)
+                chosen, after = saved.name, self._load_state(models, train_state, saved)
             if start is not None and after is not None and better(start, after):
-                chosen, after = "start", self._put(models, train_state, None)
+                chosen, after = "start", self._load_state(models, train_state, None)
         return {"after": after, "last": last, "delivered": chosen}
 
-    def _put(self, models: StageModels, train_state: TrainState, saved: Path | None) -> float | None:
-        """Load a saved best state, or the start (None), into the trained parameters, rounded to the stored dtype; return its
-        loss. The student is loaded again and brought to that step, exactly as when a killed run resumes."""
+    def _load_state(self, models: StageModels, train_state: TrainState, saved: Path | None) -> float | None:
+        """Load a saved best state, or the start (None), into the trained parameters and return its validation loss.
+
+        Values are rounded to the stored dtype. The student is loaded again and restored exactly as when a killed run resumes.
+        """
         student = model_loading.load_student(self.source, self.trust)
         adapter = False
         if self.main:
-            shutil.rmtree(self.work / ADAPTER, ignore_errors=True)  # that of the state after the last step
+            shutil.rmtree(self.work / ADAPTER, ignore_errors=True)  # it belongs to the state after the last step
         if saved is not None:
-            adapter = self._as_saved(StageModels(student, student, models.teacher, models.cache), saved)
+            adapter = self._restore_best(StageModels(student, student, models.teacher, models.cache), saved)
         parameters = {n: p for n, p in student.named_parameters() if n in self.trained}
         round_to_stored_dtype(parameters, tensor_keys(student, self.source, self.trained), self.source)
         for name, p in train_state.parameters.items():
@@ -356,8 +360,8 @@ class StageRunner:
         reshard_modules(models.student)
         return loss
 
-    def _as_saved(self, models: StageModels, saved: Path) -> bool:
-        """Restore the student as it was saved and merge what its stage had added. Return whether an adapter stays separate."""
+    def _restore_best(self, models: StageModels, saved: Path) -> bool:
+        """Restore the student from a best state and finish its stage. Return whether an adapter stays separate."""
         at = self.best.read_position(saved)
         if at.step == 0:  # after a stage
             self.best.restore_weights(saved, parameters_without_adapters(models.student))
@@ -382,7 +386,7 @@ class StageRunner:
             "trained": len(self.trained),
         }
         record["validation"] = loss_records({**self.baseline_losses, "after": notes["after"]})
-        record["delivered"] = delivered(self.recipe, self.baseline_losses["before"], notes)
+        record["delivered"] = delivery_record(self.recipe, self.baseline_losses["before"], notes)
         record["validation_rows"] = len(self.validation.examples)
         return {**record, **run_environment(self.recipe, self.accelerator), "seconds": round(seconds, 1)}
 
@@ -403,9 +407,9 @@ class StageRunner:
             new = {keys[name]: info for name, info in trained.items()}
             target = write_result(self.source, new, self.work, record, bool(notes["adapter"]))
             refuse_difference(target, self.source, new)
-            for wrote, name in (("surgery", "tensorboard"), ("wandb", "wandb")):
-                if (self.work / wrote).is_dir():
-                    shutil.copytree(self.work / wrote, target / "training" / name, symlinks=True)
+            for source, name in (("surgery", "tensorboard"), ("wandb", "wandb")):
+                if (self.work / source).is_dir():
+                    shutil.copytree(self.work / source, target / "training" / name, symlinks=True)
             publish_result(target, self.out, self.work)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()

@@ -90,7 +90,7 @@ def test_4_1_sub_folders_travel_by_rule(source, tmp_path):
 def test_4_1_a_push_takes_no_sub_folder_that_came_later(source, tmp_path):
     convert(str(source), make_recipe(**LOW), tmp_path / "out")
     put(tmp_path / "out", "notes/mine.txt")
-    with pytest.raises(SurgeryError, match=r"no part of a checkpoint: notes/mine\.txt"):
+    with pytest.raises(SurgeryError, match=r"do not belong to a checkpoint: notes/mine\.txt"):
         collect_files(open_converted_checkpoint(str(tmp_path / "out")))
 
 

@@ -75,6 +75,7 @@ def test_a_chain(checkpoints, tmp_path):
     parcel = api.push(out, "me/small", licence="mit", dry_run=True)
     assert parcel["dry_run"] and "license: mit" in parcel["card"] and "model.safetensors" in repr(parcel)
     assert "license: mit" in api.push(out, "me/small", license="mit", dry_run=True)["card"]  # `licence` until 0.1
+    assert parcel["license"] == parcel["licence"] == {"id": "mit", "origin": "given with --license"}
     assert "multiplied out" in repr(api.densify(out, tmp_path / "DENSE"))
 
 

@@ -51,7 +51,8 @@ def test_recipes(run, run_json):
 def test_plan(run, run_json, checkpoints):
     words = ("plan", checkpoints("llama"), "-r", "low-rank-half", "--set", "keep=0.75")
     data = run_json(*words)
-    assert data["recipe"]["keep"] == 0.75 and len(data["cuts"]) == data["totals"]["modules"] == 14
+    assert data["recipe"]["keep"] == 0.75 and len(data["targets"]) == data["totals"]["modules"] == 14
+    assert data["cuts"] == data["targets"]  # the key until 0.1
     assert sum(row["after"] for row in data["rows"]) == data["totals"]["params_after"]
     code, out, _ = run(*words)
     assert code == 0 and "mlp.down" in out and "low_rank" in out

@@ -106,7 +106,7 @@ def test_outside_d8_an_edited_shim_is_refused(out):
     shim.write_text(before.replace("surgery.modeling.auto_classes", "surgery.shims"))
     prepare_upload(str(out), "me/small", "mit")  # as it was written before
     shim.write_text(before + "import os\n")
-    with pytest.raises(SurgeryError, match="not the text that surgery writes"):
+    with pytest.raises(SurgeryError, match=r"surgery_shim\.py was changed"):
         prepare_upload(str(out), "me/small", "mit")
 
 
@@ -171,9 +171,9 @@ def test_refusals_are_told_in_words(hub, pushed, out):
     code, _, said = pushed(out, "others/small", "--license", "mit")
     assert code == 2 and "write permission" in said
     code, _, said = pushed(out, "a/b/c", "--license", "mit")
-    assert code == 2 and "no name for a repository" in said
+    assert code == 2 and "not a valid repository name" in said
     code, _, said = pushed(out, "me/small", "--license", "mit", token="hf_wrong")
-    assert code == 2 and "does not take the token" in said and "hf_wrong" not in said
+    assert code == 2 and "rejects the token" in said and "hf_wrong" not in said
     code, _, said = pushed(out, "me/small", "--license", "mit", token=None)
     assert code == 2 and "hf auth login" in said
 
@@ -215,18 +215,18 @@ def test_a_public_repository_does_not_take_what_shall_be_private(hub, pushed, ou
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        (".env", "HF_TOKEN=x", "no part of a checkpoint: .env"),
+        (".env", "HF_TOKEN=x", "do not belong to a checkpoint: .env"),
         ("notes.txt", "hello", "notes.txt"),
         ("pytorch_model.bin", "", "pytorch_model.bin"),
         ("eval/secrets.txt", "", "eval/secrets.txt"),
-        ("surgery_shim.py", f"token = '{TOKEN}'", "looks like a secret"),
+        ("surgery_shim.py", f"token = '{TOKEN}'", "seems to contain a secret"),
     ],
 )
 def test_files_outside_the_known_set_are_refused(out, name, content, said):
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).write_text(content)
     with pytest.raises(SurgeryError, match=said):
-        prepare_upload(str(out), "me/small", licence="mit")
+        prepare_upload(str(out), "me/small", license="mit")
 
 
 def test_a_link_out_of_the_folder_is_refused(out, tmp_path):
@@ -235,7 +235,7 @@ def test_a_link_out_of_the_folder_is_refused(out, tmp_path):
     (out / "vocab.json").unlink(missing_ok=True)
     (out / "vocab.json").symlink_to(secret)
     with pytest.raises(SurgeryError, match="is a link to"):
-        prepare_upload(str(out), "me/small", licence="mit")
+        prepare_upload(str(out), "me/small", license="mit")
 
 
 def test_the_licence_is_that_of_the_source(out, checkpoints):
@@ -250,7 +250,7 @@ def test_the_licence_is_that_of_the_source(out, checkpoints):
         assert prepare_upload(str(out), "me/small").license.id == "llama3.1"
     finally:
         card.unlink()
-    assert prepare_upload(str(out), "me/small", licence="mit").license.id == "mit"
+    assert prepare_upload(str(out), "me/small", license="mit").license.id == "mit"
 
 
 def test_the_card_says_what_the_report_says(out, tmp_path):
@@ -288,7 +288,7 @@ def test_weights_that_are_not_those_of_the_report_are_refused(out):
     report["totals"]["params_after"] += 1
     (out / "surgery_report.json").write_text(json.dumps(report))
     with pytest.raises(SurgeryError, match="one of the two was changed"):
-        prepare_upload(str(out), "me/small", licence="mit")
+        prepare_upload(str(out), "me/small", license="mit")
 
 
 def _split(folder: Path) -> None:

@@ -54,7 +54,9 @@ def test_4_5_utf_16_is_read_as_that_with_a_note(tmp_path, name, capsys):
     list(document_stream(str(path)))
     assert capsys.readouterr().err == (f"note: {note}\n" if note else "")
     if note:
-        with pytest.raises(SurgeryError, match="texts to train on are UTF-8; convert it, for example: iconv -f UTF-"):
+        with pytest.raises(
+            SurgeryError, match=r"must be UTF-8 \(got UTF-.*\)\. Convert it, for example: iconv -f UTF-"
+        ):
             open_data_source(SourceConfig(path=str(path)), 0, "training", 0.0, False)
 
 

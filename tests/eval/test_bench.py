@@ -299,7 +299,7 @@ def test_tables_read_as_written(tmp_path):
 def test_what_is_slower_is_said(table):
     first = {"structure": "btt", "blocks": [64, 64], "rank": 4}
     mixers = [{"mixer": "linear: hierarchical mask, identity features"}]
-    plan = {"cuts": 2 * [{"first": first, "shape": [4096, 4096]}], "mixers": mixers}
+    plan = {"targets": 2 * [{"first": first, "shape": [4096, 4096]}], "mixers": mixers}
     linear, attention = plan_notes(plan, 1024)
     assert (
         linear
@@ -310,7 +310,9 @@ def test_what_is_slower_is_said(table):
     assert report_notes({"mixer_rows": mixers}, 16384) == []
     ranks = [{"structure": {**first, "rank": rank}, "shape": [4096, 4096]} for rank in (4, 3, 1000)]
     assert report_notes({"modules": [*ranks, {"structure": {"structure": "dense"}, "shape": [4096, 4096]}]}) == [linear]
-    assert plan_notes({"cuts": [{"first": first, "shape": [64, 64]}], "mixers": []}) == []  # nothing near was measured
+    assert (
+        plan_notes({"targets": [{"first": first, "shape": [64, 64]}], "mixers": []}) == []
+    )  # nothing near was measured
 
 
 def test_results_become_the_table_and_the_page(tmp_path):

@@ -18,6 +18,13 @@ LM = {"kind": "lm", "trains": ["all"], "length": 16, "tokens": 128, "batch": 4, 
 LORA = {"kind": "lora", "targets": ["attention", "mlp"], "length": 16, "tokens": 64, "batch": 4, "rows": 4}
 
 
+def healing_recipe_names() -> list[str]:
+    """Return the names of the shipped healing recipes, in alphabetical order."""
+    from surgery.planning.recipe import recipes_folder
+
+    return sorted(path.stem for path in (recipes_folder() / "healing").glob("*.yaml"))
+
+
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory) -> Path:
     """Documents to train on, one JSON line each."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.small import DECODER
+from helpers.small_training import healing_recipe_names
 
 from surgery.architectures.linears import find_linears
 from surgery.checkpoint.meta_model import model_class
@@ -20,14 +21,14 @@ from surgery.mixers.masks.base import MASKS
 from surgery.planning.recipe import load_recipe, shipped_recipes, validate_recipe
 from surgery.training.finetune import finetune
 from surgery.training.pretrain.initialize import install_mixers, plan_new_model, replace_linears
-from surgery.training.recipe import load_healing_recipe, parse_healing_recipe, shipped_healing_recipes
-from surgery.training.runner import changed_by
+from surgery.training.recipe import load_healing_recipe, parse_healing_recipe
+from surgery.training.runner import changed_parameters
 from surgery.training.stages import StageModels
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
 REASONS = {  # part of the refusal -> what the table says
-    "whose attention was left alone": "no: attention is as it was",
-    "whose linears were left alone": "no: linears are as they were",
+    "whose attention was not converted": "no: attention is as it was",
+    "whose linears were not converted": "no: linears are as they were",
     "whose mixers have no parameters": "no: a window has no parameters of its own",
 }
 # What is decided by trained weights, decided here.
@@ -60,14 +61,14 @@ def converted(folder, recipe):
 def verdict(models, roles, name):
     """yes, or why not."""
     try:
-        changed_by(load_healing_recipe(name), models, roles)
+        changed_parameters(load_healing_recipe(name), models, roles)
     except SurgeryError as error:
         return next(said for part, said in REASONS.items() if part in str(error))
     return "yes"
 
 
 def test_4_3_every_conversion_can_be_healed_and_the_table_says_by_what(folder):
-    healing, found = list(shipped_healing_recipes()), {}
+    healing, found = healing_recipe_names(), {}
     for name in sorted(shipped_recipes()):
         models, roles = converted(folder, load_recipe(name, DECIDED.get(name, [])))
         found[name] = tuple(verdict(models, roles, other) for other in healing)
@@ -101,21 +102,21 @@ def test_4_3_every_mixer_can_be_healed(folder):
         models, roles = converted(folder, validate_recipe({"structure": "dense", "attention": attention}, "test"))
         names = ("standard", "long", "small-attention", "small-linears")
         assert {verdict(models, roles, name) for name in names} == {"yes"}, attention
-        new = changed_by(aligned, models, roles)
+        new = changed_parameters(aligned, models, roles)
         assert new and all(".self_attn." in name for name in new), attention
 
 
 def test_4_3_a_word_that_selects_nothing_is_still_refused(folder):
     models, roles = converted(folder, load_recipe("sliding-window"))
     for trains, said in (
-        (["mixers"], r"no parameters of their own; trains: \[new\]"),
-        (["attention", "structured"], "whose linears were left alone; --recipe standard"),
-        (["attention", "adapters"], "was it converted"),
+        (["mixers"], r"no parameters of their own. Use trains: \[new\]"),
+        (["attention", "structured"], r"whose linears were not converted\. Use --recipe standard"),
+        (["attention", "adapters"], "whether it was converted"),
         (["attention", "mixres"], "did you mean 'mixers'"),
     ):
         stage = {"kind": "lm", "tokens": 64, "rate": 1e-3, "trains": trains}
         with pytest.raises(SurgeryError, match=said):
-            changed_by(parse_healing_recipe({"stages": [stage]}), models, roles)
+            changed_parameters(parse_healing_recipe({"stages": [stage]}), models, roles)
 
 
 def test_4_3_a_sliding_window_is_healed(tmp_path, student, words, without_curves):

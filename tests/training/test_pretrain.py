@@ -18,7 +18,7 @@ from surgery.structures import STRUCTURES
 from surgery.training.data.dataset import DataConfig, make_data
 from surgery.training.pretrain.initialize import zero_output
 from surgery.training.pretrain.model_config import load_config_keys
-from surgery.training.pretrain.pretrain import _ensure_initial_checkpoint, pretrain
+from surgery.training.pretrain.pretrain import _ensure_initial_checkpoint, pretrain, recipe_digest
 from surgery.training.pretrain.recipe import load_pretrain_recipe, parse_pretrain_recipe, pretrain_folder
 from surgery.training.pretrain.tokenizer import TokenizerConfig, make_tokenizer
 
@@ -110,7 +110,7 @@ def test_mixers_and_other_families(text, tmp_path):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = {"model_type": "llama", **shape, "num_key_value_heads": 1, "max_position_embeddings": 32}
     layers = {"structure": "low_rank", "rank": 4, "attention": {"mixer": "linear", "mask": "decay"}}
-    bpe = {"kind": "bpe", "vocabulary": 300}
+    bpe = {"kind": "bpe", "vocab_size": 300}
     record = pretrain(small(text, model=model, layers=layers, tokenizer=bpe), tmp_path / "out", device="cpu")
     assert record["validation"]["before"]["loss"] > record["validation"]["after"]["loss"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -138,16 +138,16 @@ def test_the_command_takes_a_shape_and_a_tokenizer(text, tmp_path, capsys):
 @pytest.mark.parametrize(
     "keys, said",
     [
-        ({"model": {"n_embd": 32}}, "names no model_type"),
+        ({"model": {"n_embd": 32}}, "model must have a model_type"),
         ({"model": {"model_type": "gtp2"}}, "did you mean 'gpt2'"),
-        ({"model": {"model_type": "bert"}}, "predicts no next token"),
+        ({"model": {"model_type": "bert"}}, "not a causal language model"),
         ({"model": {"model_type": "gpt2", "n_emb": 32}}, "no key 'n_emb'; did you mean 'n_embd'"),
-        ({"model": {"model_type": "gpt2", **SHAPE, "tie_word_embeddings": True}}, "output layer of its own"),
-        ({"model": {"model_type": "gpt2", **SHAPE, "vocab_size": 7}}, "vocab_size 7 is under"),
-        ({"layers": {"structure": "auto"}}, "name a structure"),
+        ({"model": {"model_type": "gpt2", **SHAPE, "tie_word_embeddings": True}}, "tie_word_embeddings: false"),
+        ({"model": {"model_type": "gpt2", **SHAPE, "vocab_size": 7}}, "vocab_size must be at least"),
+        ({"layers": {"structure": "auto"}}, "Name a structure"),
         ({"layers": {"structure": "btt", "attention": {"mixer": "linear", "hybrid": {"keep": 0.5}}}}, "by: every"),
-        ({"tokenizer": {"path": "/nowhere"}}, "no tokenizer that transformers can load"),
-        ({"stages": [{"kind": "distill", "tokens": 1, "rate": 1}]}, "its stages are lm"),
+        ({"tokenizer": {"path": "/nowhere"}}, "cannot be loaded by transformers"),
+        ({"stages": [{"kind": "distill", "tokens": 1, "rate": 1}]}, "Use stages of kind lm"),
         ({"embeding_std": 1}, "unknown key 'embeding_std'"),
         ({"data": {}}, "no data to train on"),
     ],
@@ -161,7 +161,7 @@ def test_refusals(keys, said, text, tmp_path):
 def test_a_config_as_example(tmp_path):
     keys = load_config_keys(str(TINY_CHECKPOINT))
     assert keys["model_type"] == "llama" and "vocab_size" not in keys and keys["hidden_size"] > 0
-    with pytest.raises(SurgeryError, match="neither a config"):
+    with pytest.raises(SurgeryError, match="must be a config"):
         load_config_keys("./nowhere")
 
 
@@ -214,8 +214,8 @@ def test_multi_level_low_rank_is_its_definition():
 @pytest.mark.parametrize("kind", ["characters", "bpe"])
 def test_tokenizers_say_what_they_read(kind, text, tmp_path):
     data = DataConfig.model_validate({"sources": str(text), "validation": 0.05})
-    tokenizer = make_tokenizer(TokenizerConfig(kind=kind, vocabulary=400), data)
-    again = make_tokenizer(TokenizerConfig(kind=kind, vocabulary=400), data)
+    tokenizer = make_tokenizer(TokenizerConfig(kind=kind, vocab_size=400), data)
+    again = make_tokenizer(TokenizerConfig(kind=kind, vocab_size=400), data)
     assert tokenizer.get_vocab() == again.get_vocab() and len(tokenizer) <= 400
     some = text.read_text(encoding="utf-8")[:500]
     tokenizer.save_pretrained(tmp_path)
@@ -225,6 +225,17 @@ def test_tokenizers_say_what_they_read(kind, text, tmp_path):
     ids = loaded(some)["input_ids"]
     assert loaded.decode(ids) == some and ids == tokenizer(some)["input_ids"]
     assert loaded.eos_token_id == 0 and (kind == "bpe" or len(ids) == len(some))
+
+
+def test_vocabulary_is_still_accepted_for_vocab_size(text, tmp_path):
+    """It was the key until 0.1. Of a recipe's key and an override by the other name, the override counts."""
+    old, new = (small(text, tokenizer={"kind": "bpe", key: 400}) for key in ("vocabulary", "vocab_size"))
+    assert old == new and recipe_digest(old) == recipe_digest(new)
+    assert load_pretrain_recipe("gpt2", ["tokenizer.vocabulary=400"]).new.tokenizer.vocab_size == 400
+    path = tmp_path / "old.yaml"
+    path.write_text((pretrain_folder() / "gpt2.yaml").read_text().replace("vocab_size: 32768", "vocabulary: 500"))
+    assert load_pretrain_recipe(str(path)).new.tokenizer.vocab_size == 500
+    assert load_pretrain_recipe(str(path), ["tokenizer.vocab_size=400"]).new.tokenizer.vocab_size == 400
 
 
 # -- many runs at once -----------------------------------------------------------------------------------

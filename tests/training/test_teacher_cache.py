@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from surgery.core.errors import SurgeryError
 from surgery.training.data.dataset import DataConfig, make_data
-from surgery.training.teacher_cache.write_read import MIN_LOG_PROB, TeacherCache, top_k_log_probs, write_teacher_cache
+from surgery.training.teacher_cache.write_read import TeacherCache, write_teacher_cache
+from surgery.training.top_k import MIN_LOG_PROB, MIN_MASS, top_k_log_probs
 
 EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 LENGTH, COUNT, K = 48, 21, 8
@@ -88,15 +89,16 @@ def test_targets_are_the_teacher_s(dtype, teacher, tokenizer, text, tmp_path):
 
 
 def test_all_of_a_vocabulary_leaves_no_rest():
-    tokens, log_probs, rest = top_k_log_probs(torch.randn(5, 7), 7)
+    tokens, log_probs, rest = top_k_log_probs(torch.randn(5, 7), 7, exact_rest=True)
     assert torch.equal(rest, torch.full((5,), MIN_LOG_PROB)) and torch.isfinite(log_probs).all()
     assert torch.equal(tokens.sort().values, torch.arange(7).expand(5, 7))
 
 
 def test_the_rest_is_exact_where_it_is_small():
-    """1 - the others' sum would be nothing."""
+    """One minus the sum of the top probabilities rounds to zero there, which is replaced by its floor."""
     logits = torch.tensor([[40.0, 0.0, 0.0, 0.0]])
-    assert torch.allclose(top_k_log_probs(logits, 1)[2], torch.log(torch.tensor(3.0)) - 40)
+    assert torch.allclose(top_k_log_probs(logits, 1, exact_rest=True)[2], torch.log(torch.tensor(3.0)) - 40)
+    assert torch.allclose(top_k_log_probs(logits, 1)[2], torch.tensor(MIN_MASS).log())
 
 
 def test_the_files_are_as_documented(cache):
@@ -143,7 +145,7 @@ def test_more_examples_and_lost_shards(cache, teacher, tokenizer, text, tmp_path
     opened = TeacherCache(copy)
     with pytest.raises(SurgeryError, match=r"targets-00000\.safetensors is damaged"):
         opened.targets(3)
-    with pytest.raises(SurgeryError, match=r"targets-00001\.safetensors is gone"):
+    with pytest.raises(SurgeryError, match=r"targets-00001\.safetensors is missing"):
         opened.targets(9)
     opened.targets(17)
     written(teacher, data_of(tokenizer, text), copy, resume=True)

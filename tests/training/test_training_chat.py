@@ -116,7 +116,7 @@ def test_all_and_the_last(tokenizer, tmp_path):
 
 def test_templates_that_forget(tokenizer, tmp_path):
     tokenizer.chat_template = FORGETTING
-    with pytest.raises(SurgeryError, match=r"turn 3 of 5 differently once more turns follow.*train_on: last"):
+    with pytest.raises(SurgeryError, match=r"message 3 of 5 differently when more messages follow.*train_on: last"):
         examples_of(tokenizer, [{"talk": TALK}], tmp_path, messages="talk")
     (last,) = examples_of(tokenizer, [{"talk": TALK}], tmp_path, messages="talk", train_on="last")
     assert learnt(tokenizer, last) == ["<think>hm</think>" + ANSWERS[1] + END + "\n"]
@@ -149,7 +149,7 @@ def test_columns_by_their_usual_names(tokenizer, tmp_path):
         assert learnt(tokenizer, example) == [answer + END + "\n" for answer in ANSWERS]
     (example,) = examples_of(tokenizer, [{"prompt": "Tess took", "completion": " the road."}], tmp_path)
     assert learnt(tokenizer, example) == [" the road." + END]
-    with pytest.raises(SurgeryError, match="which column holds the text"):
+    with pytest.raises(SurgeryError, match="cannot tell which column holds the text"):
         examples_of(tokenizer, [{"one": "a b c", "two": "d e f"}], tmp_path)
 
 
@@ -188,10 +188,10 @@ def test_tokenizers_that_do_not_tell_characters(tokenizer):
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([{"talk": [{"role": "tool", "content": "x"}]}], "refuses a conversation .no tool"),
-        ([{"talk": ["hello"]}], "a conversation is a list of turns"),
-        ([{"talk": "hello"}], "a conversation is a list of turns"),
-        ([{"talk": {"role": "user"}}], "turn has no content"),
+        ([{"talk": [{"role": "tool", "content": "x"}]}], "rejects a conversation .no tool"),
+        ([{"talk": ["hello"]}], "a conversation must be a list of messages"),
+        ([{"talk": "hello"}], "a conversation must be a list of messages"),
+        ([{"talk": {"role": "user"}}], "message has no content"),
     ],
 )
 def test_people_s_mistakes(rows, said, tokenizer, tmp_path):

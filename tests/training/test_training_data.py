@@ -322,13 +322,16 @@ def test_validation_sources_of_their_own(files, tokenizer):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"path": "nowhere.jsonl"}, "neither a file nor a folder"),
+        ({"path": "nowhere.jsonl"}, "must be a local file or folder"),
         ({"path": "{files}/lines.jsonl", "text": "bdy"}, "no column 'bdy'; did you mean 'body'"),
-        ({"path": "{files}/plain.txt", "text": "body"}, "is text, without columns"),
+        ({"path": "{files}/plain.txt", "text": "body"}, "is plain text and has no columns"),
         ({"path": "{files}"}, "several kinds"),
-        ({"path": "{files}/lines.jsonl", "text": "body", "split": "dev"}, "is a file here; split is of a Hub data set"),
-        ({"path": "{files}/many", "text": "body", "revision": "v2"}, "is a folder here; revision is of a Hub"),
-        ({"path": "{files}/lines.jsonl", "text": "body", "separator": "x"}, "separator is of text files"),
+        (
+            {"path": "{files}/lines.jsonl", "text": "body", "split": "dev"},
+            "is a local file; split applies to Hub data sets only",
+        ),
+        ({"path": "{files}/many", "text": "body", "revision": "v2"}, "is a local folder; revision applies to Hub"),
+        ({"path": "{files}/lines.jsonl", "text": "body", "separator": "x"}, "separator applies to text files only"),
         ({"path": "{files}/lines.jsonl", "tex": "body"}, "tex"),
         ({"path": "{files}/lines.jsonl", "prompt": "body"}, "prompt and completion"),
         ({"path": "{files}/lines.jsonl", "text": "body", "messages": "body"}, "a row is one thing"),

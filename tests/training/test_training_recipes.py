@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.small_training import TINY_CHECKPOINT
+from helpers.small_training import TINY_CHECKPOINT, healing_recipe_names
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape
@@ -15,14 +15,14 @@ from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
 from surgery.training.finetune import finetune
 from surgery.training.optim import Schedule, SignSGD, make_groups, make_optimizer
-from surgery.training.recipe import load_healing_recipe, parse_healing_recipe, shipped_healing_recipes
+from surgery.training.recipe import load_healing_recipe, parse_healing_recipe
 
 ONE = {"kind": "lm", "tokens": "20M", "rate": "1e-4"}
 
 
 @pytest.mark.parametrize("name", ["quick", "standard", "long", "weights-only", "small-linears", "small-attention"])
 def test_shipped_recipes_run_for_a_few_steps(name, btt, mixed, texts, tmp_path):
-    assert name in shipped_healing_recipes()
+    assert name in healing_recipe_names()
     few = ["stages.*.tokens=256", "stages.*.length=32", "stages.*.batch=4", "stages.*.rows=4", "log=1", "evaluate=1"]
     few += [f"data.sources=[{{path: {texts}}}]", "data.validation=0.1", "data.validation_examples=2"]
     tiny = load_healing_recipe(name, few, tiny=True)

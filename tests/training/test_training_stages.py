@@ -14,9 +14,10 @@ from surgery.core.errors import SurgeryError
 from surgery.training import models as opening
 from surgery.training.finetune import finetune
 from surgery.training.stages import STAGES, StageModels
-from surgery.training.stages.distill import kl_divergence, top_k_kl_divergence, top_k_log_probs
+from surgery.training.stages.distill import kl_divergence, top_k_kl_divergence
 from surgery.training.stages.hidden import HiddenConfig, HiddenStage
 from surgery.training.stages.lm import LMStage
+from surgery.training.top_k import top_k_log_probs
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -179,7 +180,7 @@ def test_lora_beside_structures_stays_an_adapter_that_peft_reads(btt, texts, tmp
 
 def test_an_adapter_that_stays_ends_the_recipe(btt, texts, tmp_path):
     stages = {"kind": "lora", "targets": ["mlp.up"]}, {"kind": "lm"}
-    with pytest.raises(SurgeryError, match="make it the last"):
+    with pytest.raises(SurgeryError, match="Make it the last"):
         finetune(str(btt), healing_recipe(texts, *stages), tmp_path / "out")
 
 

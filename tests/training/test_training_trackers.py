@@ -96,5 +96,5 @@ def test_a_missing_package_is_named(btt, texts, tmp_path, monkeypatch):
     from accelerate.utils import imports
 
     monkeypatch.setattr(imports, "is_trackio_available", lambda: False, raising=False)
-    with pytest.raises(SurgeryError, match="the package trackio is not installed; pip install trackio"):
+    with pytest.raises(SurgeryError, match=r"the package trackio is not installed\. Run pip install trackio"):
         finetune(str(btt), healing_recipe(texts, STAGE), tmp_path / "out", track="trackio", device="cpu")

@@ -1,7 +1,8 @@
-"""The curves of several healings in one figure, a panel for each conversion, a line for each start and seed, or for each
-length of training (--by tokens).
+"""Plot validation curves of several healing runs: one panel per conversion, one line per initialization and seed.
 
-python -m surgery.recipes.papers.healing.plot FIGURE.png ROWS.json ..          as healing.py --json wrote them
+With --by tokens, the lines are labelled by the length of training instead.
+
+python -m surgery.recipes.papers.healing.plot FIGURE.png ROWS.json ..          rows written by run.py --json
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 COLORS = {"calibrated": "#1f6feb", "copied": "#d1495b"}
-MAX_RATIO = 10  # times the original: what begins above would hide how the ends differ
+MAX_RATIO = 10  # upper limit of the plot, times the original's perplexity: higher starts would hide how the ends differ
 LABELS = {"calibrated": "calibrated start", "copied": "copy-init"}
 
 
@@ -37,13 +38,13 @@ def original_loss(paths: list[Path]) -> float | None:
 def line_styles(rows: list[dict[str, Any]], by: str) -> list[tuple[str | None, str]]:
     """Return (label, color) of each line; repeated labels are None."""
     if by == "start":
-        named = [(LABELS[row["start"]], COLORS[row["start"]]) for row in rows]
+        labelled = [(LABELS[row["start"]], COLORS[row["start"]]) for row in rows]
     else:
-        told = [f"{row['training']['tokens'] / 1e6:.1f}M tokens" for row in rows]
-        colours = {label: f"C{i}" for i, label in enumerate(dict.fromkeys(told))}
-        named = [(label, colours[label]) for label in told]
-    before = [[label for label, _ in named[:i]] for i in range(len(named))]
-    return [(None if label in seen else label, colour) for (label, colour), seen in zip(named, before)]
+        totals = [f"{row['training']['tokens'] / 1e6:.1f}M tokens" for row in rows]
+        colours = {label: f"C{i}" for i, label in enumerate(dict.fromkeys(totals))}
+        labelled = [(label, colours[label]) for label in totals]
+    before = [[label for label, _ in labelled[:i]] for i in range(len(labelled))]
+    return [(None if label in seen else label, colour) for (label, colour), seen in zip(labelled, before)]
 
 
 def draw_panel(
@@ -81,11 +82,17 @@ def draw(
 
 
 def main() -> None:
+    """Draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("rows", type=Path, nargs="+")
-    parser.add_argument("--by", choices=("start", "tokens"), default="start", help="what tells lines apart")
-    parser.add_argument("--aim", type=float, help="times the original's perplexity: a line there")
+    parser.add_argument("out", type=Path, help="Image file to write.")
+    parser.add_argument("rows", type=Path, nargs="+", help="Files that run.py --json wrote.")
+    parser.add_argument(
+        "--by",
+        choices=("start", "tokens"),
+        default="start",
+        help="Label lines by initialization or by training tokens. Default: start.",
+    )
+    parser.add_argument("--aim", type=float, help="Draw a line at this multiple of the original's perplexity.")
     arguments = parser.parse_args()
     found = load_curves(arguments.rows)
     draw(found, original_loss(arguments.rows), arguments.out, arguments.by, arguments.aim)

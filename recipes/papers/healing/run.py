@@ -1,4 +1,4 @@
-"""The healing tables of docs/quality.md: a conversion measured, healed, and measured again.
+"""Healing tables of docs/quality.md: convert a checkpoint, measure it, heal it, and measure it again.
 
 python -m surgery.recipes.papers.healing.run SRC --recipe btt-half --healing small-linears --tiny
     --data TRAINING --calibration FILE --text FILE [--seed 0 --seed 1] [--set stages.*.rate=1e-3] [--json ROWS]
@@ -7,8 +7,8 @@ python -m surgery.recipes.papers.healing.run SRC --recipe btt-half --healing sma
     converted    as `surgery convert --recipe` leaves it; --start copied: with untrained mixers, or without a calibration text
     healed       after `surgery finetune --recipe HEALING`, once for every --seed
 
-Training text, calibration text and scored text are three texts. Perplexity is of windows side by side, its ratio to the
-original's paired over them; --needles asks the questions of eval/suites/needle.py too.
+Training, calibration and scored text must be three different texts. Perplexity is computed over adjacent windows, and its ratio to
+the original's perplexity from pairs of windows. --needles also runs the suite of eval/suites/needle.py.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Scorer:
         self.original = {"model": "original", **self._scores(model, tokenizer)}
 
     def __call__(self, folder: Path) -> dict[str, Any]:
+        """Return the scores of a checkpoint."""
         return self._scores(*load(str(folder), self.device))
 
     def _scores(self, model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -71,7 +72,7 @@ class Scorer:
         return found
 
 
-# -- text of a table -------------------------------------------------------------------------------
+# -- formatting -------------------------------------------------------------------------------
 def format_cells(row: dict[str, Any]) -> list[str]:
     """Format a row for the columns of COLUMNS."""
     if "refused" in row:
@@ -96,6 +97,7 @@ def mean_error(asked: dict[str, Any]) -> float:
 
 
 def format_line(values: list[str] | tuple[str, ...]) -> str:
+    """Format a row of a Markdown table."""
     return "| " + " | ".join(values) + " |"
 
 
@@ -147,12 +149,12 @@ def heal_and_score(
         log = (folder / "healed" / "training" / "log.jsonl").read_text(encoding="utf-8")
         if arguments.keep:
             shutil.copytree(folder / "healed", arguments.keep / f"{student.name}-{seed}", dirs_exist_ok=True)
-    told = {
+    curves = {
         "training": summarize_training(record),
         "validation": record["validation"],
         "curve": validation_curve(record, log),
     }
-    return {**scores, **told}
+    return {**scores, **curves}
 
 
 def summarize_training(record: dict[str, Any]) -> dict[str, Any]:
@@ -161,10 +163,10 @@ def summarize_training(record: dict[str, Any]) -> dict[str, Any]:
     """
     stages = record["stages"]
     seconds = sum(stage["seconds"] for stage in stages)
-    told = {"tokens": sum(stage["tokens"] for stage in stages), "seconds": record["seconds"]}
-    told["tokens_per_second"] = sum(stage["positions"] for stage in stages) / max(seconds, 1e-9)
+    totals = {"tokens": sum(stage["tokens"] for stage in stages), "seconds": record["seconds"]}
+    totals["tokens_per_second"] = sum(stage["positions"] for stage in stages) / max(seconds, 1e-9)
     kept = {"recipe", "precision", "device", "versions"}
-    return {**told, "stages": stages, **{k: v for k, v in record.items() if k in kept}}
+    return {**totals, "stages": stages, **{k: v for k, v in record.items() if k in kept}}
 
 
 def validation_curve(record: dict[str, Any], log: str) -> list[list[float]]:
@@ -193,59 +195,83 @@ def run_table(arguments: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
         work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work.mkdir(parents=True, exist_ok=True)
         for name in arguments.recipe:
-            told = {"recipe": name, "start": arguments.start, "healing": arguments.healing}
+            keys = {"recipe": name, "start": arguments.start, "healing": arguments.healing}
             began = time.perf_counter()
             try:
                 student = convert_once(arguments, name, work, device)
                 seconds = round(time.perf_counter() - began, 1)
-                table.append({"model": f"{student.name}, converted", **told, **scorer(student), "seconds": seconds})
+                table.append({"model": f"{student.name}, converted", **keys, **scorer(student), "seconds": seconds})
                 show(table)
                 for varied, seed in (
                     [] if arguments.only_convert else product(arguments.vary or [""], arguments.seed or [0])
                 ):
                     model = f"{student.name}, healed {varied}".strip()
-                    row = {"model": model, "seed": seed, **told, "varied": varied}
+                    row = {"model": model, "seed": seed, **keys, "varied": varied}
                     table.append(row | heal_and_score(arguments, student, seed, varied, scorer, device))
                     show(table)
             except SurgeryError as error:
-                table.append({"model": name, **told, "refused": str(error)})
+                table.append({"model": name, **keys, "refused": str(error)})
                 show(table)
     return [{**row, "device": device_name(device)} for row in table]
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source")
-    parser.add_argument("--recipe", action="append", required=True, help="of `surgery convert`; may be repeated")
-    parser.add_argument("--healing", default="standard", help="of `surgery finetune`")
-    parser.add_argument("--tiny", action="store_true", help="the healing recipe's block `tiny`")
-    parser.add_argument("--data", action="append", required=True, help="text files to train on")
-    parser.add_argument("--separator", help="what parts their documents, for example '<|endoftext|>'")
-    parser.add_argument("--calibration", required=True)
-    parser.add_argument("--calibrate", type=int, default=16384, help="tokens of it")
-    parser.add_argument("--text", required=True, help="scored, and never trained on")
-    parser.add_argument("--score", type=int, default=65536, help="tokens of it")
-    parser.add_argument("--length", type=int, default=1024, help="of windows, calibrated on and scored")
-    parser.add_argument("--start", choices=("calibrated", "copied"), default="calibrated")
-    parser.add_argument("--tokens", type=int, help="to train on, over all stages")
-    parser.add_argument("--seed", type=int, action="append")
+    parser.add_argument("source", help="Original checkpoint.")
+    parser.add_argument("--recipe", action="append", required=True, help="Conversion recipe. Repeatable.")
+    parser.add_argument("--healing", default="standard", help="Healing recipe. Default: standard.")
+    parser.add_argument("--tiny", action="store_true", help="Apply the `tiny` block of the healing recipe.")
+    parser.add_argument("--data", action="append", required=True, help="Text file to train on. Repeatable.")
+    parser.add_argument("--separator", help="String between the documents of the text files, e.g. '<|endoftext|>'.")
+    parser.add_argument("--calibration", required=True, help="Calibration text.")
+    parser.add_argument("--calibrate", type=int, default=16384, help="Tokens of the calibration text. Default: 16384.")
+    parser.add_argument("--text", required=True, help="Text to score; it is not trained on.")
+    parser.add_argument("--score", type=int, default=65536, help="Tokens of the scored text. Default: 65536.")
     parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="of the healing"
+        "--length", type=int, default=1024, help="Length in tokens of the windows of both texts. Default: 1024."
     )
-    parser.add_argument("--vary", action="append", default=[], help="KEY=VALUE .., rows of their own for each")
-    parser.add_argument("--convert", action="append", default=[], metavar="KEY=VALUE", help="of the conversion")
-    parser.add_argument("--only-convert", action="store_true")
-    parser.add_argument("--needles", type=int, action="append", default=[], metavar="LENGTH")
-    parser.add_argument("--samples", type=int, default=40, help="questions at each length and depth")
-    parser.add_argument("--validation", type=int, default=16, help="rows of the scored text that the curve is of")
-    parser.add_argument("--work", type=Path, help="where conversions are kept, to be healed again")
-    parser.add_argument("--keep", type=Path, help="where healed checkpoints are kept")
-    parser.add_argument("--device")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--start", choices=("calibrated", "copied"), default="calibrated", help="Initialization.")
+    parser.add_argument("--tokens", type=int, help="Training tokens of all stages together. Default: the recipe's.")
+    parser.add_argument("--seed", type=int, action="append", help="Seed of a run. Repeatable. Default: 0.")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="Override a key of the healing recipe.",
+    )
+    parser.add_argument(
+        "--vary", action="append", default=[], help="Overrides KEY=VALUE .. of an additional row. Repeatable."
+    )
+    parser.add_argument(
+        "--convert", action="append", default=[], metavar="KEY=VALUE", help="Override a key of the conversion recipe."
+    )
+    parser.add_argument("--only-convert", action="store_true", help="Do not train.")
+    parser.add_argument(
+        "--needles",
+        type=int,
+        action="append",
+        default=[],
+        metavar="LENGTH",
+        help="Score needles at this length. Repeatable.",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=40, help="Needle questions at each length and depth. Default: 40."
+    )
+    parser.add_argument(
+        "--validation", type=int, default=16, help="Rows of the scored text for the validation curve. Default: 16."
+    )
+    parser.add_argument("--work", type=Path, help="Keep the converted checkpoints in this folder and use them again.")
+    parser.add_argument("--keep", type=Path, help="Keep the healed checkpoints in this folder.")
+    parser.add_argument("--device", help="Compute on this device. Default: a GPU if there is one.")
+    parser.add_argument("--json", type=Path, help="Write the rows to this file.")
     return parser.parse_args()
 
 
 def main() -> None:
+    """Print the table row by row."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

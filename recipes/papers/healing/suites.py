@@ -1,15 +1,15 @@
-"""The suites of `surgery eval` on several conversions of one model, and all of them in one table.
+"""Run suites of `surgery eval` on several conversions of one model and show the results in one table.
 
 python -m surgery.recipes.papers.healing.suites run SRC btt-half=FOLDER hybrid-25=FOLDER .. --text heldout.txt --out OUT
 python -m surgery.recipes.papers.healing.suites show OUT [--figures PREFIX]
 
-    reading    ppl, per-position      of --text, windows of --length
+    reading    ppl, per-position      on --text, in windows of --length
     needle     needle (--tasks)       --lengths x five depths, --samples of each
     mqar       mqar                   --sequences of every length
-    niah       niah_story             as needle, its answers generated; wants lm-eval
-    speed      speed                  for which the machine must do nothing else; in --speed-dtype
+    niah       niah_story             like needle, with generated answers; needs lm-eval
+    speed      speed                  in --speed-dtype; needs an otherwise idle machine
 
-Each conversion stands beside SRC on the same samples; OUT/NAME.json keeps its rows, OUT/kept what need not be measured again.
+Each conversion is compared with SRC on the same samples. OUT/NAME.json holds its rows, OUT/kept the finished evaluations.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from surgery.eval.suite import EvalOptions
 from surgery.recipes.papers.healing.tables import show
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-SuiteCall = tuple[list[str], EvalOptions, str]  # suites, how, precision
+SuiteCall = tuple[list[str], EvalOptions, str]  # suites, options, dtype
 
 
 def reading(a: argparse.Namespace) -> SuiteCall:
-    """Suites of language modeling: perplexity and loss by position."""
+    """Return the suites of language modeling: perplexity and loss by position."""
     return ["ppl", "per-position"], EvalOptions(text=a.text, tokens=a.tokens, length=a.length), "float32"
 
 
 def needle(a: argparse.Namespace) -> SuiteCall:
-    """Needle suite. The text surrounds the ranked codes; story questions bring their own text."""
+    """Return the needle suite. --text surrounds the codes of needle-rank; story questions have their own text."""
     asked = {"lengths": tuple(a.lengths), "depths": DEPTHS, "limit": a.samples, "tasks": tuple(a.tasks)}
     return ["needle"], EvalOptions(text=a.text, **asked), "float32"
 
 
 def mqar(a: argparse.Namespace) -> SuiteCall:
-    """Associative recall suite."""
+    """Return the associative recall suite."""
     return ["mqar"], EvalOptions(lengths=tuple(a.lengths), limit=a.sequences), "float32"
 
 
 def niah(a: argparse.Namespace) -> SuiteCall:
-    """Needle-in-a-haystack suite."""
+    """Return the needle-in-a-haystack suite with generated answers."""
     asked = {"lengths": tuple(a.lengths), "depths": DEPTHS, "limit": a.samples, "tasks": ("niah_story",)}
     return ["niah"], EvalOptions(**asked), "float32"
 
 
 def speed(a: argparse.Namespace) -> SuiteCall:
-    """Speed suite."""
+    """Return the speed suite."""
     return ["speed"], EvalOptions(lengths=tuple(a.speed_lengths), limit=a.repeats), a.speed_dtype
 
 
@@ -99,28 +99,38 @@ def run(a: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Run the command `run` or `show`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    running = commands.add_parser("run")
-    running.add_argument("source")
-    running.add_argument("conversions", nargs="+", metavar="NAME=FOLDER")
-    running.add_argument("--part", action="append", choices=tuple(PARTS), help="default: reading, needle, mqar")
-    running.add_argument("--text", required=True)
-    running.add_argument("--out", type=Path, required=True)
-    running.add_argument("--tokens", type=int, default=65536)
-    running.add_argument("--length", type=int, default=1024)
-    running.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="of questions")
-    running.add_argument("--tasks", nargs="+", default=["needle-rank"])
-    running.add_argument("--samples", type=int, default=20, help="questions at each length and depth")
-    running.add_argument("--sequences", type=int, default=64)
-    running.add_argument("--speed-lengths", type=int, nargs="+", default=[512, 2048, 8192])
-    running.add_argument("--speed-dtype", default="bfloat16")
-    running.add_argument("--repeats", type=int, default=5)
-    running.add_argument("--device")
+    running = commands.add_parser("run", help="Evaluate the conversions.")
+    running.add_argument("source", help="Original checkpoint.")
+    running.add_argument("conversions", nargs="+", metavar="NAME=FOLDER", help="Converted checkpoints.")
+    running.add_argument(
+        "--part",
+        action="append",
+        choices=tuple(PARTS),
+        help="Suites to run. Repeatable. Default: reading, needle, mqar.",
+    )
+    running.add_argument("--text", required=True, help="Text to score.")
+    running.add_argument("--out", type=Path, required=True, help="Folder of the results.")
+    running.add_argument("--tokens", type=int, default=65536, help="Tokens of the text. Default: 65536.")
+    running.add_argument("--length", type=int, default=1024, help="Length of the windows. Default: 1024.")
+    running.add_argument(
+        "--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="Context lengths of questions."
+    )
+    running.add_argument("--tasks", nargs="+", default=["needle-rank"], help="Needle tasks. Default: needle-rank.")
+    running.add_argument("--samples", type=int, default=20, help="Questions at each length and depth. Default: 20.")
+    running.add_argument("--sequences", type=int, default=64, help="MQAR sequences per length. Default: 64.")
+    running.add_argument(
+        "--speed-lengths", type=int, nargs="+", default=[512, 2048, 8192], help="Context lengths of speed."
+    )
+    running.add_argument("--speed-dtype", default="bfloat16", help="Default: bfloat16.")
+    running.add_argument("--repeats", type=int, default=5, help="Repetitions of speed. Default: 5.")
+    running.add_argument("--device", help="Default: a GPU if there is one.")
     running.set_defaults(do=run)
-    showing = commands.add_parser("show")
-    showing.add_argument("out", type=Path, nargs="+", help="folders, or files NAME.json, in the order of the columns")
-    showing.add_argument("--figures", help="where PREFIX-needle.png and PREFIX-position.png go")
+    showing = commands.add_parser("show", help="Print the tables.")
+    showing.add_argument("out", type=Path, nargs="+", help="Folders or files NAME.json, in the order of the columns.")
+    showing.add_argument("--figures", help="Prefix of the figures PREFIX-needle.png and PREFIX-position.png.")
     showing.set_defaults(do=lambda a: show(a.out, a.figures))
     arguments = parser.parse_args()
     arguments.do(arguments)

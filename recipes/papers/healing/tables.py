@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-Parts = dict[str, Any]  # part of recipes/papers/healing/suites.py -> what an evaluation says of itself
+Parts = dict[str, Any]  # part of suites.py -> record of its evaluation
 WIDTH = 33  # positions in a running mean
-ANSWER_METRICS = ("accuracy", "score")  # how suites call the share of questions answered
+ANSWER_METRICS = ("accuracy", "score")  # metric names for the share of questions answered correctly
 
 
 def load_parts(places: list[Path]) -> dict[str, Parts]:
@@ -27,8 +27,9 @@ def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def is_table_row(row: dict[str, Any]) -> bool:
-    """Return whether a row is shown: main metrics, whole and by length; all position ranges of losses; speed without
-    peak memory.
+    """Return whether a row is shown.
+
+    Shown are main metrics, overall and by length, losses of all position ranges, and speed without peak memory.
     """
     name, group = row["metric"]["name"], set(row["group"])
     if row["suite"] == "speed":
@@ -49,6 +50,7 @@ def select_rows(found: dict[str, Parts]) -> dict[tuple[Any, ...], dict[str, dict
 
 
 def row_label(row: dict[str, Any]) -> str:
+    """Return the label of a row: task, group and unit."""
     title = row["metric"]["title"] or row["metric"]["name"]
     group = "".join(f", {'to ' if name == 'position' else ''}{value:,}" for name, value in row["group"].items())
     unit = row["metric"]["unit"]
@@ -57,6 +59,7 @@ def row_label(row: dict[str, Any]) -> str:
 
 
 def format_value(row: dict[str, Any], role: str) -> str:
+    """Format the value of a role with its standard error."""
     error = row["errors"].get(role)
     shown = f"{row['values'][role]:.4g}"
     return shown if not error or row["suite"] == "speed" else f"{shown} ± {error:.2g}"
@@ -82,8 +85,8 @@ def markdown(found: dict[str, Parts]) -> str:
             for name in found
         ]
         guess = " (no evidence: guesses)" if any("no evidence" in flag for flag in first["flags"]) else ""
-        told = [row_label(first), f"{first['samples']:,}", format_value(first, "base") + guess, *cells]
-        lines.append("| " + " | ".join(told) + " |")
+        values = [row_label(first), f"{first['samples']:,}", format_value(first, "base") + guess, *cells]
+        lines.append("| " + " | ".join(values) + " |")
     return "\n".join(lines)
 
 
@@ -114,6 +117,7 @@ def needle_maps(found: dict[str, Parts], task: str) -> dict[str, dict[tuple[floa
 
 
 def make_figure(columns: int, rows: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """Return a figure and its axes. size: inches of one panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

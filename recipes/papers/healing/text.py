@@ -1,13 +1,13 @@
-"""Text to heal on, made where there is none: documents parted by a line that says END.
+"""Generate training text for healing; documents are separated by the line END.
 
 python -m surgery.recipes.papers.healing.text stories OUT.txt --characters 20000000
 python -m surgery.recipes.papers.healing.text code OUT.txt --apart heldout.txt --apart calibration.txt
 python -m surgery.recipes.papers.healing.text samples OUT.txt --source stories260K
 
-    stories    what the embedded checkpoint was trained on (eval/stories/__init__.py), half of it long rows with needles
-    code       Python source of the packages installed here. A package that shares passages with a text of --apart is left
-               out whole, for its files resemble each other, and so is every file that shares one
-    samples    what a model itself writes, token by token, after its first token
+    stories    the training text of the embedded checkpoint (eval/stories/__init__.py), half of it long documents with needles
+    code       Python source of the installed packages. Files that share a passage with a text of --apart are left out, and
+               packages that share many, because files of a package resemble each other
+    samples    text sampled from a model, starting from its first special token
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 from surgery.eval import stories
 
 END = stories.END
-PASSAGE_LINES = 6  # lines, without blanks
-MAX_SHARED_PASSAGES = 20  # passages that a package may share by chance: licenses, loops over arguments
-MAX_FILE_CHARACTERS = 200_000  # characters of a file: beyond are tables and generated code
+PASSAGE_LINES = 6  # nonblank lines in a passage
+MAX_SHARED_PASSAGES = 20  # below this number, shared passages of a package are chance: licenses, loops over arguments
+MAX_FILE_CHARACTERS = 200_000  # longer files are mostly tables and generated code
 
 
 def write(path: Path, documents: Iterator[str], characters: int) -> int:
-    """Write whole documents until the text has that many characters; return the number of documents."""
+    """Write documents until the text has at least that many characters; return its number of characters."""
     size = 0
     partial = path.with_name(path.name + ".tmp")
     with open(partial, "w", encoding="utf-8") as file:
@@ -88,7 +88,7 @@ def _read(file: Path) -> str:
 
 
 # -- samples ---------------------------------------------------------------------------------------
-def sampled_documents(source: str, seed: int, rows: int, length: int) -> Iterator[str]:
+def sample_documents(source: str, seed: int, rows: int, length: int) -> Iterator[str]:
     """Sample documents of at most `length` tokens at temperature 1, the model's own distribution, `rows` at a time."""
     from surgery.core.device import choose_device
     from surgery.training import models as opening
@@ -111,23 +111,31 @@ def _sample_batch(model: Any, tokenizer: Any, begun_B1: torch.Tensor, length: in
 
 
 def main() -> None:
+    """Write the text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("stories", "code", "samples"))
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--characters", type=int, default=20_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--apart", action="append", default=[], help="code: texts to have nothing in common with")
-    parser.add_argument("--packages", type=Path, default=Path(torch.__file__).parents[1], help="code: from where")
-    parser.add_argument("--source", help="samples: the checkpoint that writes")
-    parser.add_argument("--length", type=int, default=512, help="samples: tokens of one")
-    parser.add_argument("--rows", type=int, default=256, help="samples: at a time")
+    parser.add_argument("kind", choices=("stories", "code", "samples"), help="Kind of text, see above.")
+    parser.add_argument("out", type=Path, help="File to write.")
+    parser.add_argument("--characters", type=int, default=20_000_000, help="Length of the text. Default: 20,000,000.")
+    parser.add_argument("--seed", type=int, default=0, help="Random seed. Default: 0.")
+    parser.add_argument(
+        "--apart", action="append", default=[], help="code: Exclude what shares passages with this text. Repeatable."
+    )
+    parser.add_argument(
+        "--packages",
+        type=Path,
+        default=Path(torch.__file__).parents[1],
+        help="code: Folder of packages. Default: the installed ones.",
+    )
+    parser.add_argument("--source", help="samples: Checkpoint to sample from.")
+    parser.add_argument("--length", type=int, default=512, help="samples: Maximum tokens of a document. Default: 512.")
+    parser.add_argument("--rows", type=int, default=256, help="samples: Batch size. Default: 256.")
     arguments = parser.parse_args()
     if arguments.kind == "stories":
         documents = story_documents(arguments.seed)
     elif arguments.kind == "code":
         documents = code_documents(arguments.packages, [_read(Path(name)) for name in arguments.apart], arguments.seed)
     else:
-        documents = sampled_documents(arguments.source, arguments.seed, arguments.rows, arguments.length)
+        documents = sample_documents(arguments.source, arguments.seed, arguments.rows, arguments.length)
     print(f"{arguments.out}: {write(arguments.out, documents, arguments.characters):,} characters")
 
 

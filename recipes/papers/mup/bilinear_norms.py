@@ -1,10 +1,12 @@
-"""Bilinear scores from scratch, one row for each norm: the held-out loss of a small GPT-2 whose attention has a bilinear score
-in place of q . k (base `own`), at the best of some base rates.
+"""Held-out loss of small GPT-2 models trained with bilinear attention scores instead of q . k (base `own`), one row per norm.
+
+Each row has the best of several base learning rates.
 
 python -m surgery.recipes.papers.mup.bilinear_norms --text calibration.txt --held heldout.txt [--seeds 2] [--steps 200] [--only qk] [--flat]
 
---flat gives the factors the base rate, whatever their fan-in. Characters, two layers of width 64, four heads of 16, 8
-windows of 32 a step; AdamW, cosine, the same batches for every form. The loss is in nats per character.
+--flat trains the factors at the base rate, independent of their fan-in. Character-level models of two layers of width 64 with
+four heads of 16; 8 windows of 32 characters per step; AdamW with a cosine schedule; the same batches for every score. The loss is
+in nats per character.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ FORMS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def model_of(attention: dict[str, Any] | None, vocabulary: int, seed: int) -> Any:
+def make_bilinear_gpt2(attention: dict[str, Any] | None, vocabulary: int, seed: int) -> Any:
     """Return a small GPT-2 with a bilinear mixer, or with its own attention."""
     config, plan = make_config(WIDTH, vocabulary, SIZES), None
     if attention is not None:
@@ -49,11 +51,11 @@ def model_of(attention: dict[str, Any] | None, vocabulary: int, seed: int) -> An
     return make_model(config, plan, SIZES.embedding_std, seed)
 
 
-def trained(model: Any, ids: Tensor, rate: float, steps: int, seed: int, flat: bool) -> Any:
-    """Train a model at a base rate (log2) and return it."""
-    told = {"kind": "lm", "trains": ["all"], "rate": rate, "length": SIZES.length, "batch": SIZES.rows}
-    told |= {"tokens": steps * SIZES.rows * SIZES.length, "optimiser": {"base_width": WIDTH}}
-    stage = parse_healing_recipe({"stages": [told]}).stages[0]
+def train_model(model: Any, ids: Tensor, rate: float, steps: int, seed: int, flat: bool) -> Any:
+    """Train a model at a base rate and return it. flat: train factors at the base rate, independent of their fan-in."""
+    keys = {"kind": "lm", "trains": ["all"], "rate": rate, "length": SIZES.length, "batch": SIZES.rows}
+    keys |= {"tokens": steps * SIZES.rows * SIZES.length, "optimiser": {"base_width": WIDTH}}
+    stage = parse_healing_recipe({"stages": [keys]}).stages[0]
     groups = make_groups(model, set(parameter_infos(model)), stage)
     for group in groups:
         group.rate = rate if flat and group.kind == "mixers" else group.rate
@@ -62,8 +64,10 @@ def trained(model: Any, ids: Tensor, rate: float, steps: int, seed: int, flat: b
     for step in range(steps):
         starts = torch.randint(len(ids) - SIZES.length, (SIZES.rows,), generator=generator)
         batch = torch.stack([ids[i : i + SIZES.length] for i in starts])
-        for given in optimiser.param_groups:
-            given["lr"] = given["peak"] * min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        for param_group in optimiser.param_groups:
+            param_group["lr"] = (
+                param_group["peak"] * min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / steps))
+            )
         optimiser.zero_grad()
         model(batch, labels=batch, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -72,42 +76,49 @@ def trained(model: Any, ids: Tensor, rate: float, steps: int, seed: int, flat: b
 
 
 @torch.no_grad()
-def held_out(model: Any, ids: Tensor) -> float:
+def held_out_loss(model: Any, ids: Tensor) -> float:
     """Return the loss in nats per character over adjacent windows."""
     rows = ids[: len(ids) // SIZES.length * SIZES.length].view(-1, SIZES.length)
     return float(model.eval()(rows, labels=rows, use_cache=False).loss)
 
 
-def rows(
+def result_rows(
     text: str, held: str, seeds: int, steps: int, log2_rates: list[float], only: str, flat: bool
 ) -> Iterator[dict[str, Any]]:
     """Return the result rows of all forms and rates."""
-    words = sorted(set(text))
-    number = {c: i for i, c in enumerate(words)}
+    vocabulary = sorted(set(text))
+    number = {c: i for i, c in enumerate(vocabulary)}
     ids, held_ids = (torch.tensor([number[c] for c in t if c in number]) for t in (text, held))
     for name, attention in ((n, a) for n, a in FORMS.items() if only in n):
         found: dict[float, list[float]] = {}
         for rate in log2_rates:
-            runs = (model_of(attention, len(words), s) for s in range(seeds))
-            found[rate] = [held_out(trained(m, ids, 2**rate, steps, s, flat), held_ids) for s, m in enumerate(runs)]
+            runs = (make_bilinear_gpt2(attention, len(vocabulary), s) for s in range(seeds))
+            found[rate] = [
+                held_out_loss(train_model(m, ids, 2**rate, steps, s, flat), held_ids) for s, m in enumerate(runs)
+            ]
         means = {rate: statistics.fmean(losses) for rate, losses in found.items()}
         best = min(means, key=lambda rate: means[rate] if means[rate] == means[rate] else math.inf)
         yield {"form": name, "log2 rate": best, "losses": found[best], "means": means}
 
 
 def main() -> None:
+    """Print the table row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="Train on this text.")
-    parser.add_argument("--held", type=Path, required=True, help="Score this text; 16,384 characters at most.")
-    parser.add_argument("--seeds", type=int, default=2, help="Runs for each form and rate; default 2.")
-    parser.add_argument("--steps", type=int, default=200, help="Steps of each run; default 200.")
-    parser.add_argument("--rates", type=float, nargs="+", default=[-7.0, -6.0, -5.0], help="log2 of base rates.")
-    parser.add_argument("--only", default="", help="Train forms whose name contains this, e.g. qk; default all.")
-    parser.add_argument("--flat", action="store_true", help="Give factors the base rate whatever their fan-in.")
+    parser.add_argument("--held", type=Path, required=True, help="Score the first 16,384 characters of this text.")
+    parser.add_argument("--seeds", type=int, default=2, help="Runs of each score and rate. Default: 2.")
+    parser.add_argument("--steps", type=int, default=200, help="Steps of each run. Default: 200.")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[-7.0, -6.0, -5.0], help="log2 of the base rates. Default: -7 -6 -5."
+    )
+    parser.add_argument("--only", default="", help="Train only scores whose name contains this, e.g. qk.")
+    parser.add_argument(
+        "--flat", action="store_true", help="Train factors at the base rate, independent of their fan-in."
+    )
     given = parser.parse_args()
     text, held = given.text.read_text(encoding="utf-8"), given.held.read_text(encoding="utf-8")[:16_384]
     print("| score | log2 of the best rate | held-out loss | all rates |\n| --- | --- | --- | --- |")
-    for row in rows(text, held, given.seeds, given.steps, given.rates, given.only, given.flat):
+    for row in result_rows(text, held, given.seeds, given.steps, given.rates, given.only, given.flat):
         losses = row["losses"]
         error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
         means = ", ".join(f"{mean:.3f}" for mean in row["means"].values())

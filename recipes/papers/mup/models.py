@@ -55,7 +55,7 @@ def structure_keys(name: str, width: int) -> dict[str, Any] | None:
         "btt": {"structure": "btt", "blocks": "sqrt", "rank": 2},
         "monarch": {"structure": "monarch", "blocks": "sqrt"},
         "low_rank": {"structure": "low_rank", "rank": 2 * root},
-        "mlr": {"structure": "low_rank", "rank": 2 * root},  # four levels of half a root each take its place below
+        "mlr": {"structure": "low_rank", "rank": 2 * root},  # make_gpt2 replaces it by four levels of rank root / 2
     }[name]
 
 
@@ -66,10 +66,10 @@ def make_config(width: int, vocabulary: int, sizes: SweepSizes) -> Any:
     """Return the GPT-2 config of a width."""
     from transformers import GPT2Config
 
-    still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     shape = {"n_embd": width, "n_layer": sizes.layers, "n_head": width // sizes.head, "n_positions": sizes.length}
-    words = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
-    keys: dict[str, Any] = {**still, **shape, **words}
+    tokens = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
+    keys: dict[str, Any] = {**no_dropout, **shape, **tokens}
     config = GPT2Config(architectures=["GPT2LMHeadModel"], **keys)
     config._attn_implementation = "eager"  # see stacked.py
     return config
@@ -87,20 +87,21 @@ def make_gpt2(name: str, width: int, vocabulary: int, sizes: SweepSizes, seed: i
     if name == "mlr":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            install_mlr(model, MLRLinearConfig(ranks=(max(1, round(width**0.5 / 2)),) * 4), set(added_paths(plan)))
+            install_mlr(model, MLRLinearConfig(ranks=(max(1, round(width**0.5 / 2)),) * 4), set(residual_paths(plan)))
     return model
 
 
-def added_paths(plan: Any) -> Iterator[str]:
-    return (path for path, cuts in plan.targets.items() if set(RESIDUAL_ROLES) & set(cuts[0].linear.roles))
+def residual_paths(plan: Any) -> Iterator[str]:
+    """Yield the paths of the replaced linears that write into the residual stream."""
+    return (path for path, targets in plan.targets.items() if set(RESIDUAL_ROLES) & set(targets[0].linear.roles))
 
 
-def install_mlr(model: Any, config: MLRLinearConfig, silent: set[str]) -> None:
-    """Replace low-rank linears by multi-level low-rank ones."""
+def install_mlr(model: Any, config: MLRLinearConfig, zero_paths: set[str]) -> None:
+    """Replace low-rank linears by multi-level low-rank ones, with zero output at `zero_paths`."""
     for path, module in list(model.named_modules()):
         if isinstance(module, StructuredLinear):
             linear = MLRLinear(module.in_features, module.out_features, config, bias=True)
-            if path in silent:
+            if path in zero_paths:
                 zero_output(linear)
             model.set_submodule(path, linear)
 
@@ -122,13 +123,16 @@ def rate_factors(model: Any, stage: Any) -> dict[str, float]:
 
 
 def matching_core_rate(name: str, vocabulary: int, sizes: SweepSizes) -> float:
-    """The base rate of the cores under `mup` with which, at the base width, they have the rates of `dense` on the geometric
-    mean over their numbers. muP leaves such constants open; with this one the rules differ by how they follow the width
-    (and by how they share a rate out among cores), not by how fast cores learn compared with embeddings."""
+    """Return the base rate of the cores under rule `mup` that matches rule `dense` at the base width.
+
+    The geometric mean of the learning rates over all parameters of cores is then equal. muP leaves such constants open. With this
+    one the rules differ in their dependence on the width and in the distribution over cores, not in the learning rate of cores
+    relative to embeddings.
+    """
     if name == "dense":
         return 1.0
     model = make_gpt2(name, BASE, vocabulary, sizes, seed=0)
     aware, naive = (rate_factors(model, make_stage(sizes, rule)) for rule in ("mup", "dense"))
-    numbers = {n: p.numel() for n, p in model.named_parameters() if aware[n] != naive[n]}
-    logs = sum(count * math.log(naive[n] / aware[n]) for n, count in numbers.items())
-    return math.exp(logs / sum(numbers.values()))
+    counts = {n: p.numel() for n, p in model.named_parameters() if aware[n] != naive[n]}
+    logs = sum(count * math.log(naive[n] / aware[n]) for n, count in counts.items())
+    return math.exp(logs / sum(counts.values()))

@@ -1,5 +1,6 @@
-"""Does the best base learning rate stay the same as models grow? Figure 2b of Qiu et al. 2024 ("Compute Better Spent"), from our
-own runs: GPT-2 decoders of one depth and several widths, with structured linears in every layer, trained on characters.
+"""Measure whether the best base learning rate is the same at every width, as Figure 2b of Qiu et al. 2024 ("Compute Better Spent").
+
+The models are character-level GPT-2 decoders of one depth and several widths, with structured linears in every layer.
 
 python -m surgery.recipes.papers.mup.run run --text FILE --out runs.jsonl [--structure btt ..] [--width 64 ..]
 python -m surgery.recipes.papers.mup.run show runs.jsonl .. [--plot mup.png]
@@ -58,6 +59,7 @@ class CachedEncoder(TextEncoder):
         self.known: dict[tuple[Any, ...], list[TokenSequence]] = {}
 
     def encode_texts(self, documents: list[Document]) -> list[TokenSequence]:
+        """Return one sequence per document, from the cache if these documents were tokenized before."""
         key = tuple((document.content, document.begins, document.ends) for document in documents)
         if key not in self.known:
             self.known[key] = super().encode_texts(documents)
@@ -163,6 +165,7 @@ def split_into_stacks(runs: list[SweepRun], memory: float, sizes: SweepSizes) ->
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Train the runs that the result file lacks and append their rows."""
     sizes = SweepSizes(
         **{k: v for k, v in vars(arguments).items() if k in SweepSizes.__dataclass_fields__ and v is not None}
     )
@@ -183,24 +186,25 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Run the command `run` or `show`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    running = commands.add_parser("run")
-    running.add_argument("--text", required=True)
-    running.add_argument("--out", required=True)
-    running.add_argument("--structure", action="append", choices=STRUCTURE_NAMES)
-    running.add_argument("--width", action="append", type=int)
-    running.add_argument("--memory", type=float, default=8.0, help="GB for a stack of runs")
-    running.add_argument("--device")
-    running.add_argument("--plain", action="store_true", help="no CUDA graphs")
+    running = commands.add_parser("run", help="Train the models of the sweep.")
+    running.add_argument("--text", required=True, help="Train on this text.")
+    running.add_argument("--out", required=True, help="Append results to this JSON-lines file.")
+    running.add_argument("--structure", action="append", choices=STRUCTURE_NAMES, help="Repeatable. Default: all.")
+    running.add_argument("--width", action="append", type=int, help="Repeatable. Default: 64, 128, 256 and 512.")
+    running.add_argument("--memory", type=float, default=8.0, help="Memory of a stack of runs in GB. Default: 8.")
+    running.add_argument("--device", help="Default: a GPU if there is one.")
+    running.add_argument("--plain", action="store_true", help="Do not use CUDA graphs.")
     for name in ("layers", "head", "length", "rows", "steps", "seeds"):
         running.add_argument(f"--{name}", type=int)
     running.add_argument("--embedding-std", type=float, dest="embedding_std")
-    running.add_argument("--rates", type=float, nargs=3, metavar=("FROM", "TO", "STEP"), help="log2 of the base rate")
+    running.add_argument("--rates", type=float, nargs=3, metavar=("FROM", "TO", "STEP"), help="log2 of the base rates.")
     running.set_defaults(do=run)
-    showing = commands.add_parser("show")
-    showing.add_argument("runs", type=Path, nargs="+")
-    showing.add_argument("--plot", type=Path)
+    showing = commands.add_parser("show", help="Print the table of results.")
+    showing.add_argument("runs", type=Path, nargs="+", help="Files that `run --out` wrote.")
+    showing.add_argument("--plot", type=Path, help="Draw the losses to this file.")
     showing.set_defaults(do=lambda arguments: show(arguments.runs, arguments.plot))
     arguments = parser.parse_args()
     arguments.do(arguments)

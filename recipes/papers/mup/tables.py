@@ -35,7 +35,7 @@ def load_losses(paths: list[Path]) -> dict[tuple[str, str, int], Losses]:
 
 
 def _order(row: dict[str, Any]) -> tuple[bool, str, bool]:
-    """Structures by name, the dense control last; structure-aware rates first."""
+    """Return a sort key: structures by name, dense last; structure-aware rates first."""
     return row["structure"] == "dense", row["structure"], row["rule"] != "mup"
 
 
@@ -105,14 +105,14 @@ def markdown(table: list[dict[str, Any]]) -> str:
     lines.append("|" + " --- |" * (len(widths) + 4))
     for row in table:
         cells = [_cell(row["bests"].get(w)) for w in widths]
-        told = [
+        values = [
             row["structure"],
             row["rule"],
             *cells,
             _pair(row["moved"], row["error"], "+"),
             f"{row['lost']:.4f}",
         ]
-        lines.append("| " + " | ".join(told) + " |")
+        lines.append("| " + " | ".join(values) + " |")
     return "\n".join(lines)
 
 

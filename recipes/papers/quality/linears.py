@@ -42,7 +42,7 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "pivoted_low_rank": {},
     "auto": {},
 }
-CLOSED_FORM = ("low_rank", "pivoted_low_rank")  # the whitened form is the optimum: no sweeps
+CLOSED_FORM = ("low_rank", "pivoted_low_rank")  # the whitened solution is optimal without sweeps
 
 
 def structure_steps(structure: str, steps: list[str]) -> list[str]:
@@ -76,17 +76,24 @@ def convert_and_measure(
 
 
 def main() -> None:
+    """Print the table row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source")
-    parser.add_argument("--calibration", required=True)
-    parser.add_argument("--text", required=True)
-    parser.add_argument("--keep", type=float, action="append")
-    parser.add_argument("--structure", choices=STRUCTURES, action="append")
-    parser.add_argument("--step", choices=STEPS, action="append")
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--device")
-    parser.add_argument("--json", type=Path)
+    add = parser.add_argument
+    add("source", help="Checkpoint to convert.")
+    add("--calibration", required=True, help="Calibration text.")
+    add("--text", required=True, help="Text to score.")
+    add(
+        "--keep",
+        type=float,
+        action="append",
+        help="Share of the parameters to keep. Repeatable. Default: 0.75 and 0.5.",
+    )
+    add("--structure", choices=STRUCTURES, action="append", help="Structure to measure. Repeatable. Default: all.")
+    add("--step", choices=STEPS, action="append", help="Method to measure. Repeatable. Default: all.")
+    add("--tokens", type=int, default=16384, help="Tokens of each text. Default: %(default)s.")
+    add("--length", type=int, default=1024, help="Length of the windows in tokens. Default: %(default)s.")
+    add("--device", help="Compute on this device. Default: a GPU if there is one.")
+    add("--json", type=Path, help="Write the rows to this file.")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
     options = EvalOptions(text=arguments.text, tokens=arguments.tokens, length=arguments.length)
@@ -114,11 +121,11 @@ def format_line(found: dict[str, Any]) -> str:
     place = " ".join(str(found.get(k, "")) for k in ("structure", "step", "keep"))
     if "refused" in found:
         return f"{place}: {found['refused']}"
-    said = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
+    score = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
     if "ratio" not in found:
-        return said
+        return score
     return (
-        f"{said}, x {ppl.format_interval(found['ratio'])}, kept {found['kept']:.3f}, "
+        f"{score}, x {ppl.format_interval(found['ratio'])}, kept {found['kept']:.3f}, "
         f"MACs {found['macs']:.3f}, {found['allocation']}, {found['seconds']:.0f} s"
     )
 

@@ -83,27 +83,36 @@ def format_line(found: dict[str, Any]) -> str:
     place = f"{found['recipe']} {found.get('start', '')}"
     if "refused" in found:
         return f"{place}: {found['refused']}"
-    said = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
+    score = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
     if "ratio" not in found:
-        return said
+        return score
     kept = ", ".join(f"{length}: {ours}/{whole}={ours / whole:.4f}" for length, (ours, whole) in found["cache"].items())
     errors = f"errors {found['copied']:.3f} -> {found['started']:.3f}, " if found["copied"] is not None else ""
-    return f"{said}, x {format_interval(found['ratio'])}, {errors}cache {kept}, {found['seconds']:.0f} s"
+    return f"{score}, x {format_interval(found['ratio'])}, {errors}cache {kept}, {found['seconds']:.0f} s"
 
 
 def main() -> None:
+    """Print the table row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source")
-    parser.add_argument("--calibration", required=True)
-    parser.add_argument("--text", required=True)
-    parser.add_argument("--recipe", action="append", help="shipped names; default: all that give attention a mixer")
-    parser.add_argument("--start", choices=("copied", "calibrated"), action="append")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
-    parser.add_argument("--context", type=int, action="append", default=[], help="lengths to measure the cache at")
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--device")
-    parser.add_argument("--json", type=Path)
+    add = parser.add_argument
+    add("source", help="Checkpoint to convert.")
+    add("--calibration", required=True, help="Calibration text.")
+    add("--text", required=True, help="Text to score.")
+    add("--recipe", action="append", help="Shipped recipe. Repeatable. Default: all that replace attention.")
+    add("--start", choices=("copied", "calibrated"), action="append", help="Initialization. Repeatable. Default: both.")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="Override a key of the recipes.",
+    )
+    add("--context", type=int, action="append", default=[], help="Measure the cache at this many tokens. Repeatable.")
+    add("--tokens", type=int, default=16384, help="Tokens of each text. Default: %(default)s.")
+    add("--length", type=int, default=1024, help="Length of the windows in tokens. Default: %(default)s.")
+    add("--device", help="Compute on this device. Default: a GPU if there is one.")
+    add("--json", type=Path, help="Write the rows to this file.")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
     model, tokenizer = load(arguments.source, device, "float32", False)

@@ -31,6 +31,7 @@ class MLRLinear(StructuredLinear):
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the cores: weight<l> (k, rank, out/k) and right<l> (k, in/k, rank) of each level l, k = 2^l."""
         found: dict[str, tuple[int, ...]] = {}
         for level, rank in enumerate(config.ranks):
             k, tail = 2**level, str(level or "")
@@ -38,6 +39,7 @@ class MLRLinear(StructuredLinear):
         return found
 
     def product(self, x: Tensor) -> Tensor:
+        """Return W x."""
         y: Any = 0.0
         for level in range(len(self.config.ranks)):
             left_kra, right_kdr = (getattr(self, f"{name}{level or ''}") for name in ("weight", "right"))
@@ -47,9 +49,11 @@ class MLRLinear(StructuredLinear):
         return y
 
     def macs(self) -> int:
+        """Return the multiply-accumulates per token."""
         return sum(getattr(self, name).numel() for name in self.core_names())
 
     def mup(self) -> dict[str, MuP]:
+        """Return the fans of the cores; all left factors have the sum of all ranks as fan-in."""
         found, rank = {}, sum(self.config.ranks)
         for name, (_, first, last) in self.shapes(self.config, self.out_features, self.in_features).items():
             found[name] = MuP(rank, last) if name.startswith("weight") else MuP(first, last)

@@ -1,11 +1,12 @@
 """Many training runs of one architecture at once: parameters stacked, one vmapped model, one Adam.
 
-    stack = Stack(models, rates, optimiser, clip=1.0, device=device)         models: M alike; rates: M x {parameter: peak}
-    losses_M = stack.step(batch, factor)                                     batch: (M, B, T) each
+    stack = StackedTraining(models, rates, optimiser, clip=1.0, device=device)   rates: M dicts {parameter: peak rate}
+    losses_M = stack.step(batch, factor)                                         batch: tensors (M, B, T)
 
-A run of a small model keeps a GPU waiting for launches; M of them cost little more than one. Each has its own numbers,
-rates and clipping, so each is the run it would be alone; one that diverges leaves the others. On a GPU the step is a CUDA
-graph, which wants eager attention (models made with attn_implementation="eager"). M runs, N numbers of one, B rows, T tokens.
+A run of a small model keeps a GPU waiting for kernel launches; M stacked runs cost little more than one. Each run has its own
+parameters, learning rates and clipping, so its result is that of a separate run, and a diverging run does not affect the others.
+On a GPU the step is a CUDA graph, which needs eager attention (attn_implementation="eager"). M: runs, N: parameters of one run,
+B: rows, T: tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class StackedTraining:
         device: torch.device,
         graph: bool = True,
     ):
-        assert optimiser.name == "adamw" and not optimiser.weight_decay, "AdamW without decay is what is written here"
+        assert optimiser.name == "adamw" and not optimiser.weight_decay, (
+            "only AdamW without weight decay is implemented"
+        )
         self.optimiser, self.clip, self.device = optimiser, clip, device
         self.names = [name for name, p in models[0].named_parameters()]
         shapes = [p.shape for p in models[0].parameters()]
@@ -56,13 +59,13 @@ class StackedTraining:
         self.static_inputs: dict[str, Tensor] = {}
 
     # -- forward ---------------------------------------------------------------------------------------
-    def _loss(self, numbers: list[Tensor], ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    def _loss(self, values: list[Tensor], ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Return one run's mean loss in nats per counted token."""
         _, next_BT = next_token_targets({"labels": labels_BT})
-        parameters, length = dict(zip(self.names, numbers)), ids_BT.shape[1]
-        given = {"attention_mask": self._mask(length), "use_cache": False}
-        answer = functional_call(self.model, (parameters, self.buffers), (ids_BT,), given)
-        return cross_entropy(answer.logits, next_BT) / (next_BT >= 0).sum()
+        parameters, length = dict(zip(self.names, values)), ids_BT.shape[1]
+        options = {"attention_mask": self._mask(length), "use_cache": False}
+        output = functional_call(self.model, (parameters, self.buffers), (ids_BT,), options)
+        return cross_entropy(output.logits, next_BT) / (next_BT >= 0).sum()
 
     def _mask(self, length: int) -> Tensor:
         """Return the causal mask (1, 1, T, T); transformers' own construction copies from the CPU, which a CUDA graph

@@ -13,7 +13,10 @@ from surgery.recipes.papers.scale.work import SHAPES, CalibrationText, Conversio
 
 @dataclass(frozen=True)
 class MeasuredConversion:
-    """Seconds of both parts of a conversion over all layers: from docs/performance.md, or measured here."""
+    """Measured seconds of a conversion over `layers` layers.
+
+    budgets: Fisher pass and quick trial; conversion: the rest; free: a conversion without text, None if not measured.
+    """
 
     device: str
     shape: str
@@ -21,7 +24,7 @@ class MeasuredConversion:
     text: CalibrationText
     budgets: float
     conversion: float
-    free: float | None = None  # without a text, where that was measured
+    free: float | None = None
 
 
 MEASUREMENTS = [
@@ -47,7 +50,7 @@ class Rates:
 def fit_rates(rows: list[MeasuredConversion], root: float = 0.0) -> Rates:
     """Fit rates by least squares of relative errors.
 
-    root: seconds of an eigenproblem of size 1024 if measured (for the small models tried on a CPU it cannot be inferred).
+    root: seconds of an eigenproblem of size 1024, 0 to neglect eigenproblems, as for small models on a CPU.
     """
     roots, known, wanted = Rates(1e30, 1024**3 / root, 1 / root) if root else Rates(1e30), [], []
     for row in rows:
@@ -66,7 +69,7 @@ def predict_seconds(row: MeasuredConversion, rates: Rates) -> tuple[float, float
 
 # -- rates of this machine ---------------------------------------------------------------------------------------
 def measure_conversion(name: str, text: CalibrationText) -> MeasuredConversion:
-    """Convert a random Llama of that shape; count this process's CPU seconds, so that other load does not matter."""
+    """Convert a random Llama of a shape and measure the CPU seconds of this process, which other load does not change."""
     import tempfile
     import time
     from contextlib import contextmanager
@@ -112,12 +115,12 @@ def check_rates(names: list[str], text: CalibrationText) -> list[str]:
     rates = fit_rates(rows[:-1])
     lines = [f"{rates.products / 1e9:,.1f} GFLOP/s"]
     lines += [
-        "| model | | survey and trial | predicted | layers | predicted |",
+        "| model | | Fisher pass and trial | predicted | layers | predicted |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for i, row in enumerate(rows):
         budgets, layers = predict_seconds(row, rates)
-        use = "predicted" if i == len(rows) - 1 else "gave the rates"
+        use = "predicted" if i == len(rows) - 1 else "used to fit the rates"
         cells = [f"{row.budgets:.1f}", f"{budgets:.1f} ({budgets / row.budgets - 1:+.0%})"]
         cells += [f"{row.conversion:.1f}", f"{layers:.1f} ({layers / row.conversion - 1:+.0%})"]
         lines.append("| " + " | ".join([row.shape, use, *cells]) + " |")

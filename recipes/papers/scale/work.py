@@ -62,18 +62,20 @@ class CalibrationText:
 
     tokens: int = 8192
     window: int = 1024
-    sweeps: int = 1  # a matrix: random weights stop after one, trained ones mostly after two to six
+    sweeps: int = 1  # ALS sweeps per matrix: random weights converge after one, trained weights mostly after two to six
 
     @property
     def held_out(self) -> int:
+        """Number of held-out tokens."""
         return max(self.window, self.tokens // 8)
 
     @property
     def fit(self) -> int:
+        """Number of tokens to fit on."""
         return self.tokens - self.held_out
 
 
-LARGE_EIGENPROBLEM = 1024  # of an eigenproblem: below it a GPU takes no less time (docs/scale.md)
+LARGE_EIGENPROBLEM = 1024  # size n: smaller eigenproblems take a GPU as long (docs/scale.md)
 
 
 @dataclass(frozen=True)
@@ -100,21 +102,21 @@ class ConversionWork:
 
 # -- counting ------------------------------------------------------------------------------------------------
 def forward_work(shape: LlamaShape, tokens: float, window: int, linears: int | None = None) -> ConversionWork:
-    """Forward pass of a layer. linears: parameters that run; default: all, with attention."""
+    """Return the work of a layer's forward pass. linears: parameters of the linears that run; None: all of them."""
     return ConversionWork(
         tokens * (2 * (shape.layer if linears is None else linears) + 4 * window * shape.heads * shape.head)
     )
 
 
 def projection_work(out: int, in_: int) -> ConversionWork:
-    """Projection: whitened blocks, their Gram matrices, 16 eigenproblems, cores."""
+    """Return the work of a projection: whitened blocks, their Gram matrices, 16 eigenproblems, cores."""
     a, d = out / 4, in_ / 4
     size, products = min(a, d), 2 * out * in_ * (d + 2 * min(a, d))
     return ConversionWork(products, 16 * size**3) if size >= LARGE_EIGENPROBLEM else ConversionWork(products, calls=16)
 
 
 def sweep_work(out: int, in_: int) -> ConversionWork:
-    """One ALS sweep (surgery.structures.btt): C R and step C, W C - L (R C), least squares of both sides."""
+    """Return the work of one ALS sweep (surgery.structures.btt): C R and step C, W C - L (R C), least squares of both sides."""
     a, d = out / 4, in_ / 4
     s = a * d / (2 * (a + d))
     return ConversionWork(
@@ -123,8 +125,9 @@ def sweep_work(out: int, in_: int) -> ConversionWork:
 
 
 def fit_work(out: int, in_: int, text: CalibrationText) -> ConversionWork:
-    """Fit of a matrix: two targets, sweeps of the better one, held-out error of each candidate, and W C of the shifted
-    target.
+    """Return the work of fitting a matrix.
+
+    Counted are two targets, ALS sweeps of the better one, the held-out error of each candidate, and W C of the shifted target.
     """
     product = 2 * out * in_ * in_
     judged = (2 + min(text.sweeps, 2)) * product

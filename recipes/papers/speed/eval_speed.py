@@ -1,11 +1,11 @@
-"""What the harness around a model costs: suites against a bare loop of the same forwards, on a random Llama of 1B parameters.
+"""Measure the overhead of evaluation suites over a bare loop of the same forwards, on a random Llama of 1B parameters.
 
 python -m surgery.recipes.papers.speed.eval_speed --length 32768 --samples 64 --suite needle:needle --suite niah --new 0 --new 128
 
-The bare loop reads as many random prompts of that length, batch by batch, and takes the last logits (`--new 0`: what `needle` does) or
-generates as many tokens (`--new 128`: what `niah` does). A suite that is bound by the model takes little longer, at every
-length alike. `accelerate launch --num_processes 2 -m surgery.recipes.papers.speed.eval_speed ..` shares the samples, and the bare loop runs in
-every process at the same time.
+The bare loop runs the same number of random prompts of that length in batches and computes the last logits (`--new 0`, as `needle`
+does) or generates tokens (`--new 128`, as `niah` does). A suite without overhead takes as long. With `accelerate launch
+--num_processes 2 -m surgery.recipes.papers.speed.eval_speed ..` the samples are distributed over the processes, and the bare loop
+runs in all of them at the same time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def time_bare_loop(eval_model: EvalModel, length: int, batches: int, rows: int, 
 
 
 def _run_batch(model: Any, ids_BT: torch.Tensor, new: int) -> None:
-    """Run a batch; the sum waits for the device."""
+    """Run a batch; `.item()` waits for the device."""
     if new:
         settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
         model.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), **settings).sum().item()
@@ -104,7 +104,7 @@ def time_suite(
         batch_size=rows,
         data_root=data_root,
     )
-    # Imports, and what is compiled at the first call, as the bare loop has its warm-up.
+    # Warm-up, as for the bare loop: imports and compilation at the first call.
     find_suite(suite).run(eval_model, options.model_copy(update={"limit": 1, "lengths": (min(length, 512),)}))
     began = time.perf_counter()
     result = find_suite(suite).run(eval_model, options)
@@ -121,11 +121,11 @@ def compare_with_bare_loop(
     rows = arguments.rows or max(1, min(own, tokens // length))
     time_bare_loop(
         eval_model, length, min(1, arguments.bare_batches), rows, new
-    )  # a warm-up: the memory that it takes is kept
+    )  # warm-up: the allocator keeps its memory
     times = time_bare_loop(eval_model, length, arguments.bare_batches, rows, new)
     found = time_suite(eval_model, name, length, arguments.samples, rows, arguments.data_root)
     times += time_bare_loop(eval_model, length, arguments.bare_batches, rows, new)
-    every = eval_model.ranks.gather(times)  # the processes' rates, added turn by turn
+    every = eval_model.ranks.gather(times)  # summed over processes for each batch
     rates = [sum(rows / seconds for seconds in together) for together in zip(*every)]
     mean = statistics.fmean(rates)
     error = statistics.stdev(rates) / len(rates) ** 0.5
@@ -141,17 +141,24 @@ def compare_with_bare_loop(
 
 
 def main() -> None:
+    """Print one JSON line per suite and length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="1b")
-    parser.add_argument("--length", type=int, action="append")
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--suite", action="append", help="suite, or suite:task")
-    parser.add_argument("--new", type=int, action="append", help="tokens generated in the bare loop, for each suite")
-    parser.add_argument("--rows", type=int, help="of a batch, of both; default: what --batch-size auto begins with")
-    parser.add_argument("--bare-batches", type=int, default=1, help="of the bare loop, before the suite and after it")
-    parser.add_argument("--alone", action="store_true", help="of several processes the first with its share, then all")
-    parser.add_argument("--data-root", type=Path)
-    parser.add_argument("--device")
+    parser.add_argument("--shape", choices=SHAPES, default="1b", help="Shape of the model. Default: 1b.")
+    parser.add_argument("--length", type=int, action="append", help="Prompt length. Repeatable. Default: 32768.")
+    parser.add_argument("--samples", type=int, default=8, help="Number of prompts. Default: 8.")
+    parser.add_argument("--suite", action="append", help="Suite, or suite:task. Repeatable.")
+    parser.add_argument(
+        "--new", type=int, action="append", help="Tokens that the bare loop generates, one value per suite."
+    )
+    parser.add_argument("--rows", type=int, help="Batch size of both. Default: that of --batch-size auto.")
+    parser.add_argument(
+        "--bare-batches", type=int, default=1, help="Batches of the bare loop before and after the suite. Default: 1."
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="With several processes, also time the first one alone on its share."
+    )
+    parser.add_argument("--data-root", type=Path, help="Local mirror of data sets.")
+    parser.add_argument("--device", help="Default: a GPU if there is one.")
     arguments = parser.parse_args()
     ranks = init_distributed(arguments.device)
     device = choose_device(local_device(ranks, arguments.device))

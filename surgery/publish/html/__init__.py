@@ -1,1 +1,1 @@
-"""The report page: what a conversion did, as one HTML file that needs nothing else."""
+"""The report page of a converted checkpoint: one self-contained HTML file."""

@@ -1,4 +1,4 @@
-"""What the page shows, read from a converted checkpoint's folder and from a folder of its evaluation."""
+"""Load the data of the report page from a converted checkpoint and its evaluation results."""
 
 from __future__ import annotations
 
@@ -26,18 +26,22 @@ from surgery.publish.summary import (
 )
 
 CONTEXTS = tuple(1024 * 4**power for power in range(6))  # 1K to 1M
-MAX_BYTES = 64 * 2**20  # bytes of a log or of results that a page still shows
+MAX_BYTES = 64 * 2**20  # largest training log and results file that are read
 
 
 @dataclass
 class PageData:
-    """costs: context -> {"cache": (before, after), "macs": (before, after)}, numbers of one sequence and multiply-
-    accumulates of the next token; log: lines of healing; results: of `surgery eval --out`; notes: what is not shown, and why."""
+    """Data of the report page.
+
+    report: surgery_report.json. mixing: path of an attention module -> description of its token mixing. costs: context length in
+    tokens -> {"cache": (before, after), "macs": (before, after)}: elements in the cache of one sequence, and multiply-accumulates
+    of the next token. log: entries of the training log. results: of `surgery eval --out`. notes: remarks to show on the page.
+    """
 
     name: str
     folder: Path
     report: dict[str, Any]
-    mixing: dict[str, str]  # path of an attention -> what mixes its tokens
+    mixing: dict[str, str]
     costs: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
     log: list[dict[str, Any]] = field(default_factory=list)
     results: dict[str, Any] | None = None
@@ -45,6 +49,7 @@ class PageData:
 
     @property
     def layers(self) -> list[int]:
+        """Indices of the layers with replaced linears or attention."""
         found = {layer_index(record["name"]) for record in self.report["modules"]} | {
             layer_index(path) for path in self.mixing
         }
@@ -52,30 +57,36 @@ class PageData:
 
     @property
     def roles(self) -> list[str]:
-        """Columns of pictures, in the order of a layer."""
+        """Roles of the replaced linears in layers, in the order of computation: the columns of diagrams."""
         found = {module_role(record) for record in self.report["modules"] if layer_index(record["name"]) is not None}
         known = [role for role in ROLES if role in found]
         return known + sorted(found - set(known))
 
 
 def text_warnings(report: dict[str, Any]) -> list[str]:
-    """What the conversion said of its calibration text."""
+    """Return the warnings about the calibration text in the report."""
     text = report.get("calibration")
-    said = text.get("warnings", []) if isinstance(text, dict) else []
-    return [f"calibration: {line}" for line in said if isinstance(line, str)] if isinstance(said, list) else []
+    warnings = text.get("warnings", []) if isinstance(text, dict) else []
+    return [f"calibration: {line}" for line in warnings if isinstance(line, str)] if isinstance(warnings, list) else []
 
 
 def layer_index(path: str) -> int | None:
+    """Return the first number in a module path, None without one."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     return int(found[1]) if found else None
 
 
 def module_role(record: dict[str, Any]) -> str:
+    """Return the roles of a replaced linear, or the last part of its name if it has none."""
     return " + ".join(record["roles"]) or str(record["name"]).rsplit(".", 1)[-1]
 
 
 def load_page_data(name: str, measured: Path | None = None) -> PageData:
-    """measured: a folder of `surgery eval --out`; by default OUT/eval, where there is one."""
+    """Load the data of a converted checkpoint, a folder or Hub id.
+
+    measured: folder of `surgery eval --out`; None: eval/ in the checkpoint's folder, if it exists. Raises SurgeryError if a given
+    folder has no results.
+    """
     source = open_converted_checkpoint(name)
     report = read_report(source.folder, name)
     data = PageData(name, source.folder, report, {})
@@ -87,13 +98,13 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
         data.results = _read_results(place / "results.json")
     elif measured is not None:
         raise SurgeryError(
-            f"{measured} has no results.json; `surgery eval {name} --compare SRC --out {measured}` writes one"
+            f"{measured} has no results.json. Write one with `surgery eval {name} --compare SRC --out {measured}`."
         )
     return data
 
 
 def _add_attention(data: PageData, source: CheckpointSource) -> None:
-    """What mixes tokens where, and what it costs at each context."""
+    """Fill `mixing`, and `costs` at each length of CONTEXTS."""
     mixers = {path: mixer_config(spec) for path, spec in read_mixers(source.config, source.name).items()}
     try:
         model = build_unconverted_model(source)
@@ -119,11 +130,11 @@ def _add_attention(data: PageData, source: CheckpointSource) -> None:
 
 
 def _read_log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Lines of training; a line that is none (a run was killed while it wrote) is left out."""
+    """Return the entries of the training log, without incomplete lines of a killed run."""
     if not path.is_file():
         return []
     if path.stat().st_size > MAX_BYTES:
-        notes.append(f"the log of training has {path.stat().st_size:,} bytes and is not shown")
+        notes.append(f"the training log is not shown: it has {path.stat().st_size:,} bytes (at most {MAX_BYTES:,})")
         return []
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -138,20 +149,19 @@ def _read_log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 def _read_results(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_BYTES:
-        raise SurgeryError(
-            f"{path} has {path.stat().st_size:,} bytes; results of an evaluation have under {MAX_BYTES:,}"
-        )
+        raise SurgeryError(f"{path} must have at most {MAX_BYTES:,} bytes (got {path.stat().st_size:,})")
     read = read_json(path)
     if not isinstance(read, dict) or not isinstance(read.get("rows"), list):
-        raise SurgeryError(f"{path} is no result of `surgery eval`")
+        raise SurgeryError(f"{path} is not a results file of `surgery eval`")
     return read
 
 
 def structure_class(record: dict[str, Any]) -> str:
-    """A class of the style: that of the structure, or `other`."""
+    """Return the CSS class of a record's structure, "other" for structures of plugins."""
     name = str(record["structure"]["structure"])
     return name if name in ("btt", "monarch", "low_rank", "pivoted_low_rank", "kronecker") else "other"
 
 
 def structure_text(record: dict[str, Any]) -> str:
+    """Return a record's structure as text, e.g. "btt 4x4 rank 2"."""
     return describe_structure(record["structure"])

@@ -1,4 +1,4 @@
-"""The sections of the page, each HTML or "" where there is nothing to say. Every text from a file is escaped."""
+"""Sections of the report page: HTML, or "" without data. All text from files is escaped."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from surgery.publish.html.data import PageData, layer_index, module_role, struct
 from surgery.publish.html.svg import Axis, MatrixBox, Series, format_si, heat_map, layer_diagram, line_chart
 from surgery.publish.tables import format_share
 
-HEADLINE_CONTEXT = 4096  # tokens of context that the few numbers at the top are for
+HEADLINE_CONTEXT = 4096  # context length, in tokens, of the headline figures
 
 
 def figure_html(picture: str, caption: str, extra: str = "") -> str:
+    """Return a figure; "" without a picture. extra: HTML between picture and caption, e.g. a legend."""
     return f"<figure>{picture}{extra}<figcaption>{caption}</figcaption></figure>" if picture else ""
 
 
-def table_html(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 1) -> str:
-    """A table whose columns sort. A cell is a text, or (text, what it sorts by); the first `words` columns are text."""
-    kinds = (' class="words"' if i < words else "" for i in range(len(heads)))
+def table_html(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], text_columns: int = 1) -> str:
+    """Return a table with sortable columns. A cell is text or (text, sort key); the first `text_columns` are left-aligned."""
+    kinds = (' class="text"' if i < text_columns else "" for i in range(len(heads)))
     head = "".join(f'<th scope="col"{k}><button type="button">{escape(n)}</button></th>' for n, k in zip(heads, kinds))
-    body = "".join("<tr>" + "".join(_cell_html(cell, i, words) for i, cell in enumerate(row)) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(_cell_html(cell, i, text_columns) for i, cell in enumerate(row)) + "</tr>" for row in rows
+    )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="sorts">'
         f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def _cell_html(cell: Any, column: int, words: int) -> str:
+def _cell_html(cell: Any, column: int, text_columns: int) -> str:
     text, value = cell if isinstance(cell, tuple) else (cell, None)
     data = "" if value is None else f' data-value="{escape(str(value))}"'
-    kind = ' class="words"' if column < words else ""
+    kind = ' class="text"' if column < text_columns else ""
     return (
         f'<th scope="row"{kind}{data}>{escape(str(text))}</th>'
         if column == 0
@@ -42,7 +45,7 @@ def _cell_html(cell: Any, column: int, words: int) -> str:
 
 
 def headline_figures(data: PageData) -> str:
-    """The few numbers that say most."""
+    """Return the headline: share of parameters, bytes, cache and FLOPs, and the change of perplexity or loss."""
     total = data.report["totals"]
     text = [
         (
@@ -55,11 +58,11 @@ def headline_figures(data: PageData) -> str:
         cache, macs = data.costs[HEADLINE_CONTEXT]["cache"], data.costs[HEADLINE_CONTEXT]["macs"]
         if cache[0] != cache[1]:
             text.append((format_share(cache[1], cache[0]), f"of the cache at {HEADLINE_CONTEXT:,} tokens"))
-        text.append((format_share(macs[1], macs[0]), f"of the FLOPs of a token at {HEADLINE_CONTEXT:,}"))
+        text.append((format_share(macs[1], macs[0]), f"of the FLOPs per token at {HEADLINE_CONTEXT:,} tokens"))
     run = (data.report.get("training") or [{}])[-1].get("validation") or {}
     scores = [(run.get(key) or {}).get("perplexity") for key in ("original", "before", "after")]
     if scores[0] and scores[2]:
-        text.append((f"{scores[2] / scores[0]:.3f} x", "perplexity after healing, to the original"))
+        text.append((f"{scores[2] / scores[0]:.3f} x", "perplexity after healing, relative to the original"))
     elif held := data.report.get("held_out"):
         text.append((f"{held['converted'] - held['original']:+.4f}", f"{held['unit']} on held-out text"))
     return (
@@ -70,13 +73,13 @@ def headline_figures(data: PageData) -> str:
 
 
 def model_section(data: PageData) -> str:
-    """What was cut where, layer by layer."""
+    """Return the diagram of all layers: token mixing, and the kept share of each replaced matrix."""
     by_place: dict[tuple[int | None, str], list[dict[str, Any]]] = {}
     for record in data.report["modules"]:
         by_place.setdefault((layer_index(record["name"]), module_role(record)), []).append(record)
     mixing = {layer_index(path): text for path, text in data.mixing.items()}
     rows = [
-        (str(layer), mixing.get(layer, "as it was"), [_matrix_box(by_place.get((layer, role))) for role in data.roles])
+        (str(layer), mixing.get(layer, "unchanged"), [_matrix_box(by_place.get((layer, role))) for role in data.roles])
         for layer in data.layers
     ]
     if not rows:
@@ -85,7 +88,7 @@ def model_section(data: PageData) -> str:
     keys = "".join(f'<li><span class="key {kind}"></span>{escape(kind.replace("_", " "))}</li>' for kind in kinds)
     names = [role.replace("attention.", "").replace("mlp.", "mlp ") for role in data.roles]
     drawn = layer_diagram("The model before and after", names, rows)
-    caption = "Each box is a matrix as it was, its filled part the numbers that are kept. Point at one for its figures."
+    caption = "Each box is an original matrix; the filled part is the share of its parameters that is kept. Hover for details."
     return "<h2 id=model>The model, before and after</h2>" + figure_html(
         drawn, caption, f'<ul class="legend">{keys}</ul>'
     )
@@ -97,13 +100,15 @@ def _matrix_box(records: list[dict[str, Any]] | None) -> MatrixBox | None:
     before, after = (sum(int(r[key]) for r in records) for key in ("params_before", "params_after"))
     first = records[0]
     more = f" and {len(records) - 1} more" if len(records) > 1 else ""
-    error = "" if first["error"] is None else f", error {first['error']:.3f}"  # none from scratch
-    text = f"{first['name']}{more}: {structure_text(first)}, {after:,} of {before:,} numbers{error}"
+    error = (
+        "" if first["error"] is None else f", error {first['error']:.3f}"
+    )  # models trained from scratch have no error
+    text = f"{first['name']}{more}: {structure_text(first)}, {after:,} of {before:,} parameters{error}"
     return MatrixBox(after / max(before, 1), structure_class(first), text)
 
 
 def error_section(data: PageData) -> str:
-    """Error and rank of each matrix, by layer."""
+    """Return charts of the error and rank of each replaced matrix by layer."""
     kinds = ("converted", "healed", "third", "base")
     by_role: dict[str, list[dict[str, Any]]] = {}
     for record in data.report["modules"]:
@@ -117,10 +122,14 @@ def error_section(data: PageData) -> str:
         group = shown[start : start + 4]
         worth = [Series(role, kind, _layer_points(records, "error")) for kind, (role, records) in zip(kinds, group)]
         drawn = line_chart("Relative error by layer", worth, Axis("layer"), Axis("relative error"))
-        parts.append(figure_html(drawn, "Of the outputs on held-out text; of the weights where there was none."))
+        parts.append(
+            figure_html(drawn, "Error of the outputs on held-out text, or of the weights if there was no text.")
+        )
         ranked = [Series(role, kind, _layer_points(records, "rank")) for kind, (role, records) in zip(kinds, group)]
         parts.append(
-            figure_html(line_chart("Rank by layer", ranked, Axis("layer"), Axis("rank")), "How the budget was spread.")
+            figure_html(
+                line_chart("Rank by layer", ranked, Axis("layer"), Axis("rank")), "Rank of each matrix, as allocated."
+            )
         )
     return "".join([*parts, "</div>"])
 
@@ -135,27 +144,30 @@ def _layer_points(records: list[dict[str, Any]], what: str) -> list[tuple[float,
 
 
 def cost_section(data: PageData) -> str:
+    """Return charts of the FLOPs per token and the cache size against the context length."""
     if not data.costs:
         return ""
     drawn = []
     for what, y, caption in (
-        ("macs", "FLOPs of a token", "Linears and attention of the next token, twice the multiply-accumulates."),
-        ("cache", "bytes", "Keys, values and states of one sequence, in bfloat16."),
+        ("macs", "FLOPs per token", "Linears and attention for the next token; two FLOPs per multiply-accumulate."),
+        ("cache", "bytes", "Keys, values and recurrent states of one sequence in bfloat16."),
     ):
-        scale = 2  # operations of a multiply-accumulate, bytes of a number
+        scale = 2  # FLOPs per multiply-accumulate, and bytes per bfloat16 element
         series = [
             Series(name, kind, [(float(c), float(scale * data.costs[c][what][i])) for c in data.costs])
             for i, (name, kind) in enumerate((("original", "base"), ("converted", "converted")))
         ]
-        title = "FLOPs against context" if what == "macs" else "Cache against context"
+        title = "FLOPs by context length" if what == "macs" else "Cache by context length"
         drawn.append(
-            figure_html(line_chart(title, series, Axis("tokens of context", log=True), Axis(y, log=True)), caption)
+            figure_html(
+                line_chart(title, series, Axis("context length in tokens", log=True), Axis(y, log=True)), caption
+            )
         )
-    return '<h2 id=costs>What it costs, by context</h2><div class="pair">' + "".join(drawn) + "</div>"
+    return '<h2 id=costs>Costs by context length</h2><div class="pair">' + "".join(drawn) + "</div>"
 
 
 def training_section(data: PageData) -> str:
-    """Loss of every stage and validation, and what the runs were."""
+    """Return charts of training and validation loss per stage, and a table of the training runs."""
     stages: dict[str, list[dict[str, Any]]] = {}
     for line in data.log:
         stages.setdefault(f"{line.get('stage', 0)}: {line.get('kind', '')}", []).append(line)
@@ -179,7 +191,7 @@ def training_section(data: PageData) -> str:
     if not rows and not any(drawn):
         return ""
     heads = ["run", "stages", "tokens", "perplexity, original", "converted", "healed"]
-    run_table = table_html("Healing, run by run", heads, rows, words=2) if rows else ""
+    run_table = table_html("Healing runs", heads, rows, text_columns=2) if rows else ""
     return '<h2 id=training>Healing</h2><div class="pair">' + "".join(drawn) + f"</div>{run_table}"
 
 
@@ -189,7 +201,7 @@ def _step_points(found: list[dict[str, Any]], key: str) -> list[tuple[float, flo
 
 
 def eval_section(data: PageData) -> str:
-    """What `surgery eval` found: one row for each task, maps of needles, loss by position."""
+    """Return the results of `surgery eval`: a table of tasks, needle maps, and loss by position."""
     if data.results is None:
         return ""
     rows = [row for row in data.results["rows"] if not row["group"]]
@@ -213,7 +225,7 @@ def eval_section(data: PageData) -> str:
         "samples",
         "remarks",
     ]
-    parts = ["<h2 id=measured>Before against after</h2>", table_html("Measured side by side", heads, body, words=2)]
+    parts = ["<h2 id=measured>Before and after</h2>", table_html("Original and converted", heads, body, text_columns=2)]
     return "".join([*parts, needle_maps(data.results["rows"], roles), position_chart(data.results["rows"], roles)])
 
 
@@ -225,7 +237,7 @@ def _format_value(row: dict[str, Any], role: str) -> Any:
 
 
 def needle_maps(rows: list[dict[str, Any]], roles: list[str]) -> str:
-    """A map of depth by length for every task that has one, original beside converted."""
+    """Return needle maps (accuracy by length and depth) of each task that has them, for original and converted."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if set(row["group"]) == {"depth", "length"} and row["metric"]["name"] == "accuracy":
@@ -243,7 +255,7 @@ def needle_maps(rows: list[dict[str, Any]], roles: list[str]) -> str:
             drawn = heat_map(f"{task}, {name}", [format_si(n) for n in lengths], [f"{d:g}" for d in depths], shares)
             parts.append(
                 figure_html(
-                    drawn, f"{escape(name)}: right answers in percent, by length in tokens and depth (0 start, 1 end)"
+                    drawn, f"{escape(name)}: accuracy in percent by length in tokens and depth (0: start, 1: end)"
                 )
             )
         parts.append("</div>")
@@ -251,6 +263,7 @@ def needle_maps(rows: list[dict[str, Any]], roles: list[str]) -> str:
 
 
 def position_chart(rows: list[dict[str, Any]], roles: list[str]) -> str:
+    """Return the chart of loss by position in the text, in nats per token; "" without such results."""
     found = [row for row in rows if set(row["group"]) == {"position"}]
     series = [
         Series(
@@ -262,11 +275,14 @@ def position_chart(rows: list[dict[str, Any]], roles: list[str]) -> str:
     ]
     drawn = line_chart("Loss by position", series, Axis("position in the text", log=True), Axis("nats per token"))
     return (
-        "<h3>Loss by position</h3>" + figure_html(drawn, "Mean around each position; lower is better.") if drawn else ""
+        "<h3>Loss by position</h3>" + figure_html(drawn, "Mean loss around each position; lower is better.")
+        if drawn
+        else ""
     )
 
 
 def matrix_section(data: PageData) -> str:
+    """Return the table of all replaced matrices."""
     rows = []
     for record in data.report["modules"]:
         before, after = int(record["params_before"]), int(record["params_after"])
@@ -283,5 +299,5 @@ def matrix_section(data: PageData) -> str:
         )
     if not rows:
         return ""
-    heads = ["matrix", "role", "structure", "numbers before", "after", "kept", "error", "of the start"]
-    return "<h2 id=matrices>Every matrix</h2>" + table_html("Every matrix that was replaced", heads, rows, words=3)
+    heads = ["matrix", "role", "structure", "parameters before", "after", "kept", "error", "initial error"]
+    return "<h2 id=matrices>Matrices</h2>" + table_html("Replaced matrices", heads, rows, text_columns=3)

@@ -1,5 +1,5 @@
-"""Charts as SVG. Colours are classes, so that the page's style decides them by day and by night; every mark has a title,
-which a pointer shows, and every chart a description, which is read out. All text is escaped here."""
+"""SVG charts. CSS classes set the colors, so that light and dark themes work. Marks have titles for hovering, charts have
+descriptions for screen readers. All text is escaped here."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 440, 270  # on a phone still with letters of ten points
+WIDTH, HEIGHT = 440, 270  # text stays at ten points on a phone
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 46
-MAX_POINTS, MAX_VISIBLE_DOTS = 300, 12  # points of a line: more cannot be seen; so few that each is shown
-SCROLL_WIDTH = 480  # a picture that is wider than this keeps its size, and scrolls
+MAX_POINTS, MAX_VISIBLE_DOTS = 300, 12  # per line: points that are drawn, and up to how many dots are visible
+SCROLL_WIDTH = 480  # wider pictures scroll instead of shrinking
 
 
 @dataclass(frozen=True)
 class Series:
-    """kind: a class of the style: base, converted, healed, third."""
+    """A line of a chart. kind: CSS class, one of base, converted, healed, third; points: (x, y)."""
 
     name: str
     kind: str
@@ -25,12 +25,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
+    """Label and scale of an axis."""
+
     label: str
     log: bool = False
 
 
 def format_si(value: float) -> str:
-    """1234567 -> 1.23M, 0.01234 -> 0.0123."""
+    """Format a number with three digits and an SI prefix: 1234567 -> 1.23M, 0.01234 -> 0.0123."""
     size = abs(value)
     for unit, unit_size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if size >= unit_size:
@@ -39,7 +41,7 @@ def format_si(value: float) -> str:
 
 
 def ticks(low: float, high: float, log: bool) -> list[float]:
-    """Round numbers, about five."""
+    """Return about five round values between `low` and `high`."""
     if log:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         every = max(1, round((last - first) / 5))
@@ -52,7 +54,7 @@ def ticks(low: float, high: float, log: bool) -> list[float]:
 
 
 class AxisScale:
-    """Values to places on a chart."""
+    """Maps values to coordinates between `start` and `end`."""
 
     def __init__(self, values: Sequence[float], log: bool, start: float, end: float):
         low, high = min(values), max(values)
@@ -61,13 +63,14 @@ class AxisScale:
         self.low, self.high, self.log, self.start, self.end = low, high, log, start, end
 
     def __call__(self, value: float) -> float:
+        """Return the coordinate of a value."""
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         at = ((math.log(value) if self.log else value) - low) / (high - low)
         return self.start + at * (self.end - self.start)
 
 
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """A chart of lines; "" where there is nothing to show. Values that a logarithm does not have are left out."""
+    """Return a line chart; "" without points. Points that are not finite, or not positive on a log axis, are left out."""
     kept = [Series(s.name, s.kind, _thin_out([p for p in s.points if _is_drawable(p, x, y)])) for s in series]
     kept = [s for s in kept if s.points]
     if not kept:
@@ -76,7 +79,9 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
     across = AxisScale(xs, x.log, LEFT, WIDTH - RIGHT)
     up = AxisScale(ys, y.log, HEIGHT - BOTTOM, TOP)
     marks = [_grid(across, up, x, y)]
-    for s in sorted(kept, key=lambda s: s.kind == "base"):  # dashed, on top of what it may coincide with
+    for s in sorted(
+        kept, key=lambda s: s.kind == "base"
+    ):  # the dashed base line is drawn last, over lines that coincide with it
         places = [(across(a), up(b), a, b) for a, b in s.points]
         marks.append(
             f'<polyline class="line {s.kind}" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b, _, _ in places)}"/>'
@@ -121,7 +126,7 @@ def _legend(series: Sequence[Series]) -> str:
 
 
 def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]]) -> str:
-    """A map of shares, 0 to 1, each written in its cell in percent. None: not measured."""
+    """Return a heat map of values in [0, 1], shown in percent. None: not measured."""
     wide, high, left, top = 56, 28, 74, 30
     parts = [
         f'<text class="tick mid" x="{left + wide * (j + 0.5)}" y="{top - 9}">{escape(c)}</text>'
@@ -149,7 +154,7 @@ def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], values: Se
 
 @dataclass(frozen=True)
 class MatrixBox:
-    """One box of the picture of a model: fraction of it is filled. kind: a class of the style."""
+    """A matrix in the layer diagram. fraction: filled share in [0, 1]; kind: CSS class; title: text shown when hovering."""
 
     fraction: float
     kind: str
@@ -159,7 +164,7 @@ class MatrixBox:
 def layer_diagram(
     title: str, columns: Sequence[str], rows: Sequence[tuple[str, str, Sequence[MatrixBox | None]]]
 ) -> str:
-    """The picture of a model: a row for each layer (name, what mixes its tokens, its matrices)."""
+    """Return the diagram of a model. rows: (name, description of token mixing, matrices) of each layer."""
     wide, high, left, top, mixer = 92, 24, 52, 26, 120
     parts = [f'<text class="tick mid" x="{left + mixer / 2}" y="{top - 9}">token mixing</text>']
     parts += [
@@ -169,11 +174,11 @@ def layer_diagram(
     for i, (name, mixing, cells) in enumerate(rows):
         y = top + i * high
         parts.append(f'<text class="tick end" x="{left - 8}" y="{y + 16}">{escape(name)}</text>')
-        kind = "soft" if mixing == "softmax" else "swapped"
-        words = mixing if len(mixing) <= 18 else mixing[:17] + "…"
+        kind = "softmax" if mixing == "softmax" else "replaced"
+        label = mixing if len(mixing) <= 18 else mixing[:17] + "…"
         parts.append(
             f'<g><title>layer {escape(name)}: {escape(mixing)}</title><rect class="{kind}" x="{left + 2}" y="{y + 3}" width="{mixer - 6}" '
-            f'height="{high - 6}" rx="4"/><text class="tick mid" x="{left + mixer / 2 - 1}" y="{y + 16}">{escape(words)}</text></g>'
+            f'height="{high - 6}" rx="4"/><text class="tick mid" x="{left + mixer / 2 - 1}" y="{y + 16}">{escape(label)}</text></g>'
         )
         for j, cell in enumerate(cells):
             if cell is None:
@@ -181,13 +186,13 @@ def layer_diagram(
             x = left + mixer + j * wide
             share = max(0.0, min(1.0, cell.fraction))
             parts.append(
-                f'<g><title>{escape(cell.title)}</title><rect class="was" x="{x + 2}" y="{y + 3}" width="{wide - 6}" height="{high - 6}" rx="3"/>'
-                f'<rect class="is {cell.kind}" x="{x + 2}" y="{y + 3}" width="{(wide - 6) * share:.1f}" height="{high - 6}" rx="3"/></g>'
+                f'<g><title>{escape(cell.title)}</title><rect class="original" x="{x + 2}" y="{y + 3}" width="{wide - 6}" height="{high - 6}" rx="3"/>'
+                f'<rect class="kept {cell.kind}" x="{x + 2}" y="{y + 3}" width="{(wide - 6) * share:.1f}" height="{high - 6}" rx="3"/></g>'
             )
     width, height = left + mixer + wide * len(columns) + 6, top + high * len(rows) + 6
     return _chart(
         title,
-        f"{title}: {len(rows)} layers; the table of matrices below says the same in words.",
+        f"{title}: {len(rows)} layers; the table of matrices below has the same data as text.",
         "".join(parts),
         width,
         height,
@@ -200,5 +205,5 @@ def _chart(title: str, description: str, inside: str, width: float, height: floa
         f'<svg role="img" viewBox="0 0 {width:g} {height:g}" style="{least}max-width:{width * 1.4:.0f}px" aria-label="{escape(description)}">'
         f"<title>{escape(title)}</title>{inside}</svg>"
     )
-    # By keyboard as well.
+    # tabindex makes it scrollable by keyboard
     return f'<div class="wide" tabindex="0" role="group" aria-label="{escape(title)}">{drawn}</div>' if least else drawn

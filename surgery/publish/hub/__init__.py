@@ -1,1 +1,1 @@
-"""Sharing a converted checkpoint: what goes up, its card, and the upload."""
+"""Upload converted checkpoints to the Hugging Face Hub: files, license, model card."""

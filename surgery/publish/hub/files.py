@@ -33,26 +33,26 @@ CHECKPOINT_FILES = (
     CARD_NAME,
     PAGE_NAME,
 )
-# Beside the weights: healing's log and curve, a kept adapter, what was measured. Samples stay here: they quote data sets.
+# Training log and curve, LoRA adapter, evaluation results. Evaluation samples are not uploaded: they quote data sets.
 EXTRA_FILES = (
     *("training/log.jsonl", "training/curve.png"),
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),
     *("eval/results.json", "eval/*.png", "eval/table.md"),
 )
 LOCAL_FILES = ("eval/*/**", "eval/lock", "training/tensorboard/**", ".cache/huggingface/**", ".gitattributes")
-# A token of the Hub, of GitHub, of OpenAI; a key of Amazon, of Google; a private key.
+# Tokens of the Hub, GitHub and OpenAI, keys of Amazon and Google, private keys.
 SECRET_PATTERN = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{60,}|\bsk-[A-Za-z0-9_-]{32,}"
     rb"|\bAKIA[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{35}\b|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
 LOCAL_PATH_PATTERN = re.compile(r"^(?:/|~|\.{1,2}[\\/]|[A-Za-z]:[\\/]|\\\\[\w.$-]+\\|file://)")
-# A folder of a person or of a machine's own, whether it exists here or not; a label like /m/09l8g is none of these.
+# A path below a home or data folder, whether it exists on this machine or not; a label like /m/09l8g does not match.
 HOME_PATTERN = re.compile(
     r"^(?:file://[\w.-]*)?(?:/(?:home|Users|root|mnt|media|scratch|workspace|Volumes)/[^/]|~/|[A-Za-z]:[\\/]|/[A-Za-z]:[\\/])"
     r"|^\\\\[\w.$-]+\\[^\\]|^file://"
 )
 
-# A path of a person's folder within a chat template, in which a slash may stand before anything else.
+# A path below a home folder inside a chat template, where slashes also occur in other text.
 HOME_IN_TEMPLATE = re.compile(
     r"(?<![\w:/.<\\-])(?:(?:file://)?/(?:home|Users|root)/[\w.@+-]+(?:/[\w.@+-]+)*|[A-Za-z]:\\Users\\[\w.@+\\-]+)"
 )
@@ -60,7 +60,7 @@ HOME_IN_TEMPLATE = re.compile(
 
 @dataclass(frozen=True)
 class UploadFile:
-    """A file to upload. name: in the repository; content: that of the file `path`, or `text`."""
+    """A file to upload. name: in the repository. Its content is `text`, or that of the local file `path` if text is None."""
 
     name: str
     path: Path | None = None
@@ -68,9 +68,11 @@ class UploadFile:
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return len(self.text.encode()) if self.text is not None else self.path.stat().st_size  # type: ignore[union-attr]
 
     def content(self) -> str:
+        """Return the content as text; invalid UTF-8 is replaced."""
         return self.text if self.text is not None else self.path.read_text(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
 
 
@@ -83,7 +85,7 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
     folder = source.folder
     weights = {info.file.name for info in source.tensors.values()}
     code = {"*.py"} if named_code(folder, source.config) else set()
-    known = {*CHECKPOINT_FILES, *weights, *COPIED, *EXTRA_FILES, *code, *_below(source)}
+    known = {*CHECKPOINT_FILES, *weights, *COPIED, *EXTRA_FILES, *code, *_companion_files(source)}
     found: list[UploadFile] = []
     unknown: list[str] = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
@@ -98,8 +100,8 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise SurgeryError(
-            f"{source.name} holds files that are no part of a checkpoint: {', '.join(unknown[:5])}{more}; move them "
-            "elsewhere, then push again (a push takes weights, config, tokenizer, report, card, plots, and nothing else)"
+            f"{source.name} holds files that do not belong to a checkpoint: {', '.join(unknown[:5])}{more}. Move them "
+            "elsewhere, then push again (only weights, config, tokenizer, report, card and plots are uploaded)."
         )
     if measured is not None:
         found = [item for item in found if not item.name.startswith("eval/")] + _eval_files(measured)
@@ -110,45 +112,47 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
 
 
 def _check_code(source: CheckpointSource, items: dict[str, UploadFile]) -> None:
-    """The shim is the text that surgery writes; code that a config names by auto_map lies in the folder."""
+    """Raise SurgeryError unless the shim is unmodified and all code that a config names in auto_map is in the folder."""
     from surgery.modeling.auto_classes import SHIM_TEXTS
 
     if SHIM_NAME in items and items[SHIM_NAME].content().replace("\r\n", "\n") not in SHIM_TEXTS:
         raise SurgeryError(
-            f"{source.name}: {SHIM_NAME} is not the text that surgery writes, and it runs on the machine of whoever loads the "
-            "model; take it from a new conversion, or remove your changes"
+            f"{source.name}: {SHIM_NAME} was changed, and it is executed by everybody who loads the model with remote code. "
+            "Copy it from a new conversion, or undo the changes."
         )
     for config, auto_map in named_code(source.folder, source.config).items():
-        for named in _texts(auto_map):
+        for named in _iter_strings(auto_map):
             file = f"{named.partition('.')[0]}.py"
             if "--" not in named and file not in items:
                 raise SurgeryError(
-                    f"{source.name}: auto_map in {config} names {named!r}, and {file} is not in the folder, so no loader can open "
-                    f"it; put {file} there, or remove that auto_map"
+                    f"{source.name}: auto_map in {config} names {named!r}, but {file} is not in the folder. Add the file, or remove "
+                    "that auto_map."
                 )
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in the values of a config's entry."""
+def _iter_strings(value: Any) -> Iterator[str]:
+    """Yield all strings among the values of nested dicts and lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
+            yield from _iter_strings(inner)
 
 
-def _below(source: CheckpointSource) -> set[str]:
+def _companion_files(source: CheckpointSource) -> set[str]:
     """Return files in subfolders that were copied from the source, as listed in the report."""
     path = source.folder / REPORT_NAME
     report = read_json(path) if path.is_file() else {}
     listed = report.get("companions", []) if isinstance(report, dict) else []
-    travelled = set(map(str, listed)) if isinstance(listed, list) else set()
-    return {p.as_posix() for p in in_subfolders(source.folder).files} & travelled
+    copied = set(map(str, listed)) if isinstance(listed, list) else set()
+    return {p.as_posix() for p in in_subfolders(source.folder).files} & copied
 
 
 def _eval_files(folder: Path) -> list[UploadFile]:
     if not (folder / "results.json").is_file():
-        raise SurgeryError(f"{folder} has no results.json; `surgery eval OUT --compare SRC --out {folder}` writes one")
+        raise SurgeryError(
+            f"{folder} has no results.json. Write one with `surgery eval OUT --compare SRC --out {folder}`."
+        )
     files = [folder / "results.json", folder / "table.md", *sorted(folder.glob("*.png"))]
     return [UploadFile(f"eval/{path.name}", path) for path in files if path.is_file()]
 
@@ -167,9 +171,11 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _check_link(path: Path, folder: Path, revision: str | None) -> None:
-    """The cache of the Hub is made of links; a folder of one's own has none."""
+    """Raise SurgeryError for a link out of a local folder. A Hub cache (revision is set) consists of links."""
     if path.is_symlink() and revision is None and not path.resolve().is_relative_to(folder.resolve()):
-        raise SurgeryError(f"{path} is a link to {path.resolve()}, outside the checkpoint; put the file itself there")
+        raise SurgeryError(
+            f"{path} is a link to {path.resolve()}, outside the checkpoint. Replace it by a copy of the file."
+        )
 
 
 def _check_secrets(item: UploadFile) -> None:
@@ -177,14 +183,21 @@ def _check_secrets(item: UploadFile) -> None:
         return
     if found := SECRET_PATTERN.search(item.path.read_bytes()):
         kind = found[0][:3].decode(errors="replace")
-        raise SurgeryError(f"{item.name} has what looks like a secret in it ({kind}...); remove it, then push again")
+        raise SurgeryError(f"{item.name} seems to contain a secret ({kind}...). Remove it, then push again.")
 
 
-# Files that surgery, accelerate, peft and matplotlib write about a run: any text in them may quote a path of the machine.
-TEMPLATES = ("*.jinja", "*/*.jinja", "chat_template*")
-TOLD = (REPORT_NAME, PAGE_NAME, "training/*.jsonl", "adapter/README.md", "eval/results.json", "eval/table.md")
-# Configs of the model and its tokenizer: their texts are labels, tokens and templates, and only some keys hold paths.
-CONFIGS = (
+TEMPLATE_FILES = ("*.jinja", "*/*.jinja", "chat_template*")
+# Files about a run: any text in them may quote a local path.
+FREE_TEXT_FILES = (
+    REPORT_NAME,
+    PAGE_NAME,
+    "training/*.jsonl",
+    "adapter/README.md",
+    "eval/results.json",
+    "eval/table.md",
+)
+# Configs of the model and its tokenizer: strings are labels, tokens and templates; only some keys hold paths.
+CONFIG_FILES = (
     "config.json",
     "*_config.json",
     "config_*.json",
@@ -194,7 +207,7 @@ CONFIGS = (
     "*/*config.json",
 )
 PATH_KEYS = re.compile(r"(?:^|_)(?:name_or_path|path|file|dir|folder|directory)s?$")
-ROOTS = (
+ROOT_FOLDERS = (  # top-level folders whose paths are shortened, besides those of this machine
     "home",
     "Users",
     "root",
@@ -217,26 +230,30 @@ def _strip_file_paths(items: list[UploadFile]) -> list[UploadFile]:
         if (
             item.path is not None
             and item.name.endswith((".json", ".jsonl"))
-            and matches_any(item.name, (*TOLD, *CONFIGS))
+            and matches_any(item.name, (*FREE_TEXT_FILES, *CONFIG_FILES))
         ):
-            read[item.name] = _lines_of(item.path) if item.name.endswith(".jsonl") else read_json(item.path)
-    found = {path for name, data in read.items() for path in local_paths(data, everywhere=matches_any(name, TOLD))}
-    return [_cleaned_item(item, read.get(item.name), found) for item in items]
+            read[item.name] = _read_jsonl(item.path) if item.name.endswith(".jsonl") else read_json(item.path)
+    found = {
+        path
+        for name, data in read.items()
+        for path in find_local_paths(data, everywhere=matches_any(name, FREE_TEXT_FILES))
+    }
+    return [_clean_item(item, read.get(item.name), found) for item in items]
 
 
-def _cleaned_item(item: UploadFile, data: Any, found: set[str]) -> UploadFile:
-    if item.path is not None and matches_any(item.name, TEMPLATES):
+def _clean_item(item: UploadFile, data: Any, found: set[str]) -> UploadFile:
+    if item.path is not None and matches_any(item.name, TEMPLATE_FILES):
         before = item.path.read_bytes().decode("utf-8", "surrogateescape")
         after = HOME_IN_TEMPLATE.sub(_last_part_of_match, before)
         return item if after == before else UploadFile(item.name, text=after)
-    told = matches_any(item.name, TOLD)
-    if item.path is None or not (told or data is not None):
+    has_free_text = matches_any(item.name, FREE_TEXT_FILES)
+    if item.path is None or not (has_free_text or data is not None):
         return item
     if data is None:
         text = item.path.read_text(encoding="utf-8", errors="replace")
-        cleaned_text = cut_paths(text, found)
+        cleaned_text = shorten_paths(text, found)
         return item if cleaned_text == text else UploadFile(item.name, text=cleaned_text)
-    cleaned = cleaned_told(data, found) if told else cleaned_config(data)
+    cleaned = clean_report(data, found) if has_free_text else clean_config(data)
     if cleaned == data:
         return item
     if item.name.endswith(".jsonl"):
@@ -244,7 +261,7 @@ def _cleaned_item(item: UploadFile, data: Any, found: set[str]) -> UploadFile:
     return UploadFile(item.name, text=json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n")
 
 
-def _lines_of(path: Path) -> list[Any]:
+def _read_jsonl(path: Path) -> list[Any]:
     """Return the entries of a JSON-lines log, without a line that a killed run left incomplete."""
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -269,32 +286,32 @@ def _last_part_of_match(found: re.Match[str]) -> str:
     return _last_part(path) + found[0][len(path) :]
 
 
-def _cut(value: Any, change: Callable[[str], str]) -> Any:
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """Apply `change` to every string in the data, keys included."""
     if isinstance(value, dict):
-        return {_cut(k, change): _cut(v, change) for k, v in value.items()}
+        return {_map_strings(k, change): _map_strings(v, change) for k, v in value.items()}
     if isinstance(value, list):
-        return [_cut(v, change) for v in value]
+        return [_map_strings(v, change) for v in value]
     return change(value) if isinstance(value, str) else value
 
 
 def strip_local_paths(value: Any) -> Any:
     """Shorten every string that is a local path: /home/me/models/llama -> llama."""
-    return _cut(value, lambda text: _last_part(text) if _is_local(text) else text)
+    return _map_strings(value, lambda text: _last_part(text) if _is_local(text) else text)
 
 
-def cleaned_told(value: Any, found: Iterable[str] = ()) -> Any:
+def clean_report(value: Any, found: Iterable[str] = ()) -> Any:
     """Shorten local paths in a report or log, also inside sentences. found: known paths."""
-    return _cut(value, lambda text: cut_paths(strip_local_paths(text), found))
+    return _map_strings(value, lambda text: shorten_paths(strip_local_paths(text), found))
 
 
-def cleaned_config(value: Any, key: str = "") -> Any:
+def clean_config(value: Any, key: str = "") -> Any:
     """Shorten local paths in a config: values of path-like keys, and paths that exist on this machine. A label like /m/09l8g or
     a token like /think stays."""
     if isinstance(value, dict):
-        return {k: cleaned_config(v, str(k)) for k, v in value.items()}
+        return {k: clean_config(v, str(k)) for k, v in value.items()}
     if isinstance(value, list):
-        return [cleaned_config(v, key) for v in value]
+        return [clean_config(v, key) for v in value]
     return _last_part(value) if isinstance(value, str) and _is_config_path(value, key) else value
 
 
@@ -308,19 +325,19 @@ def _is_config_path(text: str, key: str) -> bool:
     )
 
 
-def local_paths(data: Any, everywhere: bool, key: str = "") -> Iterator[str]:
+def find_local_paths(data: Any, everywhere: bool, key: str = "") -> Iterator[str]:
     """Yield the absolute paths that cleaning removes from this data."""
     if isinstance(data, dict):
         for name, value in data.items():
-            yield from local_paths(value, everywhere, str(name))
+            yield from find_local_paths(value, everywhere, str(name))
     elif isinstance(data, list):
         for value in data:
-            yield from local_paths(value, everywhere, key)
+            yield from find_local_paths(value, everywhere, key)
     elif isinstance(data, str) and data.count("/") + data.count("\\") > 1:
         yield from [data] if (_is_local(data) if everywhere else _is_config_path(data, key)) else []
 
 
-def cut_paths(text: str, found: Iterable[str] = ()) -> str:
+def shorten_paths(text: str, found: Iterable[str] = ()) -> str:
     """Shorten local paths in prose, tables or HTML: known paths, plain or escaped, and anything below a top-level folder of this
     machine."""
     inside = r"[^\s\"'`<>|;,()\[\]{}*?&\\]"
@@ -328,7 +345,11 @@ def cut_paths(text: str, found: Iterable[str] = ()) -> str:
         for written in {path, escape(path)}:
             if written in text:
                 text = re.sub(rf"{re.escape(written)}(?:/{inside}+)*", _last_part_of_match, text)
-    roots = {*ROOTS, *(name for name in os.listdir("/") if re.fullmatch(r"\w+", name))} if os.sep == "/" else set(ROOTS)
+    roots = (
+        {*ROOT_FOLDERS, *(name for name in os.listdir("/") if re.fullmatch(r"\w+", name))}
+        if os.sep == "/"
+        else set(ROOT_FOLDERS)
+    )
     posix = rf"(?:file://)?/(?:{'|'.join(sorted(roots))})/{inside}+|~/{inside}+|file:///{inside}+"
     windows = r"[A-Za-z]:\\(?:[^\s\"'`<>|;,]+)|\\\\[\w.$-]+\\(?:[^\s\"'`<>|;,]+)"
     return re.sub(rf"(?<![\w:/.<\\-])(?:{posix}|{windows})", _last_part_of_match, text)

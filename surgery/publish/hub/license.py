@@ -50,8 +50,8 @@ def find_license(source: CheckpointSource, report: dict[str, Any], choice: str |
     if files:
         return License("other", f"{files[0]}, which came with {public_name(name)}", "as in the file", files[0])
     raise SurgeryError(
-        f"{public_name(name)}, which {source.name} was converted from, names no license that can be read from here. What is "
-        f"derived from a model falls under its license; look it up and pass it: --license apache-2.0 (others: {COMMON_LICENSES})."
+        f"{public_name(name)}, the source of {source.name}, names no license that can be read from here. Its license also applies "
+        f"to a converted model: look it up and pass it, for example --license apache-2.0 (others: {COMMON_LICENSES})."
     )
 
 

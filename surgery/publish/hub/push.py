@@ -19,7 +19,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME
 from surgery.core.progress import Progress
 from surgery.core.version import __version__
-from surgery.publish.hub.files import CARD_NAME, EXTRA_FILES, UploadFile, cleaned_told, collect_files, matches_any
+from surgery.publish.hub.files import CARD_NAME, EXTRA_FILES, UploadFile, clean_report, collect_files, matches_any
 from surgery.publish.hub.license import License, find_license
 from surgery.publish.hub.model_card import render_card
 from surgery.publish.summary import read_report
@@ -31,7 +31,7 @@ REPLACED_FILES = (
     SAFE_WEIGHTS_INDEX_NAME,
     "*.bin.index.json",
     *EXTRA_FILES,
-)  # of an earlier push, or of the branch's root
+)  # files of an earlier push, or of the branch it starts from, that are deleted
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,16 @@ class Upload:
         """Return the upload as JSON data, for `--dry-run --json` and tables."""
         files = [{"name": item.name, "bytes": item.nbytes} for item in self.items]
         license_record = {"id": self.license.id, "origin": self.license.origin}
-        return {"repo": self.repo, "files": files, "bytes": self.nbytes, "licence": license_record, "note": self.note}
+        record = {"repo": self.repo, "files": files, "bytes": self.nbytes, "license": license_record, "note": self.note}
+        return {**record, "licence": license_record}  # the key until 0.1, for scripts that read it
 
 
 def prepare_upload(
-    converted: str, repo: str, licence: str | None = None, base_model: str | None = None, measured: Path | None = None
+    converted: str, repo: str, license: str | None = None, base_model: str | None = None, measured: Path | None = None
 ) -> Upload:
     """Collect and check everything that a push uploads; raises SurgeryError before anything is sent.
 
-    repo: id of the target repository; licence: value of --license, None to find it; base_model: Hub id of the source, if it was
+    repo: id of the target repository; license: value of --license, None to find it; base_model: Hub id of the source, if it was
     converted from a folder; measured: folder of `surgery eval --out`.
     """
     _check_name(repo)
@@ -70,7 +71,7 @@ def prepare_upload(
     _check_parameter_count(source, report)
     refuse_unopenable(source, converted)
     items = collect_files(source, measured)
-    terms = find_license(source, report, licence, base_model)
+    terms = find_license(source, report, license, base_model)
     own = next((item for item in items if item.name == CARD_NAME), None)
     if own is None or own.path is None:
         text, note = render_card(source, _strip_report_paths(report), terms, base_model, items, repo), None
@@ -119,7 +120,9 @@ def push(
         for item in upload.items:
             content = item.path if item.path is not None else (item.text or "").encode()
             additions.append(CommitOperationAdd(item.name, content))
-            if item.name.endswith(".safetensors"):  # one at a time: those that arrive are not sent again
+            if item.name.endswith(
+                ".safetensors"
+            ):  # uploaded one by one, so that a repeated push skips those already there
                 api.preupload_lfs_files(repo, [additions[-1]], revision=revision)
             tick(item.nbytes)
         changes: list[Any] = [*additions, *(CommitOperationDelete(name) for name in stale)]
@@ -153,7 +156,7 @@ def _check_name(repo: str) -> None:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise SurgeryError(
-            f"{repo!r} is no name for a repository of the Hub ({error}); for example me/llama-btt"
+            f"{repo!r} is not a valid repository name ({error}). Use for example me/llama-btt."
         ) from None
 
 
@@ -168,7 +171,7 @@ def _check_parameter_count(source: CheckpointSource, report: dict[str, Any]) -> 
 
 def _strip_report_paths(report: dict[str, Any]) -> dict[str, Any]:
     """Remove local paths from the report, except the source's name, which license and base model are derived from."""
-    return {**cleaned_told(report), "source": report["source"]}
+    return {**clean_report(report), "source": report["source"]}
 
 
 @contextmanager
@@ -176,11 +179,11 @@ def _explain_hub_errors(repo: str) -> Iterator[None]:
     """Turn errors of the Hub into SurgeryErrors whose text cannot contain a token."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    network: Any = HfHubHTTPError.__bases__[0]  # of the HTTP library underneath, whose name differs between releases
+    network: Any = HfHubHTTPError.__bases__[0]  # base class of the HTTP library, which differs between releases
     try:
         yield
     except OfflineModeIsEnabled:
-        raise SurgeryError("HF_HUB_OFFLINE is set; unset it to push") from None
+        raise SurgeryError("HF_HUB_OFFLINE is set. Unset it to push.") from None
     except HfHubHTTPError as error:
         raise SurgeryError(_hub_error_message(repo, error.response.status_code, error.server_message or "")) from None
     except (network, OSError, RuntimeError, ValueError) as error:
@@ -193,9 +196,9 @@ def _explain_hub_errors(repo: str) -> Iterator[None]:
 def _hub_error_message(repo: str, status: int, reason: str) -> str:
     reason = " ".join(reason.split())[:200]
     if status == 401:
-        return f"the Hub does not take the token (401) for {repo}; `hf auth login` again, or set HF_TOKEN to one with write permission"
+        return f"the Hub rejects the token (401) for {repo}. Run `hf auth login` again, or set HF_TOKEN to a token with write permission."
     if status == 403:
-        return f"the token may not write to {repo} (403{': ' + reason if reason else ''}); it needs write permission for that user or organisation"
+        return f"the token may not write to {repo} (403{': ' + reason if reason else ''}); it needs write permission for that user or organization"
     if status == 404:
-        return f"{repo} is not there, or not for this token (404)"
-    return f"the Hub refused {repo} ({status}{': ' + reason if reason else ''}); the same command tries again"
+        return f"{repo} does not exist, or this token cannot see it (404)"
+    return f"the Hub failed for {repo} ({status}{': ' + reason if reason else ''}). Run the same command to try again."

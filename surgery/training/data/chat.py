@@ -1,7 +1,8 @@
-"""Conversations, and prompts with their completions: only what the assistant says is trained on.
+"""Tokenize conversations, and prompts with completions, so that only the assistant's messages are training targets.
 
-A chat template that marks it ({% generation %}) is believed. Any other is asked for the conversation up to each
-answer and up to its end: what lies between is the answer, if both are beginnings of the whole.
+A chat template with {% generation %} tags marks these messages itself. For other templates, the conversation is rendered up to
+the start and up to the end of each assistant message. The text between both is the message, provided that both renderings are
+prefixes of the whole conversation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from surgery.training.data.recipe import SourceConfig
 from surgery.training.data.tokenize import TextEncoder, TokenSequence
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}  # ShareGPT's words
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}  # ShareGPT role -> role of chat templates
 ASSISTANT = "assistant"
 
 Span = tuple[int, int]
@@ -27,16 +28,19 @@ Message = dict[str, Any]
 
 
 def encode_chats(documents: list[Document], source: SourceConfig, encoder: TextEncoder) -> list[TokenSequence]:
-    """One piece a conversation, never cut into windows: what is too long loses its end."""
-    writer = ChatEncoder(encoder, source)
-    return [writer.encode(document.content) for document in documents]
+    """Return one indivisible sequence per conversation: one that is too long is truncated, not cut into windows."""
+    chat_encoder = ChatEncoder(encoder, source)
+    return [chat_encoder.encode(document.content) for document in documents]
 
 
 class ChatEncoder:
+    """Tokenizes the conversations of one data source with the tokenizer's chat template."""
+
     def __init__(self, encoder: TextEncoder, source: SourceConfig):
         self.encoder, self.tokenizer, self.source = encoder, encoder.tokenizer, source
 
     def encode(self, content: Any) -> TokenSequence:
+        """Return the tokens of a list of messages, or of a tuple (prompt, completion), with their training targets."""
         if not isinstance(content, tuple):
             return self._encode_conversation(parse_messages(content, self.source), 0)
         prompt, completion = content
@@ -44,32 +48,33 @@ class ChatEncoder:
             return self._encode_completion(prompt, completion)
         if isinstance(prompt, str) or isinstance(completion, str):
             raise SurgeryError(
-                f"data source {self.source.path}: prompt and completion are both text or both turns, and one of each is there"
+                f"data source {self.source.path}: prompt and completion must both be text or both be lists of messages"
+                " (got one of each)."
             )
-        asked = parse_messages(prompt, self.source)
-        return self._encode_conversation([*asked, *parse_messages(completion, self.source)], len(asked))
+        messages = parse_messages(prompt, self.source)
+        return self._encode_conversation([*messages, *parse_messages(completion, self.source)], len(messages))
 
     def _encode_completion(self, prompt: str, completion: str) -> TokenSequence:
-        asked, answered = (self._ids(text) for text in (prompt, completion))
-        asked, answered = [*self.encoder.prefix_ids, *asked], [*answered, *self.encoder.suffix_ids]
+        prompt_ids = [*self.encoder.prefix_ids, *self._ids(prompt)]
+        completion_ids = [*self._ids(completion), *self.encoder.suffix_ids]
         trained = None
         if self.source.train_on != "all":
-            trained = torch.tensor([False] * len(asked) + [True] * len(answered))
-        return TokenSequence(torch.tensor([*asked, *answered], dtype=torch.int64), trained, indivisible=True)
+            trained = torch.tensor([False] * len(prompt_ids) + [True] * len(completion_ids))
+        return TokenSequence(torch.tensor([*prompt_ids, *completion_ids], dtype=torch.int64), trained, indivisible=True)
 
-    def _encode_conversation(self, turns: list[Message], first: int) -> TokenSequence:
-        """first: answers before this turn are not trained on."""
+    def _encode_conversation(self, messages: list[Message], first: int) -> TokenSequence:
+        """Return the tokens of a conversation. first: index of the first message that may be a training target."""
         template = self._template()
-        last = max((i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT), default=-1)
+        last = max((i for i, message in enumerate(messages) if message["role"] == ASSISTANT), default=-1)
         if self.source.train_on == "last":
             first = last
         if self.source.train_on != "all" and first == 0 and GENERATION_TAG.search(template):
-            return self._encode_marked(turns)
-        text = self._render(turns)
+            return self._encode_marked(messages)
+        text = self._render(messages)
         if self.source.train_on == "all":
             return TokenSequence(torch.tensor(self._ids(text), dtype=torch.int64), indivisible=True)
-        answers = [i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT and i >= first]
-        return self._encode_spans(text, [self._span(turns, i, text) for i in answers])
+        answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= first]
+        return self._encode_spans(text, [self._span(messages, i, text) for i in answers])
 
     # -- the template --------------------------------------------------------------------------------
     def _template(self) -> str:
@@ -77,45 +82,45 @@ class ChatEncoder:
             return str(self.tokenizer.get_chat_template())
         except ValueError:
             raise SurgeryError(
-                f"data source {self.source.path} holds conversations, and the tokenizer has no chat template; put a "
-                "chat_template.jinja beside it, or write the conversations out as text"
+                f"data source {self.source.path} holds conversations, but the tokenizer has no chat template. Add a "
+                "chat_template.jinja to its folder, or convert the conversations to text."
             ) from None
 
-    def _render(self, turns: list[Message], opened: bool = False) -> str:
-        """opened: with what an answer begins with."""
-        return self._apply_template(turns, tokenize=False, add_generation_prompt=opened)
+    def _render(self, messages: list[Message], generation_prompt: bool = False) -> str:
+        """Return the conversation as text. generation_prompt: append the start of an assistant message."""
+        return self._apply_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
 
-    def _apply_template(self, turns: list[Message], **options: Any) -> Any:
+    def _apply_template(self, messages: list[Message], **options: Any) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(turns, **options)
-        except Exception as error:  # a template may raise, and fail, in any way
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # a template can raise any exception
             raise SurgeryError(
-                f"data source {self.source.path}: the chat template refuses a conversation "
-                f"({' '.join(str(error).split())[:160]}): {str(turns)[:160]}"
+                f"data source {self.source.path}: the chat template rejects a conversation "
+                f"({' '.join(str(error).split())[:160]}): {str(messages)[:160]}"
             ) from None
 
-    def _encode_marked(self, turns: list[Message]) -> TokenSequence:
-        found = self._apply_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    def _encode_marked(self, messages: list[Message]) -> TokenSequence:
+        found = self._apply_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids, marks = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"], dtype=torch.bool)
         return TokenSequence(ids.long(), marks, indivisible=True)
 
-    def _span(self, turns: list[Message], i: int, text: str) -> Span:
-        """Characters of turn i."""
-        before, until = self._render(turns[:i], opened=True), self._render(turns[: i + 1])
-        if not (until.startswith(before) and text.startswith(until)):
+    def _span(self, messages: list[Message], i: int, text: str) -> Span:
+        """Return the first and last character position (exclusive) of message i in `text`, the whole conversation."""
+        start, end = self._render(messages[:i], generation_prompt=True), self._render(messages[: i + 1])
+        if not (end.startswith(start) and text.startswith(end)):
             raise SurgeryError(
-                f"data source {self.source.path}: which tokens are answers cannot be told: the chat template writes turn "
-                f"{i + 1} of {len(turns)} differently once more turns follow, or begins answers otherwise than it asks for "
-                "them. Use a template with {% generation %} marks, or train_on: last, or train_on: all"
+                f"data source {self.source.path}: cannot determine which tokens are answers: the chat template renders message "
+                f"{i + 1} of {len(messages)} differently when more messages follow, or does not start it with the generation "
+                "prompt. Use a template with {% generation %} tags, train_on: last, or train_on: all."
             )
-        return len(before), len(until)
+        return len(start), len(end)
 
     # -- tokens --------------------------------------------------------------------------------------
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _encode_spans(self, text: str, spans: Sequence[Span]) -> TokenSequence:
-        """A token is an answer's if one of its characters is."""
+        """Tokenize `text`; a token is a training target if any of its characters is inside a span."""
         if not self.tokenizer.is_fast:
             return self._encode_piecewise(text, spans)
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -126,7 +131,7 @@ class ChatEncoder:
         return TokenSequence(torch.tensor(found["input_ids"], dtype=torch.int64), trained_T, indivisible=True)
 
     def _encode_piecewise(self, text: str, spans: Sequence[Span]) -> TokenSequence:
-        """For tokenizers that do not say which characters a token is of."""
+        """Tokenize the text inside and outside of the spans separately, for tokenizers without offset mappings."""
         ids: list[int] = []
         trained: list[bool] = []
         bounds = [0, *(bound for span in spans for bound in span), len(text)]
@@ -139,19 +144,19 @@ class ChatEncoder:
 
 
 def parse_messages(content: Any, source: SourceConfig) -> list[Message]:
-    """[{"role": .., "content": ..}, ..]; ShareGPT's from and value are read as these."""
-    turns = []
-    for turn in content if isinstance(content, (list, tuple)) else [content]:
-        if isinstance(turn, dict) and "role" in turn and "content" not in turn:
-            raise SurgeryError(f"data source {source.path}: a turn has no content: {str(turn)[:80]}")
-        if isinstance(turn, dict) and "role" in turn:
-            # What a table fills up with nothing is not there.
-            turns.append({key: value for key, value in turn.items() if value is not None or key == "content"})
-        elif isinstance(turn, dict) and {"from", "value"} <= set(turn):
-            turns.append({"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]})
+    """Return messages as [{"role": .., "content": ..}, ..]; also accepts ShareGPT's keys `from` and `value`."""
+    messages = []
+    for message in content if isinstance(content, (list, tuple)) else [content]:
+        if isinstance(message, dict) and "role" in message and "content" not in message:
+            raise SurgeryError(f"data source {source.path}: a message has no content: {str(message)[:80]}")
+        if isinstance(message, dict) and "role" in message:
+            # Columns of a table that this message does not have are None.
+            messages.append({key: value for key, value in message.items() if value is not None or key == "content"})
+        elif isinstance(message, dict) and {"from", "value"} <= set(message):
+            messages.append({"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"]})
         else:
             raise SurgeryError(
-                f"data source {source.path}: a conversation is a list of turns "
-                f'({{"role": "user", "content": ".."}}), and one holds {str(turn)[:80]!r}'
+                f"data source {source.path}: a conversation must be a list of messages "
+                f'{{"role": "user", "content": ".."}} (got {str(message)[:80]!r}).'
             )
-    return turns
+    return messages

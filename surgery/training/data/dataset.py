@@ -82,7 +82,11 @@ class TrainingData:
         return self._examples()
 
     def _examples(self) -> Iterator[Example]:
-        """State keys: round, the example at which the current pass over `rows` began; first, the block's first, relative to it."""
+        """Yield examples from the current state on.
+
+        State keys: round: number of the example at which the current pass over `rows` began; first: that of the block's first
+        example, relative to round.
+        """
         state, limit = self._state, self.config.rows
         self._seek(state)
         while True:

@@ -15,13 +15,16 @@ from typing import Any, Literal, Protocol
 from surgery.core.digests import file_digest
 
 Side = Literal["training", "validation"]
-CHUNK_BYTES = 2**20  # bytes of a text file that are read at once
+CHUNK_BYTES = 2**20  # bytes of a text file that are decoded at a time
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or one part of a long one. content: text, a list of turns, or (prompt, completion). begins, ends: whether it
-    contains the start and the end of its document."""
+    """A document, or one part of a long one.
+
+    content: text, a list of messages, or (prompt, completion). begins, ends: whether it contains the start and the end of its
+    document.
+    """
 
     content: Any
     begins: bool = True
@@ -44,14 +47,18 @@ def is_held_out(content: Any, share: float) -> bool:
 
 # -- tables: documents by number -------------------------------------------------------------------
 class DocumentTable(Protocol):
-    """Documents by number; `document_parts(i)` yields the parts of document i. held_out_by_content: whether single documents are
-    held out, see `is_held_out`."""
+    """Interface of tables: documents by number. held_out_by_content: whether single documents are held out, see `is_held_out`."""
 
     held_out_by_content: bool
 
     def __len__(self) -> int: ...
-    def document_parts(self, i: int) -> Iterator[Document]: ...
-    def identity(self) -> str: ...
+    def document_parts(self, i: int) -> Iterator[Document]:
+        """Yield the parts of document i in order."""
+        ...
+
+    def identity(self) -> str:
+        """Return a text that is equal for equal contents."""
+        ...
 
 
 class TextFiles:
@@ -72,6 +79,7 @@ class TextFiles:
         return len(self.spans) // 3
 
     def document_parts(self, i: int) -> Iterator[Document]:
+        """Yield document i in parts of about CHUNK_BYTES bytes, cut at line breaks."""
         number, start, stop = self.spans[3 * i : 3 * i + 3]
         data = _map_file(self.files[number])
         at = start
@@ -82,6 +90,7 @@ class TextFiles:
             at = to
 
     def identity(self) -> str:
+        """Return a digest of file names and contents."""
         return files_identity(self.files)
 
 
@@ -135,7 +144,7 @@ def files_identity(files: list[Path]) -> str:
 
 
 class DatasetTable:
-    """Documents of a local data set of the `datasets` library."""
+    """Documents of a local data set of the `datasets` library. content: function from a row to the content of its document."""
 
     held_out_by_content = True
 
@@ -146,8 +155,10 @@ class DatasetTable:
         return len(self.rows)
 
     def document_parts(self, i: int) -> Iterator[Document]:
+        """Yield row i as one document; nothing if it is empty."""
         if (content := self.content(self.rows[i])) is not None:
             yield Document(content)
 
     def identity(self) -> str:
+        """Return the identity that was passed to the constructor."""
         return self._identity

@@ -1,8 +1,8 @@
-"""Steps read ahead of the loop: beside it in a thread, or, for a GPU, in a process of its own.
+"""Prefetch training steps: in a thread for CPUs, in a separate process for GPUs.
 
-Python runs one thread at a time. A thread that reads and packs text takes turns with the one that launches a GPU's
-kernels, milliseconds each, and a small model then waits for launches most of the time; a process does not. On CPUs
-products run for longer than that, and a thread costs no second copy of anything.
+Python runs one thread at a time. A thread that reads and packs text alternates with the thread that launches GPU kernels, in
+slices of milliseconds, so that a small model mostly waits for launches. A process avoids this. On CPUs matrix products run for
+longer than such a slice, and a thread needs no second copy of the data.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from surgery.core.errors import SurgeryError
 
-PREFETCH_TOKENS = 2**21  # read ahead: tokenising comes in bursts of a block
+PREFETCH_TOKENS = 2**21  # tokens to prefetch: text is tokenized a block at a time
 TOKENIZERS_PARALLELISM = "TOKENIZERS_PARALLELISM"
-PREFETCH_FACTOR = 4  # steps on their way from process to process, which lie in shared memory
+PREFETCH_FACTOR = 4  # steps in shared memory, in transit between the processes
 
 
 def prefetch(items: Callable[[], Iterator[Any]], ahead: int, device: torch.device) -> AbstractContextManager[Any]:
-    """with prefetch(..) as ready: the items, `ahead` of them read before they are asked for."""
+    """Return a context manager that yields an iterator over the items, of which up to `ahead` are prefetched."""
     return ProcessPrefetcher(items, ahead) if device.type == "cuda" else ThreadPrefetcher(items(), ahead)
 
 
 class ThreadPrefetcher:
-    """In a thread; used as a context so that it ends with the loop."""
+    """Prefetches in a thread, which ends with the context."""
 
     def __init__(self, items: Iterator[Any], ahead: int):
         self.items, self.queue, self.stop_event = items, queue.Queue[Any](ahead), threading.Event()
@@ -76,7 +76,7 @@ class ThreadPrefetcher:
 
 
 class ProcessPrefetcher:
-    """In a forked process, which reads ahead in a thread of its own and sends a few items at a time."""
+    """Prefetches in a forked process, which reads in its own thread and sends PREFETCH_FACTOR items at a time."""
 
     def __init__(self, items: Callable[[], Iterator[Any]], ahead: int):
         self.source = _ItemDataset(items, ahead)
@@ -89,7 +89,9 @@ class ProcessPrefetcher:
             multiprocessing_context="fork", worker_init_fn=_ignore_interrupt,
         )  # fmt: skip
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the child uses none of them
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # a fork of a process with threads: the child uses none of them
             self.live = iter(loader)
         return self._iterate()
 
@@ -104,8 +106,8 @@ class ProcessPrefetcher:
                 return
             except RuntimeError as error:
                 raise SurgeryError(
-                    f"the process that reads the data ended ({str(error).splitlines()[0]}); is there memory left? A "
-                    "smaller data.shuffle reads less at a time; go on with --resume"
+                    f"the data process exited ({str(error).splitlines()[0]}), possibly for lack of memory. Lower "
+                    "data.shuffle to read fewer documents at a time, and continue with --resume."
                 ) from None
             if isinstance(item, SurgeryError):
                 raise item
@@ -113,16 +115,18 @@ class ProcessPrefetcher:
 
 
 def limit_tokenizer_threads() -> None:
-    """Tokenizers use one thread in this process, all cores in the one that reads: threads that have run once cannot be
-    forked, and there is no asking whether they have. Called where a program begins; "" means no to them, as "false"
-    does, which a user may have said. Where they are imported already, as in a notebook, they may have: nothing is said
-    then, and the library itself keeps a forked process to one thread."""
+    """Make `tokenizers` use one thread in this process, so that it can be forked; the data process uses all cores.
+
+    Its thread pool does not survive a fork, and the library cannot tell whether the pool was started. Call this at the start of a
+    program. It sets TOKENIZERS_PARALLELISM to "", which the library reads as "false", and which differs from a value set by the
+    user. If `tokenizers` is already imported, as in a notebook, nothing changes: the library then limits forks to one thread.
+    """
     if "tokenizers" not in sys.modules:
         os.environ.setdefault(TOKENIZERS_PARALLELISM, "")
 
 
 def _ignore_interrupt(_: int) -> None:
-    """A Ctrl-C is for the loop, which ends this process when it has written its checkpoint."""
+    """Ignore Ctrl-C in the data process: the training loop handles it, saves a checkpoint and ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -131,7 +135,7 @@ class _ItemDataset(IterableDataset):
         self.items, self.ahead = items, ahead
 
     def __iter__(self) -> Iterator[Any]:
-        """What a person can put right is handed over as it is: DataLoader would wrap it in tracebacks."""
+        """Yield the items; a SurgeryError is yielded instead of raised, because DataLoader would wrap it in tracebacks."""
         if os.environ.get(TOKENIZERS_PARALLELISM) == "":  # see limit_tokenizer_threads
             os.environ[TOKENIZERS_PARALLELISM] = "true"
         with ThreadPrefetcher(self.items(), self.ahead) as ready:

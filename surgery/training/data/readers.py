@@ -22,31 +22,48 @@ class DocumentReader(Protocol):
 
     initial_cursor: dict[str, Any]
 
-    def take(self) -> Document | None: ...
-    def cursor(self) -> dict[str, Any]: ...
-    def restore(self, cursor: dict[str, Any]) -> None: ...
-    def identity(self) -> str: ...
+    def take(self) -> Document | None:
+        """Return the next document, or None at the end of an epoch."""
+        ...
+
+    def cursor(self) -> dict[str, Any]:
+        """Return the position of the next document as JSON data."""
+        ...
+
+    def restore(self, cursor: dict[str, Any]) -> None:
+        """Continue from a position that `cursor` returned."""
+        ...
+
+    def identity(self) -> str:
+        """Return a text that is equal for equal data."""
+        ...
+
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """Number of complete passes over the documents."""
+        ...
 
 
 class TableReader:
-    """Reads every document of a table once per epoch, in random order if `shuffled`. wanted: filters documents by content."""
+    """Reads every document of a table once per epoch, in random order if `shuffled`. filter_fn: filters documents by content."""
 
-    def __init__(self, table: DocumentTable, seed: int, shuffled: bool, wanted: Callable[[Any], bool] | None):
+    def __init__(self, table: DocumentTable, seed: int, shuffled: bool, filter_fn: Callable[[Any], bool] | None):
         self.table, self.seed, self.shuffled = table, seed, shuffled
-        self.wanted = wanted if table.held_out_by_content else None
+        self.filter_fn = filter_fn if table.held_out_by_content else None
         self.initial_cursor = {"epoch": 0, "unit": 0, "part": 0}
         self.restore(self.initial_cursor)
 
     @property
     def epoch(self) -> int:
+        """Number of complete passes over the documents."""
         return self._epoch
 
     def cursor(self) -> dict[str, Any]:
+        """Return {"epoch", "unit", "part"}: passes, documents and parts of a document that were read."""
         return {"epoch": self._epoch, "unit": self._unit, "part": self._part}
 
     def restore(self, cursor: dict[str, Any]) -> None:
+        """Continue from a position that `cursor` returned."""
         self._epoch, self._unit = cursor["epoch"], cursor["unit"]
         self._order: Any = self._permutation()
         self._part, self._parts = 0, self._open()
@@ -55,11 +72,12 @@ class TableReader:
             self._part += 1
 
     def take(self) -> Document | None:
+        """Return the next document, or None at the end of an epoch."""
         while self._unit < len(self.table):
             document = next(self._parts, None)
             if document is not None:
                 first, self._part = self._part == 0, self._part + 1
-                if not first or self.wanted is None or self.wanted(document.content):
+                if not first or self.filter_fn is None or self.filter_fn(document.content):
                     return document
             self._unit, self._part = self._unit + 1, 0
             self._parts = self._open()
@@ -67,6 +85,7 @@ class TableReader:
         return None
 
     def identity(self) -> str:
+        """Return the identity of the table."""
         return self.table.identity()
 
     def _open(self) -> Iterator[Document]:
@@ -83,34 +102,38 @@ class TableReader:
 
 
 class StreamReader:
-    """Reads a streaming data set in its own order."""
+    """Reads a streaming data set in its own order. content: function from a row to its content; filter_fn: filters documents by content; where: name of the source in errors."""
 
-    def __init__(self, rows: Any, content: Callable[[dict[str, Any]], Any], wanted: Any, identity: str, where: str):
-        self.rows, self.content, self.wanted, self._identity, self.where = rows, content, wanted, identity, where
+    def __init__(self, rows: Any, content: Callable[[dict[str, Any]], Any], filter_fn: Any, identity: str, where: str):
+        self.rows, self.content, self.filter_fn, self._identity, self.where = rows, content, filter_fn, identity, where
         self.initial_cursor = {"epoch": 0, "state": json.loads(json.dumps(rows.state_dict()))}
         self.restore(self.initial_cursor)
 
     @property
     def epoch(self) -> int:
+        """Number of complete passes over the documents."""
         return self._epoch
 
     def cursor(self) -> dict[str, Any]:
-        if self._restored is not None:  # where nothing is read yet, `rows` tells its state before that
+        """Return {"epoch", "state"}: passes, and the state of the data set."""
+        if self._restored is not None:  # until a row is read, the state of `rows` is still the one before `restore`
             return self._restored
         return {"epoch": self._epoch, "state": json.loads(json.dumps(self.rows.state_dict()))}
 
     def restore(self, cursor: dict[str, Any]) -> None:
+        """Continue from a position that `cursor` returned."""
         self._epoch = cursor["epoch"]
         self._restored: dict[str, Any] | None = cursor
         self.rows.load_state_dict(cursor["state"])
         self._live: Iterator[Any] = iter(self.rows)
 
     def take(self) -> Document | None:
+        """Return the next document, or None at the end of an epoch. Raises SurgeryError if the data cannot be read."""
         try:
             for row in self._live:
                 self._restored = None
                 content = self.content(row)
-                if content is not None and (self.wanted is None or self.wanted(content)):
+                if content is not None and (self.filter_fn is None or self.filter_fn(content)):
                     return Document(content)
         except Exception as error:  # datasets raises many kinds, from many libraries
             raise unreadable_error(self.where, error) from None
@@ -118,6 +141,7 @@ class StreamReader:
         return None
 
     def identity(self) -> str:
+        """Return the identity that was passed to the constructor."""
         return self._identity
 
 

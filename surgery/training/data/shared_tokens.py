@@ -1,9 +1,9 @@
-"""Blocks of tokens that one process makes and the others of its machine read: text is tokenised once, not by each.
+"""Tokenize each block of text once per machine: one process writes the tokens to a file, the others read it.
 
     data.tokens = SharedTokens(folder / "tokens", writes=rank == 0)
 
-Every process reads the same documents in the same order, so a block is known by its text. A file is whole or absent; files
-far behind are removed, since all processes train step by step together. Not by pickle: safetensors.
+Every process reads the same documents in the same order, so a block is identified by a hash of its text. A file is complete or
+absent. Old files are deleted: processes train in step, so none falls far behind. The format is safetensors, not pickle.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from surgery.core.errors import SurgeryError
 from surgery.training.data.documents import Document
 from surgery.training.data.tokenize import TokenSequence
 
-KEPT_TOKENS = 2**24  # tokens; a process is behind another by no more than what is read ahead of the loop
-WAIT_SECONDS = 1800.0  # seconds to wait for a block
-DocumentLists = list[list[Document]]  # of every source
+KEPT_TOKENS = 2**24  # tokens in recent files; processes are apart by at most the prefetched tokens, see prefetch.py
+WAIT_SECONDS = 1800.0  # timeout for the file of one block
+DocumentLists = list[list[Document]]  # one list per source
 SequenceLists = list[list[TokenSequence]]
 
 
 class SharedTokens:
+    """Token files in `folder`. writes: whether this process tokenizes; the others wait for its files."""
+
     def __init__(self, folder: Path, writes: bool):
         self.folder, self.writes = folder, writes
         self.recent_files: deque[tuple[Path, int]] = deque()
 
     def get_or_tokenize(self, read: DocumentLists, tokenize: Callable[[DocumentLists], SequenceLists]) -> SequenceLists:
+        """Return the token sequences of the documents of a block, tokenized here or read from its file."""
         path = self.folder / f"{documents_fingerprint(read)}.safetensors"
         if self.writes and not path.is_file():
             pieces = tokenize(read)
@@ -54,13 +57,14 @@ class SharedTokens:
         while not path.is_file():
             if time.monotonic() > until:
                 raise SurgeryError(
-                    f"{path}: no process wrote these tokens in {WAIT_SECONDS:.0f} seconds; is {self.folder.parent} a folder that "
-                    "all processes of this machine see? Choose --out on such a disk"
+                    f"{path}: no process wrote these tokens within {WAIT_SECONDS:.0f} seconds. All processes must see the folder "
+                    f"{self.folder.parent}: choose --out on a disk that they share."
                 )
             time.sleep(0.01)
 
 
 def documents_fingerprint(read: DocumentLists) -> str:
+    """Return a 128-bit BLAKE2b digest (hex) of the documents, their boundaries and sources."""
     digest = hashlib.blake2b(digest_size=16)
     for documents in read:
         digest.update(b"source")
@@ -72,7 +76,7 @@ def documents_fingerprint(read: DocumentLists) -> str:
 
 
 def _to_entries(pieces: SequenceLists) -> list[TensorSource]:
-    """Tokens of all pieces one after the other; which are trained on; lengths, and which pieces stay whole."""
+    """Return the tensors of a file: ids and training targets of all sequences joined, lengths and flags of each, counts per source."""
     every = [piece for some in pieces for piece in some]
     tensors = {
         "ids": _concatenate([piece.ids_T.to(torch.int32) for piece in every], torch.int32),

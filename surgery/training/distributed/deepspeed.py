@@ -1,11 +1,13 @@
-"""DeepSpeed's ZeRO behind Accelerate: its engine set up from a recipe's stage, driven a step at a time, taken off again.
+"""DeepSpeed ZeRO through Accelerate: configure the engine for a stage of a recipe, run optimizer steps, remove the engine.
 
-    stages 1, 2    optimiser states, and gradients, shared out; weights whole everywhere
-    stage 3        weights as well, a module's gathered while it runs
+    ZeRO-1, ZeRO-2    optimizer states, and with 2 gradients, are sharded; every process has all weights
+    ZeRO-3            weights are sharded as well; those of a module are gathered while it runs
 
-The engine clips, leaves out steps whose gradient is no number, and steps; rates, data, running mean and checkpoints are
-ours. Weights stay in float32; products, and what is sent between devices for linears, are in half precision by
-DeepSpeed's torch_autocast. (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".)
+The engine clips gradients, skips steps with NaN or infinite gradients, and updates the parameters. Learning rates, data, moving
+average and checkpoints are those of this package. Weights stay in float32. DeepSpeed's torch_autocast runs matrix products in
+half precision, and communicates weights and gradients of linears in half precision.
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
 from __future__ import annotations
@@ -29,9 +31,8 @@ from surgery.training.optim import ParameterGroup
 from surgery.training.sharded_tensors import MaybeSharded, full_tensor
 
 HALF_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-BUCKET_ELEMENTS = (
-    50_000_000  # numbers sent at once, where the settings say nothing; DeepSpeed's own 500M are 2 GB in float32
-)
+# Elements per communication bucket unless configured; DeepSpeed's default of 500M takes 2 GB in float32.
+BUCKET_ELEMENTS = 50_000_000
 INITIAL_SCALE = {
     "scale": 2.0**16,
     "growth_factor": 2.0,
@@ -40,44 +41,46 @@ INITIAL_SCALE = {
     "_growth_tracker": 0,
 }
 UNSUPPORTED_SETTINGS = {
-    "optimizer": "the optimiser is the recipe's (stages.*.optimiser)",
-    "scheduler": "the schedule is the recipe's (stages.*.schedule)",
-    "amp": "the precision is the recipe's",
-    "tensor_parallel": "a layer of a converted model is not split over devices",
-    "sequence_parallel_size": "a sequence is not split over devices",
-    "curriculum_learning": "the data is the recipe's",
-    "data_efficiency": "the data is the recipe's",
-    "compression_training": "the structures are the conversion's",
-    "zenflow": "its optimiser is another one than the recipe's",
+    "optimizer": "set the optimizer in the recipe (stages.*.optimiser)",
+    "scheduler": "set the schedule in the recipe (stages.*.schedule)",
+    "amp": "set the precision in the recipe",
+    "tensor_parallel": "layers of a converted model cannot be split over devices",
+    "sequence_parallel_size": "sequences cannot be split over devices",
+    "curriculum_learning": "set the data in the recipe",
+    "data_efficiency": "set the data in the recipe",
+    "compression_training": "the conversion sets the structures",
+    "zenflow": "it replaces the recipe's optimizer",
 }
 
 
 def is_deepspeed_launch() -> bool:
+    """Return whether `accelerate launch` was configured for DeepSpeed."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
 def disable_zero3_init() -> None:
-    """Models are opened whole, by each process, and spread when a stage begins: transformers is not to spread them."""
+    """Keep transformers from sharding models at loading: each process loads the full model, sharded when a stage begins."""
     if is_deepspeed_launch():
         os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
 
 
 def configure_libraries(accelerator: Any, cpu: bool) -> None:
+    """Enable DeepSpeed on CPUs, undo its effect on transformers' loading, and silence its log messages and warnings."""
     from transformers.integrations import unset_hf_deepspeed_config
 
     if cpu:
         _enable_on_cpu(accelerator)
     unset_hf_deepspeed_config()
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it tells at length what it sets up
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # it calls by older names
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it logs its whole configuration
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # it uses deprecated names
 
 
 def _enable_on_cpu(accelerator: Any) -> None:
-    """Accelerate takes DeepSpeed for GPUs alone, though it runs on CPUs as well, where a run can be tried out."""
+    """Enable DeepSpeed on CPUs, for tests: Accelerate accepts it for GPUs only."""
     from accelerate import PartialState
     from accelerate.utils import DeepSpeedPlugin, DistributedType
 
-    for state in (PartialState(), accelerator.state):  # the second is filled from the first now and then
+    for state in (PartialState(), accelerator.state):  # the second is sometimes copied from the first
         state.distributed_type = DistributedType.DEEPSPEED
     if accelerator.state.deepspeed_plugins is None:
         plugin = DeepSpeedPlugin()
@@ -87,7 +90,7 @@ def _enable_on_cpu(accelerator: Any) -> None:
 
 
 def zero_stage(accelerator: Any) -> int:
-    """0 without DeepSpeed."""
+    """Return the ZeRO stage, 0 without DeepSpeed."""
     from accelerate.utils import DistributedType
 
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
@@ -97,33 +100,33 @@ def zero_stage(accelerator: Any) -> int:
 
 # -- settings ----------------------------------------------------------------------------------------------
 def check_settings(accelerator: Any) -> None:
-    """Settings that a healing cannot keep."""
+    """Raise SurgeryError for DeepSpeed settings that training does not support."""
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     zero = config.get("zero_optimization", {})
     why = next((f"{key}: {reason}" for key, reason in UNSUPPORTED_SETTINGS.items() if config.get(key)), None)
     if zero_stage(accelerator) not in (1, 2, 3):
-        why = f"stage {zero_stage(accelerator)} spreads nothing: use accelerate launch --multi_gpu"
+        why = f"stage {zero_stage(accelerator)} shards nothing; use accelerate launch --multi_gpu"
     for half in ("fp16", "bf16"):
         if config.get(half, {}).get("enabled") is True:
-            why = f"{half}: enabled: trained weights are float32 beneath; set precision: {half} in the recipe"
+            why = f"{half}: enabled: trained weights stay in float32; set precision: {half} in the recipe"
     if (zero.get("offload_param") or {}).get("device", "none") != "none":
-        why = "offload_param: weights stay on the devices; offload_optimizer: {device: cpu} is possible"
+        why = "offload_param: weights cannot be offloaded; offload_optimizer: {device: cpu} is supported"
     if (zero.get("offload_optimizer") or {}).get("device", "none") not in ("none", "cpu"):
-        why = "offload_optimizer: to the CPU's memory (device: cpu) or not at all"
+        why = "offload_optimizer: only device: cpu is supported"
     if (
         zero.get("mics_shard_size", -1) > 0
         or zero.get("zero_hpz_partition_size", 1) > 1
         or zero.get("zero_quantized_weights")
     ):
-        why = "zero_optimization: parts of weights are shared by all processes and kept exact (no MiCS, no ZeRO++)"
+        why = "zero_optimization: MiCS and ZeRO++ are not supported; weights must be sharded over all processes, unquantized"
     if why:
         raise SurgeryError(
-            f"DeepSpeed's settings: {why}. recipes/accelerate/deepspeed_zero2.yaml and deepspeed_zero3.yaml are ones that work"
+            f"DeepSpeed settings: {why}. See recipes/accelerate/deepspeed_zero2.yaml and deepspeed_zero3.yaml for settings that work."
         )
 
 
 def configure_engine(accelerator: Any, layout: BatchLayout, clip: float | None, precision: str) -> None:
-    """The engine that `prepare` makes next."""
+    """Set the config of the engine that `prepare` creates next. clip: maximum gradient norm; precision: bf16, fp16 or no."""
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     config |= {
         "train_micro_batch_size_per_gpu": layout.rows,
@@ -147,7 +150,7 @@ def configure_engine(accelerator: Any, layout: BatchLayout, clip: float | None, 
 
 
 def _linear_classes() -> list[type]:
-    """What is one product after the other, whose weights and gradients are sent in half precision, as FSDP2 does."""
+    """Return the modules that only multiply matrices: their weights and gradients are sent in half precision, as with FSDP2."""
     from transformers.pytorch_utils import Conv1D
 
     from surgery.structures import STRUCTURES
@@ -157,15 +160,15 @@ def _linear_classes() -> list[type]:
 
 @torch.no_grad()
 def detach_model(accelerator: Any, engine: Any) -> Any:
-    """The model without its engine: whole weights, everywhere, in tensors of their own."""
+    """Remove the engine and return the model with unsharded weights, copied to new tensors, on every process."""
     model, old, new = engine.module, list(engine.module.parameters()), dict[int, nn.Parameter]()
     for p in old:
         new[id(p)] = nn.Parameter(full_tensor(p).clone(), requires_grad=p.requires_grad)
     places = [(module, dict(module._parameters.items())) for module in model.modules()]
     zero = engine.optimizer
     _clear_engine_hooks(engine)
-    accelerator.free_memory()  # ends the engine
-    for left in (*old, zero, engine):  # held by autograd's hooks, which no collector sees through
+    accelerator.free_memory()  # destroys the engine
+    for left in (*old, zero, engine):  # referenced by autograd hooks, in cycles that the garbage collector cannot see
         vars(left).clear()
     for module, parameters in places:
         module._parameters = {name: None if p is None else new[id(p)] for name, p in parameters.items()}
@@ -174,7 +177,7 @@ def detach_model(accelerator: Any, engine: Any) -> Any:
 
 
 def _clear_engine_hooks(engine: Any) -> None:
-    """What its own end leaves on the model and in lists of DeepSpeed's, by which all of it would stay in memory."""
+    """Remove the hooks and global references that the engine's destruction leaves, which would keep everything in memory."""
     from deepspeed.runtime.zero import parameter_offload
 
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
@@ -185,7 +188,7 @@ def _clear_engine_hooks(engine: Any) -> None:
 
 # -- a step ------------------------------------------------------------------------------------------------
 class ZeroOptimizerStep(OptimizerStep):
-    """By the engine. A step whose gradient is no number is left out by it, in all processes."""
+    """An optimizer step by the DeepSpeed engine, which skips steps with NaN or infinite gradients on all processes."""
 
     can_rerun = False
 
@@ -197,22 +200,27 @@ class ZeroOptimizerStep(OptimizerStep):
         self.optimizer_state = ZeroOptimizerState(self.zero, self.names, self.parameters)
         self.loss_scale_state: dict[str, Any] | None = None
         if getattr(self.zero, "torch_autocast_gradscaler", None) is not None:
-            self.zero.torch_autocast_gradscaler = None  # it unscales neither the norm nor what is clipped by it
+            self.zero.torch_autocast_gradscaler = (
+                None  # it unscales neither the gradient norm nor the clipped gradients
+            )
             self.restore_scale(INITIAL_SCALE)
 
     @property
     def uses_loss_scale(self) -> bool:
+        """Whether fp16 loss scaling is active."""
         return self.loss_scale_state is not None
 
     def forward(self, last: bool) -> AbstractContextManager[Any]:
+        """Tell the engine whether this is the last micro-batch of the step."""
         self.run.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """The engine takes the mean over processes."""
+        """Accumulate the gradient of `loss`. The engine averages over processes; the factor undoes that."""
         self.run.backward(loss * self.layout.world, scale_wrt_gas=False)
 
     def step(self) -> Tensor | None:
+        """Clip, update the parameters, and return the gradient norm before clipping."""
         self.run.step()
         if self.loss_scale_state is not None:
             self._rescale(bool(self.zero.overflow))
@@ -220,11 +228,11 @@ class ZeroOptimizerStep(OptimizerStep):
         return None if norm is None else torch.as_tensor(norm, device=self.accelerator.device).detach().float()
 
     def clear_found_inf(self) -> None:
-        pass
+        """Do nothing: the engine has no such flag."""
 
     # -- the loss scale ------------------------------------------------------------------------------
     def _rescale(self, overflow: bool) -> None:
-        """By the rule and in the words of torch's GradScaler, so that a run may go on with that, and the other way round."""
+        """Update the scale as torch's GradScaler does, in its format: a run can be resumed with or without DeepSpeed."""
         state: dict[str, Any] = {**(self.loss_scale_state or INITIAL_SCALE)}
         state["_growth_tracker"] = 0 if overflow else state["_growth_tracker"] + 1
         if overflow:
@@ -234,21 +242,27 @@ class ZeroOptimizerStep(OptimizerStep):
         self.restore_scale(state)
 
     def scaler_state(self) -> dict[str, Any] | None:
+        """Return the state of the loss scale as JSON data, None without loss scaling."""
         return self.loss_scale_state
 
     def restore_scale(self, state: dict[str, Any]) -> None:
+        """Restore what `scaler_state` returned."""
         self.loss_scale_state = dict(state)
         self.zero.override_loss_scale(self.loss_scale_state["scale"])
 
 
 class ZeroOptimizerState:
-    """What the optimiser remembers, whole tensor by whole tensor though it steps on flat parts of many: the same names and
-    shapes as without DeepSpeed, so that a run may go on without it, or on another number of processes."""
+    """Unsharded optimizer state by parameter name. ZeRO steps on flat shards of many parameters.
+
+    Names and shapes are those of `TorchOptimizerState`, so that a run can be resumed without DeepSpeed or on another number of
+    processes.
+    """
 
     def __init__(self, zero: Any, names: list[list[str]], parameters: dict[str, Tensor]):
         self.zero, self.names, self.parameters = zero, names, parameters
 
     def states(self) -> dict[str, MaybeSharded]:
+        """Return <state>.<parameter> -> tensor, or a function that gathers it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link()
@@ -262,15 +276,14 @@ class ZeroOptimizerState:
         return found
 
     def restore(self, stored: StoredStates) -> None:
+        """Load stored states into the sharded optimizer."""
         from deepspeed.utils import safe_set_full_optimizer_state
 
         for name, _, flat in self._places():
             for key, info in stored.get(name, {}).items():
-                blank = torch.zeros_like(flat).detach() if info.shape else read_tensor(info).to(flat.device)
-                self.zero.optimizer.state[flat].setdefault(key, blank)
-        if hasattr(
-            self.zero, "_lazy_init_hp_params_optimizer_state"
-        ):  # stages 1 and 2 remember where each one's part is
+                initial = torch.zeros_like(flat).detach() if info.shape else read_tensor(info).to(flat.device)
+                self.zero.optimizer.state[flat].setdefault(key, initial)
+        if hasattr(self.zero, "_lazy_init_hp_params_optimizer_state"):  # ZeRO-1 and 2 map parameters to their states
             self.zero._lazy_init_hp_params_optimizer_state()
         for name, p, flat in self._places():
             for key, info in stored.get(name, {}).items():
@@ -278,14 +291,14 @@ class ZeroOptimizerState:
                     safe_set_full_optimizer_state(p, read_tensor(info, check=False).to(flat.device), key)
 
     def _link(self) -> None:
-        """Stages 1 and 2 note where each parameter's part of a state is when the first of the groups has stepped, and of
-        that group alone; so once more."""
+        """Map every parameter to its part of the optimizer state again: ZeRO-1 and 2 do it only once, after the first step of the
+        first parameter group, and for that group only."""
         if hasattr(self.zero, "_lazy_init_hp_params_optimizer_state"):
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
 
     def _places(self) -> list[tuple[str, Tensor, Tensor]]:
-        """(name, parameter, the flat part that this process steps on and that holds what is its of the parameter)."""
+        """Return (name, parameter, flat shard of this process that contains its part of the parameter)."""
         found = []
         for number, names in enumerate(self.names):
             for name in names:

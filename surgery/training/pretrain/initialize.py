@@ -1,15 +1,19 @@
-"""A model that nothing has trained, with structured layers, initialised so that one base rate serves all widths (muP).
+"""Initialize a new model with structured layers by muP, so that one base learning rate serves all widths.
 
-    embeddings                      N(0, embedding_std^2), whatever the width
-    linears, cores of structures    N(0, min(1, out/in) / in), of their own fan-in and fan-out
-    last core of what is added to the residual stream (attention's output, mlp's down), and the head: zeros
-    norms and biases                as the model's class begins
-    mixers                          as their class begins; factors of bilinear scores N(0, 1 / fan_in)
+    embeddings                            N(0, embedding_std^2) at every width
+    linears, cores of structures          N(0, min(1, out/in) / in), with the fan-in and fan-out of each
+    last core of linears that write into  0
+    the residual stream, and the head
+    norms and biases                      as initialized by the model class
+    mixers                                as initialized by the mixer class; factors of bilinear scores N(0, 1 / fan_in)
 
-(Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; Yang et al. 2022, "Tensor Programs V", Table 3, whose
-output layer has variance 1 / in^2: zeros here.) The first factor V of U V begins like every core with sqrt(rank) / in,
-low_rank_start "spectral", or as in Qiu et al. 2024, appendix E.2, with sqrt(1 / in), "unit": where U is zero, gradients then
-do not vanish with the width. The paper also begins W_Q at zero; here it begins like other linears. The rates that go with it are those of optim.py with a base_width.
+Sources: Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; Yang et al. 2022, "Tensor Programs V", Table 3, whose
+output layer has variance 1 / in^2 instead of 0.
+
+low_rank_start is the standard deviation of the first factor V of a low-rank layer U V: "spectral" is sqrt(rank) / in, as for
+every core; "unit" is sqrt(1 / in), as in Qiu et al. 2024, appendix E.2. With "unit", gradients do not vanish with the width
+where U is 0. The paper also initializes W_Q with 0; here it is initialized like other linears. optim.py sets the matching
+learning rates when the recipe has a base_width.
 """
 
 from __future__ import annotations
@@ -40,12 +44,12 @@ RESIDUAL_ROLES = ("attention.output", "mlp.down")  # roles whose linears write i
 
 
 def plan_new_model(folder: Path, recipe: ConversionRecipe) -> Plan:
-    """What the recipe replaces in a model of folder/config.json, whose weights are nowhere yet."""
+    """Return the plan of a conversion recipe for the model of folder/config.json, which needs no weights."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = f"a new {config['model_type']}"
     if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
         raise SurgeryError(
-            "attention.hybrid by sensitivity is measured on a trained model; to train one, say by: every, or layers: [..]"
+            "attention.hybrid: by: sensitivity needs a trained model, and a new model has no trained weights. Use by: every, or layers: [..]."
         )
     state = bare_model(CheckpointSource(name, folder, config, {})).state_dict()
     tensors = {
@@ -57,7 +61,11 @@ def plan_new_model(folder: Path, recipe: ConversionRecipe) -> Plan:
 def make_model(
     config: Any, plan: Plan | None, embedding_std: float, seed: int, low_rank_start: LowRankStart = "spectral"
 ) -> Any:
-    """A causal language model in float32; plan: None where all stays dense. It saves itself as `convert`'s do."""
+    """Return an initialized causal language model in float32, whose save_pretrained writes the format of `convert`.
+
+    plan: structures and mixers of its layers, None for dense layers. embedding_std: standard deviation of the embeddings.
+    low_rank_start: see the module. The same seed gives the same weights.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)._from_config(config, dtype=torch.float32)
@@ -73,7 +81,7 @@ def make_model(
 
 
 def replace_linears(model: Any, plan: Plan) -> None:
-    """In place, with the table that from_pretrained reads."""
+    """Replace the planned linears by uninitialized structured layers, in place, and list them in the model's config."""
     from surgery.modeling.quantization_config import SurgeryConfig
 
     table = {path: entry for path, targets in plan.targets.items() if (entry := _module_entry(targets))}
@@ -84,7 +92,7 @@ def replace_linears(model: Any, plan: Plan) -> None:
 
 
 def _module_entry(targets: tuple[LinearTarget, ...]) -> dict[str, Any] | None:
-    """None where the linear stays as it is."""
+    """Return the module's entry of the quantization_config, None if it stays dense."""
     linear, specs = targets[0].linear, [table_entry(target, target.preview) for target in targets]
     if all(target.preview is None for target in targets):
         return None
@@ -97,6 +105,7 @@ def _module_entry(targets: tuple[LinearTarget, ...]) -> dict[str, Any] | None:
 
 
 def install_mixers(model: Any, plan: Plan) -> None:
+    """Replace the planned attention modules by mixers, in place, and set the tensors that the plan determines."""
     install(
         model, {attention_target.path: attention_target.config for attention_target in plan.attention_targets.values()}
     )
@@ -109,7 +118,7 @@ def install_mixers(model: Any, plan: Plan) -> None:
 # -- initialisation --------------------------------------------------------------------------------------
 @torch.no_grad()
 def initialize_weights(model: Any, layout: ModelLayout, embedding_std: float) -> None:
-    """layout: the layout of the model before anything stood in for its linears."""
+    """Initialize embeddings and linears in place. layout: the layout of the model before its linears were replaced."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=embedding_std)
@@ -121,7 +130,7 @@ def initialize_weights(model: Any, layout: ModelLayout, embedding_std: float) ->
 
 
 def initialize_module(module: Any) -> None:
-    """Anew, with the variance of its fans."""
+    """Initialize a linear from N(0, min(1, out/in) / in), a structured one with the fans of its cores; biases become 0."""
     if isinstance(module, SplitLinear):
         for part in module.parts.values():
             initialize_module(part)
@@ -135,8 +144,10 @@ def initialize_module(module: Any) -> None:
 
 
 def zero_output(module: Any) -> None:
-    """Answering zero, with a gradient: one core is zero, the last one. Where rows of the first are stored as they are
-    (pivoted low rank), that one too."""
+    """Initialize a linear so that its output is 0 and its gradient is not: only the last core is 0.
+
+    Pivoted low rank copies rows of its first core to the output, so that this core is 0 as well.
+    """
     initialize_module(module)
     if isinstance(module, SplitLinear):
         for part in module.parts.values():
@@ -149,14 +160,14 @@ def zero_output(module: Any) -> None:
 
 @torch.no_grad()
 def init_unit_low_rank(model: Any) -> None:
-    """V of every low rank layer from N(0, 1 / in): the variance that the dense layer would begin with."""
+    """Initialize V of every low-rank layer from N(0, 1 / in), the variance of the dense layer."""
     for module in model.modules():
         if isinstance(module, LowRankLinear):
             nn.init.normal_(module.right, std=module.in_features**-0.5)
 
 
 def _weight_shape(module: Any) -> tuple[int, int]:
-    """(out, in)"""
+    """Return (out, in)."""
     if isinstance(module, GuardedLinear) or not is_linear(module):
         raise TypeError(type(module).__name__)
     out, in_ = module.weight.shape
@@ -164,8 +175,9 @@ def _weight_shape(module: Any) -> tuple[int, int]:
 
 
 def check_untied(config: Any) -> None:
+    """Raise SurgeryError if the output layer shares its weights with the embeddings."""
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         raise SurgeryError(
-            "model.tie_word_embeddings: muP wants an output layer of its own, which begins at zero and whose rate falls with "
-            "the width; say tie_word_embeddings: false"
+            "model.tie_word_embeddings must be false: muP initializes the output layer with 0 and scales its learning rate by "
+            "1 / width, which the embeddings do not share. Set tie_word_embeddings: false."
         )

@@ -111,8 +111,10 @@ def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
 
 
 def _is_initial(blank: Path, wanted: dict[str, Any]) -> bool:
-    """Whether the checkpoint in `blank` was made for the recipe; SurgeryError where files were put there since, which would be
-    copied into the result."""
+    """Return whether the checkpoint in `blank` was made from this recipe.
+
+    Raises SurgeryError if other files were added to the folder, because they would be copied into the result.
+    """
     marker = blank / MARKER_NAME
     try:
         found = read_json(marker) if marker.is_file() else None
@@ -129,7 +131,9 @@ def _is_initial(blank: Path, wanted: dict[str, Any]) -> bool:
 
 def recipe_digest(recipe: PretrainRecipe) -> str:
     """Return a SHA-256 of everything that determines the initial weights."""
-    identity = [recipe.new.model_dump(mode="json"), recipe.training.data, recipe.training.seed]
+    new = recipe.new.model_dump(mode="json")
+    new["tokenizer"]["vocabulary"] = new["tokenizer"].pop("vocab_size")  # the name until 0.1: interrupted runs go on
+    identity = [new, recipe.training.data, recipe.training.seed]
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 
 

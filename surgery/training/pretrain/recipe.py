@@ -3,7 +3,7 @@ recipe.
 
 model: {model_type: gpt2, n_embd: 768, n_layer: 12, n_head: 12}      # keys of the family's config in transformers
 layers: {structure: btt, blocks: sqrt, rank: 4, fused: split}         # of a conversion recipe, or its name; null: all dense
-tokenizer: {kind: bpe, vocabulary: 32768}
+tokenizer: {kind: bpe, vocab_size: 32768}
 common: {optimiser: {base_width: 256}}                                # the width whose best rate `rate` is
 stages:
   - {kind: lm, tokens: 10B, length: 1024, rate: 2e-3}
@@ -47,6 +47,7 @@ class PretrainRecipe(StrictModel):
 
 
 def pretrain_folder() -> Path:
+    """Return the folder of the shipped pretraining recipes."""
     return recipes_folder() / FOLDER
 
 
@@ -56,6 +57,7 @@ def load_pretrain_recipe(name: str, overrides: list[str] | tuple[str, ...] = (),
 
 
 def parse_pretrain_recipe(data: dict[str, Any], where: str = "recipe") -> PretrainRecipe:
+    """Validate the keys of a pretraining recipe. where: name of the recipe in error messages."""
     own = {key: data[key] for key in NewModelConfig.model_fields if key in data}
     rest = {key: value for key, value in data.items() if key not in own}
     try:
@@ -63,18 +65,22 @@ def parse_pretrain_recipe(data: dict[str, Any], where: str = "recipe") -> Pretra
     except ValidationError as error:
         raise validation_error(error, where, NewModelConfig.model_fields) from None
     if not isinstance(new.model.get("model_type"), str):
-        raise SurgeryError(f"{where}: model names no model_type; for example model: {{model_type: gpt2, n_embd: 256}}")
+        raise SurgeryError(
+            f"{where}: model must have a model_type, for example model: {{model_type: gpt2, n_embd: 256}}"
+        )
     common = rest.get("common") or {}
-    if isinstance(common, dict):  # else it is refused there
+    if isinstance(common, dict):  # anything else is rejected by parse_healing_recipe
         common = deep_merge({"trains": ["all"]}, common)
     training = parse_healing_recipe({**rest, "common": common}, where)
     for stage in training.stages:
         if stage.kind != "lm":
-            raise SurgeryError(f"{where}: stage {stage.kind}: a model from scratch has no teacher; its stages are lm")
+            raise SurgeryError(
+                f"{where}: stage {stage.kind} needs a teacher, which a new model does not have. Use stages of kind lm."
+            )
     structure = _conversion_recipe(new.layers, where)
     if structure is not None and "auto" in (structure.structure, *(rule.structure for rule in structure.rules)):
         raise SurgeryError(
-            f"{where}: layers: auto chooses by what fits trained weights best; name a structure, e.g. btt"
+            f"{where}: layers: auto chooses the structure that fits trained weights best, and a new model has none. Name a structure, e.g. btt."
         )
     return PretrainRecipe(new=new, structure=structure, training=training)
 

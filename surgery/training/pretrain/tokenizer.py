@@ -1,4 +1,4 @@
-"""Tokenizers made from the text that a model is to be trained on: its characters, or byte-level BPE."""
+"""Tokenizers trained on the training text: one token per character, or byte-level BPE."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from surgery.calibration.data import load_tokenizer
 from surgery.core.config import Count, StrictModel
@@ -18,17 +18,29 @@ END_TOKEN, UNKNOWN_TOKEN = "<|endoftext|>", "<|unknown|>"
 
 
 class TokenizerConfig(StrictModel):
-    """characters: a token each; bpe: byte-level byte-pair encoding, `vocabulary` tokens at most. sample: characters of
-    the text that are looked at. path: a tokenizer that is there already, a folder or a Hub id."""
+    """The tokenizer of a new model.
+
+    kind: "characters" has one token per character, "bpe" is byte-level byte-pair encoding. vocab_size: maximum number of BPE
+    tokens; its former name `vocabulary` is accepted. sample: number of characters of the training text to train it on.
+    path: an existing tokenizer, a folder or Hub id, used instead of training one.
+    """
 
     kind: Literal["characters", "bpe"] = "bpe"
-    vocabulary: Annotated[Count, Field(ge=300)] = 32768
+    vocab_size: Annotated[Count, Field(ge=300)] = 32768
     sample: Annotated[Count, Field(ge=1)] = 50_000_000
     path: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_vocabulary(cls, data: Any) -> Any:
+        """Rename `vocabulary` to `vocab_size`. The later one of both counts: `--set` appends a key that a recipe lacks."""
+        if not isinstance(data, dict):
+            return data
+        return {"vocab_size" if key == "vocabulary" else key: value for key, value in data.items()}
+
 
 def make_tokenizer(config: TokenizerConfig, data: DataConfig) -> Any:
-    """The tokenizer that is named, or one made from the text to train on; the same text makes the same one."""
+    """Load the tokenizer at `config.path`, or train one on the training text; the same text gives the same tokenizer."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if config.path is not None:
@@ -39,30 +51,34 @@ def make_tokenizer(config: TokenizerConfig, data: DataConfig) -> Any:
         except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise SurgeryError(
-                f"--tokenizer {config.path} is no tokenizer that transformers can load ({reason})"
+                f"--tokenizer {config.path} cannot be loaded by transformers ({reason}). Give a folder or Hub id with a tokenizer."
             ) from None
     text = limit_characters(iter_training_texts(data), config.sample)
     backend = (
-        make_character_tokenizer(text) if config.kind == "characters" else train_bpe_tokenizer(text, config.vocabulary)
+        make_character_tokenizer(text) if config.kind == "characters" else train_bpe_tokenizer(text, config.vocab_size)
     )
     unknown = {"unk_token": UNKNOWN_TOKEN} if config.kind == "characters" else {}
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_TOKEN, **unknown)
 
 
 def make_character_tokenizer(texts: Iterable[str]) -> Any:
-    """BPE that never merges, which reads twice as fast as words of one character each."""
+    """Return a tokenizer with one token for each character of the texts.
+
+    It is a BPE model without merges, which encodes twice as fast as a WordLevel model of single characters.
+    """
     from tokenizers import Tokenizer, decoders, models
 
-    seen = sorted(set().union(*(set(text) for text in texts)))
-    if not seen:
-        raise SurgeryError("tokenizer: the text to train on has no characters")
-    words = {token: i for i, token in enumerate([END_TOKEN, UNKNOWN_TOKEN, *seen])}
-    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[], unk_token=UNKNOWN_TOKEN))
+    characters = sorted(set().union(*(set(text) for text in texts)))
+    if not characters:
+        raise SurgeryError("tokenizer: the training text is empty. Give text to train on with --data.")
+    vocab = {token: i for i, token in enumerate([END_TOKEN, UNKNOWN_TOKEN, *characters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN_TOKEN))
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
 
 
-def train_bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
+def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """Train byte-level BPE on the texts, with at most `vocab_size` tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -70,15 +86,15 @@ def train_bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END_TOKEN], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=[END_TOKEN], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
-# -- the text --------------------------------------------------------------------------------------------
+# -- the training text -------------------------------------------------------------------------------------
 def iter_training_texts(data: DataConfig) -> Iterator[str]:
-    """The documents of all sources, turn about, once; nothing of what is held out."""
+    """Yield each document of all sources once, one from each source in turn, without the held-out documents."""
     share = data.validation if isinstance(data.validation, float) else 0.0
     readers = [open_data_source(source, seed, "training", share, False) for seed, source in enumerate(data.sources)]
     while readers:
@@ -91,13 +107,14 @@ def iter_training_texts(data: DataConfig) -> Iterator[str]:
 
 
 def _content_text(content: Any) -> str:
-    """Of a text, a list of turns, or a prompt and its completion."""
+    """Return the text of a document: a string, a list of messages, or a prompt with its completion."""
     if isinstance(content, str):
         return content
     return "\n".join(str(part.get("content", "")) if isinstance(part, dict) else str(part) for part in content)
 
 
 def limit_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
+    """Yield the texts up to `limit` characters in total; the last one is cut there."""
     for text in texts:
         yield text[:limit]
         limit -= len(text)

@@ -56,12 +56,12 @@ class ModuleRecord:
 def module_paths(kinds: tuple[str, ...], roles: Roles) -> list[str]:
     """Return the paths of the attention and MLP modules, in the order of the layers."""
     wanted = {OUTPUT_ROLES[kind] for kind in kinds}
-    return [path.rpartition(".")[0] for path, played in roles.items() if wanted & set(played)]
+    return [path.rpartition(".")[0] for path, linear_roles in roles.items() if wanted & set(linear_roles)]
 
 
 @STAGES.register(AlignConfig)
 class AlignStage(TeacherStage):
-    """Trains modules of the student to reproduce the teacher's modules."""
+    """Trains attention and MLP modules of the student to reproduce those of the teacher."""
 
     config: AlignConfig
     paths: list[str]
@@ -74,6 +74,7 @@ class AlignStage(TeacherStage):
         self.spread = False
 
     def prepare(self, models: StageModels, roles: Roles) -> None:
+        """Find the modules to align in student and teacher. Raises SurgeryError if there are none."""
         if self.config.memory == "checkpoint":
             raise SurgeryError(
                 "stage align: memory must be keep (got checkpoint): no gradient passes from layer to layer, so nothing is saved."
@@ -103,6 +104,7 @@ class AlignStage(TeacherStage):
         self.matrices = MatrixComparison(models.student, models.teacher, paths, self.config.matrix_probes)
 
     def trained_parameters(self, models: StageModels, roles: Roles) -> set[str]:
+        """Return the names of the selected parameters inside of aligned modules."""
         inside = tuple(f"{path}." for path in module_paths(self.config.of, roles))
         names = super().trained_parameters(models, roles)
         able = {name for name in names if name.startswith(inside)}
@@ -115,6 +117,7 @@ class AlignStage(TeacherStage):
 
     @torch.no_grad()
     def measure(self, models: StageModels, batch: Batch) -> None:
+        """Measure the mean squares of the teacher's outputs and mixing matrices."""
         valid = valid_mask_BT1(batch)
         for path, seen in self._record_teacher(models, batch).items():
             self.sizes[path] = mean_square(seen.y, valid)
@@ -122,6 +125,7 @@ class AlignStage(TeacherStage):
                 self.matrix_sizes[path] = self.matrices.mean_squares(path, seen.call, batch, valid)
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
+        """Return `total` and the mean loss of each kind of module, summed over tokens."""
         self.spread = any_sharded(models.student.parameters())
         teacher_records = self._record_teacher(models, batch)
         outputs: dict[str, Tensor] = {}
@@ -130,7 +134,7 @@ class AlignStage(TeacherStage):
             for path in self.paths:
                 module = models.student.get_submodule(path)
                 stack.enter_context(self._teacher_forced(module, path, teacher_records[path], batch, outputs, matrices))
-            answer = models.run(**model_inputs(batch), **skip_logits(models.student))
+            output = models.run(**model_inputs(batch), **skip_logits(models.student))
         parts: dict[str, list[Tensor]] = {}
         for path, loss in outputs.items():
             parts.setdefault(path.rpartition(".")[2], []).append(loss)
@@ -140,7 +144,7 @@ class AlignStage(TeacherStage):
             means["matrix"] = torch.stack(list(matrices.values())).mean()
             total = total + self.config.matrix_weight * means["matrix"]
         if self.spread:
-            total = total + answer.logits.sum() * 0
+            total = total + output.logits.sum() * 0
         return {"total": total, **{name: mean.detach() for name, mean in means.items()}}
 
     def _record_teacher(self, models: StageModels, batch: Batch) -> dict[str, ModuleRecord]:
@@ -200,7 +204,7 @@ class AlignStage(TeacherStage):
                 handle.remove()
 
     def _substitute(self, value: Tensor, own: Tensor) -> Tensor:
-        """Return the teacher's value in the dtype of the student's own. FSDP2 gathers a layer's weights for the backward pass only
+        """Return the teacher's value in the dtype of the student's. FSDP2 gathers a layer's weights for the backward pass only
         if a gradient reaches its output, so with FSDP2 a zero gradient is passed through."""
         value = value.to(own.dtype)
         return value + (own - own.detach()) * 0 if self.spread else value

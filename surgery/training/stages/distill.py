@@ -28,8 +28,8 @@ from surgery.training.stages.base import (
     next_token_targets,
 )
 from surgery.training.stages.lm import cross_entropy
+from surgery.training.top_k import log_remaining_mass, top_k_log_probs
 
-MIN_MASS = 1e-7  # floor of the remaining probability, so that its logarithm is finite
 MAX_LOGITS = 2**25  # logits compared at a time
 
 
@@ -60,19 +60,6 @@ def top_k_kl_divergence(
     return (top_NK.exp() * (top_NK - q_NK)).sum(-1) + rest_N.exp() * (rest_N - left_N)
 
 
-def log_remaining_mass(top_NK: Tensor) -> Tensor:
-    """Return log(1 - sum of exp(top)), (N,)."""
-    return (1 - top_NK.exp().sum(-1)).clamp_min(MIN_MASS).log()
-
-
-def top_k_log_probs(teacher_NV: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens (N, k), their log-probabilities (N, k), and that of all others (N,), of the teacher's logits."""
-    logits_NV = teacher_NV.float() / temperature
-    values_NK, tokens_NK = logits_NV.topk(min(k, logits_NV.shape[-1]), dim=-1)
-    top_NK = values_NK - logits_NV.logsumexp(-1, keepdim=True)
-    return tokens_NK, top_NK, log_remaining_mass(top_NK)
-
-
 @STAGES.register(DistillConfig)
 class DistillStage(Stage):
     """Trains the student on the teacher's logits, from a model in memory or a teacher cache."""
@@ -81,9 +68,11 @@ class DistillStage(Stage):
 
     @property
     def needs_teacher(self) -> Literal["logits"]:
+        """The teacher's logits; a teacher cache suffices."""
         return "logits"
 
     def prepare(self, models: StageModels, roles: Roles) -> None:
+        """Raise SurgeryError for a teacher cache with another temperature than 1."""
         if models.cache is not None and self.config.temperature != 1:
             raise SurgeryError(
                 f"stage distill: temperature must be 1 with a teacher cache (got {self.config.temperature:g}). Cached targets "
@@ -91,6 +80,7 @@ class DistillStage(Stage):
             )
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
+        """Return `total`, `kl` and, with ce_weight, `ce`, in nats, summed over counted positions."""
         counts_BT, next_BT = next_token_targets(batch)
         targets = self._targets(models, batch)
         logits_BTV = models.run(**model_inputs(batch)).logits

@@ -47,10 +47,12 @@ class HiddenStage(TeacherStage):
 
     @torch.no_grad()
     def measure(self, models: StageModels, batch: Batch) -> None:
+        """Measure the mean squares of the teacher's hidden states."""
         valid = valid_mask_BT1(batch)
         self.sizes = [mean_square(h, valid) for h in self._teacher_states(models, batch)]
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
+        """Return `total` and the loss of the last layer, summed over tokens."""
         theirs, valid = self._teacher_states(models, batch), valid_mask_BT1(batch)
         ours = models.run(**model_inputs(batch), **skip_logits(models.student), output_hidden_states=True)
         layers = zip(ours.hidden_states[1:], theirs, self.sizes)

@@ -36,6 +36,7 @@ class LMStage(Stage):
     """Trains the student on the text itself."""
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
+        """Return `total` and `ce`, the same cross-entropy in nats, summed over counted positions."""
         _, next_BT = next_token_targets(batch)
         total = cross_entropy(models.run(**model_inputs(batch)).logits, next_BT)
         return {"total": total, "ce": total.detach()}

@@ -63,9 +63,11 @@ class LoraStage(Stage):
 
     @property
     def needs_teacher(self) -> Any:
+        """What the inner stage needs."""
         return self.inner.needs_teacher
 
     def prepare(self, models: StageModels, roles: Roles) -> None:
+        """Insert LoRA adapters with PEFT. Raises SurgeryError for a target that matches no linear."""
         from peft import LoraConfig, inject_adapter_in_model
 
         self.inner.prepare(models, roles)
@@ -83,9 +85,9 @@ class LoraStage(Stage):
         """Return {"merge": paths, "keep": paths} of the targets."""
         found: dict[str, list[str]] = {"merge": [], "keep": []}
         for word in self.config.targets:
-            hit = [path for path, played in roles.items() if _target_matches(word, path, played)]
+            hit = [path for path, linear_roles in roles.items() if _target_matches(word, path, linear_roles)]
             if not hit:
-                words = sorted({role for played in roles.values() for role in played})
+                words = sorted({role for linear_roles in roles.values() for role in linear_roles})
                 raise SurgeryError(f"stage lora: targets: {word!r} matches no linear{suggestion(word, words)}")
             for path in hit:
                 module = student.get_submodule(path)
@@ -100,15 +102,19 @@ class LoraStage(Stage):
         return bool(self._paths(models.student, roles)["keep"])
 
     def trained_parameters(self, models: StageModels, roles: Roles) -> set[str]:
+        """Return the names of all LoRA parameters."""
         return {name for name, _ in models.student.named_parameters() if ".lora_" in name}
 
     def changed_parameters(self, models: StageModels, roles: Roles) -> set[str]:
+        """Return the names of the weights that the adapters are merged into."""
         return {f"{path}.weight" for path in self._paths(models.student, roles)["merge"]}
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
+        """Return the losses of the inner stage."""
         return self.inner.losses(models, batch)
 
     def finish(self, models: StageModels, roles: Roles, folder: Path | None) -> None:
+        """Merge the adapters of dense linears, write the others to folder/adapter, and remove PEFT's modules."""
         student, adapter_tensors = models.student, {}
         paths = self._paths(student, roles)
         for path in paths["merge"]:

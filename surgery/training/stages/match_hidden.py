@@ -17,9 +17,11 @@ class TeacherStage(Stage):
 
     @property
     def needs_teacher(self) -> Literal["model"]:
+        """The teacher model in memory."""
         return "model"
 
     def count_positions(self, examples: Batch) -> int:
+        """Return the number of tokens, without padding."""
         return int(examples["valid"].sum())
 
 

@@ -3,17 +3,17 @@
     loss = mean over heads of |W - W*|_F^2 / |W*|_F^2        W: A . M of a mixer, softmax's for layers that were not converted
 
 This is MOHAWK's first stage, "matrix orientation" (Bick et al. 2024, section 4.1: min |TeacherMixer(u) - StudentMixer(u)|_F
-over the same inputs u), squared and relative like the losses it is added to. What an attention module hands to its
-last projection is linear in its values, O = W V, so W is applied to chosen values V by
-replacing the module's own values in its forward, for any mixer; neither matrix is ever materialized:
+over the same inputs u), squared and relative like the losses it is added to. The input of an attention
+module's output projection is linear in the values, O = W V. For any mixer, W is therefore applied to chosen values V by replacing
+the values in the forward pass of the module; neither matrix is materialized:
 
-    columns     V = columns of the identity, as many at a time as a head has values: the loss itself, T / V calls
-    probes      V = random signs z: E |(W - W*) z|^2 = |W - W*|_F^2 (Hutchinson 1989), as many calls as probes need
+    columns     columns of the identity, V at a time: the exact loss, T / V calls
+    probes      random signs z: E |(W - W*) z|^2 = |W - W*|_F^2 (Hutchinson 1989), probes / V calls
 
 A norm over a head's output is not linear and is left out of W. With a convolution of the values or a gate, W differs from
 value to value; the loss is the mean over them.
 
-B batch, T tokens, H heads, G value heads, V value dim, of the values given.
+B: batch, T: tokens, H: heads, G: value heads, V: dimension of a value.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module'
 class MixingProbe:
     """Applies the token-mixing matrix of one attention module to chosen values.
 
-    source: path of the linear that computes the values; reader: path of the output projection; heads, groups: numbers of query
-    and value heads; value: dimension of a value; layout: where the values lie in the output of `source`.
+    source: path of the linear that computes the values; reader: path of the output projection; heads, groups: number of query
+    and of value heads; value: dimension of a value; layout: position of the values in the output of `source`.
     """
 
     model: Any

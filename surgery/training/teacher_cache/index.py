@@ -85,7 +85,7 @@ def open_shard(folder: Path, shard: dict[str, Any], length: int, top_k: int) -> 
     path = folder / shard["file"]
     if not is_intact(folder, shard):
         raise SurgeryError(
-            f"{path} is {'damaged' if path.is_file() else 'gone'}: the index expects a file of sha256 "
+            f"{path} is {'damaged' if path.is_file() else 'missing'}: the index expects a file of sha256 "
             f"{shard['sha256'][:12]}. Write it again with surgery teacher-cache .. --resume."
         )
     tensors, rows = read_header(path), shard["count"]

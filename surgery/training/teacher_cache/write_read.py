@@ -36,9 +36,9 @@ from surgery.training.teacher_cache.index import (
     open_shard,
     read_index,
 )
+from surgery.training.top_k import top_k_log_probs
 
 TENSOR_NAMES = ("tokens", "log_probs", "rest", "input_ids")
-MIN_LOG_PROB = -80.0  # finite floor of a log-probability, in nats
 MAX_LOGITS = 2**26  # logits converted to float32 at a time
 
 
@@ -171,7 +171,9 @@ def _iter_targets(model: Any, some: list[Example], k: int, rows: int) -> Iterato
         inputs = {n: torch.stack(t).to(model.device) for n, t in _collect_by_name(both).items()}
         logits_BTV = model(**inputs, use_cache=False).logits
         flat_NV = logits_BTV.flatten(0, 1)
-        parts = [top_k_log_probs(part, k) for part in flat_NV.split(max(1, MAX_LOGITS // flat_NV.shape[-1]))]
+        parts = [
+            top_k_log_probs(part, k, exact_rest=True) for part in flat_NV.split(max(1, MAX_LOGITS // flat_NV.shape[-1]))
+        ]
         tokens, log_probs, rest = (torch.cat(p).unflatten(0, logits_BTV.shape[:2]).cpu() for p in zip(*parts))
         if not bool(torch.isfinite(log_probs).all()):
             raise SurgeryError(
@@ -187,16 +189,6 @@ def _collect_by_name(rows: Iterable[dict[str, Tensor]]) -> dict[str, list[Tensor
         for name, tensor in row.items():
             found.setdefault(name, []).append(tensor)
     return found
-
-
-def top_k_log_probs(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens (N, k), most likely first, their log-probabilities (N, k), and the log-probability of all others (N,)."""
-    logits_NV = logits_NV.float()
-    total_N1 = logits_NV.logsumexp(-1, keepdim=True)
-    top_NK, tokens_NK = logits_NV.topk(k, dim=-1)
-    others_NV = logits_NV.scatter(-1, tokens_NK, float("-inf"))
-    rest_N = (others_NV.logsumexp(-1) - total_N1.squeeze(-1)).clamp_min(MIN_LOG_PROB)
-    return tokens_NK, top_NK - total_N1, rest_N
 
 
 # -- reading ---------------------------------------------------------------------------------------
