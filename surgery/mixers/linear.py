@@ -36,6 +36,7 @@ from surgery.mixers.base import (
     from_options,
 )
 from surgery.mixers.common.bidirectional import bidirectional_output, dense_output, zero_padding_writes
+from surgery.mixers.common.meta_weights import EmptyOnMeta
 from surgery.mixers.common.padding import Unpadder, shift_rows
 from surgery.mixers.common.window_hybrid import RingAndSinks, Tensors, WindowBuffer, local_attention
 from surgery.mixers.features.base import FEATURES
@@ -362,8 +363,9 @@ class LinearMixer(Mixer):
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
         """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
-        with torch.device("meta"):
+        with EmptyOnMeta():
             mixer = cls(config, shape)
+        mixer.to("meta")
         state = mixer._past(1, "meta")
         width, values = mixer._width(), shape.value + config.normalise
         near = min(length, config.window + config.sinks)
