@@ -75,7 +75,7 @@ def plan(
         trust_remote_code: whether Python code in the checkpoint's repository may run.
         keys: top-level recipe keys, e.g. keep=0.75.
     """
-    from surgery.checkpoint.meta_model import MetaModel
+    from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
     from surgery.planning.plan import make_plan
     from surgery.publish.speed_notes import plan_notes
@@ -83,7 +83,7 @@ def plan(
     from surgery.publish.tables import plan_table
 
     opened = open_checkpoint(str(source), trust_remote_code, weights=False, revision=revision)
-    data = plan_dict(make_plan(MetaModel(opened, trust_remote_code), _load_recipe(recipe, overrides, keys)))
+    data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), _load_recipe(recipe, overrides, keys)))
     data["speed"] = plan_notes(data, context)
     return CommandResult(data, lambda: [*plan_table(data), *data["speed"]])
 

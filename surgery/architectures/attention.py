@@ -10,12 +10,15 @@ from torch import nn
 
 from surgery.architectures import Architecture, get_architecture
 from surgery.architectures.base import known_families
+from surgery.architectures.outline import AttentionOutline
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import AttentionShape
 
 
 def uses_attention_interface(module: nn.Module) -> bool:
     """Return whether the forward looks its attention function up in transformers' table, where a mixer can be inserted."""
+    if isinstance(module, AttentionOutline):
+        return True
     forwards = [inspect.unwrap(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
     return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
 
@@ -114,7 +117,8 @@ def _value_width(model: Any, architecture: Architecture, place: str, sizes: tupl
 
 
 def _out_features(linear: Any) -> int:
-    return linear.out_features if hasattr(linear, "out_features") else linear.nf
+    features: int = linear.out_features if hasattr(linear, "out_features") else linear.nf
+    return features
 
 
 def _window(module: Any, config: Any) -> int | None:

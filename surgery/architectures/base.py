@@ -39,6 +39,38 @@ class FusedLinear:
 
 
 @dataclass(frozen=True)
+class OutlineSpec:
+    """The modules of a family's causal language model in transformers, from which `build_outline` makes an outline.
+
+    The model has Llama's modules: model.embed_tokens, model.layers, model.norm and lm_head; in each layer self_attn and mlp with the
+    linears q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj.
+
+    model_type, model_class: key and class of the family in transformers. activation: config key of the MLP's activation.
+    norms: the norms of a layer. head_norms: size of the weights of q_norm and k_norm, "head" for one head and "heads" for all
+        heads; "" without these norms.
+    qkv_bias, output_bias, mlp_bias: config key that turns on the biases, "always", or "" without biases.
+    scale: config key whose value v scales the attention scores by v ** -0.5; "" for the head dimension.
+    window: where the sliding window applies: "model" in every layer, "layers" in those that the config's layer_types name.
+    nested_rope: whether rope_parameters has one entry for each layer type.
+    required, optional: keys that config.json must and may have, beside those of every decoder.
+    """
+
+    model_type: str
+    model_class: str
+    norms: tuple[str, ...]
+    activation: str = "hidden_act"
+    head_norms: Literal["", "head", "heads"] = ""
+    qkv_bias: str = ""
+    output_bias: str = ""
+    mlp_bias: str = ""
+    scale: str = ""
+    window: Literal["", "model", "layers"] = ""
+    nested_rope: bool = False
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The layout of a model family.
 
@@ -52,6 +84,7 @@ class Architecture:
     head_dim: that module's attribute for the head dimension K. rotary: which dimensions of a head RoPE rotates together,
         "halves" (f, f + half) or "pairs" (2 f, 2 f + 1); "none" without RoPE. How many rotate is read from the config.
     score_softcap: name in the config of the soft cap on attention scores. unmixable: why its attention cannot be replaced.
+    outline: the modules of transformers' class for `surgery plan`; None to import that class for every plan.
     """
 
     model_types: tuple[str, ...]
@@ -76,6 +109,7 @@ class Architecture:
     rotary: Literal["halves", "pairs", "none"] = "halves"
     score_softcap: str = ""
     unmixable: str = ""
+    outline: OutlineSpec | None = None
 
     def linears(self) -> list[tuple[str, tuple[str, ...], FusedLinear | None, str]]:
         """Return (path in the layer, roles, fused linear or None, module that reads the residual stream or "") of each linear."""

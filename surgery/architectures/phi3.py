@@ -17,4 +17,5 @@ ARCHITECTURE = replace(
         FusedLinear("qkv_proj", ("attention.query", "attention.key", "attention.value")),
         FusedLinear("gate_up_proj", ("mlp.gate", "mlp.up")),
     ),
+    outline=None,
 )

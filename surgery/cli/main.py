@@ -100,7 +100,7 @@ def plan(
 
     surgery plan SRC --recipe btt-half --set keep=0.75
     """
-    from surgery.checkpoint.meta_model import MetaModel
+    from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
     from surgery.planning.plan import make_plan
     from surgery.planning.recipe import load_recipe
@@ -110,7 +110,7 @@ def plan(
 
     chosen = load_recipe(recipe, overrides or [])
     opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
-    data = plan_dict(make_plan(MetaModel(opened, trust_remote_code), chosen))
+    data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), chosen))
     data["speed"] = plan_notes(data, context)
     print(json.dumps(data, indent=2)) if as_json else _show([*plan_table(data), *data["speed"]])
 

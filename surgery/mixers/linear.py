@@ -37,6 +37,7 @@ from surgery.mixers.base import (
     from_options,
 )
 from surgery.mixers.common.bidirectional import bidirectional_output, dense_output, zero_padding_writes
+from surgery.mixers.common.meta_weights import EmptyOnMeta
 from surgery.mixers.common.padding import Unpadder, shift_rows
 from surgery.mixers.common.window_hybrid import (
     RecentAndSinks,
@@ -394,8 +395,9 @@ class LinearMixer(Mixer):
     @classmethod
     def cost(cls, config: LinearAttention, shape: AttentionShape, length: int) -> MixerCost:
         """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
-        with torch.device("meta"):
+        with EmptyOnMeta():
             mixer = cls(config, shape)
+        mixer.to("meta")
         buffers = mixer._empty_buffers(1, "meta")
         features, values = mixer._num_features(), shape.value + config.normalise
         local = min(length, config.window + config.sinks)

@@ -7,7 +7,7 @@ from typing import Any
 
 from surgery.architectures.attention import attention_paths, attention_shape, output_path
 from surgery.architectures.linears import ModelLayout
-from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.outline import ModelDescription
 from surgery.core.config import is_layer_selected
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig
@@ -35,7 +35,7 @@ class AttentionTarget:
 
 
 def find_attention_targets(
-    meta_model: MetaModel, recipe: ConversionRecipe, layout: ModelLayout
+    meta_model: ModelDescription, recipe: ConversionRecipe, layout: ModelLayout
 ) -> dict[str, AttentionTarget]:
     """Return the attention targets by path of their layer, in order.
 

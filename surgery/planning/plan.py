@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
-from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.outline import ModelDescription
 from surgery.checkpoint.source import check_float_dtype
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.registry import validate_config
@@ -108,7 +108,7 @@ class Plan:
         return {"modules": len(targets), "params_before": sum(c.numel for c in targets), "params_after": sum(after)}
 
 
-def make_plan(meta_model: MetaModel, recipe: ConversionRecipe) -> Plan:
+def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     """Return the plan of a recipe for a model.
 
     Raises SurgeryError if a pattern matches no module, a structure cannot tile its matrix, or nothing is replaced.
@@ -154,7 +154,7 @@ def make_plan(meta_model: MetaModel, recipe: ConversionRecipe) -> Plan:
     return Plan(meta_model.source.name, model_type, recipe, layout, targets, tuple(notes), attention_targets)
 
 
-def _tied_names(meta_model: MetaModel) -> set[str]:
+def _tied_names(meta_model: ModelDescription) -> set[str]:
     """Return the parameters of tied pairs that the checkpoint stores once. A pair stored twice is not tied."""
     return {name for pair in meta_model.tied.items() if not set(pair) <= meta_model.keys.keys() for name in pair}
 
@@ -165,7 +165,7 @@ def matches_pattern(pattern: str, linear: LinearInfo, role: str) -> bool:
 
 
 def _linear_targets(
-    linear: LinearInfo, recipe: ConversionRecipe, meta_model: MetaModel, layout: ModelLayout
+    linear: LinearInfo, recipe: ConversionRecipe, meta_model: ModelDescription, layout: ModelLayout
 ) -> tuple[LinearTarget, ...]:
     """Return the targets of a linear: () if it stays unchanged, several if a fused linear is split by role."""
     per_role = [_resolve_settings(linear, role, recipe, layout) for role in linear.roles or ("",)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from surgery.architectures.attention import attention_shape
 from surgery.architectures.linears import ModelLayout, find_linears
-from surgery.checkpoint.meta_model import build_unconverted_model
+from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import read_mixers, read_table
 from surgery.conversion.toeplitz import toeplitz_fits
@@ -99,7 +99,7 @@ def inspect(name: str) -> dict[str, Any]:
     report["checks"] = {"stored_params": stored, "as_reported": stored == claimed, "structured_linears": len(table)}
     report["macs_per_token"] = macs_per_token(report, source)
     if mixers := read_mixers(source.config, name):
-        model = build_unconverted_model(source)
+        model = describe_unconverted_model(source)
         found = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
         report["mixer_rows"] = mixer_rows(found)
         fits = toeplitz_fits(source)
@@ -111,7 +111,7 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
     """Return multiply-accumulates per token of all linears, before and after; FLOPs are twice that. Attention scores, which
     depend on the context, are not counted. None for models of remote code."""
     try:
-        layout: ModelLayout = find_linears(build_unconverted_model(source))
+        layout: ModelLayout = find_linears(describe_unconverted_model(source))
     except SurgeryError:  # a model of remote code
         return None
     before = sum(linear.out * linear.in_ for linear in layout.linears)

@@ -139,10 +139,13 @@ def _read_file_of(made: Callable[[], Path], name: str) -> Callable[[], bytes]:
 @fuzz_target("config.json", _read_file_of(checkpoint, "config.json"), setup=_copy_into(checkpoint))
 def config(path: Path) -> None:
     from surgery.checkpoint.meta_model import MetaModel
+    from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
     from surgery.planning.plan import make_plan
 
-    make_plan(MetaModel(open_checkpoint(str(path.parent))), make_recipe(structure="btt"))
+    source = open_checkpoint(str(path.parent))
+    make_plan(describe_checkpoint(source), make_recipe(structure="btt"))
+    make_plan(MetaModel(source), make_recipe(structure="btt"))
 
 
 @fuzz_target("model.safetensors", _read_file_of(checkpoint, "model.safetensors"))
