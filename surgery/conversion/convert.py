@@ -122,7 +122,7 @@ def _convert(
     resume: bool,
     began: float,
 ) -> dict[str, Any]:
-    """Run the preflight checks, build the context, and convert inside the journal's lock."""
+    """Run the preflight checks, build the context, and convert while the journal holds its lock."""
     plan, opened = make_plan(model, recipe), model.source
     for note in plan.notes:
         progress.say(f"note: {note}")
@@ -268,6 +268,7 @@ class Conversion:
         return SequentialConverter(self.ctx, budgets, finished=self._load_finished, write=write).run()
 
     def _convert_data_free(self, budgets: dict[str, float], tick: Tick) -> LayerReplacement:
+        """Convert this process's share of the layers that the journal lacks; return the head's replacement."""
         dist, layers = self.ctx.dist, self.ctx.plan.layout.layers
         self.ctx.progress.say(
             "[bold yellow]no calibration text[/]: weights are projected in the Frobenius norm, which damages a pretrained "
@@ -286,7 +287,7 @@ class Conversion:
         return LayerShards(self.ctx.model, self.ctx.plan, self.shard_of, self.ctx.shards_dir)
 
     def _drop_damaged_shards(self) -> None:
-        """Check the shards of an interrupted run once, in the first process, and forget those that cannot be used."""
+        """Remove the journal entries of an interrupted run that cannot be reused. Process 0 checks the shards for all."""
         entries = self.journal.entries
         before = sum(entry["step"] == "piece" for entry in entries)
         if not before:

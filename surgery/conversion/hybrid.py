@@ -46,8 +46,8 @@ class MixerTrial:
     def run_distributed(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, HeldOutScore]:
         """Call `run` with the contenders dealt out to the processes; returns all scores in all processes."""
         own = {name: contenders[name] for name in list(contenders)[self.ranks.index :: self.ranks.count]}
-        found = self.ranks.gather(self.ranks.together_or_raise(lambda: self.run(own, done) if own else {}))
-        return {name: scores[name] for name in contenders for scores in found if name in scores}
+        gathered = self.ranks.gather(self.ranks.together_or_raise(lambda: self.run(own, done) if own else {}))
+        return {name: scores[name] for name in contenders for scores in gathered if name in scores}
 
     @torch.no_grad()
     def run(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, HeldOutScore]:
@@ -62,15 +62,17 @@ class MixerTrial:
         }
 
     def _visit(self, call: LayerCall) -> Any:
+        """Run all rows through one layer: the original rows unchanged, each contender's with its mixer, if it has one."""
         call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
         attention_target = self.plan.attention_targets.get(call.path)
-        wanted = any(call.path in layers for layers in self.contenders.values())
-        if attention_target is not None and wanted and call.path not in self.mixers:
-            self.mixers[call.path] = self._init_mixer(call)
+        replaced: dict[str, Mixer] = {}
+        if attention_target is not None and any(call.path in layers for layers in self.contenders.values()):
+            if call.path not in self.mixers:
+                self.mixers[call.path] = self._init_mixer(call)
+            replaced = {attention_target.path: self.mixers[call.path]}
         phases: list[Phase] = [(self.groups.original.start, self.groups.original.stop, nullcontext())]
-        here = {attention_target.path: self.mixers[call.path]} if attention_target is not None and wanted else {}
         for layers, rows in zip(self.contenders.values(), self.groups.converted):
-            mixers = here if call.path in layers else {}
+            mixers = replaced if call.path in layers else {}
             phases.append((rows.start, rows.stop, all_attention_replaced(self.ctx.model, mixers)))
         out = run_phases(call, phases, self.runner)
         self.done()
@@ -85,6 +87,7 @@ class MixerTrial:
             self.mixers[layer] = initialized.mixer.eval().requires_grad_(False)
 
     def _init_mixer(self, call: LayerCall) -> Mixer:
+        """Return the layer's mixer, initialized with TRIAL_STEPS_SHARE of the recipe's training steps."""
         attention_target, settings = self.plan.attention_targets[call.path], self.ctx.recipe.attention
         assert settings is not None
         rotated = build_mixer(attention_target, torch.device("meta")).rotated

@@ -1,9 +1,9 @@
 """Choose how the parameter budget is allocated over the linears: measure the gain of each rank, try the resulting
 allocation against the uniform one, keep the better one, and report both.
 
-`QuickTrial` scores all contenders (candidate allocations) in one pass. The samples to fit run through the original layers once and give
-E[x x^T] of every linear's input; the held-out samples run through the original layers and through each contender's.
-Matrices are fitted to the original's inputs alone, which ignores the errors of the layers below.
+`QuickTrial` scores all contenders (candidate allocations) in one pass. The samples to fit run through the original layers
+once and give E[x x^T] of every linear's input. The held-out samples run through the original layers and through each
+contender's. Matrices are fitted to the original's inputs alone, which ignores the errors of the layers below.
 `sequential_trial` converts with one contender as the real conversion would, in about three times the time.
 """
 
@@ -35,7 +35,7 @@ from surgery.planning.weights import target_weight
 from surgery.structures import Metric
 from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 
-TRIAL_SHARE = 0.25  # share of the samples to fit that a trial uses
+TRIAL_SHARE = 0.25  # fraction of the samples to fit that a trial uses
 MIN_LOSS_RISE = (
     0.02  # relative rise of the held-out loss (or relative output error) below which the quick trial decides
 )
@@ -68,6 +68,7 @@ class _StageGram:
     of_c: dict[Any, Any] = field(default_factory=dict)  # cache of C's factors, shared by the stage's linears
 
     def ordered_reduce(self, ranks: DistContext, round_: Round, like: Tensor) -> None:
+        """Add the parts of all processes to `sum_II`, in a fixed order. like: an empty tensor of the right dtype and device."""
         part_II = like.new_zeros(self.size, self.size) if self.part_II is None else self.part_II
         self.sum_II = ranks.ordered_sum(self.sum_II, part_II, round_.owners)
         per_rank = ranks.gather(self.rows[0])
@@ -101,6 +102,7 @@ class QuickTrial:
         return scores
 
     def _visit(self, call: LayerCall) -> Any:
+        """Run all rows through one layer, and fit every contender's linears before its rows run."""
         call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
         fit, held = self.groups.fit, self.groups.held_out
         stages = []
@@ -162,6 +164,7 @@ class QuickTrial:
     def _fit(
         self, call: LayerCall, stage: _StageGram, grams: dict[str, Tensor], modules: list[dict[str, nn.Module]]
     ) -> None:
+        """Fit the stage's linears for every contender and add them to `modules`, one dictionary for each contender."""
         if stage.sum_II is None:
             return
         moment_II = stage.sum_II.div_(stage.rows[1])
@@ -188,9 +191,9 @@ class QuickTrial:
         fitted = broadcast_fits(self.runner.ranks, jobs, call.device)
         for modules_by_path, mine in zip(modules, wanted):
             for path in stage.paths:
-                replacement, whole = LayerReplacement(), list(self.plan.targets[path])
-                found = [fitted[target.name, str(mine[target.name])] for target in whole]
-                add_linear(self.ctx.model, whole, found, call.device, replacement)
+                replacement, slices = LayerReplacement(), list(self.plan.targets[path])
+                found = [fitted[target.name, str(mine[target.name])] for target in slices]
+                add_linear(self.ctx.model, slices, found, call.device, replacement)
                 modules_by_path[path] = densify_module(replacement.modules[path])
 
 
