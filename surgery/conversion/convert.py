@@ -42,7 +42,7 @@ from surgery.checkpoint.report import (
 from surgery.checkpoint.safetensors_io import TensorSource, read_header, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
 from surgery.checkpoint.table import SHIM_NAME
-from surgery.checkpoint.tensor_names import listed
+from surgery.checkpoint.tensor_names import format_tensor_names
 from surgery.checkpoint.writer import (
     WORK_FILES,
     converted_config,
@@ -127,7 +127,9 @@ def _convert(
     for note in plan.notes:
         progress.say(f"note: {note}")
     if model.unused:
-        progress.say(f"note: {type(model.model).__name__} does not use {listed(model.unused)}; copied as stored")
+        progress.say(
+            f"note: {type(model.model).__name__} does not use {format_tensor_names(model.unused)}; copied as stored"
+        )
     for name in in_subfolders(opened.folder).left:
         progress.say(f"note: not copied beside the weights: {name}")
     text_notes: list[str] = []

@@ -15,7 +15,7 @@ from surgery.checkpoint.rewrite import rewrite_checkpoint
 from surgery.checkpoint.safetensors_io import DTYPES, TensorSource, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import has_shims, quantization_table, read_mixers, read_table
-from surgery.checkpoint.tensor_names import parameter_names, refuse_incomplete, unused_of
+from surgery.checkpoint.tensor_names import map_tensor_names, refuse_incomplete, unused_tensors
 from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
@@ -38,7 +38,7 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     source = open_converted_checkpoint(converted)
     table, mixers = read_table(source.config, converted), read_mixers(source.config, converted)
     outputs = _output_projections(source, mixers)
-    unused = unused_of(source.config["quantization_config"])
+    unused = unused_tensors(source.config["quantization_config"])
     refuse_unopenable(source, converted)
     folded = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
     table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded"}
@@ -57,9 +57,9 @@ def refuse_unopenable(source: CheckpointSource, name: str) -> None:
         return
     model = build_unconverted_model(source)
     put_standins(model, table, mixers)
-    refuse_incomplete(model, source.tensors, name, unused_of(source.config["quantization_config"]))
+    refuse_incomplete(model, source.tensors, name, unused_tensors(source.config["quantization_config"]))
     state = model.state_dict()
-    for parameter, tensor in parameter_names(model, source.tensors, name).items():
+    for parameter, tensor in map_tensor_names(model, source.tensors, name).items():
         stored = source.tensors[tensor].shape
         if parameter in state and tuple(state[parameter].shape) != tuple(stored):
             raise SurgeryError(

@@ -36,7 +36,7 @@ class MixerTrial:
     """
 
     def __init__(self, ctx: ConversionContext):
-        self.ctx, self.plan, self.ranks = ctx, ctx.plan, ctx.dist
+        self.ctx, self.plan, self.dist = ctx, ctx.plan, ctx.dist
         self.runner = ctx.runner.single_process()
         self.mixers: dict[str, Mixer] = {}
         self.contenders: dict[str, set[str]] = {}
@@ -45,8 +45,8 @@ class MixerTrial:
 
     def run_distributed(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, HeldOutScore]:
         """Call `run` with the contenders dealt out to the processes; returns all scores in all processes."""
-        own = {name: contenders[name] for name in list(contenders)[self.ranks.index :: self.ranks.count]}
-        gathered = self.ranks.gather(self.ranks.together_or_raise(lambda: self.run(own, done) if own else {}))
+        own = {name: contenders[name] for name in list(contenders)[self.dist.index :: self.dist.count]}
+        gathered = self.dist.gather(self.dist.together_or_raise(lambda: self.run(own, done) if own else {}))
         return {name: scores[name] for name in contenders for scores in gathered if name in scores}
 
     @torch.no_grad()
@@ -80,10 +80,10 @@ class MixerTrial:
 
     def broadcast_mixers(self, layers: list[str]) -> None:
         """Give every mixer to all processes, after `run_distributed` with one contender for each layer."""
-        for i, layer in enumerate(layers if self.ranks.count > 1 else ()):
-            attention_target, owner = self.plan.attention_targets[layer], i % self.ranks.count
+        for i, layer in enumerate(layers if self.dist.count > 1 else ()):
+            attention_target, owner = self.plan.attention_targets[layer], i % self.dist.count
             read = lambda at=layer: InitializedMixer(self.mixers[at], {})  # noqa: E731
-            initialized = broadcast_mixer(self.ranks, owner, attention_target, read, self.runner.device)
+            initialized = broadcast_mixer(self.dist, owner, attention_target, read, self.runner.device)
             self.mixers[layer] = initialized.mixer.eval().requires_grad_(False)
 
     def _init_mixer(self, call: LayerCall) -> Mixer:

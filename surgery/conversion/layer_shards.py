@@ -25,10 +25,10 @@ from surgery.checkpoint.report import (
     HybridReport,
     MixerReport,
     ModuleReport,
-    _ReportModel,
+    ReportModel,
 )
 from surgery.checkpoint.safetensors_io import FLOAT_DTYPES, file_digest, read_header
-from surgery.checkpoint.writer import flat, shard_name
+from surgery.checkpoint.writer import concatenate, shard_name
 from surgery.conversion.mixer_init.base import build_mixer
 from surgery.conversion.replacement import stored_module_name
 from surgery.conversion.sequential import untied_entries
@@ -44,7 +44,7 @@ NonNegative = Annotated[float, Field(ge=0, le=1e30)]
 
 
 # -- schema of the journal's entries, by step ------------------------------------------------------
-class _ShardEntry(_ReportModel):
+class _ShardEntry(ReportModel):
     piece: str
     sha256: str
     table: dict[str, dict[str, Any]]
@@ -59,34 +59,34 @@ class _NonLayerEntry(_ShardEntry):
     allocation: AllocationReport
 
 
-class _BudgetsEntry(_ReportModel):
+class _BudgetsEntry(ReportModel):
     budgets: dict[str, NonNegative]
     allocation: AllocationReport
 
 
-class _HybridEntry(_ReportModel):
+class _HybridEntry(ReportModel):
     told: HybridReport
 
 
-class _MixerChoice(_ReportModel):
+class _MixerChoice(ReportModel):
     config: dict[str, Any]
     fixed: dict[str, Any]
 
 
-class _MixerChoicesEntry(_ReportModel):
+class _MixerChoicesEntry(ReportModel):
     chosen: dict[str, _MixerChoice]
 
 
-class _OutputShardsEntry(_ReportModel):
+class _OutputShardsEntry(ReportModel):
     groups: list[list[str]]
 
 
-class _OutputShardEntry(_ReportModel):
+class _OutputShardEntry(ReportModel):
     name: str
     sha256: str
 
 
-ENTRY_MODELS: dict[str, type[_ReportModel]] = {
+ENTRY_MODELS: dict[str, type[ReportModel]] = {
     "budgets": _BudgetsEntry,
     "hybrid": _HybridEntry,
     "arranged": _MixerChoicesEntry,
@@ -217,7 +217,7 @@ class LayerShards:
         """Return the layer shards of each output shard as the journal has them; None if it has none, or other layers."""
         groups: list[list[str]] | None = next((e["groups"] for e in entries if e["step"] == "shards"), None)
         files = [self.path(name).name for name in self.names()]
-        return groups if groups is not None and flat(groups) == files and all(groups) else None
+        return groups if groups is not None and concatenate(groups) == files and all(groups) else None
 
     def _intact_output_shards(
         self, entries: list[dict[str, Any]], shards: dict[str, dict[str, Any]], out: Path
@@ -250,7 +250,7 @@ def _is_valid(entry: dict[str, Any], plan: Plan) -> bool:
     if step == "start":
         return True
     if step == "piece":
-        model: type[_ReportModel] | None = _NonLayerEntry if entry.get("piece") == NON_LAYER else _ShardEntry
+        model: type[ReportModel] | None = _NonLayerEntry if entry.get("piece") == NON_LAYER else _ShardEntry
     else:
         model = ENTRY_MODELS.get(step)
     if model is None:

@@ -58,10 +58,10 @@ def journal_fingerprint(
     }
 
 
-def check_same_inputs(ranks: DistContext, fingerprint: dict[str, Any]) -> None:
+def check_same_inputs(dist: DistContext, fingerprint: dict[str, Any]) -> None:
     """Raise SurgeryError unless all processes read the same inputs: machines may have different files under one path."""
-    for rank, theirs in enumerate(ranks.gather(fingerprint)):
-        if unlike := [key for key, value in theirs.items() if value != ranks.broadcast_object(fingerprint)[key]]:
+    for rank, theirs in enumerate(dist.gather(fingerprint)):
+        if unlike := [key for key, value in theirs.items() if value != dist.broadcast_object(fingerprint)[key]]:
             raise SurgeryError(
                 f"process {rank} has another {unlike[0]} than process 0. All processes must read the same files"
             )

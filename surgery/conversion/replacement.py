@@ -259,28 +259,28 @@ K = TypeVar("K")
 
 
 def broadcast_fits(
-    ranks: DistContext, jobs: Mapping[K, tuple[LinearTarget, Callable[[], FitResult]]], device: torch.device
+    dist: DistContext, jobs: Mapping[K, tuple[LinearTarget, Callable[[], FitResult]]], device: torch.device
 ) -> dict[K, FitResult]:
     """Run the fits on all processes, largest first, and return every result in every process.
 
     jobs: key -> (the target that is fitted, a function that fits it).
     """
-    if ranks.count == 1:
+    if dist.count == 1:
         return {name: fit() for name, (_, fit) in jobs.items()}
     names = list(jobs)
-    owners = ranks.assign_jobs([jobs[name][0].numel for name in names])
-    own = ranks.together_or_raise(
-        lambda: {name: jobs[name][1]() for name, owner in zip(names, owners) if owner == ranks.index}
+    owners = dist.assign_jobs([jobs[name][0].numel for name in names])
+    own = dist.together_or_raise(
+        lambda: {name: jobs[name][1]() for name, owner in zip(names, owners) if owner == dist.index}
     )
-    per_rank = ranks.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in own.items()})
+    per_rank = dist.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in own.items()})
     return {
-        name: _broadcast_fit(ranks, owner, jobs[name][0], own.get(name), *per_rank[owner][name], device=device)
+        name: _broadcast_fit(dist, owner, jobs[name][0], own.get(name), *per_rank[owner][name], device=device)
         for name, owner in zip(names, owners)
     }
 
 
 def _broadcast_fit(
-    ranks: DistContext,
+    dist: DistContext,
     owner: int,
     target: LinearTarget,
     own: FitResult | None,
@@ -293,35 +293,35 @@ def _broadcast_fit(
     if config is None:
         dense_OI = torch.empty(target.out, target.in_, device=device) if own is None else own.dense_OI
         assert dense_OI is not None
-        return FitResult(record, None, ranks.broadcast_(dense_OI, owner))
+        return FitResult(record, None, dist.broadcast_(dense_OI, owner))
     linear = (
         own.linear if own is not None else STRUCTURES[config](target.in_, target.out, config, bias=False, device="meta")
     )
     assert linear is not None
     for name, tensor in sorted(linear.state_dict().items()):
-        received = ranks.broadcast_(tensor if own is not None else torch.empty_like(tensor, device=device), owner)
+        received = dist.broadcast_(tensor if own is not None else torch.empty_like(tensor, device=device), owner)
         if own is None:
             set_module_tensor(linear, name, received)
     return own or FitResult(record, linear)
 
 
 def broadcast_mixer(
-    ranks: DistContext,
+    dist: DistContext,
     owner: int,
     attention_target: AttentionTarget,
     initialize: Callable[[], InitializedMixer],
     device: torch.device,
 ) -> InitializedMixer:
     """Initialize a mixer in the process `owner` and broadcast it to all."""
-    if ranks.count == 1:
+    if dist.count == 1:
         return initialize()
-    own = ranks.together_or_raise(lambda: initialize() if ranks.index == owner else None)
-    config, errors = ranks.gather(None if own is None else (own.mixer.config, own.errors))[owner]  # type: ignore[misc]
+    own = dist.together_or_raise(lambda: initialize() if dist.index == owner else None)
+    config, errors = dist.gather(None if own is None else (own.mixer.config, own.errors))[owner]  # type: ignore[misc]
     if own is None:
         with torch.device(device):
             own = InitializedMixer(MIXERS[config](config, attention_target.shape).float(), errors)
     state = own.mixer.state_dict()
     for name in sorted(state):
         tensor: Tensor = state[name].contiguous()
-        state[name].copy_(ranks.broadcast_(tensor, owner))
+        state[name].copy_(dist.broadcast_(tensor, owner))
     return own

@@ -275,7 +275,7 @@ class SequentialConverter:
 def accumulate_moments(
     weights: dict[str, tuple[Tensor, bool]],
     rounds: Sequence[Round],
-    ranks: DistContext,
+    dist: DistContext,
     add: Callable[[InputMoments, Round], None],
 ) -> InputMoments:
     """Return the moments summed over all rounds.
@@ -286,14 +286,14 @@ def accumulate_moments(
     """
     total = InputMoments(weights)
     for i, round_ in enumerate(rounds):
-        part = InputMoments(weights) if i or ranks.count > 1 else total
+        part = InputMoments(weights) if i or dist.count > 1 else total
         add(part, round_)
         if part is not total:
-            total.ordered_reduce(part, round_, ranks, first=i == 0)
+            total.ordered_reduce(part, round_, dist, first=i == 0)
         del part
-    if ranks.count > 1:
+    if dist.count > 1:
         for tensor in total.tensors():
-            ranks.gather_rows_(tensor)
+            dist.gather_rows_(tensor)
     return total
 
 

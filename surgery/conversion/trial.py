@@ -67,11 +67,11 @@ class _StageGram:
     rows: tuple[int, int] = (0, 0)
     of_c: dict[Any, Any] = field(default_factory=dict)  # cache of C's factors, shared by the stage's linears
 
-    def ordered_reduce(self, ranks: DistContext, round_: Round, like: Tensor) -> None:
+    def ordered_reduce(self, dist: DistContext, round_: Round, like: Tensor) -> None:
         """Add the parts of all processes to `sum_II`, in a fixed order. like: an empty tensor of the right dtype and device."""
         part_II = like.new_zeros(self.size, self.size) if self.part_II is None else self.part_II
-        self.sum_II = ranks.ordered_sum(self.sum_II, part_II, round_.owners)
-        per_rank = ranks.gather(self.rows[0])
+        self.sum_II = dist.ordered_sum(self.sum_II, part_II, round_.owners)
+        per_rank = dist.gather(self.rows[0])
         self.rows, self.part_II = (0, self.rows[1] + sum(per_rank[owner] for owner in round_.owners)), None
 
 
@@ -126,11 +126,11 @@ class QuickTrial:
         self, call: LayerCall, stages: list[_StageGram], modules: list[dict[str, nn.Module]]
     ) -> Iterator[Callable[[Round], None]]:
         """Accumulate the input moments of the rows that run inside; on exit fit every contender's modules."""
-        ranks = self.runner.ranks
+        dist = self.runner.ranks
 
         def after(round_: Round) -> None:
             for stage in stages:
-                stage.ordered_reduce(ranks, round_, call.hidden_BTD.new_zeros(0, device=call.device))
+                stage.ordered_reduce(dist, round_, call.hidden_BTD.new_zeros(0, device=call.device))
 
         handles = [
             self.ctx.model.module(stage.paths[0]).register_forward_pre_hook(self._gram_hook(stage)) for stage in stages
@@ -140,9 +140,9 @@ class QuickTrial:
         finally:
             for handle in handles:
                 handle.remove()
-        for stage in stages if ranks.count > 1 else ():
+        for stage in stages if dist.count > 1 else ():
             assert stage.sum_II is not None
-            ranks.gather_rows_(stage.sum_II)
+            dist.gather_rows_(stage.sum_II)
         self.runner.record_moment_bytes(stage.sum_II for stage in stages)
         grams = load_grams(self.ctx.grams_dir / f"{call.path}.safetensors", call.device)
         while stages:

@@ -331,7 +331,7 @@ def test_out_exists_or_its_parent_does_not(deep, tmp_path):
 
 def test_a_disk_too_small_is_noticed_before_anything_is_written(deep, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 100_000))
-    with pytest.raises(SurgeryError, match=r"has 100.0 kB free, the conversion writes up to [\d.]+ kB;"):
+    with pytest.raises(SurgeryError, match=r"has 100.0 kB free, the conversion writes up to [\d.]+ kB\."):
         convert(str(deep[0]), make_recipe(structure="low_rank"), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -417,10 +417,10 @@ def interrupted(
 
 def rewritten(out: Path, lines: list[dict]) -> None:
     """With checksums that are right, as an attacker would write them."""
-    from surgery.core.journal import CHECKSUM_KEY, _written
+    from surgery.core.journal import CHECKSUM_KEY, _encode_entry
 
     plain = [{k: v for k, v in line.items() if k != CHECKSUM_KEY} for line in lines]
-    (partial_path(out) / "journal.jsonl").write_bytes(b"".join(map(_written, plain)))
+    (partial_path(out) / "journal.jsonl").write_bytes(b"".join(map(_encode_entry, plain)))
 
 
 @pytest.fixture(scope="module")

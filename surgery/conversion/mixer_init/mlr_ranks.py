@@ -8,15 +8,15 @@ extents, and a unit of extent e is omitted in all bins beyond e. The rise of a l
 (unit x bin), one for each key/value group, measured in one pass (`ScoreSensitivity`). Each unit then takes the extent with
 the lowest rise + price * cache, given those of the others, and one price for all layers meets the budget (`allocate_ranks`).
 
-g is the gradient of the loss for labels drawn from the model itself (the Fisher information; Martens 2014, "New Insights
-and Perspectives on the Natural Gradient Method"), computed from the gradient at the attention's output. Rotations that
-commute with RoPE change no product q . k of a pair, so only the order of the rotary pairs is chosen. Without RoPE,
-`balanced_basis` first rotates the dimensions. What distant pairs lose on average is compensated by one bias of the near
-scores for each head and level, by least squares on the same derivatives.
+g is computed from the gradient of the loss at the attention's output, for labels drawn from the model itself: the Fisher
+information (Martens 2014, "New Insights and Perspectives on the Natural Gradient Method"). Rotations that commute with
+RoPE change no product q . k of a pair, so only the order of the rotary pairs is chosen. Without RoPE, `balanced_basis`
+first rotates the dimensions. One bias of the near scores for each head and level, by least squares on the same
+derivatives, compensates what distant pairs lose on average.
 
 Shape letters: B batch, T tokens, C query tokens of a chunk, S key tokens, H = G J heads, G key/value groups, K key
-dimension, U units, E bins, X = U E cells, P = E + 1 candidate extents, L layers or (in near biases) levels, N quadratic
-forms. An extent is given by its index among the candidates, 0 to E; a unit of index p is kept in the first p bins.
+dimension. U units, E bins, X = U E cells, P = E + 1 candidate extents, N quadratic forms, L layers or (in near biases)
+levels. An extent is given by its index among the candidates, 0 to E. A unit of index p is kept in the first p bins.
 """
 
 from __future__ import annotations
