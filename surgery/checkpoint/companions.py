@@ -26,22 +26,9 @@ COPIED = (
 # File types copied from subfolders, unless the subfolder holds weights of another format (FOREIGN).
 SMALL_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".spm", ".vocab")
 FOREIGN = (
-    *(
-        ".bin",
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".pkl",
-        ".pickle",
-        ".joblib",
-        ".npy",
-        ".npz",
-        ".gguf",
-        ".ggml",
-        ".onnx",
-        ".onnx_data",
-    ),
-    *(".h5", ".keras", ".msgpack", ".tflite", ".pb", ".mlmodel", ".mlpackage", ".xml", ".engine", ".ot", ".so", ".dll"),
+    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".gguf", ".ggml", ".onnx"),
+    *(".onnx_data", ".h5", ".keras", ".msgpack", ".tflite", ".pb", ".mlmodel", ".mlpackage", ".xml", ".engine", ".ot"),
+    *(".so", ".dll"),
 )
 # Skipped folders: other weight formats, training runs, and results that surgery writes beside the weights.
 SKIPPED_FOLDERS = (
@@ -68,15 +55,8 @@ MAX_BYTES, MAX_FILES, MAX_DEPTH = 64 * 2**20, 1000, 2  # per file, files, nestin
 
 # Files of the folder itself that are not copied and not mentioned: they are written anew, or describe a training run.
 UNMENTIONED = (
-    *(
-        "config.json",
-        "*.index.json",
-        "surgery_report.json",
-        "training_log.json",
-        "trainer_state.json",
-        "*_results.json",
-    ),
-    *("requirements*.txt", "README*"),
+    *("config.json", "*.index.json", "surgery_report.json", "training_log.json", "trainer_state.json"),
+    *("*_results.json", "requirements*.txt", "README*"),
 )
 
 

@@ -134,7 +134,9 @@ def _fit_best_candidate(target: LinearTarget, budget: float, weight_OI: Tensor, 
 
 
 @torch.no_grad()
-def quick_fit(target: LinearTarget, configs: list[Any], weight_OI: Tensor, metric: Metric, sweeps: int) -> FitResult:
+def quick_fit(
+    target: LinearTarget, configs: list[StructureConfig | None], weight_OI: Tensor, metric: Metric, sweeps: int
+) -> FitResult:
     """Return the best of `configs` by the metric (C, G) itself, without held-out rows.
 
     For trials, whose held-out score is measured on the whole model.

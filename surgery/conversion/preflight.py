@@ -45,23 +45,24 @@ def load_calibration(
 
 
 def journal_fingerprint(
-    source: CheckpointSource, recipe: ConversionRecipe, batch: CalibrationSet | None
+    source: CheckpointSource, recipe: ConversionRecipe, data: CalibrationSet | None
 ) -> dict[str, Any]:
-    """Return the values that must be equal when a conversion is resumed. batch: the calibration samples."""
+    """Return the values that must be equal when a conversion is resumed. data: the calibration samples."""
     return {
         "source": source.fingerprint(),
         "weights_digest": source.weights_digest(),
         "recipe": recipe.model_dump_json(exclude={"description", "calibration"}),
         "version": __version__,
         "seed": recipe.seed,
-        "calibration": batch.digest() if batch else None,
+        "calibration": data.digest() if data else None,
     }
 
 
 def check_same_inputs(dist: DistContext, fingerprint: dict[str, Any]) -> None:
     """Raise SurgeryError unless all processes read the same inputs: machines may have different files under one path."""
-    for rank, theirs in enumerate(dist.gather(fingerprint)):
-        if unlike := [key for key, value in theirs.items() if value != dist.broadcast_object(fingerprint)[key]]:
+    fingerprints = dist.gather(fingerprint)
+    for rank, theirs in enumerate(fingerprints):
+        if unlike := [key for key, value in theirs.items() if value != fingerprints[0][key]]:
             raise SurgeryError(
                 f"process {rank} has another {unlike[0]} than process 0. All processes must read the same files"
             )

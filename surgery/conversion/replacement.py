@@ -192,7 +192,7 @@ def fold_output(
         bias = None if bias_info is None else read_tensor(bias_info, torch.float32).to(device)
         weight = read_tensor(info, torch.float32).to(device)
         replacement.modules[path] = dense_linear(weight.mT if linear.transposed else weight, bias)
-    weight_OI: Any = replacement.modules[path].weight.detach()  # type: ignore[operator]
+    weight_OI = replacement.modules[path].get_parameter("weight").detach()
     replacement.entries = [entry for entry in replacement.entries if entry.name != f"{base}.weight"]
     replacement.entries.append(TensorSource.from_tensor(f"{base}.weight", weight_OI[None].to(DTYPES[info.dtype])))
     spec = {"structure": "folded", "in_features": linear.in_, "out_features": linear.out, "bias": linear.bias}

@@ -32,13 +32,12 @@ from surgery.planning.allocate import CostPoint, allocate_budget
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.weights import target_weight
-from surgery.structures import Metric
+from surgery.structures import Metric, StructureConfig
 from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 
 TRIAL_SHARE = 0.25  # fraction of the samples to fit that a trial uses
-MIN_LOSS_RISE = (
-    0.02  # relative rise of the held-out loss (or relative output error) below which the quick trial decides
-)
+# Relative rise of the held-out loss (or relative output error) below which the quick trial decides.
+MIN_LOSS_RISE = 0.02
 
 
 def sequential_trial(ctx: ConversionContext, budgets: dict[str, float], done: Callable[[], None]) -> HeldOutScore:
@@ -174,7 +173,7 @@ class QuickTrial:
             target.name: Metric(moment_II, damp_output_gram(grams.get(target.name)), stage.of_c) for target in targets
         }
 
-        def fit(target: LinearTarget, configs: list[Any]) -> FitResult:
+        def fit(target: LinearTarget, configs: list[StructureConfig | None]) -> FitResult:
             weight_OI = target_weight(self.ctx.model, target, call.device)
             return quick_fit(target, configs, weight_OI, metrics[target.name], self.recipe.sweeps)
 

@@ -42,7 +42,7 @@ class MixerInit:
         return InitializedMixer(mixer, {"copied": relative_error(mixer, held)})
 
 
-MIXER_INITS: Registry[MixerInit] = Registry("start", "surgery.conversion.mixer_init")
+MIXER_INITS: Registry[MixerInit] = Registry("mixer initialization", "surgery.conversion.mixer_init")
 
 
 def build_mixer(target: AttentionTarget, device: torch.device) -> Mixer:

@@ -165,7 +165,7 @@ def allocate_score_dims(ctx: ConversionContext) -> dict[str, dict[str, Any]]:
         ladder = settings.ladder
         fisher_pass.extents = candidate_extents(length) if ladder is None else (0, *sorted(ladder), UNLIMITED)
         fisher_pass.run(ctx.samples)
-    by_shape: dict[Any, list[str]] = {}
+    by_shape: dict[AttentionShape, list[str]] = {}
     for layer, target in plan.attention_targets.items():
         by_shape.setdefault(target.shape, []).append(layer)
     chosen: dict[str, dict[str, Any]] = {}
