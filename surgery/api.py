@@ -156,13 +156,13 @@ def load(
 
     from surgery.checkpoint.remote_code import refuse_code
     from surgery.checkpoint.source import open_converted_checkpoint, split_revision
-    from surgery.checkpoint.tensor_names import load_complete
+    from surgery.checkpoint.tensor_names import load_checked_model
 
     source = open_converted_checkpoint(os.fspath(name), revision)
     refuse_code(source.folder, source.name, source.config, trust_remote_code)
     bare, _ = split_revision(os.fspath(name))
     commit, trust = source.revision or "main", trust_remote_code
-    model = load_complete(
+    model = load_checked_model(
         AutoModelForCausalLM, bare, bare, dtype=dtype, device_map=device, revision=commit, trust_remote_code=trust
     )
     return model, AutoTokenizer.from_pretrained(bare, revision=commit, trust_remote_code=trust)

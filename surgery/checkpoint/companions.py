@@ -24,27 +24,14 @@ COPIED = (
     *("spiece*", "sentencepiece*", "bpe*", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*"),
 )
 # File types copied from subfolders, unless the subfolder holds weights of another format (FOREIGN).
-SMALL = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".spm", ".vocab")
+SMALL_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".spm", ".vocab")
 FOREIGN = (
-    *(
-        ".bin",
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".pkl",
-        ".pickle",
-        ".joblib",
-        ".npy",
-        ".npz",
-        ".gguf",
-        ".ggml",
-        ".onnx",
-        ".onnx_data",
-    ),
-    *(".h5", ".keras", ".msgpack", ".tflite", ".pb", ".mlmodel", ".mlpackage", ".xml", ".engine", ".ot", ".so", ".dll"),
+    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".gguf", ".ggml", ".onnx"),
+    *(".onnx_data", ".h5", ".keras", ".msgpack", ".tflite", ".pb", ".mlmodel", ".mlpackage", ".xml", ".engine", ".ot"),
+    *(".so", ".dll"),
 )
 # Skipped folders: other weight formats, training runs, and results that surgery writes beside the weights.
-ELSEWHERE = (
+SKIPPED_FOLDERS = (
     *(
         "onnx*",
         "openvino*",
@@ -66,31 +53,29 @@ MODULES = "modules.json"  # lists the module folders of sentence-transformers, w
 MAX_BYTES, MAX_FILES, MAX_DEPTH = 64 * 2**20, 1000, 2  # per file, files, nesting of folders
 
 
-# Files of the folder itself that are written anew, or are about a training run, and are not missed.
-UNMISSED = (
-    *(
-        "config.json",
-        "*.index.json",
-        "surgery_report.json",
-        "training_log.json",
-        "trainer_state.json",
-        "*_results.json",
-    ),
-    *("requirements*.txt", "README*"),
+# Files of the folder itself that are not copied and not mentioned: they are written anew, or describe a training run.
+UNMENTIONED = (
+    *("config.json", "*.index.json", "surgery_report.json", "training_log.json", "trainer_state.json"),
+    *("*_results.json", "requirements*.txt", "README*"),
 )
 
 
-class Found(NamedTuple):
-    """Files of the subfolders. files: sorted relative paths; left: "name: reason" for files that are not copied but might be expected."""
+class CompanionFiles(NamedTuple):
+    """Files of the subfolders.
+
+    files: relative paths, sorted. left: "name: reason" for files, also of the folder itself, that are not copied although
+    the user may expect it.
+    """
 
     files: list[Path]
     left: list[str]
 
 
-def in_subfolders(folder: Path) -> Found:
-    """Return the small files of the subfolders.
+def in_subfolders(folder: Path) -> CompanionFiles:
+    """Return the small files of the subfolders, at most MAX_DEPTH levels down.
 
     A link to a file of the folder or of the Hub's cache counts as a file; a link to a folder is not followed.
+    Raises SurgeryError if there are more than MAX_FILES.
     """
     files: list[Path] = []
     left = _left_in_folder(folder)
@@ -105,7 +90,9 @@ def in_subfolders(folder: Path) -> Found:
             continue
         left += [f"{name}/{p.name}: {_why_foreign(p, entries)}" for p in foreign if _why_foreign(p, entries)]
         for path in entries:
-            if path.name.startswith(".") or not path.name.endswith((*SMALL, ".safetensors") if module else SMALL):
+            if path.name.startswith(".") or not path.name.endswith(
+                (*SMALL_FILES, ".safetensors") if module else SMALL_FILES
+            ):
                 continue
             if path.is_file() and path.stat().st_size > MAX_BYTES:
                 left.append(f"{name}/{path.name}: {path.stat().st_size / 2**20:,.0f} MB, over {MAX_BYTES // 2**20} MB")
@@ -116,13 +103,15 @@ def in_subfolders(folder: Path) -> Found:
             f"{folder} has {len(files):,} small files in subfolders, more than {MAX_FILES:,}. Move files that are not part of the "
             "model elsewhere"
         )
-    return Found(sorted(files), left)
+    return CompanionFiles(sorted(files), left)
 
 
 def _left_in_folder(folder: Path) -> list[str]:
-    """The small files of the folder itself that COPIED does not name."""
-    names = sorted(p.name for p in folder.iterdir() if p.suffix in SMALL and p.is_file() and not p.name.startswith("."))
-    known = (*COPIED, *UNMISSED)
+    """Return "name: reason" for each small file of the folder itself that is not in COPIED."""
+    names = sorted(
+        p.name for p in folder.iterdir() if p.suffix in SMALL_FILES and p.is_file() and not p.name.startswith(".")
+    )
+    known = (*COPIED, *UNMENTIONED)
     return [
         f"{name}: not a file that surgery knows as part of a model; copy it yourself if the model needs it"
         for name in names
@@ -140,6 +129,7 @@ def _why_foreign(path: Path, entries: list[Path]) -> str:
 
 
 def _folders(folder: Path, here: Path, modules: set[str], left: list[str]) -> Iterator[Path]:
+    """Yield the subfolders whose files are copied; links to folders are added to `left`."""
     for path in sorted(here.iterdir()):
         name, depth = path.relative_to(folder).as_posix(), len(path.relative_to(folder).parts)
         if path.name.startswith(".") or not path.is_dir():
@@ -147,7 +137,7 @@ def _folders(folder: Path, here: Path, modules: set[str], left: list[str]) -> It
         if path.is_symlink():
             left.append(f"{name}/: a link to a folder")
             continue
-        if name not in modules and any(fnmatch(path.name, pattern) for pattern in ELSEWHERE):
+        if name not in modules and any(fnmatch(path.name, pattern) for pattern in SKIPPED_FOLDERS):
             continue
         yield path
         if depth < MAX_DEPTH:

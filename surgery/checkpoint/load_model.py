@@ -9,7 +9,7 @@ import torch
 from surgery.checkpoint import meta_model
 from surgery.checkpoint.remote_code import refuse_code
 from surgery.checkpoint.source import CheckpointSource
-from surgery.checkpoint.tensor_names import load_complete
+from surgery.checkpoint.tensor_names import load_checked_model
 
 
 def load_config(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
@@ -26,4 +26,4 @@ def load_model(source: CheckpointSource, dtype: torch.dtype | str, trust_remote_
     Raises SurgeryError if tensors are missing or unexpected, or if the checkpoint has remote code that is not trusted.
     """
     cls = meta_model.model_class(load_config(source, trust_remote_code), trust_remote_code)
-    return load_complete(cls, source.folder, source.name, dtype=dtype, trust_remote_code=trust_remote_code)
+    return load_checked_model(cls, source.folder, source.name, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from surgery.checkpoint.safetensors_io import TensorInfo, read_tensor
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.tensor_names import (
-    class_named,
+    find_model_class,
+    map_tensor_names,
     missing_and_unexpected,
-    parameter_names,
     refuse_below_linears,
     refuse_other_shapes,
     refuse_unlike,
@@ -121,7 +121,7 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     """Return the class named by the config's `architectures`, or an Auto class that supports the config."""
     import transformers
 
-    if (found := class_named(config)) is not None:
+    if (found := find_model_class(config)) is not None:
         return found
     if getattr(config, "auto_map", None) and trust_remote_code:
         for auto in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModel"):
@@ -152,4 +152,4 @@ def _build_on_meta(config: Any, source: CheckpointSource, trust_remote_code: boo
 
 
 def _parameter_keys(model: Any, source: CheckpointSource) -> dict[str, str]:
-    return parameter_names(model, source.tensors, source.name)
+    return map_tensor_names(model, source.tensors, source.name)

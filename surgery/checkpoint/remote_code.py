@@ -33,7 +33,7 @@ IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 MAX_CONFIG = 2**26  # bytes; the largest are tokenizer_config.json files
 
 
-def tables(data: Any) -> Iterator[dict[str, Any]]:
+def iter_tables(data: Any) -> Iterator[dict[str, Any]]:
     """Yield a config's dictionary and every dictionary nested in it."""
     found = [data]
     while found:
@@ -50,11 +50,11 @@ def named_code(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     The shims that surgery writes do not count: they only import surgery, and run only with the user's own `trust_remote_code=True`.
     """
     named: dict[str, Any] = {}
-    for table in tables(config):
+    for table in iter_tables(config):
         if table.get("auto_map") and not (table is config and _only_shims(table["auto_map"])):
             named[MAIN] = table["auto_map"]
     for name in CONFIGS:
-        for table in tables(_table(folder / name)):
+        for table in iter_tables(_table(folder / name)):
             if table.get("auto_map"):
                 named[name] = table["auto_map"]
     return named
@@ -88,7 +88,7 @@ def refuse_code(folder: Path, name: str, config: dict[str, Any], trust_remote_co
 
 def _needs_code(data: Any, config: dict[str, Any]) -> bool:
     """Return whether an auto_map in a tokenizer or processor config names a class that transformers does not have."""
-    for table in tables(data):
+    for table in iter_tables(data):
         auto_map = table.get("auto_map")
         if not auto_map:
             continue
@@ -117,7 +117,7 @@ def _is_own(auto: str, table: dict[str, Any], config: dict[str, Any]) -> bool:
 
 def refuse_named_elsewhere(config: dict[str, Any], path: Path) -> None:
     """Raise SurgeryError if a config makes transformers download code, or read another config instead of this one."""
-    for table in tables(config):
+    for table in iter_tables(config):
         for key, value in table.items():
             if not IMPLEMENTATIONS.fullmatch(str(key)):
                 continue

@@ -15,15 +15,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from surgery.core.errors import SurgeryError
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
-Number = Annotated[float, Field(ge=-1e30, le=1e30)] | None  # None: not measured, or no number
+Number = Annotated[float, Field(ge=-1e30, le=1e30)] | None  # None: not measured, or NaN
 Text = Annotated[str, Field(max_length=10_000)]
 
 
-class _ReportModel(BaseModel):
+class ReportModel(BaseModel):
+    """Base of the report's parts: strict types, unknown keys are kept."""
+
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class SourceReport(_ReportModel):
+class SourceReport(ReportModel):
     """The source checkpoint: its name, its Hub revision, and a fingerprint of its files."""
 
     name: Text
@@ -31,7 +33,7 @@ class SourceReport(_ReportModel):
     fingerprint: Any = None
 
 
-class StructureReport(_ReportModel):
+class StructureReport(ReportModel):
     """A structure's config."""
 
     structure: Text
@@ -40,7 +42,7 @@ class StructureReport(_ReportModel):
     parts: dict[str, StructureReport] | None = None
 
 
-class ModuleReport(_ReportModel):
+class ModuleReport(ReportModel):
     """One fitted matrix (surgery.conversion.fit.FitRecord)."""
 
     name: Text
@@ -58,14 +60,14 @@ class ModuleReport(_ReportModel):
     seconds: Number = None
 
 
-class MixerReport(_ReportModel):
+class MixerReport(ReportModel):
     """One mixer; errors: stage of its initialization -> relative error of the heads' outputs."""
 
     name: Text
     errors: dict[str, Annotated[float, Field(ge=0, le=1e30)]] = {}
 
 
-class TrialReport(_ReportModel):
+class TrialReport(ReportModel):
     """The held-out score of a trial; softmax: the layers that keep softmax attention, for a hybrid."""
 
     softmax: list[Text] = []
@@ -76,7 +78,7 @@ class TrialReport(_ReportModel):
     tokens: Count = 0
 
 
-class AllocationReport(_ReportModel):
+class AllocationReport(ReportModel):
     """Which allocation of the budget was kept, why, and the scores of those that were tried."""
 
     kept: Text | None = None
@@ -85,7 +87,7 @@ class AllocationReport(_ReportModel):
     spread: TrialReport | None = None
 
 
-class HybridReport(_ReportModel):
+class HybridReport(ReportModel):
     """Which layers keep softmax attention, and the scores of the two choices that were compared."""
 
     kept: Text
@@ -95,7 +97,7 @@ class HybridReport(_ReportModel):
     every: TrialReport
 
 
-class HeldOutReport(_ReportModel):
+class HeldOutReport(ReportModel):
     """Held-out score of the original and of the converted model (surgery.conversion.score.HeldOutScore)."""
 
     unit: Text
@@ -105,7 +107,7 @@ class HeldOutReport(_ReportModel):
     tokens: Count = 0
 
 
-class TotalsReport(_ReportModel):
+class TotalsReport(ReportModel):
     """Parameters, bytes and multiply-accumulates per token, of the replaced weights and of the whole checkpoint."""
 
     replaced_params_before: Count
@@ -119,7 +121,7 @@ class TotalsReport(_ReportModel):
     bytes_after: Count
 
 
-class CalibrationReport(_ReportModel):
+class CalibrationReport(ReportModel):
     """The calibration samples; loss and own_samples_loss in nats per token (surgery.conversion.text_check)."""
 
     tokens: Count
@@ -130,7 +132,7 @@ class CalibrationReport(_ReportModel):
     warnings: list[str] = []
 
 
-class TimeReport(_ReportModel):
+class TimeReport(ReportModel):
     """Seconds of each step and of each layer."""
 
     seconds: dict[str, Annotated[float, Field(ge=0, le=1e30)]]
@@ -140,7 +142,7 @@ class TimeReport(_ReportModel):
     processes: Count = 1
 
 
-class MemoryReport(_ReportModel):
+class MemoryReport(ReportModel):
     """Bytes: peak resident set, largest calibration buffers, largest layer in float32."""
 
     peak_rss: Count | None
@@ -148,21 +150,27 @@ class MemoryReport(_ReportModel):
     largest_layer: Count = 0
 
 
-class StageReport(_ReportModel):
+class StageReport(ReportModel):
+    """One training stage: its kind, and the tokens it was trained on."""
+
     kind: Text
     tokens: Count
 
 
-class PerplexityReport(_ReportModel):
+class PerplexityReport(ReportModel):
+    """Perplexity on validation text."""
+
     perplexity: Number
 
 
-class TrainingReport(_ReportModel):
+class TrainingReport(ReportModel):
+    """One training run: its stages, and the perplexity at named points of the run ("before", "after", ..)."""
+
     stages: list[StageReport] = []
     validation: dict[str, PerplexityReport | None] = {}
 
 
-class Report(_ReportModel):
+class Report(ReportModel):
     """The whole of surgery_report.json."""
 
     surgery: Text
@@ -196,9 +204,7 @@ def checked_report(where: str) -> Iterator[None]:
         yield
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg'].lower()}" for e in error.errors()[:3]]
-        raise SurgeryError(
-            f"{where} is not a surgery report as surgery writes one: {'; '.join(wrong)}"[:1000]
-        ) from None
+        raise SurgeryError(f"{where} is not a valid surgery report: {'; '.join(wrong)}"[:1000]) from None
 
 
 def validate_report(data: Any, where: str) -> None:
@@ -206,4 +212,4 @@ def validate_report(data: Any, where: str) -> None:
     with checked_report(where):
         report = Report.model_validate(data)
     if "total" not in report.time.seconds:
-        raise SurgeryError(f"{where} is not a surgery report as surgery writes one: time.seconds.total is missing")
+        raise SurgeryError(f"{where} is not a valid surgery report: time.seconds.total is missing")

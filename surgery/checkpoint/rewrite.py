@@ -1,4 +1,4 @@
-"""Rewriting a converted checkpoint with some tensors changed: built in OUT.partial, then renamed to OUT."""
+"""Write a converted checkpoint with some tensors changed: built in OUT.partial, then renamed to OUT."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ REWRITE_KEY, LOCK_LABEL = "rewrite", "command"
 def rewrite_checkpoint(
     source: CheckpointSource,
     out: Path,
-    pieces: Callable[[Path], list[Path]],
+    write_files: Callable[[Path], list[Path]],
     config: dict[str, Any],
     extra_files: tuple[str, ...] = (),
 ) -> None:
     """Write a new version of `source` to `out`.
 
-    pieces(folder): writes all tensors as safetensors files into the folder and returns them in order. config: the new
+    write_files(folder): writes all tensors as safetensors files into the folder and returns them in order. config: the new
     config.json. extra_files: files copied unchanged from the source if it has them.
     """
     partial = partial_path(out)
@@ -43,9 +43,9 @@ def rewrite_checkpoint(
         with Journal(partial, {REWRITE_KEY: source.fingerprint()}, resume=False, what=LOCK_LABEL) as journal:
             try:
                 (partial / "pieces").mkdir()
-                written = pieces(partial / "pieces")
-                expected = {name for piece in written for name in read_header(piece)}
-                delivered = delivered_files(source, write_checkpoint(partial, written, journal, expected))
+                files = write_files(partial / "pieces")
+                expected = {name for file in files for name in read_header(file)}
+                delivered = delivered_files(source, write_checkpoint(partial, files, journal, expected))
                 copy_companions(source, partial)
                 for name in extra_files:
                     if (source.folder / name).is_file():

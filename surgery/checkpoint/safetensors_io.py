@@ -188,7 +188,7 @@ def read_tensor(
         raise SurgeryError(
             f"tensor {info.name!r} in {info.file.name} holds {bad:,} NaN or Inf of {info.numel:,} values; "
             + (
-                f"the finished piece {info.file} is damaged; remove that file, then run the same command with --resume"
+                f"the finished layer file {info.file} is damaged; remove it, then run the same command with --resume"
                 if info.file.parent.name == "pieces"
                 else "the source checkpoint is damaged"
             )
@@ -248,8 +248,8 @@ class TensorSource:
             stop = min(start + CHUNK_BYTES, self.source.stop)
             width = DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 1
             dtype = self.dtype if self.dtype in DTYPES else "U8"
-            piece = TensorInfo(self.name, self.source.file, dtype, ((stop - start) // width,), start, stop)
-            tensor = read_tensor(piece)
+            chunk = TensorInfo(self.name, self.source.file, dtype, ((stop - start) // width,), start, stop)
+            tensor = read_tensor(chunk)
             yield _as_bytes(tensor)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.companions import COPIED, SMALL, in_folder, in_subfolders
+from surgery.checkpoint.companions import COPIED, SMALL_FILES, in_folder, in_subfolders
 from surgery.checkpoint.remote_code import CONFIGS, named_code, refuse_code, refuse_named_elsewhere
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorInfo, read_header, source_errors
 from surgery.checkpoint.table import SHIM_NAME
@@ -29,17 +29,18 @@ CONFIG_LIMITS = (
     (("size", "dim", "d_model", "d_ff", "d_kv", "n_embd", "n_inner", "n_positions", "position_embeddings"), 2**26),
 )
 MAX_DEPTH = 50
-WRITTEN = (
-    "surgery_report.json",
-    "training_log.json",
-    "trainer_state.json",
-)  # results about a model, which loading it does not read
+# Results about a model, which loading it does not read.
+RESULT_RECORDS = ("surgery_report.json", "training_log.json", "trainer_state.json")
 EXCLUDED_COMPANIONS = ("config.json", SAFE_WEIGHTS_INDEX_NAME, "surgery_report.json", SHIM_NAME)
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """A checkpoint. name: as given by the user; folder: its files; config: config.json; tensors: by name; revision: the Hub commit."""
+    """A checkpoint.
+
+    name: as given by the user. folder: its files. config: config.json. tensors: their locations by name. revision: the Hub
+    commit, None for a local folder.
+    """
 
     name: str
     folder: Path
@@ -48,7 +49,7 @@ class CheckpointSource:
     revision: str | None = None
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 that identifies the checkpoint: config, tensor headers, and the first and last 4 KB of each tensor."""
+        """Return a SHA-256 over the config, the tensor headers, and the first and last 4 KB of each tensor."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name in sorted(self.tensors):
             info = self.tensors[name]
@@ -60,17 +61,20 @@ class CheckpointSource:
         return digest.hexdigest()
 
     def weights_digest(self) -> str:
-        """The commit of a Hub id, else the SHA-256 over the whole weight files."""
+        """Return the commit of a Hub id, for a local folder the SHA-256 over the weight files."""
         if self.revision is not None:
             return self.revision
         with source_errors(self.folder):
             return files_digest((path.name, path) for path in {info.file for info in self.tensors.values()})
 
     def digest(self) -> str:
-        """Return the SHA-256 over all files that determine the model's output: weights, config, tokenizer, templates, settings, code."""
+        """Return the SHA-256 over all files that determine the model's output.
+
+        These are weights, config, tokenizer, templates, generation settings and code.
+        """
         files = {info.file for info in self.tensors.values()} | {self.folder / name for name in self.companions()}
         files |= {path for end in ("*.json", "*.py", "*.jinja") for path in self.folder.glob(end) if path.is_file()}
-        files -= {self.folder / name for name in WRITTEN}
+        files -= {self.folder / name for name in RESULT_RECORDS}
         return files_digest((Path(os.path.relpath(path, self.folder)).as_posix(), path) for path in files)
 
     def companions(self) -> list[Path]:
@@ -91,8 +95,8 @@ def open_checkpoint(
 ) -> CheckpointSource:
     """Open a local folder or Hub id for conversion. weights=False downloads only config and headers (for `plan`).
 
-    Raises SurgeryError, with the reason, for a missing folder or id, pickled weights only, missing or damaged shards, a quantized
-    or already converted checkpoint, and remote code without `trust_remote_code`.
+    Raises SurgeryError, with the reason, for a missing folder or id, pickled weights only, missing or damaged shards, a
+    quantized or already converted checkpoint, and remote code without `trust_remote_code`.
     """
     name, folder, commit = _locate(name, weights, revision)
     config = read_config(folder, name)
@@ -304,7 +308,13 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     patterns = ["config.json", ADAPTER_CONFIG, "*.py", *CONFIGS] + (
-        ["*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "surgery_report.json", *COPIED, *(f"*/*{kind}" for kind in SMALL)]
+        [
+            "*.safetensors",
+            SAFE_WEIGHTS_INDEX_NAME,
+            "surgery_report.json",
+            *COPIED,
+            *(f"*/*{kind}" for kind in SMALL_FILES),
+        ]
         if weights
         else []
     )

@@ -6,19 +6,18 @@ from typing import Any
 
 from surgery.core.errors import SurgeryError
 
-QUANT_METHOD = "surgery"
-
-
-SHIM_MODULE = "surgery_shim"
-
-
+QUANT_METHOD = "surgery"  # the table's quant_method
+SHIM_MODULE = "surgery_shim"  # module written beside the weights, through which the Auto classes import surgery
 SHIM_NAME = f"{SHIM_MODULE}.py"
 
 
 def quantization_table(
     table: dict[str, dict[str, Any]], mixers: dict[str, dict[str, Any]], unused: list[str]
 ) -> dict[str, Any]:
-    """Return the `quantization_config` entry. table, mixers: entries by module path; unused: tensors that the model's class does not use."""
+    """Return the `quantization_config` entry.
+
+    table, mixers: entries by module path. unused: tensors that the model's class does not use.
+    """
     from surgery.core.version import __version__
 
     table_entry = {"quant_method": QUANT_METHOD, "format": 1, "surgery_version": __version__, "modules": table}
@@ -26,7 +25,10 @@ def quantization_table(
 
 
 def read_table(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """Return the linear entries of a converted checkpoint's config by module path. Raise SurgeryError if there is no table."""
+    """Return the linear entries of a converted checkpoint's config by module path.
+
+    Raises SurgeryError, with the checkpoint's `name`, if there is no valid table.
+    """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != QUANT_METHOD:
         raise SurgeryError(f"{name} is not a converted checkpoint (its config.json has no surgery table)")

@@ -18,15 +18,16 @@ from surgery.checkpoint.table import QUANT_METHOD
 from surgery.core.errors import SurgeryError
 from surgery.core.files import is_disk_error
 
-SHOWN = 3  # names in a message
+MAX_NAMES = 3  # in a message
 # Buffers of earlier versions of transformers, which a checkpoint may still hold. See _adjust_missing_and_unexpected_keys there.
 OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$")
 
 
-def parameter_names(model: Any, tensors: Iterable[str], name: str) -> dict[str, str]:
-    """Return the tensor of each parameter, by transformers' rules for renamed and prefixed checkpoints.
+def map_tensor_names(model: Any, tensors: Iterable[str], name: str) -> dict[str, str]:
+    """Return parameter name -> tensor name, by transformers' rules for renamed and prefixed checkpoints.
 
-    A tensor that the model does not have appears under the name that the rules give it. name: the checkpoint's, for errors.
+    A tensor that the model does not have is listed under the name that the rules give it. name: the checkpoint's, for
+    errors. Raises SurgeryError if transformers would merge or split a tensor.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -51,7 +52,7 @@ def parameter_names(model: Any, tensors: Iterable[str], name: str) -> dict[str, 
 def missing_and_unexpected(model: Any, found: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return (parameters and buffers without a tensor, names without a parameter), sorted.
 
-    found: names as returned by `parameter_names`.
+    found: names as returned by `map_tensor_names`.
     """
     expected, found = set(model.state_dict()), set(found)
     missing, unexpected = expected - found, found - expected
@@ -62,20 +63,22 @@ def missing_and_unexpected(model: Any, found: Iterable[str]) -> tuple[list[str],
     ignored = model._keys_to_ignore_on_load_missing or ()
     left_over = (*(model._keys_to_ignore_on_load_unexpected or ()), *OLD_BUFFERS)
     return (
-        sorted(name for name in missing if not _any(ignored, name)),
-        sorted(name for name in unexpected if not _any(left_over, name)),
+        sorted(name for name in missing if not _matches_any(ignored, name)),
+        sorted(name for name in unexpected if not _matches_any(left_over, name)),
     )
 
 
 def refuse_incomplete(model: Any, tensors: Iterable[str], name: str, unused: Iterable[str] = ()) -> None:
-    """SurgeryError unless the checkpoint `name` has exactly the tensors of `model`. unused: tensors that the source had
-    beyond its model's class, as the conversion wrote them down. tensors: names, or name -> TensorInfo, whose shapes must then
-    be the model's too."""
-    keys, unused, class_name = parameter_names(model, tensors, name), set(unused), type(model).__name__
+    """Raise SurgeryError unless the checkpoint `name` has exactly the tensors of `model`.
+
+    tensors: names, or name -> TensorInfo, whose shapes are then checked too. unused: further tensors that the table of the
+    checkpoint allows, because its source had them.
+    """
+    keys, unused, class_name = map_tensor_names(model, tensors, name), set(unused), type(model).__name__
     missing, unexpected = missing_and_unexpected(model, keys)
     if wrong := sorted(unused & model.state_dict().keys()):
         raise SurgeryError(
-            f"{name}: the table in config.json lists {listed(wrong)} as unused, which {class_name} uses. Fetch or convert the "
+            f"{name}: the table in config.json lists {format_tensor_names(wrong)} as unused, which {class_name} uses. Download or convert the "
             "checkpoint again"
         )
     refuse_below_linears(model, {*unexpected, *unused}, name)
@@ -85,7 +88,7 @@ def refuse_incomplete(model: Any, tensors: Iterable[str], name: str, unused: Ite
 
 
 def refuse_other_shapes(model: Any, tensors: Mapping[str, Any], name: str) -> None:
-    """SurgeryError where a tensor has another shape than its parameter. tensors: parameter -> TensorInfo."""
+    """Raise SurgeryError if a tensor has another shape than its parameter. tensors: parameter -> TensorInfo."""
     for key, parameter in model.state_dict().items():
         if key in tensors and tuple(parameter.shape) != tuple(tensors[key].shape):
             raise _shape_error(name, tensors[key].name, tensors[key].shape, key, parameter.shape)
@@ -99,19 +102,21 @@ def _shape_error(name: str, tensor: str, stored: Iterable[int], key: str, expect
 
 
 def refuse_below_linears(model: Any, unexpected: Iterable[str], name: str) -> None:
-    """SurgeryError where an unexpected tensor lies below a linear of the model: the linear computes something else than it
-    was stored for (scales of a quantization, cores of a structure, a bias)."""
+    """Raise SurgeryError if an unexpected tensor belongs to a linear of the model, which then computes another function.
+
+    Such tensors are scales of a quantization, factors of a structure, or a bias.
+    """
     from transformers.pytorch_utils import Conv1D
 
     linears = {
         path for path, m in model.named_modules() if isinstance(m, Conv1D) or hasattr(m, "in_features")
-    }  # torch's Linear and every stand-in have in_features
+    }  # nn.Linear and all its replacements have in_features
     for tensor in sorted(unexpected):
         parents = tensor.split(".")[:-1]
         if any(".".join(parents[:depth]) in linears for depth in range(1, len(parents) + 1)):
             raise SurgeryError(
                 f"{name} has tensor {tensor!r}, which belongs to a linear of {type(model).__name__} and is not used by it: its "
-                "config.json and its weights do not belong together. Fetch or convert the checkpoint again"
+                "config.json and its weights do not belong together. Download or convert the checkpoint again"
             )
 
 
@@ -121,56 +126,58 @@ def refuse_unlike(
     """Raise SurgeryError for missing tensors, or for unexpected ones that are not in `unused`."""
     if missing := sorted(missing):
         raise SurgeryError(
-            f"{name} lacks {listed(missing)}, which {class_name} needs; transformers would initialize them randomly. Download or "
+            f"{name} lacks {format_tensor_names(missing)}, which {class_name} needs; transformers would initialize them randomly. Download or "
             "convert the checkpoint again"
         )
     if unexpected := sorted(set(unexpected) - set(unused)):
         raise SurgeryError(
-            f"{name} has {listed(unexpected)}, which {class_name} does not use: its config.json and its weights do not "
+            f"{name} has {format_tensor_names(unexpected)}, which {class_name} does not use: its config.json and its weights do not "
             "belong together. Download or convert the checkpoint again"
         )
 
 
-def load_complete(cls: Any, folder: Any, name: str, trust_remote_code: bool = False, **options: Any) -> Any:
-    """cls.from_pretrained(folder, **options), refused where tensors are missing or have other shapes than the model's.
-    Unexpected tensors are refused in a converted checkpoint, and named in a warning in any other, as `convert` does."""
+def load_checked_model(cls: Any, folder: Any, name: str, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Return cls.from_pretrained(folder, **options). Raises SurgeryError for missing tensors and for other shapes.
+
+    Unexpected tensors are errors in a converted checkpoint; in any other they are named in a warning, as `convert` does.
+    """
     with explain_load_errors(name, cls.__name__):
         model, info = cls.from_pretrained(
             folder,
             **options,
             trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # refused below, with the shapes
+            ignore_mismatched_sizes=True,  # the error below names the shapes
             output_loading_info=True,
         )
     for key, stored, expected in sorted(info["mismatched_keys"]):
         raise _shape_error(name, key, stored, key, expected)
     table, class_name = getattr(model.config, "quantization_config", None), type(model).__name__
-    unexpected = sorted(key for key in info["unexpected_keys"] if not _any(OLD_BUFFERS, key))
+    unexpected = sorted(key for key in info["unexpected_keys"] if not _matches_any(OLD_BUFFERS, key))
     if _is_converted(table):
-        refuse_unlike(class_name, info["missing_keys"], unexpected, name, unused_of(table))
+        refuse_unlike(class_name, info["missing_keys"], unexpected, name, unused_tensors(table))
         return model
     refuse_unlike(class_name, info["missing_keys"], (), name)
     refuse_below_linears(model, unexpected, name)
     if unexpected:
-        warnings.warn(f"{name}: {class_name} does not use {listed(unexpected)}", UserWarning, stacklevel=2)
+        warnings.warn(f"{name}: {class_name} does not use {format_tensor_names(unexpected)}", UserWarning, stacklevel=2)
     return model
 
 
 @contextmanager
 def explain_load_errors(name: str, class_name: str) -> Iterator[None]:
-    """What transformers raises for a config or for weights that it cannot use, as SurgeryError."""
+    """Turn errors of transformers about a config or weights into a SurgeryError that names the checkpoint and the class."""
     import torch
 
     try:
         yield
     except (SurgeryError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a stranger's checkpoint fails in whatever way it likes
+    except Exception as error:  # transformers documents no exception types for invalid checkpoints
         if is_disk_error(error):
             raise
         raise SurgeryError(
             f"{name}: transformers cannot load it as {class_name} ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}). Its config.json and its weights must belong together: fetch it again"
+            f"{' '.join(str(error).split())[:300]}). Its config.json and its weights must belong together. Download it again"
         ) from None
 
 
@@ -179,13 +186,13 @@ def _is_converted(table: Any) -> bool:
     return method == QUANT_METHOD
 
 
-def unused_of(table: Any) -> list[str]:
+def unused_tensors(table: Any) -> list[str]:
     """Return the unused tensors recorded in a surgery table, given as a dict or as SurgeryConfig."""
     found = table.get("unused") if isinstance(table, dict) else getattr(table, "unused", None)
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
-def class_named(config: Any) -> Any:
+def find_model_class(config: Any) -> Any:
     """Return the first transformers class named in the config's `architectures`, or None."""
     import transformers
 
@@ -208,11 +215,11 @@ def _tied_groups(model: Any) -> list[set[str]]:
     return groups
 
 
-def _any(patterns: Iterable[str], name: str) -> bool:
+def _matches_any(patterns: Iterable[str], name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def listed(names: list[str]) -> str:
+def format_tensor_names(names: list[str]) -> str:
     """Return up to three tensor names and the number of the others, for messages."""
-    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:SHOWN]))}{more}"
+    more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:MAX_NAMES]))}{more}"

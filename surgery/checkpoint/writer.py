@@ -15,21 +15,21 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, is_disk_error, write_json
 from surgery.core.journal import Journal
 
-SHARD_BYTES = 5_000_000_000
+SHARD_BYTES = 5_000_000_000  # a layer file that is larger alone stays whole
 
 
-def write_checkpoint(folder: Path, pieces: list[Path], journal: Journal, expected: set[str]) -> dict[str, str]:
+def write_checkpoint(folder: Path, layer_files: list[Path], journal: Journal, expected: set[str]) -> dict[str, str]:
     """Merge layer files into shards of at most SHARD_BYTES and return the shard of each tensor.
 
-    Memory use is a few megabytes; each layer file is removed once its shard is on disk. expected: names of all tensors. Raises
-    SurgeryError if the shards hold any other set.
+    Memory use is a few megabytes; each layer file is removed once its shard is on disk. expected: names of all tensors.
+    Raises SurgeryError if the shards hold any other set.
     """
-    groups = _groups(pieces, journal)
+    groups = _groups(layer_files, journal)
     weight_map: dict[str, str] = {}
-    left = iter(pieces)
+    files = iter(layer_files)
     for i, group in enumerate(groups):
         name = shard_name(i, len(groups))
-        paths = [next(left) for _ in group]
+        paths = [next(files) for _ in group]
         if journal.find("shard", name=name) is None:
             journal.add("shard", name=name, sha256=_merge_shards(folder / name, paths))
         for path in paths:
@@ -58,18 +58,18 @@ RESULT_FILES = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "config.json", SH
 
 
 def known_work_files(source: CheckpointSource) -> list[str]:
-    """Patterns of what an interrupted command may leave in OUT.partial, see `refuse_unknown_files`."""
+    """Return patterns of the files that an interrupted command may leave in OUT.partial, for `refuse_unknown_files`."""
     return [*WORK_FILES, *RESULT_FILES, *(escape(path.as_posix()) for path in source.companions())]
 
 
 def delivered_files(source: CheckpointSource, weight_map: dict[str, str]) -> set[str]:
-    """Names of the files of a written checkpoint: shards, index, config and what is copied from the source."""
+    """Return the names of the files of a written checkpoint: shards, index, config and companions of the source."""
     shards = set(weight_map.values())
     index = {SAFE_WEIGHTS_INDEX_NAME} if len(shards) > 1 else set()
     return {*shards, *index, "config.json", *(path.as_posix() for path in source.companions())}
 
 
-def flat(groups: list[list[str]]) -> list[str]:
+def concatenate(groups: list[list[str]]) -> list[str]:
     """Return the concatenation of lists of names."""
     return [name for group in groups for name in group]
 
@@ -79,20 +79,20 @@ def shard_name(index: int, count: int) -> str:
     return SAFE_WEIGHTS_NAME if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _groups(pieces: list[Path], journal: Journal) -> list[list[str]]:
+def _groups(layer_files: list[Path], journal: Journal) -> list[list[str]]:
     """Return the layer files of each shard.
 
     Groups in the journal are used only if they hold exactly these files in this order, because files are merged and removed.
     """
-    names = [piece.name for piece in pieces]
+    names = [file.name for file in layer_files]
     if (planned := journal.find("shards")) is not None:
-        if flat(planned["groups"]) != names or not all(planned["groups"]):
+        if concatenate(planned["groups"]) != names or not all(planned["groups"]):
             raise SurgeryError(
                 f"the journal in {journal.folder} lists other layer files than this conversion has; remove that folder to start again"
             )
         groups: list[list[str]] = planned["groups"]
         return groups
-    groups = _group_shards([(p.name, sum(t.nbytes for t in read_header(p).values())) for p in pieces])
+    groups = _group_shards([(p.name, sum(t.nbytes for t in read_header(p).values())) for p in layer_files])
     journal.add("shards", groups=groups)
     return groups
 
@@ -118,17 +118,17 @@ def _group_shards(sizes: list[tuple[str, int]]) -> list[list[str]]:
     return groups
 
 
-def _merge_shards(target: Path, pieces: list[Path]) -> str:
+def _merge_shards(target: Path, layer_files: list[Path]) -> str:
     """Merge layer files into one file and return its SHA-256."""
-    if len(pieces) == 1:
-        if pieces[0].exists():  # otherwise an earlier run was killed right after this rename
-            pieces[0].replace(target)
+    if len(layer_files) == 1:
+        if layer_files[0].exists():  # otherwise an earlier run was killed right after this rename
+            layer_files[0].replace(target)
         return file_digest(target) or ""
     tensors: dict[str, TensorInfo] = {}
-    for piece in pieces:
-        header = read_header(piece)
+    for file in layer_files:
+        header = read_header(file)
         if twice := header.keys() & tensors.keys():
-            raise SurgeryError(f"{piece} holds tensor {min(twice)!r}, which another piece holds too")
+            raise SurgeryError(f"{file} holds tensor {min(twice)!r}, which another layer file holds too")
         tensors.update(header)
     return write_shard(target, [TensorSource.from_file(name, info) for name, info in tensors.items()])
 

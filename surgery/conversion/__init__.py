@@ -1,1 +1,1 @@
-"""Conversion: statistics and a plan to a structured checkpoint."""
+"""Conversion of a checkpoint into a structured one, from a plan and calibration statistics."""

@@ -42,7 +42,7 @@ from surgery.checkpoint.report import (
 from surgery.checkpoint.safetensors_io import TensorSource, read_header, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
 from surgery.checkpoint.table import SHIM_NAME
-from surgery.checkpoint.tensor_names import listed
+from surgery.checkpoint.tensor_names import format_tensor_names
 from surgery.checkpoint.writer import (
     WORK_FILES,
     converted_config,
@@ -53,13 +53,13 @@ from surgery.checkpoint.writer import (
 )
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
-from surgery.conversion.layer_shards import REST, Pieces, well_formed
+from surgery.conversion.layer_shards import NON_LAYER, LayerShards, select_valid_entries
 from surgery.conversion.preflight import check_disk_space, check_same_inputs, journal_fingerprint, load_calibration
 from surgery.conversion.replacement import LayerReplacement, load_replacement, stored_module_name
 from surgery.conversion.resolve_attention import resolve_attention_plan
 from surgery.conversion.score import HeldOutScore
 from surgery.conversion.sequential import SequentialConverter, convert_head
-from surgery.conversion.text_check import TextFit, text_fit
+from surgery.conversion.text_check import TextScore, score_text
 from surgery.conversion.trial import choose_budgets
 from surgery.core.device import (
     choose_device,
@@ -122,12 +122,14 @@ def _convert(
     resume: bool,
     began: float,
 ) -> dict[str, Any]:
-    """Run the preflight checks, build the context, and convert inside the journal's lock."""
+    """Run the preflight checks, build the context, and convert while the journal holds its lock."""
     plan, opened = make_plan(model, recipe), model.source
     for note in plan.notes:
         progress.say(f"note: {note}")
     if model.unused:
-        progress.say(f"note: {type(model.model).__name__} does not use {listed(model.unused)}; copied as stored")
+        progress.say(
+            f"note: {type(model.model).__name__} does not use {format_tensor_names(model.unused)}; copied as stored"
+        )
     for name in in_subfolders(opened.folder).left:
         progress.say(f"note: not copied beside the weights: {name}")
     text_notes: list[str] = []
@@ -164,10 +166,10 @@ class Conversion:
     def __init__(self, ctx: ConversionContext, journal: Journal, text_notes: list[str]):
         self.ctx, self.journal, self.text_notes = ctx, journal, text_notes
         self.delivered: set[str] = set()  # files of the result, of the process that writes it
-        self.text_fit: TextFit | None = None
+        self.text_score: TextScore | None = None
         ctx.shards_dir.mkdir(exist_ok=True)
         self.seconds: dict[str, float] = {}
-        self.units = {name: self._shard_name(name) for name in ctx.model.keys}
+        self.shard_of = {name: self._shard_name(name) for name in ctx.model.keys}
 
     def run(self, began: float) -> dict[str, Any]:
         """Convert what the journal does not hold yet, write the checkpoint, and return the report.
@@ -175,11 +177,11 @@ class Conversion:
         began: `time.perf_counter()` at the start of the conversion.
         """
         torch.manual_seed(self.ctx.recipe.seed)
-        self.journal.keep(well_formed(self.journal.entries, self.ctx.plan))
+        self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
         self._check_text()
         hybrid = self._resolve_attention()
         self._drop_damaged_shards()
-        if self.journal.find("piece", piece=REST) is None:
+        if self.journal.find("piece", piece=NON_LAYER) is None:
             budgets, allocation = self._resolve_budgets()
             self._convert(budgets, allocation)
         return self.ctx.dist.on_main(lambda: self._write_output(hybrid, began))
@@ -189,31 +191,31 @@ class Conversion:
         text = self.ctx.recipe.calibration
         if self.ctx.data is None or text is None or text.endswith(".safetensors"):
             return
-        self.text_fit = self.ctx.dist.on_main(lambda: text_fit(self.ctx))
-        for line in self._text_warnings():
-            self.ctx.progress.say(f"[bold yellow]warning[/]: {escape(line)}")
+        self.text_score = self.ctx.dist.on_main(lambda: score_text(self.ctx))
+        for warning in self._text_warnings():
+            self.ctx.progress.say(f"[bold yellow]warning[/]: {escape(warning)}")
 
     def _text_warnings(self) -> list[str]:
-        return [*self.text_notes, *(self.text_fit.warnings if self.text_fit else [])]
+        return [*self.text_notes, *(self.text_score.warnings if self.text_score else [])]
 
     def _write_output(self, hybrid: dict[str, Any] | None, began: float) -> dict[str, Any]:
         """Assemble the layer shards into a checkpoint and write its config and report."""
         ctx, work_dir = self.ctx, self.ctx.work_dir
-        found = [self.journal.find("piece", piece=unit) for unit in (*ctx.plan.layout.layers, REST)]
-        lines = [line for line in found if line is not None]
-        assert len(lines) == len(found)
-        expected = {name for line in lines for name in self._shards().expected(line)}
+        found = [self.journal.find("piece", piece=name) for name in (*ctx.plan.layout.layers, NON_LAYER)]
+        entries = [entry for entry in found if entry is not None]
+        assert len(entries) == len(found)
+        expected = {name for entry in entries for name in self._shards().expected_shapes(entry)}
         with self._timed("write"):
-            shards = [self._shard_path(line["piece"]) for line in lines]
+            shards = [self._shards().path(entry["piece"]) for entry in entries]
             weight_map = write_checkpoint(work_dir, shards, self.journal, expected)
-            table = {path: spec for line in lines for path, spec in line["table"].items()}
-            mixers = {path: spec for line in lines for path, spec in line.get("mixers", {}).items()}
+            table = {path: spec for entry in entries for path, spec in entry["table"].items()}
+            mixers = {path: spec for entry in entries for path, spec in entry.get("mixers", {}).items()}
             config = converted_config(ctx.model.source, ctx.model, table, mixers)
             copy_companions(ctx.model.source, work_dir)
             write_shims(work_dir, config, ctx.model.model)
             write_json(work_dir / "config.json", config)
         with checked_report(str(work_dir / REPORT_NAME)):
-            written = self._report(lines, hybrid, weight_map, began).to_dict()
+            written = self._report(entries, hybrid, weight_map, began).to_dict()
         write_json(work_dir / REPORT_NAME, written)
         source = ctx.model.source
         shim = {SHIM_NAME} if config.get("auto_map") != source.config.get("auto_map") else set()
@@ -255,7 +257,7 @@ class Conversion:
         self.journal.merge()
         with self._timed("rest"):
             if self.ctx.dist.main:
-                self._write_shard(REST, head, held_out=score, allocation=allocation)
+                self._write_shard(NON_LAYER, head, held_out=score, allocation=allocation)
 
     def _convert_calibrated(self, budgets: dict[str, float], tick: Tick) -> tuple[HeldOutScore, LayerReplacement]:
         """Convert every layer and the head; finished layers are read from their shards."""
@@ -268,10 +270,11 @@ class Conversion:
         return SequentialConverter(self.ctx, budgets, finished=self._load_finished, write=write).run()
 
     def _convert_data_free(self, budgets: dict[str, float], tick: Tick) -> LayerReplacement:
+        """Convert this process's share of the layers that the journal lacks; return the head's replacement."""
         dist, layers = self.ctx.dist, self.ctx.plan.layout.layers
         self.ctx.progress.say(
             "[bold yellow]no calibration text[/]: weights are projected in the Frobenius norm, which damages a pretrained "
-            "model badly (docs/quality.md); give --calibration FILE"
+            "model badly (docs/quality.md). Give --calibration FILE"
         )
         todo = [path for path in layers if self.journal.find("piece", piece=path) is None]
         tick(len(layers) - len(todo))
@@ -282,40 +285,41 @@ class Conversion:
         return convert_head(self.ctx, budgets)
 
     # -- layer shards --------------------------------------------------------------------------------
-    def _shards(self) -> Pieces:
-        return Pieces(self.ctx.model, self.ctx.plan, self.units, self.ctx.shards_dir)
+    def _shards(self) -> LayerShards:
+        return LayerShards(self.ctx.model, self.ctx.plan, self.shard_of, self.ctx.shards_dir)
 
     def _drop_damaged_shards(self) -> None:
-        """Check the shards of an interrupted run once, in the first process, and forget those that cannot be used."""
-        lines = self.journal.entries
-        if not any(line["step"] == "piece" for line in lines):
+        """Remove the journal entries of an interrupted run that cannot be reused. Process 0 checks the shards for all."""
+        entries = self.journal.entries
+        before = sum(entry["step"] == "piece" for entry in entries)
+        if not before:
             return
-        sound = self.ctx.dist.on_main(lambda: self._shards().sound(lines, self.ctx.work_dir))
-        if lost := sum(line["step"] == "piece" for line in lines) - sum(line["step"] == "piece" for line in sound):
+        usable = self.ctx.dist.on_main(lambda: self._shards().select_usable_entries(entries, self.ctx.work_dir))
+        if lost := before - sum(entry["step"] == "piece" for entry in usable):
             self.ctx.progress.say(
-                f"note: {lost} finished pieces are damaged, or not those of this plan; they are made again"
+                f"note: {lost} finished layers are damaged or do not belong to this plan; they are converted again"
             )
-        self.journal.keep(sound)
+        self.journal.keep(usable)
 
     def _is_writer(self, path: str) -> bool:
         """Return whether this process writes the layer, which all processes hold."""
         return self.ctx.plan.layout.layers.index(path) % self.ctx.dist.count == self.ctx.dist.index
 
-    def _shard_path(self, unit: str) -> Path:
-        return self.ctx.shards_dir / f"{unit}.safetensors"
-
     def _shard_name(self, parameter: str) -> str:
-        return next((path for path in self.ctx.plan.layout.layers if parameter.startswith(path + ".")), REST)
+        return next((path for path in self.ctx.plan.layout.layers if parameter.startswith(path + ".")), NON_LAYER)
 
     def _load_finished(self, path: str) -> LayerReplacement | None:
         done = self.journal.find("piece", piece=path)
         if done is None:
             return None
-        tensors = read_header(self._shard_path(path))
+        tensors = read_header(self._shards().path(path))
         return load_replacement(self.ctx.model, self.ctx.plan, done, tensors, self.ctx.device)
 
-    def _write_shard(self, unit: str, replacement: LayerReplacement, **fields: Any) -> None:
-        """Write the tensors of a layer (or REST), replaced or unchanged, and enter the shard into the journal."""
+    def _write_shard(self, shard: str, replacement: LayerReplacement, **fields: Any) -> None:
+        """Write a layer shard, replaced and unchanged tensors, and enter it into the journal with `fields`.
+
+        shard: the layer's path, or NON_LAYER.
+        """
         model = self.ctx.model
         replaced = {f"{stored_module_name(model, path)}.weight" for path in replacement.modules}
         split = {
@@ -325,12 +329,12 @@ class Conversion:
         }
         entries = list(replacement.entries)
         for name, key in model.keys.items():
-            if self.units[name] == unit and key not in replaced | split:
+            if self.shard_of[name] == shard and key not in replaced | split:
                 entries.append(TensorSource.from_file(key, model.source.tensors[key]))
         trim_memory()
         done = {
-            "piece": unit,
-            "sha256": write_shard(self._shard_path(unit), entries),
+            "piece": shard,
+            "sha256": write_shard(self._shards().path(shard), entries),
             "table": replacement.table,
             "records": replacement.records,
             **({"mixers": replacement.mixer_table} if replacement.mixers else {}),
@@ -348,13 +352,13 @@ class Conversion:
         self.seconds[step] = round(self.seconds.get(step, 0.0) + time.perf_counter() - began, 3)
 
     def _report(
-        self, lines: list[dict[str, Any]], hybrid: dict[str, Any] | None, weight_map: dict[str, str], began: float
+        self, entries: list[dict[str, Any]], hybrid: dict[str, Any] | None, weight_map: dict[str, str], began: float
     ) -> Report:
-        """Return the report. lines: the journal's entries of all shards, REST last."""
+        """Return the report. entries: the journal's entries of all layer shards, NON_LAYER last."""
         import transformers
 
-        ctx, source, rest = self.ctx, self.ctx.model.source, lines[-1]
-        records = [record for line in lines for record in line["records"]]
+        ctx, source, non_layer = self.ctx, self.ctx.model.source, entries[-1]
+        records = [record for entry in entries for record in entry["records"]]
         unsplit = [targets[0] for targets in ctx.plan.targets.values() if targets[0].part is None]
         refits = {target.name for target in unsplit if not target.configs}  # dense before and after
         replaced = [record for record in records if record["name"] not in refits]
@@ -372,14 +376,14 @@ class Conversion:
             notes=list(ctx.plan.notes),
             companions=[path.as_posix() for path in source.companions()],
             calibration=self._calibration_report(),
-            allocation=AllocationReport.model_validate(rest["allocation"]),
-            held_out=None if rest["held_out"] is None else HeldOutReport.model_validate(rest["held_out"]),
+            allocation=AllocationReport.model_validate(non_layer["allocation"]),
+            held_out=None if non_layer["held_out"] is None else HeldOutReport.model_validate(non_layer["held_out"]),
             totals=TotalsReport.model_validate(totals(replaced, source, ctx.work_dir, weight_map)),
             modules=[ModuleReport.model_validate(record) for record in records],
-            mixers=[MixerReport.model_validate(r) for line in lines for r in line.get("mixer_records", [])],
+            mixers=[MixerReport.model_validate(r) for entry in entries for r in entry.get("mixer_records", [])],
             time=TimeReport(
                 seconds={**self.seconds, "total": round(time.perf_counter() - began, 3)},
-                layers={line["piece"]: line["seconds"] for line in lines if "seconds" in line},
+                layers={entry["piece"]: entry["seconds"] for entry in entries if "seconds" in entry},
                 device=device_name(ctx.device),
                 threads=torch.get_num_threads(),
                 processes=ctx.dist.count,
@@ -400,8 +404,8 @@ class Conversion:
             tokens=data.tokens(),
             held_out_windows=data.rows - data.n_fit,
             windows=data.rows,
-            loss=self.text_fit.loss if self.text_fit else None,
-            own_samples_loss=self.text_fit.own_samples if self.text_fit else None,
+            loss=self.text_score.loss if self.text_score else None,
+            own_samples_loss=self.text_score.own_samples if self.text_score else None,
             warnings=self._text_warnings(),
         )
 
@@ -409,9 +413,8 @@ class Conversion:
         """Return the bytes of the largest layer in float32."""
         sizes: dict[str, int] = {}
         for name, key in self.ctx.model.keys.items():
-            if self.units[name] != REST:
-                numel = self.ctx.model.source.tensors[key].numel
-                sizes[self.units[name]] = sizes.get(self.units[name], 0) + 4 * numel
+            if (shard := self.shard_of[name]) != NON_LAYER:
+                sizes[shard] = sizes.get(shard, 0) + 4 * self.ctx.model.source.tensors[key].numel
         return max(sizes.values(), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Undoing a conversion: the stand-ins multiplied out to ordinary weights, tensor by tensor."""
+"""Undo a conversion: multiply structured linears out to dense weights, one module at a time."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from surgery.checkpoint.rewrite import rewrite_checkpoint
 from surgery.checkpoint.safetensors_io import DTYPES, TensorSource, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import has_shims, quantization_table, read_mixers, read_table
-from surgery.checkpoint.tensor_names import parameter_names, refuse_incomplete, unused_of
+from surgery.checkpoint.tensor_names import map_tensor_names, refuse_incomplete, unused_tensors
 from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
-from surgery.core.progress import Progress
+from surgery.core.progress import Progress, Tick
 from surgery.modeling.modules import SplitLinear, build_module
 from surgery.modeling.quantizer import put_standins
 from surgery.structures import StructuredLinear
 
-MAX_SHARD_BYTES = 2**29  # bytes of tensors in one piece
+MAX_SHARD_BYTES = 2**29  # of the files written on the way: the tensors of one are in memory together
 
 
 def densify(converted: str, out: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Write an ordinary checkpoint computing what the converted one does; counts of what was multiplied out.
+    """Write a dense checkpoint of the same function to `out`; return {"out", "modules": number of linears multiplied out}.
 
-    Weights keep the dtype they are stored in, so a bf16 checkpoint rounds each product once.
+    Weights keep their stored dtype, so a bfloat16 checkpoint rounds each product once. Mixers are not undone.
+    Raises SurgeryError if `converted` is not a valid converted checkpoint, or if `out` exists.
     """
     progress, out = progress or Progress(), Path(out)
     check_output_path(out, True)
     source = open_converted_checkpoint(converted)
     table, mixers = read_table(source.config, converted), read_mixers(source.config, converted)
     outputs = _output_projections(source, mixers)
-    unused = unused_of(source.config["quantization_config"])
+    unused = unused_tensors(source.config["quantization_config"])
     refuse_unopenable(source, converted)
     folded = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
     table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded"}
@@ -47,27 +48,29 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
 
 
 def refuse_unopenable(source: CheckpointSource, name: str) -> None:
-    """SurgeryError unless the table, the tensors and their shapes are exactly those of the model that the config describes.
-    A class that is code of the checkpoint is not looked at."""
+    """Raise SurgeryError unless the table, the tensors and their shapes are exactly those of the model of the config.
+
+    A model class that is code of the checkpoint is not checked.
+    """
     table, mixers = read_table(source.config, name), read_mixers(source.config, name)
     if source.config.get("auto_map") and not has_shims(source.config):
         return
     model = build_unconverted_model(source)
     put_standins(model, table, mixers)
-    refuse_incomplete(model, source.tensors, name, unused_of(source.config["quantization_config"]))
+    refuse_incomplete(model, source.tensors, name, unused_tensors(source.config["quantization_config"]))
     state = model.state_dict()
-    for parameter, tensor in parameter_names(model, source.tensors, name).items():
+    for parameter, tensor in map_tensor_names(model, source.tensors, name).items():
         stored = source.tensors[tensor].shape
         if parameter in state and tuple(state[parameter].shape) != tuple(stored):
             raise SurgeryError(
                 f"{name}: tensor {tensor!r} has shape {list(stored)}, and {type(model).__name__} needs "
-                f"{list(state[parameter].shape)}: its config.json and its weights do not belong together. Fetch or convert "
-                "the checkpoint again"
+                f"{list(state[parameter].shape)}: its config.json and its weights do not belong together. Download or "
+                "convert the checkpoint again"
             )
 
 
 def _output_projections(source: CheckpointSource, mixers: dict[str, Any]) -> set[str]:
-    """Output projections of attention with a mixer. Mixers are not undone, so these stay folded (FoldedLinear)."""
+    """Return the output projections of attention modules with a mixer, which stay GuardedLinear like their mixers."""
     if not mixers:
         return set()
     model = build_unconverted_model(source)
@@ -82,6 +85,7 @@ def _folded_entry(spec: dict[str, Any]) -> dict[str, Any]:
 def _plain_config(
     source: CheckpointSource, folded: dict[str, Any], mixers: dict[str, Any], unused: list[str]
 ) -> dict[str, Any]:
+    """Return the config without the replaced linears; the table stays if there are mixers."""
     config = {k: v for k, v in source.config.items() if k != "quantization_config"}
     if mixers:
         return {**config, "quantization_config": quantization_table(folded, mixers, unused)}
@@ -93,13 +97,13 @@ def _plain_config(
 def _write_shards(
     source: CheckpointSource, table: dict[str, Any], folded: set[str], folder: Path, progress: Progress
 ) -> list[Path]:
-    """Everything that is not a stand-in's, then the products, in pieces of about BATCH bytes."""
-    pieces: list[Path] = []
+    """Write the unchanged tensors, then the dense weights, into files of about MAX_SHARD_BYTES."""
+    files: list[Path] = []
     batch: list[TensorSource] = []
 
     def write() -> None:
-        pieces.append(folder / f"{len(pieces):05d}.safetensors")
-        write_shard(pieces[-1], batch)
+        files.append(folder / f"{len(files):05d}.safetensors")
+        write_shard(files[-1], batch)
         batch.clear()
 
     with progress.bar("multiplying out", len(table)) as tick:
@@ -109,31 +113,33 @@ def _write_shards(
                 write()
     if batch:
         write()
-    return pieces
+    return files
 
 
 def _iter_tensors(
-    source: CheckpointSource, table: dict[str, Any], folded: set[str], tick: Any
+    source: CheckpointSource, table: dict[str, Any], folded: set[str], tick: Tick
 ) -> Iterator[TensorSource]:
-    names = {entry.get("file_name", path): path for path, entry in table.items()}
-    cores = {f"{base}.{name}" for base, path in names.items() for name in _stored_tensor_names(table[path])}
-    yield from (TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in cores)
-    for base, path in names.items():
+    paths = {entry.get("file_name", path): path for path, entry in table.items()}
+    replaced = {f"{base}.{name}" for base, path in paths.items() for name in _stored_tensor_names(table[path])}
+    yield from (TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in replaced)
+    for base, path in paths.items():
         yield from dense_entries(source, base, table[path], path in folded)
         tick()
 
 
 def _stored_tensor_names(spec: dict[str, Any]) -> list[str]:
-    """Names below the module of what the stand-in stores (its bias stays, unless it is split)."""
-    names = list(build_module(spec).state_dict())
-    return [n for n in names if n != "bias"]
+    """Return the names of a module's tensors, without the bias, which is stored as in the source (unless it is split)."""
+    return [name for name in build_module(spec).state_dict() if name != "bias"]
 
 
 @torch.no_grad()
 def dense_entries(
     source: CheckpointSource, base: str, spec: dict[str, Any], folded: bool = False
 ) -> list[TensorSource]:
-    """The dense weight of one stand-in (and the bias of a split one), under its original names."""
+    """Return the dense weight of one replaced linear, and the bias of a split one, under their original names.
+
+    base: the linear's name in the files. spec: its table entry. folded: store the weight as (1, out, in), see GuardedLinear.
+    """
     module = load_replacement_module(spec, base, source.tensors, torch.device("cpu"))
     stored = DTYPES[
         next(source.tensors[f"{base}.{n}"].dtype for n in _stored_tensor_names(spec) if not n.endswith("place"))

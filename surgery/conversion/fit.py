@@ -14,18 +14,20 @@ from torch import Tensor
 from surgery.calibration.moments import HeldOutError, InputMoments
 from surgery.core.errors import NumbersError, SurgeryError, naming
 from surgery.planning.plan import LinearTarget, fit_config_to_budget
-from surgery.structures import STRUCTURES, Metric, StructuredLinear, linalg
+from surgery.structures import STRUCTURES, Metric, StructureConfig, StructuredLinear, linalg
 from surgery.structures.metric import damp_, damp_output_gram, spd_factor
 
-# Sweeps stop when one lowers the error of the fit by less than this share.
-MIN_SWEEP_GAIN = 1e-3
+MIN_SWEEP_GAIN = 1e-3  # sweeps stop when one lowers the error of the fit by less than this fraction
 
 
 @dataclass(frozen=True)
 class FitRecord:
-    """What the report says of one matrix, of (out, in) numbers. error: relative to the output it was to reproduce, on held-out rows,
-    sqrt(E|y* - B x|^2 / E|y*|^2); without calibration, of the weights (Frobenius). start: the closed form's.
-    refit: whether the target was moved to make up for the layers below."""
+    """The report's entry of one matrix.
+
+    shape: (out, in). error: relative output error on held-out rows, sqrt(E|y* - B x|^2 / E|y*|^2); without calibration the
+    relative error of the weights (Frobenius). start: the error after the closed-form projection. sweeps: sweeps accepted
+    after it. refit: whether the matrix was fitted to the regression K C^-1, which compensates errors of earlier layers.
+    """
 
     name: str
     roles: list[str]
@@ -42,12 +44,14 @@ class FitRecord:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as they stand in the report."""
         return asdict(self)
 
 
 @dataclass
 class FitResult:
-    """linear: the structure, float32 and already rounded to the stored dtype; or dense_OI, kept dense."""
+    """The result of a fit: a structured linear, or the dense matrix dense_OI. Both are in float32, with values that the
+    stored dtype represents exactly."""
 
     record: FitRecord
     linear: StructuredLinear | None
@@ -60,7 +64,7 @@ class FitContext:
 
     fit: moments of the calibration rows, None without calibration. held_out: returns the moments of the held-out rows,
     computed on first use. gram: output Gram matrix G (O, O) or its diagonal (O,). damping: relative ridge added to C.
-    sweeps: most sweeps after the projection. stored_dtype: dtype in which the result is saved.
+    sweeps: maximum number of sweeps after the projection. stored_dtype: dtype in which the result is saved.
     """
 
     fit: InputMoments | None = None
@@ -73,11 +77,14 @@ class FitContext:
 
 @dataclass
 class Candidate:
-    """A fitted candidate. The lowest `loss` wins; `error` is reported. config None: a dense matrix."""
+    """One fitted approximation b of target_OI. The candidate with the lowest `loss` is chosen; `error` is reported.
 
-    config: Any
+    config: of the structure; None if b is a dense matrix.
+    """
+
+    config: StructureConfig | None
     target_OI: Tensor
-    b: Any  # StructuredLinear or a dense matrix
+    b: StructuredLinear | Tensor
     loss: float
     error: float
     refit: bool
@@ -91,70 +98,81 @@ CandidateScorer = HeldOutError | Metric | None
 
 @torch.no_grad()
 def fit_linear(target: LinearTarget, budget: float, weight_OI: Tensor, fit_context: FitContext) -> FitResult:
-    """The best of the target's structures within `budget` numbers, by held-out error.
+    """Return the best of the target's structures with at most `budget` parameters, by held-out error.
 
-    SurgeryError with the matrix's name where its numbers cannot be fitted or stored. Two targets are tried: W itself, and the regression K C^-1 of the wanted output on the input that the
-    converted layers give; the second is taken only if the held-out error falls. So is what sweeps gain.
+    Two matrices are approximated: W itself, and the regression K C^-1 of the original output on the input from the
+    converted layers. The regression and the sweeps are accepted only if the held-out error falls.
+    Raises SurgeryError with the matrix's name if its values cannot be fitted or stored.
     """
     with naming(target.name):
-        return _fit_cut(target, budget, weight_OI, fit_context)
+        return _fit_best_candidate(target, budget, weight_OI, fit_context)
 
 
-def _fit_cut(target: LinearTarget, budget: float, weight_OI: Tensor, fit_context: FitContext) -> FitResult:
+def _fit_best_candidate(target: LinearTarget, budget: float, weight_OI: Tensor, fit_context: FitContext) -> FitResult:
     began = time.perf_counter()
     metric = stage_metric(fit_context)
-    configs, targets_OI = (
-        candidate_configs(target, budget),
-        [weight_OI, *_regression_target(target, weight_OI, fit_context, metric)],
-    )
+    configs = candidate_configs(target, budget)
+    targets_OI = [weight_OI, *_regression_target(target, weight_OI, fit_context, metric)]
     scorer: CandidateScorer = metric
     if fit_context.held_out is not None:
         scorer = HeldOutError(fit_context.held_out(), target.name, damp_output_gram(fit_context.gram))
-    else:  # no held-out rows: the target that takes the layers below into account
+    else:  # no held-out rows to choose by: take the regression, which accounts for errors of the layers below
         targets_OI = targets_OI[-1:]
         if len(configs) == 1 and metric.c_II is not None:
             scorer = None
     candidates = []
     for config in configs:
-        # The moved target first: its product with C is known, and only the last such product is kept.
+        # The regression first: its product with C is in the cache, which keeps only the last such product.
         starts = [
             _initial_candidate(config, target_OI, metric, scorer, target_OI is not weight_OI)
             for target_OI in reversed(targets_OI)
         ]
-        candidates.append(_refine(min(reversed(starts), key=lambda a: a.loss), metric, scorer, fit_context.sweeps))
-    best = min(candidates, key=lambda a: a.loss)
+        start = min(reversed(starts), key=lambda candidate: candidate.loss)
+        candidates.append(_refine(start, metric, scorer, fit_context.sweeps))
+    best = min(candidates, key=lambda candidate: candidate.loss)
     return _fit_result(target, best, fit_context.stored_dtype, time.perf_counter() - began)
 
 
 @torch.no_grad()
-def quick_fit(target: LinearTarget, configs: list[Any], weight_OI: Tensor, metric: Metric, sweeps: int) -> FitResult:
-    """The best of `configs` in the metric itself, nothing held out: for a trial, which is judged as a whole."""
+def quick_fit(
+    target: LinearTarget, configs: list[StructureConfig | None], weight_OI: Tensor, metric: Metric, sweeps: int
+) -> FitResult:
+    """Return the best of `configs` by the metric (C, G) itself, without held-out rows.
+
+    For trials, whose held-out score is measured on the whole model.
+    """
     began, scorer = time.perf_counter(), metric if len(configs) > 1 else None
     with naming(target.name):
         candidates = [
             _refine(_initial_candidate(c, weight_OI, metric, scorer, False), metric, scorer, sweeps) for c in configs
         ]
-        return _fit_result(target, min(candidates, key=lambda a: a.loss), torch.float32, time.perf_counter() - began)
+        best = min(candidates, key=lambda candidate: candidate.loss)
+        return _fit_result(target, best, torch.float32, time.perf_counter() - began)
 
 
 def stage_metric(fit_context: FitContext) -> Metric:
-    """Return the metric (C, G) of a fit; factors of C are cached for all matrices of the stage."""
+    """Return the metric (C, G) of a fit. Factors of C are cached for all matrices of the stage."""
     if fit_context.fit is None:
         return Metric()
     moments = fit_context.fit
-    if "ridge" not in moments.cache:  # in place: C of a wide input is the largest thing in memory
+    if "ridge" not in moments.cache:  # damped in place: for a wide input, C is the largest tensor in memory
         moments.cache["ridge"] = damp_(moments.c_II, fit_context.damping)
     return Metric(moments.c_II, damp_output_gram(fit_context.gram), moments.cache)
 
 
-def candidate_configs(target: LinearTarget, budget: float) -> list[Any]:
-    """Resolved configs, or [None] to stay dense: where the recipe says so or the budget pays for all of it."""
+def candidate_configs(target: LinearTarget, budget: float) -> list[StructureConfig | None]:
+    """Return the candidate configs with at most `budget` parameters; [None] if the matrix stays dense.
+
+    It stays dense if the recipe says so, or if the budget covers all of its parameters.
+    Raises SurgeryError if no structure fits.
+    """
     if not target.configs or (budget >= target.numel and not target.has_fixed_rank):
         return [None]
     configs = [c for config in target.configs if (c := fit_config_to_budget(config, target, budget)) is not None]
     if not configs:
         raise SurgeryError(
-            f"convert: no structure of {target.name} ({target.out} x {target.in_}) fits into {int(budget):,} numbers; raise keep"
+            f"convert: no structure of {target.name} ({target.out} x {target.in_}) fits into {int(budget):,} parameters. "
+            "Raise keep"
         )
     return configs
 
@@ -162,23 +180,26 @@ def candidate_configs(target: LinearTarget, budget: float) -> list[Any]:
 def _regression_target(
     target: LinearTarget, weight_OI: Tensor, fit_context: FitContext, metric: Metric
 ) -> list[Tensor]:
-    """(K + ridge W)(C + ridge)^-1, with the ridge pulling towards W; [] where it would be W itself."""
+    """Return [(K + ridge W)(C + ridge)^-1], which the ridge keeps close to W; [] if that is W itself."""
     fit = fit_context.fit
     if fit is None or metric.c_II is None or not fit.diverged:
         return []
     moment_II = metric.c_II
-    # In place: nobody asks for this matrix's K again, and it is as large as W.
+    # In place: K of this matrix is not read again, and it is as large as W.
     wanted_OI = fit.cross(target.name).add_(weight_OI, alpha=fit.cache["ridge"])
-    # Kept only where another matrix will ask for it: of a wide input it is as large as C.
-    only = len(fit.targets) == 1
-    factor_II = spd_factor(moment_II) if only else metric.compute_once("factor", lambda: spd_factor(moment_II))
+    # The Cholesky factor is as large as C: it is cached only if another matrix of the stage will read it.
+    is_only = len(fit.targets) == 1
+    factor_II = spd_factor(moment_II) if is_only else metric.compute_once("factor", lambda: spd_factor(moment_II))
     moved_OI = linalg.cholesky_solve(wanted_OI.mT, factor_II).mT.contiguous()
     metric.cache_times_c(moved_OI, wanted_OI)
     return [moved_OI]
 
 
-def _evaluate(b: Any, target_OI: Tensor, scorer: CandidateScorer) -> tuple[float, float]:
-    """(loss, error); NaN from nobody, and what sweeps make of it is then taken: they descend in the metric."""
+def _evaluate(b: StructuredLinear | Tensor, target_OI: Tensor, scorer: CandidateScorer) -> tuple[float, float]:
+    """Return (loss, error), both NaN without a scorer.
+
+    NaN compares false, so `_refine` then accepts every sweep, and sweeps never increase the error in the metric.
+    """
     if scorer is None:
         return float("nan"), float("nan")
     matrix_OI = b if isinstance(b, Tensor) else b.dense()
@@ -189,32 +210,37 @@ def _evaluate(b: Any, target_OI: Tensor, scorer: CandidateScorer) -> tuple[float
 
 
 def _initial_candidate(
-    config: Any, target_OI: Tensor, metric: Metric, scorer: CandidateScorer, refit: bool
+    config: StructureConfig | None, target_OI: Tensor, metric: Metric, scorer: CandidateScorer, refit: bool
 ) -> Candidate:
-    b = target_OI if config is None else STRUCTURES[config].project(target_OI, config, metric)
+    b: StructuredLinear | Tensor = target_OI
+    if config is not None:
+        b = STRUCTURES[config].project(target_OI, config, metric)
     loss, error = _evaluate(b, target_OI, scorer)
     return Candidate(config, target_OI, b, loss, error, refit, start=error)
 
 
 def _refine(start: Candidate, metric: Metric, scorer: CandidateScorer, sweeps: int) -> Candidate:
-    """The start after up to `sweeps` sweeps, or the start itself where held-out rows do not agree; they are asked
-    after the first sweep too, which gains most: what overfits then will only do so more."""
-    if start.config is None:
+    """Return the candidate after up to `sweeps` sweeps, or unchanged if they do not lower its loss.
+
+    The held-out error is measured after the last sweep, and also after the first: the first sweep gains most, so if it
+    overfits already, more sweeps would only overfit more.
+    """
+    if isinstance(start.b, Tensor):
         return start
-    best, linear, left = start, copy.deepcopy(start.b), float("inf")
+    best, linear, previous = start, copy.deepcopy(start.b), float("inf")
     for done in range(1, sweeps + 1):
-        now = linear.refine(start.target_OI, metric)
-        if now is None:
+        error_now = linear.refine(start.target_OI, metric)
+        if error_now is None:
             break
-        last = done == sweeps or now > left * (1 - MIN_SWEEP_GAIN)
-        if last or (done == 1 and isinstance(scorer, HeldOutError)):
+        is_last = done == sweeps or error_now > previous * (1 - MIN_SWEEP_GAIN)
+        if is_last or (done == 1 and isinstance(scorer, HeldOutError)):
             loss, error = _evaluate(linear, start.target_OI, scorer)
             if loss >= best.loss:
                 break
-            best = replace(start, b=linear if last else copy.deepcopy(linear), loss=loss, error=error, sweeps=done)
-        if last:
+            best = replace(start, b=linear if is_last else copy.deepcopy(linear), loss=loss, error=error, sweeps=done)
+        if is_last:
             break
-        left = now
+        previous = error_now
     return best
 
 
@@ -225,7 +251,7 @@ def _fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, seco
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             largest = float(torch.finfo(stored).max)
             raise NumbersError(
-                f"its fit holds NaN or Inf in {str(stored).removeprefix('torch.')} (numbers up to {largest:.1e}); leave it "
+                f"its fit holds NaN or Inf in {str(stored).removeprefix('torch.')} (numbers up to {largest:.1e}). Leave it "
                 f"dense (a rule {{match: {target.name}, structure: dense}}), or convert from a checkpoint in bfloat16 or float32"
             )
     params, macs = linear.cost() if linear is not None else (target.numel, target.numel)
@@ -248,7 +274,7 @@ def _fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, seco
 
 
 def round_to_dtype(linear: StructuredLinear, dtype: torch.dtype) -> StructuredLinear:
-    """Float32 holding exactly what `dtype` will store, so that later layers see what will be loaded."""
+    """Round the parameters in place to values of `dtype`, kept in float32, so that later layers see what will be loaded."""
     for parameter in linear.parameters():
         parameter.data = parameter.data.to(dtype).float().contiguous()
     return linear

@@ -36,7 +36,7 @@ class MixerTrial:
     """
 
     def __init__(self, ctx: ConversionContext):
-        self.ctx, self.plan, self.ranks = ctx, ctx.plan, ctx.dist
+        self.ctx, self.plan, self.dist = ctx, ctx.plan, ctx.dist
         self.runner = ctx.runner.single_process()
         self.mixers: dict[str, Mixer] = {}
         self.contenders: dict[str, set[str]] = {}
@@ -45,9 +45,9 @@ class MixerTrial:
 
     def run_distributed(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, HeldOutScore]:
         """Call `run` with the contenders dealt out to the processes; returns all scores in all processes."""
-        own = {name: contenders[name] for name in list(contenders)[self.ranks.index :: self.ranks.count]}
-        found = self.ranks.gather(self.ranks.together_or_raise(lambda: self.run(own, done) if own else {}))
-        return {name: scores[name] for name in contenders for scores in found if name in scores}
+        own = {name: contenders[name] for name in list(contenders)[self.dist.index :: self.dist.count]}
+        gathered = self.dist.gather(self.dist.together_or_raise(lambda: self.run(own, done) if own else {}))
+        return {name: scores[name] for name in contenders for scores in gathered if name in scores}
 
     @torch.no_grad()
     def run(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, HeldOutScore]:
@@ -62,15 +62,17 @@ class MixerTrial:
         }
 
     def _visit(self, call: LayerCall) -> Any:
+        """Run all rows through one layer: the original rows unchanged, each contender's with its mixer, if it has one."""
         call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
         attention_target = self.plan.attention_targets.get(call.path)
-        wanted = any(call.path in layers for layers in self.contenders.values())
-        if attention_target is not None and wanted and call.path not in self.mixers:
-            self.mixers[call.path] = self._init_mixer(call)
+        replaced: dict[str, Mixer] = {}
+        if attention_target is not None and any(call.path in layers for layers in self.contenders.values()):
+            if call.path not in self.mixers:
+                self.mixers[call.path] = self._init_mixer(call)
+            replaced = {attention_target.path: self.mixers[call.path]}
         phases: list[Phase] = [(self.groups.original.start, self.groups.original.stop, nullcontext())]
-        here = {attention_target.path: self.mixers[call.path]} if attention_target is not None and wanted else {}
         for layers, rows in zip(self.contenders.values(), self.groups.converted):
-            mixers = here if call.path in layers else {}
+            mixers = replaced if call.path in layers else {}
             phases.append((rows.start, rows.stop, all_attention_replaced(self.ctx.model, mixers)))
         out = run_phases(call, phases, self.runner)
         self.done()
@@ -78,13 +80,14 @@ class MixerTrial:
 
     def broadcast_mixers(self, layers: list[str]) -> None:
         """Give every mixer to all processes, after `run_distributed` with one contender for each layer."""
-        for i, layer in enumerate(layers if self.ranks.count > 1 else ()):
-            attention_target, owner = self.plan.attention_targets[layer], i % self.ranks.count
+        for i, layer in enumerate(layers if self.dist.count > 1 else ()):
+            attention_target, owner = self.plan.attention_targets[layer], i % self.dist.count
             read = lambda at=layer: InitializedMixer(self.mixers[at], {})  # noqa: E731
-            initialized = broadcast_mixer(self.ranks, owner, attention_target, read, self.runner.device)
+            initialized = broadcast_mixer(self.dist, owner, attention_target, read, self.runner.device)
             self.mixers[layer] = initialized.mixer.eval().requires_grad_(False)
 
     def _init_mixer(self, call: LayerCall) -> Mixer:
+        """Return the layer's mixer, initialized with TRIAL_STEPS_SHARE of the recipe's training steps."""
         attention_target, settings = self.plan.attention_targets[call.path], self.ctx.recipe.attention
         assert settings is not None
         rotated = build_mixer(attention_target, torch.device("meta")).rotated

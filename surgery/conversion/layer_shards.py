@@ -1,7 +1,10 @@
-"""Pieces of a conversion: which tensors each must hold, and which steps of an interrupted run may be used again.
+"""Layer shards of a conversion: which tensors each file must hold, and which steps of an interrupted run can be reused.
 
-A step is used again only if its journal line is as surgery writes it, agrees with the plan, and its file has the line's
-SHA-256 and exactly the tensors that the plan and the line's table call for. Every other step is done again.
+A layer shard is the safetensors file of one finished layer; one more shard, NON_LAYER, has all tensors outside the layers.
+Once all are finished, they are merged into the output shards of the checkpoint.
+
+A step is reused only if its journal entry is valid and agrees with the plan. Its file must have the entry's SHA-256, and
+exactly the tensors that follow from the plan and the entry's table. Every other step is repeated.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, ValidationError
 
+from surgery.architectures.linears import LinearInfo
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.report import (
     AllocationReport,
@@ -21,10 +25,10 @@ from surgery.checkpoint.report import (
     HybridReport,
     MixerReport,
     ModuleReport,
-    _ReportModel,
+    ReportModel,
 )
 from surgery.checkpoint.safetensors_io import FLOAT_DTYPES, file_digest, read_header
-from surgery.checkpoint.writer import flat, shard_name
+from surgery.checkpoint.writer import concatenate, shard_name
 from surgery.conversion.mixer_init.base import build_mixer
 from surgery.conversion.replacement import stored_module_name
 from surgery.conversion.sequential import untied_entries
@@ -34,121 +38,141 @@ from surgery.modeling.modules import build_module
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import Plan
 
-REST = "rest"  # the unit of all tensors that belong to no layer
-Shapes = dict[str, tuple[int, ...]]
-Finite = Annotated[float, Field(ge=0, le=1e30)]
+NON_LAYER = "rest"  # name of the shard of all tensors outside the layers, as files and journals spell it
+TensorShapes = dict[str, tuple[int, ...]]
+NonNegative = Annotated[float, Field(ge=0, le=1e30)]
 
 
-class _Piece(_ReportModel):
+# -- schema of the journal's entries, by step ------------------------------------------------------
+class _ShardEntry(ReportModel):
     piece: str
     sha256: str
     table: dict[str, dict[str, Any]]
     records: list[ModuleReport]
     mixers: dict[str, dict[str, Any]] = Field(default_factory=dict)
     mixer_records: list[MixerReport] = Field(default_factory=list)
-    seconds: Finite = 0.0
+    seconds: NonNegative = 0.0
 
 
-class _Rest(_Piece):
+class _NonLayerEntry(_ShardEntry):
     held_out: HeldOutReport | None
     allocation: AllocationReport
 
 
-class _Budgets(_ReportModel):
-    budgets: dict[str, Finite]
+class _BudgetsEntry(ReportModel):
+    budgets: dict[str, NonNegative]
     allocation: AllocationReport
 
 
-class _Hybrid(_ReportModel):
+class _HybridEntry(ReportModel):
     told: HybridReport
 
 
-class _Chosen(_ReportModel):
+class _MixerChoice(ReportModel):
     config: dict[str, Any]
     fixed: dict[str, Any]
 
 
-class _Arranged(_ReportModel):
-    chosen: dict[str, _Chosen]
+class _MixerChoicesEntry(ReportModel):
+    chosen: dict[str, _MixerChoice]
 
 
-class _Shards(_ReportModel):
+class _OutputShardsEntry(ReportModel):
     groups: list[list[str]]
 
 
-class _Shard(_ReportModel):
+class _OutputShardEntry(ReportModel):
     name: str
     sha256: str
 
 
-SHAPES: dict[str, type[_ReportModel]] = {
-    "budgets": _Budgets,
-    "hybrid": _Hybrid,
-    "arranged": _Arranged,
-    "shards": _Shards,
-    "shard": _Shard,
+ENTRY_MODELS: dict[str, type[ReportModel]] = {
+    "budgets": _BudgetsEntry,
+    "hybrid": _HybridEntry,
+    "arranged": _MixerChoicesEntry,
+    "shards": _OutputShardsEntry,
+    "shard": _OutputShardEntry,
 }
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """units: parameter -> its layer, or REST."""
+class LayerShards:
+    """The layer shards of one conversion, and checks of the files that an interrupted run left.
+
+    shard_of: name of the shard of each source parameter, the path of its layer or NON_LAYER. folder: the shards' folder.
+    """
 
     meta_model: MetaModel
     plan: Plan
-    units: dict[str, str]
+    shard_of: dict[str, str]
     folder: Path
 
     def names(self) -> list[str]:
-        return [*self.plan.layout.layers, REST]
+        """Return the names of all shards, in the order in which they are merged."""
+        return [*self.plan.layout.layers, NON_LAYER]
 
-    def path(self, unit: str) -> Path:
-        return self.folder / f"{unit}.safetensors"
+    def path(self, name: str) -> Path:
+        """Return the file of a shard."""
+        return self.folder / f"{name}.safetensors"
 
-    # -- what a piece holds ------------------------------------------------------------------------
-    def expected(self, line: dict[str, Any]) -> Shapes:
-        """Tensor -> shape of the piece of a journal line. SurgeryError where the line's table disagrees with the plan."""
-        unit, table, mixers = line["piece"], line["table"], line.get("mixers", {})
-        keys, layer = self.meta_model.keys, "" if line["piece"] == REST else line["piece"]
-        shapes = {key: self.meta_model.source.tensors[key].shape for n, key in keys.items() if self.units[n] == unit}
+    # -- the tensors of a shard --------------------------------------------------------------------
+    def expected_shapes(self, entry: dict[str, Any]) -> TensorShapes:
+        """Return the shape of each tensor of the shard that a journal entry describes.
+
+        Raises SurgeryError if the entry's table or mixers disagree with the plan.
+        """
+        name, keys = entry["piece"], self.meta_model.keys
+        layer = "" if name == NON_LAYER else name
+        stored = self.meta_model.source.tensors
+        shapes = {key: stored[key].shape for parameter, key in keys.items() if self.shard_of[parameter] == name}
+        if not layer:
+            for path in self.plan.targets_in_layer(layer):
+                shapes |= {tensor.name: tensor.shape for tensor in untied_entries(self.meta_model, path)}
+        self._replace_linear_shapes(shapes, layer, entry["table"])
+        return shapes | self._mixer_shapes(layer, entry.get("mixers", {}))
+
+    def _replace_linear_shapes(self, shapes: TensorShapes, layer: str, table: dict[str, dict[str, Any]]) -> None:
+        """Replace the shapes of the layer's replaced linears: dense ones, and the structured ones of `table`."""
         linears = {linear.path: linear for linear in self.plan.layout.linears}
-        cuts, attention_target = self.plan.targets_in_layer(layer), self.plan.attention_targets.get(layer)
-        for path in cuts if not layer else ():
-            shapes |= {entry.name: entry.shape for entry in untied_entries(self.meta_model, path)}
-        for path in {*cuts, *table}:
-            if path not in cuts and (attention_target is None or path != attention_target.output):
-                raise SurgeryError(f"the plan replaces nothing at {path}")
+        targets, attention_target = self.plan.targets_in_layer(layer), self.plan.attention_targets.get(layer)
+        for path in {*targets, *table}:
+            if path not in targets and (attention_target is None or path != attention_target.output):
+                raise SurgeryError(f"the journal has a table entry for {path}, which the plan does not replace")
             base, linear = stored_module_name(self.meta_model, path), linears[path]
-            dense = (linear.in_, linear.out) if linear.transposed else (linear.out, linear.in_)
-            shapes[f"{base}.weight"] = dense
-            if path in table:
-                _refuse_unlike(table[path], linear, base)
-                del shapes[f"{base}.weight"]
-                if table[path].get("structure") == "split":
-                    shapes.pop(f"{base}.bias", None)
-                state = build_module(table[path]).state_dict()
-                shapes |= {f"{base}.{name}": tuple(t.shape) for name, t in state.items() if name != "bias"}
-        if set(mixers) != ({attention_target.path} if attention_target else set()):
-            raise SurgeryError(f"the plan has no mixers at {sorted(mixers)}")
+            if path not in table:
+                shapes[f"{base}.weight"] = (linear.in_, linear.out) if linear.transposed else (linear.out, linear.in_)
+                continue
+            _check_table_entry(table[path], linear, base)
+            shapes.pop(f"{base}.weight", None)
+            if table[path].get("structure") == "split":
+                shapes.pop(f"{base}.bias", None)
+            state = build_module(table[path]).state_dict()
+            shapes |= {f"{base}.{name}": tuple(t.shape) for name, t in state.items() if name != "bias"}
+
+    def _mixer_shapes(self, layer: str, mixers: dict[str, dict[str, Any]]) -> TensorShapes:
+        target = self.plan.attention_targets.get(layer)
+        if set(mixers) != ({target.path} if target else set()):
+            raise SurgeryError(f"the journal has mixers at {sorted(mixers)}, which are not those of the plan")
+        shapes: TensorShapes = {}
         for path, spec in mixers.items():
-            assert attention_target is not None
+            assert target is not None
             config = mixer_config(spec)
             with torch.device("meta"):
-                state = MIXERS[config](config, attention_target.shape).state_dict()
+                state = MIXERS[config](config, target.shape).state_dict()
             shapes |= {f"{path}.mixer.{name}": tuple(t.shape) for name, t in state.items()}
         return shapes
 
-    def holds(self, file: Path, line: dict[str, Any], whole: bool) -> bool:
-        """Whether the file has the tensors of the line's piece; whole: and no others."""
+    def has_tensors(self, file: Path, entry: dict[str, Any], *, exact: bool) -> bool:
+        """Return whether `file` has the tensors of an entry's shard, in their shapes and dtypes; exact: and no others."""
         header = read_header(file)
         found = {name: info.shape for name, info in header.items()}
-        expected = self.expected(line)
+        expected = self.expected_shapes(entry)
         if not all(self._has_stored_dtype(name, header[name].dtype) for name in expected.keys() & header.keys()):
             return False
-        return found == expected if whole else expected.items() <= found.items()
+        return found == expected if exact else expected.items() <= found.items()
 
     def _has_stored_dtype(self, name: str, dtype: str) -> bool:
-        """A copied tensor has the source's dtype; the numbers of a stand-in, that of the weight it stands for."""
+        """Return whether a tensor has the dtype of its source, or of the weight that its module replaces."""
         source, base = self.meta_model.source.tensors, name
         if name in source:
             return dtype == source[name].dtype
@@ -157,117 +181,127 @@ class Pieces:
         return not base or dtype not in FLOAT_DTYPES or dtype == source[f"{base}.weight"].dtype
 
     # -- what an interrupted run left --------------------------------------------------------------
-    def sound(self, lines: list[dict[str, Any]], out: Path) -> list[dict[str, Any]]:
-        """The lines that are used again. out: where finished shards lie."""
-        pieces: dict[str, dict[str, Any]] = {}
-        for line in lines:
-            if line["step"] == "piece" and line["piece"] in self.names():
-                pieces.setdefault(line["piece"], line)
-        shards = self._finished_shards(lines, pieces, out)
-        on_disk = {unit for unit, line in pieces.items() if self._is_sound(line)}
-        joined = {unit for unit, line in pieces.items() if unit in shards and self._is_in(shards[unit], line)}
-        others = [line for line in lines if line["step"] not in ("piece", "shards", "shard")]
-        if on_disk | joined == set(self.names()):
-            done = {path.name for unit, path in shards.items() if unit in joined}
-            planned = [] if self._groups(lines) is None else [line for line in lines if line["step"] == "shards"][:1]
-            ends = [line for line in lines if line["step"] == "shard" and line["name"] in done]
-            return [*others, *pieces.values(), *planned, *ends]
+    def select_usable_entries(self, entries: list[dict[str, Any]], out: Path) -> list[dict[str, Any]]:
+        """Return the journal entries whose steps can be reused. out: the folder of the output shards.
+
+        If a layer shard is in neither its own file nor an output shard, merging starts again: the output shards are
+        removed, and with them the entries of merged layers.
+        """
+        shards: dict[str, dict[str, Any]] = {}
+        for entry in entries:
+            if entry["step"] == "piece" and entry["piece"] in self.names():
+                shards.setdefault(entry["piece"], entry)
+        merged_into = self._intact_output_shards(entries, shards, out)
+        on_disk = {name for name, entry in shards.items() if self._is_intact(entry)}
+        merged = {
+            name for name, entry in shards.items() if name in merged_into and self._is_in(merged_into[name], entry)
+        }
+        others = [entry for entry in entries if entry["step"] not in ("piece", "shards", "shard")]
+        if on_disk | merged == set(self.names()):
+            finished = {path.name for name, path in merged_into.items() if name in merged}
+            groups = [] if self._groups(entries) is None else [e for e in entries if e["step"] == "shards"][:1]
+            written = [entry for entry in entries if entry["step"] == "shard" and entry["name"] in finished]
+            return [*others, *shards.values(), *groups, *written]
         for file in out.glob("model*.safetensors"):
             file.unlink()
-        return [*others, *(line for unit, line in pieces.items() if unit in on_disk - {REST})]
+        return [*others, *(entry for name, entry in shards.items() if name in on_disk - {NON_LAYER})]
 
-    def _is_sound(self, line: dict[str, Any]) -> bool:
-        path = self.path(line["piece"])
-        return file_digest(path) == line["sha256"] and _holds(lambda: self.holds(path, line, whole=True))
+    def _is_intact(self, entry: dict[str, Any]) -> bool:
+        path = self.path(entry["piece"])
+        return file_digest(path) == entry["sha256"] and _is_true(lambda: self.has_tensors(path, entry, exact=True))
 
-    def _is_in(self, shard: Path, line: dict[str, Any]) -> bool:
-        return _holds(lambda: self.holds(shard, line, whole=False))
+    def _is_in(self, output_shard: Path, entry: dict[str, Any]) -> bool:
+        return _is_true(lambda: self.has_tensors(output_shard, entry, exact=False))
 
-    def _groups(self, lines: list[dict[str, Any]]) -> list[list[str]] | None:
-        """How the journal divides the pieces into shards; None where it does not, or has other pieces."""
-        groups = next((line["groups"] for line in lines if line["step"] == "shards"), None)
-        files = [self.path(unit).name for unit in self.names()]
-        return groups if groups is not None and flat(groups) == files and all(groups) else None
+    def _groups(self, entries: list[dict[str, Any]]) -> list[list[str]] | None:
+        """Return the layer shards of each output shard as the journal has them; None if it has none, or other layers."""
+        groups: list[list[str]] | None = next((e["groups"] for e in entries if e["step"] == "shards"), None)
+        files = [self.path(name).name for name in self.names()]
+        return groups if groups is not None and concatenate(groups) == files and all(groups) else None
 
-    def _finished_shards(
-        self, lines: list[dict[str, Any]], pieces: dict[str, dict[str, Any]], out: Path
+    def _intact_output_shards(
+        self, entries: list[dict[str, Any]], shards: dict[str, dict[str, Any]], out: Path
     ) -> dict[str, Path]:
-        """Unit -> the shard that it was joined into, of those that are as they were written."""
-        if (groups := self._groups(lines)) is None:
+        """Return the output shard of each layer shard that was merged into one with the SHA-256 of the journal."""
+        if (groups := self._groups(entries)) is None:
             return {}
-        written = {line["name"]: line["sha256"] for line in lines if line["step"] == "shard"}
-        units, found = iter(self.names()), {}
+        digests = {entry["name"]: entry["sha256"] for entry in entries if entry["step"] == "shard"}
+        names, found = iter(self.names()), {}
         for i, group in enumerate(groups):
-            name, inside = shard_name(i, len(groups)), [next(units) for _ in group]
-            digest = written.get(name)
-            if digest is None and len(inside) == 1 and inside[0] in pieces:  # moved, not yet written down
-                digest = pieces[inside[0]]["sha256"]
-            if digest is not None and file_digest(out / name) == digest:
-                found.update(dict.fromkeys(inside, out / name))
+            file, members = shard_name(i, len(groups)), [next(names) for _ in group]
+            digest = digests.get(file)
+            if digest is None and len(members) == 1 and members[0] in shards:
+                digest = shards[members[0]]["sha256"]  # renamed, but the run ended before its journal entry
+            if digest is not None and file_digest(out / file) == digest:
+                found.update(dict.fromkeys(members, out / file))
         return found
 
 
-def well_formed(lines: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
-    """The lines that are as surgery writes them for this plan."""
-    kept = [line for line in lines if _is_well_formed(line, plan)]
-    hybrid: list[str] = next((line["told"]["softmax"] for line in kept if line["step"] == "hybrid"), [])
-    return [x for x in kept if x["step"] != "arranged" or set(x["chosen"]) == set(plan.attention_targets) - set(hybrid)]
+def select_valid_entries(entries: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
+    """Return the journal entries that have the schema of their step and agree with the plan."""
+    valid = [entry for entry in entries if _is_valid(entry, plan)]
+    softmax: list[str] = next((entry["told"]["softmax"] for entry in valid if entry["step"] == "hybrid"), [])
+    with_mixers = set(plan.attention_targets) - set(softmax)
+    return [entry for entry in valid if entry["step"] != "arranged" or set(entry["chosen"]) == with_mixers]
 
 
-def _is_well_formed(line: dict[str, Any], plan: Plan) -> bool:
-    step = line["step"]
+def _is_valid(entry: dict[str, Any], plan: Plan) -> bool:
+    step = entry["step"]
     if step == "start":
         return True
-    shape = (_Rest if line.get("piece") == REST else _Piece) if step == "piece" else SHAPES.get(step)
-    if shape is None:
+    if step == "piece":
+        model: type[ReportModel] | None = _NonLayerEntry if entry.get("piece") == NON_LAYER else _ShardEntry
+    else:
+        model = ENTRY_MODELS.get(step)
+    if model is None:
         return False
     try:
-        shape.model_validate({key: value for key, value in line.items() if key != "step"})
-        return _agrees(step, line, plan)
+        model.model_validate({key: value for key, value in entry.items() if key != "step"})
+        return _agrees_with_plan(entry, plan)
     except (ValidationError, SurgeryError):
         return False
 
 
-def _agrees(step: str, line: dict[str, Any], plan: Plan) -> bool:
-    if step == "budgets":
-        return line["budgets"].keys() == {cut.name for cuts in plan.targets.values() for cut in cuts}
-    if step == "hybrid":
-        return set(line["told"]["softmax"]) <= set(plan.attention_targets)
-    if step == "arranged":
+def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
+    if entry["step"] == "budgets":
+        names = {target.name for targets in plan.targets.values() for target in targets}
+        return set(entry["budgets"]) == names
+    if entry["step"] == "hybrid":
+        return set(entry["told"]["softmax"]) <= set(plan.attention_targets)
+    if entry["step"] == "arranged":
         return all(
-            layer in plan.attention_targets and _serves(plan.attention_targets[layer], x)
-            for layer, x in line["chosen"].items()
+            layer in plan.attention_targets and _can_build_mixer(plan.attention_targets[layer], choice)
+            for layer, choice in entry["chosen"].items()
         )
     return True
 
 
-def _serves(attention_target: AttentionTarget, chosen: dict[str, Any]) -> bool:
-    """Whether a mixer of this attention_target can be made with the config and the tensors that were chosen."""
-    config = mixer_config(chosen["config"])
-    MIXERS[config].check_config(config, attention_target.shape)
+def _can_build_mixer(target: AttentionTarget, choice: dict[str, Any]) -> bool:
+    """Return whether a mixer can be built from a choice's config and tensors, with finite values and a valid order."""
+    config = mixer_config(choice["config"])
+    MIXERS[config].check_config(config, target.shape)
     try:
-        state = build_mixer(
-            replace(attention_target, config=config, fixed=chosen["fixed"]), torch.device("cpu")
-        ).state_dict()
+        chosen = replace(target, config=config, fixed=choice["fixed"])
+        state = build_mixer(chosen, torch.device("cpu")).state_dict()
     except (KeyError, RuntimeError, TypeError, ValueError):
         return False
-    order = state.get("order", torch.arange(attention_target.shape.key)[None]).sort(-1).values
-    numbers = [tensor for tensor in state.values() if tensor.is_floating_point()]
-    return bool((order == torch.arange(attention_target.shape.key)).all()) and all(
-        bool(t.isfinite().all()) for t in numbers
-    )
+    dims_K = torch.arange(target.shape.key)
+    order_GK = state.get("order", dims_K[None]).sort(-1).values
+    is_finite = all(bool(t.isfinite().all()) for t in state.values() if t.is_floating_point())
+    return bool((order_GK == dims_K).all()) and is_finite
 
 
-def _holds(check: Callable[[], bool]) -> bool:
+def _is_true(check: Callable[[], bool]) -> bool:
+    """Return the result of `check`, False if it raises SurgeryError."""
     try:
         return check()
     except SurgeryError:
         return False
 
 
-def _refuse_unlike(spec: dict[str, Any], linear: Any, base: str) -> None:
-    """A table entry describes the linear that it replaces."""
-    build_module(spec)  # refuses what is no entry
+def _check_table_entry(spec: dict[str, Any], linear: LinearInfo, base: str) -> None:
+    """Raise SurgeryError unless a table entry is valid and describes this linear. base: its name in the files."""
+    build_module(spec)  # raises SurgeryError if the entry is invalid
     parts = list(spec["parts"].values()) if spec.get("structure") == "split" else [spec]
     fits = sum(part["out_features"] for part in parts) == linear.out
     fits &= all(part["in_features"] == linear.in_ and part["bias"] == linear.bias for part in parts)

@@ -1,5 +1,4 @@
-"""What is looked at before a conversion begins: the text, where it goes, whether the disk has room; and what a journal
-must have been begun with."""
+"""Preflight checks of a conversion: calibration inputs, free disk space, and the fingerprint that a resumed journal must match."""
 
 from __future__ import annotations
 
@@ -21,11 +20,15 @@ from surgery.planning.recipe import ConversionRecipe
 def load_calibration(
     source: CheckpointSource, meta_model: MetaModel, recipe: ConversionRecipe, notes: list[str] | None = None
 ) -> CalibrationSet | None:
-    """The calibration windows; notes: gets what is odd about the text."""
+    """Return the calibration samples, or None for a data-free conversion. Notes about the text are appended to `notes`.
+
+    Raises SurgeryError if the inputs do not suit the model, or if the recipe needs a text and has none.
+    """
     if recipe.calibration is None:
         if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
             raise SurgeryError(
-                "attention.hybrid by sensitivity measures on text; give --calibration FILE, or --set attention.hybrid.by=every"
+                "attention.hybrid by: sensitivity is measured on calibration text, and there is none. Give --calibration FILE, "
+                "or --set attention.hybrid.by=every"
             )
         return None
     inputs = calibration_inputs(
@@ -42,36 +45,44 @@ def load_calibration(
 
 
 def journal_fingerprint(
-    source: CheckpointSource, recipe: ConversionRecipe, batch: CalibrationSet | None
+    source: CheckpointSource, recipe: ConversionRecipe, data: CalibrationSet | None
 ) -> dict[str, Any]:
+    """Return the values that must be equal when a conversion is resumed. data: the calibration samples."""
     return {
         "source": source.fingerprint(),
         "weights_digest": source.weights_digest(),
         "recipe": recipe.model_dump_json(exclude={"description", "calibration"}),
         "version": __version__,
         "seed": recipe.seed,
-        "calibration": batch.digest() if batch else None,
+        "calibration": data.digest() if data else None,
     }
 
 
-def check_same_inputs(ranks: DistContext, fingerprint: dict[str, Any]) -> None:
-    """Machines may have different files under one path."""
-    for rank, theirs in enumerate(ranks.gather(fingerprint)):
-        if unlike := [key for key, value in theirs.items() if value != ranks.broadcast_object(fingerprint)[key]]:
-            raise SurgeryError(f"process {rank} has another {unlike[0]} than process 0; all must read the same files")
+def check_same_inputs(dist: DistContext, fingerprint: dict[str, Any]) -> None:
+    """Raise SurgeryError unless all processes read the same inputs: machines may have different files under one path."""
+    fingerprints = dist.gather(fingerprint)
+    for rank, theirs in enumerate(fingerprints):
+        if unlike := [key for key, value in theirs.items() if value != fingerprints[0][key]]:
+            raise SurgeryError(
+                f"process {rank} has another {unlike[0]} than process 0. All processes must read the same files"
+            )
 
 
 def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRecipe, out: Path) -> None:
-    """Before starting: what is written at the peak, against what is free."""
-    rest = source.nbytes - sum(4 * target.numel for target in plan.replaced_targets()) // 2
-    needed = max(rest, 0) + sum(int(4 * target.uniform_budget()) for target in plan.replaced_targets())
+    """Raise SurgeryError if the conversion would write more bytes than are free, files of an interrupted run included.
+
+    The estimate adds the tensors that stay (in the stored dtype), the structured ones in float32, and the Gram matrices.
+    """
+    unchanged = source.nbytes - sum(4 * target.numel for target in plan.replaced_targets()) // 2
+    needed = max(unchanged, 0) + sum(int(4 * target.uniform_budget()) for target in plan.replaced_targets())
     if recipe.calibration and recipe.curvature != "none":
         limit = recipe.tokens // 4 if recipe.curvature == "auto" else 2**62
         needed += sum(4 * (target.out**2 if target.out <= limit else target.out) for target in plan.replaced_targets())
-    place = partial_path(out) if partial_path(out).exists() else out.parent
-    free = shutil.disk_usage(place).free + sum(f.stat().st_size for f in partial_path(out).rglob("*") if f.is_file())
+    work_dir = partial_path(out)
+    free = shutil.disk_usage(work_dir if work_dir.exists() else out.parent).free
+    free += sum(file.stat().st_size for file in work_dir.rglob("*") if file.is_file())
     if needed > free:
         raise SurgeryError(
-            f"{out.parent} has {size_text(free)} free, the conversion writes up to {size_text(needed)}; "
-            "free some, or choose --out on another disk"
+            f"{out.parent} has {size_text(free)} free, the conversion writes up to {size_text(needed)}. "
+            "Free some space, or choose --out on another disk"
         )

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from surgery.architectures.linears import LinearInfo
 from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_tensor
-from surgery.conversion.fit import FitResult
+from surgery.conversion.fit import FitRecord, FitResult
 from surgery.conversion.mixer_init import InitializedMixer
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
@@ -24,7 +25,7 @@ from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.weights import select_rows, slice_name, table_entry
-from surgery.structures import STRUCTURES, StructuredLinear
+from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 
 
 @dataclass
@@ -45,8 +46,10 @@ class LayerReplacement:
 
 
 def densify_module(module: nn.Module) -> nn.Module:
-    """The same function as one dense product: all calibration tokens go through it several times, and small
-    blocks or many terms would take far longer."""
+    """Return a dense linear with the same weight and bias as a structured, split or guarded one; others unchanged.
+
+    All calibration samples run through the module several times, and one dense product is much faster than many blocks.
+    """
     if isinstance(module, SplitLinear):
         return dense_linear(module.dense(), module.fused_bias())
     if isinstance(module, (StructuredLinear, GuardedLinear)):
@@ -55,7 +58,7 @@ def densify_module(module: nn.Module) -> nn.Module:
 
 
 def dense_linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
-    """Frozen, holding these very tensors."""
+    """Return a frozen linear that shares the memory of the weight (out, in) and the bias (out,)."""
     dense = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=bias_O is not None, device="meta")
     dense.weight = nn.Parameter(weight_OI, requires_grad=False)
     if bias_O is not None:
@@ -97,37 +100,39 @@ def add_linear(
     """Add the replacement of one linear to `replacement`; several targets are the slices of a fused linear."""
     linear = targets[0].linear
     bias = read_tensor(meta_model.tensor_info(f"{linear.path}.bias"), torch.float32).to(device) if linear.bias else None
-    modules = [_with_bias(f, None if bias is None else select_rows(c, bias)) for c, f in zip(targets, fitted)]
-    base, dtypes = stored_module_name(meta_model, linear.path), stored_dtype(meta_model, targets[0])
+    modules = [_with_bias(f, None if bias is None else select_rows(t, bias)) for t, f in zip(targets, fitted)]
+    base, dtype = stored_module_name(meta_model, linear.path), stored_dtype(meta_model, targets[0])
     replacement.records += [f.record.to_dict() for f in fitted]
-    if targets[0].part is None and fitted[0].linear is None:  # a dense matrix, its numbers moved
+    if targets[0].part is None and fitted[0].linear is None:  # a refitted dense matrix, which has no table entry
         replacement.modules[linear.path] = modules[0]
         dense = fitted[0].dense_OI
         assert dense is not None
         replacement.entries.append(
-            TensorSource.from_tensor(f"{base}.weight", (dense.mT if linear.transposed else dense).to(dtypes))
+            TensorSource.from_tensor(f"{base}.weight", (dense.mT if linear.transposed else dense).to(dtype))
         )
         return
-    specs = [table_entry(c, f.linear.config if f.linear is not None else None) for c, f in zip(targets, fitted)]
+    specs = [table_entry(t, f.linear.config if f.linear is not None else None) for t, f in zip(targets, fitted)]
     if targets[0].part is None:
         module, spec = modules[0], specs[0]
     else:
-        parts = {slice_name(c.part.role): m for c, m in zip(targets, modules) if c.part}
+        parts = {slice_name(t.part.role): m for t, m in zip(targets, modules) if t.part}
         heads = targets[0].part.heads
         module = SplitLinear(linear.in_, parts, targets[0].part.sizes, heads)
         spec = {"structure": "split", "parts": dict(zip(parts, specs)), "heads": heads}
-    # What undoing it needs: the name in the file where it differs, and Conv1D's order of axes.
-    spec = {
-        **spec,
-        **({"file_name": base} if base != linear.path else {}),
-        **({"transposed": True} if linear.transposed else {}),
-    }
-    replacement.modules[linear.path], replacement.table[linear.path] = module, spec
+    replacement.modules[linear.path] = module
+    replacement.table[linear.path] = {**spec, **_storage_options(base, linear)}
     for name, tensor in module.state_dict().items():
         if name == "bias":
-            continue  # copied as it is stored
-        stored = tensor.to(dtypes) if tensor.is_floating_point() else tensor
+            continue  # copied from the source unchanged
+        stored = tensor.to(dtype) if tensor.is_floating_point() else tensor
         replacement.entries.append(TensorSource.from_tensor(f"{base}.{name}", stored))
+
+
+def _storage_options(base: str, linear: LinearInfo) -> dict[str, Any]:
+    """Return the options of a table entry that `densify` needs: the name in the files if it is not the path, and whether
+    the source stores the weight as (in, out), as Conv1D does."""
+    name = {"file_name": base} if base != linear.path else {}
+    return {**name, **({"transposed": True} if linear.transposed else {})}
 
 
 def _with_bias(fitted: FitResult, bias: Tensor | None) -> nn.Module:
@@ -144,8 +149,10 @@ def add_mixer(
     initialized: InitializedMixer,
     replacement: LayerReplacement,
 ) -> None:
-    """Add a mixer to `replacement`, its numbers rounded to the dtype of the weights around it. The output projection,
-    where it stays dense, is stored folded: see FoldedLinear."""
+    """Add a mixer to `replacement`, with its values rounded to the dtype of the weights around it.
+
+    If the output projection stays dense, `fold_output` stores it as a GuardedLinear.
+    """
     info = meta_model.tensor_info(f"{attention_target.output}.weight")
     stored, mixer = DTYPES[info.dtype], initialized.mixer.eval().requires_grad_(False)
     for parameter in mixer.parameters():
@@ -171,57 +178,52 @@ def fold_output(
     device: torch.device,
     replacement: LayerReplacement,
 ) -> None:
-    """After everything else of the layer: the output projection of a mixer, unless a structure has taken its place."""
-    if attention_target.output in replacement.table:
+    """Store the dense output projection of a mixer as a GuardedLinear, (1, out, in). A structured one stays as it is.
+
+    Called after all other replacements of the layer, which may have refitted the projection.
+    """
+    path = attention_target.output
+    if path in replacement.table:
         return
-    linear = next(linear for linear in plan.layout.linears if linear.path == attention_target.output)
-    info, base = (
-        meta_model.tensor_info(f"{attention_target.output}.weight"),
-        stored_module_name(meta_model, attention_target.output),
-    )
-    if attention_target.output not in replacement.modules:
-        bias = (
-            read_tensor(meta_model.tensor_info(f"{attention_target.output}.bias"), torch.float32).to(device)
-            if linear.bias
-            else None
-        )
+    linear = next(linear for linear in plan.layout.linears if linear.path == path)
+    info, base = meta_model.tensor_info(f"{path}.weight"), stored_module_name(meta_model, path)
+    if path not in replacement.modules:
+        bias_info = meta_model.tensor_info(f"{path}.bias") if linear.bias else None
+        bias = None if bias_info is None else read_tensor(bias_info, torch.float32).to(device)
         weight = read_tensor(info, torch.float32).to(device)
-        replacement.modules[attention_target.output] = dense_linear(weight.mT if linear.transposed else weight, bias)
-    weight_OI: Any = replacement.modules[attention_target.output].weight.detach()  # type: ignore[operator]
+        replacement.modules[path] = dense_linear(weight.mT if linear.transposed else weight, bias)
+    weight_OI = replacement.modules[path].get_parameter("weight").detach()
     replacement.entries = [entry for entry in replacement.entries if entry.name != f"{base}.weight"]
     replacement.entries.append(TensorSource.from_tensor(f"{base}.weight", weight_OI[None].to(DTYPES[info.dtype])))
     spec = {"structure": "folded", "in_features": linear.in_, "out_features": linear.out, "bias": linear.bias}
-    replacement.table[attention_target.output] = {
-        **spec,
-        **({"file_name": base} if base != attention_target.output else {}),
-        **({"transposed": True} if linear.transposed else {}),
-    }
+    replacement.table[path] = {**spec, **_storage_options(base, linear)}
 
 
 def load_replacement(
-    meta_model: MetaModel, plan: Plan, done: dict[str, Any], piece: dict[str, TensorInfo], device: torch.device
+    meta_model: MetaModel, plan: Plan, entry: dict[str, Any], tensors: dict[str, TensorInfo], device: torch.device
 ) -> LayerReplacement:
-    """Return the replacement of a finished layer, from its journal entry and its layer shard."""
-    replacement = LayerReplacement(table=done["table"], records=done["records"])
-    for path, targets in plan.targets_in_layer(done["piece"]).items():
+    """Return the replacement of a finished layer, from its journal entry and the tensors of its layer shard."""
+    replacement = LayerReplacement(table=entry["table"], records=entry["records"])
+    for path, targets in plan.targets_in_layer(entry["piece"]).items():
         linear = targets[0].linear
-        spec = done["table"].get(path) or {**table_entry(targets[0], None), "transposed": linear.transposed}
-        replacement.modules[path] = load_replacement_module(spec, stored_module_name(meta_model, path), piece, device)
-    replacement.mixer_table, replacement.mixer_records = done.get("mixers", {}), done.get("mixer_records", [])
+        spec = entry["table"].get(path) or {**table_entry(targets[0], None), "transposed": linear.transposed}
+        replacement.modules[path] = load_replacement_module(spec, stored_module_name(meta_model, path), tensors, device)
+    replacement.mixer_table, replacement.mixer_records = entry.get("mixers", {}), entry.get("mixer_records", [])
     for path, spec in replacement.mixer_table.items():
-        attention_target = plan.attention_targets[done["piece"]]
-        replacement.mixers[path] = load_mixer(spec, attention_target, piece, device)
+        attention_target = plan.attention_targets[entry["piece"]]
+        replacement.mixers[path] = load_mixer(spec, attention_target, tensors, device)
     return replacement
 
 
 def load_mixer(
-    spec: dict[str, Any], attention_target: AttentionTarget, piece: dict[str, TensorInfo], device: torch.device
+    spec: dict[str, Any], attention_target: AttentionTarget, tensors: dict[str, TensorInfo], device: torch.device
 ) -> Mixer:
+    """Return the frozen mixer of a mixer_table entry, in float32, with its tensors from a layer shard."""
     config = mixer_config(spec)
     with torch.device(device):
         mixer = MIXERS[config](config, attention_target.shape).float()
     state = {
-        name: read_tensor(piece[f"{attention_target.path}.mixer.{name}"]).to(device) for name in mixer.state_dict()
+        name: read_tensor(tensors[f"{attention_target.path}.mixer.{name}"]).to(device) for name in mixer.state_dict()
     }
     mixer.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in state.items()})
     return mixer.eval().requires_grad_(False)
@@ -230,12 +232,15 @@ def load_mixer(
 def load_replacement_module(
     spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo], device: torch.device
 ) -> nn.Module:
-    """Return the module of a table entry with its tensors, in float32."""
+    """Return the module of a table entry with its tensors, in float32. base: its name in the files.
+
+    Raises SurgeryError if a tensor is missing or has another shape.
+    """
     module = build_module(spec).float()
     for name, tensor in module.state_dict().items():
         info = tensors.get(f"{base}.{name}")
         if info is None:
-            raise SurgeryError(f"the checkpoint lacks tensor {base}.{name}, which its table names")
+            raise SurgeryError(f"the checkpoint lacks tensor {base}.{name}, which its table needs")
         loaded = read_tensor(info)
         if spec["structure"] == "dense" and spec.get("transposed") and name == "weight":
             loaded = loaded.mT.contiguous()
@@ -254,65 +259,69 @@ K = TypeVar("K")
 
 
 def broadcast_fits(
-    ranks: DistContext, jobs: Mapping[K, tuple[LinearTarget, Callable[[], FitResult]]], device: torch.device
+    dist: DistContext, jobs: Mapping[K, tuple[LinearTarget, Callable[[], FitResult]]], device: torch.device
 ) -> dict[K, FitResult]:
-    """Run the jobs on all processes, largest first, and return every job's result in every process."""
-    if ranks.count == 1:
+    """Run the fits on all processes, largest first, and return every result in every process.
+
+    jobs: key -> (the target that is fitted, a function that fits it).
+    """
+    if dist.count == 1:
         return {name: fit() for name, (_, fit) in jobs.items()}
     names = list(jobs)
-    owners = ranks.assign_jobs([jobs[name][0].numel for name in names])
-    own = ranks.together_or_raise(
-        lambda: {name: jobs[name][1]() for name, owner in zip(names, owners) if owner == ranks.index}
+    owners = dist.assign_jobs([jobs[name][0].numel for name in names])
+    own = dist.together_or_raise(
+        lambda: {name: jobs[name][1]() for name, owner in zip(names, owners) if owner == dist.index}
     )
-    per_rank = ranks.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in own.items()})
+    per_rank = dist.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in own.items()})
     return {
-        name: _broadcast_fit(ranks, owner, jobs[name][0], own.get(name), *per_rank[owner][name], device=device)
+        name: _broadcast_fit(dist, owner, jobs[name][0], own.get(name), *per_rank[owner][name], device=device)
         for name, owner in zip(names, owners)
     }
 
 
 def _broadcast_fit(
-    ranks: DistContext,
+    dist: DistContext,
     owner: int,
     target: LinearTarget,
     own: FitResult | None,
-    record: Any,
-    config: Any,
+    record: FitRecord,
+    config: StructureConfig | None,
     *,
     device: torch.device,
 ) -> FitResult:
+    """Broadcast a fit from process `owner`, where it is `own`; the others know only its record and config."""
     if config is None:
         dense_OI = torch.empty(target.out, target.in_, device=device) if own is None else own.dense_OI
         assert dense_OI is not None
-        return FitResult(record, None, ranks.broadcast_(dense_OI, owner))
+        return FitResult(record, None, dist.broadcast_(dense_OI, owner))
     linear = (
         own.linear if own is not None else STRUCTURES[config](target.in_, target.out, config, bias=False, device="meta")
     )
     assert linear is not None
     for name, tensor in sorted(linear.state_dict().items()):
-        passed = ranks.broadcast_(tensor if own is not None else torch.empty_like(tensor, device=device), owner)
+        received = dist.broadcast_(tensor if own is not None else torch.empty_like(tensor, device=device), owner)
         if own is None:
-            set_module_tensor(linear, name, passed)
+            set_module_tensor(linear, name, received)
     return own or FitResult(record, linear)
 
 
 def broadcast_mixer(
-    ranks: DistContext,
+    dist: DistContext,
     owner: int,
     attention_target: AttentionTarget,
-    start: Callable[[], InitializedMixer],
+    initialize: Callable[[], InitializedMixer],
     device: torch.device,
 ) -> InitializedMixer:
     """Initialize a mixer in the process `owner` and broadcast it to all."""
-    if ranks.count == 1:
-        return start()
-    own = ranks.together_or_raise(lambda: start() if ranks.index == owner else None)
-    config, errors = ranks.gather(None if own is None else (own.mixer.config, own.errors))[owner]  # type: ignore[misc]
+    if dist.count == 1:
+        return initialize()
+    own = dist.together_or_raise(lambda: initialize() if dist.index == owner else None)
+    config, errors = dist.gather(None if own is None else (own.mixer.config, own.errors))[owner]  # type: ignore[misc]
     if own is None:
         with torch.device(device):
             own = InitializedMixer(MIXERS[config](config, attention_target.shape).float(), errors)
     state = own.mixer.state_dict()
     for name in sorted(state):
         tensor: Tensor = state[name].contiguous()
-        state[name].copy_(ranks.broadcast_(tensor, owner))
+        state[name].copy_(dist.broadcast_(tensor, owner))
     return own

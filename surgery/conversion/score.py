@@ -57,24 +57,24 @@ def held_out_score(
     """
     data, layout = ctx.samples, ctx.plan.layout
     held = slice(data.n_fit, data.rows)
-    streams, mask_BT = (original_BTD, converted_BTD), data.head_mask()
+    hidden_BTDs, mask_BT = (original_BTD, converted_BTD), data.head_mask()
     real_BT = None if mask_BT is None else mask_BT[held].bool()
     if not (predicts_next_token(ctx.model) and layout.head):
-        before, after = (s if real_BT is None else s[real_BT.to(s.device)] for s in streams)
-        gap = float((before - after).norm() / before.norm().clamp_min(1e-30))
-        return HeldOutScore("relative output error", 0.0, gap, None, before[..., 0].numel())
+        before, after = (x if real_BT is None else x[real_BT.to(x.device)] for x in hidden_BTDs)
+        error = float((before - after).norm() / before.norm().clamp_min(1e-30))
+        return HeldOutScore("relative output error", 0.0, error, None, before[..., 0].numel())
     head = ChunkedLMHead(ctx.model, layout.head, layout.architecture, ctx.device)
     ids_BT = data.inputs.get("decoder_input_ids", data.inputs["input_ids"])[held]
     # A loss counts if the token and the one it predicts are both real; a sample counts if any of its losses does.
     counts_BT = torch.ones_like(ids_BT[:, 1:]) if real_BT is None else (real_BT[:, 1:] & real_BT[:, :-1]).long()
     used_B = counts_BT.sum(1) > 0
     losses = []
-    for stream_BTD, module in zip(streams, (None, head_module)):
-        flat = head.losses(stream_BTD[:, :-1].reshape(-1, stream_BTD.shape[-1]), ids_BT[:, 1:].reshape(-1), module)
+    for hidden_BTD, module in zip(hidden_BTDs, (None, head_module)):
+        flat = head.losses(hidden_BTD[:, :-1].reshape(-1, hidden_BTD.shape[-1]), ids_BT[:, 1:].reshape(-1), module)
         sums_B = (flat.view(len(ids_BT), -1).double().cpu() * counts_BT).sum(1)
         losses.append((sums_B / counts_BT.sum(1).clamp_min(1))[used_B])
     difference_B = losses[1] - losses[0]
-    spread = float(difference_B.std() / len(difference_B) ** 0.5) if len(difference_B) > 1 else None
+    standard_error = float(difference_B.std() / len(difference_B) ** 0.5) if len(difference_B) > 1 else None
     return HeldOutScore(
-        "nats per token", float(losses[0].mean()), float(losses[1].mean()), spread, int(counts_BT.sum())
+        "nats per token", float(losses[0].mean()), float(losses[1].mean()), standard_error, int(counts_BT.sum())
     )

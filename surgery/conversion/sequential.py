@@ -2,9 +2,9 @@
 (as GPTQ does; Frantar et al. 2023).
 
 Every calibration sample runs through the model twice: once through the original layers, once through the converted
-ones (surgery.conversion.context.RowGroups). Inside a layer, linears that read the same input form a stage. Stages follow the order of execution, so that
-the linears of the MLP are fitted to the output of the converted attention. The LM head comes last, calibrated on the
-final hidden states.
+ones (surgery.conversion.context.RowGroups). Inside a layer, linears that read the same input form a stage. Stages follow
+the order of execution, so that the linears of the MLP are fitted to the output of the converted attention. The LM head
+comes last, calibrated on the final hidden states.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class SequentialConverter:
             replacement = self._convert(call)
             self.write(call.path, replacement, time.perf_counter() - began)
         self.diverged = self.diverged or bool(replacement.modules) or bool(replacement.mixers)
-        # The converted rows run even while they equal the original's: a later layer may need the layer's extra outputs.
+        # The converted rows run even while they equal the original rows: a later layer may read other outputs of this layer.
         phases: list[Phase] = []
         row = self.groups.converted_row
         for rows in (self.groups.fit, self.groups.held_out):
@@ -126,6 +126,7 @@ class SequentialConverter:
             yield
 
     def _convert(self, call: LayerCall) -> LayerReplacement:
+        """Initialize the layer's mixer, fit its linears stage by stage, and store its output projection."""
         replacement, targets = LayerReplacement(), self.plan.targets_in_layer(call.path)
         attention_target = self.plan.attention_targets.get(call.path)
         if attention_target is not None:
@@ -159,6 +160,7 @@ class SequentialConverter:
     def _fit_stages(
         self, call: LayerCall, targets: dict[str, tuple[LinearTarget, ...]], replacement: LayerReplacement
     ) -> None:
+        """Fit the layer's linears, stage after stage, and add them to `replacement`."""
         grams = load_grams(self.ctx.grams_dir / f"{call.path}.safetensors", self.runner.device)
         if self.runner.ranks.broadcast_object(len(grams)) != len(grams):
             raise SurgeryError(
@@ -174,13 +176,13 @@ class SequentialConverter:
                 for path in stage.paths
                 for target in targets[path]
             }
-            gather = partial(self._moments, call, stage, weights, replacement)
-            fit = gather(self.groups.fit)
+            moments_of = partial(self._moments, call, stage, weights, replacement)
+            fit = moments_of(self.groups.fit)
             # Computed on first use: by then the Cholesky factor of a wide input's C has been freed.
-            held = cache(partial(gather, self.groups.held_out, besides=fit)) if self.validate else None
-            if held is not None and self.runner.ranks.count > 1:
-                held()  # a collective operation: all processes call it here, not only those that fit a matrix
-            fit_context = FitContext(fit, held, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
+            held_out = cache(partial(moments_of, self.groups.held_out, besides=fit)) if self.validate else None
+            if held_out is not None and self.runner.ranks.count > 1:
+                held_out()  # a collective operation: all processes call it here, not only those that fit a matrix
+            fit_context = FitContext(fit, held_out, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
             fits = {
                 target.name: (target, partial(self._fit, target, weights[target.name][0], fit_context, grams))
                 for path in stage.paths
@@ -191,7 +193,7 @@ class SequentialConverter:
                 found = [fitted[target.name] for target in targets[path]]
                 add_linear(self.model, list(targets[path]), found, call.device, replacement)
                 replacement.modules[path] = densify_module(replacement.modules[path])
-            del fit, held, fit_context  # frees this stage's moments before the next stage's are computed
+            del fit, held_out, fit_context  # frees this stage's moments before the next stage's are computed
 
     def _fit(
         self, target: LinearTarget, weight_OI: Tensor, fit_context: FitContext, grams: dict[str, Tensor]
@@ -234,12 +236,12 @@ class SequentialConverter:
 
         The layer's forward stops as soon as it reaches the stage.
         """
-        caught: dict[str, Tensor] = {}
+        inputs: dict[str, Tensor] = {}
 
-        def keep(name: str, leave: bool) -> Callable[..., None]:
+        def record_input(name: str, stop_forward: bool) -> Callable[..., None]:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                caught[name] = args[0] if args else next(iter(kwargs.values()))
-                if leave:
+                inputs[name] = args[0] if args else next(iter(kwargs.values()))
+                if stop_forward:
                     raise StopForward
 
             return hook
@@ -248,9 +250,9 @@ class SequentialConverter:
             handles = []
             if stage.residual:
                 reader = call.layer.get_submodule(stage.residual)
-                handles.append(reader.register_forward_pre_hook(keep("residual", False), with_kwargs=True))
+                handles.append(reader.register_forward_pre_hook(record_input("residual", False), with_kwargs=True))
             first = self.model.module(stage.paths[0])
-            handles.append(first.register_forward_pre_hook(keep("input", True), with_kwargs=True))
+            handles.append(first.register_forward_pre_hook(record_input("input", True), with_kwargs=True))
             try:
                 call.apply(start, stop)
             except StopForward:
@@ -258,9 +260,9 @@ class SequentialConverter:
             finally:
                 for handle in handles:
                     handle.remove()
-        residual = caught.get("residual")
+        residual = inputs.get("residual")
         return (
-            self._unpadded(caught["input"], start, stop),
+            self._unpadded(inputs["input"], start, stop),
             None if residual is None else self._unpadded(residual, start, stop),
         )
 
@@ -273,7 +275,7 @@ class SequentialConverter:
 def accumulate_moments(
     weights: dict[str, tuple[Tensor, bool]],
     rounds: Sequence[Round],
-    ranks: DistContext,
+    dist: DistContext,
     add: Callable[[InputMoments, Round], None],
 ) -> InputMoments:
     """Return the moments summed over all rounds.
@@ -284,41 +286,41 @@ def accumulate_moments(
     """
     total = InputMoments(weights)
     for i, round_ in enumerate(rounds):
-        part = InputMoments(weights) if i or ranks.count > 1 else total
+        part = InputMoments(weights) if i or dist.count > 1 else total
         add(part, round_)
         if part is not total:
-            total.ordered_reduce(part, round_, ranks, first=i == 0)
+            total.ordered_reduce(part, round_, dist, first=i == 0)
         del part
-    if ranks.count > 1:
+    if dist.count > 1:
         for tensor in total.tensors():
-            ranks.gather_rows_(tensor)
+            dist.gather_rows_(tensor)
     return total
 
 
 def find_stages(meta_model: MetaModel, plan: Plan, call: LayerCall) -> list[LinearStage]:
-    """Run one sample through the layer and return its stages: which linears read the same tensor, in order of execution."""
-    seen: list[tuple[Tensor, LinearStage]] = []
+    """Run one sample through the layer and return its stages: linears that read the same tensor, in order of execution."""
+    stages: list[tuple[Tensor, LinearStage]] = []  # with the input of each stage
     handles = []
     residuals = {linear.path: linear.residual for linear in plan.layout.linears}
 
-    def look(path: str) -> Callable[..., None]:
+    def group_by_input(path: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            for x, stage in seen:
+            for x, stage in stages:
                 if x.data_ptr() == args[0].data_ptr() and x.shape == args[0].shape:
                     stage.paths.append(path)
                     return
-            seen.append((args[0], LinearStage([path], residuals[path])))
+            stages.append((args[0], LinearStage([path], residuals[path])))
 
         return hook
 
     for path in plan.targets_in_layer(call.path):
-        handles.append(meta_model.module(path).register_forward_pre_hook(look(path)))
+        handles.append(meta_model.module(path).register_forward_pre_hook(group_by_input(path)))
     try:
         call.apply(0, 1)
     finally:
         for handle in handles:
             handle.remove()
-    return [stage for _, stage in seen]
+    return [stage for _, stage in stages]
 
 
 @torch.no_grad()
@@ -331,7 +333,7 @@ def convert_head(
     """Return the replacement of the LM head, empty if the plan has no target there.
 
     original_BTD, converted_BTD: what reaches the head for all samples, from the original layers and from the converted
-    ones. With original_BTD None the head is converted without data, with converted_BTD None it is fitted to the original's.
+    ones. If original_BTD is None the head is converted without data; if converted_BTD is None, on the original's states.
     """
     replacement = LayerReplacement()
     model, recipe, device = ctx.model, ctx.recipe, ctx.device
@@ -361,6 +363,7 @@ def _head_moments(
     *,
     rows: range,
 ) -> InputMoments:
+    """Return the moments of the head's input over `rows`; padding is left out."""
     moments, mask_BT = InputMoments({name: (weight_OI, False)}), samples.head_mask()
     for row in rows:
         real = slice(None) if mask_BT is None else mask_BT[row].bool()

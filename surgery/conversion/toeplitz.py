@@ -1,7 +1,8 @@
-"""Block mixing that turned out to depend on distance alone, made so: MHLA -> TBM, by the nearest sum of exponentials.
+"""Replace the mixing matrices of a checkpoint with block mixing (MHLA) by Toeplitz ones (TBM).
 
-A checkpoint in, a checkpoint out; only the mixing matrices change. What they lose is the fit's R^2 (`surgery inspect`
-shows it); what is gained is any length, in linear time.
+Each head's matrix is fitted by a sum of exponentials in the distance of two blocks, so that the model takes inputs of any
+length in linear time. The fit's R^2 says how much of the matrices depends on distance alone (`surgery inspect` shows it).
+Only the mixing matrices change.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from surgery.mixers.masks.block_mixing import Blocks
 from surgery.mixers.masks.toeplitz_block_mixing import ToeplitzBlocks
 from surgery.mixers.masks.toeplitz_fit import ToeplitzFit, fit_heads
 
-COMPONENTS = 8
+COMPONENTS = 8  # exponentials for each head
 
 
 def toeplitz_fits(
     source: CheckpointSource, components: int = COMPONENTS
 ) -> dict[str, tuple[AttentionShape, Any, ToeplitzFit]]:
-    """path -> (shape, config, fit of every head's matrix) of the attention that mixes blocks freely."""
+    """Return (shape, mixer config, Toeplitz fit of every head's matrix) by path of each attention with block mixing.
+
+    components: exponentials for each head. Returns {} if no attention of the checkpoint has block mixing.
+    """
     specs = {path: mixer_config(spec) for path, spec in read_mixers(source.config, source.name).items()}
     found: dict[str, Any] = {p: c for p, c in specs.items() if isinstance(getattr(c, "mask", None), Blocks)}
     if not found:
@@ -50,13 +54,18 @@ def toeplitz_fits(
 
 
 def convert_to_toeplitz(converted: str, out: str | Path, components: int = COMPONENTS) -> dict[str, Any]:
-    """Write the checkpoint with every block-mixing matrix replaced; {"out", "r2": {path: mean over heads}}."""
+    """Write the checkpoint with Toeplitz mixing matrices to `out`; return {"out", "r2": {path: mean over heads}}.
+
+    Raises SurgeryError if the checkpoint has no block mixing, or if `out` exists.
+    """
     out = Path(out)
     check_output_path(out, True)
     source = open_converted_checkpoint(converted)
     fits = toeplitz_fits(source, components)
     if not fits:
-        raise SurgeryError(f"{converted} mixes no blocks (mask: blocks); only such attention can be made Toeplitz")
+        raise SurgeryError(
+            f"{converted} has no attention with block mixing (mask: blocks), and only such attention can be made Toeplitz"
+        )
     table, mixers = read_table(source.config, converted), read_mixers(source.config, converted)
     entries = []
     for path, (shape, config, fit) in fits.items():
@@ -67,15 +76,17 @@ def convert_to_toeplitz(converted: str, out: str | Path, components: int = COMPO
         for name, tensor in mixer.mask.state_dict().items():
             entries.append(TensorSource.from_tensor(f"{path}.mixer.mask.{name}", tensor.to(dtype)))
         mixers[path] = changed.to_dict()
-    gone = {f"{path}.mixer.mask.weight_GJMM" for path in fits}
-    entries += [TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in gone]
+    replaced = {f"{path}.mixer.mask.weight_GJMM" for path in fits}
+    entries += [TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in replaced]
     quantization = {**source.config["quantization_config"], "modules": table, "mixers": mixers}
     config = {**source.config, "quantization_config": quantization}
-    rewrite_checkpoint(source, out, lambda place: _write_single_shard(place, entries), config, (SHIM_NAME, REPORT_NAME))
+    rewrite_checkpoint(
+        source, out, lambda folder: _write_single_shard(folder, entries), config, (SHIM_NAME, REPORT_NAME)
+    )
     return {"out": str(out), "r2": {path: float(fit.r2.mean()) for path, (_, _, fit) in fits.items()}}
 
 
-def _write_single_shard(place: Path, entries: list[TensorSource]) -> list[Path]:
-    path = place / "00000.safetensors"
+def _write_single_shard(folder: Path, entries: list[TensorSource]) -> list[Path]:
+    path = folder / "00000.safetensors"
     write_shard(path, entries)
     return [path]

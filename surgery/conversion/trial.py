@@ -1,9 +1,9 @@
 """Choose how the parameter budget is allocated over the linears: measure the gain of each rank, try the resulting
 allocation against the uniform one, keep the better one, and report both.
 
-`QuickTrial` scores all contenders (candidate allocations) in one pass. The samples to fit run through the original layers once and give
-E[x x^T] of every linear's input; the held-out samples run through the original layers and through each contender's.
-Matrices are fitted to the original's inputs alone, which ignores the errors of the layers below.
+`QuickTrial` scores all contenders (candidate allocations) in one pass. The samples to fit run through the original layers
+once and give E[x x^T] of every linear's input. The held-out samples run through the original layers and through each
+contender's. Matrices are fitted to the original's inputs alone, which ignores the errors of the layers below.
 `sequential_trial` converts with one contender as the real conversion would, in about three times the time.
 """
 
@@ -32,13 +32,12 @@ from surgery.planning.allocate import CostPoint, allocate_budget
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.weights import target_weight
-from surgery.structures import Metric
+from surgery.structures import Metric, StructureConfig
 from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 
-TRIAL_SHARE = 0.25  # share of the samples to fit that a trial uses
-MIN_LOSS_RISE = (
-    0.02  # relative rise of the held-out loss (or relative output error) below which the quick trial decides
-)
+TRIAL_SHARE = 0.25  # fraction of the samples to fit that a trial uses
+# Relative rise of the held-out loss (or relative output error) below which the quick trial decides.
+MIN_LOSS_RISE = 0.02
 
 
 def sequential_trial(ctx: ConversionContext, budgets: dict[str, float], done: Callable[[], None]) -> HeldOutScore:
@@ -67,10 +66,11 @@ class _StageGram:
     rows: tuple[int, int] = (0, 0)
     of_c: dict[Any, Any] = field(default_factory=dict)  # cache of C's factors, shared by the stage's linears
 
-    def ordered_reduce(self, ranks: DistContext, round_: Round, like: Tensor) -> None:
+    def ordered_reduce(self, dist: DistContext, round_: Round, like: Tensor) -> None:
+        """Add the parts of all processes to `sum_II`, in a fixed order. like: an empty tensor of the right dtype and device."""
         part_II = like.new_zeros(self.size, self.size) if self.part_II is None else self.part_II
-        self.sum_II = ranks.ordered_sum(self.sum_II, part_II, round_.owners)
-        per_rank = ranks.gather(self.rows[0])
+        self.sum_II = dist.ordered_sum(self.sum_II, part_II, round_.owners)
+        per_rank = dist.gather(self.rows[0])
         self.rows, self.part_II = (0, self.rows[1] + sum(per_rank[owner] for owner in round_.owners)), None
 
 
@@ -101,6 +101,7 @@ class QuickTrial:
         return scores
 
     def _visit(self, call: LayerCall) -> Any:
+        """Run all rows through one layer, and fit every contender's linears before its rows run."""
         call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
         fit, held = self.groups.fit, self.groups.held_out
         stages = []
@@ -124,11 +125,11 @@ class QuickTrial:
         self, call: LayerCall, stages: list[_StageGram], modules: list[dict[str, nn.Module]]
     ) -> Iterator[Callable[[Round], None]]:
         """Accumulate the input moments of the rows that run inside; on exit fit every contender's modules."""
-        ranks = self.runner.ranks
+        dist = self.runner.ranks
 
         def after(round_: Round) -> None:
             for stage in stages:
-                stage.ordered_reduce(ranks, round_, call.hidden_BTD.new_zeros(0, device=call.device))
+                stage.ordered_reduce(dist, round_, call.hidden_BTD.new_zeros(0, device=call.device))
 
         handles = [
             self.ctx.model.module(stage.paths[0]).register_forward_pre_hook(self._gram_hook(stage)) for stage in stages
@@ -138,9 +139,9 @@ class QuickTrial:
         finally:
             for handle in handles:
                 handle.remove()
-        for stage in stages if ranks.count > 1 else ():
+        for stage in stages if dist.count > 1 else ():
             assert stage.sum_II is not None
-            ranks.gather_rows_(stage.sum_II)
+            dist.gather_rows_(stage.sum_II)
         self.runner.record_moment_bytes(stage.sum_II for stage in stages)
         grams = load_grams(self.ctx.grams_dir / f"{call.path}.safetensors", call.device)
         while stages:
@@ -162,6 +163,7 @@ class QuickTrial:
     def _fit(
         self, call: LayerCall, stage: _StageGram, grams: dict[str, Tensor], modules: list[dict[str, nn.Module]]
     ) -> None:
+        """Fit the stage's linears for every contender and add them to `modules`, one dictionary for each contender."""
         if stage.sum_II is None:
             return
         moment_II = stage.sum_II.div_(stage.rows[1])
@@ -171,7 +173,7 @@ class QuickTrial:
             target.name: Metric(moment_II, damp_output_gram(grams.get(target.name)), stage.of_c) for target in targets
         }
 
-        def fit(target: LinearTarget, configs: list[Any]) -> FitResult:
+        def fit(target: LinearTarget, configs: list[StructureConfig | None]) -> FitResult:
             weight_OI = target_weight(self.ctx.model, target, call.device)
             return quick_fit(target, configs, weight_OI, metrics[target.name], self.recipe.sweeps)
 
@@ -188,9 +190,9 @@ class QuickTrial:
         fitted = broadcast_fits(self.runner.ranks, jobs, call.device)
         for modules_by_path, mine in zip(modules, wanted):
             for path in stage.paths:
-                replacement, whole = LayerReplacement(), list(self.plan.targets[path])
-                found = [fitted[target.name, str(mine[target.name])] for target in whole]
-                add_linear(self.ctx.model, whole, found, call.device, replacement)
+                replacement, slices = LayerReplacement(), list(self.plan.targets[path])
+                found = [fitted[target.name, str(mine[target.name])] for target in slices]
+                add_linear(self.ctx.model, slices, found, call.device, replacement)
                 modules_by_path[path] = densify_module(replacement.modules[path])
 
 

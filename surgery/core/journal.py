@@ -137,7 +137,7 @@ class Journal:
             self.entries.append(line)
             return
         with open(self.path, "ab", opener=no_link) as file:
-            file.write(_written(line))
+            file.write(_encode_entry(line))
             file.flush()
             os.fsync(file.fileno())
         self.entries.append(line)
@@ -146,7 +146,7 @@ class Journal:
         """Remove all entries except `lines`, also on disk. All processes must pass the same entries."""
         if self.ranks.main and lines != self.entries:
             with atomic_write(self.folder / JOURNAL_NAME) as file:
-                file.writelines(_written(line) for line in lines)
+                file.writelines(_encode_entry(line) for line in lines)
             for path in self.files()[1:]:
                 path.unlink()
         self.entries = list(lines)
@@ -178,7 +178,7 @@ class Journal:
         return None
 
 
-def _written(line: dict[str, Any]) -> bytes:
+def _encode_entry(line: dict[str, Any]) -> bytes:
     return json.dumps({**line, CHECKSUM_KEY: checksum(line)}).encode() + b"\n"
 
 

@@ -30,12 +30,8 @@ from surgery.modeling.modules import GuardedLinear
 
 ATTENTION_NAME = "surgery"
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
-PACKED_ARGUMENTS = (
-    "cu_seq_lens_q",
-    "cu_seqlens_q",
-    "block_table",
-    "cache",
-)  # arguments for packed documents and continuous batching
+# Arguments for packed documents and continuous batching.
+PACKED_ARGUMENTS = ("cu_seq_lens_q", "cu_seqlens_q", "block_table", "cache")
 
 
 @dataclass
@@ -174,10 +170,8 @@ def is_plain_mask(
     order_TS = (behind_TS >= 0) & (behind_TS < (shape.window or S)) if shape.causal else torch.ones_like(behind_TS > 0)
     number_BT = torch.zeros_like(valid_BT, dtype=torch.long) if documents is None else documents.number_BT
     mask_BHTS = mask_BHTS.expand(len(valid_BT), -1, -1, -1)
-    rows, same = (
-        max(1, 2**26 // (T * S)),
-        [],
-    )  # rows per chunk: comparing all at once needs several times the mask's memory
+    # Compared in chunks of rows: comparing all at once would need several times the mask's memory.
+    rows, same = max(1, 2**26 // (T * S)), []
     for mask_RHTS, valid_RT, number_RT in zip(*(t.split(rows) for t in (mask_BHTS, valid_BT, number_BT))):
         wanted_RTS, seen_RHTS = valid_RT[:, None] & order_TS, mask_to_bool(mask_RHTS)
         if documents is not None:

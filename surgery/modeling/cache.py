@@ -3,7 +3,7 @@
     cache.layers[i] = MixerCacheLayer()      inserted before generate() starts, or at the first forward with the cache
     out_BHTV = cache.layers[i].advance(mixer, inputs)
 
-States are immutable values, so beam search selects rows of them, and rolling back means keeping an old state: while past
+States are immutable values, so beam search selects rows of them. To remove tokens, an old state is needed: while past
 recording is on, the layer holds a state and the inputs since then, and `crop` mixes the remaining inputs again.
 """
 
@@ -95,7 +95,7 @@ class MixerCacheLayer(CacheLayerMixin):
         """Return -1: the length is unlimited."""
         return -1
 
-    def get_max_cache_shape(self) -> int:  # its name before transformers 5.20
+    def get_max_cache_shape(self) -> int:  # get_max_length before transformers 5.20
         """Return -1: the length is unlimited."""
         return -1
 
@@ -140,7 +140,7 @@ class MixerCacheLayer(CacheLayerMixin):
         self._base, self._since = None, []
 
     def _replay(self, kept: int) -> None:
-        """Recompute the state after the first `kept` recorded tokens, in the original pieces."""
+        """Recompute the state after the first `kept` recorded tokens, in the original chunks."""
         assert self._mixer is not None and self._base is not None
         state = self._base
         for inputs in self._since:

@@ -112,7 +112,8 @@ def build_module(
         raise SurgeryError(
             f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its rank must be a number from 1 to {full}"
         )
-    return structure(in_, out, config, bias=bias, **factory)
+    module: nn.Module = structure(in_, out, config, bias=bias, **factory)
+    return module
 
 
 DAMAGED_TABLE = "the surgery table in config.json is damaged"

@@ -11,7 +11,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from surgery.checkpoint.safetensors_io import read_header
 from surgery.checkpoint.table import has_shims
-from surgery.checkpoint.tensor_names import class_named, refuse_incomplete, unused_of
+from surgery.checkpoint.tensor_names import find_model_class, refuse_incomplete, unused_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
 from surgery.modeling.modules import DAMAGED_TABLE, build_module
@@ -52,7 +52,7 @@ class SurgeryQuantizer(HfQuantizer):
             return
         put_standins(written, *self._tables())
         if checkpoint_files is not None:
-            refuse_incomplete(written, _tensors_in(checkpoint_files), name, unused_of(self.quantization_config))
+            refuse_incomplete(written, _tensors_in(checkpoint_files), name, unused_tensors(self.quantization_config))
         if written is not model:
             put_standins(model, *self._tables(), strict=False)
 
@@ -82,7 +82,7 @@ def put_standins(model: Any, table: dict[str, Any], mixers: dict[str, Any], stri
     # Imported here because this module loads during the import of transformers' models, which attention needs complete.
     from surgery.modeling.attention import replace_attention
 
-    find, missing, taken = _Finder(model), 0, set()
+    find, missing, taken = _ModuleFinder(model), 0, set()
     for path, spec in [*table.items(), *mixers.items()]:
         place = find(path)
         if place is None:
@@ -122,7 +122,7 @@ def _written_as(model: Any) -> Any:
 
     Returns None if a remote-code class opens a checkpoint written by another class.
     """
-    cls = class_named(model.config)
+    cls = find_model_class(model.config)
     if cls is not None and cls.config_class is not None and isinstance(model.config, cls.config_class):
         if type(model).__name__ == cls.__name__:
             return model
@@ -149,10 +149,10 @@ def _untie(model: Any, path: str) -> None:
     model.all_tied_weights_keys.pop(weight, None)
 
 
-class _Finder:
-    """Finds a table path in a model of any class.
+class _ModuleFinder:
+    """Callable that returns the path in a model of a module that the table names, or None.
 
-    The path may be unchanged, with or without the base model's prefix, or renamed since the checkpoint was written.
+    The path may be the same, differ by the base model's prefix, or follow from transformers' renaming rules.
     """
 
     def __init__(self, model: Any):

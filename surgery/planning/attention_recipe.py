@@ -64,8 +64,8 @@ class AttentionRecipe(BaseModel):
 
     start: "calibrated" fits the mixer to the original's outputs on the calibration text in `steps` local steps; "copied" takes
     the model's own projections and an untrained mixer. cache (MLR attention): fraction of the key cache kept for a sequence of
-    `context` tokens, by default the length of a calibration sample; ranks, extents and the order of dimensions are then
-    chosen by measurement. ladder: candidate extents, by default the powers of two from 8.
+    `context` tokens (default: the length of a calibration sample). Ranks, extents and the order of dimensions are then
+    chosen by measurement. ladder: candidate extents in tokens, by default the powers of two from 8.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)

@@ -1,6 +1,6 @@
 """The plan of a conversion: from the config and the tensor headers, a printable list of the modules to be replaced.
 
-Every setting that can be refused is refused here, before any weight is read.
+All settings are checked here, before any weight is read.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class Plan:
     def totals(self) -> dict[str, int]:
         """Return the number of replaced matrices and their stored parameters before and, under a uniform allocation, after."""
         targets = self.replaced_targets()
-        after = [STRUCTURES[c.preview].params(c.preview, c.out, c.in_) for c in targets]
-        return {"modules": len(targets), "params_before": sum(c.numel for c in targets), "params_after": sum(after)}
+        after = [STRUCTURES[t.preview].params(t.preview, t.out, t.in_) for t in targets]
+        return {"modules": len(targets), "params_before": sum(t.numel for t in targets), "params_after": sum(after)}
 
 
 def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
@@ -119,18 +119,17 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     notes = []
     if layout.architecture is None:
         notes.append(
-            f"no architecture for model_type {model_type!r}: every nn.Linear of its {len(layout.layers)} layers is replaced and matched by its path; "
-            "rules cannot use roles"
+            f"no architecture for model_type {model_type!r}: every nn.Linear of its {len(layout.layers)} layers is replaced "
+            "and matched by its path; rules cannot use roles"
         )
     attention_targets = find_attention_targets(meta_model, recipe, layout)
-    refitted = (
-        {attention_target.output for attention_target in attention_targets.values()}
-        if recipe.attention and recipe.attention.refits_output
-        else set()
-    )
+    refitted: set[str] = set()  # output projections
+    if recipe.attention and recipe.attention.refits_output:
+        refitted = {target.output for target in attention_targets.values()}
     if attention_targets and recipe.attention and (hybrid := recipe.attention.hybrid) and hybrid.is_measured:
         notes.append(
-            f"{hybrid.softmax_count(len(attention_targets))} of these {len(attention_targets)} layers keep softmax attention, chosen on the calibration text"
+            f"{hybrid.softmax_count(len(attention_targets))} of these {len(attention_targets)} layers keep softmax attention, "
+            "chosen on the calibration text"
         )
     if attention_targets and recipe.attention and recipe.attention.cache is not None:
         notes.append(

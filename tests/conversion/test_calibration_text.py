@@ -18,7 +18,7 @@ from surgery.checkpoint.source import open_checkpoint as open_checkpoint
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.convert import convert
 from surgery.conversion.preflight import load_calibration
-from surgery.conversion.text_check import text_fit
+from surgery.conversion.text_check import score_text
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
@@ -161,7 +161,7 @@ def test_4_5_samples_are_the_same_for_the_same_seed(suits):
     batch = load_calibration(source, skeleton, plan.recipe)
     device = torch.device("cpu")
     runner = LayerRunner(skeleton, plan.layout.layers, plan.layout.head, device)
-    again = text_fit(
+    again = score_text(
         ConversionContext(skeleton, plan, plan.recipe, batch, runner, place, DistContext(), device, Progress())
     )
     assert again is not None and again.own_samples == pytest.approx(
@@ -171,6 +171,6 @@ def test_4_5_samples_are_the_same_for_the_same_seed(suits):
 
 
 def test_4_5_a_large_checkpoint_is_judged_without_samples(monkeypatch, report_of):
-    monkeypatch.setattr("surgery.conversion.text_check.READ", 0)
+    monkeypatch.setattr("surgery.conversion.text_check.MAX_READ_BYTES", 0)
     report, said, _ = report_of(UNFIT["bytes"][0])
     assert report["calibration"]["own_samples_loss"] is None and "another language" in said[0]

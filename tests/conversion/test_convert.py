@@ -152,24 +152,27 @@ def test_outside_d9_a_source_changed_inside_a_tensor_is_refused(deep, tmp_path, 
         convert(str(source), recipe, tmp_path / "out", resume=True)
 
 
-def test_outside_d11_a_piece_of_another_dtype_is_not_used(deep, tmp_path):
+def test_outside_d11_a_layer_shard_of_another_dtype_is_not_used(deep, tmp_path):
     from surgery.checkpoint.meta_model import MetaModel
     from surgery.checkpoint.source import open_checkpoint
-    from surgery.conversion.layer_shards import Pieces
+    from surgery.conversion.layer_shards import LayerShards
     from surgery.planning.plan import make_plan
 
     meta_model = MetaModel(open_checkpoint(str(deep[0])), False)
     layer = "model.layers.0"
-    units = {name: layer if name.startswith(f"{layer}.") else "rest" for name in meta_model.keys}
-    pieces = Pieces(meta_model, make_plan(meta_model, make_recipe(structure="low_rank", layers="1:")), units, tmp_path)
-    line = {"piece": layer, "table": {}}
+    shard_of = {name: layer if name.startswith(f"{layer}.") else "rest" for name in meta_model.keys}
+    plan = make_plan(meta_model, make_recipe(structure="low_rank", layers="1:"))
+    shards = LayerShards(meta_model, plan, shard_of, tmp_path)
+    entry = {"piece": layer, "table": {}}
     stored = meta_model.source.tensors
-    tensors = {n: torch.zeros(shape, dtype=DTYPES[stored[n].dtype]) for n, shape in pieces.expected(line).items()}
+    tensors = {
+        n: torch.zeros(shape, dtype=DTYPES[stored[n].dtype]) for n, shape in shards.expected_shapes(entry).items()
+    }
     save_file(tensors, tmp_path / "same.safetensors")
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name].double()}, tmp_path / "other.safetensors")
-    assert pieces.holds(tmp_path / "same.safetensors", line, True)
-    assert not pieces.holds(tmp_path / "other.safetensors", line, True)
+    assert shards.has_tensors(tmp_path / "same.safetensors", entry, exact=True)
+    assert not shards.has_tensors(tmp_path / "other.safetensors", entry, exact=True)
 
 
 def test_the_same_seed_gives_the_same_bytes(deep, tmp_path):
@@ -328,7 +331,7 @@ def test_out_exists_or_its_parent_does_not(deep, tmp_path):
 
 def test_a_disk_too_small_is_noticed_before_anything_is_written(deep, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 100_000))
-    with pytest.raises(SurgeryError, match=r"has 100.0 kB free, the conversion writes up to [\d.]+ kB;"):
+    with pytest.raises(SurgeryError, match=r"has 100.0 kB free, the conversion writes up to [\d.]+ kB\."):
         convert(str(deep[0]), make_recipe(structure="low_rank"), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -414,10 +417,10 @@ def interrupted(
 
 def rewritten(out: Path, lines: list[dict]) -> None:
     """With checksums that are right, as an attacker would write them."""
-    from surgery.core.journal import CHECKSUM_KEY, _written
+    from surgery.core.journal import CHECKSUM_KEY, _encode_entry
 
     plain = [{k: v for k, v in line.items() if k != CHECKSUM_KEY} for line in lines]
-    (partial_path(out) / "journal.jsonl").write_bytes(b"".join(map(_written, plain)))
+    (partial_path(out) / "journal.jsonl").write_bytes(b"".join(map(_encode_entry, plain)))
 
 
 @pytest.fixture(scope="module")
@@ -461,7 +464,7 @@ def test_2_1_a_journal_names_no_piece_that_the_plan_has_not(low_rank, tmp_path, 
 @pytest.mark.parametrize(
     "how", ["zeroed", "one bit", "gone", "another layer's", "no sha256", "no table", "another table"]
 )
-def test_2_1_a_damaged_piece_is_made_again(low_rank, tmp_path, monkeypatch, how):
+def test_2_1_a_damaged_layer_shard_is_converted_again(low_rank, tmp_path, monkeypatch, how):
     """Also a piece in a journal of an earlier version, whose lines have no SHA-256."""
     source, recipe, whole = low_rank
     out = tmp_path / "out"
@@ -509,11 +512,11 @@ def test_2_1_a_finished_shard_is_checked(deep, tmp_path, monkeypatch, how):
 
 def test_2_1_joined_weights_that_lack_a_tensor_are_refused(low_rank, tmp_path, monkeypatch):
     """Whatever let it pass: the names are compared once more before anything is renamed."""
-    from surgery.conversion.layer_shards import Pieces
+    from surgery.conversion.layer_shards import LayerShards
 
     source, recipe, _ = low_rank
-    expected = Pieces.expected
-    monkeypatch.setattr(Pieces, "expected", lambda self, line: {**expected(self, line), "extra": (1,)})
+    shapes = LayerShards.expected_shapes
+    monkeypatch.setattr(LayerShards, "expected_shapes", lambda self, entry: {**shapes(self, entry), "extra": (1,)})
     with pytest.raises(SurgeryError, match="lack tensor 'extra'"):
         convert(str(source), recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from surgery.conversion.mixer_init.mlr_ranks import (
     ScoreSensitivity,
     allocate_ranks,
     balanced_basis,
-    cache_prices,
+    cache_costs,
     candidate_extents,
     choose_extents,
     loss_rise,
@@ -104,7 +104,7 @@ def test_units_keep_rotary_pairs():
 def test_settling_is_the_optimum_of_small_forms():
     """Against every choice there is, where units do not interact; never above all or nothing where they do."""
     torch.manual_seed(0)
-    size, price = torch.tensor([2.0, 1.0, 2.0]), cache_prices((0, 3, UNLIMITED), 10)[None]
+    size, price = torch.tensor([2.0, 1.0, 2.0]), cache_costs((0, 3, UNLIMITED), 10)[None]
     choices = torch.tensor(list(itertools.product(range(3), repeat=3)))
     for weight in (1e-2, 0.3, 3.0):
         rows = torch.randn(3, 2, 40, dtype=torch.float64)

@@ -41,5 +41,5 @@ def test_outside_d11_a_piece_with_nan_is_named(tmp_path):
     piece = tmp_path / "pieces" / "model.layers.0.safetensors"
     piece.parent.mkdir()
     save_file({"a": torch.tensor([float("nan")])}, piece)
-    with pytest.raises(SurgeryError, match=re.escape(f"the finished piece {piece} is damaged")):
+    with pytest.raises(SurgeryError, match=re.escape(f"the finished layer file {piece} is damaged")):
         read_tensor(read_header(piece)["a"])

@@ -351,12 +351,12 @@ def journal(path: Path) -> None:
 
 
 def _renewed(raw: bytes) -> bytes:
-    from surgery.core.journal import CHECKSUM_KEY, _written
+    from surgery.core.journal import CHECKSUM_KEY, _encode_entry
 
     try:
         line = json.loads(raw)
         line.pop(CHECKSUM_KEY, None)
-        return _written(line)
+        return _encode_entry(line)
     except (ValueError, TypeError, AttributeError, RecursionError):
         return raw
 

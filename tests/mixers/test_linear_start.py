@@ -14,9 +14,9 @@ from surgery.conversion.mixer_init.linear import (
     SHARPNESS,
     WEIGHTS,
     LinearInit,
-    sharpened_by,
+    copy_with_sharpness,
+    search_linear_weights,
     solve_least_squares,
-    weighed,
 )
 from surgery.core.errors import SurgeryError
 from surgery.mixers import AttentionShape, MixerInputs
@@ -138,12 +138,12 @@ def test_item_4_4_weight_and_sharpness_are_found_head_by_head(more):
     """A teacher of the mixer's own kind, whose heads differ."""
     config = LinearAttention(mask="ones", features="hedgehog", window=WINDOW, sinks=SINKS, **more)
     blank = LinearMixer(config, SHAPE)
-    teacher = sharpened_by(blank, torch.tensor([SHARPNESS[1], SHARPNESS[3]]))
+    teacher = copy_with_sharpness(blank, torch.tensor([SHARPNESS[1], SHARPNESS[3]]))
     with torch.no_grad():
         teacher.linear_weight_H.copy_(torch.tensor([WEIGHTS[0], WEIGHTS[5], WEIGHTS[9], WEIGHTS[12]]))
     with torch.no_grad():
         fit = Rows(lambda inputs: teacher.mix(inputs)[0], seed=0)
-    found = weighed(copy.deepcopy(blank), fit, 0)
+    found = search_linear_weights(copy.deepcopy(blank), fit, 0)
     torch.testing.assert_close(found.state_dict(), teacher.state_dict())
 
 

@@ -70,7 +70,7 @@ def test_mhla_becomes_tbm(tmp_path):
     gap = float((model_outputs(after, inputs) - before).norm() / before.norm())
     assert gap < 0.05 and min(result["r2"].values()) > 0.5
     assert model_outputs(after, tiny_inputs("llama", 1, 64 * 8, seed=3)).isfinite().all()  # beyond MHLA's blocks
-    with pytest.raises(SurgeryError, match="mixes no blocks"):
+    with pytest.raises(SurgeryError, match="no attention with block mixing"):
         convert_to_toeplitz(str(tmp_path / "tbm"), tmp_path / "again")
     with pytest.raises(SurgeryError, match="exists"):
         convert_to_toeplitz(str(tmp_path / "out"), tmp_path / "tbm")

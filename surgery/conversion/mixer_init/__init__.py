@@ -1,4 +1,4 @@
-"""How mixers start close to the softmax attention they replace: one file for each family of them."""
+"""Initialization of mixers from the softmax attention that they replace: one file for each family."""
 
 from surgery.conversion.mixer_init.base import MIXER_INITS, InitializedMixer, MixerInit, relative_error
 

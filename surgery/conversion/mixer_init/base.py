@@ -1,48 +1,52 @@
-"""The protocol of a start: windows of the teacher's attention in, a mixer out, with the errors before and after.
+"""Interface of mixer initializations: samples of the original attention in, an initialized mixer and its errors out.
 
-    initialized = STARTS[config]().init(target, settings, fit, held)
+    initialized = MIXER_INITS[config]().init(target, settings, fit, held)
 
-`fit` and `held` are surgery.calibration.attention_samples.AttentionSamples; what is fitted is accepted only if the error on held-out windows falls.
+`fit` and `held` are AttentionSamples. A fitted mixer is accepted only if the error on the held-out samples falls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgery.calibration.attention_samples import AttentionSample, AttentionSamples
 from surgery.core.registry import Registry
-from surgery.mixers import MIXERS, Mixer
+from surgery.mixers import MIXERS, Mixer, MixerConfig
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.attention_recipe import AttentionRecipe
 
 
 @dataclass
 class InitializedMixer:
-    """errors: name of the stage -> relative error of the heads' outputs on held-out windows, |o - o*| / |o*|."""
+    """A mixer and the error after each stage of its initialization.
+
+    errors: name of the stage -> relative error of the heads' outputs on held-out samples, |o - o*| / |o*|.
+    """
 
     mixer: Mixer
     errors: dict[str, float]
 
 
 class MixerInit:
-    """As an untrained mixer starts, with the model's own projections."""
+    """The plain initialization: an untrained mixer behind the model's own projections. Base class of all others."""
 
     def init(
         self, target: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples
     ) -> InitializedMixer:
+        """Return the initialized mixer. fit: samples to fit to; held: held-out samples, for the errors."""
         mixer = build_mixer(target, fit[0].inputs.q_BHTK.device)
         return InitializedMixer(mixer, {"copied": relative_error(mixer, held)})
 
 
-MIXER_INITS: Registry[MixerInit] = Registry("start", "surgery.conversion.mixer_init")
+MIXER_INITS: Registry[MixerInit] = Registry("mixer initialization", "surgery.conversion.mixer_init")
 
 
 def build_mixer(target: AttentionTarget, device: torch.device) -> Mixer:
+    """Return the target's mixer, untrained, in float32, with the tensors of `target.fixed` set."""
     with torch.device(device):
         mixer = MIXERS[target.config](target.config, target.shape).float()
         for name, value in target.fixed.items():
@@ -50,29 +54,31 @@ def build_mixer(target: AttentionTarget, device: torch.device) -> Mixer:
     return mixer
 
 
-def unpadded_tokens(x_BHTV: Tensor, window: AttentionSample) -> Tensor:
-    """(H, N, V): tokens that are not padding."""
-    valid_BT = window.inputs.valid_BT
+def unpadded_tokens(x_BHTV: Tensor, sample: AttentionSample) -> Tensor:
+    """Return the N real tokens of a sample, without padding, as (H, N, V)."""
+    valid_BT = sample.inputs.valid_BT
     x_HXV = x_BHTV.transpose(0, 1).flatten(1, 2)
     return x_HXV if valid_BT is None else x_HXV[:, valid_BT.flatten()]
 
 
-ERROR_CAP = 1e30
+ERROR_CAP = 1e30  # largest error in a report
 
 
 @torch.no_grad()
-def relative_error(mixer: Mixer, windows: Iterable[AttentionSample]) -> float:
-    wrong = whole = 0.0
-    for window in windows:
-        out_BHTV, _ = mixer.mix(window.inputs)
-        wrong += float(unpadded_tokens(out_BHTV.float() - window.target_BHTV, window).square().sum(dtype=torch.float64))
-        whole += float(unpadded_tokens(window.target_BHTV, window).square().sum(dtype=torch.float64))
-    error = (wrong / max(whole, 1e-30)) ** 0.5
-    return error if error < ERROR_CAP else ERROR_CAP  # not a number neither, which JSON has no word for
+def relative_error(mixer: Mixer, samples: Iterable[AttentionSample]) -> float:
+    """Return |o - o*| / |o*| of the heads' outputs over all real tokens, at most ERROR_CAP."""
+    difference = norm = 0.0
+    for sample in samples:
+        out_BHTV, _ = mixer.mix(sample.inputs)
+        error_HNV = unpadded_tokens(out_BHTV.float() - sample.target_BHTV, sample)
+        difference += float(error_HNV.square().sum(dtype=torch.float64))
+        norm += float(unpadded_tokens(sample.target_BHTV, sample).square().sum(dtype=torch.float64))
+    error = (difference / max(norm, 1e-30)) ** 0.5
+    return error if error < ERROR_CAP else ERROR_CAP  # NaN compares false, so it becomes ERROR_CAP: JSON has no NaN
 
 
-def select_init(config: Any, settings: AttentionRecipe) -> MixerInit:
-    """The family's own, or the plain one where the recipe says so or there is no other."""
+def select_init(config: MixerConfig, settings: AttentionRecipe) -> MixerInit:
+    """Return the initialization of the mixer's family; the plain one with start: copied, or if the family has none."""
     if settings.start == "copied" or type(config) not in list(MIXER_INITS):
         return MixerInit()
     return MIXER_INITS[config]()

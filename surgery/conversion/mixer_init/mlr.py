@@ -1,5 +1,7 @@
-"""MLR attention as it was arranged (surgery/conversion/mixer_init/mlr_allocation.py). Near scores, which are to make up for what far ones lose, are
-kept where held-out windows agree."""
+"""Initialize MLR attention from the ranks and the order of dimensions that `mlr_allocation` chose.
+
+Near scores, which compensate on average for the dimensions that distant pairs lose, are kept only if the held-out error falls.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,12 @@ from surgery.planning.attention_recipe import AttentionRecipe
 
 @MIXER_INITS.register(MLR)
 class MLRInit(MixerInit):
+    """Initialization of MLR attention (see the module)."""
+
     def init(
         self, target: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples
     ) -> InitializedMixer:
+        """Return the mixer with near scores if they lower the held-out error, otherwise the one without."""
         device = fit[0].inputs.q_BHTK.device
         without = {name: value for name, value in target.fixed.items() if name != "near"}
         plain = build_mixer(replace(target, fixed=without), device)

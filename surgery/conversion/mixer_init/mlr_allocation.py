@@ -62,25 +62,26 @@ class QueryKeyMoments:
 
 
 class RecordingAttention(MLRAttention):
-    """Full-rank attention that records statistics: `sizes` in the forward pass, or `sensitivity` in the backward pass,
+    """Full-rank attention that records statistics: `moments` in the forward pass, or `sensitivity` in the backward pass,
     from the gradient at the attention's output."""
 
-    def __init__(self, shape: AttentionShape, sizes: QueryKeyMoments | None, sensitivity: ScoreSensitivity | None):
+    def __init__(self, shape: AttentionShape, moments: QueryKeyMoments | None, sensitivity: ScoreSensitivity | None):
         super().__init__(MLR((shape.key,)), shape)
-        self.sizes, self.sensitivity = sizes, sensitivity
-        self.bases = sizes.bases() if sizes is not None and sensitivity is not None else None
+        self.moments, self.sensitivity = moments, sensitivity
+        self.bases = moments.bases() if moments is not None and sensitivity is not None else None
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         """Return the attention output (B, H, T, V) unchanged; record the inputs or register the gradient hook."""
         out_BHTV, _ = super().mix(inputs)
         sensitivity = self.sensitivity
-        if sensitivity is None and self.sizes is not None:
-            self.sizes.add(inputs)
+        if sensitivity is None and self.moments is not None:
+            self.moments.add(inputs)
         elif sensitivity is not None and out_BHTV.requires_grad:
             out_BHTV.register_hook(lambda grad_BHTV: sensitivity.add(self._rotate(inputs), grad_BHTV))
         return out_BHTV, None
 
     def _rotate(self, inputs: MixerInputs) -> MixerInputs:
+        """Return the inputs with queries and keys in the balanced bases, if there are any."""
         if self.bases is None:
             return inputs
         query_GKK, key_GKK = self.bases
@@ -92,12 +93,8 @@ class ScoreRecorder:
     """Context manager that records one layer's attention in the forward pass, or in the backward pass (`back`)."""
 
     def __init__(self, fisher_pass: ScoreFisherPass, call: LayerCall, back: bool):
-        self.fisher_pass, self.target, self.back, self.stack = (
-            fisher_pass,
-            fisher_pass.plan.attention_targets.get(call.path),
-            back,
-            ExitStack(),
-        )
+        self.fisher_pass, self.back, self.stack = fisher_pass, back, ExitStack()
+        self.target = fisher_pass.plan.attention_targets.get(call.path)
 
     def __enter__(self) -> None:
         target, device = self.target, self.fisher_pass.runner.device
@@ -109,10 +106,12 @@ class ScoreRecorder:
                 target.shape, self.fisher_pass.extents, device
             )
         elif not target.shape.rotary:
-            self.fisher_pass.sizes[target.layer] = QueryKeyMoments(target.shape, device)
+            self.fisher_pass.query_key_moments[target.layer] = QueryKeyMoments(target.shape, device)
         else:
             return
-        recorder = RecordingAttention(target.shape, self.fisher_pass.sizes.get(target.layer), sensitivity).to(device)
+        recorder = RecordingAttention(
+            target.shape, self.fisher_pass.query_key_moments.get(target.layer), sensitivity
+        ).to(device)
         self.stack.enter_context(attention_replaced(self.fisher_pass.meta_model.module(target.path), recorder))
 
     def __exit__(self, *_: Any) -> None:
@@ -126,8 +125,8 @@ class ScoreRecorder:
 
 
 class ScoreFisherPass(FisherPass):
-    """Fisher pass over the attention scores. sensitivities: layer -> its quadratic form; sizes: layer -> query and key
-    moments, for layers without RoPE."""
+    """Fisher pass over the attention scores. sensitivities: layer -> its quadratic form; query_key_moments: layer ->
+    query and key moments, for layers without RoPE."""
 
     def __init__(
         self,
@@ -141,7 +140,7 @@ class ScoreFisherPass(FisherPass):
         super().__init__(meta_model, replace(plan, targets={}), recipe, runner, folder, done)
         self.extents: tuple[int, ...] = ()
         self.sensitivities: dict[str, ScoreSensitivity] = {}
-        self.sizes: dict[str, QueryKeyMoments] = {}
+        self.query_key_moments: dict[str, QueryKeyMoments] = {}
 
     def forward_context(self, call: LayerCall) -> ScoreRecorder:
         """Return the recorder of the layer's forward pass."""
@@ -163,25 +162,26 @@ def allocate_score_dims(ctx: ConversionContext) -> dict[str, dict[str, Any]]:
     length = next(iter(ctx.samples.inputs.values())).shape[1]
     with ctx.progress.bar("measuring the sensitivity of score dimensions", len(plan.layout.layers)) as tick:
         fisher_pass = ScoreFisherPass(ctx.model, plan, ctx.recipe, ctx.runner, ctx.grams_dir, tick)
-        given = settings.ladder
-        fisher_pass.extents = candidate_extents(length) if given is None else (0, *sorted(given), UNLIMITED)
+        ladder = settings.ladder
+        fisher_pass.extents = candidate_extents(length) if ladder is None else (0, *sorted(ladder), UNLIMITED)
         fisher_pass.run(ctx.samples)
-    by_shape: dict[Any, list[str]] = {}
+    by_shape: dict[AttentionShape, list[str]] = {}
     for layer, target in plan.attention_targets.items():
         by_shape.setdefault(target.shape, []).append(layer)
     chosen: dict[str, dict[str, Any]] = {}
     for layers in by_shape.values():
         sensitivities = [fisher_pass.sensitivities[layer] for layer in layers]
-        for layer, found in zip(layers, allocate_ranks(sensitivities, settings.cache, settings.context or length)):
-            fixed = {"order": found.order_GK.tolist()}
-            if found.near_HL.shape[1]:
-                fixed["near"] = found.near_HL.tolist()
-            config = replace(found.config, form=plan.attention_targets[layer].config.form)  # type: ignore[attr-defined]
-            if layer in fisher_pass.sizes and config.ranks != (plan.attention_targets[layer].shape.key,):
+        allocations = allocate_ranks(sensitivities, settings.cache, settings.context or length)
+        for layer, allocation in zip(layers, allocations):
+            fixed = {"order": allocation.order_GK.tolist()}
+            if allocation.near_HL.shape[1]:
+                fixed["near"] = allocation.near_HL.tolist()
+            config = replace(allocation.config, form=plan.attention_targets[layer].config.form)  # type: ignore[attr-defined]
+            if layer in fisher_pass.query_key_moments and config.ranks != (plan.attention_targets[layer].shape.key,):
                 config = replace(config, basis="turned")
-                query_GKK, key_GKK = fisher_pass.sizes[layer].bases()
+                query_GKK, key_GKK = fisher_pass.query_key_moments[layer].bases()
                 fixed |= {"query_basis": query_GKK.tolist(), "key_basis": key_GKK.tolist()}
-            chosen[layer] = {"config": config.to_dict(), "fixed": fixed, "rise": found.rise}
+            chosen[layer] = {"config": config.to_dict(), "fixed": fixed, "rise": allocation.rise}
     return chosen
 
 
