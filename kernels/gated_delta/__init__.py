@@ -38,8 +38,8 @@ def _make_sizes(tensors: tuple[Any, ...], ends: Tensor | None, chunk: int) -> De
 
 def _forward(tensors: tuple[Any, ...], sizes: DeltaSizes) -> tuple[Tensor, Tensor]:
     """(out_BGJTV, last_RGKV) of q, k, v, beta, gates and the first state or None."""
-    *tokens, first = tensors
-    plan = DeltaPlan(*tokens, sizes)
+    q, k, v, beta, gates, first = tensors
+    plan = DeltaPlan(q, k, v, beta, gates, sizes)
     terms = launch_wy_forward(plan)
     states, last = launch_pass_forward(plan, terms, first)
     return launch_output(plan, terms, states), last
@@ -48,8 +48,8 @@ def _forward(tensors: tuple[Any, ...], sizes: DeltaSizes) -> tuple[Tensor, Tenso
 def _backward(
     tensors: tuple[Any, ...], sizes: DeltaSizes, d_out: Tensor, d_last: Tensor
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    *tokens, first = tensors
-    plan, d_out = DeltaPlan(*tokens, sizes), unit_last_stride(d_out)
+    q, k, v, beta, gates, first = tensors
+    plan, d_out = DeltaPlan(q, k, v, beta, gates, sizes), unit_last_stride(d_out)
     terms = launch_wy_forward(plan)
     states, _ = launch_pass_forward(plan, terms, first)
     dstates, dfirst = launch_pass_backward(plan, terms, d_out, d_last.contiguous())

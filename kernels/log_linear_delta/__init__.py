@@ -32,7 +32,7 @@ from surgery.kernels.gated_delta.layout import (
     max_chunks,
 )
 from surgery.kernels.kernel_tensors import unit_last_stride
-from surgery.kernels.log_linear_delta.boundary import BoundaryChunk, final_buckets
+from surgery.kernels.log_linear_delta.boundary import BoundaryChunk, RowTokens, final_buckets
 from surgery.kernels.log_linear_delta.plan import LogLinearDeltaPlan
 from surgery.kernels.tuning import TOKENS_READER, is_fastest
 from surgery.mixers.masks.log_linear import levels_after, log_linear
@@ -55,8 +55,10 @@ def _make_sizes(
 
 
 def _make_plan(tensors: tuple[Any, ...], tree: _TreeSizes) -> LogLinearDeltaPlan:
-    *tokens, level, bucket, extra, end = tensors
-    return LogLinearDeltaPlan(*tokens, tree.sizes, level, bucket, extra, end, tree.levels, tree.top)
+    q, k, v, beta, gates, level, bucket, extra, end = tensors
+    return LogLinearDeltaPlan(
+        q, k, v, beta, gates, tree.sizes, level, bucket, extra, end, tree.levels, tree.top
+    )  # fmt: skip
 
 
 def _forward(tensors: tuple[Any, ...], tree: _TreeSizes) -> tuple[Tensor, Tensor]:
@@ -69,8 +71,8 @@ def _backward(
     tensors: tuple[Any, ...], tree: _TreeSizes, d_out: Tensor, d_after: Tensor
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     plan = _make_plan(tensors, tree)
-    d_after = None if plan.bucket_lRGKV is None else d_after.contiguous()
-    return *plan.backward(unit_last_stride(d_out), d_after), None
+    d_buckets = None if plan.bucket_lRGKV is None else d_after.contiguous()
+    return *plan.backward(unit_last_stride(d_out), d_buckets), None
 
 
 def _fake_outputs(tensors: tuple[Any, ...], *_: Any) -> tuple[Tensor, Tensor]:
@@ -111,23 +113,22 @@ def log_linear_delta(
 
 
 def run_with_buckets(
-    tokens: tuple[Tensor, ...], level_BTGJL: Tensor, start_B: Tensor, count_B: Tensor, buckets_BLGKV: Tensor, chunk: int,
-    levels: int,
+    rows: RowTokens, buckets_BLGKV: Tensor, chunk: int, levels: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out_BGJTV, the buckets behind the tokens (B, levels, G, K, V)). The kernels compute buckets of whole chunks; smaller
-    buckets are plain torch (kernels/log_linear_delta/boundary.py). tokens: q, k, v, beta, gates."""
-    q, k, v, beta, gates = tokens
+    buckets are plain torch (kernels/log_linear_delta/boundary.py)."""
+    q, k, v, beta, gates, level_BTGJL, start_B, count_B = rows
     T, end_B, buckets = v.shape[2], start_B + count_B, buckets_BLGKV.float()
     C = limit_chunk(v, chunk)
     bits, high = C.bit_length() - 1, max(0, levels - C.bit_length() + 1)
     at_B, slot_B, low = start_B >> bits, start_B % C, buckets[:, :bits]
-    first = BoundaryChunk.from_tokens(tokens, level_BTGJL, start_B, count_B, at_B, slot_B, bits)
+    first = BoundaryChunk.from_tokens(rows, at_B, slot_B, bits)
     low_BlGKV = first.through(low)
     resumed = F.pad(buckets[:, bits:], (0, 0, 0, 0, 0, 0, 0, high - buckets[:, bits:].shape[1]))
     inputs = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), beta, gates, level_BTGJL
     at_ends = resumed.transpose(0, 1).contiguous(), low_BlGKV.sum(1), end_B
     out, after = LOG_LINEAR_DELTA_OP((*inputs, *at_ends), (start_B, None, chunk, high, ALL_LEVELS))
-    last = BoundaryChunk.from_tokens(tokens, level_BTGJL, start_B, count_B, end_B >> bits, end_B % C, bits)
+    last = BoundaryChunk.from_tokens(rows, end_B >> bits, end_B % C, bits)
     own = last.low() + final_buckets(first, low_BlGKV, end_B, at_B)
     out = out + first.reads(low, T).to(out.dtype) if low.shape[1] else out
     return out, torch.cat([own, after.transpose(0, 1)], 1)[:, :levels]
@@ -146,5 +147,6 @@ def log_linear_delta_triton(
     gates = gates.expand(v.shape[:3])
     if buckets is not None:
         levels = levels_after(buckets, start, count) if levels is None else levels
-        return run_with_buckets((q, k, v, beta, gates), level, start, count, buckets, min(chunk, DEFAULT_CHUNK), levels)
+        rows = RowTokens(q, k, v, beta, gates, level, start, count)
+        return run_with_buckets(rows, buckets, min(chunk, DEFAULT_CHUNK), levels)
     return log_linear_delta(q, k, v, beta, gates, level, start, chunk=min(chunk, DEFAULT_CHUNK)), None

@@ -265,17 +265,18 @@ class LogLinearDeltaPlan(DeltaPlan):
 
     def _chunk_gradients(self, do: Tensor, t: WYTerms, sums: GatheredGradients) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, the part of dv from inside chunks, dT); adds to `sums` what chunks read of themselves."""
-        s, grid, parts = self.sizes, (self.sizes.R * self.sizes.N, self.sizes.G), self.parts
+        s, parts = self.sizes, self.parts
+        chunks = s.R * s.N
         dv = torch.empty(self.v.shape, dtype=self.v.dtype, device=do.device)
         dt = s.buffer(s.C, s.C, dtype=torch.float32)
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=do.device)
         ps, dps = s.buffer(s.J, s.C, s.C), s.buffer(s.J, s.C, s.C)
-        chunk_backward[grid](
+        chunk_backward[(chunks, s.G)](
             *self.inputs, HeadTensor.from_tensor(do), s.table, (t.c, t.y, t.w), sums.dread, ps, dps, dv, dt, sums.dlevel,
             sums.dc, self.q.shape[3], s.N, s.J, **self.level_options, BX=s.features, PARTS=parts, num_warps=4,
             num_stages=1,
         )  # fmt: skip
-        chunk_backward_features[(*grid, parts - 1)](
+        chunk_backward_features[(chunks, s.G, parts - 1)](
             *self.queries_keys, s.table, t.c, ps, dps, sums.dread, dq, sums.dk, sums.dw, sums.dc, self.q.shape[3], s.N,
             s.J, **s.kernel, BX=s.features, PARTS=parts, num_warps=4, num_stages=1,
         )  # fmt: skip
