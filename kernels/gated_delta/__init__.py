@@ -79,6 +79,7 @@ def gated_delta(
     beta_BGT: Tensor,
     gates_BGT: Tensor,
     first_RGKV: Tensor | None = None,
+    *,
     cu_seqlens: Tensor | None = None,
     chunk: int = DEFAULT_CHUNK,
 ) -> tuple[Tensor, Tensor]:

@@ -92,6 +92,7 @@ def log_linear_chunks(
     gates_BGT: Tensor,
     level_BTGJL: Tensor,
     start_B: Tensor | None = None,
+    *,
     cu_seqlens: Tensor | None = None,
     chunk: int = 64,
 ) -> Tensor:

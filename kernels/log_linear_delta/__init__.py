@@ -96,6 +96,7 @@ def log_linear_delta(
     beta_BGT: Tensor,
     gates_BGT: Tensor,
     level_BTGJL: Tensor,
+    *,
     start_B: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     chunk: int = DEFAULT_CHUNK,
@@ -149,4 +150,4 @@ def log_linear_delta_triton(
         levels = levels_after(buckets, start, count) if levels is None else levels
         rows = RowTokens(q, k, v, beta, gates, level, start, count)
         return run_with_buckets(rows, buckets, min(chunk, DEFAULT_CHUNK), levels)
-    return log_linear_delta(q, k, v, beta, gates, level, start, chunk=min(chunk, DEFAULT_CHUNK)), None
+    return log_linear_delta(q, k, v, beta, gates, level, start_B=start, chunk=min(chunk, DEFAULT_CHUNK)), None

@@ -86,6 +86,7 @@ def ssd(
     v_BGTV: Tensor,
     gates_BGT: Tensor,
     first_SGFV: Tensor | None = None,
+    *,
     cu_seqlens: Tensor | None = None,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
@@ -123,7 +124,7 @@ def semiseparable_ssd(
 ) -> tuple[Tensor, Tensor]:
     """`semiseparable` with one component, whose weight multiplies the output."""
     first = None if first_BRGFV is None else first_BRGFV.squeeze(1)
-    out_BGJTV, last = ssd(q_BGJTF, k_BGTF, v_BGTV, gates_BRGT.squeeze(1), first, None, chunk)
+    out_BGJTV, last = ssd(q_BGJTF, k_BGTF, v_BGTV, gates_BRGT.squeeze(1), first, chunk=chunk)
     if weight_RGJ is not None:
         out_BGJTV = out_BGJTV * weight_RGJ[0, :, :, None, None].to(out_BGJTV.dtype)
     return out_BGJTV, last.unsqueeze(1)
