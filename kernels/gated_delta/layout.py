@@ -1,68 +1,86 @@
-"""What the kernels of the delta rule share: where tokens lie in chunks, gates inside a chunk, sizes.
+"""Kernels of the delta rule: where tokens lie in chunks, gates inside a chunk, and the launch plan.
 
-A row is a run of tokens with a state of its own: a whole row of a batch, or one of several sequences packed in one
-(cu_seqlens). Chunks of C slots lie on the grid of absolute positions, so that a row's first and last one may have slots
-without a token: all of theirs read as zeros, and a chunk of zeros changes no state.
+A row is a run of tokens with a state of its own: a row of the batch, or one of several sequences packed into one
+(cu_seqlens). Chunks of C slots lie on a grid of absolute positions, so the first and last chunk of a row may have slots
+without a token. Their inputs read as zeros; a chunk of zeros leaves the state as it is.
 
-Table of rows, int64: batch, first token there, tokens, position of the first, then its first entry in the buffers of
-every level (level 0: chunks, level l: segments of 2^l chunks, see kernels/log_linear_delta/levels.py).
+Table of rows, int64 (R, WIDTH): batch, first token there, tokens, position of the first token, then the row's first entry in
+the buffers of each level (level 0: chunks; level l: segments of 2^l chunks, see kernels/log_linear_delta/levels.py).
 
-Log-gates g <= 0 are summed inside chunks only, as two numbers, hi + lo: hi in steps of 2^-8, of which sums of 64 down
-to -60 each are exact, so that exp(c_t - c_s) has a small gate right behind a large one (exp(-60) is nothing).
+Log-gates g <= 0 are summed inside chunks only, as two numbers hi + lo. hi is a multiple of 2^-8: sums of 64 of them down to
+-60 each are exact in float32, so exp(c_t - c_s) keeps a small gate right behind a large one (exp(-60) is 0).
+
+Suffixes: C slots of a chunk, K features, V values, X a block of features; R rows, G groups, J query heads of a group.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_LEVELS = 44  # in the table, of chunks' indices
-MOST_HEADS = 2**16  # of a row: they lie on an axis of a grid, which holds 65,535
+from surgery.kernels.kernel_tensors import HAS_TUPLE_ARGUMENTS, GroupTensor, HeadTensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_FEATURES, DEFAULT_CHUNK = 256, 64
+MAX_LEVELS = 44  # levels in the table: bits of a chunk's index
+MOST_HEADS = 2**16  # of a row: they lie on an axis of a grid, which is limited to 65,535
+
+
+class Row(NamedTuple):
+    """A row of the table as kernels read it: row of the batch, first token there, tokens, position of the first token, its first
+    chunk in the buffers."""
+
+    batch: tl.tensor
+    bos: tl.tensor
+    length: tl.tensor
+    start: tl.tensor
+    base: tl.tensor
 
 
 @triton.jit
 def load_row(rows, r, WIDTH: tl.constexpr):
-    """(batch, first token, tokens, first position, first chunk in the buffers)."""
+    """Return the `Row` of number r. rows: the table."""
     at = rows + r * WIDTH
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    return Row(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4))
 
 
 @triton.jit
-def chunk_tokens(n, bos, length, start, C: tl.constexpr):
-    """(the token in each slot of the row's n-th chunk, whether there is one)."""
-    at_C = n * C + tl.arange(0, C) - start % C
-    return bos + at_C, (at_C >= 0) & (at_C < length)
+def chunk_tokens(n, row, C: tl.constexpr):
+    """Return (the token in each slot of the row's n-th chunk, whether the slot has a token)."""
+    at_C = n * C + tl.arange(0, C) - row.start % C
+    return row.bos + at_C, (at_C >= 0) & (at_C < row.length)
 
 
 @triton.jit
-def count_chunks(length, start, C: tl.constexpr):
-    return (start % C + length + C - 1) // C
+def count_chunks(row, C: tl.constexpr):
+    """Return how many chunks the row has."""
+    return (row.start % C + row.length + C - 1) // C
 
 
 @triton.jit
 def program_chunk(rows, N, g, G, WIDTH: tl.constexpr, C: tl.constexpr):
-    """Of the program's chunk, the first axis of the grid (rows x N): (its row's batch, its place in the buffers, the token
-    in each slot, whether there is one, whether the row has such a chunk)."""
+    """Return the program's chunk, from the first axis of the grid (rows x N): (row of the batch, place in the buffers, the token in
+    each slot, whether the slot has a token, whether the row has such a chunk)."""
     r, n = tl.program_id(0) // N, tl.program_id(0) % N
-    batch, bos, length, start, base = load_row(rows, r, WIDTH)
-    t_C, here_C = chunk_tokens(n, bos, length, start, C)
-    return batch, (base + n) * G + g, t_C, here_C, n < count_chunks(length, start, C)
+    row = load_row(rows, r, WIDTH)
+    t_C, here_C = chunk_tokens(n, row, C)
+    return row.batch, (row.base + n) * G + g, t_C, here_C, n < count_chunks(row, C)
 
 
 @triton.jit
 def program_chunk_index(rows, N, WIDTH: tl.constexpr):
-    """(the program's chunk, counted in its row; the position of the row's first token)."""
+    """Return (the program's chunk, counted in its row; the position of the row's first token)."""
     return tl.program_id(0) % N, tl.load(rows + tl.program_id(0) // N * WIDTH + 3)
 
 
 @triton.jit
 def load_tile(base, rows_X, stride, here_X, size, first, BLOCK: tl.constexpr):
-    """x[rows, first : first + BLOCK], zeros outside."""
+    """Return x[rows, first : first + BLOCK], zeros outside. x: rows of `size` elements, `stride` apart."""
     at_B = first + tl.arange(0, BLOCK)
     return tl.load(
         base + rows_X[:, None] * stride + at_B[None, :], mask=here_X[:, None] & (at_B < size)[None, :], other=0.0
@@ -71,6 +89,7 @@ def load_tile(base, rows_X, stride, here_X, size, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_tile(base, rows_X, stride, here_X, size, first, x, BLOCK: tl.constexpr):
+    """Store x as [rows, first : first + BLOCK] of a tensor laid out as in `load_tile`, in its dtype."""
     at_B = first + tl.arange(0, BLOCK)
     mask = here_X[:, None] & (at_B < size)[None, :]
     tl.store(base + rows_X[:, None] * stride + at_B[None, :], x.to(base.dtype.element_ty), mask=mask)
@@ -78,27 +97,28 @@ def store_tile(base, rows_X, stride, here_X, size, first, x, BLOCK: tl.constexpr
 
 @triton.jit
 def load_matrix(base, rows, size, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """x[:, first : first + BLOCK] of a contiguous (rows, size) matrix, zeros outside."""
+    """Return x[:, first : first + BLOCK] of a contiguous (rows, size) matrix, zeros outside."""
     at_R = tl.arange(0, ROWS)
     return load_tile(base, at_R, size, at_R < rows, size, first, BLOCK)
 
 
 @triton.jit
 def store_matrix(base, rows, size, first, x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Store x as [:, first : first + BLOCK] of a contiguous (rows, size) matrix, in its dtype."""
     at_R = tl.arange(0, ROWS)
     store_tile(base, at_R, size, at_R < rows, size, first, x, BLOCK)
 
 
 @triton.jit
 def decay_from_start(c, at, C: tl.constexpr):
-    """D_t = exp(c_t): gates from the chunk's start to a token."""
+    """Return D_t = exp(c_t): the gates from the chunk's start up to each token. at: the chunk's place."""
     at_C = tl.arange(0, C)
     return tl.exp(tl.load(c + at * 2 * C + at_C) + tl.load(c + at * 2 * C + C + at_C))
 
 
 @triton.jit
 def decay_to_end(c, at, C: tl.constexpr):
-    """(e_s = exp(c_last - c_s): from a token to the chunk's end, all of the chunk)."""
+    """Return (e_s = exp(c_last - c_s): the gates behind each token, exp(c_last): those of the whole chunk)."""
     at_C = tl.arange(0, C)
     here = c + at * 2 * C
     hi, lo = tl.load(here + C - 1), tl.load(here + 2 * C - 1)
@@ -107,16 +127,26 @@ def decay_to_end(c, at, C: tl.constexpr):
 
 @triton.jit
 def decay_mask(c, at, C: tl.constexpr):
-    """M_ts = exp(c_t - c_s) for s <= t, else 0."""
+    """Return M_ts = exp(c_t - c_s) for s <= t, else 0."""
     at_C = tl.arange(0, C)
     hi_C, lo_C = tl.load(c + at * 2 * C + at_C), tl.load(c + at * 2 * C + C + at_C)
     log_CC = (hi_C[:, None] - hi_C[None, :]) + (lo_C[:, None] - lo_C[None, :])
     return tl.exp(tl.where(at_C[:, None] >= at_C[None, :], log_CC, float("-inf")))
 
 
-@dataclass
+@dataclass(frozen=True)
 class DeltaSizes:
-    """Of one call. R rows, N chunks a row at most, C slots; table as above; `most`: entries in each level's buffers."""
+    """Sizes of one call.
+
+    Attributes:
+        table: the table of rows.
+        R: rows.
+        N: chunks of a row at most.
+        C: slots of a chunk.
+        most: entries in the buffers of each level.
+        G, J, K, V: groups, query heads of a group, features, values.
+        dtype: of q, k, v and of buffers between kernels.
+    """
 
     table: Tensor
     R: int
@@ -131,52 +161,87 @@ class DeltaSizes:
 
     @property
     def kernel(self) -> dict[str, Any]:
-        """What every kernel is told."""
+        """Constants of every kernel."""
         return {
             "G": self.G, "K": self.K, "V": self.V, "WIDTH": self.table.shape[1], "C": self.C,
-            "BK": max(16, triton.next_power_of_2(self.K)), "BV": self.block, "P": self.precision,
+            "BK": self.block_k, "BV": self.block, "P": self.precision,
         }  # fmt: skip
 
     @property
     def precision(self) -> str:
+        """Precision of float32 products: three products of tf32."""
         return "tf32x3" if self.dtype == torch.float32 else "tf32"
 
     @property
     def block(self) -> int:
-        """Of values: few, without much padding; what a state of it takes up is bounded."""
+        """Values in a block: few blocks without much padding, of a size that bounds a program's part of a state."""
         wide = self.K > 128 or self.dtype == torch.float32
         return min((32, 16) if wide else (64, 32, 16), key=lambda b: -(-self.V // b) * (b + 32))
 
     @property
     def features(self) -> int:
-        """A block of features, where they are taken one after the other."""
-        return min(64, self.kernel["BK"])
+        """Features in a block, in kernels that loop over blocks of features."""
+        return min(64, self.block_k)
+
+    @property
+    def block_k(self) -> int:
+        """All features, padded to a power of two."""
+        block: int = max(16, triton.next_power_of_2(self.K))
+        return block
 
     @property
     def blocks(self) -> int:
+        """Blocks of values."""
         return -(-self.V // self.block)
 
     def warps(self, wide: int) -> int:
-        """Eight where a program holds more than `wide` numbers of a state in registers."""
-        return 8 if self.kernel["BK"] * self.block > wide else 4
+        """Return 8 if a program holds more than `wide` elements of a state in registers, else 4."""
+        return 8 if self.block_k * self.block > wide else 4
 
     def stages(self, small: int) -> int:
-        """Of a pipeline: `small` where tiles are."""
+        """Return the stages of a pipelined loop: `small` if tiles are small, else 2."""
         return small if self.K <= 128 and self.dtype != torch.float32 else 2
 
+    @property
+    def max_registers(self) -> int | None:
+        """Register limit of the largest kernels, so that two of their programs fit on a multiprocessor; None if tiles are large."""
+        return 168 if self.stages(3) == 3 else None
+
     def buffer(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """One entry for every chunk and head."""
+        """Return an uninitialized tensor (chunks, G, *shape), in `self.dtype` by default."""
         return torch.empty(self.most[0], self.G, *shape, dtype=dtype or self.dtype, device=self.table.device)
 
 
+@dataclass(frozen=True)
+class DeltaPlan:
+    """Inputs of one call and their sizes: q (B, G, J, T, K), k (B, G, T, K), v (B, G, T, V), beta and log-gates (B, G, T)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    gates: Tensor
+    sizes: DeltaSizes
+
+    @property
+    def queries_keys(self) -> tuple[HeadTensor, GroupTensor]:
+        """q and k as kernel arguments."""
+        return HeadTensor.from_tensor(self.q), GroupTensor.from_tensor(self.k)
+
+    @property
+    def values_beta(self) -> tuple[GroupTensor, GroupTensor]:
+        """v and beta as kernel arguments."""
+        return GroupTensor.from_tensor(self.v), GroupTensor.from_tensor(self.beta)
+
+
 def limit_chunk(v_BGTV: Tensor, chunk: int) -> int:
-    """C; of float32 no more than 32 fits a program."""
+    """Return C, 32 or 64; for float32 only 32 fits into a program."""
     longest = 32 if v_BGTV.dtype == torch.float32 else 64
     return 64 if min(longest, v_BGTV.shape[2], chunk) > 32 else 32
 
 
 def max_chunks(v_BGTV: Tensor, chunk: int, start_B: Tensor | None) -> int:
-    """N of a row: where it starts is the device's, so one may begin before it."""
+    """Return N. With start_B the first chunk may begin before the row; by how much is known on the device only."""
     C = limit_chunk(v_BGTV, chunk)
     spare = 0 if start_B is None else C - 1
     return max(1, -(-(v_BGTV.shape[2] + spare) // C))
@@ -185,14 +250,14 @@ def max_chunks(v_BGTV: Tensor, chunk: int, start_B: Tensor | None) -> int:
 def make_sizes(
     q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, cu_seqlens: Tensor | None
 ) -> DeltaSizes:
-    """start None: rows begin at position 0. No word of what is on the device is waited for."""
+    """Return the sizes of a call. start_B None: rows begin at position 0. Does not wait for the device."""
     batch, G, J, T, K = q_BGJTF.shape
     device = q_BGJTF.device
     if cu_seqlens is None:
         R, count_R, batch_R = batch, torch.full((batch,), T, device=device), torch.arange(batch, device=device)
         bos_R = torch.zeros_like(batch_R)
     else:
-        assert batch == 1, f"cu_seqlens is for one packed row, these are {batch}"
+        assert batch == 1, f"cu_seqlens needs sequences packed into one row (got a batch of {batch})"
         R, bos_R, count_R = len(cu_seqlens) - 1, cu_seqlens[:-1].long(), cu_seqlens.diff().long()
         batch_R = torch.zeros_like(bos_R)
     start_R = torch.zeros_like(bos_R) if start_B is None else start_B.to(device, torch.int64)
@@ -204,3 +269,16 @@ def make_sizes(
     most = [bound, *((bound >> level) + 2 * R for level in range(1, MAX_LEVELS))]
     table = torch.cat([torch.stack([batch_R, bos_R, count_R, start_R], 1), every_RL.cumsum(0) - every_RL], 1)
     return DeltaSizes(table, R, N, C, most, G, J, K, v_BGTV.shape[-1], v_BGTV.dtype)
+
+
+def fits_kernels(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> bool:
+    """Return whether the kernels take these sizes and dtypes, and Triton takes the kernels' tuples of arguments."""
+    return (
+        HAS_TUPLE_ARGUMENTS
+        and beta is not None
+        and q.dtype == k.dtype == v.dtype
+        and v.dtype in DTYPES
+        and q.shape[-1] <= MAX_FEATURES
+        and v.numel() > 0
+        and v.shape[1] * q.shape[2] < MOST_HEADS
+    )

@@ -1,99 +1,87 @@
 """Log-linear attention with kernel scores (log-linear Mamba-2; Guo et al. 2025, "Log-Linear Attention", section 3.3).
 
-Forward: the states of a Fenwick tree over chunks (kernels/log_linear/states.py), each written once; then every chunk reads its
-log T slots into one sum (kernels/ssd/output.py). Backward: the states again, then what mirrors them; only inputs are saved.
-Buckets that rows bring along, and those below a chunk that they leave, are few: plain torch, linear in them.
+    o_t = sum_l lambda_t^(l) q_t S_t^(l)      S_t^(l): gated sum of k v^T over bucket l of the Fenwick tree of t's past
+
+Forward: the states of a Fenwick tree over chunks (kernels/log_linear/states.py), each stored once; then every chunk reads its
+log T slots into one sum (kernels/ssd/output.py). Backward: the states again, then the same passes in reverse; only the
+inputs are saved. Buckets that rows resume from, and buckets smaller than a chunk, are few: plain torch, linear in them.
+
+Shapes as in kernels/ssd/__init__.py; level (B, T, G, J, L): lambda of each token, head and level; buckets (B, L, G, F, V).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
-from surgery.kernels.custom_op import CustomOp
+from surgery.kernels.chunked_op import ChunkedFunctions, ChunkedOp
+from surgery.kernels.kernel_tensors import unit_last_stride
 from surgery.kernels.log_linear.states import launch_build_slots, launch_slot_gradients
-from surgery.kernels.ssd.backward import add_passing_gradients
+from surgery.kernels.ssd.backward import launch_add_passing_gradients, launch_read_grad, launch_write_grad
 from surgery.kernels.ssd.layout import (
+    ChunkedPlan,
     ChunkTable,
-    TokenTensors,
     empty_out,
     empty_states,
     fits_kernels,
-    gate_sums,
-    launch_read,
-    launch_read_grad,
-    launch_write_grad,
     limit_chunk,
     reduce_shared,
     run_sliced,
-    unit_last_stride,
 )
+from surgery.kernels.ssd.output import launch_read
 from surgery.kernels.tuning import TOKENS_READER, is_fastest
 from surgery.mixers.masks.log_linear import levels_after, log_linear
 from surgery.mixers.masks.log_linear_chunked import bit_length
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing_S: Tensor, levels: int, table: ChunkTable
-) -> tuple[Tensor, Tensor]:
-    """(out_BGJTV, final_SLGFV) of q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL."""
-    tokens = TokenTensors.from_inputs(q, k, v, gate_sums(table, gates), level)
-    slots, totals, _, final = launch_build_slots(table, tokens, closing_S, levels)
-    return launch_read(table, tokens, slots, totals), final
+class _TreePlan(NamedTuple):
+    """closing_S: the chunk of each sequence whose slots are returned, `levels` of them."""
+
+    closing_S: Tensor
+    levels: int
+    table: ChunkTable
 
 
-def backward(
-    d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing_S: Tensor,
-    levels: int, table: ChunkTable,
+def _make_plan(tensors: tuple[Tensor, ...], closing_S: Tensor, levels: int, *geometry: Any) -> _TreePlan:
+    return _TreePlan(closing_S, levels, ChunkTable.from_geometry(tensors[2], *geometry))
+
+
+def _forward(tensors: tuple[Tensor, ...], tree: _TreePlan) -> tuple[Tensor, Tensor]:
+    """(out_BGJTV, final_SLGFV) of q, k, v, gates and level."""
+    plan = ChunkedPlan.from_inputs(tree.table, *tensors)
+    states, final = launch_build_slots(plan, tree.closing_S, tree.levels)
+    return launch_read(plan, states), final
+
+
+def _backward(
+    tensors: tuple[Tensor, ...], tree: _TreePlan, d_out: Tensor, d_final: Tensor
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    tokens, d_out = TokenTensors.from_inputs(q, k, v, gate_sums(table, gates), level), unit_last_stride(d_out)
-    slots, totals, rights, _ = launch_build_slots(table, tokens, closing_S, 0)
-    d_q, d_level, pull, shares = launch_read_grad(table, tokens, slots, totals, d_out)
-    d_q = reduce_shared(d_q, q)
-    d_slots = launch_slot_gradients(table, tokens, d_out, d_final.contiguous(), closing_S)
-    d_k, d_v, d_gates, passing = launch_write_grad(table, tokens, slots, d_slots, rights, d_out, pull, levels > 0)
-    groups, per_group, of_tree, _ = shares.shape
-    add_passing_gradients[(table.places, groups)](
-        shares, passing, d_gates, *table.tables(), table.count, table.length, table.places, of_tree, per_group,
-        *d_gates.stride(), C=table.chunk, VARLEN=table.varlen, BLOCK=128, num_warps=1,
-    )  # fmt: skip
-    return d_q, reduce_shared(d_k, k), d_v, d_gates, d_level, None, None
+    q, k, *_ = tensors
+    plan, d_out = ChunkedPlan.from_inputs(tree.table, *tensors), unit_last_stride(d_out)
+    states, _ = launch_build_slots(plan, tree.closing_S, 0)
+    read = launch_read_grad(plan, states, d_out)
+    d_q = reduce_shared(read.d_q_BGJTF, q)
+    d_slots = launch_slot_gradients(plan, d_out, d_final.contiguous(), tree.closing_S)
+    write = launch_write_grad(plan, states, d_slots, d_out, read.pull_BGJT, final=tree.levels > 0)
+    launch_add_passing_gradients(plan, read, write)
+    return d_q, reduce_shared(write.d_k_BGTF, k), write.d_v_BGTV, write.d_gates_BGT, read.d_level_BTGJL
 
 
-class LogLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *tensors, ctx.levels, ctx.table = args
-        ctx.save_for_backward(*tensors)
-        return forward(*args)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(*grads, *ctx.saved_tensors, ctx.levels, ctx.table), None
+def _fake_outputs(tensors: tuple[Tensor, ...], closing_S: Tensor, levels: int, *_: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, *_rest = tensors
+    return empty_out(q, v), empty_states(k, v, len(closing_S), levels)
 
 
-def _fake_outputs(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing: Tensor, levels: int, *_: Any
-) -> Any:
-    return empty_out(q, v), empty_states(k, v, len(closing), levels)
-
-
-LOG_LINEAR_OP = CustomOp(
+LOG_LINEAR_OP = ChunkedOp(
     "log_linear",
-    f"Tensor q, Tensor k, Tensor v, Tensor gates, Tensor level, Tensor closing, int levels, {ChunkTable.SCHEMA}",
-    lambda q, k, v, gates, level, closing, levels, *table: forward(
-        q, k, v, gates, level, closing, levels, ChunkTable.from_schema(v, *table)
-    ),
-    lambda d_out, d_final, q, k, v, gates, level, closing, levels, *table: (
-        *backward(d_out, d_final, q, k, v, gates, level, closing, levels, ChunkTable.from_schema(v, *table)),
-        *[None] * len(table),
-    ),
-    _fake_outputs,
+    "Tensor q, Tensor k, Tensor v, Tensor gates, Tensor level",
+    f"Tensor closing, int levels, {ChunkTable.GEOMETRY}",
+    ChunkedFunctions(_make_plan, _forward, _backward, _fake_outputs),
 )
 
 
@@ -104,37 +92,30 @@ def log_linear_chunks(
     gates_BGT: Tensor,
     level_BTGJL: Tensor,
     start_B: Tensor | None = None,
+    *,
     cu_seqlens: Tensor | None = None,
     chunk: int = 64,
 ) -> Tensor:
-    """out_BGJTV in v's dtype, of rows that bring no buckets along. q and k may have 1 in place of G: shared by all
-    heads. cu_seqlens: sequences packed into one row, B = 1, from position 0 each."""
-    batch, length, chunk = len(v_BGTV), v_BGTV.shape[2], limit_chunk(chunk)
-    if cu_seqlens is not None:
-        table = ChunkTable.from_cu_seqlens(cu_seqlens, length, chunk)
-    elif start_B is None:
-        table = ChunkTable.from_rows(
-            torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device), length, chunk, aligned=True
-        )
-    else:
-        table = ChunkTable.from_rows(start_B, length, chunk)
-    return _apply(q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL, table, table.start_B, 0)[0]
+    """Return out_BGJTV in v's dtype, for rows without a past.
+
+    q and k may have 1 in place of G: shared by all groups. start: position of each row's first token, None for 0. cu_seqlens:
+    borders (S + 1,) of S sequences packed into one row (B = 1), each from position 0 on.
+    """
+    start = torch.zeros(len(v_BGTV), dtype=torch.int32, device=v_BGTV.device) if start_B is None else start_B
+    closing, start = (start, start) if cu_seqlens is None else (cu_seqlens[:-1], cu_seqlens)
+    geometry = closing, 0, start, cu_seqlens, limit_chunk(chunk), start_B is None
+    return _apply((q_BGJTF, k_BGTF, v_BGTV), gates_BGT, level_BTGJL, geometry)[0]
 
 
 def _apply(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, table: ChunkTable, closing_S: Tensor, levels: int
+    tokens: tuple[Tensor, Tensor, Tensor], gates: Tensor, level: Tensor, geometry: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
-    gates, level = gates.float().expand(v.shape[:3]), level.float()
+    gates, level = gates.float().expand(tokens[2].shape[:3]), level.float()
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: slice) -> tuple[Tensor, Tensor]:
-        given = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), gates, level, closing_S, levels
-        return (
-            LOG_LINEAR_OP(*given, *table.to_schema())
-            if torch.compiler.is_compiling()
-            else LogLinear.apply(*given, table)
-        )
+        return LOG_LINEAR_OP((unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), gates, level), geometry)
 
-    return run_sliced(run, q, k, v)
+    return run_sliced(run, *tokens)
 
 
 def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, level: Tensor, *rest: Any) -> bool:
@@ -155,30 +136,31 @@ def log_linear_triton(
     chunk: int,
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    table = ChunkTable.from_rows(start_B, v_BGTV.shape[2], limit_chunk(chunk))
-    end_B = start_B + count_B
+    """`log_linear` without beta. Returns (out_BGJTV, the buckets behind the tokens, None if no buckets are given)."""
+    chunk, end_B = limit_chunk(chunk), start_B + count_B
+    bits = chunk.bit_length() - 1
     if buckets_BLGFV is None:
         levels = 0
     elif levels is None:
         levels = levels_after(buckets_BLGFV, start_B, count_B)
-    high = max(0, levels - table.bits)
-    tokens = q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL
-    out_BGJTV, final_BLGFV = _apply(*tokens, table, end_B >> table.bits, high)
+    high = max(0, levels - bits)
+    geometry = end_B >> bits, high, start_B, None, chunk, False
+    out_BGJTV, final_BLGFV = _apply((q_BGJTF, k_BGTF, v_BGTV), gates_BGT, level_BTGJL, geometry)
     if buckets_BLGFV is None:
         return out_BGJTV, None
     gates_BGT = gates_BGT.float().expand(v_BGTV.shape[:3])
-    left = _FinalBuckets(k_BGTF, v_BGTV, gates_BGT, start_B, end_B, table.bits)
-    after = F.pad(left.low(), (0, 0, 0, 0, 0, 0, 0, high))[:, :levels] + left.high(final_BLGFV, levels)
+    own = _FinalBuckets(k_BGTF, v_BGTV, gates_BGT, start_B, end_B, bits)
+    after = F.pad(own.low(), (0, 0, 0, 0, 0, 0, 0, high))[:, :levels] + own.high(final_BLGFV, levels)
     if buckets_BLGFV.shape[1]:
-        brought = _InitialBuckets(buckets_BLGFV.float(), gates_BGT, start_B, end_B)
-        out_BGJTV = out_BGJTV + brought.read(q_BGJTF, level_BTGJL).to(out_BGJTV.dtype)
-        after = after + brought.after(levels)
+        initial = _InitialBuckets(buckets_BLGFV.float(), gates_BGT, start_B, end_B)
+        out_BGJTV = out_BGJTV + initial.read(q_BGJTF, level_BTGJL).to(out_BGJTV.dtype)
+        after = after + initial.after(levels)
     return out_BGJTV, after
 
 
 @dataclass
 class _FinalBuckets:
-    """The buckets behind the last of the row's own tokens."""
+    """The buckets behind the last token that hold the row's own tokens. bits: log2 of the chunk."""
 
     k_BGTF: Tensor
     v_BGTV: Tensor
@@ -188,13 +170,14 @@ class _FinalBuckets:
     bits: int
 
     def _fade(self, at_BX: Tensor) -> Tensor:
-        """Gates from the tokens of these indices on to the last token, (B, G, X)."""
+        """exp of the log-gates from the tokens of these indices on to the last token, (B, G, X)."""
         after_BGT = F.pad(self.gates_BGT.flip(-1).cumsum(-1).flip(-1), (0, 1))
         at_BX = at_BX.clamp(0, after_BGT.shape[2] - 1)
         return after_BGT.gather(2, at_BX.unsqueeze(1).expand(-1, after_BGT.shape[1], -1)).exp()
 
     def high(self, final_BLGFV: Tensor, levels: int) -> Tensor:
-        """Of whole chunks, from the ends of their segments on."""
+        """Return (B, levels, G, F, V): the buckets of whole chunks, final_BLGFV decayed from the ends of their segments to the last
+        token; zeros in the levels below a chunk."""
         level_L = torch.arange(final_BLGFV.shape[1], device=self.end_B.device) + self.bits
         ends_BL = (self.end_B.unsqueeze(1) >> level_L) << level_L
         fade_BLG = self._fade(ends_BL - self.start_B.unsqueeze(1)).transpose(1, 2)
@@ -202,7 +185,7 @@ class _FinalBuckets:
         return F.pad(fade_BLG[..., None, None] * final_BLGFV, (0, 0, 0, 0, 0, 0, below, 0))
 
     def low(self) -> Tensor:
-        """Of the chunk that the row ends in: (B, bits, G, F, V)."""
+        """Return (B, bits, G, F, V): the buckets below a chunk, which hold tokens of the chunk that the row ends in."""
         at_C = torch.arange(1 << self.bits, device=self.end_B.device)
         first_B = self.end_B >> self.bits << self.bits
         place_BC = first_B.unsqueeze(1) + at_C
@@ -220,7 +203,7 @@ class _FinalBuckets:
 
 @dataclass
 class _InitialBuckets:
-    """The buckets that rows bring along. What was carried in them is carried to the row's start already."""
+    """The buckets that rows resume from, decayed to the row's first token."""
 
     buckets_BLGFV: Tensor
     gates_BGT: Tensor
@@ -228,7 +211,8 @@ class _InitialBuckets:
     end_B: Tensor
 
     def read(self, q_BGJTF: Tensor, level_BTGJL: Tensor) -> Tensor:
-        """out_BGJTV: a token sees a bucket at the level where their positions part."""
+        """Return out_BGJTV: what tokens read of the buckets. The level is the bit length of the token's position xor the row's start,
+        at least the bucket's own."""
         count, length = self.buckets_BLGFV.shape[1], q_BGJTF.shape[3]
         at_BT = self.start_B.unsqueeze(1) + torch.arange(length, device=self.start_B.device)
         differs_BT1 = bit_length(at_BT ^ self.start_B.unsqueeze(1), 62).unsqueeze(2)
@@ -244,7 +228,7 @@ class _InitialBuckets:
         )  # type: ignore[return-value]
 
     def after(self, levels: int) -> Tensor:
-        """Where they are behind the last token, (B, levels, G, F, V)."""
+        """Return (B, levels, G, F, V): the same buckets behind the last token, decayed and merged into higher levels."""
         count = self.buckets_BLGFV.shape[1]
         differs_B1 = (bit_length(self.end_B ^ self.start_B, 62) - 1).unsqueeze(1)
         into_Bl = torch.maximum(differs_B1, torch.arange(count, device=differs_B1.device))

@@ -1,13 +1,16 @@
-"""Buckets smaller than a chunk, which rows bring along and leave behind: plain torch on one chunk of each row.
+"""Buckets smaller than a chunk, at the ends of rows that resume from a state: plain torch on one chunk of each row.
 
-What a row brings of its first chunk is read there, bucket by bucket, and passes through it; what it leaves of its last
-chunk are sums over that chunk alone (surgery/mixers/masks/log_linear_chunked.py, `_first_reads`, `_through_first` and `_low`).
-Gradients are torch's own.      C slots of the chunk, l buckets below it
+Small buckets that a row resumes from lie in its first chunk. The queries of that chunk read them one by one, and they pass
+through the chunk. Small buckets behind a row are sums over its last chunk alone
+(surgery/mixers/masks/log_linear_chunked.py: `_first_reads`, `_through_first` and `_low`). Gradients are torch's own.
+
+Suffixes: C slots of the chunk, l buckets smaller than a chunk, c the same behind the row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +20,28 @@ from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
 from surgery.mixers.masks.log_linear_chunked import bit_length
 
 
-@dataclass
+class RowTokens(NamedTuple):
+    """Inputs of a call that resumes from buckets. start_B: position of each row's first token; count_B: tokens of the row."""
+
+    q_BGJTF: Tensor
+    k_BGTF: Tensor
+    v_BGTV: Tensor
+    beta_BGT: Tensor
+    gates_BGT: Tensor
+    level_BTGJL: Tensor
+    start_B: Tensor
+    count_B: Tensor
+
+
+@dataclass(frozen=True)
 class BoundaryChunk:
-    """One chunk of each row. token_BC: the token in each slot, T where there is none."""
+    """One chunk of each row.
+
+    Attributes:
+        token_BC: the token in each slot, T if the slot has none.
+        slot_B: slot of the row's first token, or the slot behind its last one.
+        bits: log2 of the chunk.
+    """
 
     scores: ChunkScores
     v_BGCV: Tensor
@@ -31,29 +53,29 @@ class BoundaryChunk:
 
     @classmethod
     def from_tokens(
-        cls, tokens: tuple[Tensor, ...], level_BTGJL: Tensor, start_B: Tensor, count_B: Tensor, at_B: Tensor,
-        slot_B: Tensor, bits: int,
+        cls, rows: RowTokens, at_B: Tensor, slot_B: Tensor, bits: int
     ) -> BoundaryChunk:  # fmt: skip
-        """The chunk of absolute index `at`; slot: the row's first or last place there."""
-        at_BC = (at_B << bits).unsqueeze(1) + torch.arange(1 << bits, device=at_B.device) - start_B.unsqueeze(1)
-        length = tokens[2].shape[2]
-        token_BC = torch.where((at_BC >= 0) & (at_BC < count_B.unsqueeze(1)), at_BC, length)
-        q, k, v, beta, gates = (_gather_tokens(x, token_BC, -2 if x.dim() > 3 else -1) for x in tokens)
-        level_BCGJL = _gather_tokens(level_BTGJL, token_BC, 1)
+        """Gather the chunk of absolute number at_B of each row."""
+        at_BC = (at_B << bits).unsqueeze(1) + torch.arange(1 << bits, device=at_B.device) - rows.start_B.unsqueeze(1)
+        length = rows.v_BGTV.shape[2]
+        token_BC = torch.where((at_BC >= 0) & (at_BC < rows.count_B.unsqueeze(1)), at_BC, length)
+        q, k, v, beta, gates = (_gather_tokens(x, token_BC, -2 if x.dim() > 3 else -1) for x in rows[:5])
+        level_BCGJL = _gather_tokens(rows.level_BTGJL, token_BC, 1)
         return cls(chunk_scores(q, k, beta), v, gates, level_BCGJL.permute(0, 2, 3, 1, 4), token_BC, slot_B, bits)
 
     @property
     def fade_BGC(self) -> Tensor:
+        """The gates from the chunk's start up to each slot."""
         return self.gates_BGC.cumsum(-1).exp()
 
     def meeting(self, low: int) -> Tensor:
-        """The level at which a slot sees bucket l of the state at the row's start: (B, C, l)."""
+        """Return the level (B, C, l) at which a slot reads bucket l of the state at the row's start, for `low` buckets."""
         at_C = torch.arange(1 << self.bits, device=self.slot_B.device)
         differs_BC1 = bit_length(at_C ^ self.slot_B.unsqueeze(1), self.bits).unsqueeze(2)
         return torch.maximum(differs_BC1, torch.arange(1, low + 1, device=self.slot_B.device))
 
     def reads(self, low_BlGFV: Tensor, length: int) -> Tensor:
-        """What the tokens see of the buckets, (B, G, J, T, V) with zeros behind the chunk."""
+        """Return what the tokens read of the buckets, (B, G, J, T, V), zeros outside the chunk. length: T."""
         index_BCl = self.meeting(low_BlGFV.shape[1]).clamp_max(self.level_BGJCL.shape[-1] - 1)
         shape = (*self.level_BGJCL.shape[:-1], index_BCl.shape[-1])
         lambda_BGJCl = self.level_BGJCL.gather(-1, index_BCl[:, None, None].expand(shape))
@@ -65,13 +87,13 @@ class BoundaryChunk:
         return every.scatter_add(3, index, seen_BGJCV)[..., :length, :]
 
     def through(self, low_BlGFV: Tensor) -> Tensor:
-        """The buckets at the chunk's end."""
+        """Return the buckets as they are at the chunk's end."""
         carry = self.scores.carry()
         passed = low_BlGFV if carry is None else carry.unsqueeze(1) @ low_BlGFV
         return self.fade_BGC[:, None, :, -1, None, None] * passed
 
     def low(self) -> Tensor:
-        """Buckets of the chunk's own tokens as a query at `slot` would find them, (B, bits, G, F, V)."""
+        """Return the buckets of the chunk's own tokens that a query at `slot` would read, (B, bits, G, F, V)."""
         at_C = torch.arange(1 << self.bits, device=self.slot_B.device)
         bit_BC = bit_length(at_C ^ self.slot_B.unsqueeze(1), self.bits) - 1
         into_BcC = bit_BC.unsqueeze(1) == torch.arange(self.bits, device=self.slot_B.device).unsqueeze(1)
@@ -80,7 +102,7 @@ class BoundaryChunk:
 
 
 def _gather_tokens(x: Tensor, token_BC: Tensor, dim: int) -> Tensor:
-    """Of each row the tokens of that index along `dim`, zeros where it is T; in float32 or wider."""
+    """Take tokens of each row along `dim`, zeros for the index T; in float32 or wider."""
     x = x.movedim(dim, 1)
     x, here = x.expand(len(token_BC), *x.shape[1:]), token_BC < x.shape[1]
     row_B1 = torch.arange(len(token_BC), device=x.device).unsqueeze(1)
@@ -89,8 +111,8 @@ def _gather_tokens(x: Tensor, token_BC: Tensor, dim: int) -> Tensor:
 
 
 def final_buckets(first: BoundaryChunk, low_BlGFV: Tensor, end_B: Tensor, at_B: Tensor) -> Tensor:
-    """Which buckets those of the first chunk are in after the last token, (B, bits, G, F, V): none where the row goes
-    on beyond it. low: at the chunk's end."""
+    """Return the buckets behind the last token that hold the small buckets of the row's start, (B, bits, G, F, V): zeros for rows that
+    go beyond their first chunk, at_B. low: the small buckets at the chunk's end. end_B: position behind the last token."""
     slot_B = end_B % (1 << first.bits)
     level_Bl = first.meeting(low_BlGFV.shape[1]).take_along_dim(slot_B[:, None, None], 1).squeeze(1)
     which_c1 = torch.arange(first.bits, device=end_B.device).unsqueeze(1)

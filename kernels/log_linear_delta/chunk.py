@@ -1,9 +1,9 @@
-"""Chunks of log-linear Gated DeltaNet by themselves (terms: kernels/gated_delta/wy.py).
+"""Outputs and gradients of log-linear Gated DeltaNet inside chunks (terms: kernels/gated_delta/wy.py).
 
-    P = tril(Q K^T . M)     R = D Q - P w: queries as a state carried to the chunk's start sees them
+    P = tril(Q K^T . M)     R = D Q - P w: o = R S is what the queries read of a state S at the chunk's start
     O = (P Y diag(beta) . Lambda) V inside the chunk, Lambda_ts = lambda_t^(level(t, s)), level = bit_length(t xor s)
 
-Backwards, from dO and dR, with E = dO V^T . Lambda and T = Y diag(beta):
+Backward, from dO and dR, with E = dO V^T . Lambda and T = Y diag(beta):
     dP = E T^T - dR w^T     dT = P^T E     dw -= P^T dR     dlambda_t^(l) = sum of (dO V^T . P T)_ts of that level
     dQ = D dR + (dP . M) K     dK += (dP . M)^T Q
 """
@@ -28,33 +28,35 @@ from surgery.kernels.log_linear_delta.levels import first_chunk, has_left, lambd
 
 @triton.jit
 def level_mask(lev: tl.constexpr, C: tl.constexpr):
-    """Whether bit_length(t xor s) is `lev`."""
+    """Return whether bit_length(t xor s) is `lev`, as [t, s]."""
     differ_CC = tl.arange(0, C)[:, None] ^ tl.arange(0, C)[None, :]
     return ((differ_CC << 1) >> lev) == 1 if lev > 0 else differ_CC == 0
 
 
 @triton.jit
-def lambdas(level, t_C, l_t, l_l, here_C, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr):
+def lambdas(at_l, level, t_C, here_C, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr):
+    """Return Lambda_ts = lambda_t^(level(t, s)) as [t, s]. at_l: pointer to the head's lambdas; level: `LevelTensor`."""
     lambda_CC = tl.zeros([C, C], tl.float32)
     for lev in tl.static_range(LOG_C + 1):
-        lambda_C = tl.load(level + t_C * l_t + min(lev, LAMBDAS - 1) * l_l, mask=here_C, other=0.0)
+        lambda_C = tl.load(at_l + t_C * level.t + min(lev, LAMBDAS - 1) * level.l, mask=here_C, other=0.0)
         lambda_CC = tl.where(level_mask(lev, C), lambda_C[:, None], lambda_CC)
     return lambda_CC
 
 
 @triton.jit
-def _reads(
-    q, k, rows, c, w, read, q_b, q_g, q_j, q_t, k_b, k_g, k_t, N, J,
+def query_reads(
+    q, k, rows, c, w, read, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
+    """Store R (chunks, G, J, C, K) of one chunk and query head. Grid: (R x N, G x J). q: `HeadTensor`; k: `GroupTensor`."""
     head = tl.program_id(1).to(tl.int64)
     g, j = head // J, head % J
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
-    q_CK = load_tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
-    k_CK = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    q_CK = load_tile(q.ptr + batch * q.b + g * q.g + j * q.j, t_C, q.t, here_C, K, 0, BK)
+    k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
     p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * decay_mask(c, at, C)).to(k_CK.dtype)
     w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
     read_CK = q_CK * decay_from_start(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)
@@ -62,35 +64,38 @@ def _reads(
 
 
 @triton.jit(do_not_specialize=["low", "high", "top", "N", "MOST"])
-def _forward(
-    q, k, v, beta, level, rows, c, y, w, kept, out,
-    q_b, q_g, q_j, q_t, k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, l_b, l_t, l_g, l_j, l_l,
-    low, high, top, T, N, J, MOST,
+def chunk_forward(
+    q, k, v, beta, level, rows, terms, kept, out, low, high, top, T, N, J, MOST,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
     BUCKET: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """What chunks read of themselves (INNER; else it is added to what is there) and of levels low .. high - 1."""
+    """Store what one chunk and query head reads of the chunk itself (INNER; else add to `out`) and of levels low .. high - 1.
+    Grid: (R x N, G x J, blocks of values).
+
+    q: `HeadTensor`; k, v, beta: `GroupTensor`; level: `LevelTensor`; terms: (c, Y, w); kept: S^T of levels from `low` on.
+    """
+    c, y, w = terms
     head, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
     g, j = head // J, head % J
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
-    half = k.dtype.element_ty
-    q_CK = load_tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
-    k_CK = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    half = k.ptr.dtype.element_ty
+    q_CK = load_tile(q.ptr + batch * q.b + g * q.g + j * q.j, t_C, q.t, here_C, K, 0, BK)
+    k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
     p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * decay_mask(c, at, C)).to(half)
-    at_l = level + batch * l_b + g * l_g + j * l_j
-    out += ((batch * G + g) * J + j) * T * V
+    at_l = level.ptr + batch * level.b + g * level.g + j * level.j
+    out_head = out + ((batch * G + g) * J + j) * T * V
     if INNER:
-        beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
+        beta_C = tl.load(beta.ptr + batch * beta.b + g * beta.g + t_C * beta.t, mask=here_C, other=0.0).to(tl.float32)
         t_CC = (load_matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
-        lambda_CC = lambdas(at_l, t_C, l_t, l_l, here_C, C, LOG_C, LAMBDAS)
+        lambda_CC = lambdas(at_l, level, t_C, here_C, C, LOG_C, LAMBDAS)
         inner_CC = (tl.dot(p_CC, t_CC, input_precision=P) * lambda_CC).to(half)
-        v_CV = load_tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, at_v, BV)
+        v_CV = load_tile(v.ptr + batch * v.b + g * v.g, t_C, v.t, here_C, V, at_v, BV)
         out_CV = tl.dot(inner_CC, v_CV, input_precision=P)
     else:
-        out_CV = load_tile(out, t_C, V, here_C, V, at_v, BV).to(tl.float32)
+        out_CV = load_tile(out_head, t_C, V, here_C, V, at_v, BV).to(tl.float32)
     w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
     read_CK = (q_CK * decay_from_start(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)).to(half)
     n, start = program_chunk_index(rows, N, WIDTH)
@@ -98,56 +103,60 @@ def _forward(
     for lev in range(low, high):
         if has_left(a0, n, lev, BUCKET):
             here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
-            which = lambda_at(level, start, lev, top, C, LOG_C, LAMBDAS)
-            lambda_C = tl.load(at_l + t_C * l_t + which * l_l, mask=here_C, other=0.0)
+            which = lambda_at(start, lev, top, C, LOG_C, LAMBDAS)
+            lambda_C = tl.load(at_l + t_C * level.t + which * level.l, mask=here_C, other=0.0)
             s_VK = load_matrix(kept + here * K, V - at_v, K, 0, BV, BK)
             out_CV += tl.dot(read_CK, tl.trans(s_VK), input_precision=P) * lambda_C[:, None]
-    store_tile(out, t_C, V, here_C, V, at_v, out_CV, BV)
+    store_tile(out_head, t_C, V, here_C, V, at_v, out_CV, BV)
 
 
 @triton.jit
-def _backward(
-    q, k, v, beta, level, do, rows, c, y, w, dread, ps, dps, dv, dt, dlevel, dc,
-    q_b, q_g, q_j, q_t, k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, l_b, l_t, l_g, l_j, l_l,
-    do_b, do_g, do_j, do_t, T, N, J,
+def chunk_backward(
+    q, k, v, beta, level, do, rows, terms, dread, ps, dps, dv, dt, dlevel, dc, T, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
+    """Store dv, dT, dlambda and dc of what one chunk reads of itself, and P and dP . M for `chunk_backward_features`.
+    Grid: (R x N, G).
+
+    q, do: `HeadTensor`; k, v, beta: `GroupTensor`; level: `LevelTensor`; terms: (c, Y, w). dread: dR (chunks, G, J, C, K). ps, dps
+    (chunks, G, J, C, C). dlevel (B, T, G, J, L) and the last of the PARTS of dc (chunks, G, PARTS, C): float32.
+    """
+    c, y, w = terms
     g = tl.program_id(1).to(tl.int64)
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
     at_C = tl.arange(0, C)
-    half = k.dtype.element_ty
-    beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
+    half = k.ptr.dtype.element_ty
+    beta_C = tl.load(beta.ptr + batch * beta.b + g * beta.g + t_C * beta.t, mask=here_C, other=0.0).to(tl.float32)
     mask_CC = decay_mask(c, at, C)
     lower_CC = at_C[:, None] >= at_C[None, :]
     t_CC = (load_matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
     dt_CC = tl.zeros([C, C], tl.float32)
     dc_C = tl.zeros([C], tl.float32)
     for j in range(J):
-        q_here, do_here = (
-            q + batch * q_b + g * q_g + (0 * g + j) * q_j,
-            do + batch * do_b + g * do_g + (0 * g + j) * do_j,
-        )
+        q_here = q.ptr + batch * q.b + g * q.g + (0 * g + j) * q.j
+        do_here = do.ptr + batch * do.b + g * do.g + (0 * g + j) * do.j
         dread_here = dread + (at * J + j) * C * K
         qk_CC = tl.zeros([C, C], tl.float32)
         dp_CC = tl.zeros([C, C], tl.float32)
         for first in range(0, K, BX):
-            q_CX = load_tile(q_here, t_C, q_t, here_C, K, first, BX)
-            k_CX = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+            q_CX = load_tile(q_here, t_C, q.t, here_C, K, first, BX)
+            k_CX = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, first, BX)
             qk_CC = tl.dot(q_CX, tl.trans(k_CX), qk_CC, input_precision=P)
             dread_CX = -load_matrix(dread_here, C, K, first, C, BX)
             w_CX = load_matrix(w + at * C * K, C, K, first, C, BX)
             dp_CC = tl.dot(dread_CX.to(half), tl.trans(w_CX), dp_CC, input_precision=P)
         p_CC = (qk_CC * mask_CC).to(half)
         inner_CC = tl.dot(p_CC, t_CC, input_precision=P)
-        lambda_CC = lambdas(level + batch * l_b + g * l_g + (0 * g + j) * l_j, t_C, l_t, l_l, here_C, C, LOG_C, LAMBDAS)
+        at_l = level.ptr + batch * level.b + g * level.g + (0 * g + j) * level.j
+        lambda_CC = lambdas(at_l, level, t_C, here_C, C, LOG_C, LAMBDAS)
         mixed_CC = (inner_CC * lambda_CC).to(half)
         e_CC = tl.zeros([C, C], tl.float32)
         for at_v in range(0, V, BV):
-            do_CV = load_tile(do_here, t_C, do_t, here_C, V, at_v, BV)
-            v_CV = load_tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, at_v, BV)
+            do_CV = load_tile(do_here, t_C, do.t, here_C, V, at_v, BV)
+            v_CV = load_tile(v.ptr + batch * v.b + g * v.g, t_C, v.t, here_C, V, at_v, BV)
             e_CC = tl.dot(do_CV, tl.trans(v_CV), e_CC, input_precision=P)
             dv_CV = tl.dot(tl.trans(mixed_CC), do_CV, input_precision=P)
             out = dv + (batch * G + g) * T * V
@@ -174,30 +183,33 @@ def _backward(
         dc_C += tl.sum(qk_CC, 1) - tl.sum(qk_CC, 0)
         store_matrix(ps + (at * J + j) * C * C, C, C, 0, p_CC, C, C)
         store_matrix(dps + (at * J + j) * C * C, C, C, 0, dp_CC, C, C)
-        tl.debug_barrier()  # the next head adds to what this one stored
+        tl.debug_barrier()  # the next head adds to the dv that this one stored
     store_matrix(dt + at * C * C, C, C, 0, dt_CC, C, C)
     tl.store(dc + (at * PARTS + PARTS - 1) * C + at_C, dc_C)
 
 
 @triton.jit
-def _backward_features(
-    q, k, rows, c, ps, dps, dread, dq, dk, dw, dc, q_b, q_g, q_j, q_t, k_b, k_g, k_t, T, N, J,
+def chunk_backward_features(
+    q, k, rows, c, ps, dps, dread, dq, dk, dw, dc, T, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK, dw from P and dP . M, a block of features; dc in parts."""
+    """Store dq of one chunk and block of features, and add to its dk, dw and part of dc. Grid: (R x N, G, blocks of features).
+
+    q: `HeadTensor`; k: `GroupTensor`; ps, dps: P and dP . M of `chunk_backward`.
+    """
     g, first = tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
-    k_CX = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+    k_CX = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, first, BX)
     fade_C = decay_from_start(c, at, C)
     part = dc + (at * PARTS + tl.program_id(2)) * C + tl.arange(0, C)
     dc_C = tl.load(part)
     dk_CX = load_matrix(dk + at * C * K, C, K, first, C, BX)
     dw_CX = load_matrix(dw + at * C * K, C, K, first, C, BX).to(tl.float32)
     for j in range(J):
-        q_CX = load_tile(q + batch * q_b + g * q_g + (0 * g + j) * q_j, t_C, q_t, here_C, K, first, BX)
+        q_CX = load_tile(q.ptr + batch * q.b + g * q.g + (0 * g + j) * q.j, t_C, q.t, here_C, K, first, BX)
         p_CC = load_matrix(ps + (at * J + j) * C * C, C, C, 0, C, C)
         dp_CC = load_matrix(dps + (at * J + j) * C * C, C, C, 0, C, C)
         dread_CX = load_matrix(dread + (at * J + j) * C * K, C, K, first, C, BX)

@@ -1,4 +1,4 @@
-"""Log-linear Gated DeltaNet, launch after launch: forward, and backward from the inputs alone."""
+"""Launch plan of log-linear Gated DeltaNet: forward, and backward from the inputs alone."""
 
 from __future__ import annotations
 
@@ -8,72 +8,109 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.kernels.gated_delta import wy
-from surgery.kernels.gated_delta.layout import DeltaSizes
-from surgery.kernels.log_linear_delta import chunk as chunks
-from surgery.kernels.log_linear_delta import levels
-from surgery.kernels.log_linear_delta import levels as gather
-from surgery.kernels.log_linear_delta import levels as lowest
+from surgery.kernels.gated_delta.layout import DeltaPlan
+from surgery.kernels.gated_delta.wy import WYOutputGradients, WYTerms, launch_wy_backward, launch_wy_forward
+from surgery.kernels.kernel_tensors import GroupTensor, HeadTensor, LevelTensor
+from surgery.kernels.log_linear_delta.chunk import (
+    chunk_backward,
+    chunk_backward_features,
+    chunk_forward,
+    query_reads,
+)
+from surgery.kernels.log_linear_delta.levels import (
+    GatheredGradients,
+    LevelStates,
+    PairEnds,
+    gather_gradients,
+    level_down,
+    level_up,
+    lowest_levels,
+)
 
-# Of the memory that is left, for the states S that chunks read, kept at once (levels are taken in groups): forward all
-# of it, backward a third of it S, the rest dS', x and dx.
+# Shares of the free memory for the states S that chunks read at one level. Levels whose states do not fit together are taken in
+# groups. The backward keeps S, dS', x and dx, so its share of S is smaller.
 FORWARD_MEMORY_SHARE, BACKWARD_MEMORY_SHARE = 1 / 6, 1 / 24
 
 
-@dataclass
-class WYTerms:
-    """c, Y, w, u^T of every chunk (kernels/gated_delta/wy.py)."""
+@dataclass(frozen=True)
+class PairBuffers:
+    """Buffers of `PairEnds`, or their gradients, None if absent."""
 
-    c: Tensor
-    y: Tensor
-    w: Tensor
-    u: Tensor
+    state: Tensor
+    parent: Tensor | None = None
+    bucket: Tensor | None = None
+    after: Tensor | None = None
+
+    def arguments(self, end_R: Tensor | None) -> PairEnds:
+        """Return the kernel argument, with `state` in place of absent buffers, which are not read."""
+        end = None if self.after is None else end_R
+        parent, bucket, after, end = (
+            self.state if x is None else x for x in (self.parent, self.bucket, self.after, end)
+        )
+        return PairEnds(self.state, parent, bucket, after, end)
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Constants that say which buffers there are."""
+        return {
+            "BUCKET": self.bucket is not None, "AFTER": self.after is not None, "PARENT": self.parent is not None
+        }  # fmt: skip
 
 
-@dataclass
-class DeltaCall:
-    """One call's inputs and sizes. levels: above chunks; top: see `first_chunk`; bucket_lRGKV: what rows bring along,
-    end_R: the position behind their tokens, where the buckets there are wanted; extra_RGKV: what the first chunks have
-    besides their tokens."""
+@dataclass(frozen=True)
+class LogLinearDeltaPlan(DeltaPlan):
+    """Inputs of one call and their sizes.
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor
-    gates: Tensor
+    Attributes:
+        level: lambdas (B, T, G, J, L).
+        bucket_lRGKV: states of the levels above chunks that rows resume from, None for rows without a past.
+        extra_RGKV: added to the state of each row's first chunk, None for nothing.
+        end_R: position behind each row's tokens, if the buckets there are wanted.
+        levels: levels above chunks.
+        top: first bit of a chunk's number that is dropped (`first_chunk`).
+    """
+
     level: Tensor
     bucket_lRGKV: Tensor | None
     extra_RGKV: Tensor | None
     end_R: Tensor | None
-    s: DeltaSizes
     levels: int
     top: int
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {**self.s.kernel, "LOG_C": self.s.C.bit_length() - 1, "LAMBDAS": self.level.shape[-1]}
-
-    @property
-    def l_strides(self) -> tuple[int, ...]:
-        return self.level.stride()
-
     def state(self, level: int) -> Tensor:
-        s = self.s
+        """Return an uninitialized buffer (entries, G, V, K), float32, for the states of a level's segments."""
+        s = self.sizes
         return torch.empty(s.most[level], s.G, s.V, s.K, dtype=torch.float32, device=self.k.device)
 
     def grid(self, level: int) -> tuple[tuple[int, int, int], int]:
-        """(the grid of a level, its pairs in a row at most)."""
-        pairs = ((self.s.N - 1) >> (level + 1)) + 2
-        return (self.s.R * pairs, self.s.G, self.s.blocks), pairs
+        """Return (the grid of a level, its pairs in a row at most)."""
+        s = self.sizes
+        pairs = ((s.N - 1) >> (level + 1)) + 2
+        return (s.R * pairs, s.G, s.blocks), pairs
 
     @property
     def fused(self) -> bool:
-        """Whether the two lowest levels are one launch: where rows bring nothing along."""
+        """Whether levels 0 and 1 are one launch (`lowest_levels`): for rows without a past."""
         return self.bucket_lRGKV is None and self.levels >= 2
 
+    @property
+    def parts(self) -> int:
+        """Parts in which dc is stored: one for each block of features, and one."""
+        return -(-self.sizes.K // self.sizes.features) + 1
+
+    @property
+    def level_options(self) -> dict[str, Any]:
+        """Constants of kernels that read lambdas."""
+        return {**self.sizes.kernel, "LOG_C": self.sizes.C.bit_length() - 1, "LAMBDAS": self.level.shape[-1]}
+
+    @property
+    def inputs(self) -> tuple[HeadTensor | GroupTensor | LevelTensor, ...]:
+        """q, k, v, beta and level as kernel arguments."""
+        return *self.queries_keys, *self.values_beta, LevelTensor.from_tensor(self.level)
+
     def groups(self, share: float) -> list[tuple[int, int]]:
-        """(low, high) of the levels whose states are kept at once, in that share of the memory that is left."""
-        s, memory = self.s, 2**34
+        """Return (low, high) of the groups of levels whose states fit together into this share of the free memory."""
+        s, memory = self.sizes, 2**34
         if self.k.is_cuda:
             memory = torch.cuda.get_device_properties(self.k.device).total_memory
             memory -= torch.cuda.memory_allocated(self.k.device)
@@ -81,171 +118,166 @@ class DeltaCall:
         return [(low, min(low + size, self.levels)) for low in range(0, max(self.levels, 1), size)]
 
     def allocate_kept(self, groups: list[tuple[int, int]], size: int) -> Tensor:
-        s = self.s
+        """Return an uninitialized buffer (levels, chunks, G, V, size), large enough for each group of levels."""
+        s = self.sizes
         most = max(high - low for low, high in groups)
         return torch.empty(most, s.most[0], s.G, s.V, size, dtype=s.dtype, device=self.k.device)
 
+    # -- forward -------------------------------------------------------------------------------------------
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """Return (out_BGJTV, the buckets behind the tokens, None without buckets)."""
+        t, state = self.prepare()
+        after = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
+        groups = self.groups(FORWARD_MEMORY_SHARE)
+        kept = self.allocate_kept(groups, self.sizes.K)
+        wide = self.v.dtype if len(groups) == 1 else torch.float32  # several groups add to the output
+        out = torch.empty(*self.q.shape[:4], self.sizes.V, dtype=wide, device=self.k.device)
+        for group in groups:
+            state = self.climb(t, group, state, kept, after=after)
+            self.read(t, group, kept, out)
+        return out.to(self.v.dtype), after
+
     def prepare(self) -> tuple[WYTerms, Tensor | None]:
-        """What there is of each chunk by itself, and the chunks' own states where `climb` takes them."""
+        """Return (the WY form of every chunk, the chunks' own states, None if `lowest_levels` computes them)."""
         own = None if self.fused else self.state(0)
-        terms = WYTerms(*wy.forward(self.k, self.v, self.beta, self.gates, self.s, own))
+        terms = launch_wy_forward(self, own)
         if self.extra_RGKV is not None and own is not None:
-            own[self.s.table[:, 4]] += self.extra_RGKV.mT
+            own[self.sizes.table[:, 4]] += self.extra_RGKV.mT
         return terms, own
 
     def climb(
-        self, t: WYTerms, low: int, high: int, state: Tensor | None, kept: Tensor, after: Tensor | None = None,
+        self, t: WYTerms, group: tuple[int, int], state: Tensor | None, kept: Tensor, *, after: Tensor | None = None,
         passed: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """Levels low .. high - 1 from the states of level `low`, to those of level `high`."""
+        """Run levels low .. high - 1 from the states of level `low`; return those of level `high`. Fills `kept` and `passed`
+        (`LevelStates`) from index 0, and the levels of `after`."""
+        low, high = group
         for level in range(low, high):
             if self.fused and level < 2:
                 state = self.lowest(t, kept, passed) if level == 0 else state
                 continue
-            parent = self.state(level + 1) if level + 1 < self.levels else None
             assert state is not None
-            x, ending = (None if y is None else y[i] for y, i in ((passed, level - low), (after, level)))
-            self.up(level, t, state, kept[level - low], x, parent, ending)
+            bucket, ending = (None if x is None else x[level] for x in (self.bucket_lRGKV, after))
+            parent = self.state(level + 1) if level + 1 < self.levels else None
+            buffers = PairBuffers(state, parent, bucket, ending)
+            self.up(level, t, buffers, kept[level - low], None if passed is None else passed[level - low])
             state = parent
         return state
 
-    def up(
-        self, level: int, t: WYTerms, state: Tensor, kept: Tensor | None, passed: Tensor | None, parent: Tensor | None,
-        after: Tensor | None,
-    ) -> None:  # fmt: skip
-        s, (grid, pairs) = self.s, self.grid(level)
-        bucket = None if self.bucket_lRGKV is None else self.bucket_lRGKV[level]
-        other = (parent, bucket, after, self.end_R if after is not None else None, kept, passed)
-        flags = {
-            "KEEP": kept is not None, "PASSED": passed is not None, "BUCKET": bucket is not None, "AFTER": after is not None,
-            "PARENT": parent is not None,
-        }  # fmt: skip
-        levels._up[grid](
-            self.k, t.w, t.c, s.table, state, *(state if x is None else x for x in other), *self.k.stride()[:3],
-            level, self.top, pairs, **s.kernel, **flags, num_warps=s.warps(8192), num_stages=s.stages(3),
+    def up(self, level: int, t: WYTerms, buffers: PairBuffers, kept: Tensor, passed: Tensor | None) -> None:
+        """Run `level_up` on all pairs of a level."""
+        s, (grid, pairs) = self.sizes, self.grid(level)
+        level_up[grid](
+            GroupTensor.from_tensor(self.k), t.w, t.c, s.table, buffers.arguments(self.end_R), kept,
+            buffers.state if passed is None else passed, level, self.top, pairs, **s.kernel, **buffers.flags, KEEP=True,
+            PASSED=passed is not None, num_warps=s.warps(8192), num_stages=s.stages(3),
         )  # fmt: skip
 
     def lowest(self, t: WYTerms, kept: Tensor, passed: Tensor | None) -> Tensor:
-        """Levels 0 and 1 at once."""
-        s, groups, state = self.s, ((self.s.N - 1) >> 2) + 2, self.state(2)
-        lowest._lowest_levels[(s.R * groups, s.G, s.blocks)](
-            self.k, t.w, t.u, t.c, s.table, state, kept[0], kept[1], *(kept if passed is None else passed)[:2],
-            *self.k.stride()[:3], self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=4, num_stages=1,
+        """Run levels 0 and 1 in one launch; return the states of level 2."""
+        s, groups, state = self.sizes, ((self.sizes.N - 1) >> 2) + 2, self.state(2)
+        second = kept if passed is None else passed
+        lowest_levels[(s.R * groups, s.G, s.blocks)](
+            GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, state, (kept[0], kept[1]), (second[0], second[1]),
+            self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
         return state
 
-    def down(
-        self, level: int, t: WYTerms, read: Tensor, do: Tensor, dparent: Tensor | None, dstate: Tensor,
-        dbucket: Tensor | None, dafter: Tensor | None, dkept: Tensor, dpassed: Tensor,
-    ) -> None:  # fmt: skip
-        s, (grid, pairs) = self.s, self.grid(level)
-        other = (self.end_R if dafter is not None else None, dkept, dpassed)
-        grads = tuple(dstate if x is None else x for x in (dparent, dstate, dbucket, dafter, *other))
-        flags = {"BUCKET": dbucket is not None, "AFTER": dafter is not None, "PARENT": dparent is not None}
-        levels._down[grid](
-            self.k, t.w, read, do, t.c, self.level, s.table, *grads, *self.k.stride()[:3], *do.stride()[:4],
-            *self.l_strides, level, self.top, self.q.shape[3], pairs, s.J, **self.options, **flags,
-            num_warps=s.warps(8192), num_stages=2,
+    def read(self, t: WYTerms, group: tuple[int, int], kept: Tensor, out: Tensor) -> None:
+        """Add what chunks read of these levels to `out`; for the lowest group, set `out` to that and what chunks read of
+        themselves."""
+        s, (low, high) = self.sizes, group
+        chunk_forward[(s.R * s.N, s.G * s.J, s.blocks)](
+            *self.inputs, s.table, (t.c, t.y, t.w), kept, out, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0],
+            **self.level_options, BUCKET=self.bucket_lRGKV is not None, INNER=low == 0, num_warps=4,
+            maxnreg=s.max_registers,
         )  # fmt: skip
 
-    def forward(self) -> tuple[Tensor, Tensor | None]:
-        """(out_BGJTV, the buckets behind the tokens)."""
-        t, state = self.prepare()
-        after = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
-        groups = self.groups(FORWARD_MEMORY_SHARE)
-        kept, wide = self.allocate_kept(groups, self.s.K), self.v.dtype if len(groups) == 1 else torch.float32
-        out = torch.empty(*self.q.shape[:4], self.s.V, dtype=wide, device=self.k.device)
-        for low, high in groups:
-            state = self.climb(t, low, high, state, kept, after)
-            self.read(t, low, high, kept, out)
-        return out.to(self.v.dtype), after
-
-    def reads(self, t: WYTerms) -> Tensor:
-        """R of every chunk and query head."""
-        s, read = self.s, self.s.buffer(self.s.J, self.s.C, self.s.K)
-        chunks._reads[(s.R * s.N, s.G * s.J)](
-            self.q, self.k, s.table, t.c, t.w, read, *self.strides[:7], s.N, s.J, **s.kernel, num_warps=4
-        )
-        return read
-
-    def read(self, t: WYTerms, low: int, high: int, kept: Tensor, out: Tensor) -> None:
-        """Adds what chunks read of these levels; with the lowest ones, sets it to that and their own."""
-        s = self.s
-        chunks._forward[(s.R * s.N, s.G * s.J, s.blocks)](
-            self.q, self.k, self.v, self.beta, self.level, s.table, t.c, t.y, t.w, kept, out, *self.strides,
-            *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **self.options,
-            BUCKET=self.bucket_lRGKV is not None, INNER=low == 0, num_warps=4,
-            maxnreg=168 if s.stages(3) == 3 else None,
-        )  # fmt: skip
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        return (*self.q.stride()[:4], *self.k.stride()[:3], *self.v.stride()[:3], *self.beta.stride())
-
+    # -- backward ------------------------------------------------------------------------------------------
     def backward(self, do: Tensor, dafter: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v, beta, gates, level, bucket, extra."""
-        s = self.s
+        """Return the gradients of q, k, v, beta, gates, level, bucket and extra from those of `forward`."""
+        s = self.sizes
         t, state = self.prepare()
         read = self.reads(t)
         groups, starts = self.groups(BACKWARD_MEMORY_SHARE), []
         kept, passed = self.allocate_kept(groups, s.K), self.allocate_kept(groups, s.C)
-        for low, high in groups:
+        for group in groups:
             starts.append(state)
-            state = self.climb(t, low, high, state, kept, None, passed)
+            state = self.climb(t, group, state, kept, passed=passed)
         dbucket = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
-        sums, dkept, dpassed = self._sums(), torch.empty_like(kept), torch.empty_like(passed)
+        sums = self._empty_sums()
+        states = LevelStates(kept, passed, torch.empty_like(kept), torch.empty_like(passed))
         down = None if self.levels else torch.zeros_like(self.state(0))
         for (low, high), start in zip(reversed(groups), reversed(starts)):
-            if high < self.levels:
-                self.climb(t, low, high, start, kept, None, passed)
+            if high < self.levels:  # the states of the last group are still there
+                self.climb(t, (low, high), start, kept, passed=passed)
             for level in range(high - 1, low - 1, -1):
                 above, down = down, self.state(level)
-                into, out = (None if x is None else x[level] for x in (dbucket, dafter))
-                self.down(level, t, read, do, above, down, into, out, dkept[level - low], dpassed[level - low])
-            self._gather(low, high, t, read, (kept, passed, dkept, dpassed, down), do, sums)
-        dk, dw, du, dread, dlevel, dc = sums
-        dv, dt = (
-            torch.empty(self.v.shape, dtype=self.v.dtype, device=do.device),
-            s.buffer(s.C, s.C, dtype=torch.float32),
-        )
-        dq = self._chunks(do, t, dread, dk, dv, dw, dt, dlevel, dc)
-        dk, dv, dbeta, dgates = wy.backward(self.k, self.v, self.beta, t.c, t.y, dw, du, dt, dk, dc, dv, s)
+                into, ending = (None if x is None else x[level] for x in (dbucket, dafter))
+                store = states.dkept[level - low], states.dpassed[level - low]
+                self.down(level, t, (read, do), PairBuffers(down, above, into, ending), store)
+            assert down is not None
+            self._gather((low, high), t, (read, do), states, down, sums)
+        dq, dv, dt = self._chunk_gradients(do, t, sums)
+        given = WYOutputGradients(sums.dw, sums.du, sums.dk, sums.dc, dt, dv)
+        dk, dv, dbeta, dgates = launch_wy_backward(self, t, given)
         dextra = None if self.extra_RGKV is None or down is None else down[s.table[:, 4]].mT
-        return dq, dk, dv, dbeta, dgates, dlevel, dbucket, dextra
+        return dq, dk, dv, dbeta, dgates, sums.dlevel, dbucket, dextra
 
-    def _sums(self) -> tuple[Tensor, ...]:
-        """Of all levels: dk, dw, du, dread, dlevel, dc in parts."""
-        s, wide = self.s, torch.float32
+    def reads(self, t: WYTerms) -> Tensor:
+        """Return R (chunks, G, J, C, K) of every chunk and query head."""
+        s = self.sizes
+        read = s.buffer(s.J, s.C, s.K)
+        query_reads[(s.R * s.N, s.G * s.J)](
+            *self.queries_keys, s.table, t.c, t.w, read, s.N, s.J, **s.kernel, num_warps=4
+        )
+        return read
+
+    def down(
+        self, level: int, t: WYTerms, reads: tuple[Tensor, Tensor], grads: PairBuffers, store: tuple[Tensor, Tensor]
+    ) -> None:
+        """Run `level_down` on all pairs of a level. reads: (R, d_out). store: dkept and dpassed of the level (`LevelStates`)."""
+        s, (grid, pairs), (read, do) = self.sizes, self.grid(level), reads
+        level_down[grid](
+            GroupTensor.from_tensor(self.k), t.w, read, HeadTensor.from_tensor(do), t.c,
+            LevelTensor.from_tensor(self.level), s.table, grads.arguments(self.end_R), *store, level, self.top,
+            self.q.shape[3], pairs, s.J, **self.level_options, **grads.flags, num_warps=s.warps(8192), num_stages=2,
+        )  # fmt: skip
+
+    def _empty_sums(self) -> GatheredGradients:
+        s, wide = self.sizes, torch.float32
         dlevel = torch.zeros(self.level.shape, dtype=wide, device=self.k.device)
         matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
-        return *matrices, s.buffer(s.J, s.C, s.K), dlevel, s.buffer(self.parts, s.C, dtype=wide)
+        return GatheredGradients(*matrices, s.buffer(s.J, s.C, s.K), dlevel, s.buffer(self.parts, s.C, dtype=wide))
 
-    @property
-    def parts(self) -> int:
-        """Blocks of features, and one."""
-        return -(-self.s.K // self.s.features) + 1
-
-    def _gather(self, low, high, t, read, kept, do, sums):  # type: ignore[no-untyped-def]
-        s = self.s
+    def _gather(
+        self, group: tuple[int, int], t: WYTerms, reads: tuple[Tensor, Tensor], states: LevelStates, down: Tensor,
+        sums: GatheredGradients,
+    ) -> None:  # fmt: skip
+        """Run `gather_gradients` on all chunks. reads: (R, d_out)."""
+        s, (low, high), (read, do) = self.sizes, group, reads
         flags = {"BUCKET": self.bucket_lRGKV is not None, "ADD": high < self.levels, "OWN": low == 0}
-        gather._gather_gradients[(s.R * s.N, s.G, self.parts - 1)](
-            self.k, do, self.level, s.table, t.c, t.u, read, *kept, *sums, *self.k.stride()[:3], *do.stride()[:4],
-            *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **self.options,
-            BX=s.features, PARTS=self.parts, **flags, num_warps=4, num_stages=1,
+        gather_gradients[(s.R * s.N, s.G, self.parts - 1)](
+            GroupTensor.from_tensor(self.k), HeadTensor.from_tensor(do), LevelTensor.from_tensor(self.level), s.table,
+            t.c, t.u, read, states, sums, down, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0],
+            **self.level_options, BX=s.features, PARTS=self.parts, **flags, num_warps=4, num_stages=1,
         )  # fmt: skip
 
-    def _chunks(self, do, t, dread, dk, dv, dw, dt, dlevel, dc):  # type: ignore[no-untyped-def]
-        """dq; and its part of the others."""
-        s, grid, parts = self.s, (self.s.R * self.s.N, self.s.G), {"BX": self.s.features, "PARTS": self.parts}
+    def _chunk_gradients(self, do: Tensor, t: WYTerms, sums: GatheredGradients) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, the part of dv from inside chunks, dT); adds to `sums` what chunks read of themselves."""
+        s, parts = self.sizes, self.parts
+        chunks = s.R * s.N
+        dv = torch.empty(self.v.shape, dtype=self.v.dtype, device=do.device)
+        dt = s.buffer(s.C, s.C, dtype=torch.float32)
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=do.device)
         ps, dps = s.buffer(s.J, s.C, s.C), s.buffer(s.J, s.C, s.C)
-        chunks._backward[grid](
-            self.q, self.k, self.v, self.beta, self.level, do, s.table, t.c, t.y, t.w, dread, ps, dps, dv, dt, dlevel,
-            dc, *self.strides, *self.l_strides, *do.stride()[:4], self.q.shape[3], s.N, s.J, **self.options, **parts,
-            num_warps=4, num_stages=1,
+        chunk_backward[(chunks, s.G)](
+            *self.inputs, HeadTensor.from_tensor(do), s.table, (t.c, t.y, t.w), sums.dread, ps, dps, dv, dt, sums.dlevel,
+            sums.dc, self.q.shape[3], s.N, s.J, **self.level_options, BX=s.features, PARTS=parts, num_warps=4,
+            num_stages=1,
         )  # fmt: skip
-        chunks._backward_features[(*grid, self.parts - 1)](
-            self.q, self.k, s.table, t.c, ps, dps, dread, dq, dk, dw, dc, *self.strides[:7], self.q.shape[3], s.N, s.J,
-            **s.kernel, **parts, num_warps=4, num_stages=1,
+        chunk_backward_features[(chunks, s.G, parts - 1)](
+            *self.queries_keys, s.table, t.c, ps, dps, sums.dread, dq, sums.dk, sums.dw, sums.dc, self.q.shape[3], s.N,
+            s.J, **s.kernel, BX=s.features, PARTS=parts, num_warps=4, num_stages=1,
         )  # fmt: skip
-        return dq
+        return dq, dv, dt

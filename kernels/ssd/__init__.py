@@ -1,7 +1,13 @@
-"""Masks of gates with kernel scores: SSD, RetNet, linear attention (Dao and Gu 2024, "Transformers are SSMs", sec. 6).
+"""Gated masks with kernel scores: SSD, RetNet, linear attention (Dao and Gu 2024, "Transformers are SSMs", section 6).
 
-Forward: a walk over the chunks that leaves the state before each (kernels/ssd/states.py), then all chunks at once (kernels/ssd/output.py).
-Backward: the states again, the walk back with their gradients, then all chunks at once (kernels/ssd/backward.py).
+    S_t = e^(g_t) S_t-1 + k_t v_t^T      o_t = q_t S_t      log-gates g <= 0
+
+Forward: a walk over the chunks stores the state before each (kernels/ssd/states.py), then all chunks compute their outputs in
+parallel (kernels/ssd/output.py). Backward: the states again, the walk back with their gradients, then all chunks in
+parallel (kernels/ssd/backward.py). Only the inputs are saved.
+
+Shapes: q (B, G, J, T, F), k (B, G, T, F), v (B, G, T, V), gates (B, G, T), states (S, G, F, V). B rows of the batch, G groups of
+J query heads, T tokens, F features of queries and keys, V values, S sequences: the rows, or sequences packed into one.
 """
 
 from __future__ import annotations
@@ -12,80 +18,65 @@ import torch
 from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
-from surgery.kernels.custom_op import CustomOp
+from surgery.kernels.chunked_op import ChunkedFunctions, ChunkedOp
+from surgery.kernels.kernel_tensors import unit_last_stride
+from surgery.kernels.ssd.backward import launch_read_grad, launch_write_grad
 from surgery.kernels.ssd.layout import (
+    ChunkedPlan,
     ChunkTable,
-    TokenTensors,
     empty_out,
     empty_states,
     fits_kernels,
-    gate_sums,
-    launch_read,
-    launch_read_grad,
-    launch_write_grad,
     limit_chunk,
     reduce_shared,
     run_sliced,
-    unit_last_stride,
 )
+from surgery.kernels.ssd.output import launch_read
 from surgery.kernels.ssd.states import launch_pass_backward, launch_pass_forward
 from surgery.kernels.tuning import TOKENS_READER, is_fastest
 from surgery.mixers.masks.semiseparable import semiseparable
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, table: ChunkTable
-) -> tuple[Tensor, Tensor]:
-    """(out_BGJTV, last_SGFV) of q_BGJTF, k_BGTF, v_BGTV, gates_BGT, first_SGFV or None."""
-    tokens = TokenTensors.from_inputs(q, k, v, gate_sums(table, gates))
-    slots, last = launch_pass_forward(table, tokens, first)
-    return launch_read(table, tokens, slots, slots), last
+def _make_table(
+    tensors: tuple[Tensor, ...], start: Tensor, ends: Tensor | None, chunk: int, aligned: bool
+) -> ChunkTable:
+    return ChunkTable.from_geometry(tensors[2], start, ends, chunk, aligned)
 
 
-def backward(
-    d_out: Tensor,
-    d_last: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Tensor,
-    first: Tensor | None,
-    table: ChunkTable,
-) -> tuple[Tensor | None, ...]:
-    tokens, d_out = TokenTensors.from_inputs(q, k, v, gate_sums(table, gates)), unit_last_stride(d_out)
-    slots, _ = launch_pass_forward(table, tokens, first)
-    d_q, _, pull, _ = launch_read_grad(table, tokens, slots, slots, d_out)
-    d_q = reduce_shared(d_q, q)
-    d_slots, d_first = launch_pass_backward(table, tokens, d_out, d_last.contiguous())
-    d_k, d_v, d_gates, _ = launch_write_grad(table, tokens, slots, d_slots, slots, d_out, pull, False)
-    return d_q, reduce_shared(d_k, k), d_v, d_gates, None if first is None else d_first
+def _forward(tensors: tuple[Any, ...], table: ChunkTable) -> tuple[Tensor, Tensor]:
+    """(out_BGJTV, last_SGFV) of q, k, v, gates and the first state or None."""
+    *tokens, first = tensors
+    plan = ChunkedPlan.from_inputs(table, *tokens)
+    states, last = launch_pass_forward(plan, first)
+    return launch_read(plan, states), last
 
 
-class SSDFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *tensors, ctx.table = args
-        ctx.save_for_backward(*tensors)
-        return forward(*args)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(*grads, *ctx.saved_tensors, ctx.table), None
-
-
-def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, start: Tensor, *_: Any) -> Any:
-    return empty_out(q, v), empty_states(k, v, len(start))
+def _backward(
+    tensors: tuple[Any, ...], table: ChunkTable, d_out: Tensor, d_last: Tensor
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    q, k, v, gates, first = tensors
+    plan, d_out = ChunkedPlan.from_inputs(table, q, k, v, gates), unit_last_stride(d_out)
+    states, _ = launch_pass_forward(plan, first)
+    read = launch_read_grad(plan, states, d_out)
+    d_q = reduce_shared(read.d_q_BGJTF, q)
+    d_slots, d_first = launch_pass_backward(plan, d_out, d_last.contiguous())
+    write = launch_write_grad(plan, states, d_slots, d_out, read.pull_BGJT, final=False)
+    d_k = reduce_shared(write.d_k_BGTF, k)
+    return d_q, d_k, write.d_v_BGTV, write.d_gates_BGT, None if first is None else d_first
 
 
-SSD_OP = CustomOp(
+def _fake_outputs(
+    tensors: tuple[Any, ...], start: Tensor, ends: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v, *_rest = tensors
+    return empty_out(q, v), empty_states(k, v, len(start) if ends is None else len(ends) - 1)
+
+
+SSD_OP = ChunkedOp(
     "ssd",
-    f"Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first, {ChunkTable.SCHEMA}",
-    lambda q, k, v, gates, first, *table: forward(q, k, v, gates, first, ChunkTable.from_schema(v, *table)),
-    lambda d_out, d_last, q, k, v, gates, first, *table: (
-        *backward(d_out, d_last, q, k, v, gates, first, ChunkTable.from_schema(v, *table)),
-        *[None] * len(table),
-    ),
-    _fake_outputs,
+    "Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first",
+    ChunkTable.GEOMETRY,
+    ChunkedFunctions(_make_table, _forward, _backward, _fake_outputs),
 )
 
 
@@ -95,23 +86,23 @@ def ssd(
     v_BGTV: Tensor,
     gates_BGT: Tensor,
     first_SGFV: Tensor | None = None,
+    *,
     cu_seqlens: Tensor | None = None,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """(out_BGJTV in v's dtype, the state behind each sequence's last token, float32). q and k may have 1 in place of G:
-    shared by all heads. cu_seqlens: sequences packed into one row, B = 1; S counts them, else S = B."""
+    """Return (out_BGJTV in v's dtype, the state behind each sequence's last token in float32).
+
+    q and k may have 1 in place of G: shared by all groups. first: states before the first tokens, None for zeros. cu_seqlens:
+    borders (S + 1,) of S sequences packed into one row (B = 1).
+    """
     batch, groups, length, _ = v_BGTV.shape
     gates_BGT = gates_BGT.float().expand(batch, groups, length)
-    if cu_seqlens is None:
-        start_B = torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device)
-        table = ChunkTable.from_rows(start_B, length, limit_chunk(chunk), aligned=True)
-    else:
-        table = ChunkTable.from_cu_seqlens(cu_seqlens, length, limit_chunk(chunk))
+    start = torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device) if cu_seqlens is None else cu_seqlens
+    geometry = start, cu_seqlens, limit_chunk(chunk), cu_seqlens is None
 
     def run(q: Tensor, k: Tensor, v: Tensor, features: slice, values: slice) -> tuple[Tensor, Tensor]:
         first = None if first_SGFV is None else first_SGFV[..., features, values].float().contiguous()
-        given = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), gates_BGT, first
-        return SSD_OP(*given, *table.to_schema()) if torch.compiler.is_compiling() else SSDFunction.apply(*given, table)
+        return SSD_OP((unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), gates_BGT, first), geometry)
 
     return run_sliced(run, q_BGJTF, k_BGTF, v_BGTV)
 
@@ -131,9 +122,9 @@ def semiseparable_ssd(
     first_BRGFV: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """One component. What it weighs multiplies all that is read."""
+    """`semiseparable` with one component, whose weight multiplies the output."""
     first = None if first_BRGFV is None else first_BRGFV.squeeze(1)
-    out_BGJTV, last = ssd(q_BGJTF, k_BGTF, v_BGTV, gates_BRGT.squeeze(1), first, None, chunk)
+    out_BGJTV, last = ssd(q_BGJTF, k_BGTF, v_BGTV, gates_BRGT.squeeze(1), first, chunk=chunk)
     if weight_RGJ is not None:
         out_BGJTV = out_BGJTV * weight_RGJ[0, :, :, None, None].to(out_BGJTV.dtype)
     return out_BGJTV, last.unsqueeze(1)

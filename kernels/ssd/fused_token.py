@@ -1,9 +1,11 @@
-"""One token through a linear mixer in two launches: what it reads off the hidden states, then its states (kernels/ssd/recurrent.py).
+"""One token through a linear mixer in two launches: projections of the hidden states, then the states (kernels/ssd/recurrent.py).
 
     gate = -exp(A) softplus(W x + b)      beta = sigmoid(W x + b)      lambda = softplus(W x + b), of the levels in use
 
-For plain q, k, v (no feature map, convolution, window, norm or output gate) and masks of gates, log-linear or not. What a
-decoding step costs is launches: torch takes some forty for the same.      N rows of W, B rows of the batch, D width
+For gated and log-linear masks on plain q, k, v: no feature map, convolution, window, norm or output gate. The cost of a decoding
+step is its launches; torch needs about forty for the same step.
+
+Suffixes: N rows of W, B rows of the batch, D width of the hidden states, H query heads, L levels.
 """
 
 from __future__ import annotations
@@ -21,25 +23,25 @@ from surgery.kernels.tuning import is_fastest_mask_step
 from surgery.mixers.base import MixerInputs, MixerState
 from surgery.mixers.features.simple import IdentityMap
 from surgery.mixers.linear import LinearMixer, one_token
+from surgery.mixers.masks.base import Mask
 from surgery.mixers.masks.decay import DecayMask
 from surgery.mixers.masks.gates import GatesMask
 from surgery.mixers.masks.log_linear import HierarchicalMask
 from surgery.mixers.masks.ones import OnesMask
 from surgery.mixers.projections import Float32Linear, is_hooked
 
-ROWS_PER_PROGRAM, ROW_ELEMENTS = (
-    8,
-    512,
-)  # rows of W in a program, and how many of their numbers at once, for each row of the batch
-MAX_FEATURES, MAX_HEADS = 256, 16  # of a state, of a group: a program of the step holds them
-GATES = {OnesMask: 0, DecayMask: 1, GatesMask: 2}
+ROWS_PER_PROGRAM = 8  # rows of W
+ROW_ELEMENTS = 512  # elements of W loaded at once, per row of W and divided by the rows of the batch
+# Features of a state and query heads of a group that one program of the step can hold.
+MAX_FEATURES, MAX_HEADS = 256, 16
+GATES: dict[type[Mask], int] = {OnesMask: 0, DecayMask: 1, GatesMask: 2}  # GATE of `signals`
 
 
 @triton.jit
 def affine_rows(
     x, weight, bias, n_N, ok_N, b_B, ok_B, x_b, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, B: tl.constexpr
 ):
-    """(W x + b)_NB of some rows of W, in float32."""
+    """Return (W x + b)_NB of the rows n_N of W and the rows b_B of x, in float32. x_b: stride of x along the batch."""
     sum_NBD = tl.zeros([N, B, BD], tl.float32)
     for first in range(0, D, BD):
         d_D = first + tl.arange(0, BD)
@@ -52,7 +54,7 @@ def affine_rows(
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), small ones too: log1p(y) = y log(u) / (u - 1) of the rounded u = 1 + y (Kahan)."""
+    """Return log(1 + e^x). log1p(y) = y log(u) / (u - 1) with the rounded u = 1 + y keeps small results exact (Kahan)."""
     y = tl.exp(-tl.abs(x))
     u = 1.0 + y
     return tl.maximum(x, 0.0) + tl.where(u == 1.0, y, y * tl.log(u) / tl.where(u == 1.0, 1.0, u - 1.0))
@@ -64,7 +66,11 @@ def signals(
     D: tl.constexpr, G: tl.constexpr, H: tl.constexpr, L: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
     LEVELS: tl.constexpr, N: tl.constexpr, B: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """GATE: 0 none, 1 exp(scale) alone (decay), 2 as above. used: how many lambdas are asked for."""
+    """Store gates_BG, betas_BG and the first `used` lambdas of levels_BHL. Grid: (blocks of B rows, blocks of N rows of W).
+
+    rate, beta, level and their biases: weights (G or H x L, D). GATE: 0 no gates, 1 the constant -exp(scale), 2 the formula of this
+    module. DELTA, LEVELS: whether there are betas and lambdas. The arguments are flat because torch.compile traces this launch.
+    """
     program = tl.program_id(1)
     b_B = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
     ok_B = b_B < batch
@@ -92,26 +98,37 @@ def signals(
         tl.store(levels_BHL + to_NB, level_NB, mask=ok_N[:, None] & ok_B[None, :])
 
 
+def gates_of(mixer: LinearMixer) -> Mask:
+    """Return the mask that gates the states: the gates of a log-linear mask, else the mask itself."""
+    return mixer.mask.gates if isinstance(mixer.mask, HierarchicalMask) else mixer.mask
+
+
 def project_signals(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log-gates_BG, beta_BG, level_BGJL of which the first `used` are filled, None without levels), float32."""
+    """Return (log-gates_BG, beta_BG, level_BGJL or None), float32. Of the levels the first `used` are filled; beta is not filled
+    for kernel scores."""
     batch, dim = x_BD.shape
-    mask, groups, heads = mixer.mask, mixer.shape.groups, mixer.shape.heads
-    tree = isinstance(mask, HierarchicalMask)
-    inner = mask.gates if tree else mask
-    lambdas = mask.config.levels if tree else 0
-    held = torch.empty(batch * (2 * groups + heads * lambdas), dtype=torch.float32, device=x_BD.device)
-    gates, betas, levels = held.split([batch * groups, batch * groups, batch * heads * lambdas])
-    rate = inner.rate if isinstance(inner, GatesMask) else None
-    scale = inner.log_scale_G if rate is not None else getattr(inner, "log_decay_G", held)
-    pairs = [
-        (x_BD, x_BD) if y is None else (y.weight, y.bias) for y in (rate, mixer.beta_proj, mask.level if tree else None)
-    ]
+    inner, groups, heads = gates_of(mixer), mixer.shape.groups, mixer.shape.heads
+    tree = mixer.mask if isinstance(mixer.mask, HierarchicalMask) else None
+    lambdas = 0 if tree is None else tree.config.levels
+    buffer = torch.empty(batch * (2 * groups + heads * lambdas), dtype=torch.float32, device=x_BD.device)
+    gates, betas, levels = buffer.split([batch * groups, batch * groups, batch * heads * lambdas])
+    scale = buffer  # not read for a mask of ones
+    if isinstance(inner, GatesMask):
+        scale = inner.log_scale_G
+    elif isinstance(inner, DecayMask):
+        scale = inner.log_decay_G
+    linears = (
+        inner.rate if isinstance(inner, GatesMask) else None,
+        mixer.beta_proj,
+        None if tree is None else tree.level,
+    )
+    pairs = [(x_BD, x_BD) if linear is None else (linear.weight, linear.bias) for linear in linears]
     rows = min(8, triton.next_power_of_2(batch))
     programs = triton.cdiv(groups, ROWS_PER_PROGRAM) + (heads * triton.cdiv(used, ROWS_PER_PROGRAM) if tree else 0)
     signals[(triton.cdiv(batch, rows), programs)](
         x_BD, *pairs[0], scale, *pairs[1], *pairs[2], gates, betas, levels, batch, used, x_BD.stride(0), D=dim, G=groups,
-        H=heads, L=lambdas, GATE=GATES[type(inner)], DELTA=mixer.beta_proj is not None, LEVELS=tree, N=ROWS_PER_PROGRAM, B=rows,
-        BD=max(16, min(ROW_ELEMENTS // rows, triton.next_power_of_2(dim))), num_warps=4,
+        H=heads, L=lambdas, GATE=GATES[type(inner)], DELTA=mixer.beta_proj is not None, LEVELS=tree is not None,
+        N=ROWS_PER_PROGRAM, B=rows, BD=max(16, min(ROW_ELEMENTS // rows, triton.next_power_of_2(dim))), num_warps=4,
     )  # fmt: skip
     level_BGJL = levels.view(batch, groups, -1, lambdas) if tree else None
     return gates.view(batch, groups), betas.view(batch, groups), level_BGJL
@@ -120,8 +137,7 @@ def project_signals(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor
 def reads_plain_linears(mixer: LinearMixer) -> bool:
     """Return whether the parameters of the mixer's submodules may be read without calling the submodules: no hooks, no
     offloading, no LoRA or quantized layer in the place of a linear."""
-    mask = mixer.mask
-    inner = mask.gates if isinstance(mask, HierarchicalMask) else mask
+    mask, inner = mixer.mask, gates_of(mixer)
     linears = [mixer.beta_proj, inner.rate if isinstance(inner, GatesMask) else None]
     linears.append(mask.level if isinstance(mask, HierarchicalMask) else None)
     return all(type(linear) is Float32Linear for linear in linears if linear is not None) and not any(
@@ -130,16 +146,16 @@ def reads_plain_linears(mixer: LinearMixer) -> bool:
 
 
 def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
-    """No gradients: of a state that lives on through steps nobody asks them."""
-    inner = mixer.mask.gates if isinstance(mixer.mask, HierarchicalMask) else mixer.mask
-    beside = (mixer.window_buffer, mixer.convolution, mixer.norm, mixer.gate)
+    """Return whether the kernel computes this call: one token, no gradients, nothing between projections and states."""
+    inner = gates_of(mixer)
+    extras = (mixer.window_buffer, mixer.convolution, mixer.norm, mixer.gate)
     given = (q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD, *state.tensors.values())
     return (
         q_BHTK.shape[2] == 1
         and type(inner) in GATES
         and type(mixer.feature_map) is IdentityMap
         and reads_plain_linears(mixer)
-        and not any(part is not None for part in beside)
+        and not any(part is not None for part in extras)
         and not mixer.config.normalise
         and mixer.shape.causal
         and state.max_seen is not None
@@ -155,6 +171,7 @@ IS_FASTEST_STEP = {False: is_fastest_mask_step("gates"), True: is_fastest_mask_s
 
 
 def is_faster(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
+    """Return whether the step was measured to be faster (kernels/tuning.py)."""
     tree = isinstance(mixer.mask, HierarchicalMask)
     return IS_FASTEST_STEP[tree](q_BHTK, inputs.k_BGTK, inputs.v_BGTV, mixer.beta_proj)
 
@@ -163,6 +180,7 @@ def is_faster(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mi
 def one_token_triton(
     q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState
 ) -> tuple[Tensor, MixerState]:
+    """Return (out_BHTV, the state behind the token) with T = 1."""
     ((name, states),) = state.tensors.items()
     shape, max_seen = mixer.shape, (state.max_seen or 0) + 1
     after = states.shape[1]
@@ -190,6 +208,6 @@ def one_token_triton(
 
 
 def count_lambdas(mixer: LinearMixer, states: Tensor) -> int:
-    """Lambdas: of the token itself, and of every bucket there is."""
+    """Return how many lambdas the step reads: one for the token itself, one for each bucket."""
     mask: Any = mixer.mask
     return min(states.shape[1] + 1, mask.config.levels) if isinstance(mask, HierarchicalMask) else 0

@@ -1,31 +1,41 @@
-"""How the kernels of gated masks are launched: where chunks lie, tiles, warps."""
+"""Launch plans of the kernels of gated masks: where chunks lie, tile sizes, warps, buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.ssd.backward import read_grad, write_grad
-from surgery.kernels.ssd.chunk import sum_gates
-from surgery.kernels.ssd.output import read
+from surgery.kernels.kernel_tensors import HAS_TUPLE_ARGUMENTS, GroupTensor, HeadTensor, LevelTensor
+from surgery.kernels.ssd.chunk import ChunkPointers, sum_gates
 
-# Loops are pipelined so deep: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192.
+# Stages of pipelined loops: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192.
 STAGES = 2
 
 MAX_FEATURES, MAX_VALUES = 256, 128
-MOST_HEADS = 2**15  # of a row: they lie, with tiles of values, on an axis of a grid, which holds 65,535
+MOST_HEADS = 2**15  # of a row: heads and tiles of values share an axis of a grid, which is limited to 65,535
 
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Where chunks of C tokens lie, see kernels/ssd/chunk.py. seqs: rows of a batch, or sequences packed into one row (`ends`);
-    count: chunks of a row; places: of all; most: of one sequence at most."""
+    """Where chunks of C tokens lie (kernels/ssd/chunk.py).
+
+    Attributes:
+        seqs: rows of a batch, or sequences packed into one row.
+        length: tokens of a row (T).
+        chunk: tokens of a chunk (C), a power of two.
+        count: chunks of a row of a batch; 0 for packed sequences.
+        places: chunks of all sequences (M).
+        most: chunks of one sequence at most.
+        start_B: position of each row's first token.
+        ends: borders of packed sequences (cu_seqlens), else None.
+        first_of: first place of each packed sequence, else None.
+    """
 
     seqs: int
     length: int
@@ -36,52 +46,52 @@ class ChunkTable:
     start_B: Tensor
     ends: Tensor | None = None
     first_of: Tensor | None = None
-    aligned: bool = False
 
-    SCHEMA: ClassVar[str] = (
-        "Tensor start, Tensor? ends, int chunk, bool aligned"  # of `to_schema`, see kernels/custom_op.py
-    )
+    # Schema of the arguments of `from_geometry` (kernels/chunked_op.py).
+    GEOMETRY = "Tensor start, Tensor? ends, int chunk, bool aligned"
 
     @classmethod
     def from_rows(cls, start_B: Tensor, length: int, chunk: int, aligned: bool = False) -> ChunkTable:
-        """aligned: starts are known to be multiples of the chunk."""
+        """Lay out rows of a batch. aligned: all starts are known to be multiples of the chunk."""
         count = -(-(length + (0 if aligned else chunk - 1)) // chunk)
-        return cls(len(start_B), length, chunk, count, len(start_B) * count, count, start_B, aligned=aligned)
-
-    @classmethod
-    def from_schema(cls, v_BGTV: Tensor, start_B: Tensor, ends: Tensor | None, chunk: int, aligned: bool) -> ChunkTable:
-        """From what `to_schema` gave."""
-        length = v_BGTV.shape[2]
-        return (
-            cls.from_rows(start_B, length, chunk, aligned) if ends is None else cls.from_cu_seqlens(ends, length, chunk)
-        )
-
-    def to_schema(self) -> tuple[Any, ...]:
-        return self.start_B, self.ends, self.chunk, self.aligned
+        return cls(len(start_B), length, chunk, count, len(start_B) * count, count, start_B)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, length: int, chunk: int) -> ChunkTable:
-        """From position 0 each. Nothing here waits for the device."""
+        """Lay out sequences packed into one row, each from position 0 on. Does not wait for the device."""
         chunks = (cu_seqlens.diff() + chunk - 1) // chunk
         first_of, places = (chunks.cumsum(0) - chunks).int(), length // chunk + len(chunks)
         return cls(len(chunks), length, chunk, 0, places, length // chunk + 1, cu_seqlens, cu_seqlens, first_of)
 
+    @classmethod
+    def from_geometry(
+        cls, v_BGTV: Tensor, start_B: Tensor, ends: Tensor | None, chunk: int, aligned: bool
+    ) -> ChunkTable:
+        """Lay out packed sequences if `ends` (cu_seqlens) is given, else rows of a batch."""
+        length = v_BGTV.shape[2]
+        if ends is None:
+            return cls.from_rows(start_B, length, chunk, aligned)
+        return cls.from_cu_seqlens(ends, length, chunk)
+
     @property
     def bits(self) -> int:
+        """log2 of the chunk."""
         return self.chunk.bit_length() - 1
 
     @property
     def varlen(self) -> bool:
+        """Whether sequences are packed into one row."""
         return self.ends is not None
 
     def units(self, shift: int) -> int:
-        """Of 2^shift chunks, shift > 0: a sequence may begin and end inside one."""
+        """Return an upper bound on the segments of 2^shift chunks of all sequences, shift > 0. Segments lie on a grid from position
+        0, so a sequence may begin and end inside one."""
         if self.varlen:
             return (self.places >> shift) + self.seqs
         return self.seqs * ((self.count >> shift) + 2)
 
     def owners(self, shift: int) -> Tensor:
-        """The sequence of each unit."""
+        """Return the sequence of each segment of 2^shift chunks, int32; only for packed sequences."""
         if self.first_of is None:
             return self.start_B
         at, units = self.first_of >> shift, self.places
@@ -90,16 +100,45 @@ class ChunkTable:
         which = torch.arange(units, device=at.device, dtype=at.dtype)
         return (torch.searchsorted(at, which, right=True) - 1).clamp_min(0).int()
 
-    def tables(self, shift: int = 0) -> tuple[Tensor, ...]:
+    def pointers(self, shift: int = 0) -> ChunkPointers:
+        """Return the tables for a kernel whose programs take segments of 2^shift chunks. Absent tables are `start_B`, unread."""
         ends, first_of = (self.start_B if x is None else x for x in (self.ends, self.first_of))
-        return self.start_B, ends, self.owners(shift), first_of
+        return ChunkPointers(self.start_B, ends, self.owners(shift), first_of)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(count, T, M), arguments of every kernel."""
+        return self.count, self.length, self.places
 
 
-@dataclass
-class TokenTensors:
-    """q_BGJTF, k_BGTF, v_BGTV with unit stride along the last axis, axes of size 1 in place of G expanded; sums_GM2C of
-    the log-gates; level_BTGJL or None."""
+class SlotStates(NamedTuple):
+    """States between chunks. slots_GMFV: for gated masks the state before each chunk; for log-linear masks the slots of a Fenwick
+    tree, with the summed log-gates of each slot's segment (totals_GM) and of its right sibling (rights_GM)."""
 
+    slots_GMFV: Tensor
+    totals_GM: Tensor | None = None
+    rights_GM: Tensor | None = None
+
+    @property
+    def totals(self) -> Tensor:
+        """totals_GM, or a tensor that kernels of gated masks do not read."""
+        return self.slots_GMFV if self.totals_GM is None else self.totals_GM
+
+    @property
+    def rights(self) -> Tensor:
+        """rights_GM, or a tensor that kernels of gated masks do not read."""
+        return self.slots_GMFV if self.rights_GM is None else self.rights_GM
+
+
+@dataclass(frozen=True)
+class ChunkedPlan:
+    """Inputs of one call, laid out in chunks, and what its launches share.
+
+    q (B, G, J, T, F), k (B, G, T, F), v (B, G, T, V): unit stride along the last axis, axes of size 1 in place of G expanded.
+    sums (G, M, 2, C): summed log-gates (`sum_gates`). level (B, T, G, J, L): lambdas, None for gated masks.
+    """
+
+    table: ChunkTable
     q: Tensor
     k: Tensor
     v: Tensor
@@ -107,161 +146,113 @@ class TokenTensors:
     level: Tensor | None
 
     @classmethod
-    def from_inputs(cls, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, level: Tensor | None = None) -> TokenTensors:
+    def from_inputs(
+        cls, table: ChunkTable, q: Tensor, k: Tensor, v: Tensor, gates_BGT: Tensor, level: Tensor | None = None
+    ) -> ChunkedPlan:
+        """Expand q and k over the groups and sum the log-gates."""
         groups = v.shape[1]
-        return cls(q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), v, sums, level)
+        sums = gate_sums(table, gates_BGT)
+        return cls(table, q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), v, sums, level)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """G, J, F, V"""
+        """(G, J, F, V)"""
         return self.v.shape[1], self.q.shape[2], self.k.shape[-1], self.v.shape[-1]
 
     @property
     def last(self) -> int:
+        """The last level with a lambda of its own; -1 for gated masks."""
         return -1 if self.level is None else self.level.shape[-1] - 1
 
-    def strides(self) -> tuple[int, ...]:
-        return *self.q.stride()[:4], *self.k.stride()[:3], *self.v.stride()[:3]
+    @property
+    def inputs(self) -> tuple[HeadTensor, GroupTensor, GroupTensor, Tensor, LevelTensor]:
+        """q, k, v, sums, level as kernel arguments."""
+        level = LevelTensor(self.sums, 0, 0, 0, 0, 0) if self.level is None else LevelTensor.from_tensor(self.level)
+        tokens = HeadTensor.from_tensor(self.q), GroupTensor.from_tensor(self.k), GroupTensor.from_tensor(self.v)
+        return *tokens, self.sums, level
 
-    def levels(self) -> tuple[Any, ...]:
-        """(tensor, strides) of lambda."""
-        return (self.sums, (0, 0, 0, 0, 0)) if self.level is None else (self.level, level_strides(self.level))
+    def options(self, block_k: int, block_v: int) -> dict[str, Any]:
+        """Return the constants of kernels that work on a chunk with a tile of block_k features and block_v values."""
+        *_, features, values = self.sizes
+        return {
+            "F": features, "V": values, "C": self.table.chunk, "BK": block_k, "BV": block_v,
+            "VARLEN": self.table.varlen, **product_options(self.v.dtype),
+        }  # fmt: skip
 
+    def whole_options(self, block_v: int | None = None) -> dict[str, Any]:
+        """Return the constants of kernels whose programs hold all features, and all values unless block_v is given."""
+        *_, features, values = self.sizes
+        block_k, block_v = power_of_two(features), power_of_two(values) if block_v is None else block_v
+        constants = {"BITS": self.table.bits, "LAST": self.last, "STAGES": STAGES}
+        return {**self.options(block_k, block_v), **constants, "num_warps": num_warps(block_k, block_v, self.v.dtype)}
 
-def level_strides(level_BTGJL: Tensor) -> tuple[int, ...]:
-    """In the order B, G, J, T, L."""
-    return tuple(level_BTGJL.stride(i) for i in (0, 2, 3, 1, 4))
+    def state_tiles(self, most_k: int, most_v: int) -> tuple[int, int, int]:
+        """Return (block_k, block_v, tiles): a state in tiles of at most most_k features and most_v values."""
+        *_, features, values = self.sizes
+        block_k, block_v = min(power_of_two(features), most_k), min(power_of_two(values), most_v)
+        return block_k, block_v, triton.cdiv(features, block_k) * triton.cdiv(values, block_v)
+
+    def empty_slots(self) -> Tensor:
+        """Return an uninitialized (G, M, F, V) in the dtype of states between kernels: float32 for float32, else bfloat16."""
+        groups, _, features, values = self.sizes
+        dtype = torch.float32 if self.v.dtype == torch.float32 else torch.bfloat16
+        return self.v.new_empty(groups, self.table.places, features, values, dtype=dtype)
 
 
 def power_of_two(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
+    """Return the next power of two, at least 16: the smallest side of a tile that tl.dot takes."""
+    block: int = max(16, triton.next_power_of_2(n))
+    return block
 
 
 def num_warps(block_k: int, block_v: int, dtype: torch.dtype) -> int:
-    """Four hold a tile of 128 x 64 in half precision, on that H200 in half the time that eight need."""
+    """Return 4 for a tile of up to 128 x 64 in half precision, which takes half the time of 8 on that H200; else 8."""
     return 4 if block_k * block_v <= 128 * 64 and dtype != torch.float32 else 8
 
 
 def product_options(dtype: torch.dtype) -> dict[str, Any]:
-    """Half precision is multiplied as bfloat16, whose range states need; float32 in three products of tf32."""
+    """Return the dtype and precision of matrix products: bfloat16 for half precision, since states need its range, and for float32
+    three products of tf32."""
     wide = dtype == torch.float32
     return {"DOT": tl.float32 if wide else tl.bfloat16, "PRECISION": "tf32x3" if wide else "tf32"}
 
 
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What states are held in, between kernels."""
-    return torch.float32 if dtype == torch.float32 else torch.bfloat16
-
-
 def empty_out(q_BGJTF: Tensor, v_BGTV: Tensor) -> Tensor:
-    """out_BGJTV, not filled, laid out as (B, T, G, J, V)."""
+    """Return an uninitialized out_BGJTV, laid out as (B, T, G, J, V)."""
     batch, groups, length, values = v_BGTV.shape
     return v_BGTV.new_empty(batch, length, groups, q_BGJTF.shape[2], values).permute(0, 2, 3, 1, 4)
 
 
 def empty_states(k_BGTF: Tensor, v_BGTV: Tensor, *rows: int) -> Tensor:
-    """float32, not filled: (.., G, F, V)."""
+    """Return an uninitialized float32 tensor (*rows, G, F, V)."""
     return v_BGTV.new_empty(*rows, v_BGTV.shape[1], k_BGTF.shape[-1], v_BGTV.shape[-1], dtype=torch.float32)
 
 
 def gate_sums(table: ChunkTable, gates_BGT: Tensor) -> Tensor:
-    """sums_GM2C, see `sum_gates`."""
+    """Return sums_GM2C of the log-gates (`sum_gates`)."""
     groups = gates_BGT.shape[1]
     sums = gates_BGT.new_empty(groups, table.places, 2, table.chunk, dtype=torch.float32)
     sum_gates[(table.places, groups)](
-        gates_BGT, sums, *table.tables(), table.count, table.length, table.places, *gates_BGT.stride(), C=table.chunk,
-        VARLEN=table.varlen, num_warps=1,
+        GroupTensor.from_tensor(gates_BGT), sums, table.pointers(), *table.sizes, C=table.chunk, VARLEN=table.varlen,
+        num_warps=1,
     )  # fmt: skip
     return sums
 
 
-def launch_read(table: ChunkTable, tokens: TokenTensors, slots: Tensor, totals: Tensor) -> Tensor:
-    """out_BGJTV, laid out as (B, T, G, J, V)."""
-    groups, per_group, features, values = tokens.sizes
-    out = empty_out(tokens.q, tokens.v)
-    level, strides = tokens.levels()
-    block = min(power_of_two(values), 64)
-    read[(table.places, groups * triton.cdiv(values, block), per_group)](
-        tokens.q, tokens.k, tokens.v, tokens.sums, level, slots, totals, out, *table.tables(), table.count, table.length, table.places,
-        *tokens.strides(), *strides, *out.stride()[:4], F=features, V=values, C=table.chunk, BITS=table.bits,
-        BK=power_of_two(features), BV=block, LAST=tokens.last, VARLEN=table.varlen, **product_options(tokens.v.dtype),
-        STAGES=STAGES, num_warps=num_warps(power_of_two(features), block, tokens.v.dtype),
-    )  # fmt: skip
-    return out
-
-
-def launch_read_grad(
-    table: ChunkTable, tokens: TokenTensors, slots: Tensor, totals: Tensor, d_out: Tensor
-) -> tuple[Tensor, ...]:
-    """(d_q_BGJTF of every head, d_level, pull_BGJT, shares_GJLM), see `read_grad`."""
-    groups, per_group, features, values = tokens.sizes
-    batch, block_k, block_v = len(tokens.v), power_of_two(features), power_of_two(values)
-    d_q = tokens.q.new_empty(batch, table.length, groups, per_group, features).permute(0, 2, 3, 1, 4)
-    level, strides = tokens.levels()
-    d_level = tokens.sums if tokens.level is None else torch.zeros_like(level)
-    pull = tokens.sums.new_empty(batch, groups, per_group, table.length)
-    levels = table.most.bit_length() + 1
-    shares = tokens.sums.new_empty(groups, per_group, 1 if tokens.level is None else levels, table.places)
-    read_grad[(table.places, groups, per_group)](
-        tokens.q, tokens.k, tokens.v, tokens.sums, level, slots, totals, d_out, d_q, d_level, pull, shares, *table.tables(), table.count,
-        table.length, table.places, levels, *tokens.strides(), *strides, *d_out.stride()[:4], *d_q.stride()[:4],
-        *(strides if tokens.level is None else level_strides(d_level)), *pull.stride(), F=features, V=values, C=table.chunk,
-        BITS=table.bits, BK=block_k, BV=block_v, LAST=tokens.last,
-        VARLEN=table.varlen, **product_options(tokens.v.dtype), STAGES=STAGES, num_warps=num_warps(block_k, block_v, tokens.v.dtype),
-    )  # fmt: skip
-    return d_q, d_level, pull, shares
-
-
-def launch_write_grad(
-    table: ChunkTable,
-    tokens: TokenTensors,
-    slots: Tensor,
-    d_slots: Tensor,
-    rights: Tensor,
-    d_out: Tensor,
-    pull: Tensor,
-    final: bool,
-) -> tuple[Tensor, ...]:
-    """(d_k_BGTF of every head, d_v, d_gates, passing_GM), see `write_grad`."""
-    groups, per_group, features, values = tokens.sizes
-    batch, block_k, block_v = len(tokens.v), power_of_two(features), power_of_two(values)
-    d_k = tokens.k.new_empty(batch, table.length, groups, features).transpose(1, 2)
-    d_v = tokens.v.new_empty(batch, table.length, groups, values).transpose(1, 2)
-    d_gates = tokens.sums.new_empty(batch, groups, table.length)
-    passing = tokens.sums.new_empty(groups, table.places)
-    level, strides = tokens.levels()
-    write_grad[(table.places, groups)](
-        tokens.q, tokens.k, tokens.v, tokens.sums, level, slots, d_slots, rights, d_out, pull, d_k, d_v, d_gates, passing,
-        *table.tables(), table.count, table.length, table.places, per_group, *tokens.strides(), *strides, *d_out.stride()[:4],
-        *pull.stride(), *d_k.stride()[:3], *d_v.stride()[:3], *d_gates.stride(), F=features, V=values, C=table.chunk,
-        BITS=table.bits, BK=block_k, BV=block_v, LAST=tokens.last, FINAL=final,
-        VARLEN=table.varlen, **product_options(tokens.v.dtype), STAGES=STAGES, num_warps=num_warps(block_k, block_v, tokens.v.dtype),
-    )  # fmt: skip
-    return d_k, d_v, d_gates, passing
-
-
 def reduce_shared(d: Tensor, x: Tensor) -> Tensor:
-    """A gradient of every head, as x lies: the heads' sum where x has one group for all; where x is one tensor expanded
-    over its groups, every group gets its share of that sum."""
+    """Return the gradient of x from d (B, G, ..), the gradient of x expanded over the groups. It is the sum over the groups if x
+    has one group; if x is a tensor expanded over its groups, each group gets an equal share of that sum."""
     if x.shape[1] == d.shape[1] and x.stride(1) != 0:
         return d.to(x.dtype)
     total = d.sum(1, keepdim=True, dtype=torch.float32)
     return (total / x.shape[1]).to(x.dtype).expand(x.shape)
 
 
-def unit_last_stride(x: Tensor) -> Tensor:
-    """With unit stride along the last axis; expanded axes stay as they are."""
-    if x.stride(-1) == 1 or x.shape[-1] == 1:
-        return x
-    if x.stride(1) == 0:
-        return x[:, :1].contiguous().expand(x.shape)
-    return x.contiguous()
-
-
 def fits_kernels(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> bool:
-    """Sizes and types that the kernels are right for."""
+    """Return whether the kernels take these sizes and dtypes, and Triton takes the kernels' tuples of arguments."""
     return (
-        q.dtype == k.dtype == v.dtype
+        HAS_TUPLE_ARGUMENTS
+        and q.dtype == k.dtype == v.dtype
         and v.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and k.shape[-1] >= 16
         and (v.dtype == torch.float32 or k.shape[-1] <= MAX_FEATURES)
@@ -274,8 +265,11 @@ def fits_kernels(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> bool:
 def run_sliced(
     run: Callable[[Tensor, Tensor, Tensor, slice, slice], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(out_BGJTV, states_xFV) of `run` over slices of features and values whose tiles fit into shared memory: values know
-    nothing of each other, and scores are sums over features, which float32 adds up to rounding."""
+    """Return (out_BGJTV, states_xFV) from calls of `run` on slices of features and values whose tiles fit into shared memory.
+
+    Values are independent of each other, and scores are sums over features: outputs of slices of features add up, in float32
+    up to rounding.
+    """
     features, values = k.shape[-1], v.shape[-1]
     step_F, step_V = MAX_FEATURES, MAX_VALUES
     if v.dtype == torch.float32:
@@ -295,5 +289,5 @@ def _concatenate(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def limit_chunk(chunk: int) -> int:
-    """A power of two that kernels have, at most the one asked for."""
+    """Return the largest power of two that is at most `chunk` and 64, the longest chunk that the kernels take."""
     return min(64, 1 << (chunk.bit_length() - 1))

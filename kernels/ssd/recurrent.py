@@ -1,8 +1,11 @@
-"""One token of masks of gates and of log-linear attention: states read once and written once.
+"""One decoding step of gated and log-linear masks: one token, states read once and written once.
 
-S <- e^g (I - beta k k^T) S + beta k v^T      o = w q S         beta = 1 and no carry for kernel scores
-log-linear: every bucket so, o = w sum_l lambda^(l) q S_l; those below the lowest zero bit of the position then fall
-into that bit's, with the token.      w: a weight for each head
+    S <- e^g (I - beta k k^T) S + beta k v^T      o = w q S      kernel scores: S <- e^g S + k v^T
+
+Log-linear masks do this with each bucket S_l and read o = w sum_l lambda^(l) q S_l (Guo et al. 2025, "Log-Linear Attention",
+section 3). Then the buckets below the lowest zero bit of the position, and the token, merge into the bucket of that bit.
+
+Shapes: q (B, G, J, F), k (B, G, F), v (B, G, V), states (B, L, G, F, V), w (G, J): a weight of each query head.
 """
 
 from __future__ import annotations
@@ -29,9 +32,16 @@ def step(
     F: tl.constexpr, V: tl.constexpr, J: tl.constexpr, LAST: tl.constexpr, DELTA: tl.constexpr, UNIT: tl.constexpr,
     COUNT: tl.constexpr, WEIGHT: tl.constexpr, SEEN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """buckets: `before` of them, left (B, after, G, F, V). LAST: the last level that has a lambda of its own; -1: one
-    state, no levels. root: a factor on q and k; UNIT: they are made unit vectors then. COUNT: a row may have no token,
-    and stays as it is then. SEEN: seen becomes start + count."""
+    """Store out (B, G, J, V) and left (B, after, G, F, V), the states behind the token. Grid: (B x G, tiles of values).
+
+    buckets (B, before, G, F, V): the states; start_B: position of the token; count_B: 0 in rows without a token; level
+    (B, G, J, L): lambdas; weight (G, J). s and two letters is a stride: of q, k, v, beta (b), gate (g), level (l), buckets (u),
+    count (c) or weight (w) along an axis. root: factor on q and k. LAST: the last level with a lambda of its own, -1 for one
+    state without levels. DELTA: delta rule, else kernel scores. UNIT: q and k are normalized after the factor. COUNT: rows
+    may have no token; their states stay. WEIGHT: the output is multiplied by the weight. SEEN: seen_B becomes start + count.
+
+    The arguments are flat because torch.compile traces this launch, which it cannot do with tuples of arguments.
+    """
     b = (tl.program_id(0) // G).to(tl.int64)
     g = (tl.program_id(0) % G).to(tl.int64)
     kk_K = tl.arange(0, BK)
@@ -53,7 +63,7 @@ def step(
     out_JV = tl.zeros([BJ, BV], tl.float32)
     if LAST >= 0:
         at = tl.load(start_B + b)
-        turned = at ^ (at + count)  # ones up to the lowest zero bit of the position; 0: no token
+        turned = at ^ (at + count)  # ones up to the lowest zero bit of the position; 0 without a token
         into = -1
         while (turned >> (into + 1)) > 0:
             into += 1
@@ -103,8 +113,18 @@ def step(
 
 @dataclass
 class StepInputs:
-    """What a step takes besides the states, (B, G, ..) each. level: of a log-linear mask; start_B: its position there,
-    count_B: 0 where there is no token; weight_GJ: of the output; root, unit: see `step`."""
+    """Inputs of a step besides the states, and its launch plan.
+
+    Attributes:
+        beta_BG: writing strength of the delta rule, None for kernel scores.
+        gate_BG: log-gates.
+        level_BGJL: lambdas of a log-linear mask, None for one state without levels.
+        start_B: position of the token, for log-linear masks or if `seen` is asked for.
+        count_B: 0 in rows without a token, None if all rows have one.
+        weight_GJ: weight of each head's output, None for 1.
+        root: factor on q and k.
+        unit: whether q and k are normalized.
+    """
 
     q_BGJF: Tensor
     k_BGF: Tensor
@@ -119,7 +139,7 @@ class StepInputs:
     unit: bool = False
 
     def advance_states(self, buckets: Tensor, after: int, out_BGJV: Tensor, seen_B: Tensor | None = None) -> Tensor:
-        """The states after it, `after` of them in float32; fills `out`, and `seen` with start + count."""
+        """Return the states behind the token (B, after, G, F, V), float32. Fills `out`, and `seen` with start + count."""
         q, k, v, gate, level = self.q_BGJF, self.k_BGF, self.v_BGV, self.gate_BG, self.level_BGJL
         (batch, groups, per_group, features), values = q.shape, v.shape[-1]
         left = torch.empty(batch, after, groups, features, values, dtype=torch.float32, device=v.device)
@@ -140,14 +160,14 @@ class StepInputs:
         return left
 
     def read(self, buckets: Tensor, after: int) -> tuple[Tensor, Tensor]:
-        """(out_BGJV, the states after it), float32."""
+        """Return (out_BGJV, the states behind the token (B, after, G, F, V)), both float32."""
         batch, groups, per_group, _ = self.q_BGJF.shape
         out = torch.empty(batch, groups, per_group, self.v_BGV.shape[-1], dtype=torch.float32, device=self.v_BGV.device)
         return out, self.advance_states(buckets, after, out)
 
 
 def _accepts(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
-    """No gradients: of a state that lives on through steps nobody asks them."""
+    """Steps without gradients: the kernel has no backward."""
     tensors = [x for x in (q, k, v, *others) if isinstance(x, Tensor)]
     states = tensors[-1]
     return (
@@ -174,6 +194,7 @@ def semiseparable_step_triton(
     weight_RGJ: Tensor | None,
     sum_BRGFV: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    """`semiseparable_step` with one component."""
     gate_BG = gates_BRG[:, 0].expand(k_BGF.shape[:2])
     out, after = StepInputs(q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG).read(sum_BRGFV, 1)
     return (out if weight_RGJ is None else weight_RGJ[0, :, :, None] * out), after
@@ -192,6 +213,7 @@ def log_linear_step_triton(
     buckets_BLGFV: Tensor,
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """`log_linear_step` in one launch."""
     after = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
     gate_BG = gate_BG.expand(k_BGF.shape[:2])
     token = StepInputs(q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, start_B, count_B)

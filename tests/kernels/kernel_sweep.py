@@ -396,7 +396,7 @@ def packed(grid: str, kind: str) -> Iterator[Case]:
                 out = (log_linear_delta if delta else log_linear_chunks)(*given, cu_seqlens=ends)
             else:
                 given = (q, k, v, gates) if beta is None else (q, k, v, beta, gates)
-                out, _ = (gated_delta if delta else ssd)(*given, None, ends)
+                out, _ = (gated_delta if delta else ssd)(*given, None, cu_seqlens=ends)
             whole = out.new_zeros(*here.shape, *out.shape[1:3], out.shape[-1])
             return [whole.masked_scatter(here[..., None, None, None], out[0].permute(2, 0, 1, 3))]
 

@@ -74,6 +74,25 @@ def nodes():
     )
 
 
+def packed_nodes():
+    """Two sequences packed into one row: a state for each."""
+    from surgery.kernels import gated_delta, log_linear, ssd
+
+    q, k, v, beta, gates, level, _ = (None if x is None else x.detach()[:1] for x in drawn(True, True, True))
+    ends, first = torch.tensor([0, 8, 21], device=DEVICE), torch.randn(2, 1, 16, 17, device=DEVICE)
+    tokens = [x.clone().requires_grad_() for x in (q, k, v)]
+    yield ssd.SSD_OP.node, (*tokens, gates, first, ends, ends, 16, False)
+    yield log_linear.LOG_LINEAR_OP.node, (*tokens, gates, level, ends[:-1].clone(), 0, ends, ends, 16, False)
+    yield gated_delta.GATED_DELTA_OP.node, (*tokens, beta, gates, first, ends, 32)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_nodes_of_packed_sequences(which):
+    """The fake outputs have as many states as the kernels' outputs."""
+    node, args = list(packed_nodes())[which]
+    torch.library.opcheck(node, args, test_utils=("test_faketensor",))
+
+
 @pytest.mark.parametrize("which", range(4))
 def test_nodes_are_what_they_say(which):
     """Shapes, strides, gradients, what is changed: torch's own checks."""

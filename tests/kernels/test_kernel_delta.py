@@ -195,7 +195,7 @@ def check_packed(shape, dtype, borders, tree, chunk=64):
         tokens, cu = laid_out(leaves, G), torch.tensor(borders, device=DEVICE)
         if tree:
             return [log_linear_delta(*tokens, leaves["level"], cu_seqlens=cu, chunk=chunk) + unread(leaves)]
-        out, last = gated_delta(*tokens, leaves["first"], cu, chunk)
+        out, last = gated_delta(*tokens, leaves["first"], cu_seqlens=cu, chunk=chunk)
         return [out + unread(leaves), last]
 
     def reference(leaves):

@@ -117,8 +117,8 @@ def test_log_linear_rows_keep_to_their_places():
     lay = ssd_launch.ChunkTable.from_rows(start_B, T, chunk)
     assert lay.count % 8 == 7 and lay.units(3) == B * 3
     with guard_allocations() as buffers:
-        of = ssd_launch.TokenTensors.from_inputs(q, k, v, ssd_launch.gate_sums(lay, gates))
-        slots, *_ = launch_build_slots(lay, of, start_B, 0)
+        plan = ssd_launch.ChunkedPlan.from_inputs(lay, q, k, v, gates)
+        (slots, *_), _ = launch_build_slots(plan, start_B, 0)
     buffers.check()
     for row in range(B):  # a slot behind chunk e - 1 has the last lowest-bit(e) chunks
         first = int(start_B[row]) // chunk

@@ -88,7 +88,7 @@ def test_sequences_in_one_row():
             states.append(state[0])
         return torch.cat(outs, 3), torch.cat(states)
 
-    assert max(relative_errors(lambda *x: ssd(*x, cu_seqlens, 16), alone, leaves)) < 1e-5
+    assert max(relative_errors(lambda *x: ssd(*x, cu_seqlens=cu_seqlens, chunk=16), alone, leaves)) < 1e-5
 
 
 @gpu

@@ -1,0 +1,74 @@
+"""Tensors as kernel arguments: a pointer and its strides in one NamedTuple, which Triton passes as one argument.
+
+A field named after an axis is the stride along it in elements: b row of the batch, g group, j query head of the group, t token,
+l level. The last axis of q, k, v and their like has stride 1 (`unit_last_stride`) and no field.
+
+Triton takes tuples as kernel arguments from 3.3 on. It specializes the integers in them even if the argument is named in
+`do_not_specialize`, so sizes that change from call to call stay arguments of their own. torch.compile cannot trace a launch
+with tuples: only kernels behind a custom op (kernels/chunked_op.py) use them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+
+HAS_TUPLE_ARGUMENTS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
+
+
+class GroupTensor(NamedTuple):
+    """A tensor (B, G, T) or (B, G, T, X), such as keys, values and log-gates."""
+
+    ptr: Tensor
+    b: int
+    g: int
+    t: int
+
+    @classmethod
+    def from_tensor(cls, x_BGT: Tensor) -> GroupTensor:
+        """Take the strides of axes B, G and T."""
+        return cls(x_BGT, *x_BGT.stride()[:3])
+
+
+class HeadTensor(NamedTuple):
+    """A tensor (B, G, J, T) or (B, G, J, T, X), such as queries and outputs."""
+
+    ptr: Tensor
+    b: int
+    g: int
+    j: int
+    t: int
+
+    @classmethod
+    def from_tensor(cls, x_BGJT: Tensor) -> HeadTensor:
+        """Take the strides of axes B, G, J and T."""
+        return cls(x_BGJT, *x_BGJT.stride()[:4])
+
+
+class LevelTensor(NamedTuple):
+    """lambda (B, T, G, J, L): the weight of each level at each token."""
+
+    ptr: Tensor
+    b: int
+    g: int
+    j: int
+    t: int
+    l: int  # noqa: E741
+
+    @classmethod
+    def from_tensor(cls, level_BTGJL: Tensor) -> LevelTensor:
+        """Take all five strides."""
+        b, t, g, j, l = level_BTGJL.stride()  # noqa: E741
+        return cls(level_BTGJL, b, g, j, t, l)
+
+
+def unit_last_stride(x: Tensor) -> Tensor:
+    """Return x with unit stride along the last axis: x itself if it has that, else a copy. Groups (axis 1) that x is expanded
+    along are copied once and expanded again."""
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return x
+    if x.stride(1) == 0:
+        return x[:, :1].contiguous().expand(x.shape)
+    return x.contiguous()
