@@ -97,7 +97,7 @@ def forward(
             q, k, v, out, again, lse, ends, biases, plan.scaling, plan.window or 0, T, S, H, H // G,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if ends.shape[0] == 1 else 1,
             A1=a1, B1=b1, L1=zone, A2=a2, B2=b2,
-            LEAST_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1,
+            MIN_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1,
             FIXED=fixed and not redo, REDO=redo, **kernel_options(plan, q, v, biases, tiles),
         )  # fmt: skip
     return out, lse
