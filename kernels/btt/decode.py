@@ -143,13 +143,13 @@ def _launch(product: Product, groups: int, wide: bool, **options: bool) -> Cache
 
 def decode_btt(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
     """Write y_NO, in two launches."""
-    step_n, step_i = x_NI.stride()
+    (tokens, inputs), (step_n, step_i) = x_NI.shape, x_NI.stride()
     plan = decode_plan(
         DecodeShape(
-            *x_NI.shape, y_NO.shape[1], right_cdbs.shape, left_bcsa.shape, (step_n, step_i, y_NO.stride(0)), x_NI.dtype,
+            tokens, inputs, y_NO.shape[1], right_cdbs.shape, left_bcsa.shape, (step_n, step_i, y_NO.stride(0)), x_NI.dtype,
             bias is not None, supports_early_launch(x_NI.device),
         )
     )  # fmt: skip
-    z_NK = x_NI.new_empty(x_NI.shape[0], plan.z)
+    z_NK = x_NI.new_empty(tokens, plan.z)
     plan.first(x_NI, right_cdbs, z_NK, z_NK)
     plan.second(z_NK, left_bcsa, y_NO if bias is None else bias, y_NO)
