@@ -1,11 +1,10 @@
-"""Kernels as torch sees them while it compiles a model: one node forwards and one backwards, of known shapes.
+"""Kernels as PyTorch custom operators, which torch.compile keeps as one node of its graph forwards and one backwards.
 
-    SSD = Opaque("ssd", "Tensor q, .., Tensor? first, int chunk", forward, backward, made)
-    out, last = SSD(q, .., first, chunk)
+    SSD_OP = CustomOp("ssd", "Tensor q, .., Tensor? first, int chunk", forward, backward, fake)
+    out, last = SSD_OP(q, .., first, chunk)
 
-forward(*inputs) -> two tensors; backward(d_one, d_two, *inputs) -> a gradient or None for each input; made(*inputs) -> empty
-tensors like forward's. Backwards starts from the inputs alone. Eagerly an autograd.Function is called by itself: a node
-costs the host some hundred microseconds that a compiled model does not pay.
+Outside of torch.compile, kernels are called through an autograd.Function of their own: an operator costs some hundred microseconds of
+the host at each call.
 """
 
 from __future__ import annotations
@@ -20,11 +19,16 @@ Pair = tuple[Tensor, Tensor]
 
 
 class CustomOp:
-    """`schema`: the inputs, as torch.library writes them."""
+    """The operator surgery::{name} and its gradient.
+
+    schema: the inputs, in the syntax of torch.library. forward(*inputs) returns two tensors. backward(d_one, d_two, *inputs) returns for
+    each input a gradient or None; it gets no results of the forward but recomputes them. fake(*inputs) returns empty tensors with
+    the shapes and dtypes of forward's.
+    """
 
     def __init__(
         self, name: str, schema: str, forward: Callable[..., Pair], backward: Callable[..., Any],
-        made: Callable[..., Pair],
+        fake: Callable[..., Pair],
     ):  # fmt: skip
         library: Any = torch.library
         node = library.custom_op(f"surgery::{name}", forward, mutates_args=(), schema=f"({schema}) -> (Tensor, Tensor)")
@@ -34,25 +38,25 @@ class CustomOp:
             mutates_args=(),
             schema=f"(Tensor d_one, Tensor d_two, {schema}) -> Tensor[]",
         )
-        node.register_fake(made)
+        node.register_fake(fake)
         back.register_fake(lambda d_one, d_two, *inputs: _complete_grads([None] * len(inputs), inputs))
 
-        def saved(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
             ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), *output)
-            ctx.rest = inputs
+            ctx.inputs = inputs
 
         def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            *held, one, two = ctx.saved_tensors
-            inputs = [x if x is not None else y for x, y in zip(held, ctx.rest)]
-            given = [torch.zeros_like(x) if d is None else d for d, x in zip(grads, (one, two))]
-            made_here = iter(back(*given, *inputs))
-            found = [next(made_here) if _is_float(x) else None for x in inputs]
-            return tuple(found)
+            *tensors, one, two = ctx.saved_tensors
+            inputs = [x if x is not None else y for x, y in zip(tensors, ctx.inputs)]
+            filled = [torch.zeros_like(x) if d is None else d for d, x in zip(grads, (one, two))]
+            computed = iter(back(*filled, *inputs))
+            return tuple(next(computed) if _is_float(x) else None for x in inputs)
 
-        node.register_autograd(gradients, setup_context=saved)
+        node.register_autograd(gradients, setup_context=setup_context)
         self.node = node
 
     def __call__(self, *inputs: Any) -> Pair:
+        """Call the operator."""
         return self.node(*inputs)
 
 
@@ -61,7 +65,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _complete_grads(grads: Any, inputs: tuple[Any, ...]) -> list[Tensor]:
-    """Of every input that has one, in its dtype and dense: what was promised."""
+    """Return a contiguous gradient of every floating-point input in the input's dtype, as the operator's schema promises."""
     pairs = [(d, x) for d, x in zip(grads, inputs) if _is_float(x)]
     return [
         torch.empty(x.shape, dtype=x.dtype, device=x.device)

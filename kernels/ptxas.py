@@ -1,11 +1,11 @@
-"""Which ptxas turns kernels into machine code, so that what they compute on a Hopper GPU is right.
+"""Choose the ptxas that assembles the kernels, because ptxas 12.8 compiles some of them wrongly for Hopper GPUs.
 
-ptxas 12.8, which Triton 3.4, 3.5 and 3.6 bring for Hopper, moves the address of a product's operand out of a loop and before
-the instruction that it starts from: a uniform register is read that nothing has written, and all but the first 16 rows of
-a tile come from elsewhere in shared memory. It happens where two products of different widths share an address, at any
-optimisation level; not with ptxas 12.4, 12.9 and 13.0. Triton 3.6 has 12.9 as well, for Blackwell: here it makes Hopper's
-code too. With 3.4 and 3.5 the machine's own CUDA is asked.
-tests/kernels/test_kernel_machine_code.py looks for such reads in what kernels become.
+ptxas 12.8, which Triton 3.4, 3.5 and 3.6 use for Hopper, moves the computation of an operand's address out of a loop, to a place before
+the instruction that it starts from. The kernel then reads a uniform register that nothing has written, and all rows of a tile
+but the first 16 come from elsewhere in shared memory. It happens at any optimization level where two products of different widths
+share an address, and not with ptxas 12.4, 12.9 and 13.0. Triton 3.6 has ptxas 12.9 for Blackwell, which assembles Hopper's code
+here, too. With Triton 3.4 and 3.5, the CUDA installation of the machine is searched.
+tests/kernels/test_kernel_machine_code.py looks for such reads in the kernels' machine code.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BROKEN_VERSION = "12.8"
 
 
 def use_sound_ptxas() -> bool:
-    """Whether kernels may run: their machine code is right here. Takes a sound ptxas for the whole process where Triton's
-    own is not and the user has not named one (TRITON_PTXAS_PATH)."""
+    """Return whether kernels are compiled correctly here, after a sound ptxas was set for the whole process if Triton's own is
+    broken and the user has not named one (TRITON_PTXAS_PATH). Warn if there is none."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return True
     nvidia = nvidia_knobs()
@@ -34,8 +34,8 @@ def use_sound_ptxas() -> bool:
     found = None if os.environ.get("TRITON_PTXAS_PATH") else next(sound_ptxas_paths(nvidia), None)
     if found is None:
         warnings.warn(
-            f"surgery's kernels are off: {nvidia.ptxas.path} is ptxas {BROKEN_VERSION}, which compiles them wrongly for Hopper; the plain "
-            "torch reference runs instead. Upgrade Triton (pip install 'triton>=3.6'), or name another ptxas: "
+            f"surgery's kernels are disabled: {nvidia.ptxas.path} is ptxas {BROKEN_VERSION}, which compiles them wrongly for Hopper GPUs. "
+            "The PyTorch reference runs instead, which is slower. Upgrade Triton (pip install 'triton>=3.6'), or set another ptxas: "
             "TRITON_PTXAS_PATH=/usr/local/cuda-12.9/bin/ptxas",
             stacklevel=2,
         )
@@ -45,7 +45,7 @@ def use_sound_ptxas() -> bool:
 
 
 def nvidia_knobs() -> Any:
-    """Triton's settings for NVIDIA, None before 3.4, which brought them together with ptxas 12.8."""
+    """Return Triton's settings for NVIDIA, or None before Triton 3.4, which introduced them and ptxas 12.8."""
     try:
         from triton import knobs
     except ImportError:
@@ -54,31 +54,33 @@ def nvidia_knobs() -> Any:
 
 
 def sound_ptxas_paths(nvidia: Any) -> Iterator[str]:
-    """Paths of others that are right, Triton's own first; none newer than the CUDA that torch was built for, whose driver
-    might not load what it makes."""
-    places = [getattr(nvidia, "ptxas_blackwell", None)]
-    tool = type(nvidia.ptxas)
+    """Yield paths of sound versions, Triton's own first. None is newer than the CUDA release that PyTorch was built for: the driver
+    might not load its output."""
+    tools = [getattr(nvidia, "ptxas_blackwell", None)]
+    tool_type = type(nvidia.ptxas)
     homes = [Path(home) / "bin" / "ptxas" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
-    places += [tool.from_path(str(path)) for path in (shutil.which("ptxas"), *homes) if path]
+    tools += [tool_type.from_path(str(path)) for path in (shutil.which("ptxas"), *homes) if path]
     newest = parse_version(torch.version.cuda or "12.9")[0]
-    for place in places:
+    for tool in tools:
         if (
-            place is not None
-            and parse_version(BROKEN_VERSION) < parse_version(place.version)
-            and parse_version(place.version)[0] <= max(newest, 12)
+            tool is not None
+            and parse_version(BROKEN_VERSION) < parse_version(tool.version)
+            and parse_version(tool.version)[0] <= max(newest, 12)
         ):
-            yield place.path
+            yield tool.path
 
 
 def parse_version(version: str) -> tuple[int, ...]:
+    """Return (major, minor) of a version such as "12.8"."""
     return tuple(int(part) for part in version.split(".")[:2])
 
 
 def set_ptxas(nvidia: Any, path: str) -> None:
-    """Sets Triton's ptxas, and forgets the version of the one before, which names entries of its cache."""
+    """Set Triton's ptxas and clear the cached version of the previous one, which is part of the keys of Triton's kernel cache."""
     from triton.backends.nvidia import compiler
 
     nvidia.ptxas = path
-    for remembered in (getattr(compiler, "get_ptxas_version", None), compiler.CUDABackend.hash):
-        if hasattr(remembered, "cache_clear"):
-            remembered.cache_clear()
+    for cached in (getattr(compiler, "get_ptxas_version", None), compiler.CUDABackend.hash):
+        clear = getattr(cached, "cache_clear", None)
+        if clear is not None:
+            clear()

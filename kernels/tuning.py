@@ -1,15 +1,15 @@
-"""Which way was measured to be fastest: rows of kernels/tuning.json, one for each op, pass and size.
+"""The fastest implementation of an op, from measured times: rows of kernels/tuning.json per op, pass and sizes.
 
-    choice("btt", "forward", sizes(tokens=512, inputs=4096, outputs=4096, rank=4), HOPPER)  ->  "kernel"
+    fastest_measured("btt", "forward", named_sizes(tokens=512, inputs=4096, outputs=4096, rank=4), HOPPER)  ->  "kernel"
 
-A row has the ms of the kernel, of the reference that it stands in for, of the matrix multiplied out (BTT: "dense"), and of
-the original that all of them replace (a dense linear, SDPA: another function, the choice only where it comes to the same,
-kernels/mlr_attention/sdpa.py). `surgery bench` measures the rows and surgery.eval.speed.update_tables writes them.
+A row has the milliseconds of the kernel, of the reference that it replaces, of the dense matrix ("dense", BTT only), and of the
+original layer (a dense linear, SDPA). The original is another function and only a choice where it computes the same
+(kernels/mlr_attention/sdpa.py). `surgery bench` measures rows, and surgery.eval.speed.update_tables writes them.
 
-Between and beyond measured sizes a way's log time beside the kernel's is the rows' mean, weighted by distance^-4 in log
-sizes (Shepard 1968): a measured size speaks for itself. GPUs speak for those of their generation (compute capability),
-bfloat16 for float16. What is more than eightfold away from every row, or of a GPU or dtype not measured, is left to
-the kernel's own rule.
+Between and beyond the measured sizes, the log of an implementation's time over the kernel's is the rows' mean, weighted by distance^-4
+in log sizes (Shepard 1968, A two-dimensional interpolation function): at a measured size it is the measured value. A GPU's times hold
+for its compute capability, those of bfloat16 also for float16. Where every row is more than eightfold away, or the GPU or dtype was not
+measured, the kernel's own rule decides.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Implementation = Literal["kernel", "reference", "dense", "original"]
 Pass = Literal["forward", "backward", "step", "captured", "captured step"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("kernel", "reference", "dense")
 MAX_DISTANCE = math.log(8.0)
-CACHE_SIZE = 4096  # calls remembered
+CACHE_SIZE = 4096  # remembered choices of an op
 EAGER_PASS: dict[Pass, Pass] = {"captured": "forward", "captured step": "step"}
 NamedSizes = tuple[tuple[str, int], ...]
 
 
 class DeviceKey(NamedTuple):
-    """What a table holds for."""
+    """Compute capability and dtype that a table of times holds for."""
 
     capability: tuple[int, ...]
     dtype: str
 
 
 class TuningQuery(NamedTuple):
-    """A call as the table knows it. x: a tensor of it, for its device and dtype; implementations: those that can take it."""
+    """A call in the table's terms. x: one of its tensors, which gives device and dtype. implementations: those that accept the call."""
 
     pass_: Pass
     sizes: NamedSizes
@@ -52,10 +52,12 @@ class TuningQuery(NamedTuple):
 
 @cache
 def tables() -> list[dict[str, Any]]:
-    """[{"device": .., "capability": [9, 0], "dtype": .., "date": .., "versions": .., "rows": [{"op", "pass", "sizes":
-    {name: number}, "kernel": ms, "reference": ms, "dense": ms, "original": ms}]}]. ms: the GPU's or, where that is more, what
-    the CPU takes to launch. Passes: forward, backward (with its forward), step (of decoding); captured, captured step: in a
-    CUDA graph, where launches cost nothing."""
+    """Return the tables of kernels/tuning.json; none if the file cannot be read.
+
+    [{"device": .., "capability": [9, 0], "dtype": .., "date": .., "versions": .., "rows": [{"op", "pass", "sizes": {name: integer}, "kernel",
+    "reference", "dense", "original"}]}]. Times are milliseconds of the GPU, or of the CPU's launches if these take longer. Passes: forward;
+    backward (forward included); step (of decoding); captured and captured step: in a CUDA graph, where launches cost nothing.
+    """
     try:
         found = json.loads(TABLE.read_text(encoding="utf-8"))["tables"]
         return [
@@ -64,7 +66,7 @@ def tables() -> list[dict[str, Any]]:
             if _has_names(table)
         ]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []  # no model ends at a table of times: kernels go by rules of their own
+        return []  # a broken table must not stop a model: the kernels' own rules decide
 
 
 def _has_names(table: dict[str, Any]) -> bool:
@@ -93,7 +95,7 @@ def fastest_measured(
     place: DeviceKey,
     implementations: tuple[Implementation, ...] = IMPLEMENTATIONS,
 ) -> Implementation | None:
-    """None: nothing near was measured."""
+    """Return the implementation with the least interpolated time, or None if no nearby size was measured."""
     near = nearby_rows(op, pass_, at, place)
     scores = {implementation: log_ratio_to_kernel(near, implementation) for implementation in implementations}
     known = [(score, implementation) for implementation, score in scores.items() if score is not None]
@@ -101,7 +103,7 @@ def fastest_measured(
 
 
 def nearby_rows(op: str, pass_: str, at: NamedSizes, place: DeviceKey) -> list[tuple[float, dict[str, Any]]]:
-    """(weight, row), none where all are far."""
+    """Return (weight, row) of every row of the op and pass; an empty list if all are farther than MAX_DISTANCE."""
     rows = [row for row in device_rows(place) if (row["op"], row["pass"]) == (op, pass_)]
     apart = [distance(row["sizes"], dict(at)) for row in rows]
     if not rows or min(apart) > MAX_DISTANCE:
@@ -110,7 +112,7 @@ def nearby_rows(op: str, pass_: str, at: NamedSizes, place: DeviceKey) -> list[t
 
 
 def log_ratio_to_kernel(near: list[tuple[float, dict[str, Any]]], implementation: Implementation) -> float | None:
-    """Mean log of the way's time over the kernel's; None where what is nearest does not have it."""
+    """Return the weighted mean of log(time / kernel's time); None if rows with less than half of the weight have both times."""
     both = [
         (w, math.log(row[implementation] / row["kernel"]))
         for w, row in near
@@ -122,21 +124,21 @@ def log_ratio_to_kernel(near: list[tuple[float, dict[str, Any]]], implementation
 
 @cache
 def device_rows(place: DeviceKey) -> list[dict[str, Any]]:
+    """Return the rows of all tables for a device and dtype."""
     dtype = "bfloat16" if place.dtype == "float16" else place.dtype
     found = [t for t in tables() if (tuple(t["capability"]), t["dtype"]) == (place.capability, dtype)]
     return [row for table in found for row in table["rows"]]
 
 
 def distance(one: dict[str, int], other: dict[str, int]) -> float:
-    """Root of the summed squares of log ratios: 0.7 is a factor of two in one size. Sizes that only one of the two has do
-    not count."""
+    """Return the Euclidean distance of log sizes: 0.7 is a factor of two in one size. Sizes that only one of the two has are ignored."""
     return math.hypot(*(math.log(max(n, 1) / max(other[name], 1)) for name, n in one.items() if name in other))
 
 
-# -- asking for a call -------------------------------------------------------------------------------------
+# -- the choice for a call ---------------------------------------------------------------------------------
 class CallReader(NamedTuple):
-    """How calls of an op are read. query: as the table knows them; key: two calls of the same key ask the same, found in a
-    few microseconds."""
+    """How the calls of an op are looked up. query: returns a call in the table's terms; key: returns, in a few microseconds, a key
+    that only calls of the same query share."""
 
     query: Callable[..., TuningQuery]
     key: Callable[..., Hashable]
@@ -148,64 +150,69 @@ def is_fastest(
     implementation: Implementation = "kernel",
     otherwise: Callable[..., bool] = lambda *_, **__: True,
 ) -> Callable[..., bool]:
-    """Return `is_faster` of a kernel: whether the table says so; `otherwise` where it says nothing. Compiling, torch traces sizes that
-    are no numbers, so there the latter decides as well."""
-    known: dict[Hashable, bool] = {}
+    """Return the `is_faster` of a kernel: whether the table names `implementation` the fastest; `otherwise` decides where the table has no
+    answer, and under torch.compile, whose symbolic sizes cannot be looked up."""
+    choices: dict[Hashable, bool] = {}
 
     def is_faster(*args: Any, **kwargs: Any) -> bool:
         if torch.compiler.is_compiling():
             return otherwise(*args, **kwargs)
         key = reader.key(*args, **kwargs)
-        verdict = known.get(key)
-        if verdict is None:
-            if len(known) >= CACHE_SIZE:
-                known.clear()
-            found = choose_implementation(op, reader.query(*args, **kwargs))
-            verdict = known[key] = otherwise(*args, **kwargs) if found is None else found == implementation
-        return verdict
+        chosen = choices.get(key)
+        if chosen is None:
+            if len(choices) >= CACHE_SIZE:
+                choices.clear()
+            fastest = choose_implementation(op, reader.query(*args, **kwargs))
+            chosen = choices[key] = otherwise(*args, **kwargs) if fastest is None else fastest == implementation
+        return chosen
 
     return is_faster
 
 
 def choose_implementation(op: str, query: TuningQuery) -> Implementation | None:
+    """Return the fastest implementation for a call, or None if nothing near was measured. In a CUDA graph, eager times are used where
+    there are no captured ones."""
     device, dtype = query.x.device, query.x.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    where = device_key(device, dtype)
-    found = fastest_measured(op, query.pass_, query.sizes, where, query.implementations)
-    if found is None and query.pass_ in EAGER_PASS:
-        return fastest_measured(op, EAGER_PASS[query.pass_], query.sizes, where, query.implementations)
-    return found
+    place = device_key(device, dtype)
+    fastest = fastest_measured(op, query.pass_, query.sizes, place, query.implementations)
+    if fastest is None and query.pass_ in EAGER_PASS:
+        return fastest_measured(op, EAGER_PASS[query.pass_], query.sizes, place, query.implementations)
+    return fastest
 
 
 def named_sizes(**named: int) -> NamedSizes:
+    """Return sizes as a tuple of (name, size), in the order given."""
     return tuple(named.items())
 
 
 @cache
 def device_key(device: torch.device, dtype: torch.dtype) -> DeviceKey:
+    """Return the key of the tables for a device and dtype."""
     capability: tuple[int, ...] = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
     return DeviceKey(capability, str(dtype).removeprefix("torch."))
 
 
 def training_pass(*tensors: Tensor) -> Pass:
-    """backward where gradients are asked for."""
+    """Return "backward" if a gradient is required, else "captured" or "forward"."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "backward"
     return "captured" if is_capturing(tensors[0]) else "forward"
 
 
 def step_pass(x: Tensor) -> Pass:
+    """Return "captured step" while a CUDA graph is captured, else "step"."""
     return "captured step" if is_capturing(x) else "step"
 
 
 def is_capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being made."""
+    """Return whether a CUDA graph is being captured."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def three_tensor_key(x: Tensor, y: Tensor, z: Tensor, *_: Any, **__: Any) -> Hashable:
-    """The key of calls whose first three arguments are tensors that say all."""
+    """Return the key of a call whose sizes and dtype follow from its first three tensors."""
     grad = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or z.requires_grad)
     return x.shape, y.shape, z.shape, x.dtype, x.get_device(), grad, is_capturing(x), torch.is_autocast_enabled()
 
@@ -220,12 +227,14 @@ def _step_query(q_BGJF: Tensor, k_BGF: Tensor, v_BGV: Tensor, *_: Any, **__: Any
     return TuningQuery(step_pass(v_BGV), named_sizes(lanes=q_BGJF.numel() // q_BGJF.shape[-1]), v_BGV)
 
 
-TOKENS_READER = CallReader(_tokens_query, three_tensor_key)  # masks over T tokens; lanes: heads of all rows
-STEP_READER = CallReader(_step_query, three_tensor_key)  # masks, one token more
+TOKENS_READER = CallReader(
+    _tokens_query, three_tensor_key
+)  # masks over T tokens; sizes: lanes (heads of all rows) and tokens
+STEP_READER = CallReader(_step_query, three_tensor_key)  # one decoding step of a mask; sizes: lanes
 
 
 def is_fastest_mask_step(mask: str) -> Callable[..., bool]:
-    """`is_faster` of a step with kernel scores, or the delta rule's where beta is given."""
+    """Return the `is_faster` of a mask's decoding step; with beta, the times of the delta rule decide."""
     plain, delta = is_fastest(mask, STEP_READER), is_fastest(f"{mask} delta", STEP_READER)
 
     def is_faster(q: Tensor, k: Tensor, v: Tensor, beta: Any, *rest: Any, **more: Any) -> bool:

@@ -1,4 +1,4 @@
-"""One token of Toeplitz block mixing: R states are read once, decayed where a block begins, written to, and read out.
+"""One token of Toeplitz block mixing: R states are read once, decayed where a block begins, updated, and read out.
 
 S_r = e^(-lambda_r [a block begins]) S_r + k v^T        o_j = q_j sum_r a_rj S_r
 """
@@ -18,8 +18,8 @@ from surgery.kernels.tuning import STEP_READER, is_fastest
 from surgery.mixers.masks.toeplitz_block_mixing import toeplitz_step
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_FEATURES = 512  # a program holds all of BV columns
-MIN_PROGRAMS = 512  # programs; with fewer they take narrower columns
+MAX_FEATURES = 512  # a program holds BV whole columns of a state
+MIN_PROGRAMS = 512  # with fewer programs, each takes fewer columns
 
 
 @triton.jit
@@ -28,7 +28,8 @@ def step_states(
     R: tl.constexpr, J: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """state (B, R, G, F, V), out (B, G, J, V). A program: a row, a group, BV values."""
+    """Compute out (B, G, J, V) and the next state, after (B, R, G, F, V). Grid: (B * G, tiles of V); a program computes BV values of one
+    row and group. start_B: position of the token; count_B: whether the row has one; BLOCK: tokens of a block."""
     bg = tl.program_id(0).to(tl.int64)
     b, g = bg // G, bg % G
     f, column = tl.arange(0, BF), tl.program_id(1) * BV + tl.arange(0, BV)
@@ -38,7 +39,7 @@ def step_states(
     value = tl.load(v + b * v_b + g * v_g + column, mask=column < V, other=0.0).to(tl.float32)
     written = key[:, None] * value[None, :]
     at = f[:, None] * V + column[None, :]
-    for j in tl.static_range(J):  # states past the first come from a cache
+    for j in tl.static_range(J):  # from the second head on, loads of states hit the cache
         query = tl.load(q + b * q_b + g * q_g + (b * 0 + j) * q_j + f, mask=f < F, other=0.0).to(tl.float32)
         mixed = tl.zeros((BF, BV), tl.float32)
         for r in tl.static_range(R):
@@ -53,12 +54,12 @@ def step_states(
 
 
 def accepts(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, weight: Tensor, state: Tensor, *_: Any) -> bool:
-    """No gradients: of a state that lives on through steps nobody asks them."""
+    """Return whether the kernel computes this call: no gradients, float32 states, and sizes that fit a program."""
     fits = (
         all(x.dtype in FLOAT_DTYPES for x in (q, k, v)) and state.dtype == torch.float32 and k.shape[-1] <= MAX_FEATURES
     )
-    asked = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, rate, weight, state))
-    return fits and not asked and len(rate) <= 16
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, rate, weight, state))
+    return fits and not needs_grad and len(rate) <= 16
 
 
 @register_kernel(toeplitz_step, accepts, is_faster=is_fastest("toeplitz_blocks", STEP_READER))
@@ -73,6 +74,7 @@ def toeplitz_step_triton(
     count_B: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor]:
+    """Return (out_BGJTV of the token, next states); arguments as in `toeplitz_step`."""
     batch, components, groups, features, values = sum_BRGFV.shape
     per_group, state = weight_RGJ.shape[2], sum_BRGFV.contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BGJTF, k_BGTF, v_BGTV))

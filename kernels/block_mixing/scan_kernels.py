@@ -1,11 +1,14 @@
-"""Toeplitz block mixing as one pass over the blocks' sums (masks/block_scan.py says what it computes).
+"""Kernels of Toeplitz block mixing: one pass over the sums of the blocks, as a state-space scan in chunks.
 
-    tile of BM blocks x BE numbers:   mixed = K X + P E      E' = e^(-lambda BM) E + W X
+    tile of BM blocks x BE elements:   mixed = K X + P H,   H' = e^(-lambda BM) H + W X
     K[i, k] = sum_r a_r e^(-lambda_r (i - k)), i > k    P[i, r] = a_r e^(-lambda_r i)    W[r, i] = e^(-lambda_r (BM - i))
 
-All three are matrix products over the BM blocks, so R costs nothing but width: memory is read once and written once.
-A program walks all tiles of its BE numbers of one query head. The other direction walks from the last block; the
-adjoint has a_r on its inputs instead of its outputs and sums over the query heads. E = F V of the math, flat.
+X: the sums of the tile's blocks (BM, BE). H (R, BE): the states that enter the tile; H_n + X_n is the state S_n behind block n. All three are matrix products over the BM blocks, so that R adds
+width but no passes: memory is read once and written once. A program walks all tiles of its BE elements of one query head. In reverse
+it starts from the last block; the adjoint has a_r on its inputs instead of its outputs and sums over the query heads.
+Letters: M blocks, E = F V elements of a flat sum, RP: the power of two of R, OP: the dtype of products' operands.
+Source of the mask: surgery/mixers/masks/toeplitz_block_mixing.py. Arguments stay scalars: Triton 3.2, the oldest one supported, has
+no tuples.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_pointers(x, pos0, count, E, e, REVERSE: tl.constexpr, BM: tl.constexpr):
-    """Pointers to x[i, e] of blocks pos0 .. pos0 + BM, counted from the end if REVERSE, and which are there."""
+    """Return (pointers to x[i, e], mask) of blocks pos0 .. pos0 + BM, counted from the last one if REVERSE."""
     i = tl.arange(0, BM)
     keep = (pos0 + i < count)[:, None] & (e < E)[None, :]
     if REVERSE:
@@ -30,13 +33,14 @@ def tile_pointers(x, pos0, count, E, e, REVERSE: tl.constexpr, BM: tl.constexpr)
 
 @triton.jit
 def load_tile(x, pos0, count, E, e, REVERSE: tl.constexpr, BM: tl.constexpr, OP: tl.constexpr):
+    """Return x (BM, BE) of a tile of blocks, with zeros where there is none."""
     at, keep = tile_pointers(x, pos0, count, E, e, REVERSE, BM)
     return tl.load(at, mask=keep, other=0.0).to(OP)
 
 
 @triton.jit
 def powers(rate, i, G, R, RP: tl.constexpr):
-    """e^(-lambda_r i) as [i, r] (0 past R); rate points at lambda_0 of the group."""
+    """Return e^(-lambda_r i) as [i, r], 0 from R on. rate: pointer to lambda_0 of the group."""
     r = tl.arange(0, RP)
     rate_r = tl.load(rate + r * G, mask=r < R, other=0.0)
     return tl.where((r < R)[None, :], tl.exp(-i[:, None] * rate_r[None, :]), 0.0)
@@ -44,7 +48,7 @@ def powers(rate, i, G, R, RP: tl.constexpr):
 
 @triton.jit
 def toeplitz(rate, weight, G, GJ, R: tl.constexpr, DIAGONAL: tl.constexpr, BM: tl.constexpr):
-    """sum_r a_r e^(-lambda_r (i - k)) as [i, k], zero above the diagonal (and on it)."""
+    """Return K[i, k] = sum_r a_r e^(-lambda_r (i - k)), zero above the diagonal, and on it unless DIAGONAL."""
     i, k = tl.arange(0, BM)[:, None], tl.arange(0, BM)[None, :]
     apart = tl.maximum(i - k, 0).to(tl.float32)
     total = tl.zeros((BM, BM), tl.float32)
@@ -55,7 +59,7 @@ def toeplitz(rate, weight, G, GJ, R: tl.constexpr, DIAGONAL: tl.constexpr, BM: t
 
 @triton.jit
 def toeplitz_tables(table, rate, weight, G, J, R: tl.constexpr, DIAGONAL: tl.constexpr, BM: tl.constexpr):
-    """table[g, j] = K of every query head."""
+    """Compute table (G, J, BM, BM), K of every query head. Grid: (G * J,)."""
     square = tl.arange(0, BM)[:, None] * BM + tl.arange(0, BM)[None, :]
     near = toeplitz(rate + tl.program_id(0) // J, weight + tl.program_id(0), G, G * J, R, DIAGONAL, BM)
     tl.store(table + tl.program_id(0) * BM * BM + square, near.to(table.dtype.element_ty))
@@ -63,7 +67,7 @@ def toeplitz_tables(table, rate, weight, G, J, R: tl.constexpr, DIAGONAL: tl.con
 
 @triton.jit
 def state_pointers(state, b, g, G, R, E, e, RP: tl.constexpr):
-    """Pointers to state_BRGE[b, :, g, e] and what of them there is."""
+    """Return (pointers to state_BRGE[b, :, g, e], mask)."""
     r = tl.arange(0, RP)
     return state + ((b * R + r)[:, None] * G + g).to(tl.int64) * E + e[None, :], (r < R)[:, None] & (e < E)[None, :]
 
@@ -74,7 +78,8 @@ def advance(
     R: tl.constexpr, HEADS: tl.constexpr, REVERSE: tl.constexpr, BM: tl.constexpr, RP: tl.constexpr, OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(mixed sums of a tile, the state behind it: faded, and X written into it). write_ri has a_r of the only head."""
+    """Return (mixed sums of a tile, the state behind it). read = P, write = W, near = K, fade = e^(-lambda BM); with one head, write
+    has the factor a_r. HEADS: input heads, `size` elements apart."""
     i, r = tl.arange(0, BM), tl.arange(0, RP)
     mixed = tl.dot(read, state.to(OP), input_precision=PRECISION)
     state = state * fade
@@ -91,6 +96,7 @@ def advance(
 
 @triton.jit
 def store_tile(out, mixed, pos0, count, E, e, REVERSE: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr):
+    """Store a tile of mixed sums, added to those there if ADD."""
     at, keep = tile_pointers(out, pos0, count, E, e, REVERSE, BM)
     if ADD:
         mixed += tl.load(at, mask=keep, other=0.0).to(tl.float32)
@@ -105,11 +111,15 @@ def scan_tiles(
     BM: tl.constexpr, BE: tl.constexpr, RP: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x (B, G, [J,] M, E) -> out (B, G, [J,] M, E): J on the output's side, on the input's if ADJOINT; rate_RG,
-    weight_RGJ. table: K of every query head, where several are summed."""
+    """Compute out (B, G, J, M, E) of x (B, G, M, E), or of x (B, G, J, M, E) out (B, G, M, E) if ADJOINT. Grid: (tiles of E * heads of out,
+    B * G).
+
+    first, last (B, R, G, E): states before the first and behind the last block, if INITIAL and FINAL. counts_B: blocks of a row, if
+    COUNTED. table: K of every query head, read where several are summed.
+    """
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
-    HEADS: tl.constexpr = J if ADJOINT else 1  # inputs of this program
+    HEADS: tl.constexpr = J if ADJOINT else 1  # input heads of a program
     OUTS: tl.constexpr = 1 if ADJOINT else J
     j0 = tl.program_id(0) % OUTS
     e = tl.program_id(0) // OUTS * BE + tl.arange(0, BE)
@@ -125,7 +135,9 @@ def scan_tiles(
     table += g * J * BM * BM
     near = toeplitz(rate, weight, G, G * J, R, DIAGONAL, BM).to(OP)
     ones = tl.full((RP,), 1.0, tl.float32)
-    a = tl.load(weight + r * G * J, mask=r < R, other=0.0)  # of the only head, on the side it stands
+    a = tl.load(
+        weight + r * G * J, mask=r < R, other=0.0
+    )  # a_r of the program's one head; on the input side in the adjoint
     a_in, a_out = a if ADJOINT and HEADS == 1 else ones, ones if ADJOINT else a
     read = (powers(rate, i.to(tl.float32), G, R, RP) * a_out[None, :]).to(OP)
     write = tl.trans(powers(rate, (BM - i).to(tl.float32), G, R, RP)) * a_in[:, None]
@@ -136,7 +148,7 @@ def scan_tiles(
         at, there = state_pointers(first, b, g, G, R, E, e, RP)
         state = tl.load(at, mask=there, other=0.0).to(tl.float32)
     end = count
-    if FINAL:  # S behind the last block: its tile comes apart
+    if FINAL:  # the last tile is separate: its state is the one behind the last block
         end = tl.maximum(count - 1, 0) // BM * BM
     for pos0 in tl.range(0, end, BM, num_stages=STAGES):
         mixed, state = advance(
@@ -161,7 +173,8 @@ def correlate(
     x, grad, later, write, fade, ahead, state, slope, pairs, sum_0, sum_1, pos0, count, E, e,
     REVERSE: tl.constexpr, BM: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile, and E and T `ahead` blocks on."""
+    """Return (H, T) `ahead` blocks on (state, slope), and after one more tile the products of dO with X (BM, BM), with H and with T
+    (BM, RP), of which `parameter_grad_tiles` makes its sums."""
     tile = load_tile(x, pos0, count, E, e, REVERSE, BM, OP)
     wanted = load_tile(grad, pos0, count, E, e, REVERSE, BM, OP)
     pairs = tl.dot(wanted, tl.trans(tile), pairs, input_precision=PRECISION)
@@ -180,10 +193,12 @@ def parameter_grad_tiles(
     BM: tl.constexpr, BE: tl.constexpr, RP: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What gradients of a and lambda are made of, per program, query head and r, dO = grad_BGJME:
+    """Compute sums (B, G, J, tiles of E, 2, RP), the partial gradients of a_r and lambda_r. Grid: (tiles of E * J, B * G).
 
-    sums[0] = sum_n <dO_n, E_n>   sums[1] = -a_r sum_n <dO_n, T_n> - <dS_last, T_last>,    T = -dE / dlambda:
-    T_n+1 = e^-lambda (T_n + S_n), so that T_i = e^(-lambda i) (T_0 + i E_0) + sum_k<i (i - k) e^(-lambda (i - k)) X_k.
+        sums[0] = sum_n <dO_n, H_n>    sums[1] = -a_r sum_n <dO_n, T_n> - <dS_last, T_last>,    dO = grad_BGJME
+
+    T = -dH / dlambda follows T_n+1 = e^-lambda (T_n + S_n), so that i blocks into a tile
+    T_i = e^(-lambda i) (T_0 + i H_0) + sum_k<i (i - k) e^(-lambda (i - k)) X_k.
     """
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G

@@ -1,20 +1,20 @@
-"""Between tokens and blocks: sums of blocks, and what tokens read of mixed sums and of their own block.
+"""Kernels between tokens and blocks: sums over blocks, and what tokens read of mixed sums and of their own block.
 
     sum_blocks    X_n = sum of x_t y_t^T over the tokens of block n
-    read_blocks   o_t = w_n sum_s (x_t . y_s) z_s + x_t M_n, s of t's block, s <= t
+    read_blocks   o_t = w_n sum_s (x_t . y_s) z_s + x_t M_n, over s of t's block, s <= t
 
-read_blocks is attention, and its own gradients: with (x, y, z, M) for (q, k, v, M) it gives o, for (do, v, k, M^T) dq, and
-with s >= t, summed over the query heads, for (k, q, do, dX) dv and for (v, do, q, dX^T) dk.
-
-Blocks begin where positions start_b + t are multiples of BLOCK. Where V = 16 n + 1 (a normaliser's column of ones beside
-the values), the last column is carried apart, by sums instead of products: MORE. A matrix X_n is then F x (V - 1) numbers
-followed by F of the last column.
-
-Gradients of keys and values together, where their tiles fit side by side: what `read_blocks` gives in two passes.
+read_blocks is linear attention and its gradients: (x, y, z, M) = (q, k, v, M) gives o and (do, v, k, M^T) gives dq. With s >= t and
+summed over the query heads, (k, q, do, dX) gives dv and (v, do, q, dX^T) gives dk. Where their tiles fit side by side,
+read_blocks_backward computes dv and dk together and reads q, do, k, v and dX once:
 
     dv_s = sum_j w_n sum_t (k_s . q_jt) do_jt + k_s dX_n     dk_s = sum_j w_n sum_t (v_s . do_jt) q_jt + v_s dX_n^T
 
-t of s's block, t >= s; j the query heads of a group. q, do, k, v and dX are read once.
+over t of s's block, t >= s, and the query heads j of a group.
+
+Blocks begin where positions start_b + t are multiples of BLOCK. If V = 16 n + 1 (a normaliser's column of ones beside the values), the
+last column is computed by sums instead of products (MORE); a matrix X_n is then F x (V - 1) elements, followed by F of the last
+column. F: features, V: values, J: query heads of a group; BT, BF, BV: tiles; OP: the dtype of products' operands. Arguments x_b, x_g,
+x_j, x_t are strides of rows, groups, heads and tokens. They stay scalars: Triton 3.2, the oldest one supported, has no tuples.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import triton.language as tl
 
 @triton.jit
 def load_tokens(x, t, stride, keep, c, C, OP: tl.constexpr):
-    """x[t, c], zeros where not kept; t counts from x."""
+    """Return x[t, c], with zeros where t is not kept and from C on."""
     return tl.load(x + t[:, None] * stride + c[None, :], mask=keep[:, None] & (c < C)[None, :], other=0.0).to(OP)
 
 
 @triton.jit
 def load_last(x, t, stride, keep, C):
-    """x[t, C] in float32."""
+    """Return the last column, x[t, C], in float32."""
     return tl.load(x + t * stride + C, mask=keep, other=0.0).to(tl.float32)
 
 
@@ -41,7 +41,7 @@ def sum_blocks(
     F: tl.constexpr, V: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
     BV: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x_BGJTF, y_BGJTV(+ 1) -> out (B, G, J, N, F V (+ F)). A program: a block, BF x BV numbers."""
+    """Compute out (B, G, J, N, F V (+ F)) of x_BGJTF, y_BGJTV(+ 1). Grid: (N * tiles of F * tiles of V, B * G * J)."""
     f_tiles, v_tiles = tl.cdiv(F, BF), tl.cdiv(V, BV)
     n = tl.program_id(0) // (f_tiles * v_tiles)
     f = tl.program_id(0) // v_tiles % f_tiles * BF + tl.arange(0, BF)
@@ -77,8 +77,12 @@ def read_blocks(
     MORE_F: tl.constexpr, MORE_V: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
     BV: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out (B, G, H, T, V (+ 1)): H = 1 and a sum over J heads of y and z if BACK, else H = J and y, z have one head.
-    x has F (+ 1) numbers. A program: BT tokens of a block, BV numbers. shares: <compared_t, inner_t> of the tile."""
+    """Compute out (B, G, H, T, V (+ 1)) of x with F (+ 1) features. Grid: (N * tiles of a block * tiles of V, B * G * H).
+
+    BACK: s >= t, H = 1 and a sum over the J heads of y and z; else H = J, and y and z have one head. INNER: with the own block, weighted
+    by w_n; MIXED: with M_n. MORE_F, MORE_V: x or the output has a last column. SHARES: store the sum over the tile of <compared_t,
+    unweighted part of the own block>.
+    """
     H: tl.constexpr = 1 if BACK else J
     SUMMED: tl.constexpr = J if BACK else 1
     TILES: tl.constexpr = (BLOCK + BT - 1) // BT
@@ -162,7 +166,8 @@ def read_blocks_backward(
     BLOCK: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk (B, G, T, F), dv (B, G, T, V (+ 1)); sums: dX (B, G, N, F V (+ F)). A program: BT tokens of a block."""
+    """Compute dk (B, G, T, F) and dv (B, G, T, V (+ 1)). Grid: (N * tiles of a block, B * G). sums: dX (B, G, N, F V (+ F)). INNER: with
+    the own block; MORE: with a last column."""
     TILES: tl.constexpr = (BLOCK + BT - 1) // BT
     tile, n = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     bg = tl.program_id(1).to(tl.int64)
@@ -195,17 +200,17 @@ def read_blocks_backward(
                 there = (t0 + t >= 0) & (t0 + t < T) & (t < BLOCK)
                 seen = t[None, :] >= s[:, None]
                 queries = load_tokens(q + (b * 0 + j) * q_j, t, q_t, there, f, F, OP)
-                wanted = load_tokens(do + (b * 0 + j) * o_j, t, o_t, there, c, V, OP)
+                dout = load_tokens(do + (b * 0 + j) * o_j, t, o_t, there, c, V, OP)
                 scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
                 scores = tl.where(seen, scores * w, 0.0)
-                values_grad = tl.dot(scores.to(OP), wanted, values_grad, input_precision=PRECISION)
-                asked = tl.dot(values, tl.trans(wanted), input_precision=PRECISION)
+                values_grad = tl.dot(scores.to(OP), dout, values_grad, input_precision=PRECISION)
+                dscores = tl.dot(values, tl.trans(dout), input_precision=PRECISION)
                 if MORE:
-                    wanted_last = load_last(do + (b * 0 + j) * o_j, t, o_t, there, V)
-                    last += tl.sum(scores * wanted_last[None, :], 1)
-                    asked += v_last[:, None] * wanted_last[None, :]
-                asked = tl.where(seen, asked * w, 0.0)
-                keys_grad = tl.dot(asked.to(OP), queries, keys_grad, input_precision=PRECISION)
+                    dout_last = load_last(do + (b * 0 + j) * o_j, t, o_t, there, V)
+                    last += tl.sum(scores * dout_last[None, :], 1)
+                    dscores += v_last[:, None] * dout_last[None, :]
+                dscores = tl.where(seen, dscores * w, 0.0)
+                keys_grad = tl.dot(dscores.to(OP), queries, keys_grad, input_precision=PRECISION)
     inside = (f < F)[:, None] & (c < V)[None, :]
     mixed = tl.load(sums + f[:, None] * V + c[None, :], mask=inside, other=0.0).to(OP)
     values_grad = tl.dot(keys, mixed, values_grad, input_precision=PRECISION)

@@ -1,13 +1,14 @@
-"""BTT for a few tokens: one small launch for each product, both of which do little but read their core.
+"""BTT for a few tokens: one small launch for each product. Reading the core takes most of the time of each.
 
     z[n, b, c, s] = sum_d x[n, c, d] right[c, d, b, s]        y[n, b, a] = sum_cs z[n, b, c, s] left[b, c, s, a] + bias
 
-z lies as the second product reads it. Where the device can, the second launch begins while the first runs, and waits
-for z with its core already read.
+The first product writes z in the order in which the second one reads it. Where the device supports it (programmatic dependent
+launch), the second kernel starts while the first one runs, loads its core, and then waits for z.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -19,9 +20,9 @@ from triton.language.extra import cuda
 
 from surgery.kernels.launch import CachedLaunch
 
-TOKENS_PER_PROGRAM, ROWS_PER_PROGRAM = 16, 64  # of a program
+TOKENS_PER_PROGRAM, ROWS_PER_PROGRAM = 16, 64
 
-# Programs of both launches for which the early start pays: more do not fit beside each other. One H200, 2026-11-21.
+# Programs of both launches up to which an early start of the second one is faster: more do not run at a time. One H200, 2026-11-21.
 MAX_EARLY_PROGRAMS = 330
 HAS_GDC = tl.constexpr(hasattr(cuda, "gdc_wait"))  # programmatic dependent launch
 
@@ -32,7 +33,11 @@ def decode_kernel(
     BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """out[n, g, r] = sum_d x[n, g, d] core[g, d, r]. Grid: (groups * tiles, tokens / BN)."""
+    """Compute out[n, g, r] = sum_d x[n, g, d] core[g, d, r] + bias. Grid: (groups * tiles, tokens / BN).
+
+    r = (i, s), which lies in row n of out at g o_g + i o_s + s; rows have OUT elements, those of x IN. FIRST, SECOND: the place of the
+    launch in a pair with an early start.
+    """
     group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     r = tile * BR + tl.arange(0, BR)
@@ -65,51 +70,86 @@ def decode_kernel(
 
 @cache
 def supports_early_launch(device: torch.device) -> bool:
+    """Return whether the device and Triton support programmatic dependent launch."""
     return HAS_GDC.value and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-class DecodePlan(NamedTuple):
-    z: int  # numbers of a token
+class DecodeShape(NamedTuple):
+    """What a plan depends on. right, left: shapes of the cores. strides: of both axes of x, and of the rows of y. early: whether
+    the device supports an early launch."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+    right: torch.Size
+    left: torch.Size
+    strides: tuple[int, int, int]
+    dtype: torch.dtype
+    bias: bool
+    early: bool
+
+
+class Product(NamedTuple):
+    """Sizes of one launch of `decode_kernel`, named as its arguments."""
+
+    N: int
+    IN: int
+    D: int
+    R: int
+    S: int
+    OUT: int
+    x_n: int
+    x_i: int
+    c_g: int
+    o_n: int
+    o_g: int
+    o_s: int
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Both launches, and the elements of z per token."""
+
+    z: int
     first: CachedLaunch
     second: CachedLaunch
 
 
 @lru_cache(maxsize=4096)
-def decode_plan(
-    N: int, in_: int, out: int, right: torch.Size, left: torch.Size, steps: tuple[int, ...], bias: bool, wide: bool,
-    ready: bool,
-) -> DecodePlan:  # fmt: skip
-    """steps: of x's axes and of y's rows. ready: whether the device starts launches early."""
-    (c, d, b, s), a = right, left[3]
+def decode_plan(shape: DecodeShape) -> DecodePlan:
+    """Return the plan of both products."""
+    (c, d, b, s), a, N = shape.right, shape.left[3], shape.tokens
     programs = c * -(-b * s // ROWS_PER_PROGRAM) + b * -(-a // ROWS_PER_PROGRAM)
-    soon = ready and programs <= MAX_EARLY_PROGRAMS and b * s % 16 == 0 and a % 16 == 0
-    options = {"launch_pdl": True} if soon else {}
-    z, (x_n, x_i, y_n) = b * c * s, steps
-    first = _launch(N, in_, z, c, d, b * s, s, (x_n, x_i, z, s, c * s), False, wide, FIRST=soon, SECOND=False)
-    second = _launch(N, z, out, b, c * s, a, a, (z, 1, y_n, a, a), bias, wide, FIRST=False, SECOND=soon, **options)
+    early = shape.early and programs <= MAX_EARLY_PROGRAMS and b * s % 16 == 0 and a % 16 == 0
+    options = {"launch_pdl": True} if early else {}
+    z, wide, (x_n, x_i, y_n) = b * c * s, shape.dtype == torch.float32, shape.strides
+    one = Product(N, shape.inputs, d, b * s, s, z, x_n, x_i, d * b * s, z, s, c * s)
+    two = Product(N, z, c * s, a, a, shape.outputs, z, 1, c * s * a, y_n, a, a)
+    first = _launch(one, c, wide, BIAS=False, FIRST=early, SECOND=False)
+    second = _launch(two, b, wide, BIAS=shape.bias, FIRST=False, SECOND=early, **options)
     return DecodePlan(z, first, second)
 
 
-def _launch(
-    N: int, in_: int, out: int, groups: int, d: int, rows: int, s: int, steps: tuple[int, ...], bias: bool, wide: bool,
-    **options: bool,
-) -> CachedLaunch:  # fmt: skip
-    """steps: of x's axes, and of out's tokens, groups and s."""
-    x_n, x_i, o_n, o_g, o_s = steps
-    tiles = -(-rows // ROWS_PER_PROGRAM)
-    sizes = N, in_, d, rows, s, out, x_n, x_i, d * rows, o_n, o_g, o_s, tiles
+def _launch(product: Product, groups: int, wide: bool, **options: bool) -> CachedLaunch:
+    """Return the launch of a product of `groups` groups. wide: float32."""
+    tiles = -(-product.R // ROWS_PER_PROGRAM)
     constants = {
-        "BN": 16, "BD": min(128, max(16, 1 << (d - 1).bit_length())), "BR": ROWS_PER_PROGRAM, "BIAS": bias,
+        "BN": TOKENS_PER_PROGRAM, "BD": min(128, max(16, 1 << (product.D - 1).bit_length())), "BR": ROWS_PER_PROGRAM,
         "PRECISION": "tf32x3" if wide else "tf32", "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
-    return CachedLaunch(decode_kernel, (groups * tiles, -(-N // 16)), sizes, {**constants, **options})
+    grid = groups * tiles, -(-product.N // TOKENS_PER_PROGRAM)
+    return CachedLaunch(decode_kernel, grid, (*product, tiles), {**constants, **options})
 
 
 def decode_btt(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
-    (N, in_), wide = x_NI.shape, x_NI.dtype == torch.float32
-    steps = *x_NI.stride(), y_NO.stride(0)
-    ready = supports_early_launch(x_NI.device)
-    plan = decode_plan(N, in_, y_NO.shape[1], right_cdbs.shape, left_bcsa.shape, steps, bias is not None, wide, ready)
-    z_NK = x_NI.new_empty(N, plan.z)
+    """Write y_NO, in two launches."""
+    (tokens, inputs), (step_n, step_i) = x_NI.shape, x_NI.stride()
+    plan = decode_plan(
+        DecodeShape(
+            tokens, inputs, y_NO.shape[1], right_cdbs.shape, left_bcsa.shape, (step_n, step_i, y_NO.stride(0)), x_NI.dtype,
+            bias is not None, supports_early_launch(x_NI.device),
+        )
+    )  # fmt: skip
+    z_NK = x_NI.new_empty(tokens, plan.z)
     plan.first(x_NI, right_cdbs, z_NK, z_NK)
     plan.second(z_NK, left_bcsa, y_NO if bias is None else bias, y_NO)

@@ -1,22 +1,20 @@
-"""Launches made of kernels/btt/kernels.py: both products at once, and the backward in two.
+"""BTT's kernels: both products in one launch, and the backward pass in two.
 
-`ring_kernel` does both products. Its programs are ordered by slabs of tokens, the second product of a slab `lag`
-slabs behind the first; z is a ring of `ring` slabs, so it stays in the L2 cache and device memory sees x once and y
-once. A program waits only for programs of lower index, which are started first, so the waiting ends.
+    first product    z[b, c, s, n] = sum_d x[n, c, d] right[c, d, b, s]       a group: one c, with rows j = (b, s)
+    second product   y[n, b, a]    = sum_cs z[b, c, s, n] left[b, c, s, a]    a group: one b, with terms k = (c, s)
+    core gradient    g[k, a]       = sum_n z[b, k, n] y[n, b, a]              a group: one b; the gradient of left
 
-Backward: `spreads_kernel` computes z and dz, `gradients_kernel` the gradients of both cores and of x.
+`ring_kernel` computes both products. Its programs are ordered by slabs of tokens, and the second product of a slab comes `lag` slabs
+behind the first. z is a ring buffer of `ring` slabs, which stays in the L2 cache: device memory reads x once and writes y once. A
+program waits only for programs of a lower index, which start earlier, so no program waits forever.
 
-The two products of BTT and the gradients of its cores, a tile each; kernels/btt/kernels.py makes launches of them.
+Backward: `first_products_kernel` computes z and dz, `gradients_kernel` the gradients of both cores and of x. The transposed map has
+the same form with the cores exchanged (b <-> c, a <-> d): dz is a first product, dx a second one, and the gradient of right
+a core gradient.
 
-    spread   z[b, c, s, n] = sum_d x[n, c, d] right[c, d, b, s]        a group: one c, its rows j = (b, s)
-    gather   y[n, b, a]    = sum_cs z[b, c, s, n] left[b, c, s, a]     a group: one b, its terms k = (c, s)
-    pair     g[k, a]       = sum_n z[b, k, n] y[n, b, a]               a group: one b; gradient of left
-
-Between them z lies transposed, tokens last: spread writes and gather reads whole lines, so neither permutation
-costs anything. z is kept in tiles of BN tokens: z[tile][row][BN], row = (b, c, s).
-
-The transposed map has the same form with the cores exchanged, b <-> c and a <-> d: dz and dx are spread and gather,
-and the gradient of right is a pair.
+z lies transposed, tokens last, in tiles of BN tokens: z[tile][row][BN], row = (b, c, s). The first product writes whole lines of it
+and the second one reads whole lines, so that neither permutation costs anything. Arguments x_n, x_i, .. are strides; r_g, r_d, r_j
+those of a core's groups, inner dimension and rows. Arguments stay scalars: Triton 3.2, the oldest one supported, has no tuples.
 """
 
 from __future__ import annotations
@@ -32,58 +30,62 @@ def ring_kernel(
     BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, D_ONCE: tl.constexpr,
     K_ONCE: tl.constexpr, EVEN_1: tl.constexpr, EVEN_2: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (slabs + lag) * (C * tiles_j + B * tiles_a). flags: two a slab, of spreads and of gathers done; zeros, and
-    zeros again at the end."""
-    spreads, gathers = C * tiles_j, B * tiles_a
-    step, work = tl.program_id(0) // (spreads + gathers), tl.program_id(0) % (spreads + gathers)
-    # Alternating while both last: reading x and writing z goes beside reading z and writing y.
-    both = 2 * tl.minimum(spreads, gathers)
-    is_spread = tl.where(work < both, work % 2 == 0, spreads > gathers)
+    """Compute y_NO of x_NI, right and left. Grid: ((slabs + lag) * (C * tiles_j + B * tiles_a),).
+
+    flags (2, slabs): programs done of each slab's first and second product; zeros before and after the launch. tiles: token tiles of a slab.
+    """
+    firsts, seconds = C * tiles_j, B * tiles_a
+    step, work = tl.program_id(0) // (firsts + seconds), tl.program_id(0) % (firsts + seconds)
+    # The two products alternate, so that reads of x and writes of z overlap with reads of z and writes of y.
+    both = 2 * tl.minimum(firsts, seconds)
+    is_first = tl.where(work < both, work % 2 == 0, firsts > seconds)
     item = tl.where(work < both, work // 2, work - both // 2)
-    slab = tl.where(is_spread, step, step - lag)
+    slab = tl.where(is_first, step, step - lag)
     if slab >= 0 and slab < slabs:
         first = slab * tiles
         count = tl.minimum(tiles, tl.cdiv(N, BN) - first)
         z += (slab % ring).to(tl.int64) * tiles * (J * C) * BN
-        gathered = flags + slabs + slab
-        if is_spread:
-            # Its place in the ring is free once the slab that was there has been gathered.
-            needed = tl.where(slab >= ring, gathers, 0)
-            _spread(x, right, z, item // tiles_j, item % tiles_j, first, count, N, IN, D, J, S, C, x_n, x_i, r_g, r_d, r_j,
+        second_done = flags + slabs + slab
+        if is_first:
+            # Its place in the ring is free once the second product of the slab there is done.
+            needed = tl.where(slab >= ring, seconds, 0)
+            _first_product(x, right, z, item // tiles_j, item % tiles_j, first, count, N, IN, D, J, S, C, x_n, x_i, r_g, r_d, r_j,
                     BN, BJ, BD, D_ONCE, EVEN_1, PRECISION, "evict_first",
                     flags + slabs + tl.maximum(slab - ring, 0), needed)  # fmt: skip
             _set_flag(flags + slab)
         else:
-            _gather(z, left, bias, y, item // tiles_a, item % tiles_a, first, count, N, OUT, A, K, B, l_g, l_k, l_a, y_n, y_o,
-                    BN, BK, BA, K_ONCE, EVEN_2, BIAS, PRECISION, "evict_first", flags + slab, spreads)  # fmt: skip
-            if _set_flag(gathered) == gathers - 1:  # the slab's last: nobody waits for these any more
+            _second_product(z, left, bias, y, item // tiles_a, item % tiles_a, first, count, N, OUT, A, K, B, l_g, l_k, l_a, y_n, y_o,
+                    BN, BK, BA, K_ONCE, EVEN_2, BIAS, PRECISION, "evict_first", flags + slab, firsts)  # fmt: skip
+            if (
+                _set_flag(second_done) == seconds - 1
+            ):  # the slab's last program: no program waits for these flags any more
                 tl.store(flags + slab, 0)
                 if slab >= ring:
-                    tl.store(gathered - ring, 0)
+                    tl.store(second_done - ring, 0)
                 if slab + ring >= slabs:
-                    tl.store(gathered, 0)
+                    tl.store(second_done, 0)
 
 
 @triton.jit(do_not_specialize=["N", "tiles", "slabs"])
-def spreads_kernel(
+def first_products_kernel(
     x, right, z, dy, left, dz, x_n, x_i, dy_n, dy_o, N, IN, OUT, D, A, S, C, B, slabs, tiles,
     BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, D_ONCE: tl.constexpr,
     A_ONCE: tl.constexpr, EVEN_1: tl.constexpr, EVEN_2: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: slabs * (C * tiles of J + B * tiles of K)."""
+    """Compute z of x and right, and dz of dy and left. Grid: (slabs * (C * tiles of J + B * tiles of K),)."""
     J, K = B * S, C * S
     tiles_j, tiles_k = tl.cdiv(J, BJ), tl.cdiv(K, BK)
-    of_z = C * tiles_j
-    slab, item = tl.program_id(0) // (of_z + B * tiles_k), tl.program_id(0) % (of_z + B * tiles_k)
+    z_programs = C * tiles_j
+    slab, item = tl.program_id(0) // (z_programs + B * tiles_k), tl.program_id(0) % (z_programs + B * tiles_k)
     first = slab * tiles
     count = tl.minimum(tiles, tl.cdiv(N, BN) - first)
     ahead = first.to(tl.int64) * (J * C) * BN
-    if item < of_z:
-        _spread(x, right, z + ahead, item // tiles_j, item % tiles_j, first, count, N, IN, D, J, S, C, x_n, x_i,
+    if item < z_programs:
+        _first_product(x, right, z + ahead, item // tiles_j, item % tiles_j, first, count, N, IN, D, J, S, C, x_n, x_i,
                 D * J, J, 1, BN, BJ, BD, D_ONCE, EVEN_1, PRECISION, "", z, 0)  # fmt: skip
     else:
-        item -= of_z
-        _spread(dy, left, dz + ahead, item // tiles_k, item % tiles_k, first, count, N, OUT, A, K, S, B, dy_n, dy_o,
+        item -= z_programs
+        _first_product(dy, left, dz + ahead, item // tiles_k, item % tiles_k, first, count, N, OUT, A, K, S, B, dy_n, dy_o,
                 K * A, 1, A, BN, BK, BA, A_ONCE, EVEN_2, PRECISION, "", z, 0)  # fmt: skip
 
 
@@ -95,7 +97,8 @@ def gradients_kernel(
     BD: tl.constexpr, J_ONCE: tl.constexpr, EVEN_L: tl.constexpr, EVEN_R: tl.constexpr, EVEN_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: the programs of dleft, of dright, and of dx (or none of these)."""
+    """Compute dleft and dright, one partial sum for each of *_parts parts of the tokens, and dx of dz and right. Grid: the programs of
+    dleft, then those of dright, then those of dx, which may be absent."""
     J, K = B * S, C * S
     tiles_k, tiles_a, tiles_j, tiles_d = tl.cdiv(K, BKL), tl.cdiv(A, BAL), tl.cdiv(J, BKR), tl.cdiv(D, BAR)
     of_left, of_right = B * tiles_k * tiles_a * left_parts, C * tiles_j * tiles_d * right_parts
@@ -120,13 +123,14 @@ def gradients_kernel(
         across = tl.cdiv(D, BD)
         slab, item = item // (C * across), item % (C * across)
         first = slab * tiles
-        _gather(dz + first.to(tl.int64) * (J * C) * BN, right, z, dx, item // across, item % across, first,
+        _second_product(dz + first.to(tl.int64) * (J * C) * BN, right, z, dx, item // across, item % across, first,
                 tl.minimum(tiles, every - first), N, IN, D, J, C, D * J, 1, J, dx_n, dx_i,
                 BN, BJ, BD, J_ONCE, EVEN_X, False, PRECISION, "", z, 0)  # fmt: skip
 
 
 @triton.jit
 def _wait_flag(flag, needed):
+    """Wait until the flag has counted to `needed`."""
     if needed > 0:
         while tl.atomic_add(flag, 0, sem="acquire") < needed:
             pass
@@ -134,17 +138,22 @@ def _wait_flag(flag, needed):
 
 @triton.jit
 def _set_flag(flag):
-    tl.debug_barrier()  # every thread's reads and writes come before
+    """Add 1 to the flag and return its value before, once all reads and writes of this program are done."""
+    tl.debug_barrier()
     return tl.atomic_add(flag, 1, sem="release")
 
 
 @triton.jit
-def _spread(
+def _first_product(
     x, right, z, group, tile_j, first, count, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j,
     BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, D_ONCE: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
 ):  # fmt: skip
-    """`count` tiles from `first` on, of x (N, IN); z begins at the first of them."""
+    """Compute rows tile_j of one group of z for `count` token tiles from `first` on, once `flag` has counted to `needed`.
+
+    x (N, IN). z: pointer to the first of these tiles. D_ONCE: one tile holds all of D. EVEN: only tokens need masks. ONCE: the
+    eviction policy of loads of x.
+    """
     j = tile_j * BJ + tl.arange(0, BJ)
     d = tl.arange(0, BD)
     n = tl.arange(0, BN)
@@ -156,10 +165,10 @@ def _spread(
     left_i = IN - group * D
     if D_ONCE:
         r_dj = _load_core(right + d[:, None] * r_d + j[None, :] * r_j, (d[:, None] < D) & (j[None, :] < J), EVEN)
-    _wait_flag(flag, needed)  # with the core on its way
+    _wait_flag(flag, needed)  # after the load of the core was issued
     z_nj = tl.zeros([BN, BJ], tl.float32)
     steps = 1 if D_ONCE else tl.cdiv(D, BD)
-    for i in tl.range(0, count * steps):  # tokens and d in one loop: loads run ahead across the tiles
+    for i in tl.range(0, count * steps):  # one loop over tokens and d, so that loads are pipelined across tiles
         t, k = i // steps, i % steps * BD
         inside_n = n[:, None] < left_n - t * BN
         inside = inside_n & (d[None, :] < D - k) & (d[None, :] < left_i - k)
@@ -180,6 +189,7 @@ def _spread(
 
 @triton.jit
 def _store_z(at, z_jn, j, J, z, EVEN: tl.constexpr):
+    """Store a tile of z, rows j < J."""
     if EVEN:
         tl.store(at, z_jn.to(z.dtype.element_ty))
     else:
@@ -187,12 +197,16 @@ def _store_z(at, z_jn, j, J, z, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _gather(
+def _second_product(
     z, left, bias, y, group, tile_a, first, count, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o,
     BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, K_ONCE: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
 ):  # fmt: skip
-    """`count` tiles from `first` on, of y (N, OUT); z begins at the first of them."""
+    """Compute columns tile_a of one group of y for `count` token tiles from `first` on, once `flag` has counted to `needed`.
+
+    y (N, OUT). z: pointer to the first of these tiles. K_ONCE: one tile holds all of K. EVEN: only tokens need masks. ONCE: the
+    eviction policy of stores to y.
+    """
     a = tile_a * BA + tl.arange(0, BA)
     k = tl.arange(0, BK)
     n = tl.arange(0, BN)
@@ -235,6 +249,7 @@ def _gather(
 
 @triton.jit
 def _store_y(at, y_na, inside_n, inside_a, y, EVEN: tl.constexpr, ONCE: tl.constexpr):
+    """Store a tile of y."""
     if not EVEN:
         inside_n = inside_n & inside_a[None, :]
     tl.store(at, y_na.to(y.dtype.element_ty), mask=inside_n, eviction_policy=ONCE)
@@ -242,6 +257,7 @@ def _store_y(at, y_na, inside_n, inside_a, y, EVEN: tl.constexpr, ONCE: tl.const
 
 @triton.jit
 def _load_core(at, inside, EVEN: tl.constexpr):
+    """Load a tile of a core, or of z."""
     if EVEN:
         return tl.load(at)
     else:
@@ -250,6 +266,7 @@ def _load_core(at, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def _load_rows(at, inside, inside_n, EVEN: tl.constexpr, ONCE: tl.constexpr):
+    """Load a tile of tokens."""
     if EVEN:
         return tl.load(at, mask=inside_n, other=0.0, eviction_policy=ONCE)
     else:
@@ -258,7 +275,7 @@ def _load_rows(at, inside, inside_n, EVEN: tl.constexpr, ONCE: tl.constexpr):
 
 @triton.jit
 def _load_uncached(at, inside, EVEN: tl.constexpr):
-    """Past the L1 cache: other programs of the same launch wrote it."""
+    """Load from the L2 cache: other programs of the same launch wrote the values, and the L1 cache may hold older ones."""
     if EVEN:
         return tl.load(at, cache_modifier=".cg")
     else:
@@ -270,7 +287,8 @@ def _core_gradient(
     z, y, g, group, tile_k, tile_a, first, count, N, OUT, A, K, groups, y_n, y_o, g_g, g_k, g_a,
     BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums `count` tiles from `first` on; z and y begin at the first token of all."""
+    """Compute a (BK, BA) tile of one group of a core's gradient, summed over `count` token tiles from `first` on. z, y: pointers to the
+    first token of all."""
     k = tile_k * BK + tl.arange(0, BK)
     a = tile_a * BA + tl.arange(0, BA)
     n = tl.arange(0, BN)

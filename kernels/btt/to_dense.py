@@ -1,10 +1,10 @@
-"""From BTT's cores to the dense matrix W and back from its gradient G = dy^T x, both (b a, c d).
+"""The dense matrix W (b a, c d) of BTT's cores, and the gradients of the cores from its gradient G = dy^T x.
 
     W[b,a,c,d] = sum_s right[c,d,b,s] left[b,c,s,a]
     dleft[b,c,s,a] = sum_d right[c,d,b,s] G[b,a,c,d]        dright[c,d,b,s] = sum_a G[b,a,c,d] left[b,c,s,a]
 
-For ranks at which z would cost more than W or G do: a product with either is one of the library's, whatever the rank,
-and W and G are written and read once.
+For ranks at which z costs more than W or G: products with W or G are the library's, whatever the rank, and W and G are written and
+read once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-MAX_BLOCK = 128  # blocks that a program holds
+MAX_BLOCK = 128  # rows or columns of a block that fits a program
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def cores_kernel(
     g, right, left, dright, dleft, IN, OUT, C, D, B, S, A, g_o, g_i,
     BD: tl.constexpr, BA: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (C * B, tiles of s)."""
+    """Compute dright and dleft of g (OUT, IN). Grid: (C * B, tiles of S); a program computes one block for BS ranks."""
     c, b = tl.program_id(0) % C, tl.program_id(0) // C
     d = tl.arange(0, BD)
     a = tl.arange(0, BA)
@@ -50,7 +50,7 @@ def dense_kernel(
     right, left, w, IN, OUT, C, D, B, S, A, w_o,
     BD: tl.constexpr, BA: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (C * B,)."""
+    """Compute w (OUT, IN), whose rows have a stride of w_o. Grid: (C * B,); a program computes one block."""
     c, b = tl.program_id(0) % C, tl.program_id(0) // C
     d = tl.arange(0, BD)
     a = tl.arange(0, BA)
@@ -68,11 +68,12 @@ def dense_kernel(
 
 
 def tile_size(n: int) -> int:
+    """Return the power of two that holds n, 16 or more."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def to_dense(right_cdbs: Tensor, left_bcsa: Tensor, out: int, in_: int) -> Tensor:
-    """W without what is padded."""
+    """Return w (out, in_): W without the rows and columns that pad its blocks."""
     (c, d, b, s), a = right_cdbs.shape, left_bcsa.shape[3]
     w_OI = right_cdbs.new_empty(out, in_)
     dense_kernel[(c * b,)](
@@ -84,21 +85,23 @@ def to_dense(right_cdbs: Tensor, left_bcsa: Tensor, out: int, in_: int) -> Tenso
 
 
 class DenseFunction(torch.autograd.Function):
-    """W, and the cores' gradients from its own."""
+    """w (out, in_) of right, left, out and in_, with gradients of the cores."""
 
     @staticmethod
     def forward(ctx: Any, right_cdbs: Tensor, left_bcsa: Tensor, out: int, in_: int) -> Tensor:
+        """Return w_OI."""
         ctx.save_for_backward(right_cdbs, left_bcsa)
         return to_dense(right_cdbs, left_bcsa, out, in_)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_OI: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of right and left."""
         return *from_dense(g_OI, *ctx.saved_tensors), None, None
 
 
 def from_dense(g_OI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of right and left."""
+    """Return (dright, dleft) from the gradient of the dense matrix."""
     (c, d, b, s), a = right_cdbs.shape, left_bcsa.shape[3]
     dright, dleft = torch.empty_like(right_cdbs), torch.empty_like(left_bcsa)
     BS = min(64, tile_size(s))

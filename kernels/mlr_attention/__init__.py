@@ -1,7 +1,7 @@
-"""MLR attention and sliding-window softmax, see surgery/mixers/common/softmax.py: terms of a score, each seen in its extent.
+"""MLR attention and sliding-window softmax: kernels that replace `attend` of surgery/mixers/common/softmax.py.
 
-Prefill and training read keys whose levels lie side by side, as `levels` cuts them; where they do not they are copied
-together once. Few queries against a cache go to kernels/mlr_attention/decode.py.
+Prefill and training read one tensor of keys with the levels side by side; levels that do not lie so in memory are copied together
+first. A few queries against a cache go to kernels/mlr_attention/decode.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from surgery.core.dispatch import register_kernel
 from surgery.kernels.mlr_attention.backward import mlr_keys, mlr_queries
 from surgery.kernels.mlr_attention.decode import MAX_LEVELS, launch_decode
 from surgery.kernels.mlr_attention.forward import mlr_forward
-from surgery.kernels.mlr_attention.plan import AttentionTiles, MLRPlan, backward_tiles, forward_tiles
+from surgery.kernels.mlr_attention.plan import (
+    AttentionInputs,
+    AttentionTiles,
+    MLRPlan,
+    ZoneWidths,
+    backward_tiles,
+    forward_tiles,
+)
 from surgery.kernels.tuning import (
     CallReader,
     TuningQuery,
@@ -33,92 +40,63 @@ from surgery.mixers.base import AttentionShape
 from surgery.mixers.common.kv_layout import KVLayout
 from surgery.mixers.common.softmax import ScoreTerm, attend
 
-HAS_CONSTEXPR_TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (
-    3,
-    4,
-)  # kernels index constants
+HAS_NAMED_TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)  # as arguments in kernels
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_DECODE_ROWS = 64  # queries and heads that share keys, of a step
-MAX_DIMS = 256  # of keys and of values, at most
-FIXED_MAX_SLOTS = 2048  # slots from which on far scores are not asked for their largest
-LANES = 65535  # rows times heads of a launch: what the second axis of a CUDA grid holds
+MAX_DECODE_ROWS = 64  # queries of a step times heads that share keys
+MAX_DIMS = 256  # of keys and of values
+FIXED_MAX_SLOTS = 2048  # least slots at which zones keep the maximum found before them (see forward.py)
+LANES = 65535  # rows times heads of a launch: the limit of the second axis of a CUDA grid
 
 
-def kernel_options(plan: MLRPlan, q: Tensor, v: Tensor, biases: Tensor | None, tiles: AttentionTiles) -> dict[str, Any]:
-    """What all three kernels are compiled for."""
-    return {
-        "EXTENTS": (0, *plan.extents),
-        "CUTS": plan.cuts,
-        "L": len(plan.ranks),
-        "HOLES": plan.holes,
-        "WINDOWED": plan.window is not None,
-        "NESTED": plan.nested,
-        "BIASED": biases is not None,
-        "CAP": plan.softcap or 0.0,
-        "CROSSING": plan.crossing(tiles.M, tiles.N),
-        "R": q.shape[-1],
-        "V": v.shape[-1],
-        "M": tiles.M,
-        "N": tiles.N,
-        "DV": max(16, triton.next_power_of_2(v.shape[-1])),
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else None,
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-        **({} if tiles.registers is None else {"maxnreg": tiles.registers}),
-    }
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    biases: Tensor | None,
-    ends: Tensor,
-    plan: MLRPlan,
-    tiles: Any = None,
-    walks: Any = None,
+def launch_forward(
+    inputs: AttentionInputs,
+    tiles: AttentionTiles | None = None,
+    walks: tuple[ZoneWidths, ZoneWidths] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out_BHTV, lse_BHT) of q_BHTR, k_BGSR, v_BGSV; biases_HZ: the sum over levels below z, z = 0 .. L."""
+    """Return (out_BHTV, lse_BHT), the base-2 log-sum-exp. tiles, walks: the plan's own if None."""
+    q, v, plan = inputs.q, inputs.v, inputs.plan
     B, H, T, R = q.shape
-    G, S, V = v.shape[1:]
+    S, V = v.shape[2:]
     if B > 1 and B * H > LANES:
-        parts = [forward(q[b], k[b], v[b], biases, ends_of(ends, b), plan, tiles, walks) for b in launches(B, H)]
+        parts = [launch_forward(inputs.part(rows), tiles, walks) for rows in row_slices(B, H)]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     tiles = tiles or forward_tiles(q.dtype, max(R, V), plan)
-    new = torch.zeros if plan.holes else torch.empty
+    new = torch.zeros if plan.holes else torch.empty  # no program writes the rows of padding
     out = new(B, H, T, V, dtype=v.dtype, device=q.device)
     lse = new(B, H, T, dtype=torch.float32, device=q.device)
-    (a1, b1, zone), (a2, b2, _) = walks or plan.walks()
+    far, near = walks or plan.walks()
     grid = triton.cdiv(T, tiles.M) + plan.holes, B * H
-    fixed = S >= FIXED_MAX_SLOTS and q.dtype != torch.float16  # whose exponents are too few
+    fixed = S >= FIXED_MAX_SLOTS and q.dtype != torch.float16  # float16 has too few exponents
     again = torch.empty(grid[::-1], dtype=torch.int32, device=q.device) if fixed else None
     for redo in (False, True)[: 1 + fixed]:
         mlr_forward[grid](
-            q, k, v, out, again, lse, ends, biases, plan.scaling, plan.window or 0, T, S, H, H // G,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if ends.shape[0] == 1 else 1,
-            A1=a1, B1=b1, L1=zone, A2=a2, B2=b2,
-            LEAST_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1,
-            FIXED=fixed and not redo, REDO=redo, **kernel_options(plan, q, v, biases, tiles),
+            q, inputs.k, v, out, again, lse, inputs.ends, inputs.biases, *inputs.scalars(), *inputs.strides(),
+            A1=far.A, B1=far.B, L1=far.last_zone, A2=near.A, B2=near.B,
+            MIN_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1,
+            FIXED=fixed and not redo, REDO=redo, **inputs.options(tiles),
         )  # fmt: skip
     return out, lse
 
 
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, ends: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-    plan: MLRPlan, tiles: Any = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of q, k, v and biases. Those of keys are made for each query head and summed over the ones sharing."""
+def launch_backward(
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    tiles: tuple[AttentionTiles, AttentionTiles] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v and biases. Those of keys and values are computed per query head, then summed over the heads
+    of a group. tiles: of queries and of keys; the plan's own if None."""
+    q, v, biases, plan = inputs.q, inputs.v, inputs.biases, inputs.plan
     B, H, T, R = q.shape
     G, S, V = v.shape[1:]
     if B > 1 and B * H > LANES:
-        given = q, k, v, out, lse, dout
-        parts = []
-        for b in launches(B, H):
-            q_b, k_b, v_b, *rest = (x[b] for x in given)
-            parts.append(backward(q_b, k_b, v_b, biases, ends_of(ends, b), *rest, plan, tiles))
-        *grads, dbiases = zip(*parts)
+        parts = [
+            launch_backward(inputs.part(rows), out[rows], lse[rows], dout[rows], tiles) for rows in row_slices(B, H)
+        ]
+        *grads, bias_parts = zip(*parts)
         dq, dk, dv = (torch.cat(x) for x in grads)
-        return dq, dk, dv, None if biases is None else sum(dbiases[1:], dbiases[0])
+        return dq, dk, dv, None if biases is None else sum(bias_parts[1:], bias_parts[0])
     tiles_q, tiles_k = tiles or backward_tiles(q.dtype, max(R, V), plan)
     new = torch.zeros if plan.holes else torch.empty
     dq, delta = new(B, H, T, R, dtype=q.dtype, device=q.device), torch.empty_like(lse)
@@ -128,59 +106,60 @@ def backward(
     programs = triton.cdiv(T, tiles_q.M) + plan.holes
     dbiases = None if biases is None else biases.new_zeros(B, H, programs, biases.shape[1])
     masses = None if biases is None else biases.new_zeros(B, H, biases.shape[1], T)
-    a, b, zone = plan.halves()
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], 0 if ends.shape[0] == 1 else 1)
-    scalars = (plan.scaling, plan.window or 0, T, S, H, H // G)
+    width = plan.halves()
+    numbers = (*inputs.scalars(), *inputs.strides(dout))
     mlr_queries[programs, B * H](
-        q, k, v, out, dout, lse, delta, dq, ends, biases, dbiases, masses, *scalars, *strides,
-        A=a, B=b, L1=zone, DBIAS=biases is not None, **kernel_options(plan, q, v, biases, tiles_q),
+        q, inputs.k, v, out, dout, lse, delta, dq, inputs.ends, biases, dbiases, masses, *numbers,
+        A=width.A, B=width.B, L1=width.last_zone, DBIAS=biases is not None, **inputs.options(tiles_q),
     )  # fmt: skip
     mlr_keys[triton.cdiv(S, tiles_k.N) + plan.holes, B * H](
-        q, k, v, dout, lse, delta, dk, dv, ends, biases, *scalars, *strides,
-        A=a, B=b, L1=zone, **kernel_options(plan, q, v, biases, tiles_k),
+        q, inputs.k, v, dout, lse, delta, dk, dv, inputs.ends, biases, *numbers,
+        A=width.A, B=width.B, L1=width.last_zone, **inputs.options(tiles_k),
     )  # fmt: skip
     if H > G:
         dk, dv = (x.unflatten(1, (G, -1)).sum(2).to(q.dtype) for x in (dk, dv))
     return dq, dk, dv, None if dbiases is None else dbiases.sum((0, 2)) * plan.scaling
 
 
-def launches(rows: int, heads: int) -> list[slice]:
-    """The rows of each launch, where one cannot take all of them."""
+def row_slices(rows: int, heads: int) -> list[slice]:
+    """Return the rows of each launch, where one launch cannot take all of them."""
     step = max(1, LANES // heads)
     return [slice(first, first + step) for first in range(0, rows, step)]
 
 
-def ends_of(ends: Tensor, rows: slice) -> Tensor:
-    return ends if len(ends) == 1 else ends[rows]
-
-
 class MLRAttentionFunction(torch.autograd.Function):
-    """parts: q_BHTR of every level, then k_BGSR of every level; plan may have some of them in one."""
+    """Attention by the kernels, with gradients. parts: q_BHTR of every level, then k_BGSR of every level; the plan may have merged
+    some levels."""
 
     @staticmethod
     def forward(ctx: Any, plan: MLRPlan, ends: Tensor, biases: Tensor | None, v: Tensor, *parts: Tensor) -> Tensor:
+        """Return out_BHTV."""
         levels = len(parts) // 2
         q, k = align_rows(join_levels(parts[:levels])), align_rows(join_levels(parts[levels:]))
         values, v = v.shape[-1], align_rows(v)
-        ctx.whole = biases if len(plan.ranks) == 1 and plan.softcap is None else None
-        biases = biases if ctx.whole is None else None  # what all scores get more changes nothing
-        out, lse = forward(q, k, v, biases, ends, plan)
+        # A bias of all scores does not change a softmax: its gradient is zero.
+        ctx.constant_bias = biases if len(plan.ranks) == 1 and plan.softcap is None else None
+        biases = biases if ctx.constant_bias is None else None
+        out, lse = launch_forward(AttentionInputs(q, k, v, biases, ends, plan))
         ctx.plan, ctx.values, ctx.parts = plan, values, [part.shape[2:] for part in parts[levels:]]
         ctx.save_for_backward(q, k, v, biases, ends, out, lse)
         return out[..., :values]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
+        """Return the gradients of biases, v and the parts."""
         q, k, v, biases, ends, out, lse = ctx.saved_tensors
-        dq, dk, dv, dbiases = backward(q, k, v, biases, ends, out, lse, align_rows(dout), ctx.plan)
-        dbiases = dbiases if ctx.whole is None else torch.zeros_like(ctx.whole)
+        inputs = AttentionInputs(q, k, v, biases, ends, ctx.plan)
+        dq, dk, dv, dbiases = launch_backward(inputs, out, lse, align_rows(dout))
+        dbiases = dbiases if ctx.constant_bias is None else torch.zeros_like(ctx.constant_bias)
         (slots, ranks), dims = zip(*ctx.parts), sum(ctx.plan.ranks)
         dks = [part[:, :, part.shape[2] - n :] for part, n in zip(dk[..., :dims].split(ranks, -1), slots)]
         return None, None, dbiases, dv[..., : ctx.values], *dq[..., :dims].split(ranks, -1), *dks
 
 
 def join_levels(parts: tuple[Tensor, ...]) -> Tensor:
-    """The levels side by side: a view where they are neighbours in memory; slots that a level has not are zeros."""
+    """Return the levels concatenated along their dimensions: a view where they are neighbours in memory, else a copy, with zeros in
+    the slots that a level does not hold."""
     first, slots = parts[0], parts[0].shape[2]
     offset, neighbours = first.storage_offset(), True
     for part in parts:
@@ -194,7 +173,8 @@ def join_levels(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def align_rows(x: Tensor) -> Tensor:
-    """Rows of whole 16-byte units, what copies to shared memory take; a tile's, 128 at most, within 2^31 numbers."""
+    """Return x with rows of whole 16-byte units, which asynchronous copies to shared memory need, and close enough that the rows of a
+    tile, 128 at most, span less than 2^31 elements."""
     unit = 16 // x.element_size()
     odd = any(s % unit for s in x.stride()[:3]) or x.stride(-1) != 1 or x.data_ptr() % 16 or x.stride(2) >= 2**24
     x = F.pad(x, (0, -x.shape[-1] % 16)) if x.shape[-1] % 16 else x
@@ -209,19 +189,20 @@ def accepts(
     mask: Tensor | None = None,
     p: float = 0.0,
 ) -> bool:
-    """Causal, sizes and dtypes that tiles take; levels one in another."""
+    """Return whether the kernels compute this call: causal, no mask and no dropout, sizes and dtypes that fit tiles, and levels of which
+    each reaches no farther than the one before it."""
     first, extents = terms[0], [term.extent for term in terms[1:]]
     tensors = [v_BGSV, *(x for term in terms for x in (term.q_BGJTR, term.k_BGSR))]
     ranks = [term.q_BGJTR.shape[-1] for term in terms]
     return (
-        HAS_CONSTEXPR_TUPLES
+        HAS_NAMED_TUPLES
         and mask is None
         and p == 0.0
         and shape.causal
         and shape.scaling > 0
         and v_BGSV.dtype in DTYPES
         and all(x.dtype == v_BGSV.dtype for x in tensors)
-        and all(term.k_BGSR.shape[1] == v_BGSV.shape[1] for term in terms)  # not keys that all groups share
+        and all(term.k_BGSR.shape[1] == v_BGSV.shape[1] for term in terms)  # keys have a group axis of their own
         and all(term.scale_BGJS is None for term in terms)
         and first.extent is None
         and first.bias_GJ is None
@@ -236,7 +217,7 @@ def accepts(
 
 
 def is_nested(extents: list[int | None], form: str) -> bool:
-    """Whether each level's reach lies in that of the one before it."""
+    """Return whether the keys near in each level are near in the level before it."""
     if any(extent is None for extent in extents):
         return False
     sizes = [int(extent or 1) for extent in extents]
@@ -245,7 +226,7 @@ def is_nested(extents: list[int | None], form: str) -> bool:
 
 
 def tuning_query(terms: list[ScoreTerm], v_BGSV: Tensor, layout: KVLayout, *_: Any, **__: Any) -> TuningQuery:
-    """What kernels/tuning.json is asked for."""
+    """Return the sizes of the call under which kernels/tuning.json lists its timings."""
     first, levels = terms[0].q_BGJTR, len(terms)
     lanes = len(v_BGSV) * first.shape[1] * first.shape[2]
     if is_decode_step(terms, v_BGSV, layout):
@@ -257,7 +238,7 @@ def tuning_query(terms: list[ScoreTerm], v_BGSV: Tensor, layout: KVLayout, *_: A
 
 
 def tuning_key(terms: list[ScoreTerm], v_BGSV: Tensor, layout: KVLayout, *_: Any, **__: Any) -> Hashable:
-    """A context that grows asks anew at its doublings."""
+    """Return the key under which the choice for a call is remembered; a growing context is looked up again at each doubling."""
     q, grad = terms[0].q_BGJTR, torch.is_grad_enabled() and any(t.q_BGJTR.requires_grad for t in terms)
     size = (q.shape, layout.slots.bit_length(), len(terms), v_BGSV.shape[-1], v_BGSV.dtype, v_BGSV.get_device())
     return *size, grad or v_BGSV.requires_grad, is_capturing(v_BGSV), torch.is_autocast_enabled()
@@ -272,7 +253,7 @@ def mlr_attend(
     mask: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """out_BHTV."""
+    """Return out_BHTV; arguments as in `attend`."""
     levels = len(terms)
     ranks = tuple(term.q_BGJTR.shape[-1] for term in terms)
     extents = tuple(int(term.extent or 1) for term in terms[1:])
@@ -282,21 +263,21 @@ def mlr_attend(
         q_BGJTR, keys = join_levels(tuple(term.q_BGJTR for term in terms)), [term.k_BGSR for term in terms]
         return launch_decode(q_BGJTR, keys, v_BGSV, stack_biases(terms), layout.end_B, plan)
     parts, biases = [term.q_BGJTR.flatten(1, 2) for term in terms], cumulative_biases(terms)
-    plan, gone = plan.merge_levels(layout.slots)
-    biases = None if biases is None else biases[:, gone:].contiguous()
+    plan, merged = plan.merge_levels(layout.slots)
+    biases = None if biases is None else biases[:, merged:].contiguous()
     return MLRAttentionFunction.apply(plan, layout.end_B, biases, v_BGSV, *parts, *(term.k_BGSR for term in terms))
 
 
 def is_decode_step(terms: list[ScoreTerm], v_BGSV: Tensor, layout: KVLayout) -> bool:
-    """Whether these are a few queries against a cache, and nobody asks for gradients."""
+    """Return whether the call is a decoding step: a few queries, a cache, and no gradients."""
     tensors = [v_BGSV, *(x for term in terms for x in term if isinstance(x, Tensor))]
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     few = layout.queries * terms[0].q_BGJTR.shape[2] <= MAX_DECODE_ROWS and layout.queries < layout.slots
-    return few and not learns and len(terms) <= MAX_LEVELS
+    return few and not needs_grad and len(terms) <= MAX_LEVELS
 
 
 def stack_biases(terms: list[ScoreTerm]) -> Tensor | None:
-    """biases_HZ of levels 2 .. L, where one lies: a view where each is a column of it; None where none has any."""
+    """Return biases_HZ of levels 2 .. L, or None if no level has a bias: a view if the biases are the columns of one matrix."""
     given = [term.bias_GJ for term in terms[1:]]
     if not given or all(bias is None for bias in given):
         return None
@@ -311,15 +292,15 @@ def stack_biases(terms: list[ScoreTerm]) -> Tensor | None:
     )
     if columns:
         return first.as_strided((groups * each, len(given)), (len(given), 1))
-    nothing = torch.zeros_like(first)
-    return torch.stack([nothing if bias is None else bias for bias in given], -1).flatten(0, 1).contiguous()
+    zero = torch.zeros_like(first)
+    return torch.stack([zero if bias is None else bias for bias in given], -1).flatten(0, 1).contiguous()
 
 
 def cumulative_biases(terms: list[ScoreTerm]) -> Tensor | None:
-    """biases_HZ: what levels below z add to near scores, z = 0 .. L; None where none does."""
+    """Return biases_HZ, the sum of the biases of the levels below z, z = 0 .. L; None if no level has a bias."""
     given = next((term.bias_GJ for term in terms if term.bias_GJ is not None), None)
     if given is None:
         return None
-    nothing = torch.zeros_like(given)
-    each = [nothing, *(nothing if term.bias_GJ is None else term.bias_GJ for term in terms)]
+    zero = torch.zeros_like(given)
+    each = [zero, *(zero if term.bias_GJ is None else term.bias_GJ for term in terms)]
     return torch.stack(each, -1).flatten(0, 1).float().cumsum(-1)

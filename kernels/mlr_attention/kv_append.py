@@ -1,6 +1,6 @@
-"""A step's new keys and values, into the rooms where the old ones lie (surgery/mixers/common/kv_layout.py): one launch for all of them.
+"""Append a step's keys and values to the buffers of a cache (surgery/mixers/common/kv_layout.py), all in one launch.
 
-Levels of MLR attention keep their keys apart, so that a step would take a copy for each.
+The levels of MLR attention have a buffer each, and a copy into each of them would be a launch of its own.
 """
 
 from __future__ import annotations
@@ -14,24 +14,30 @@ from torch import Tensor
 from surgery.core.dispatch import register_kernel
 from surgery.mixers.common.kv_layout import write_slots
 
-MAX_TENSORS, MAX_TOKENS = 9, 16  # tensors, and new slots of each: more are copied as fast by torch
+MAX_TENSORS = 9  # buffers of a launch
+MAX_TOKENS = 16  # new slots per buffer; PyTorch copies more of them as fast
 
 
 @triton.jit
 def write_slot(new, buffer, at_BG, token, start, size, first: tl.constexpr, X: tl.constexpr, P: tl.constexpr):
-    """A slot of one buffer (.., size, X)."""
+    """Copy X elements of `new`, from `first` on, into slot start + token of a buffer (B * G, size, X). P: the power of two of X."""
     dim_P = tl.arange(0, P)
     x_P = tl.load(new + first + dim_P, mask=dim_P < X)
     tl.store(buffer + (at_BG * size + start + token) * X + dim_P, x_P, mask=dim_P < X)
 
 
-@triton.jit(do_not_specialize=["s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7", "s8"])  # which grow with every token
+# Not specialized: start slots, which grow with every token.
+@triton.jit(do_not_specialize=["s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7", "s8"])
 def write_all_slots(
     keys, values, b0, b1, b2, b3, b4, b5, b6, b7, b8, s0, s1, s2, s3, s4, s5, s6, s7, s8,
     n0, n1, n2, n3, n4, n5, n6, n7, n8, G, T, kb, kg, kt, vb, vg, vt,
     CUTS: tl.constexpr, WIDTHS: tl.constexpr, L: tl.constexpr, V: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """A new token of a row and group. keys hold L parts side by side, part l from CUTS[l] on; values go to the last buffer."""
+    """Append one token of one row and head group. Grid: (B * G * T,).
+
+    keys hold L levels side by side, level l from CUTS[l] on; values go to buffer L. b0 .. b8: buffers; s0 .. s8: their first new
+    slots; n0 .. n8: their slots. k* and v*: strides of rows, groups and tokens of keys and values.
+    """
     at_BG, token = (tl.program_id(0) // T).to(tl.int64), (tl.program_id(0) % T).to(tl.int64)
     keys += at_BG // G * kb + at_BG % G * kg + token * kt
     values += at_BG // G * vb + at_BG % G * vg + token * vt
@@ -53,15 +59,15 @@ def write_all_slots(
 
 
 def part_offsets(parts: list[Tensor]) -> tuple[int, ...]:
-    """Where parts that lie side by side begin, and the end."""
-    found = [0]
+    """Return the first dimension of each of several parts that lie side by side, and their number of dimensions."""
+    offsets = [0]
     for part in parts:
-        found.append(found[-1] + part.shape[-1])
-    return tuple(found)
+        offsets.append(offsets[-1] + part.shape[-1])
+    return tuple(offsets)
 
 
 def accepts(new_BGTX: Tensor, buffers: list[Tensor], starts: list[int], news: list[Tensor]) -> bool:
-    """Keys side by side in one tensor, and values: what a mixer gives."""
+    """Return whether the new keys are views side by side into one tensor, as mixers make them, with values behind them."""
     keys = news[:-1]
     beside = all(
         part.untyped_storage().data_ptr() == new_BGTX.untyped_storage().data_ptr()
@@ -80,6 +86,7 @@ def accepts(new_BGTX: Tensor, buffers: list[Tensor], starts: list[int], news: li
 
 @register_kernel(write_slots, accepts=accepts)
 def write_slots_triton(new_BGTX: Tensor, buffers: list[Tensor], starts: list[int], news: list[Tensor]) -> None:
+    """Write news[i] into buffers[i] from slot starts[i] on; arguments as in `write_slots`."""
     *keys, values = news
     B, G, T = new_BGTX.shape[:3]
     missing: list[Any] = [None] * (MAX_TENSORS - len(buffers))
