@@ -1,9 +1,9 @@
-"""What the embedded checkpoint is trained on: every choice, the tokenizer, and the batches.
+"""Training data of the embedded checkpoint: settings, tokenizer and batches.
 
-Text is generated as it is trained on, by worker processes; batch i depends on the seed and i alone.
-Small models do not learn retrieval by accident, so there are two phases: `drill` (short rows, mostly facts
-said again or asked for, few at first and then more) and the full mixture at the full context, half the rows
-of which begin with a long story that hides its facts anywhere. B batch, T tokens.
+Text is generated during training, by worker processes; batch i depends only on the seed and i. Small models seldom learn retrieval
+from stories alone, so there are two phases. `drill`: short rows, mostly facts that are repeated or asked for, few at first and then
+more. Then the full mixture at the full context; half of its rows begin with a long story with facts at random depths.
+Shapes: B batch, T tokens.
 """
 
 import os
@@ -37,11 +37,11 @@ class TrainingChoices:
     context: int = 1024
     drill_context: int = 256
     drill_share: float = 0.18
-    # Small batches first: retrieval is found after so many steps, not after so many tokens.
+    # Small batches first: learning retrieval takes a number of steps, not of tokens.
     drill_tokens: int = 16_384
     batch_tokens: int = 65_536
     steps: int = 14_000
-    # transformers' 0.02 starts attention so flat that it stays for thousands of steps before it retrieves.
+    # With transformers' 0.02, attention is so flat at first that retrieval takes thousands of steps longer.
     init: float = 0.06
     rate: float = 2e-3
     decay: float = 0.1
@@ -59,9 +59,7 @@ SMOKE = TrainingChoices(
 
 
 def build_tokenizer(choices: TrainingChoices) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on generated text; it merges within a word, digit or mark (with its leading space), never
-    across.
-    """
+    """Train a byte-level BPE on generated text; merges stay within a word, digit or mark (with its leading space)."""
     cut = pre_tokenizers.Split(Regex(stories.PIECE), "isolated")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
@@ -85,7 +83,7 @@ def build_tokenizer(choices: TrainingChoices) -> PreTrainedTokenizerFast:
 
 
 class BatchDataset(Dataset):
-    """Item i is batch i: (tokens (B, T + 1), whether each is part of an answer (B, T + 1)), generated in a worker."""
+    """Batches generated in workers; item i is (tokens (B, T + 1), whether each token is part of an answer (B, T + 1))."""
 
     def __init__(self, choices: TrainingChoices, tokenizer: PreTrainedTokenizerFast):
         self.choices = choices
@@ -119,9 +117,7 @@ class BatchDataset(Dataset):
         return len(self.encode(text))
 
     def row(self, rng: Random, context: int, share: float) -> tuple[list[int], list[bool]]:
-        """Return context + 1 tokens of documents, truncated at the end and, unless a long needle comes first, at the
-        start.
-        """
+        """Return context + 1 tokens of documents, truncated at the end and sometimes at the start."""
         ids: list[int] = []
         answers: list[bool] = []
         leads = share >= 1 and rng.random() < 0.5
@@ -135,9 +131,7 @@ class BatchDataset(Dataset):
         return ids[skip : skip + context + 1], answers[skip : skip + context + 1]
 
     def long_needle(self, rng: Random, context: int) -> list[tuple[str, bool]]:
-        """Return a long needle document; half of them fill the row with the facts first, which is rare by chance and
-        hardest.
-        """
+        """Return a long needle document; half of them fill the row with facts near its start, the hardest case."""
         full = rng.random() < 0.5
         length = context if full else int(context * (0.3 + 0.7 * rng.random()))
         return split_answers(stories.needle_document(rng, length, self.count, early=6 if full else 1))

@@ -1,11 +1,10 @@
-"""Trains the embedded checkpoint: a tiny Llama that reads stories and really retrieves from its context.
+"""Train the embedded checkpoint: a Llama of 3.9M parameters that writes stories and retrieves facts from its context.
 
     python -m surgery.recipes.tiny.train --out runs/tiny                  # one GPU, some ten minutes
     python -m surgery.recipes.tiny.train --out runs/smoke --smoke         # a few steps on a CPU
 
-What it is trained on, and the choices: recipes/tiny/data.py. One process, AdamW, bfloat16 autocast on a GPU; the
-tokens of answers weigh more in the loss. Everything in the model card is measured on the saved file.
-B batch, T tokens, N all of them in a row, v vocabulary.
+Settings and data are in recipes/tiny/data.py. One process, AdamW, bfloat16 autocast on a GPU; tokens of answers have a larger weight
+in the loss. The scores in the model card are measured on the saved file. Shapes: B batch, T tokens, N = B T, v vocabulary.
 """
 
 import argparse
@@ -138,11 +137,14 @@ def measure(choices: TrainingChoices, out: Path, device: torch.device) -> tuple[
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the checkpoint folder to write")
-    parser.add_argument("--minutes", type=float, help="end the training after so long, if its steps take longer")
-    parser.add_argument("--steps", type=int, help=f"optimizer steps (default {TrainingChoices.steps})")
-    parser.add_argument("--smoke", action="store_true", help="a few steps of a much smaller model, on any machine")
+    parser.add_argument("--out", type=Path, required=True, help="Write the checkpoint to this folder.")
+    parser.add_argument("--minutes", type=float, help="End training after this many minutes.")
+    parser.add_argument("--steps", type=int, help=f"Optimizer steps; default {TrainingChoices.steps}.")
+    parser.add_argument(
+        "--smoke", action="store_true", help="Train a much smaller model for a few steps, on any machine."
+    )
     args = parser.parse_args()
     choices = SMOKE if args.smoke else TrainingChoices()
     if args.steps is not None:

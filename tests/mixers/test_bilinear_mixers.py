@@ -335,14 +335,14 @@ def test_item_4_6_one_step_of_adam_moves_scores_alike_at_every_width_and_rank(ki
 
 def test_item_4_6_models_from_scratch_begin_and_are_normalised_by_the_fans_of_factors():
     """`pretrain` makes them with fresh_model; weight_norm cores holds the factors' size, as it does that of cores."""
-    from surgery.recipes.papers.mup.bilinear_norms import FORMS, model_of
+    from surgery.recipes.papers.mup.bilinear_norms import FORMS, make_small_model
     from surgery.training.weight_norm import add_core_norms, fold_core_norms, rms
 
     for form, fans in (
         ("MLR 8|4|2, qk, C = 8", {"left1": 64, "right2": 32}),
         ("BTT rank 1, qk, C = 8", {"left": 8, "right": 8}),
     ):
-        model = model_of(FORMS[form], 20, seed=0)
+        model = make_small_model(FORMS[form], 20, seed=0)
         path = "transformer.h.1.attn.mixer"
         mixer, names = model.get_submodule(path), {f"{path}.{name}" for name in fans}
         sizes = {name: rms(getattr(mixer, name)).item() for name in fans}
@@ -359,10 +359,10 @@ def test_item_4_6_models_from_scratch_begin_and_are_normalised_by_the_fans_of_fa
 
 
 def test_norms_are_compared_from_scratch():
-    from surgery.recipes.papers.mup.bilinear_norms import rows
+    from surgery.recipes.papers.mup.bilinear_norms import measure_forms
 
     text = "Mia went to the harbour and saw the boats. " * 20
-    for row in rows(text, text, 1, 2, [-6.0], "qk, C = 8", False):
+    for row in measure_forms(text, text, 1, 2, [-6.0], "qk, C = 8", False):
         assert row["losses"][0] < 4 and row["log2 rate"] == -6
 
 

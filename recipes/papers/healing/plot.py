@@ -1,7 +1,6 @@
-"""The curves of several healings in one figure, a panel for each conversion, a line for each start and seed, or for each
-length of training (--by tokens).
+"""Plot validation curves of healing runs: a panel per conversion, a line per start and seed, or per number of tokens (--by tokens).
 
-python -m surgery.recipes.papers.healing.plot FIGURE.png ROWS.json ..          as healing.py --json wrote them
+python -m surgery.recipes.papers.healing.plot FIGURE.png ROWS.json ..          files written by healing/run.py --json
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 COLORS = {"calibrated": "#1f6feb", "copied": "#d1495b"}
-MAX_RATIO = 10  # times the original: what begins above would hide how the ends differ
+MAX_RATIO = 10  # upper end of the axis, times the original; a larger range would hide differences at the end
 LABELS = {"calibrated": "calibrated start", "copied": "copy-init"}
 
 
@@ -39,9 +38,9 @@ def line_styles(rows: list[dict[str, Any]], by: str) -> list[tuple[str | None, s
     if by == "start":
         named = [(LABELS[row["start"]], COLORS[row["start"]]) for row in rows]
     else:
-        told = [f"{row['training']['tokens'] / 1e6:.1f}M tokens" for row in rows]
-        colours = {label: f"C{i}" for i, label in enumerate(dict.fromkeys(told))}
-        named = [(label, colours[label]) for label in told]
+        labels = [f"{row['training']['tokens'] / 1e6:.1f}M tokens" for row in rows]
+        colours = {label: f"C{i}" for i, label in enumerate(dict.fromkeys(labels))}
+        named = [(label, colours[label]) for label in labels]
     before = [[label for label, _ in named[:i]] for i in range(len(named))]
     return [(None if label in seen else label, colour) for (label, colour), seen in zip(named, before)]
 
@@ -81,11 +80,14 @@ def draw(
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("rows", type=Path, nargs="+")
-    parser.add_argument("--by", choices=("start", "tokens"), default="start", help="what tells lines apart")
-    parser.add_argument("--aim", type=float, help="times the original's perplexity: a line there")
+    parser.add_argument(
+        "--by", choices=("start", "tokens"), default="start", help="Color lines by this; default start."
+    )
+    parser.add_argument("--aim", type=float, help="Draw a line at this multiple of the original's perplexity.")
     arguments = parser.parse_args()
     found = load_curves(arguments.rows)
     draw(found, original_loss(arguments.rows), arguments.out, arguments.by, arguments.aim)

@@ -1,14 +1,14 @@
-"""The healing tables of docs/quality.md: a conversion measured, healed, and measured again.
+"""Healing tables of docs/measurements/quality.md: measure a conversion, heal it (recovery distillation), and measure it again.
 
 python -m surgery.recipes.papers.healing.run SRC --recipe btt-half --healing small-linears --tiny
     --data TRAINING --calibration FILE --text FILE [--seed 0 --seed 1] [--set stages.*.rate=1e-3] [--json ROWS]
 
     original     the checkpoint itself
-    converted    as `surgery convert --recipe` leaves it; --start copied: with untrained mixers, or without a calibration text
-    healed       after `surgery finetune --recipe HEALING`, once for every --seed
+    converted    the result of `surgery convert --recipe`; --start copied: with untrained mixers, or without calibration text
+    healed       the result of `surgery finetune --recipe HEALING`, one row for each --seed
 
-Training text, calibration text and scored text are three texts. Perplexity is of windows side by side, its ratio to the
-original's paired over them; --needles asks the questions of eval/suites/needle.py too.
+Training, calibration and scored text must be three different texts. Perplexities are those of adjacent windows, and ratios to the
+original are paired over windows. --needles adds the questions of eval/suites/needle.py.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Scorer:
         self.original = {"model": "original", **self._scores(model, tokenizer)}
 
     def __call__(self, folder: Path) -> dict[str, Any]:
+        """Return the scores of a checkpoint."""
         return self._scores(*load(str(folder), self.device))
 
     def _scores(self, model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -96,13 +97,15 @@ def mean_error(asked: dict[str, Any]) -> float:
 
 
 def format_line(values: list[str] | tuple[str, ...]) -> str:
+    """Format cells as a row of a Markdown table."""
     return "| " + " | ".join(values) + " |"
 
 
 # -- one row ---------------------------------------------------------------------------------------
 def convert_once(arguments: argparse.Namespace, name: str, folder: Path, device: Any) -> Path:
-    """Convert, unless the conversion is already in its folder. copied: mixers are initialized without data, structures
-    without calibration text.
+    """Convert, unless the conversion is already in its folder; return the folder.
+
+    With --start copied, mixers are initialized without data, and structures without calibration text.
     """
     out = folder / f"{Path(name).stem}-{arguments.start}"
     if out.exists():
@@ -147,24 +150,22 @@ def heal_and_score(
         log = (folder / "healed" / "training" / "log.jsonl").read_text(encoding="utf-8")
         if arguments.keep:
             shutil.copytree(folder / "healed", arguments.keep / f"{student.name}-{seed}", dirs_exist_ok=True)
-    told = {
+    training = {
         "training": summarize_training(record),
         "validation": record["validation"],
         "curve": validation_curve(record, log),
     }
-    return {**scores, **told}
+    return {**scores, **training}
 
 
 def summarize_training(record: dict[str, Any]) -> dict[str, Any]:
-    """Return tokens_per_second (of the training loops alone) and seconds (of everything, loading and measuring
-    included).
-    """
+    """Return tokens, seconds (loading and evaluation included), tokens_per_second (of the training loops alone) and settings."""
     stages = record["stages"]
     seconds = sum(stage["seconds"] for stage in stages)
-    told = {"tokens": sum(stage["tokens"] for stage in stages), "seconds": record["seconds"]}
-    told["tokens_per_second"] = sum(stage["positions"] for stage in stages) / max(seconds, 1e-9)
-    kept = {"recipe", "precision", "device", "versions"}
-    return {**told, "stages": stages, **{k: v for k, v in record.items() if k in kept}}
+    totals = {"tokens": sum(stage["tokens"] for stage in stages), "seconds": record["seconds"]}
+    totals["tokens_per_second"] = sum(stage["positions"] for stage in stages) / max(seconds, 1e-9)
+    settings = {"recipe", "precision", "device", "versions"}
+    return {**totals, "stages": stages, **{k: v for k, v in record.items() if k in settings}}
 
 
 def validation_curve(record: dict[str, Any], log: str) -> list[list[float]]:
@@ -193,59 +194,65 @@ def run_table(arguments: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
         work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work.mkdir(parents=True, exist_ok=True)
         for name in arguments.recipe:
-            told = {"recipe": name, "start": arguments.start, "healing": arguments.healing}
+            key = {"recipe": name, "start": arguments.start, "healing": arguments.healing}
             began = time.perf_counter()
             try:
                 student = convert_once(arguments, name, work, device)
                 seconds = round(time.perf_counter() - began, 1)
-                table.append({"model": f"{student.name}, converted", **told, **scorer(student), "seconds": seconds})
+                table.append({"model": f"{student.name}, converted", **key, **scorer(student), "seconds": seconds})
                 show(table)
                 for varied, seed in (
                     [] if arguments.only_convert else product(arguments.vary or [""], arguments.seed or [0])
                 ):
                     model = f"{student.name}, healed {varied}".strip()
-                    row = {"model": model, "seed": seed, **told, "varied": varied}
+                    row = {"model": model, "seed": seed, **key, "varied": varied}
                     table.append(row | heal_and_score(arguments, student, seed, varied, scorer, device))
                     show(table)
             except SurgeryError as error:
-                table.append({"model": name, **told, "refused": str(error)})
+                table.append({"model": name, **key, "refused": str(error)})
                 show(table)
     return [{**row, "device": device_name(device)} for row in table]
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source")
-    parser.add_argument("--recipe", action="append", required=True, help="of `surgery convert`; may be repeated")
-    parser.add_argument("--healing", default="standard", help="of `surgery finetune`")
-    parser.add_argument("--tiny", action="store_true", help="the healing recipe's block `tiny`")
-    parser.add_argument("--data", action="append", required=True, help="text files to train on")
-    parser.add_argument("--separator", help="what parts their documents, for example '<|endoftext|>'")
+    parser.add_argument("--recipe", action="append", required=True, help="Conversion recipe; may be repeated.")
+    parser.add_argument("--healing", default="standard", help="Healing recipe; default standard.")
+    parser.add_argument("--tiny", action="store_true", help="Apply the healing recipe's block `tiny`.")
+    parser.add_argument("--data", action="append", required=True, help="Train on this text file; may be repeated.")
+    parser.add_argument("--separator", help="Separator of the documents, for example '<|endoftext|>'.")
     parser.add_argument("--calibration", required=True)
-    parser.add_argument("--calibrate", type=int, default=16384, help="tokens of it")
-    parser.add_argument("--text", required=True, help="scored, and never trained on")
-    parser.add_argument("--score", type=int, default=65536, help="tokens of it")
-    parser.add_argument("--length", type=int, default=1024, help="of windows, calibrated on and scored")
+    parser.add_argument("--calibrate", type=int, default=16384, help="Calibration tokens; default 16384.")
+    parser.add_argument("--text", required=True, help="Score this text, which is never trained on.")
+    parser.add_argument("--score", type=int, default=65536, help="Tokens to score; default 65536.")
+    parser.add_argument("--length", type=int, default=1024, help="Tokens per window, for calibration and scoring.")
     parser.add_argument("--start", choices=("calibrated", "copied"), default="calibrated")
-    parser.add_argument("--tokens", type=int, help="to train on, over all stages")
+    parser.add_argument("--tokens", type=int, help="Tokens to train on, over all stages.")
     parser.add_argument("--seed", type=int, action="append")
     parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="of the healing"
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="Change the healing recipe."
     )
-    parser.add_argument("--vary", action="append", default=[], help="KEY=VALUE .., rows of their own for each")
-    parser.add_argument("--convert", action="append", default=[], metavar="KEY=VALUE", help="of the conversion")
+    parser.add_argument(
+        "--vary", action="append", default=[], help="Add rows with these KEY=VALUE of the healing recipe."
+    )
+    parser.add_argument(
+        "--convert", action="append", default=[], metavar="KEY=VALUE", help="Change the conversion recipe."
+    )
     parser.add_argument("--only-convert", action="store_true")
     parser.add_argument("--needles", type=int, action="append", default=[], metavar="LENGTH")
-    parser.add_argument("--samples", type=int, default=40, help="questions at each length and depth")
-    parser.add_argument("--validation", type=int, default=16, help="rows of the scored text that the curve is of")
-    parser.add_argument("--work", type=Path, help="where conversions are kept, to be healed again")
-    parser.add_argument("--keep", type=Path, help="where healed checkpoints are kept")
+    parser.add_argument("--samples", type=int, default=40, help="Needle questions per length and depth; default 40.")
+    parser.add_argument("--validation", type=int, default=16, help="Validation rows of the scored text; default 16.")
+    parser.add_argument("--work", type=Path, help="Keep conversions in this folder, to heal them again.")
+    parser.add_argument("--keep", type=Path, help="Keep healed checkpoints in this folder.")
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
 def main() -> None:
+    """Run the command: print the table row by row, and with --json write it."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

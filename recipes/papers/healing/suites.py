@@ -1,15 +1,16 @@
-"""The suites of `surgery eval` on several conversions of one model, and all of them in one table.
+"""Run suites of `surgery eval` on several conversions of one model, and show all results in one table.
 
 python -m surgery.recipes.papers.healing.suites run SRC btt-half=FOLDER hybrid-25=FOLDER .. --text heldout.txt --out OUT
 python -m surgery.recipes.papers.healing.suites show OUT [--figures PREFIX]
 
-    reading    ppl, per-position      of --text, windows of --length
-    needle     needle (--tasks)       --lengths x five depths, --samples of each
-    mqar       mqar                   --sequences of every length
-    niah       niah_story             as needle, its answers generated; wants lm-eval
-    speed      speed                  for which the machine must do nothing else; in --speed-dtype
+    part       suites                 options
+    reading    ppl, per-position      --text, in windows of --length
+    needle     needle (--tasks)       --samples at each of --lengths and five depths
+    mqar       mqar                   --sequences of each length
+    niah       niah_story             as needle, with generated answers; needs lm-eval
+    speed      speed                  --speed-dtype; the machine must be idle
 
-Each conversion stands beside SRC on the same samples; OUT/NAME.json keeps its rows, OUT/kept what need not be measured again.
+Each conversion is compared with SRC on the same samples. OUT/NAME.json holds its rows, OUT/kept the results that later runs reuse.
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ from surgery.eval.suite import EvalOptions
 from surgery.recipes.papers.healing.tables import show
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-SuiteCall = tuple[list[str], EvalOptions, str]  # suites, how, precision
+SuiteCall = tuple[list[str], EvalOptions, str]  # suites, options, dtype
 
 
 def reading(a: argparse.Namespace) -> SuiteCall:
-    """Suites of language modeling: perplexity and loss by position."""
+    """Return the language modeling suites: perplexity and loss by position."""
     return ["ppl", "per-position"], EvalOptions(text=a.text, tokens=a.tokens, length=a.length), "float32"
 
 
 def needle(a: argparse.Namespace) -> SuiteCall:
-    """Needle suite. The text surrounds the ranked codes; story questions bring their own text."""
+    """Return the needle suite. The text surrounds the ranked codes; story questions bring their own text."""
     asked = {"lengths": tuple(a.lengths), "depths": DEPTHS, "limit": a.samples, "tasks": tuple(a.tasks)}
     return ["needle"], EvalOptions(text=a.text, **asked), "float32"
 
 
 def mqar(a: argparse.Namespace) -> SuiteCall:
-    """Associative recall suite."""
+    """Return the associative recall suite."""
     return ["mqar"], EvalOptions(lengths=tuple(a.lengths), limit=a.sequences), "float32"
 
 
 def niah(a: argparse.Namespace) -> SuiteCall:
-    """Needle-in-a-haystack suite."""
+    """Return the needle-in-a-haystack suite."""
     asked = {"lengths": tuple(a.lengths), "depths": DEPTHS, "limit": a.samples, "tasks": ("niah_story",)}
     return ["niah"], EvalOptions(**asked), "float32"
 
 
 def speed(a: argparse.Namespace) -> SuiteCall:
-    """Speed suite."""
+    """Return the speed suite."""
     return ["speed"], EvalOptions(lengths=tuple(a.speed_lengths), limit=a.repeats), a.speed_dtype
 
 
@@ -63,7 +64,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], SuiteCall]] = {
 
 
 def evaluation_record(done: Evaluation) -> dict[str, Any]:
-    """Return what tables and figures need. by_position: mean nats per position of a window, of both models."""
+    """Return the rows of an evaluation and "by_position": mean nats at each position of a window, by role."""
     found = {**done.to_dict(), "plots": []}
     losses = done.results.get("per-position", {})
     found["by_position"] = {
@@ -99,19 +100,27 @@ def run(a: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Run the command `run` or `show`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     running = commands.add_parser("run")
     running.add_argument("source")
     running.add_argument("conversions", nargs="+", metavar="NAME=FOLDER")
-    running.add_argument("--part", action="append", choices=tuple(PARTS), help="default: reading, needle, mqar")
+    running.add_argument(
+        "--part",
+        action="append",
+        choices=tuple(PARTS),
+        help="Run this part; may be repeated. Default: reading, needle, mqar.",
+    )
     running.add_argument("--text", required=True)
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--tokens", type=int, default=65536)
     running.add_argument("--length", type=int, default=1024)
-    running.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="of questions")
+    running.add_argument(
+        "--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="Tokens of a needle or recall question."
+    )
     running.add_argument("--tasks", nargs="+", default=["needle-rank"])
-    running.add_argument("--samples", type=int, default=20, help="questions at each length and depth")
+    running.add_argument("--samples", type=int, default=20, help="Questions per length and depth; default 20.")
     running.add_argument("--sequences", type=int, default=64)
     running.add_argument("--speed-lengths", type=int, nargs="+", default=[512, 2048, 8192])
     running.add_argument("--speed-dtype", default="bfloat16")
@@ -119,8 +128,8 @@ def main() -> None:
     running.add_argument("--device")
     running.set_defaults(do=run)
     showing = commands.add_parser("show")
-    showing.add_argument("out", type=Path, nargs="+", help="folders, or files NAME.json, in the order of the columns")
-    showing.add_argument("--figures", help="where PREFIX-needle.png and PREFIX-position.png go")
+    showing.add_argument("out", type=Path, nargs="+", help="Folders, or files NAME.json in the order of the columns.")
+    showing.add_argument("--figures", help="Write PREFIX-position.png and PREFIX-<task>.png.")
     showing.set_defaults(do=lambda a: show(a.out, a.figures))
     arguments = parser.parse_args()
     arguments.do(arguments)

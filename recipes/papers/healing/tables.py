@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-Parts = dict[str, Any]  # part of recipes/papers/healing/suites.py -> what an evaluation says of itself
+Parts = dict[str, Any]  # part of recipes/papers/healing/suites.py -> evaluation_record
 WIDTH = 33  # positions in a running mean
-ANSWER_METRICS = ("accuracy", "score")  # how suites call the share of questions answered
+ANSWER_METRICS = ("accuracy", "score")  # names of the share of questions answered
 
 
 def load_parts(places: list[Path]) -> dict[str, Parts]:
@@ -27,9 +27,7 @@ def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def is_table_row(row: dict[str, Any]) -> bool:
-    """Return whether a row is shown: main metrics, whole and by length; all position ranges of losses; speed without
-    peak memory.
-    """
+    """Return whether a row is shown: main metrics in total and by length, losses by position, and speed without peak memory."""
     name, group = row["metric"]["name"], set(row["group"])
     if row["suite"] == "speed":
         return name in ("prefill_ms", "decode_ms", "cache_mb") and group == {"length"}
@@ -49,6 +47,7 @@ def select_rows(found: dict[str, Parts]) -> dict[tuple[Any, ...], dict[str, dict
 
 
 def row_label(row: dict[str, Any]) -> str:
+    """Return a row's title: task or metric, group and unit."""
     title = row["metric"]["title"] or row["metric"]["name"]
     group = "".join(f", {'to ' if name == 'position' else ''}{value:,}" for name, value in row["group"].items())
     unit = row["metric"]["unit"]
@@ -57,6 +56,7 @@ def row_label(row: dict[str, Any]) -> str:
 
 
 def format_value(row: dict[str, Any], role: str) -> str:
+    """Format a model's value with its standard error."""
     error = row["errors"].get(role)
     shown = f"{row['values'][role]:.4g}"
     return shown if not error or row["suite"] == "speed" else f"{shown} ± {error:.2g}"
@@ -82,8 +82,8 @@ def markdown(found: dict[str, Parts]) -> str:
             for name in found
         ]
         guess = " (no evidence: guesses)" if any("no evidence" in flag for flag in first["flags"]) else ""
-        told = [row_label(first), f"{first['samples']:,}", format_value(first, "base") + guess, *cells]
-        lines.append("| " + " | ".join(told) + " |")
+        line = [row_label(first), f"{first['samples']:,}", format_value(first, "base") + guess, *cells]
+        lines.append("| " + " | ".join(line) + " |")
     return "\n".join(lines)
 
 
@@ -114,6 +114,7 @@ def needle_maps(found: dict[str, Parts], task: str) -> dict[str, dict[tuple[floa
 
 
 def make_figure(columns: int, rows: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """Return (figure, flat array of its axes). size: inches of one panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

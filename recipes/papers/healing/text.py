@@ -1,13 +1,13 @@
-"""Text to heal on, made where there is none: documents parted by a line that says END.
+"""Make a training text for healing: documents, each followed by a line with END.
 
 python -m surgery.recipes.papers.healing.text stories OUT.txt --characters 20000000
 python -m surgery.recipes.papers.healing.text code OUT.txt --apart heldout.txt --apart calibration.txt
 python -m surgery.recipes.papers.healing.text samples OUT.txt --source stories260K
 
-    stories    what the embedded checkpoint was trained on (eval/stories/__init__.py), half of it long rows with needles
-    code       Python source of the packages installed here. A package that shares passages with a text of --apart is left
-               out whole, for its files resemble each other, and so is every file that shares one
-    samples    what a model itself writes, token by token, after its first token
+    stories    generated stories, as the embedded checkpoint was trained on (eval/stories/__init__.py); half are long, with needles
+    code       Python source of the installed packages. Files that share a passage with a text of --apart are left out, and so are
+               packages that share several, because their files resemble each other
+    samples    text sampled from a model at temperature 1
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from surgery.eval import stories
 
 END = stories.END
 PASSAGE_LINES = 6  # lines, without blanks
-MAX_SHARED_PASSAGES = 20  # passages that a package may share by chance: licenses, loops over arguments
-MAX_FILE_CHARACTERS = 200_000  # characters of a file: beyond are tables and generated code
+MAX_SHARED_PASSAGES = (
+    20  # a package with this many shared passages is left out; fewer occur by chance (licenses, argument parsing)
+)
+MAX_FILE_CHARACTERS = 200_000  # larger files are mostly tables and generated code
 
 
 def write(path: Path, documents: Iterator[str], characters: int) -> int:
-    """Write whole documents until the text has that many characters; return the number of documents."""
+    """Write whole documents until the text has at least `characters` characters; return the number written."""
     size = 0
     partial = path.with_name(path.name + ".tmp")
     with open(partial, "w", encoding="utf-8") as file:
@@ -111,16 +113,21 @@ def _sample_batch(model: Any, tokenizer: Any, begun_B1: torch.Tensor, length: in
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("stories", "code", "samples"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--characters", type=int, default=20_000_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--apart", action="append", default=[], help="code: texts to have nothing in common with")
-    parser.add_argument("--packages", type=Path, default=Path(torch.__file__).parents[1], help="code: from where")
-    parser.add_argument("--source", help="samples: the checkpoint that writes")
-    parser.add_argument("--length", type=int, default=512, help="samples: tokens of one")
-    parser.add_argument("--rows", type=int, default=256, help="samples: at a time")
+    parser.add_argument(
+        "--apart", action="append", default=[], help="code: leave out files that share passages with this text."
+    )
+    parser.add_argument(
+        "--packages", type=Path, default=Path(torch.__file__).parents[1], help="code: folder of installed packages."
+    )
+    parser.add_argument("--source", help="samples: checkpoint to sample from.")
+    parser.add_argument("--length", type=int, default=512, help="samples: maximum tokens of a document.")
+    parser.add_argument("--rows", type=int, default=256, help="samples: documents per batch.")
     arguments = parser.parse_args()
     if arguments.kind == "stories":
         documents = story_documents(arguments.seed)

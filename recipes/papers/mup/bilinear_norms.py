@@ -1,10 +1,11 @@
-"""Bilinear scores from scratch, one row for each norm: the held-out loss of a small GPT-2 whose attention has a bilinear score
-in place of q . k (base `own`), at the best of some base rates.
+"""Compare norms of bilinear scores trained from scratch: held-out loss of a small GPT-2 at its best base learning rate.
+
+In each model the bilinear score replaces q . k (`base: own`).
 
 python -m surgery.recipes.papers.mup.bilinear_norms --text calibration.txt --held heldout.txt [--seeds 2] [--steps 200] [--only qk] [--flat]
 
---flat gives the factors the base rate, whatever their fan-in. Characters, two layers of width 64, four heads of 16, 8
-windows of 32 a step; AdamW, cosine, the same batches for every form. The loss is in nats per character.
+Models have two layers of width 64 and four heads of 16, and read characters. A step has 8 windows of 32. AdamW, cosine schedule, the
+same batches for every model. Losses are in nats per character. --flat gives the factors the base rate, whatever their fan-in.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FORMS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def model_of(attention: dict[str, Any] | None, vocabulary: int, seed: int) -> Any:
+def make_small_model(attention: dict[str, Any] | None, vocabulary: int, seed: int) -> Any:
     """Return a small GPT-2 with a bilinear mixer, or with its own attention."""
     config, plan = make_config(WIDTH, vocabulary, SIZES), None
     if attention is not None:
@@ -49,11 +50,11 @@ def model_of(attention: dict[str, Any] | None, vocabulary: int, seed: int) -> An
     return make_model(config, plan, SIZES.embedding_std, seed)
 
 
-def trained(model: Any, ids: Tensor, rate: float, steps: int, seed: int, flat: bool) -> Any:
-    """Train a model at a base rate (log2) and return it."""
-    told = {"kind": "lm", "trains": ["all"], "rate": rate, "length": SIZES.length, "batch": SIZES.rows}
-    told |= {"tokens": steps * SIZES.rows * SIZES.length, "optimiser": {"base_width": WIDTH}}
-    stage = parse_healing_recipe({"stages": [told]}).stages[0]
+def train_model(model: Any, ids: Tensor, rate: float, steps: int, seed: int, flat: bool) -> Any:
+    """Train a model at a base learning rate and return it. flat: factors of scores learn at the base rate."""
+    keys = {"kind": "lm", "trains": ["all"], "rate": rate, "length": SIZES.length, "batch": SIZES.rows}
+    keys |= {"tokens": steps * SIZES.rows * SIZES.length, "optimiser": {"base_width": WIDTH}}
+    stage = parse_healing_recipe({"stages": [keys]}).stages[0]
     groups = make_groups(model, set(parameter_infos(model)), stage)
     for group in groups:
         group.rate = rate if flat and group.kind == "mixers" else group.rate
@@ -72,30 +73,33 @@ def trained(model: Any, ids: Tensor, rate: float, steps: int, seed: int, flat: b
 
 
 @torch.no_grad()
-def held_out(model: Any, ids: Tensor) -> float:
+def held_out_loss(model: Any, ids: Tensor) -> float:
     """Return the loss in nats per character over adjacent windows."""
     rows = ids[: len(ids) // SIZES.length * SIZES.length].view(-1, SIZES.length)
     return float(model.eval()(rows, labels=rows, use_cache=False).loss)
 
 
-def rows(
+def measure_forms(
     text: str, held: str, seeds: int, steps: int, log2_rates: list[float], only: str, flat: bool
 ) -> Iterator[dict[str, Any]]:
-    """Return the result rows of all forms and rates."""
+    """Yield a row per form whose name contains `only`: best log2 rate, its losses by seed, and mean losses by rate."""
     words = sorted(set(text))
     number = {c: i for i, c in enumerate(words)}
     ids, held_ids = (torch.tensor([number[c] for c in t if c in number]) for t in (text, held))
     for name, attention in ((n, a) for n, a in FORMS.items() if only in n):
         found: dict[float, list[float]] = {}
         for rate in log2_rates:
-            runs = (model_of(attention, len(words), s) for s in range(seeds))
-            found[rate] = [held_out(trained(m, ids, 2**rate, steps, s, flat), held_ids) for s, m in enumerate(runs)]
+            runs = (make_small_model(attention, len(words), s) for s in range(seeds))
+            found[rate] = [
+                held_out_loss(train_model(m, ids, 2**rate, steps, s, flat), held_ids) for s, m in enumerate(runs)
+            ]
         means = {rate: statistics.fmean(losses) for rate, losses in found.items()}
         best = min(means, key=lambda rate: means[rate] if means[rate] == means[rate] else math.inf)
         yield {"form": name, "log2 rate": best, "losses": found[best], "means": means}
 
 
 def main() -> None:
+    """Run the command: print a row per form."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="Train on this text.")
     parser.add_argument("--held", type=Path, required=True, help="Score this text; 16,384 characters at most.")
@@ -107,7 +111,7 @@ def main() -> None:
     given = parser.parse_args()
     text, held = given.text.read_text(encoding="utf-8"), given.held.read_text(encoding="utf-8")[:16_384]
     print("| score | log2 of the best rate | held-out loss | all rates |\n| --- | --- | --- | --- |")
-    for row in rows(text, held, given.seeds, given.steps, given.rates, given.only, given.flat):
+    for row in measure_forms(text, held, given.seeds, given.steps, given.rates, given.only, given.flat):
         losses = row["losses"]
         error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
         means = ", ".join(f"{mean:.3f}" for mean in row["means"].values())

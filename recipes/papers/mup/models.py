@@ -1,6 +1,4 @@
-"""Models of recipes/papers/mup/run.py: GPT-2 decoders of one depth and several widths whose layers have structured linears, and the
-learning rates that a recipe assigns to their parameters.
-"""
+"""Models of recipes/papers/mup/run.py: GPT-2 decoders of several widths with structured linears, and their learning rates."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class SweepSizes:
 
     @property
     def log2_rates(self) -> list[float]:
-        """Return log2 of the base rates."""
+        """log2 of the base learning rates."""
         first, last, step = self.rates
         return [first + i * step for i in range(round((last - first) / step) + 1)]
 
@@ -55,7 +53,7 @@ def structure_keys(name: str, width: int) -> dict[str, Any] | None:
         "btt": {"structure": "btt", "blocks": "sqrt", "rank": 2},
         "monarch": {"structure": "monarch", "blocks": "sqrt"},
         "low_rank": {"structure": "low_rank", "rank": 2 * root},
-        "mlr": {"structure": "low_rank", "rank": 2 * root},  # four levels of half a root each take its place below
+        "mlr": {"structure": "low_rank", "rank": 2 * root},  # replaced by four levels of rank root / 2 in make_gpt2
     }[name]
 
 
@@ -92,6 +90,7 @@ def make_gpt2(name: str, width: int, vocabulary: int, sizes: SweepSizes, seed: i
 
 
 def added_paths(plan: Any) -> Iterator[str]:
+    """Yield the paths of linears whose output is added to the residual stream."""
     return (path for path, cuts in plan.targets.items() if set(RESIDUAL_ROLES) & set(cuts[0].linear.roles))
 
 
@@ -122,13 +121,15 @@ def rate_factors(model: Any, stage: Any) -> dict[str, float]:
 
 
 def matching_core_rate(name: str, vocabulary: int, sizes: SweepSizes) -> float:
-    """The base rate of the cores under `mup` with which, at the base width, they have the rates of `dense` on the geometric
-    mean over their numbers. muP leaves such constants open; with this one the rules differ by how they follow the width
-    (and by how they share a rate out among cores), not by how fast cores learn compared with embeddings."""
+    """Return the base rate of the cores under the rule `mup` at which both rules agree at the base width.
+
+    Agreement is in the geometric mean over the cores' elements. muP leaves this constant open. With it, the rules differ in how rates
+    depend on the width and are distributed over cores, but not in how fast cores learn compared with embeddings.
+    """
     if name == "dense":
         return 1.0
     model = make_gpt2(name, BASE, vocabulary, sizes, seed=0)
     aware, naive = (rate_factors(model, make_stage(sizes, rule)) for rule in ("mup", "dense"))
-    numbers = {n: p.numel() for n, p in model.named_parameters() if aware[n] != naive[n]}
-    logs = sum(count * math.log(naive[n] / aware[n]) for n, count in numbers.items())
-    return math.exp(logs / sum(numbers.values()))
+    elements = {n: p.numel() for n, p in model.named_parameters() if aware[n] != naive[n]}
+    logs = sum(count * math.log(naive[n] / aware[n]) for n, count in elements.items())
+    return math.exp(logs / sum(elements.values()))

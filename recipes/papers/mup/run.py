@@ -1,14 +1,16 @@
-"""Does the best base learning rate stay the same as models grow? Figure 2b of Qiu et al. 2024 ("Compute Better Spent"), from our
-own runs: GPT-2 decoders of one depth and several widths, with structured linears in every layer, trained on characters.
+"""Find the best base learning rate at several widths: Figure 2b of Qiu et al. 2024 ("Compute Better Spent"), repeated.
+
+The models are GPT-2 decoders of one depth and several widths, with structured linears in every layer, trained on characters.
 
 python -m surgery.recipes.papers.mup.run run --text FILE --out runs.jsonl [--structure btt ..] [--width 64 ..]
 python -m surgery.recipes.papers.mup.run show runs.jsonl .. [--plot mup.png]
 
-    mup      every core at the rate of its own fan-in (surgery/training/optim.py): rate * c * 64 / fan_in
-    dense    every core at the rate that muP gives the dense layer in its place: rate * 64 / in
+    rule     learning rate of a core
+    mup      by its own fan-in (surgery/training/optim.py): rate * c * 64 / fan_in
+    dense    that of the dense layer it replaces under muP: rate * 64 / in
 
 Both start from the same parameters, and c makes their rates equal at the base width 64 (`matching_core_rate`). All rates, seeds
-and rules of one structure and width train at once as a stack; runs that the file already contains are not repeated.
+and rules of one structure and width are trained at once (quality/stacked.py). Runs that the file already contains are skipped.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ class CachedEncoder(TextEncoder):
         self.known: dict[tuple[Any, ...], list[TokenSequence]] = {}
 
     def encode_texts(self, documents: list[Document]) -> list[TokenSequence]:
+        """Return the tokens of documents, from the cache if they were encoded before."""
         key = tuple((document.content, document.begins, document.ends) for document in documents)
         if key not in self.known:
             self.known[key] = super().encode_texts(documents)
@@ -163,6 +166,7 @@ def split_into_stacks(runs: list[SweepRun], memory: float, sizes: SweepSizes) ->
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Train all missing runs and append a JSON line for each to the result file."""
     sizes = SweepSizes(
         **{k: v for k, v in vars(arguments).items() if k in SweepSizes.__dataclass_fields__ and v is not None}
     )
@@ -183,6 +187,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Run the command `run` or `show`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     running = commands.add_parser("run")
@@ -190,13 +195,15 @@ def main() -> None:
     running.add_argument("--out", required=True)
     running.add_argument("--structure", action="append", choices=STRUCTURE_NAMES)
     running.add_argument("--width", action="append", type=int)
-    running.add_argument("--memory", type=float, default=8.0, help="GB for a stack of runs")
+    running.add_argument(
+        "--memory", type=float, default=8.0, help="GB for the runs that are trained at once; default 8."
+    )
     running.add_argument("--device")
-    running.add_argument("--plain", action="store_true", help="no CUDA graphs")
+    running.add_argument("--plain", action="store_true", help="Do not use CUDA graphs.")
     for name in ("layers", "head", "length", "rows", "steps", "seeds"):
         running.add_argument(f"--{name}", type=int)
     running.add_argument("--embedding-std", type=float, dest="embedding_std")
-    running.add_argument("--rates", type=float, nargs=3, metavar=("FROM", "TO", "STEP"), help="log2 of the base rate")
+    running.add_argument("--rates", type=float, nargs=3, metavar=("FROM", "TO", "STEP"), help="log2 of the base rates.")
     running.set_defaults(do=run)
     showing = commands.add_parser("show")
     showing.add_argument("runs", type=Path, nargs="+")

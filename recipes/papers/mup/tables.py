@@ -14,8 +14,9 @@ Losses = dict[float, dict[int, float]]  # log2 of the base rate -> seed -> held-
 
 @dataclass(frozen=True)
 class BestRate:
-    """Best base rate (log2), its standard error over seeds, the lowest mean loss. edge: whether it lies at an end of the
-    grid.
+    """Best base rate (log2), its standard error over seeds, and the lowest mean loss in nats.
+
+    edge: whether the best rate lies at an end of the grid.
     """
 
     log2_rate: float
@@ -35,14 +36,12 @@ def load_losses(paths: list[Path]) -> dict[tuple[str, str, int], Losses]:
 
 
 def _order(row: dict[str, Any]) -> tuple[bool, str, bool]:
-    """Structures by name, the dense control last; structure-aware rates first."""
+    """Return the sort key of a row: structures by name, dense last; the rule mup first."""
     return row["structure"] == "dense", row["structure"], row["rule"] != "mup"
 
 
 def find_best(losses: Losses) -> BestRate:
-    """Return the best rate: vertex of a parabola through the lowest mean loss and its neighbors; the error is over
-    seeds.
-    """
+    """Return the vertex of a parabola through the lowest mean loss and its neighbors, with its standard error over seeds."""
     rates, means, seeds = mean_losses(losses)
     each = [parabola_vertex(rates, [losses[r][seed] for r in rates]) for seed in seeds]
     where, lowest = parabola_vertex(rates, means), min(means)
@@ -105,14 +104,14 @@ def markdown(table: list[dict[str, Any]]) -> str:
     lines.append("|" + " --- |" * (len(widths) + 4))
     for row in table:
         cells = [_cell(row["bests"].get(w)) for w in widths]
-        told = [
+        line = [
             row["structure"],
             row["rule"],
             *cells,
             _pair(row["moved"], row["error"], "+"),
             f"{row['lost']:.4f}",
         ]
-        lines.append("| " + " | ".join(told) + " |")
+        lines.append("| " + " | ".join(line) + " |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Table of docs/quality.md: perplexity after converting every linear of the layers, by structure and method, without training.
+"""Table of docs/measurements/quality.md: perplexity after converting every linear of the layers, by structure and method, without training.
 
 python -m surgery.recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--json OUT]
 
@@ -42,7 +42,7 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "pivoted_low_rank": {},
     "auto": {},
 }
-CLOSED_FORM = ("low_rank", "pivoted_low_rank")  # the whitened form is the optimum: no sweeps
+CLOSED_FORM = ("low_rank", "pivoted_low_rank")  # the whitened solution is the optimum, so there are no sweeps
 
 
 def structure_steps(structure: str, steps: list[str]) -> list[str]:
@@ -76,6 +76,7 @@ def convert_and_measure(
 
 
 def main() -> None:
+    """Run the command: print a line per structure, method and share."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source")
     parser.add_argument("--calibration", required=True)
@@ -114,11 +115,11 @@ def format_line(found: dict[str, Any]) -> str:
     place = " ".join(str(found.get(k, "")) for k in ("structure", "step", "keep"))
     if "refused" in found:
         return f"{place}: {found['refused']}"
-    said = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
+    line = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
     if "ratio" not in found:
-        return said
+        return line
     return (
-        f"{said}, x {ppl.format_interval(found['ratio'])}, kept {found['kept']:.3f}, "
+        f"{line}, x {ppl.format_interval(found['ratio'])}, kept {found['kept']:.3f}, "
         f"MACs {found['macs']:.3f}, {found['allocation']}, {found['seconds']:.0f} s"
     )
 

@@ -1,4 +1,4 @@
-"""Tables of attention in docs/quality.md: perplexity after replacing every attention by a mixer, before training, and cache size.
+"""Attention tables of docs/measurements/quality.md: perplexity with a mixer in every attention, before training, and cache size.
 
 python -m surgery.recipes.papers.quality.mixers SRC --calibration FILE --text FILE [--recipe ssd ..] [--set KEY=VALUE ..]
 
@@ -83,23 +83,34 @@ def format_line(found: dict[str, Any]) -> str:
     place = f"{found['recipe']} {found.get('start', '')}"
     if "refused" in found:
         return f"{place}: {found['refused']}"
-    said = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
+    line = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
     if "ratio" not in found:
-        return said
-    kept = ", ".join(f"{length}: {ours}/{whole}={ours / whole:.4f}" for length, (ours, whole) in found["cache"].items())
+        return line
+    sizes = ", ".join(
+        f"{length}: {ours}/{whole}={ours / whole:.4f}" for length, (ours, whole) in found["cache"].items()
+    )
     errors = f"errors {found['copied']:.3f} -> {found['started']:.3f}, " if found["copied"] is not None else ""
-    return f"{said}, x {format_interval(found['ratio'])}, {errors}cache {kept}, {found['seconds']:.0f} s"
+    return f"{line}, x {format_interval(found['ratio'])}, {errors}cache {sizes}, {found['seconds']:.0f} s"
 
 
 def main() -> None:
+    """Run the command: print a line per recipe and start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source")
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--text", required=True)
-    parser.add_argument("--recipe", action="append", help="shipped names; default: all that give attention a mixer")
+    parser.add_argument(
+        "--recipe", action="append", help="Recipe name; may be repeated. Default: all shipped recipes with a mixer."
+    )
     parser.add_argument("--start", choices=("copied", "calibrated"), action="append")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
-    parser.add_argument("--context", type=int, action="append", default=[], help="lengths to measure the cache at")
+    parser.add_argument(
+        "--context",
+        type=int,
+        action="append",
+        default=[],
+        help="Measure the cache at this length in tokens; may be repeated.",
+    )
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--device")

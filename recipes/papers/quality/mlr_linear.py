@@ -20,7 +20,7 @@ from surgery.structures.base import MuP, StructureConfig, StructuredLinear
 
 @dataclass(frozen=True)
 class MLRLinearConfig(StructureConfig):
-    """Config of MLRLinear."""
+    """Config of MLRLinear. ranks: rank of a block, by level."""
 
     name: ClassVar[str] = "mlr"
     ranks: tuple[int, ...] = (4, 4, 4, 4)
@@ -31,6 +31,7 @@ class MLRLinear(StructuredLinear):
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of both factors of each level: weight (k, r, a) and right (k, d, r), numbered from level 1 on."""
         found: dict[str, tuple[int, ...]] = {}
         for level, rank in enumerate(config.ranks):
             k, tail = 2**level, str(level or "")
@@ -38,6 +39,7 @@ class MLRLinear(StructuredLinear):
         return found
 
     def product(self, x: Tensor) -> Tensor:
+        """Return x W^T without bias, the sum over levels."""
         y: Any = 0.0
         for level in range(len(self.config.ranks)):
             left_kra, right_kdr = (getattr(self, f"{name}{level or ''}") for name in ("weight", "right"))
@@ -47,9 +49,11 @@ class MLRLinear(StructuredLinear):
         return y
 
     def macs(self) -> int:
+        """Return the multiply-accumulates per token."""
         return sum(getattr(self, name).numel() for name in self.core_names())
 
     def mup(self) -> dict[str, MuP]:
+        """Return fan-in and fan-out per core; left factors of all levels share the sum of the ranks as fan-in."""
         found, rank = {}, sum(self.config.ranks)
         for name, (_, first, last) in self.shapes(self.config, self.out_features, self.in_features).items():
             found[name] = MuP(rank, last) if name.startswith("weight") else MuP(first, last)

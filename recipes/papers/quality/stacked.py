@@ -1,11 +1,11 @@
-"""Many training runs of one architecture at once: parameters stacked, one vmapped model, one Adam.
+"""Train M models of one architecture at once: stacked parameters, one vmapped forward, one Adam.
 
-    stack = Stack(models, rates, optimiser, clip=1.0, device=device)         models: M alike; rates: M x {parameter: peak}
-    losses_M = stack.step(batch, factor)                                     batch: (M, B, T) each
+    stack = StackedTraining(models, rates, optimiser, clip=1.0, device=device)     rates: M x {parameter: peak learning rate}
+    losses_M = stack.step(batch, factor)                                           batch: tensors (M, B, T)
 
-A run of a small model keeps a GPU waiting for launches; M of them cost little more than one. Each has its own numbers,
-rates and clipping, so each is the run it would be alone; one that diverges leaves the others. On a GPU the step is a CUDA
-graph, which wants eager attention (models made with attn_implementation="eager"). M runs, N numbers of one, B rows, T tokens.
+Training a small model is bound by kernel launches, so M runs cost little more than one. Each run has its own parameters, learning
+rates and clipping, so its losses are those of a run on its own, and a diverging run does not affect the others. On a GPU the step
+is a CUDA graph, which requires eager attention (attn_implementation="eager"). Shapes: M runs, N parameters of a model, B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class StackedTraining:
         device: torch.device,
         graph: bool = True,
     ):
-        assert optimiser.name == "adamw" and not optimiser.weight_decay, "AdamW without decay is what is written here"
+        assert optimiser.name == "adamw" and not optimiser.weight_decay, (
+            "StackedTraining supports AdamW without weight decay only"
+        )
         self.optimiser, self.clip, self.device = optimiser, clip, device
         self.names = [name for name, p in models[0].named_parameters()]
         shapes = [p.shape for p in models[0].parameters()]

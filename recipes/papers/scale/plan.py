@@ -1,8 +1,9 @@
-"""What converting, healing and measuring a large Llama would take, on paper: counted from its shape (recipes/papers/scale/work.py), at rates
-measured on small ones (recipes/papers/scale/rates.py).
+"""Estimate time, memory and cost of converting, healing and evaluating a large Llama.
+
+Work is counted from the model's shape (recipes/papers/scale/work.py), throughputs are measured on small models (rates.py).
 
 python -m surgery.recipes.papers.scale.plan --model 70b --device H200 --processes 1 8 64 --price 3.5
-python -m surgery.recipes.papers.scale.plan --check w256 w512 w1024     rates from small conversions here, which predict the last
+python -m surgery.recipes.papers.scale.plan --check w256 w512 w1024     fit rates to small conversions on this machine, predict the last
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ from surgery.recipes.papers.scale.work import (
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """memory: bytes; products, roots: see Rates; training, reading: FLOP/s of bf16 steps and of a bare forward; starting:
-    seconds before the first layer."""
+    """Throughputs of a device.
+
+    Attributes:
+        rates: throughputs of a conversion.
+        memory: bytes.
+        training, reading: FLOP/s of bf16 training steps and of a forward pass.
+        starting: seconds before the first layer.
+    """
 
     rates: Rates
     memory: float
@@ -35,8 +42,11 @@ class DeviceRates:
 
 
 def h200() -> DeviceRates:
-    """docs/performance.md (conversion; eigenproblems of 1024, and smaller, 10 ms), docs/finetune.md (1B, layers recomputed: 37,255
-    tokens/s), docs/evaluate.md (1.2B in bf16: 3.24 x 32,768 tokens/s)."""
+    """Return the rates of an H200, measured in docs/measurements.
+
+    performance.md: conversion, and 10 ms for an eigenproblem of size 1024 or smaller. training.md: 37,255 tokens/s for 1B with
+    activation checkpointing. evaluation.md: 3.24 x 32,768 tokens/s for 1.2B in bf16.
+    """
     one, length = SHAPES["1b"], 32768
     trained = 37255 * (8 * one.params + 16 * one.layers * 2048 * one.width)
     read = 3.24 * length * (2 * one.params + 2 * one.layers * length * one.width)  # attention is causal
@@ -49,7 +59,13 @@ DEVICES = {"H200": h200}
 # -- a plan ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PlanOptions:
-    """disk, link, upload: bytes/s of each machine's disk, between processes, to the Hub. heal, evaluate: tokens."""
+    """Assumptions of an estimate.
+
+    Attributes:
+        disk, link, upload: bytes/s of each machine's disk, between processes, and to the Hub.
+        heal, evaluate: tokens.
+        price: of a device for an hour.
+    """
 
     text: CalibrationText
     disk: float
@@ -62,9 +78,11 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class PlannedStage:
+    """Estimate of one stage. device, host: peak memory in bytes of one device, and of one process on the host."""
+
     name: str
     seconds: float
-    device: float  # bytes, the peak on one
+    device: float
     host: float
     note: str = ""
 
@@ -73,10 +91,12 @@ CHUNK = 16384  # tokens that go through a layer at a time on a GPU (surgery.cali
 
 
 def estimate_memory(shape: LlamaShape, text: CalibrationText) -> tuple[float, float, float]:
-    """(on the device, on the host, in a file) bytes while a layer is converted. Device: the layer and its stand-ins in
-    float32, moments of the widest stage three times (fitted to, held out, a part or the fit's own), a chunk's
-    activations, slices of the head. Host: both streams' hidden states, a layer as it is stored. File: what enters each
-    layer, in bf16, for the way back."""
+    """Return the peak bytes (on the device, on the host, in a file) of a conversion.
+
+    Device: the layer and its replacements in float32; three sets of second moments of the widest group of linears (fitted windows,
+    held-out windows, and one for a part or the fit); activations of a chunk; slices of the head. Host: hidden states of the original
+    and the converted model, and a layer as stored. File: the inputs of every layer in bf16, for the backward pass.
+    """
     widest = max(moments_work(stage, i in (1, 3))[1] for i, stage in enumerate(shape.stages()))
     chunk = min(CHUNK, max(MIN_SHARD_TOKENS, text.fit // MAX_SHARDS)) * (4 * shape.mlp + 8 * shape.width)
     hidden = 2 * text.tokens * shape.width
@@ -85,13 +105,13 @@ def estimate_memory(shape: LlamaShape, text: CalibrationText) -> tuple[float, fl
 
 
 def plan_stages(shape: LlamaShape, device: DeviceRates, processes: int, options: PlanOptions) -> list[PlannedStage]:
-    """Of one model; half of the linears' numbers kept."""
+    """Return the stages of converting a model to half of its linears' parameters, healing, evaluating and pushing it."""
     rates, kept = device.rates, shape.params - shape.layers * shape.layer / 2
     gpu, host, saved = estimate_memory(shape, options.text)
     io = shape.layers * 2 * shape.layer / options.disk
     budgets, layer = (rates.seconds(work, options.link) for work in calibrated_work(shape, options.text, processes))
-    written = 2 * 2 * kept / options.disk  # pieces, then shards, by the first process
-    reads = 6 * io  # survey twice, trial, conversion, and again for a margin: every process reads every layer
+    written = 2 * 2 * kept / options.disk  # layer shards, then the final shards, by the first process
+    reads = 6 * io  # Fisher pass twice, trial, conversion, and a margin: every process reads every layer
     most = -(-shape.layers // processes)
     free = max(rates.seconds(data_free_work(shape)) * most, 2 * io / shape.layers * most)
     stages = [
@@ -128,6 +148,7 @@ def plan_stages(shape: LlamaShape, device: DeviceRates, processes: int, options:
 
 
 def format_table(shape: LlamaShape, device: DeviceRates, processes: list[int], options: PlanOptions) -> list[str]:
+    """Return the lines of a Markdown table, a row per number of processes and stage."""
     lines = ["| stage | processes | hours | peak GB, device | peak GB, host, each process | cost | |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
     for count in processes:
@@ -144,19 +165,20 @@ def format_table(shape: LlamaShape, device: DeviceRates, processes: list[int], o
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="70b")
     parser.add_argument("--device", choices=DEVICES, default="H200")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--price", type=float, default=3.5, help="of a device and hour")
-    parser.add_argument("--tokens", type=int, default=131072, help="of calibration")
+    parser.add_argument("--price", type=float, default=3.5, help="Price of a device for an hour; default 3.5.")
+    parser.add_argument("--tokens", type=int, default=131072, help="Calibration tokens; default 131072.")
     parser.add_argument("--sweeps", type=int, default=6)
-    parser.add_argument("--heal", type=float, default=20e6, help="tokens")
-    parser.add_argument("--evaluate", type=float, default=10e6, help="tokens")
-    parser.add_argument("--disk", type=float, default=2.0, help="GB/s")
-    parser.add_argument("--link", type=float, default=50.0, help="GB/s between processes")
-    parser.add_argument("--upload", type=float, default=0.1, help="GB/s")
-    parser.add_argument("--check", nargs="+", choices=SHAPES, help="convert these here, smaller ones first")
+    parser.add_argument("--heal", type=float, default=20e6, help="Tokens of healing; default 20e6.")
+    parser.add_argument("--evaluate", type=float, default=10e6, help="Tokens of evaluation; default 10e6.")
+    parser.add_argument("--disk", type=float, default=2.0, help="GB/s of a disk; default 2.")
+    parser.add_argument("--link", type=float, default=50.0, help="GB/s between processes; default 50.")
+    parser.add_argument("--upload", type=float, default=0.1, help="GB/s to the Hub; default 0.1.")
+    parser.add_argument("--check", nargs="+", choices=SHAPES, help="Convert these on this machine, in this order.")
     arguments = parser.parse_args()
     if arguments.check:
         print("\n".join(check_rates(arguments.check, CalibrationText(4096, 256, 1))))

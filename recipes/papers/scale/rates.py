@@ -13,7 +13,13 @@ from surgery.recipes.papers.scale.work import SHAPES, CalibrationText, Conversio
 
 @dataclass(frozen=True)
 class MeasuredConversion:
-    """Seconds of both parts of a conversion over all layers: from docs/performance.md, or measured here."""
+    """Measured seconds of a conversion over all layers.
+
+    Attributes:
+        budgets: Fisher pass and quick trial.
+        conversion: conversion of the layers.
+        free: conversion of the layers without calibration text; None if not measured.
+    """
 
     device: str
     shape: str
@@ -21,7 +27,7 @@ class MeasuredConversion:
     text: CalibrationText
     budgets: float
     conversion: float
-    free: float | None = None  # without a text, where that was measured
+    free: float | None = None
 
 
 MEASUREMENTS = [
@@ -32,7 +38,7 @@ MEASUREMENTS = [
 
 @dataclass(frozen=True)
 class Rates:
-    """Throughputs: products in FLOP/s, roots in n^3/s, calls in 1/s."""
+    """Throughputs of a conversion, see ConversionWork."""
 
     products: float  # FLOP/s
     roots: float = 1e30  # n^3/s

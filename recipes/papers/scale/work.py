@@ -49,7 +49,7 @@ SHAPES = {
     "7b": LlamaShape(32, 4096, 11008, 32, 32, 32000),
     "70b": LlamaShape(80, 8192, 28672, 64, 8, 128256),
     "405b": LlamaShape(126, 16384, 53248, 128, 8, 128256),
-    # for checking rates on two cores
+    # small models, to check rates on two cores
     "w256": LlamaShape(2, 256, 1024, 4, 4, 1000, True, 64),
     "w512": LlamaShape(2, 512, 2048, 8, 8, 1000, True, 64),
     "w1024": LlamaShape(2, 1024, 4096, 16, 16, 1000, True, 64),
@@ -62,18 +62,20 @@ class CalibrationText:
 
     tokens: int = 8192
     window: int = 1024
-    sweeps: int = 1  # a matrix: random weights stop after one, trained ones mostly after two to six
+    sweeps: int = 1  # per matrix: one for random weights, mostly two to six for trained ones
 
     @property
     def held_out(self) -> int:
+        """Tokens of the held-out windows."""
         return max(self.window, self.tokens // 8)
 
     @property
     def fit(self) -> int:
+        """Tokens that the structures are fitted to."""
         return self.tokens - self.held_out
 
 
-LARGE_EIGENPROBLEM = 1024  # of an eigenproblem: below it a GPU takes no less time (docs/scale.md)
+LARGE_EIGENPROBLEM = 1024  # size below which an eigenproblem takes as long on a GPU (docs/measurements/scale.md)
 
 
 @dataclass(frozen=True)
@@ -100,21 +102,21 @@ class ConversionWork:
 
 # -- counting ------------------------------------------------------------------------------------------------
 def forward_work(shape: LlamaShape, tokens: float, window: int, linears: int | None = None) -> ConversionWork:
-    """Forward pass of a layer. linears: parameters that run; default: all, with attention."""
+    """Return the work of a forward pass of a layer. linears: parameters that run; default: all, with attention."""
     return ConversionWork(
         tokens * (2 * (shape.layer if linears is None else linears) + 4 * window * shape.heads * shape.head)
     )
 
 
 def projection_work(out: int, in_: int) -> ConversionWork:
-    """Projection: whitened blocks, their Gram matrices, 16 eigenproblems, cores."""
+    """Return the work of a projection: whitened blocks, their Gram matrices, 16 eigenproblems, cores."""
     a, d = out / 4, in_ / 4
     size, products = min(a, d), 2 * out * in_ * (d + 2 * min(a, d))
     return ConversionWork(products, 16 * size**3) if size >= LARGE_EIGENPROBLEM else ConversionWork(products, calls=16)
 
 
 def sweep_work(out: int, in_: int) -> ConversionWork:
-    """One ALS sweep (surgery.structures.btt): C R and step C, W C - L (R C), least squares of both sides."""
+    """Return the work of one ALS sweep (surgery.structures.btt): C R and step C, W C - L (R C), least squares of both sides."""
     a, d = out / 4, in_ / 4
     s = a * d / (2 * (a + d))
     return ConversionWork(
@@ -123,9 +125,7 @@ def sweep_work(out: int, in_: int) -> ConversionWork:
 
 
 def fit_work(out: int, in_: int, text: CalibrationText) -> ConversionWork:
-    """Fit of a matrix: two targets, sweeps of the better one, held-out error of each candidate, and W C of the shifted
-    target.
-    """
+    """Return the work of fitting a matrix: two targets, sweeps of the better one, held-out errors, and W C of the shifted target."""
     product = 2 * out * in_ * in_
     judged = (2 + min(text.sweeps, 2)) * product
     whole = ConversionWork(judged + 2 * product + product) + projection_work(out, in_) + projection_work(out, in_)

@@ -1,11 +1,10 @@
-"""What the harness around a model costs: suites against a bare loop of the same forwards, on a random Llama of 1B parameters.
+"""Measure the overhead of evaluation suites over a bare loop of the same forward passes, on a random Llama of 1B parameters.
 
 python -m surgery.recipes.papers.speed.eval_speed --length 32768 --samples 64 --suite needle:needle --suite niah --new 0 --new 128
 
-The bare loop reads as many random prompts of that length, batch by batch, and takes the last logits (`--new 0`: what `needle` does) or
-generates as many tokens (`--new 128`: what `niah` does). A suite that is bound by the model takes little longer, at every
-length alike. `accelerate launch --num_processes 2 -m surgery.recipes.papers.speed.eval_speed ..` shares the samples, and the bare loop runs in
-every process at the same time.
+The bare loop reads the same number of random prompts of that length in batches. It computes the last logits (`--new 0`, as `needle`
+does) or generates tokens (`--new 128`, as `niah` does). With `accelerate launch --num_processes 2 -m
+surgery.recipes.papers.speed.eval_speed ..` the samples are divided among processes, and each process runs the bare loop at the same time.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def _run_batch(model: Any, ids_BT: torch.Tensor, new: int) -> None:
 def time_suite(
     eval_model: EvalModel, name: str, length: int, samples: int, rows: int, data_root: Path | None
 ) -> dict[str, Any]:
-    """Time a suite."""
+    """Return samples and seconds of a suite, after a warm-up."""
     suite, _, task = name.partition(":")
     options = EvalOptions(
         lengths=(length,),
@@ -104,7 +103,7 @@ def time_suite(
         batch_size=rows,
         data_root=data_root,
     )
-    # Imports, and what is compiled at the first call, as the bare loop has its warm-up.
+    # Warm-up, as the bare loop has: imports, and compilation at the first call.
     find_suite(suite).run(eval_model, options.model_copy(update={"limit": 1, "lengths": (min(length, 512),)}))
     began = time.perf_counter()
     result = find_suite(suite).run(eval_model, options)
@@ -121,11 +120,11 @@ def compare_with_bare_loop(
     rows = arguments.rows or max(1, min(own, tokens // length))
     time_bare_loop(
         eval_model, length, min(1, arguments.bare_batches), rows, new
-    )  # a warm-up: the memory that it takes is kept
+    )  # warm-up: the allocator keeps its memory
     times = time_bare_loop(eval_model, length, arguments.bare_batches, rows, new)
     found = time_suite(eval_model, name, length, arguments.samples, rows, arguments.data_root)
     times += time_bare_loop(eval_model, length, arguments.bare_batches, rows, new)
-    every = eval_model.ranks.gather(times)  # the processes' rates, added turn by turn
+    every = eval_model.ranks.gather(times)  # rates are summed over processes, batch by batch
     rates = [sum(rows / seconds for seconds in together) for together in zip(*every)]
     mean = statistics.fmean(rates)
     error = statistics.stdev(rates) / len(rates) ** 0.5
@@ -141,15 +140,24 @@ def compare_with_bare_loop(
 
 
 def main() -> None:
+    """Run the command: print a JSON line per suite and length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--length", type=int, action="append")
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--suite", action="append", help="suite, or suite:task")
-    parser.add_argument("--new", type=int, action="append", help="tokens generated in the bare loop, for each suite")
-    parser.add_argument("--rows", type=int, help="of a batch, of both; default: what --batch-size auto begins with")
-    parser.add_argument("--bare-batches", type=int, default=1, help="of the bare loop, before the suite and after it")
-    parser.add_argument("--alone", action="store_true", help="of several processes the first with its share, then all")
+    parser.add_argument("--suite", action="append", help="Suite, or suite:task; may be repeated.")
+    parser.add_argument(
+        "--new", type=int, action="append", help="Tokens generated in the bare loop; one for each suite."
+    )
+    parser.add_argument(
+        "--rows", type=int, help="Rows per batch of suite and loop; default: as --batch-size auto starts."
+    )
+    parser.add_argument(
+        "--bare-batches", type=int, default=1, help="Batches of the bare loop before and after the suite."
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="Measure the first process alone with its share, then all processes."
+    )
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--device")
     arguments = parser.parse_args()
@@ -174,7 +182,7 @@ def main() -> None:
                         ),
                         flush=True,
                     )
-                ranks.broadcast_object(None)  # the others wait
+                ranks.broadcast_object(None)  # the other processes wait
             say(_to_json(compare_with_bare_loop(eval_model, name, length, new, arguments)), flush=True)
 
 
