@@ -42,7 +42,7 @@ def result_grids(rows: list[ResultRow]) -> list[tuple[str, list[int], list[tuple
         found.append(_make_grid(title, here, format_cell))
         kind = title.split(",")[0]
         if kind == "model":
-            found.append(_make_grid(f"{title}, tokens a second", here, tokens_per_second))
+            found.append(_make_grid(f"{title}, tokens per second", here, tokens_per_second))
         if title == "model, prefill":
             found.append(
                 _make_grid(f"{title}, peak GB beside weights", here, lambda row: format_in_units(row.get("peak"), 1e9))
@@ -201,7 +201,9 @@ def training_tables(result: dict[str, Any]) -> list[Any]:
     """Return the training rows as rich tables."""
     from rich.table import Table
 
-    grid = Table(title="training, tokens a second", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    grid = Table(
+        title="training, tokens per second", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
     for column in ("", "", "bare loop", "surgery", "lost", "peak GB, bare", "surgery"):
         grid.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for row in result["rows"]:
