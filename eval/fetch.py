@@ -57,7 +57,7 @@ def dataset_sources(suites: Sequence[str], tasks: Sequence[str] = ()) -> list[Da
         each = known(tasks) if known else [DatasetSource(*data) for data in find_datasets([suite])]
         if not each:
             raise SurgeryError(
-                f"{suite!r} reads no data set, or is neither a suite nor a task of lm-eval{suggestion(suite, SUITE_SOURCES)}"
+                f"{suite!r} is not a suite or lm-eval task that reads a data set{suggestion(suite, SUITE_SOURCES)}"
             )
         found |= dict.fromkeys(each)
     return list(found)
@@ -88,7 +88,7 @@ def fetch(root: Path, sources: Iterable[DatasetSource], progress: Progress) -> d
     by_path: dict[str, list[DatasetSource]] = {}
     for source in sources:
         if not DATASET_NAME.match(source.path):
-            raise SurgeryError(f"{source.path!r} is no data set of the Hub; one is called org/name")
+            raise SurgeryError(f"{source.path!r} is not the name of a Hub data set. Write it as org/name.")
         by_path.setdefault(source.path, []).append(source)
     done: dict[str, list[str]] = {"fetched": [], "kept": []}
     with explain_disk_errors(root), progress.bar("data sets", len(by_path)) as tick:
@@ -173,10 +173,10 @@ def _fetch_dataset(place: Path, path: str, head: MirrorReadme, wanted: list[Data
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, SurgeryError) or is_disk_error(error):
             raise
-        said = (str(error).strip().splitlines() or [""])[0][:200]
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
         raise SurgeryError(
-            f"{path} could not be fetched ({type(error).__name__}: {said}); what came before it is kept, and the same command "
-            "goes on. Data sets that ask for it need `hf auth login` first"
+            f"{path} could not be fetched ({type(error).__name__}: {reason}). Data sets fetched before it are kept; run the same "
+            "command again to continue. Gated data sets need `hf auth login` first."
         ) from None
 
 
@@ -221,17 +221,19 @@ def _read_readme(place: Path) -> MirrorReadme:
     try:
         header = read_front_matter(readme.read_text(encoding="utf-8", errors="replace"))
     except ValueError as error:
-        raise SurgeryError(f"the head of {readme} is not YAML: {error}; remove {place}, then fetch it again") from None
+        raise SurgeryError(
+            f"the header of {readme} is not YAML: {error}. Remove {place}, then fetch it again."
+        ) from None
     configs, whole = header.get("configs", []), header.get(COMPLETE_KEY)
     if not isinstance(configs, list) or not all(
         isinstance(c, dict) and isinstance(c.get("config_name"), str) for c in configs
     ):
         raise SurgeryError(
-            f"the head of {readme} lists no configs, each with a config_name; remove {place}, then fetch it again"
+            f"the header of {readme} must list configs, each with a config_name. Remove {place}, then fetch it again."
         )
     if whole is not None and not (_is_list_of(whole, str) and all(_is_file_list(c.get("data_files")) for c in configs)):
         raise SurgeryError(
-            f"the head of {readme} is not what fetch-eval-data wrote; remove {place}, then fetch it again"
+            f"the header of {readme} is not the one that fetch-eval-data wrote. Remove {place}, then fetch it again."
         )
     return MirrorReadme(configs, whole)
 

@@ -26,7 +26,7 @@ def check_lm_head(model: Any) -> None:
         )
     if not getattr(model, "can_generate", lambda: True)() or getattr(model.config, "is_encoder_decoder", False):
         raise SurgeryError(
-            f"{type(model).__name__} does not predict the next token of its input; this suite is of decoders like LlamaForCausalLM"
+            f"{type(model).__name__} does not predict the next token of its input; this suite needs a decoder such as LlamaForCausalLM"
         )
 
 

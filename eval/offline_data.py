@@ -39,7 +39,7 @@ def load_rows(root: Path | None, suite: str, path: str, config: str | None, spli
         raise
     except Exception as error:
         raise SurgeryError(
-            f"{place}: {config or 'default'}, {split} could not be read ({type(error).__name__}: {_first_line(error)}); fetch it "
+            f"{place}: {config or 'default'}, {split} could not be read ({type(error).__name__}: {_first_line(error)}). Fetch it "
             f"again: surgery fetch-eval-data {root or 'DATA'} --suite {suite}"
         ) from None
     note_datasets(root, [path])
@@ -75,13 +75,13 @@ def check_datasets(root: Path | None, suite: str, paths: list[str]) -> None:
             return  # data sets come from Hugging Face's cache
         raise SurgeryError(
             f"--suite {suite} reads {', '.join(paths[:4])}{' ..' if len(paths) > 4 else ''} and downloads nothing by itself. "
-            f"Fetch once: surgery fetch-eval-data DATA --suite {suite}; then --data-root DATA (or set HF_HUB_OFFLINE=1 to "
-            "use what Hugging Face's cache holds)"
+            f"Run surgery fetch-eval-data DATA --suite {suite} once, then give --data-root DATA (or set HF_HUB_OFFLINE=1 to "
+            "read Hugging Face's cache)."
         )
     missing = [path for path in paths if not (Path(root) / path).is_dir()]
     if missing:
         raise SurgeryError(
-            f"--data-root {root} has no {', '.join(missing)}: surgery fetch-eval-data {root} --suite {suite}"
+            f"--data-root {root} has no {', '.join(missing)}. Run surgery fetch-eval-data {root} --suite {suite}."
         )
     for path in paths:
         refuse_outside_files(Path(root) / path)

@@ -112,7 +112,7 @@ def evaluate(
     chosen = [find_suite(suite) for suite in dict.fromkeys(suites)]
     for suite in chosen:
         if suite.combine is not None and compare is None:
-            raise SurgeryError(f"--suite {suite.name} compares with an original: --compare SRC")
+            raise SurgeryError(f"--suite {suite.name} compares two models. Give the original with --compare SRC.")
     limits = parse_thresholds(fail_below, compare is not None)
     check_dtype(dtype)
     ranks = init_distributed(device)

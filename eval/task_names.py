@@ -31,7 +31,7 @@ def run_zeroshot(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 def run_named(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run the suite `lm-eval`: the tasks, groups or tags of --tasks, those of --include-path included."""
     if not options.tasks:
-        raise SurgeryError("--suite lm-eval runs tasks of lm-eval by name: --tasks boolq,openbookqa")
+        raise SurgeryError("--suite lm-eval needs names of lm-eval tasks. Give for example --tasks boolq,openbookqa.")
     return run_tasks(eval_model, options.tasks, options, load_tasks)
 
 
@@ -57,9 +57,9 @@ def _check_not_ours(names: Sequence[str]) -> None:
         task = name.removeprefix("ruler_")
         task = LM_EVAL_NAMES.get(task, task)
         if task in RULER:
-            raise SurgeryError(f"{name} is a task of our suite ruler: --suite ruler --tasks {task}")
+            raise SurgeryError(f"{name} is run by surgery's own suite. Use --suite ruler --tasks {task}.")
         if name.startswith("longbench_") and (task := name.removeprefix("longbench_")) in LONGBENCH:
-            raise SurgeryError(f"{name} is a task of our suite longbench: --suite longbench --tasks {task}")
+            raise SurgeryError(f"{name} is run by surgery's own suite. Use --suite longbench --tasks {task}.")
 
 
 def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:

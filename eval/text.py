@@ -75,11 +75,11 @@ def resolve_text(suite: str, text: str | None, mirror: Path | None) -> str:
         return str(mirror / WIKITEXT)
     if text is None:
         raise SurgeryError(
-            f"--suite {suite} reads text: --text FILE (.txt, .jsonl, .parquet) or --text org/name of a Hub data set"
-            + (f"; {mirror} has no {WIKITEXT}" if mirror else "")
+            f"--suite {suite} needs a text. Give --text FILE (.txt, .jsonl, .parquet) or --text org/name, a Hub data set"
+            + (f"; the mirror {mirror} has no {WIKITEXT}" if mirror else "")
         )
     if not Path(text).exists() and (not HUB_DATASET.fullmatch(text) or Path(text).suffix in CALIBRATION_SUFFIXES):
-        raise SurgeryError(f"--text {text!r} is not a file; give a text file, or a Hub data set as org/name")
+        raise SurgeryError(f"--text {text!r} is not a file. Give a text file, or a Hub data set as org/name.")
     return text
 
 
@@ -88,7 +88,7 @@ def window_length_notes(eval_model: EvalModel, options: EvalOptions) -> list[str
     if eval_model.longest is None or eval_model.longest >= options.length:
         return []
     return [
-        f"windows of {eval_model.longest:,} tokens, not {options.length:,}: {eval_model.name} was made for no longer inputs"
+        f"windows have {eval_model.longest:,} tokens instead of {options.length:,}: the context length of {eval_model.name}"
     ]
 
 

@@ -59,7 +59,7 @@ def check_chat_template(tokenizer: Any) -> None:
     """Raise SurgeryError if the tokenizer has no chat template."""
     if not getattr(tokenizer, "chat_template", None):
         raise SurgeryError(
-            "--apply-chat-template: the tokenizer has no chat template (tokenizer_config.json's chat_template); leave the flag out"
+            "--apply-chat-template: the tokenizer has no chat template (chat_template in tokenizer_config.json). Omit the option."
         )
 
 
@@ -69,8 +69,8 @@ def _check_positions(eval_model: EvalModel, longest: int) -> None:
         table = name.rpartition(".")[2] in POSITION_TABLE_NAMES and isinstance(module, torch.nn.Embedding)
         if table and module.num_embeddings < longest:
             raise SurgeryError(
-                f"{eval_model.name} has learned positions ({name}) for {module.num_embeddings:,} tokens, and {longest:,} are asked: "
-                f"--lengths up to {module.num_embeddings}"
+                f"{eval_model.name} has learned positions ({name}) for {module.num_embeddings:,} tokens, fewer than the requested "
+                f"{longest:,}. Use --lengths up to {module.num_embeddings}."
             )
 
 
@@ -175,7 +175,7 @@ class BatchedLM:
         room = self.max_length - tokens
         if room < 1:
             raise SurgeryError(
-                f"answers of {tokens} tokens leave no room for a question in {self.max_length}; a longer --lengths"
+                f"answers of {tokens} tokens leave no room for a question in inputs of {self.max_length}. Use longer --lengths."
             )
         longest = min(room, max(len(each.ids_T) for each in batch))
         ids_BT = torch.full((len(batch), longest), self.tokenizer.pad_token_id, dtype=torch.int64)
@@ -282,7 +282,7 @@ class BatchedLM:
         most = max(len(pair[2]) for row in batch for pair in row)
         if most > self.max_length:
             raise SurgeryError(
-                f"an answer to score has {most} tokens, and inputs {self.max_length}; a longer --lengths"
+                f"an answer to score has {most} tokens, more than an input may have ({self.max_length}). Use longer --lengths."
             )
         inputs = [(row[0][1] + row[0][2])[-(self.max_length + 1) :][:-1] for row in batch]
         longest = max(map(len, inputs))

@@ -72,7 +72,7 @@ def run_own_tasks(
     result.notes += _result_notes(result.info, options, [])
     if longest is not None and eval_model.longest is not None and longest > eval_model.longest:
         result.notes.append(
-            f"{eval_model.name} was made for inputs of {eval_model.longest:,} tokens: what is longer is beyond its training"
+            f"{eval_model.name} has a context length of {eval_model.longest:,} tokens: longer inputs are beyond its training"
         )
     result.metrics = {metric.name: infer_metric_kind(metric, [s.metrics[metric.name] for s in result.samples])}
     return result
@@ -89,7 +89,7 @@ def _run_own_task(
 
 
 def _result_notes(info: dict[str, Any], options: EvalOptions, tasks: list[Any]) -> list[str]:
-    """Where prompts lost their beginning, and which tasks were not asked with the examples that were wanted."""
+    """Return notes on truncated prompts, and on tasks to which --num-fewshot does not apply."""
     cut = [f"{count:,} of {task}" for task, count in info.get("cut", {}).items()]
     said = [f"prompts longer than the model's input, scored without their beginning: {', '.join(cut)}"] if cut else []
     fixed = [
@@ -97,10 +97,13 @@ def _result_notes(info: dict[str, Any], options: EvalOptions, tasks: list[Any]) 
         for task in tasks
         if options.num_fewshot is not None and task.get_config("num_fewshot") != options.num_fewshot
     ]
-    return said + ([f"--num-fewshot does not apply to {', '.join(fixed)}: the task itself says 0"] if fixed else [])
+    return said + (
+        [f"--num-fewshot does not apply to {', '.join(fixed)}: the task itself sets 0 examples"] if fixed else []
+    )
 
 
 def error_message(error: Exception) -> str:
+    """Return the error on one line of at most about 500 characters; the type is named unless it is a SurgeryError."""
     kind = "" if isinstance(error, SurgeryError) else f"{type(error).__name__}: "
     return f"{kind}{' '.join(str(error).split())[:500]}"
 
@@ -116,7 +119,7 @@ def run_tasks(eval_model: EvalModel, names: Sequence[str], options: EvalOptions,
         built = list(loaded["tasks"].values())
         if unsafe := [task.config.task for task in built if getattr(task, "UNSAFE_CODE", False)]:
             raise SurgeryError(
-                f"{unsafe[0]} runs code that the model writes, which is not done here; leave it out of --tasks"
+                f"{unsafe[0]} executes code that the model writes, which surgery does not do. Leave it out of --tasks."
             )
         found, broken = _evaluate_all_or_each(eval_model, built, options, loaded["groups"])
     result = SuiteResult([], {}, info={key: value for key, value in found.items() if key != "samples"}, broken=broken)
@@ -136,7 +139,9 @@ def run_tasks(eval_model: EvalModel, names: Sequence[str], options: EvalOptions,
             result.floors[name] = {metric: floor for metric in metrics if metric in ("acc", "acc_norm")}
     result.notes += _result_notes(result.info, options, built)
     if left_out:
-        result.notes.append(f"not compared, because they are no means over samples: {', '.join(sorted(left_out))}")
+        result.notes.append(
+            f"not compared, because these metrics are not means over samples: {', '.join(sorted(left_out))}"
+        )
     return result
 
 

@@ -1,6 +1,8 @@
-"""The suite `retrieval`: what a text says, asked as its continuation. SWDE, FDA, SQuAD, TriviaQA, DROP and NQ with the text
-in the context (Based, Arora et al. 2024, arXiv:2402.18668, and Just Read Twice, arXiv:2407.05483), cut to given lengths
-around the answer. One of the answers said within 48 tokens and a line counts."""
+"""Suite `retrieval`: complete a sentence with a fact that the context states (SWDE, FDA, SQuAD, TriviaQA, DROP, NQ).
+
+The tasks are those of Based (Arora et al. 2024, arXiv:2402.18668) and Just Read Twice (arXiv:2407.05483). The context is truncated
+to given lengths around the answer. An output is correct if its first line, of at most 48 tokens, contains one of the answers.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ class Cloze:
 
 
 def parse_field(row: Mapping[str, Any]) -> Cloze:
-    """SWDE, FDA: a text that ends with the name of a field, `key:`."""
+    """Read a row of SWDE or FDA: a text that ends with the name of a field, `key:`."""
     text, key = row["text"].strip(), row["key"].strip()
     return Cloze(*_split_at(text, text.lower().rfind(key.lower())), (row["value"].strip(),))
 
 
 def parse_sentence(row: Mapping[str, Any]) -> Cloze:
-    """SQuAD: a text whose last sentence is to be completed."""
+    """Read a row of SQuAD: a text whose last sentence is to be completed."""
     text, context = row["text"].strip(), str(row.get("context") or "").strip()
     known = len(context) if context and text.startswith(context) and len(context) < len(text) else -1
     ends = [found.end() for found in re.finditer(r"[.!?\n]\s+", text)]
@@ -48,7 +50,7 @@ def parse_sentence(row: Mapping[str, Any]) -> Cloze:
 
 
 def parse_question(row: Mapping[str, Any]) -> Cloze:
-    """TriviaQA, DROP, NQ: a text and a question phrased as the beginning of its answer."""
+    """Read a row of TriviaQA, DROP or NQ: a text, and a question phrased as the beginning of its answer."""
     context, asked = PASSAGE_MARKS.sub("", row["context"].strip()), row["question"].strip()
     while asked and context.lower().endswith(asked.lower()):
         context = context[: -len(asked)].strip()
@@ -57,16 +59,26 @@ def parse_question(row: Mapping[str, Any]) -> Cloze:
 
 @dataclass(frozen=True)
 class RetrievalTask:
+    """A task of the suite.
+
+    Attributes:
+        path: data set of the Hub.
+        read: function that turns a row into a Cloze.
+        lengths: lengths in tokens at which the data set exists; its path then ends with one of them. Empty: texts are complete.
+    """
+
     path: str
     read: Any
-    lengths: tuple[int, ...] = ()  # of texts that come cut: path ends with one of them
+    lengths: tuple[int, ...] = ()
 
     def path_for_length(self, length: int) -> str:
+        """Return the data set with the shortest texts of at least `length` tokens, or else with the longest texts."""
         fitting = [n for n in self.lengths if n >= length] or list(self.lengths[-1:])
         return self.path + (str(fitting[0]) if fitting else "")
 
     @property
     def paths(self) -> list[str]:
+        """All data sets of the task."""
         return [f"{self.path}{n}" for n in self.lengths] or [self.path]
 
 
@@ -95,7 +107,7 @@ def run_retrieval(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     for name in names:
         most = max(TASKS[name].lengths, default=None)
         if most is not None and (beyond := [f"{n:,}" for n in lengths if n > most]):
-            result.notes.append(f"{name} at {', '.join(beyond)} tokens: its texts come cut to {most:,}")
+            result.notes.append(f"{name} at {', '.join(beyond)} tokens: the data set truncates its texts to {most:,}")
     return result
 
 

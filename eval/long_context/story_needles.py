@@ -1,5 +1,7 @@
-"""Needles in a story, as the embedded checkpoint was taught them (eval/stories/__init__.py): "The code of the red
-lantern is 7 3." and at the end the question for it. A model that has never seen them can answer them as well."""
+"""Task niah_story: needles in a story, in the form that the embedded checkpoint was trained on (eval/stories/__init__.py).
+
+A story states "The code of the red lantern is 7 3." and ends with a question for that code. Other models can be asked as well.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,10 @@ class StoryNeedles:
     needs: str | None = None
 
     def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+        """Yield questions: at each depth, or with an empty `depths` at random depths.
+
+        Raises LengthTooShortError if a question does not fit.
+        """
         special = ctx.count("")
         for depth in depths or (None,):
             for index in range(samples):

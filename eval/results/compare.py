@@ -97,8 +97,8 @@ def _shared_keys(suite: str, samples: Mapping[Role, dict[Key, Sample]]) -> list[
     if any(found != keys for found in every):
         counts = ", ".join(f"{role} {len(found)}" for role, found in samples.items())
         raise SurgeryError(
-            f"{suite}: base and converted saw different samples ({counts}, {len(keys)} in common); their tokenizers or "
-            "options differ, so nothing can be paired"
+            f"{suite}: base and converted model have different samples ({counts}, {len(keys)} in common), so they cannot be paired. "
+            "Their tokenizers or options differ."
         )
     return [key for key in next(iter(samples.values())) if key in keys]
 

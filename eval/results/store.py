@@ -58,9 +58,11 @@ class ResultStore:
             return
         refuse_dangling(self.folder)
         if self.folder.exists() and not self.folder.is_dir():
-            raise SurgeryError(f"--out {self.folder} is a file; give a folder for results")
+            raise SurgeryError(f"--out {self.folder} is a file. Give a folder for results.")
         if not self.folder.absolute().parent.is_dir():
-            raise SurgeryError(f"--out {self.folder}: {self.folder.absolute().parent} is not a folder; make it first")
+            raise SurgeryError(
+                f"--out {self.folder}: {self.folder.absolute().parent} is not a folder. Create it first."
+            )
         self.folder.mkdir(exist_ok=True)
 
     def result_folder(self, name: str, fingerprint: str, suite: str) -> Path | None:

@@ -56,10 +56,12 @@ def parse_thresholds(given: Sequence[str], compared: bool) -> list[Threshold]:
         except ValueError:
             share = -1.0
         if not name or not 0 < share < float("inf"):
-            raise SurgeryError(f"--fail-below {text!r}: write NAME=SHARE of the base's score, {EXAMPLE}")
+            raise SurgeryError(f"--fail-below {text!r} must be NAME=SHARE, a share of the base's score, {EXAMPLE}")
         found.append(Threshold(name, metric or None, share))
     if found and not compared:
-        raise SurgeryError(f"--fail-below {given[0]} is a share of the base's score: --compare BASE")
+        raise SurgeryError(
+            f"--fail-below {given[0]} is a share of the base's score. Give the base with --compare BASE."
+        )
     return found
 
 

@@ -65,6 +65,7 @@ class MixerStates:
     states: dict[Any, MixerState] = field(default_factory=dict)
 
     def inputs(self, batch: int, length: int) -> MixerInputs:
+        """Draw the inputs of a call over `length` tokens of `batch` rows."""
         draw = lambda *dims: torch.randn(*dims, device=self.device, dtype=self.dtype)  # noqa: E731
         s = self.shape
         keys = draw(batch, s.groups, length, s.key), draw(batch, s.groups, length, s.value)

@@ -99,6 +99,7 @@ class DenseFromCores(nn.Module):
         self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T, with W rebuilt from the cores."""
         cores = x, self.linear.right, self.linear.weight, None, self.linear.out_features
         kernel = next((k for k in dense_kernels(x.is_cuda) if k.accepts(*cores)), None)
         return F.linear(x, self.linear.dense()) if kernel is None else kernel.run(*cores)

@@ -96,7 +96,7 @@ def _check_options(kind: str, sizes: str, dtype: str | None = None) -> None:
     asked = ("bench", kind, (*KINDS, TRAIN)), ("--sizes", sizes, SIZES), ("--dtype", dtype or DTYPES[0], DTYPES)
     for what, given, valid in asked:
         if given not in valid:
-            raise SurgeryError(f"{what} {given!r} is none of {', '.join(valid)}{suggestion(given, valid)}")
+            raise SurgeryError(f"{what} {given!r} is not one of {', '.join(valid)}{suggestion(given, valid)}")
 
 
 def _benchmark_cases(

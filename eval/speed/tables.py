@@ -11,8 +11,8 @@ from surgery.core.errors import SurgeryError
 ResultRow = dict[str, Any]  # of surgery.eval.speed.timer, which brings torch
 
 CELL_LEGEND = (
-    "a cell: ms, times as fast as the first row, share of the counted floor's speed (bytes over the copy bandwidth or "
-    "operations over the matrix rate, whichever takes longer)"
+    "a cell has the median ms, the speedup over the first row, and the share of the roofline's speed (bytes over the copy "
+    "bandwidth or operations over the matrix product rate, whichever takes longer)"
 )
 
 
@@ -42,7 +42,7 @@ def result_grids(rows: list[ResultRow]) -> list[tuple[str, list[int], list[tuple
         found.append(_make_grid(title, here, format_cell))
         kind = title.split(",")[0]
         if kind == "model":
-            found.append(_make_grid(f"{title}, tokens a second", here, tokens_per_second))
+            found.append(_make_grid(f"{title}, tokens per second", here, tokens_per_second))
         if title == "model, prefill":
             found.append(
                 _make_grid(f"{title}, peak GB beside weights", here, lambda row: format_in_units(row.get("peak"), 1e9))
@@ -63,15 +63,18 @@ def _make_grid(
 
 
 def tokens_per_second(row: ResultRow) -> str:
+    """Format the throughput of a row: of the whole prompt in prefill, of one token in decoding."""
     tokens = row["x"] if "prefill" in row["table"] else 1
     return f"{tokens / row['ms'] * 1e3:,.0f}"
 
 
 def format_in_units(count: float | None, unit: float) -> str:
+    """Format a count in multiples of a unit, with two decimals below 100; "-" for None."""
     return "-" if count is None else f"{count / unit:,.{0 if count >= 100 * unit else 2}f}"
 
 
 def format_cell(row: ResultRow) -> str:
+    """Format ms, speedup over the table's first row, and share of the roofline's speed."""
     parts = [format_ms(row["ms"])]
     if "ratio" in row and row["ratio"] != 1:
         parts.append(f"{row['ratio']:.2f}x")
@@ -117,16 +120,16 @@ def crossovers(rows: list[ResultRow]) -> list[str]:
             behind = [x for x, wins in at if not wins]
             since = [x for x, _ in at if not behind or x > behind[-1]]
             ahead.setdefault(f"from {since[0]:,}" if since else "nowhere", []).append(name.removesuffix(", kernel"))
-        said = "; ".join(f"{where} {' · '.join(names)}" for where, names in ahead.items())
-        lines.append(f"{title}, ahead of the fastest that torch has: {said}")
+        sizes = "; ".join(f"{where} {' · '.join(names)}" for where, names in ahead.items())
+        lines.append(f"{title}, faster than the fastest of PyTorch's own: {sizes}")
     return lines
 
 
 def format_conditions(result: dict[str, Any]) -> list[str]:
     """Return device, dtype, versions, date and ceilings in a few lines."""
     limits, versions = result["ceilings"], result["versions"]
-    several = result.get("processes", 1)  # a rival's ratio is to the first row of its own
-    ends = f"; rivals in {several} processes" if several > 1 else ""
+    several = result.get("processes", 1)  # each speedup is relative to the first row of the same process
+    ends = f"; measured in {several} processes" if several > 1 else ""
     named = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return [
         f"{result['device']}, {result['dtype']}, {named}, {result['date']}; copy {limits['copy'] / 1e12:.2f} TB/s, "
@@ -135,7 +138,7 @@ def format_conditions(result: dict[str, Any]) -> list[str]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return a result as docs/performance.md shows it."""
+    """Return a result as docs/measurements/performance.md shows it."""
     lines = []
     for title, columns, rows in result_grids(result["rows"]):
         lines += [f"### {title}", "", "| | " + " | ".join(f"{c:,}" for c in columns) + " |"]
@@ -198,7 +201,9 @@ def training_tables(result: dict[str, Any]) -> list[Any]:
     """Return the training rows as rich tables."""
     from rich.table import Table
 
-    grid = Table(title="training, tokens a second", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    grid = Table(
+        title="training, tokens per second", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
     for column in ("", "", "bare loop", "surgery", "lost", "peak GB, bare", "surgery"):
         grid.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for row in result["rows"]:

@@ -68,6 +68,7 @@ class TrainingCase:
 
     @property
     def positions(self) -> int:
+        """Tokens per step."""
         return self.batch * self.length
 
 
@@ -135,7 +136,9 @@ def train(
                     if out is not None:
                         write_json(out, result)
     if not result["rows"]:
-        raise SurgeryError(f"--only {only}: no case of bench train has one of these words; try --only 1b,btt")
+        raise SurgeryError(
+            f"--only {only}: no case of bench train has one of these words in its name. Try --only 1b,btt."
+        )
     result["complete"] = time.monotonic() <= ends
     if out is not None and accelerator.is_main_process:
         write_json(out, result)

@@ -1,4 +1,4 @@
-"""Update kernels/tuning.json and docs/performance.md from files written by `surgery bench --out`.
+"""Update kernels/tuning.json and docs/measurements/performance.md from files written by `surgery bench --out`.
 
     python -m surgery.eval.speed.update_tables linear.json attention.json decode.json model.json
 
@@ -129,6 +129,7 @@ def heading(result: dict[str, Any]) -> str:
 
 
 def main(paths: list[str]) -> None:
+    """Update table and page from these result files."""
     results = merge_results([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
     of_ops = [result for result in results if result["kind"] != "model"]
     TABLE.write_text(format_json(tuning_tables(of_ops)), encoding="utf-8")

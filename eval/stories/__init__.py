@@ -1,17 +1,15 @@
-"""Text to learn from and to be asked about, all of it invented here: short stories, facts, lists, needles.
+"""Generator of synthetic training and test texts: short stories, lists of facts, and needle questions.
 
-Three kinds of document, each a pure function of a random generator:
+There are three kinds of document, each a pure function of a random generator:
 
-    Story: ...                        a little world (people, things, places) and what happens in it
-    Story: ... with codes hidden ...  the same, with "The code of the red lantern is 7 3." here and there,
-                                      and at the end "Question: What is the code of the red lantern?
-                                      Answer: 7 3." : a needle in a haystack
+    Story: ...                        sentences about people, things and places
+    Story: ... with codes hidden ...  the same, with sentences such as "The code of the red lantern is 7 3." inserted, and
+                                      "Question: What is the code of the red lantern? Answer: 7 3." at the end
     List: ...                         facts without a story, and questions about them
 
-Codes, capitals and the like are drawn afresh for each document, so only the context can answer a question.
-Every draw uses `Random.random()` alone, the one method whose sequence Python promises to keep: the same
-seed gives the same bytes on every version of Python. No torch, no tokenizer: lengths are counted by
-whatever `count` function is passed in (default: words, digits and punctuation marks).
+Codes, capitals and colors are drawn anew for each document, so a question can be answered from the context only.
+Every draw uses `Random.random()` alone, whose sequence Python guarantees across versions: a seed always gives the same bytes.
+Lengths are counted by the `count` function that is passed in (default: words, digits and punctuation marks).
 """
 
 import re
@@ -23,10 +21,10 @@ from surgery.eval.stories.lexicon import WORDS
 from surgery.eval.stories.world import World, log_uniform, pick
 
 Count = Callable[[str], int]
-Counts = Callable[[Sequence[str]], list[int]]  # of many texts at once, as fast tokenizers like it
+Counts = Callable[[Sequence[str]], list[int]]  # for many texts at once, which a fast tokenizer counts in parallel
 
 END = "<|endoftext|>"
-# What the tokenizer cuts text into before it merges bytes: a word, a digit or a mark, each with its space.
+# Pieces into which the tokenizer splits text before it merges bytes: a word, a digit or a mark, each with its space.
 PIECE = r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+"
 _PIECE = re.compile(re.escape(END) + "|" + PIECE)
 
@@ -44,14 +42,17 @@ class Fact:
 
     @property
     def statement(self) -> str:
+        """The sentence that states the fact."""
         return f" The {self.subject} {self.key} is {self.value}."
 
     @property
     def prompt(self) -> str:
+        """The question, up to its answer."""
         return f"\nQuestion: What is the {self.subject} {self.key}? Answer:"
 
     @property
     def answer(self) -> str:
+        """The answer, with its leading space."""
         return f" {self.value}"
 
 
@@ -69,18 +70,18 @@ def split_pieces(text: str) -> list[str]:
 
 
 def count_pieces(text: str) -> int:
-    """How many words, digits and punctuation marks: a little under the number of tokens."""
+    """Return the number of words, digits and punctuation marks, slightly below the number of tokens."""
     return len(split_pieces(text))
 
 
 def _invented_name(rng: Random) -> str:
-    """A name of two syllables that means nothing, like Zelmor."""
+    """Return an invented name of two syllables, such as Zelmor."""
     first = pick(rng, WORDS["first"])
     return first + pick(rng, WORDS["second"])
 
 
 def code_facts(rng: Random, n: int) -> list[Fact]:
-    """n codes of two digits for n different things; half the others share a word with the first one."""
+    """Return n codes of two digits for n different things; about half of the others share a word with the first."""
     keys: dict[tuple[str, str], None] = {}
     while len(keys) < n:
         key = (pick(rng, WORDS["adjective"]), pick(rng, WORDS["thing"]))
@@ -95,7 +96,7 @@ def code_facts(rng: Random, n: int) -> list[Fact]:
 
 
 def mixed_facts(rng: Random, n: int) -> list[Fact]:
-    """At most n facts of one kind, codes most often; keys differ, and values differ where they are codes."""
+    """Return at most n facts of one kind, mostly codes. Keys are distinct, and so are the values of codes."""
     kind = rng.random()
     if kind < 0.6:
         return code_facts(rng, n)
@@ -116,7 +117,10 @@ def _sentence(world: World) -> str:
 
 
 def filler(rng: Random, length: int, count: Count = count_pieces, ends: bool = False) -> list[str]:
-    """Sentences of one story, together at most `length` by `count` (none, if the first is longer)."""
+    """Return sentences of one story, in total at most `length` by `count`; empty if the first is longer.
+
+    ends: append a closing sentence once little room is left, which may exceed `length`.
+    """
     world = World(rng)
     sentences: list[str] = []
     while True:
@@ -147,8 +151,8 @@ def insert_facts(sentences: list[str], facts: list[Fact], depths: list[float]) -
     order = sorted(range(len(facts)), key=lambda i: depths[i])
     gaps = {i: min(len(sentences), int(depths[i] * (len(sentences) + 1))) for i in order}
     lines = [[facts[i].statement for i in order if gaps[i] == gap] for gap in range(len(sentences) + 1)]
-    told = [line + sentences[gap : gap + 1] for gap, line in enumerate(lines)]
-    return "Story:" + "".join(text for line in told for text in line)
+    merged = [line + sentences[gap : gap + 1] for gap, line in enumerate(lines)]
+    return "Story:" + "".join(text for line in merged for text in line)
 
 
 def _questions_text(facts: list[Fact]) -> str:
@@ -158,19 +162,20 @@ def _questions_text(facts: list[Fact]) -> str:
 def needle_question(
     rng: Random, length: int, depth: float, distractors: int | None = None, counts: Counts = count_each
 ) -> NeedleQuestion:
-    """A code hidden at `depth` (0 first sentence, 1 last) of a story, among codes of other things.
+    """Return a question for a code that is stated at `depth` (0 first sentence, 1 last) of a story, among other codes.
 
-    The prompt and its answer together are at most `length` by `counts`, and less by one sentence at most.
-    distractors: how many other codes; by default one in 64 of the length, one at least and seven at most.
+    Args:
+        length: prompt and answer together have at most this length by `counts`, and at most one sentence less.
+        distractors: number of other codes; default: length / 64, between 1 and 7.
     """
     if not 0 <= depth <= 1:
-        raise ValueError(f"needle_question(depth={depth}): the depth is a share of the story, from 0 to 1")
+        raise ValueError(f"needle_question(depth={depth}): the depth must be in [0, 1]")
     others = min(7, max(1, length // 64)) if distractors is None else distractors
     facts = code_facts(rng, 1 + others)
     (used,) = counts(["Story:" + "".join(fact.statement for fact in facts) + facts[0].prompt + facts[0].answer])
     if used > length:
-        raise ValueError(f"needle_question(length={length}, distractors={others}): the facts alone take {used}")
-    # The others fall strictly between, so that depth 0 is the very first sentence and depth 1 the last.
+        raise ValueError(f"needle_question(length={length}, distractors={others}): the facts alone have length {used}")
+    # The others lie strictly between, so that depth 0 is the first sentence and depth 1 the last.
     depths = [depth] + [0.001 + 0.998 * rng.random() for _ in range(others)]
     return NeedleQuestion(
         insert_facts(long_filler(rng, length - used, counts), facts, depths) + facts[0].prompt, facts[0].answer
@@ -178,9 +183,9 @@ def needle_question(
 
 
 def needle_document(rng: Random, length: int, count: Count = count_pieces, early: int = 2) -> str:
-    """A story of at most `length` with facts hidden in it and up to four questions at its end.
+    """Return a story of at most `length` with facts inserted and up to four questions at its end.
 
-    early: the depth of a fact is u^early, u uniform: 1 anywhere alike, larger the more near the beginning.
+    early: the depth of a fact is u^early with u uniform in [0, 1]; above 1, facts lie nearer to the beginning.
     """
     facts = mixed_facts(rng, log_uniform(rng, 1, max(1, min(12, length // 32))))
     asked = sorted(facts, key=lambda _: rng.random())[: 1 + int(rng.random() * 4)]
@@ -190,7 +195,7 @@ def needle_document(rng: Random, length: int, count: Count = count_pieces, early
 
 
 def list_document(rng: Random, most: int = 16) -> str:
-    """Two to `most` facts in a row, and questions about up to eight of them."""
+    """Return two to `most` facts in a row, then questions about up to eight of them."""
     facts = mixed_facts(rng, log_uniform(rng, 2, most))
     asked = sorted(facts, key=lambda _: rng.random())[: 1 + int(rng.random() * 8)]
     return "List:" + "".join(fact.statement for fact in facts) + _questions_text(asked)
@@ -212,7 +217,7 @@ def drill(rng: Random, most: int = 8) -> list[tuple[str, bool]]:
 
 
 def document(rng: Random) -> str:
-    """One document of the mixture: half plain stories, a third stories with needles, a sixth lists."""
+    """Return one document of the mixture: half plain stories, a third stories with needles, a sixth lists."""
     kind = rng.random()
     if kind < 0.5:
         return "Story:" + "".join(filler(rng, log_uniform(rng, 80, 500), ends=True))
@@ -220,7 +225,7 @@ def document(rng: Random) -> str:
 
 
 def corpus(seed: int, characters: int) -> str:
-    """Documents, each ended by a line that says END, until the text has at least so many characters."""
+    """Return a text of at least `characters` characters: documents, each followed by a line with END."""
     rng, parts, size = Random(seed), [], 0
     while size < characters:
         parts.append(f"{document(rng)}\n{END}\n")

@@ -1,4 +1,4 @@
-"""The words and sentence patterns that world.py and eval/stories/__init__.py draw from. Data, no code but the parser.
+"""Words and sentence templates of the stories (world.py, eval/stories/__init__.py): data and its parser.
 
 In a group of WORDS the early entries are drawn more often than the late ones. Adjectives, roles, traits and
 animals begin with a consonant, so that "a" is always right; animals take a plural in s.
@@ -68,7 +68,7 @@ first: Zel, Tri, Bor, Ka, Mun, Ves, Dra, Pol, Nim, Gar, Sho, Lu, Rin, Tav, Quo, 
 second: mor, na, dak, lin, tos, ria, bu, gard, vin, ska, po, meth, ran, del, zo, kin
 """)
 
-# What goes with what: the part of the text that a model has to know by heart, not to find in its context.
+# Fixed associations: a model must learn them in training, because the context does not state them.
 WORK = _parse_groups("""
 baker: baked a loaf, lit the oven, kneaded the dough, sold warm rolls
 farmer: plowed the field, fed the chickens, planted corn, cut the hay
@@ -162,8 +162,8 @@ OPENINGS = (
     "{A} had a {pet} and loved {likes}. {A} was a {role} and lived by the {home}.",
 )
 
-# The wordings of each kind of event: A acts, B is somebody else, `mine` is a thing that A holds, `new` one
-# that A gets, `hidden` one that lies at `where`. A 2 after a slot: a second draw from the same group.
+# Templates of each kind of event: A acts, B is another person, `mine` is a thing that A holds, `new` a thing that A gets, `hidden`
+# a thing that lies at `where`. A 2 after a slot: a second draw from the same group.
 EVENTS: dict[str, tuple[str, ...]] = {
     "walk": (
         "{when} {A} walked {manner} to the {place}.",

@@ -1,7 +1,7 @@
-"""The little world of a story: people, what they hold and hide, and the sentences in which things happen.
+"""State of a story (people, their possessions, hidden things) and the sentences that change it.
 
-Consistent on purpose: who holds what, what lies where, who comes from where and keeps which animal are
-settled once and come back many sentences later, so that a model gains from remembering.
+Facts about a person or thing stay fixed and are mentioned again many sentences later, so that a model predicts better if it
+uses distant context.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,21 @@ T = TypeVar("T")
 
 
 def pick(rng: Random, options: Sequence[T]) -> T:
+    """Return an option, all equally likely."""
     return options[int(rng.random() * len(options))]
 
 
 def pick_skewed(rng: Random, options: Sequence[T]) -> T:
-    """An option, the early ones more often (density ~ 1/sqrt): real words are not equally frequent either."""
+    """Return an option, early ones more often (density ~ 1/sqrt), because words of real texts differ in frequency."""
     return options[int(len(options) * rng.random() * rng.random())]
 
 
 def log_uniform(rng: Random, low: int, high: int) -> int:
-    """An integer from low to high, both included, uniform in its logarithm: as many short as long ones."""
+    """Return an integer in [low, high] whose logarithm is uniformly distributed."""
     return min(high, int(low * ((high + 1) / low) ** rng.random()))
 
 
-# Slots that go with another: what a baker does, what one sees at the harbor, what a dog does.
+# Slots whose options depend on another slot: the work of a role, the sights of a place, the acts of an animal.
 _GOES_WITH = {
     "work": ("role", WORK),
     "own_work": ("own", WORK),
@@ -38,7 +39,7 @@ _GOES_WITH = {
 
 
 class World:
-    """The people of one story, what they hold and what lies hidden; `world[slot]` fills a template's slot."""
+    """The people of one story, their possessions and hidden things; `world[slot]` fills a template's slot."""
 
     def __init__(self, rng: Random):
         self.rng = rng
@@ -56,10 +57,11 @@ class World:
         return self.slots[slot]
 
     def tell(self, templates: Sequence[str]) -> str:
+        """Return a random template with its slots filled, after a space."""
         return " " + pick(self.rng, templates).format_map(self)
 
     def person(self) -> str:
-        """Introduces somebody new: the sentence that does so; in a text so long that no name is left, something happens."""
+        """Introduce a new person and return the sentence that does so; an event if all names are used."""
         girl = self.rng.random() < 0.5
         names = [name for name in WORDS["girl" if girl else "boy"] if name not in self.holds]
         if not names:
@@ -73,14 +75,14 @@ class World:
         return self.tell(OPENINGS)
 
     def cast(self) -> None:
-        """Chooses who acts next (A) and who else is there (B); the other slots are fresh."""
+        """Choose who acts next (A) and who else is there (B); the other slots are cleared."""
         first = int(self.rng.random() * len(self.people))
         second = (first + 1 + int(self.rng.random() * (len(self.people) - 1))) % len(self.people)
         self.slots = dict(self.people[first])
         self.slots["B"] = self.people[second]["A"]
 
     def event(self) -> str:
-        """One thing that happens, among those that can: a sentence or two, and the world is changed."""
+        """Draw one of the possible events, apply its effect and return its sentences."""
         self.cast()
         mine = self.holds[self.slots["A"]]
         kinds = ["walk", "mood", "work", "scene", "creature", "talk", "meal", "sight", "find"]
@@ -99,7 +101,7 @@ class World:
         return text
 
     def _change(self, kind: str) -> None:
-        """Applies an event's effect: things change hands, are hidden, and are found again."""
+        """Apply the effect of an event on possessions and hidden things."""
         slots, mine = self.slots, self.holds[self.slots["A"]]
         if kind == "find":
             mine.append(slots["new"])
@@ -114,6 +116,7 @@ class World:
             mine.append(slots["hidden"])
 
     def ending(self) -> str:
+        """Return a closing sentence."""
         self.cast()
         self.slots["mine"] = (self.holds[self.slots["A"]] or ["secret"])[0]
         return self.tell(ENDINGS)

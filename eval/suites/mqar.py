@@ -126,7 +126,7 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= room)
     if not lengths:
         raise SurgeryError(
-            f"mqar: the model takes {eval_model.longest} tokens and has {len(vocabulary)}; lengths are {LENGTHS}"
+            f"mqar: no length of {LENGTHS} fits inputs of {eval_model.longest} tokens and a vocabulary of {len(vocabulary)}"
         )
     asked = [
         (

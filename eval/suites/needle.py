@@ -253,7 +253,9 @@ def _haystack(vocabulary: Vocabulary, room: int, rng: Random, text: Sequence[int
     """Return `room` tokens of the text from a random start, or of generated stories."""
     if text is not None:
         if len(text) < room:
-            raise SurgeryError(f"needle: the text has {len(text):,} tokens, a question needs {room:,}: a longer --text")
+            raise SurgeryError(
+                f"needle: the text has {len(text):,} tokens, and a question needs {room:,}. Give a longer --text."
+            )
         start = int(rng.random() * (len(text) - room + 1))
         return list(text[start : start + room])
     ids: list[int] = []
@@ -347,10 +349,14 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     result = SuiteResult(samples, METRICS, floors={task: FLOORS[task] for task in tasks})
     if beyond := [n for n in lengths if eval_model.longest and n > eval_model.longest]:
         lengths_text = ", ".join(f"{n:,}" for n in beyond)
-        result.notes.append(f"lengths beyond the {eval_model.longest:,} tokens the model was made for: {lengths_text}")
+        result.notes.append(
+            f"lengths beyond the model's context length of {eval_model.longest:,} tokens: {lengths_text}"
+        )
     if short := [n for n in lengths if n < MIN_LENGTH and "needle-rank" in tasks]:
         lengths_text = ", ".join(f"{n:,}" for n in short)
-        result.notes.append(f"needle-rank was not asked at {lengths_text} tokens: a question takes {MIN_LENGTH}")
+        result.notes.append(
+            f"needle-rank was not asked at {lengths_text} tokens: a question needs at least {MIN_LENGTH}"
+        )
     if not samples:
         raise SurgeryError(f"needle: nothing fits; {'; '.join(result.notes)}. Give --lengths {MIN_LENGTH} or more")
     return result

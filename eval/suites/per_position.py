@@ -38,7 +38,7 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     read = [piece for piece in read if len(piece.ids) == longest]  # complete windows only
     if len(read) < 2:
         raise SurgeryError(
-            f"per-position: {len(read)} whole windows of {longest} tokens; at least two: a shorter --length"
+            f"per-position: the text has {len(read)} complete windows of {longest} tokens, and 2 are needed. Use a shorter --length."
         )
 
     def score(batch: list[TextWindow]) -> list[Tensor]:

@@ -25,8 +25,13 @@ from surgery.core.files import read_json
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """inputs: the model's keyword arguments, windows first. Windows 0:n_fit are fitted to, the rest (of
-    `rows`) only checked."""
+    """Calibration inputs of a model.
+
+    Attributes:
+        inputs: keyword arguments of the model, with windows as the first axis.
+        n_fit: windows 0:n_fit are fitted to; the others are held out.
+        rows: number of windows.
+    """
 
     inputs: dict[str, Tensor]
     n_fit: int
@@ -34,35 +39,39 @@ class CalibrationSet:
 
     @classmethod
     def from_inputs(cls, inputs: dict[str, Tensor], holdout: float) -> CalibrationSet:
+        """Return the set with a share `holdout` of the windows held out; at least one, and two of four or more."""
         rows = len(next(iter(inputs.values())))
         if rows < 2:
             raise SurgeryError(f"calibration: {rows} window; at least two are needed, one to fit and one to check")
-        # Two at least where there are four: one window says nothing of its own spread.
+        # At least two of four or more: a single held-out window has no variance estimate.
         held = min(max(2 if rows >= 4 else 1, round(rows * holdout)), rows - 1)
         return cls(inputs, rows - held, rows)
 
     def subset(self, share: float) -> CalibrationSet:
-        """A share of the windows to fit, all those to check."""
+        """Return a share of the windows to fit, and all held-out windows."""
         kept = max(1, round(self.n_fit * share))
         rows = [*range(kept), *range(self.n_fit, self.rows)]
         return CalibrationSet({k: v[rows] for k, v in self.inputs.items()}, kept, len(rows))
 
     def fit_inputs(self) -> dict[str, Tensor]:
+        """Return the inputs of the windows to fit."""
         return {k: v[: self.n_fit] for k, v in self.inputs.items()}
 
     def mask(self) -> Tensor | None:
-        """Real tokens (rows, T), where the inputs are padded."""
+        """Return the mask of real tokens (rows, T); None if the inputs have none."""
         return self.inputs.get("attention_mask")
 
     def head_mask(self) -> Tensor | None:
-        """The same of what reaches the head: of the decoder, where there is one."""
+        """Return the mask of real tokens at the head: the decoder's, if the model has one."""
         return self.inputs.get("decoder_attention_mask" if "decoder_input_ids" in self.inputs else "attention_mask")
 
     def tokens(self) -> int:
+        """Return the number of tokens of all windows; of rows, for inputs other than token ids."""
         first = next(iter(self.inputs.values()))
         return first.shape[0] * (first.shape[1] if first.dim() == 2 else 1)
 
     def digest(self) -> str:
+        """Return the SHA-256 of the windows and their division."""
         digest = hashlib.sha256(str((self.n_fit, self.rows)).encode())
         for name in sorted(self.inputs):
             digest.update(name.encode() + self.inputs[name].contiguous().view(torch.uint8).numpy().tobytes())
@@ -128,6 +137,7 @@ def calibration_inputs(
 
 
 def load_input_tensors(path: Path) -> dict[str, Tensor]:
+    """Load model inputs from a safetensors file. Raises SurgeryError if their numbers of rows differ."""
     from surgery.checkpoint.safetensors_io import read_header, read_tensor
 
     if not path.is_file():

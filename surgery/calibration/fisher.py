@@ -85,7 +85,7 @@ class GradientHooks:
         return rule == "full" or (rule == "auto" and 4 * out <= self.fisher_pass.tokens)
 
     def reduce_round(self, round_: Round) -> None:
-        """A turn is over: its parts' sums are added, in order."""
+        """Add the sums of a round's shards, in the order of the shards."""
         ranks, parts = self.fisher_pass.runner.ranks, (self.moments, self.grams)
         # A process without a part has seen no linear: which there are, and of what size, the first owner knows.
         own = [{path: tuple(t.shape) for path, t in part.items()} for part in parts], self.shared_input, self.rows
@@ -101,6 +101,7 @@ class GradientHooks:
         self.rows = {}
 
     def store_results(self) -> None:
+        """Combine the sums of all processes, and store the metrics of this layer's linears."""
         if not self.paths:
             return
         (self.moments, self.grams), self.rows = self.sums, self.counts
@@ -268,6 +269,7 @@ def load_grams(path: Path, device: torch.device) -> dict[str, Tensor]:
 
 
 def has_lm_head(meta_model: MetaModel) -> bool:
+    """Return whether the model has output embeddings."""
     head = meta_model.model.get_output_embeddings() if hasattr(meta_model.model, "get_output_embeddings") else None
     return head is not None
 

@@ -37,6 +37,7 @@ class OutputMoments:
 
     @property
     def uses_shared_cross(self) -> bool:
+        """Whether K is formed from the shared E[x0 x^T] instead of being stored."""
         return not self.residual and self.weight_OI.shape[0] > self.weight_OI.shape[1]
 
 
@@ -78,7 +79,7 @@ class InputMoments:
             target.k_OI.addmm_(y_NO.mT, x_NI)
 
     def ordered_reduce(self, part: InputMoments, round_: Round, ranks: DistContext, first: bool) -> None:
-        """+= the parts of a turn, in order; with others, each process adds some of the rows."""
+        """Add the shards of a round in order; each process adds some of the matrices' rows."""
         for mine, other in zip(self.tensors(), part.tensors()):
             ranks.ordered_reduce_(mine, other, round_.owners, first)
         energies = {name: target.energy for name, target in part.targets.items()}
@@ -89,6 +90,10 @@ class InputMoments:
                 self.targets[name].energy += energy
 
     def means(self) -> InputMoments:
+        """Divide the sums by the number of rows, in place; no rows can be added afterwards.
+
+        Raises SurgeryError if a sum is not finite.
+        """
         assert self.summing
         for total in self.tensors():
             total /= self.count
@@ -103,7 +108,7 @@ class InputMoments:
         return self
 
     def cross(self, name: str) -> Tensor:
-        """K (O, I)."""
+        """Return K = E[y* x^T] (O, I) of an output."""
         target = self.targets[name]
         if target.k_OI is not None:
             return target.k_OI
@@ -111,7 +116,7 @@ class InputMoments:
         return target.weight_OI @ self.cross_II
 
     def energy(self, name: str) -> float:
-        """E|y*|^2."""
+        """Return E|y*|^2 of an output."""
         target = self.targets[name]
         if target.k_OI is not None:
             return target.energy
@@ -119,6 +124,7 @@ class InputMoments:
         return Metric(self.original_II).squared_norm(target.weight_OI)
 
     def tensors(self) -> list[Tensor]:
+        """Return all stored second moments."""
         held = [self.c_II, self.cross_II, self.original_II, *(t.k_OI for t in self.targets.values())]
         return [t for t in held if t is not None]
 

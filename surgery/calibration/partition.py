@@ -20,6 +20,8 @@ Segment = tuple[int, int, int]  # rows first:last, in at most so many parts
 
 @dataclass(frozen=True)
 class RowShard:
+    """Rows first:last, summed by process `owner`."""
+
     first: int
     last: int
     owner: int
@@ -27,19 +29,22 @@ class RowShard:
 
 @dataclass(frozen=True)
 class Round:
-    """Parts, one after the other, of which no process has two. owners: whose they are, in order; own_rows: the rows of this
-    process's, an empty range where it has none."""
+    """Consecutive shards, at most one per process. owners: their processes, in order; own_rows: rows of this process's shard,
+    empty if it has none."""
 
     owners: tuple[int, ...]
     own_rows: range
 
     def chunks(self, step: int) -> Iterator[tuple[int, int]]:
+        """Yield (first, last) of this process's rows, `step` at a time."""
         return row_chunks(self.own_rows.start, self.own_rows.stop, step)
 
 
 class RowPartition:
-    """Rows in segments, each cut into parts; after `period` rows the same begins again. Without segments the process is
-    alone, and whatever is asked for is one part."""
+    """Segments of rows, each divided into shards; the division repeats after `period` rows.
+
+    Without segments there is a single process, and every request is one shard.
+    """
 
     def __init__(self, ranks: DistContext, tokens: int, segments: Sequence[Segment], period: int):
         self.ranks, self.period, self.parts = ranks, period, list[RowShard]()
@@ -50,7 +55,7 @@ class RowPartition:
                 self.parts.append(RowShard(start, stop, len(self.parts) % ranks.count))
 
     def rounds(self, first: int, last: int) -> list[Round]:
-        """Of a segment, or of the same rows a period or more further on."""
+        """Return the rounds of a segment, or of the same rows one or more periods later."""
         if not self.parts:
             return [Round((0,), range(first, last))]
         past = first // self.period * self.period
@@ -64,10 +69,11 @@ class RowPartition:
         return Round(tuple(part.owner for part in parts), own[0] if own else range(0))
 
     def row_owners(self, rows: int) -> Iterator[tuple[int, int, int]]:
-        """(first, last, owner) of all rows."""
+        """Yield (first, last, owner) of all rows."""
         for past in range(0, rows, self.period):
             yield from ((part.first + past, part.last + past, part.owner) for part in self.parts)
 
 
 def row_chunks(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of rows first:last, `step` at a time."""
     return ((start, min(start + step, last)) for start in range(first, last, step))

@@ -148,7 +148,7 @@ SLIPS = [
     (("densify", "{torn}", "-o", "{tmp}/out"), "lacks tensors 'model.layers.0.mlp.up_proj."),
     (("eval", "{tmp}/none", "--text", "{tmp}/taken/text.txt"), "{tmp}/none does not exist"),
     (("eval", "{llama}", "--text", "x", "--suite", "pl"), "unknown suite 'pl'; did you mean 'ppl'?"),
-    (("eval", "{llama}", "--text", "x", "--suite", "cosine"), "compares with an original: --compare SRC"),
+    (("eval", "{llama}", "--text", "x", "--suite", "cosine"), "compares two models. Give the original with --compare SRC"),
     (("eval", "{llama}", "--text", "x", "--dtype", "bf16"), "--dtype 'bf16' is not supported; did you mean 'bfloat16'?"),
     (("eval", "{tiny}", "--text", "{tmp}/none.txt"), "none.txt' is not a file"),
     (("eval", "{tiny}", "--text", "{tmp}/taken/text.txt"), "tokens; at least two windows of 1024 are needed"),

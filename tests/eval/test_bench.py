@@ -138,7 +138,7 @@ def test_crossovers():
         for name, all_ms in times.items()
         for x, ms in zip((1024, 2048, 4096), all_ms)
     ]
-    assert crossovers(rows) == ["t, ahead of the fastest that torch has: from 4,096 a; nowhere b"]
+    assert crossovers(rows) == ["t, faster than the fastest of PyTorch's own: from 4,096 a; nowhere b"]
 
 
 def test_plot(tmp_path):
@@ -159,7 +159,7 @@ def test_plot(tmp_path):
 
 
 def test_slips_are_refused_in_a_sentence():
-    with pytest.raises(SurgeryError, match="'linaer' is none of linear, attention"):
+    with pytest.raises(SurgeryError, match="'linaer' is not one of linear, attention"):
         bench("linaer")
     with pytest.raises(SurgeryError, match="--sizes 'huge'"):
         bench("linear", sizes="huge")

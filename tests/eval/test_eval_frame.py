@@ -178,10 +178,10 @@ def test_limits(models, limit, code):
 @pytest.mark.parametrize(
     "given, compare, says",
     [
-        ("ppl", "x", "write NAME=SHARE of the base's score, for example --fail-below ppl=1.05"),
-        ("ppl=-1", "x", "write NAME=SHARE"),
-        ("ppl=nan", "x", "write NAME=SHARE"),
-        ("ppl=1.05", None, "is a share of the base's score: --compare BASE"),
+        ("ppl", "x", "must be NAME=SHARE, a share of the base's score, for example --fail-below ppl=1.05"),
+        ("ppl=-1", "x", "must be NAME=SHARE"),
+        ("ppl=nan", "x", "must be NAME=SHARE"),
+        ("ppl=1.05", None, "is a share of the base's score. Give the base with --compare BASE"),
     ],
 )
 def test_limits_that_say_nothing(given, compare, says):
@@ -196,9 +196,9 @@ def test_a_limit_of_nothing_measured(models):
 
 def test_a_file_in_the_way(models, tmp_path):
     (tmp_path / "out").write_text("")
-    with pytest.raises(SurgeryError, match="is a file; give a folder"):
+    with pytest.raises(SurgeryError, match=r"is a file\. Give a folder"):
         evaluate("good", ["right"], OPTIONS, out=tmp_path / "out")
-    with pytest.raises(SurgeryError, match="is not a folder; make it first"):
+    with pytest.raises(SurgeryError, match=r"is not a folder\. Create it first"):
         evaluate("good", ["right"], OPTIONS, out=tmp_path / "a" / "b")
 
 

@@ -85,7 +85,7 @@ def test_3_3_a_ratio_of_perplexities_is_paired(model, tokenizer):
 
 def test_3_windows_that_are_shorter_than_asked_are_told(model, tokenizer, tmp_path):
     found = ppl.measure(model, tokenizer, EvalOptions(text=TEXT, tokens=2048, length=2048))
-    assert found.notes == ["windows of 1,024 tokens, not 2,048: model was made for no longer inputs"]
+    assert found.notes == ["windows have 1,024 tokens instead of 2,048: the context length of model"]
     (tmp_path / "text.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(SurgeryError, match="no document of two tokens"):
         ppl.measure(model, tokenizer, EvalOptions(text=str(tmp_path / "text.jsonl")))
@@ -175,7 +175,7 @@ def test_the_original_finds_them_at_its_training_length():
 
 def test_beyond_what_it_was_made_for_is_said():
     done = evaluate(str(TINY), ["needle"], EvalOptions(lengths=(1100,), depths=(1,), limit=1, tasks=("needle",)))
-    assert "beyond the 1,024 tokens the model was made for: 1,100" in done.results["needle"]["converted"].notes[0]
+    assert "beyond the model's context length of 1,024 tokens: 1,100" in done.results["needle"]["converted"].notes[0]
 
 
 def test_a_ranking_is_what_it_says(tokenizer):

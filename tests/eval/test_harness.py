@@ -153,13 +153,13 @@ def test_3_prompts_that_lose_their_beginning_are_told(eval_model):
     assert not find_suite("zeroshot").run(eval_model, asked).notes
     asked = options(tasks=("niah_story",), lengths=(512,), depths=(0.5,), limit=1)
     assert find_suite("niah").run(replace(eval_model, longest=256), asked).notes == [
-        "tiny was made for inputs of 256 tokens: what is longer is beyond its training"
+        "tiny has a context length of 256 tokens: longer inputs are beyond its training"
     ]
 
 
 def test_3_texts_that_are_shorter_than_the_length_they_stand_for_are_told(eval_model):
     found = find_suite("retrieval").run(eval_model, options(tasks=("nq",), lengths=(4096,), limit=1, gen_kwargs=QUICK))
-    assert "nq at 4,096 tokens: its texts come cut to 2,048" in found.notes
+    assert "nq at 4,096 tokens: the data set truncates its texts to 2,048" in found.notes
 
 
 def test_3_samples_of_a_task_that_was_not_run_are_refused():
@@ -259,7 +259,7 @@ def test_a_task_of_lm_eval_by_name(eval_model, tmp_path, monkeypatch):
     assert len(found.samples) == 3 and found.metrics["exact_match"].kind == "accuracy"
     assert found.samples[0].shown["arguments"][0][0].count(" are") == 3  # two examples and the question
     bare = find_suite("lm-eval").run(eval_model, asked.model_copy(update={"tasks": ("own_bare", "own_quiz")}))
-    assert bare.notes == ["--num-fewshot does not apply to own_bare: the task itself says 0"]
+    assert bare.notes == ["--num-fewshot does not apply to own_bare: the task itself sets 0 examples"]
     group = find_suite("lm-eval").run(eval_model, asked.model_copy(update={"tasks": ("own_quizzes",)}))
     assert [s.id for s in group.samples] == [s.id for s in found.samples] and "own_quizzes" in group.info["groups"]
     with pytest.raises(SurgeryError, match="did you mean 'own_quiz"):
@@ -409,7 +409,9 @@ def test_learned_positions_end_somewhere(eval_model):
     kind, config = tiny_config("gpt2")
     config.vocab_size = len(eval_model.tokenizer)
     small = replace(eval_model, model=kind(config).eval(), longest=64)
-    with pytest.raises(SurgeryError, match=r"learned positions \(transformer.wpe\) for 64 tokens, and 512 are asked"):
+    with pytest.raises(
+        SurgeryError, match=r"learned positions \(transformer.wpe\) for 64 tokens, fewer than the requested 512"
+    ):
         find_suite("niah").run(small, options(tasks=("niah_story",), lengths=(512,), limit=1))
 
 

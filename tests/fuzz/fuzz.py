@@ -32,6 +32,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NU
 
 
 def main() -> int:
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(description="Fuzz one of surgery's parsers.")
     parser.add_argument("target", nargs="?", default="all")
     parser.add_argument("--list", action="store_true")

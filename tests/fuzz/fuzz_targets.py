@@ -1,9 +1,9 @@
-"""What a stranger's file may hold, one target a parser: bytes in; a value or a SurgeryError out, and nothing else.
+"""Fuzz targets, one per parser of untrusted files: for any bytes it must return a value or raise SurgeryError.
 
-    TARGETS["recipe"].run(data)       raises where the parser fails otherwise, takes too long or writes elsewhere
+    TARGETS["recipe"].run(data)       raises if the parser fails otherwise, takes too long or writes elsewhere
 
-A target says which file of which folder the bytes become, gives documents that are good, and reads. tests/fuzz/test_fuzz.py
-changes them a little; `python tests/fuzz/fuzz.py TARGET` does so for hours.
+A target defines the file that the bytes are written to, valid documents, and a function that parses the file.
+tests/fuzz/test_fuzz.py mutates the documents a little; `python tests/fuzz/fuzz.py TARGET` does so for hours.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FuzzTarget:
     read: Callable[[Any], Any]
     seeds: Callable[[], list[bytes]]
     setup: Callable[[Path], Any]
-    also: tuple[Path, ...] = ()  # other places that it may write to
+    also: tuple[Path, ...] = ()
 
     @functools.cached_property
     def folder(self) -> Path:
@@ -138,6 +138,7 @@ def _read_file_of(made: Callable[[], Path], name: str) -> Callable[[], bytes]:
 
 @fuzz_target("config.json", _read_file_of(checkpoint, "config.json"), setup=_copy_into(checkpoint))
 def config(path: Path) -> None:
+    """A source config: plan a conversion from it."""
     from surgery.checkpoint.meta_model import MetaModel
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
@@ -150,6 +151,7 @@ def config(path: Path) -> None:
 
 @fuzz_target("model.safetensors", _read_file_of(checkpoint, "model.safetensors"))
 def header(path: Path) -> None:
+    """Header and tensors of a safetensors file."""
     from surgery.checkpoint.safetensors_io import read_header, read_tensor
 
     for info in read_header(path).values():
@@ -184,6 +186,7 @@ def _index_bytes() -> bytes:
 
 @fuzz_target("model.safetensors.index.json", _index_bytes, setup=_save_sharded)
 def index(path: Path) -> None:
+    """Index of a sharded checkpoint."""
     from surgery.checkpoint.source import open_checkpoint
 
     open_checkpoint(str(path.parent)).fingerprint()
@@ -247,6 +250,7 @@ def _call_silently(do: Callable[..., Any], *given: Any) -> None:
 
 @fuzz_target("README.md", "---\nlicense: mit\nlicense_name: x\nbase_model: a/b\n---\n# It\n")
 def card(path: Path) -> None:
+    """A checkpoint's model card, as read for its license."""
     from surgery.publish.hub.license import find_license, read_local_card
 
     read_local_card(path.parent)
@@ -279,6 +283,7 @@ def recipe(path: Path) -> None:
 
 @fuzz_target(None, "keep=0.75", "rules.0.match=mlp.*", "attention={mixer: linear, mask: decay}", "stages.*.rate=1e-3", "layers=2:-2", 'blocks="sqrt"')  # fmt: skip
 def override(text: str) -> None:
+    """A --set option of conversion and healing recipes."""
     from surgery.planning.recipe import parse_recipe
     from surgery.training.recipe import load_healing_recipe
 
@@ -302,6 +307,7 @@ HEAL = {
 
 @fuzz_target("r.yaml", *(_read_repository_file(f"recipes/healing/{name}.yaml") for name in HEALING), HEAL)
 def healing(path: Path) -> None:
+    """A healing recipe."""
     from surgery.training.recipe import load_healing_recipe, stage_data_config
 
     for tiny in (False, True):
@@ -317,6 +323,7 @@ def healing(path: Path) -> None:
 
 @fuzz_target("r.yaml", _read_repository_file("recipes/pretrain/gpt2-btt.yaml"))
 def pretrain(path: Path) -> None:
+    """A pretraining recipe."""
     from surgery.training.pretrain.model_config import make_config
     from surgery.training.pretrain.pretrain import recipe_digest
     from surgery.training.pretrain.recipe import load_pretrain_recipe
@@ -435,6 +442,7 @@ def _read_targets(path: Path) -> None:
     "index.json", lambda: (_teacher_cache() / "index.json").read_bytes(), setup=lambda f: _copy_into(_teacher_cache)(f)
 )
 def teacher_index(path: Path) -> None:
+    """index.json of a teacher cache."""
     _read_targets(path)
 
 
@@ -507,21 +515,25 @@ def _read_saved(path: Path) -> None:
 
 @fuzz_target("state.json", lambda: (_saved_checkpoint() / "state.json").read_bytes())
 def training_state(path: Path) -> None:
+    """state.json of a training checkpoint."""
     _read_saved(path)
 
 
 @fuzz_target("optimiser.safetensors", lambda: (_saved_checkpoint() / "optimiser.safetensors").read_bytes())
 def training_optimiser(path: Path) -> None:
+    """Optimizer state of a training checkpoint."""
     _read_saved(path)
 
 
 @fuzz_target("weights.safetensors", lambda: (_saved_checkpoint() / "weights.safetensors").read_bytes())
 def training_weights(path: Path) -> None:
+    """Weights of a training checkpoint."""
     _read_saved(path)
 
 
 @fuzz_target("rng-00000.safetensors", lambda: (_saved_checkpoint() / "rng-00000.safetensors").read_bytes())
 def training_rng(path: Path) -> None:
+    """Random states of a training checkpoint."""
     _read_saved(path)
 
 
@@ -554,6 +566,7 @@ def _saved_cache() -> bytes:
 
 @fuzz_target("cache.safetensors", _saved_cache)
 def cache_file(path: Path) -> None:
+    """A saved generation cache."""
     from surgery.modeling.cache_io import load_cache
 
     load_cache(path, _model())
@@ -588,16 +601,19 @@ def _read_result(path: Path) -> None:
 
 @fuzz_target("result.json", lambda: (_result_store()[1] / "result.json").read_bytes())
 def eval_result(path: Path) -> None:
+    """result.json of an evaluation."""
     _read_result(path)
 
 
 @fuzz_target("samples.jsonl", lambda: (_result_store()[1] / "samples.jsonl").read_bytes())
 def eval_samples(path: Path) -> None:
+    """samples.jsonl of an evaluation."""
     _read_result(path)
 
 
 @fuzz_target("arrays.safetensors", lambda: (_result_store()[1] / "arrays.safetensors").read_bytes())
 def eval_arrays(path: Path) -> None:
+    """Arrays of an evaluation."""
     _read_result(path)
 
 
@@ -648,6 +664,7 @@ def mirror(path: Path) -> None:
 
 @fuzz_target(None, '{"max_seq_lengths": [4096]}', "temperature=0.7,top_p=0.9,do_sample=true", "ppl=1.05", "ppl:nll=0.9", "4096,8192", "0,0.5,1")  # fmt: skip
 def eval_options(text: str) -> None:
+    """Options of an evaluation."""
     from surgery.cli.eval import _parse_json, _parse_pairs, _split_words, parse_options
     from surgery.eval.results.thresholds import parse_thresholds
 
@@ -688,6 +705,7 @@ def measured(path: Path) -> None:
 
 @fuzz_target("inputs.safetensors", lambda: _input_bytes())
 def ready_inputs(path: Path) -> None:
+    """Prepared model inputs as calibration data."""
     from surgery.calibration.data import CalibrationSet, calibration_inputs, check_model_inputs
 
     inputs = calibration_inputs(str(path), path.parent, None, 64, 8)

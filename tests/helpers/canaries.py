@@ -1,4 +1,4 @@
-"""Guard bands around every tensor that is allocated: who writes beside a tensor is found, also inside torch's memory pool.
+"""Guard bands around every allocated tensor: they detect writes beside a tensor, also inside torch's memory pool.
 
     with guarded() as buffers:
         out = kernel(buffers.copy(x))       # new_empty, empty_like, zeros and the like come from guarded memory
@@ -39,7 +39,7 @@ class GuardedBuffers:
         ] = []  # bytes, guard, bytes of the tensor, where it was allocated
 
     def empty_like(self, x: Tensor, zeros: bool = False) -> Tensor:
-        """An empty tensor of x's shape, strides and dtype between guards."""
+        """Return an empty tensor of x's shape, strides and dtype between guards."""
         size, guard = x.element_size(), GUARD[x.device.type]
         numbers = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
         inner = -(-numbers * size // 512) * 512  # behind the last number guards begin within 512 bytes: see `check`
@@ -52,7 +52,7 @@ class GuardedBuffers:
         return made.set_(raw.untyped_storage(), guard // size, x.shape, x.stride())
 
     def copy(self, x: Tensor) -> Tensor:
-        """x between guards, laid out as it is; axes that it is expanded along are one number wide."""
+        """Return a copy of x between guards with the same layout; axes that x is expanded along have stride 0."""
         made = self.empty_like(x)
         once = tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride())
         made.detach()[once].copy_(x.detach()[once])

@@ -30,6 +30,7 @@ def copy_package(folder: Path) -> None:
 
 
 def main() -> int:
+    """Run import-linter on the copy; return its exit code."""
     with tempfile.TemporaryDirectory() as made:
         copy_package(Path(made))
         command = [sys.executable, "-m", "importlinter.cli", "lint-imports"]

@@ -1,12 +1,13 @@
-"""Run several processes of one gloo group by forking a process that has imported everything.
+"""Run several processes of one gloo group, or a command, by forking a process that has imported everything.
 
-This replaces `accelerate launch`, which one test of test_training_processes.py runs, and saves each process's import time.
+This saves the import time of each process. One test of test_training_processes.py uses `accelerate launch` itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -48,6 +49,33 @@ def _set_group_environment(rank: int, count: int, port: int) -> None:
         told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
         os.environ.update({name: str(value) for name, value in told.items()})
+
+
+def start_command(folder: Path, words: list[str]) -> int:
+    """Start `surgery WORDS` in a forked process that writes its output to folder/said; return the process id.
+
+    The process exits with the command's code and handles Ctrl-C (SIGINT) as one that was started in a terminal.
+    """
+    import transformers.modeling_utils  # noqa: F401
+
+    from surgery.cli.main import main
+
+    if (pid := os.fork()) != 0:
+        return pid
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with open(folder / "said", "w") as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                main(words)
+                code = 0
+            except SystemExit as left:
+                code = left.code if isinstance(left.code, int) else int(left.code is not None)
+            except BaseException:
+                traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def run_command(count: int, folder: Path, words: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The Hub's endpoints on a port of this machine, as far as checkpoints and data sets are read from it.
+"""A local HTTP server with the Hub's endpoints for reading checkpoints and data sets.
 
 with HubStandIn() as hub:
     hub.add("models", "org/name", folder)                 # branch main

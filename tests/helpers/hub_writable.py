@@ -1,9 +1,9 @@
-"""The Hub's endpoints for writing, on a port of this machine: repositories, branches, large files, commits.
+"""A local HTTP server with the Hub's endpoints for writing: repositories, branches, large files, commits.
 
 with WritableHub(token) as hub:
     hub.files("me/model")            # path -> bytes of the last commit on main
     hub.stored                       # sha256 -> bytes of large files, whether committed or not
-    hub.fail_after = 1                   # so many large files are taken, then the next breaks off
+    hub.fail_after = 1                   # accept this many large files, then break off the next one
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _WriteHandler(BaseHTTPRequestHandler):
             self._send(404, {"error": "Repository not found"})
 
     def do_GET(self) -> None:
-        """Answer what exists and its content."""
+        """Answer requests for information and content."""
         found = READ.match(unquote(urlparse(self.path).path))
         if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self._send(401, {"error": "Invalid username or password."})

@@ -1,8 +1,7 @@
-"""Conversions killed with SIGKILL at random moments and resumed, in children of one process, so that each starts
-at once instead of waking an interpreter.
+"""Kill conversions with SIGKILL at random moments and resume them, in forked processes, which start without import time.
 
-killing.run(convert, out, kills) -> how many were killed; convert(resume) writes into out, or is killed at it.
-killing.states(work, home, folder) -> copies of what each kill between two file operations would leave, from one run.
+convert_with_kills(convert, folder, kills)     finished outputs; convert(out, resume) writes one, or is killed while writing
+states(work, home, folder)                     copies of the files that a kill before each file operation would leave
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _fork(work: Callable[[], None]) -> int:
 
 
 def _wait_or_kill(pid: int, seconds: float | None) -> bool:
-    """Whether the child ended by itself, well, within that time; else it is killed."""
+    """Return whether the child ended successfully within that time; otherwise kill it."""
     until = time.monotonic() + (seconds if seconds is not None else 1e9)
     while time.monotonic() < until:
         done, status = os.waitpid(pid, os.WNOHANG)

@@ -1,10 +1,10 @@
-"""What kernels become for a Hopper GPU, without one: compiled for it on a machine that has none, launched nowhere.
+"""Compile kernels for a Hopper GPU on a machine without one, and search the machine code for reads of unwritten registers.
 
     python tests/helpers/machine_code.py two            the least kernel that ptxas 12.8 compiles wrongly, by that ptxas
     python tests/helpers/machine_code.py mixing mlr     surgery's kernels, forward and backward, by the ptxas that surgery takes
 
-prints a line for each that reads a uniform register before anything has written it: addresses of products' operands lie
-there. Run as a process of its own: not under Triton's interpreter.
+prints a line for each kernel that reads a uniform register, which may hold an operand's address, before it is written. Run it as a
+process of its own, because Triton's interpreter must be off.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from triton.backends.compiler import GPUTarget
 
 
 class Instruction(NamedTuple):
-    """One line of machine code: whether under a condition, its name, and what stands behind it."""
+    """One line of machine code: whether it is conditional, its name, and its operands."""
 
     guarded: bool
     name: str
     operands: str
 
     def writes(self) -> set[int]:
-        """Uniform registers, the first operand of uniform instructions."""
+        """Uniform registers that the instruction writes: the first operand of uniform instructions."""
         into = re.match(r"UR(\d+)\b", self.operands)
         if not into or not re.match(r"U|R2UR|S2UR|VOTEU|REDUX", self.name):
             return set()
@@ -103,7 +103,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 class FakeHopperDriver:
-    """Triton driver of a Hopper GPU that is not there: it compiles, keeps the machine code, and launches nothing."""
+    """Triton driver that pretends to have a Hopper GPU: it compiles and keeps the machine code, but launches nothing."""
 
     def __init__(self) -> None:
         self.binaries: list[tuple[str, bytes]] = []
@@ -129,7 +129,7 @@ class FakeHopperDriver:
 
 @triton.jit
 def two(x, y, z, w, out, T, F, V, BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr):
-    """(x y^T where seen) z + x w: three products, whose right operands share an address and differ in width."""
+    """Compute (masked x y^T) z + x w: three products whose right operands share an address and differ in width."""
     t, f, v = tl.arange(0, BT), tl.arange(0, BF), tl.arange(0, BV)
     left = tl.load(x + t[:, None] * F + f[None, :], mask=(f < F)[None, :], other=0.0)
     total = tl.zeros((BT, BV), tl.float32)
@@ -177,6 +177,7 @@ def compile_mlr() -> None:
 
 
 def main(names: list[str]) -> None:
+    """Compile the named kernels and print a line for each with unwritten reads."""
     from surgery.core.dispatch import use_kernels
     from surgery.kernels import ptxas as assembler
 

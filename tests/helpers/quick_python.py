@@ -1,4 +1,4 @@
-"""Python that starts at once: a server that has torch and transformers imported forks for each command.
+"""A Python that starts without import time: a server with torch and transformers imported forks for each command.
 
     QuickPython(environment).write(folder / "python")      an executable that takes what `python` takes: -m, -c or a file
 

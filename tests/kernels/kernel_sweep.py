@@ -55,8 +55,14 @@ GRIDS = ("full", "reduced", "tiny", "far")
 
 @dataclass
 class Case:
-    """rows: tensors whose first axis is the rows; those of floating point get gradients. shared: parameters. call: outputs,
-    rows first, of rows and shared together; in float64 for the reference. kernel: what stands in its place for the kernel."""
+    """Inputs of one operation, on which the kernel is compared with the reference.
+
+    Attributes:
+        rows: tensors whose first axis is the rows; floating-point ones get gradients.
+        shared: parameters.
+        call: reference: (rows and shared) -> outputs, whose first axis is the rows; run in float64.
+        kernel: the kernel's call, if it differs from `call`.
+    """
 
     name: str
     dtype: torch.dtype
@@ -86,7 +92,7 @@ def run(
     copy: Callable = torch.clone,
     declined: bool = False,
 ) -> Leaves:
-    """Outputs and gradients by name; `masked_exp`: the direction of each output, rows first."""
+    """Return outputs and gradients by name. weights: gradient of each output, rows first; None: random."""
     given = {}
     for name, x in leaves.items():
         x = x.detach()
@@ -117,16 +123,18 @@ def run(
 
 
 def directions(x: torch.Tensor) -> torch.Tensor:
+    """Return random output gradients of x's shape, the same in every call."""
     generator = torch.Generator(x.device).manual_seed(1)
     return torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype if x.is_floating_point() else F32)
 
 
 def weights_of(case: Case, outs: Leaves) -> list[torch.Tensor]:
+    """Return random gradients of the outputs."""
     return [directions(x) for name, x in outs.items() if name.startswith("output")]
 
 
 def miss(got: torch.Tensor, want: torch.Tensor, rows: bool) -> float:
-    """The largest row's. Rows much smaller than the others are measured against a tenth of the others' size."""
+    """Return the largest relative error of a row; the norm of a small row counts as at least a tenth of the others'."""
     assert got.shape == want.shape, (got.shape, want.shape)
     if got.numel() == 0:
         return 0.0
@@ -136,7 +144,7 @@ def miss(got: torch.Tensor, want: torch.Tensor, rows: bool) -> float:
 
 
 def worst(case: Case, got: Leaves, want: Leaves, index: Any, shared: bool) -> float:
-    """Of everything, beside what each may miss by."""
+    """Return the largest ratio of an error to its tolerance, over outputs and gradients."""
     most = 0.0
     for name, x in want.items():
         leaf = name.removeprefix("gradient of ")
@@ -154,7 +162,7 @@ def worst(case: Case, got: Leaves, want: Leaves, index: Any, shared: bool) -> fl
 
 
 def check(case: Case, guards: bool = True) -> tuple[int, float]:
-    """(calls of the kernel, the largest miss beside its tolerance); AssertionError where something is wrong."""
+    """Return (calls of the kernel, largest ratio of an error to its tolerance); raise AssertionError on a failure."""
     if guards:
         with guard_allocations() as buffers:
             batched = run(case, case.part(slice(None)), None, False, buffers.copy)
@@ -193,8 +201,10 @@ FAR = 2**31 + 2**16
 
 
 def spread(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """x with the numbers of one axis so far apart that its last ones lie beyond what 32 bits count. What lies between is
-    never touched: on a CPU it takes no memory."""
+    """Return x with one axis strided so far that offsets of its last entries exceed 32 bits.
+
+    The memory between entries is never touched, so on a CPU it is not allocated.
+    """
     if x.dim() <= axis + 1 or x.shape[axis] < 2 or not x.is_floating_point():
         return x
     strides = list(torch.empty(x.shape, device="meta").stride())
@@ -209,7 +219,7 @@ def spread(x: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def check_far(case: Case, guards: bool = True) -> tuple[int, float]:
-    """As `check_datasets`, of the same rows laid out far apart: along each axis but the last, outputs' gradients too."""
+    """Compare rows with the same rows laid out far apart, along each axis but the last, output gradients included."""
     rows = case.part(slice(None))
     near = run(case, rows, None, False)
     most, calls, weights = 0.0, 1, weights_of(case, near)
@@ -230,6 +240,8 @@ CASES: dict[str, Callable[[str], Iterator[Case]]] = {}
 
 
 def cases(op: str) -> Callable[[Callable[[str], Iterator[Case]]], Callable[[str], Iterator[Case]]]:
+    """Register a generator of cases: grid ("full", "reduced", "tiny", "far") -> cases of an operation."""
+
     def add(made: Callable[[str], Iterator[Case]]) -> Callable[[str], Iterator[Case]]:
         CASES[op] = made
         return made
@@ -238,15 +250,17 @@ def cases(op: str) -> Callable[[Callable[[str], Iterator[Case]]], Callable[[str]
 
 
 def sizes_of(table: dict[str, Any], grid: str) -> Any:
-    """Of the grid; far ones are as the tiny ones, if they have no sizes of their own."""
+    """Return the sizes of a grid; a grid without sizes of its own has those of "tiny"."""
     return table[grid] if grid in table else table["tiny"]
 
 
 def normal(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+    """Draw normal values on the device."""
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
 def uniform(*shape: int) -> torch.Tensor:
+    """Draw values in [0, 1) on the device."""
     return torch.rand(*shape, device=DEVICE)
 
 
@@ -272,7 +286,7 @@ LINEAR = {
 
 
 def tokens(B: int, G: int, J: int, T: int, F: int, V: int, dtype: torch.dtype, delta: bool, levels: int = 0) -> Leaves:
-    """As mixers hand them over, tokens before heads: q_BTGJF, k_BTGF, v_BTGV, gates_BTG, beta_BTG, level_BTGJL."""
+    """Draw inputs laid out as mixers pass them, tokens before heads: q_BTGJF, k_BTGF, v_BTGV, gates_BTG, beta_BTG, level_BTGJL."""
     torch.manual_seed(B + T)
     k = torch.nn.functional.normalize(normal(B, T, G, F) + 0.5, dim=-1) if delta else normal(B, T, G, F) / F**0.5
     made = {
@@ -284,13 +298,13 @@ def tokens(B: int, G: int, J: int, T: int, F: int, V: int, dtype: torch.dtype, d
 
 
 def laid_out(x: Leaves) -> tuple[Any, ...]:
-    """q_BGJTF, k_BGTF, v_BGTV, beta_BGT or None, gates_BGT, as ops take them."""
+    """Return the inputs laid out as operations take them: q_BGJTF, k_BGTF, v_BGTV, beta_BGT or None, gates_BGT."""
     beta = x["beta"].mT if "beta" in x else None
     return x["q"].permute(0, 2, 3, 1, 4), x["k"].transpose(1, 2), x["v"].transpose(1, 2), beta, x["gates"].mT
 
 
 def positions(B: int, starts: bool) -> torch.Tensor:
-    """Of rows' first tokens, any number up to 1,500; 0 where nothing came before."""
+    """Return the position of each row's first token: up to 1,500 if rows continue from a state, otherwise 0."""
     return (
         (torch.arange(B, device=DEVICE) * 397 + 5) % 1501
         if starts
@@ -299,6 +313,7 @@ def positions(B: int, starts: bool) -> torch.Tensor:
 
 
 def gated(grid: str, delta: bool) -> Iterator[Case]:
+    """Yield cases of gated linear attention. delta: with the delta rule."""
     from surgery.mixers.masks.semiseparable import semiseparable
 
     for B, G, J, T, F, V, dtype, first in sizes_of(LINEAR, grid):
@@ -325,6 +340,7 @@ def _(grid: str) -> Iterator[Case]:
 
 
 def tree(grid: str, delta: bool) -> Iterator[Case]:
+    """Yield cases of log-linear attention. delta: with the delta rule."""
     from surgery.mixers.masks.log_linear import log_linear
 
     for B, G, J, T, F, V, dtype, starts in sizes_of(LINEAR, grid):
@@ -368,7 +384,7 @@ PACKED = {
 
 
 def packed(grid: str, kind: str) -> Iterator[Case]:
-    """Rows are sequences of different lengths, some of none; what lies behind a sequence's last token is no part of it."""
+    """Yield cases whose rows are sequences of different lengths, some empty, packed into one row; padding is ignored."""
     from surgery.kernels.gated_delta import gated_delta
     from surgery.kernels.log_linear import log_linear_chunks
     from surgery.kernels.log_linear_delta import log_linear_delta
@@ -432,6 +448,7 @@ STEPS = {
 
 
 def token(B: int, G: int, J: int, F: int, V: int, dtype: torch.dtype) -> Leaves:
+    """Draw the inputs of one decoding step."""
     torch.manual_seed(B)
     k = torch.nn.functional.normalize(normal(B, G, F), dim=-1)
     return {"q": normal(B, G, J, F, dtype=dtype), "k": k.to(dtype), "v": normal(B, G, V, dtype=dtype),
@@ -480,7 +497,7 @@ def _(grid: str) -> Iterator[Case]:
 
 
 def mixer_of(config: Any, shape: Any) -> Any:
-    """With every parameter moved off its start."""
+    """Return a mixer whose parameters differ from their initial values."""
     from surgery.mixers import MIXERS
 
     torch.manual_seed(0)
@@ -491,13 +508,14 @@ def mixer_of(config: Any, shape: Any) -> Any:
 
 
 def inputs_of(B: int, T: int, shape: Any, dtype: torch.dtype) -> Leaves:
+    """Draw q, k, v and x of a mixer."""
     torch.manual_seed(B + T)
     sizes = ((shape.heads, T, shape.key), (shape.groups, T, shape.key), (shape.groups, T, shape.value), (T, shape.dim))
     return {name: normal(B, *size, dtype=dtype) for name, size in zip("qkvx", sizes)}
 
 
 def of_mixer(mixer: Any) -> Any:
-    """mixer as it is, and in float64 for inputs in float64."""
+    """Return a function inputs -> the mixer, or its float64 copy for float64 inputs."""
     import copy
 
     wide = copy.deepcopy(mixer).double()
@@ -506,7 +524,7 @@ def of_mixer(mixer: Any) -> Any:
 
 @cases("mixer")
 def _(grid: str) -> Iterator[Case]:
-    """Attention whole, as models call it, and the case that was reported: 64 windows of 1,024 tokens."""
+    """Yield whole attention modules as models call them, and a case that once failed: 64 windows of 1,024 tokens."""
     from surgery.mixers.base import AttentionShape, MixerInputs
     from surgery.mixers.linear import LinearAttention
 
@@ -601,6 +619,7 @@ CACHES = {
 
 
 def softmax(table: list[Any], step: bool) -> Iterator[Case]:
+    """Yield cases of MLR attention. step: decoding steps instead of whole sequences."""
     from surgery.mixers.base import AttentionShape
     from surgery.mixers.common.kv_layout import KVLayout
     from surgery.mixers.common.softmax import ScoreTerm, attend

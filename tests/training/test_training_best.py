@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import killing
 from helpers.forked import run_processes
-from helpers.small_training import LM, LORA, TINY_CHECKPOINT, healing_recipe, same, spread, tensors
+from helpers.small_training import EMBEDDED, LM, LORA, healing_recipe, same, spread, tensors
 
 from surgery.cli.main import main
 from surgery.publish.hub.model_card import _training_section
@@ -110,7 +110,7 @@ def test_4_2_a_rate_that_ruins_the_model_is_said(words, tmp_path, capsys):
     told["data"] = {"sources": [{"path": str(words)}], "validation": 0.1, "validation_examples": 4}
     (tmp_path / "ruin.yaml").write_text(json.dumps(told))
     out = tmp_path / "out"
-    ruin = ["finetune", str(TINY_CHECKPOINT), "--recipe", str(tmp_path / "ruin.yaml"), "--out", str(out)]
+    ruin = ["finetune", str(EMBEDDED), "--recipe", str(tmp_path / "ruin.yaml"), "--out", str(out)]
     ruin += ["--device", "cpu", "--track", "none"]
     with pytest.raises(SystemExit) as left:
         main(ruin)
@@ -120,7 +120,7 @@ def test_4_2_a_rate_that_ruins_the_model_is_said(words, tmp_path, capsys):
     assert (
         record["state"] == "start" and record["loss"] == record["start"] < record["last"] - 0.3 and not record["worse"]
     )
-    same(out, TINY_CHECKPOINT)
+    same(out, EMBEDDED)
     assert "the start, unchanged" in _training_section(json.loads((out / "surgery_report.json").read_text()))
     shutil.rmtree(out)
     with pytest.raises(SystemExit) as left:

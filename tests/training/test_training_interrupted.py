@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from helpers.forked import run_processes
+from helpers.forked import run_processes, start_command
 from helpers.small_training import TINY_CHECKPOINT, healing_recipe, read_losses
 
 from surgery.training.checkpoints import CheckpointManager
@@ -20,7 +17,6 @@ from surgery.training.loop import TrainingLoop
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
-ROOT = Path(__file__).resolve().parents[2]
 STAGES = [
     {"kind": "lm", "trains": ["structured"], "ema": 0.9, "batch": 6, "rows": 1, "tokens": 6 * 64 * 4},
     {"kind": "lm", "trains": ["new"], "batch": 6, "rows": 1, "tokens": 6 * 64 * 2},
@@ -32,28 +28,18 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
     out = tmp_path / "out"
     told = ["--set", f"data.sources=[{{path: {texts}}}]", "--set", "stages.*.tokens=65536", "--set", "log=1"]
     told += ["--set", "stages.*.length=64", "--set", "stages.*.batch=4", "--set", "stages.*.rows=4"]
-    command = [
-        sys.executable,
-        "-m",
-        "surgery",
-        "finetune",
-        str(btt),
-        "--teacher",
-        str(TINY_CHECKPOINT),
-        "--out",
-        str(out),
-    ]
-    command += ["--recipe", "weights-only", "--tiny", *told, "--device", "cpu", "--track", "none"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = ["finetune", str(btt), "--teacher", str(TINY_CHECKPOINT), "--out", str(out), "--recipe", "weights-only"]
+    words += ["--tiny", *told, "--device", "cpu", "--track", "none"]
+    pid = start_command(tmp_path, words)
     log = out.with_name("out.partial") / "log.jsonl"
     deadline = time.monotonic() + 240
     while not (log.is_file() and log.read_text().count('"loss"') >= 2) and time.monotonic() < deadline:
-        assert run.poll() is None, run.communicate()
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), (tmp_path / "said").read_text()
         time.sleep(0.05)
-    run.send_signal(signal.SIGINT)
-    _, said = run.communicate(timeout=120)
-    assert run.returncode == 130, said
+    os.kill(pid, signal.SIGINT)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    said = (tmp_path / "said").read_text()
+    assert code == 130, said
     latest = CheckpointManager(out.with_name("out.partial") / "checkpoints", 1).latest()
     assert latest is not None and latest.name in " ".join(said.split()).replace(" ", "") and "--resume" in said
     step = CheckpointManager(latest.parent, 1).read_position(latest).step

@@ -244,7 +244,7 @@ def test_a_loss_that_runs_away_stops_the_run(btt, texts, tmp_path):
         "schedule": {"name": "constant", "warmup": 0},
     }
     with pytest.raises(SurgeryError, match=r"diverged.*largest activations"):
-        finetune(str(btt), healing_recipe(texts, stage), tmp_path / "out")
+        finetune(str(btt), healing_recipe(texts, stage, guard={"diverged": 1.2}), tmp_path / "out")
 
 
 def test_a_damaged_checkpoint_is_named(btt, texts, tmp_path):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from helpers.small_training import TINY_CHECKPOINT, healing_recipe
+from helpers.small_training import LAYERS, TINY_CHECKPOINT, healing_recipe
 
 from surgery.calibration.data import load_tokenizer
 from surgery.checkpoint.source import CheckpointSource
@@ -152,7 +152,7 @@ def test_lora_is_merged_into_what_is_dense(mixed, texts, tmp_path):
     before, after = load_file(mixed / "model.safetensors"), load_file(out / "model.safetensors")
     changed = {n for n in before if not torch.equal(before[n], after[n])}
     assert before.keys() == after.keys() and not (out / "adapter").exists()
-    assert len(changed) == 4 * 6 and all("self_attn" in n and n.endswith("_proj.weight") for n in changed)
+    assert len(changed) == 4 * LAYERS and all("self_attn" in n and n.endswith("_proj.weight") for n in changed)
     again = finetune(str(out), healing_recipe(texts, {"kind": "lm", "tokens": 256, "rate": 1e-12}), tmp_path / "again")
     measured = [r["validation"][k]["loss"] for r, k in ((record, "after"), (again, "before"))]
     assert abs(measured[0] - measured[1]) < 1e-4
@@ -175,7 +175,7 @@ def test_lora_beside_structures_stays_an_adapter_that_peft_reads(btt, texts, tmp
         healed = PeftModel.from_pretrained(base, out / "adapter")
         assert not torch.allclose(plain, healed(**batch).logits, atol=1e-3)
     loras = [p for n, p in healed.named_parameters() if "lora_B" in n]
-    assert len(loras) == 12 and all(bool(p.abs().sum() > 0) for p in loras)
+    assert len(loras) == 2 * LAYERS and all(bool(p.abs().sum() > 0) for p in loras)
 
 
 def test_an_adapter_that_stays_ends_the_recipe(btt, texts, tmp_path):

@@ -39,8 +39,8 @@ def run_longbench(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
 def best_score(task: LongBenchTask, output: str, answers: list[str], classes: list[str]) -> float:
     """Return the best score over the references."""
-    said = first_line(output) if task.first_line_only else output
-    return max((float(SCORES[task.score](said, answer, classes or [])) for answer in answers), default=0.0)
+    scored = first_line(output) if task.first_line_only else output
+    return max((float(SCORES[task.score](scored, answer, classes or [])) for answer in answers), default=0.0)
 
 
 def format_prompt(task: LongBenchTask, row: Mapping[str, Any]) -> str:
@@ -56,7 +56,8 @@ def _make_task(name: str, eval_model: EvalModel, options: EvalOptions, length: i
     most = length - task.answer_tokens
     if most < 32:
         raise SurgeryError(
-            f"longbench's {name} answers in {task.answer_tokens} tokens: {length} leave no room; --lengths {task.answer_tokens + 512}"
+            f"longbench's {name} needs {task.answer_tokens} tokens for its answer, so {length} leave no room for a prompt. "
+            f"Use --lengths {task.answer_tokens + 512}."
         )
     docs = []
     for number, row in enumerate(rows):

@@ -32,17 +32,17 @@ def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def qa_f1(prediction: str, reference: str, classes: Classes = ()) -> float:
-    """F1 over normalized English words."""
+    """Return F1 over normalized English words."""
     return f1(_words(prediction), _words(reference))
 
 
 def qa_f1_zh(prediction: str, reference: str, classes: Classes = ()) -> float:
-    """F1 over segmented Chinese words."""
+    """Return F1 over segmented Chinese words."""
     return f1(_chinese_words(prediction), _chinese_words(reference))
 
 
 def rouge(prediction: str, reference: str, classes: Classes = ()) -> float:
-    """F-score of ROUGE-L by the package rouge; 0 for text that it rejects (empty, or only dots)."""
+    """Return the F-score of ROUGE-L by the package rouge; 0 for text that it rejects (empty, or only dots)."""
     try:
         return float(_rouge_scorer().get_scores([prediction], [reference], avg=True)["rouge-l"]["f"])
     except (ValueError, RecursionError):
@@ -50,7 +50,7 @@ def rouge(prediction: str, reference: str, classes: Classes = ()) -> float:
 
 
 def rouge_zh(prediction: str, reference: str, classes: Classes = ()) -> float:
-    """ROUGE-L over segmented Chinese words."""
+    """Return ROUGE-L over segmented Chinese words."""
     return rouge(" ".join(_segment_chinese(prediction)), " ".join(_segment_chinese(reference)))
 
 
@@ -68,22 +68,22 @@ def classification(prediction: str, reference: str, classes: Classes) -> float:
 
 
 def retrieval(prediction: str, reference: str, classes: Classes = ()) -> float:
-    """Share of the paragraph numbers in the prediction that are correct."""
+    """Return the share of the paragraph numbers in the prediction that are correct."""
     return _correct_share(prediction, re.findall(r"Paragraph (\d+)", reference)[0])
 
 
 def retrieval_zh(prediction: str, reference: str, classes: Classes = ()) -> float:
-    """Share of the Chinese paragraph numbers in the prediction that are correct."""
+    """Return the share of the Chinese paragraph numbers in the prediction that are correct."""
     return _correct_share(prediction, re.findall(r"段落(\d+)", reference)[0])
 
 
 def count(prediction: str, reference: str, classes: Classes = ()) -> float:
-    """Share of the numbers in the prediction that are correct."""
+    """Return the share of the numbers in the prediction that are correct."""
     return _correct_share(prediction, str(reference))
 
 
 def code(prediction: str, reference: str, classes: Classes = ()) -> float:
-    """Similarity (fuzzywuzzy's ratio, whole percent) of the first line that is neither a comment nor a fence."""
+    """Return the similarity (fuzzywuzzy's ratio, whole percent) of the first line that is neither a comment nor a fence."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100
@@ -116,8 +116,8 @@ def _chinese_words(text: str) -> list[str]:
 
 def _correct_share(prediction: str, number: str) -> float:
     """Return the share of the numbers in the text that are correct."""
-    said = re.findall(r"\d+", prediction)
-    return said.count(number) / len(said) if said else 0.0
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(number) / len(numbers) if numbers else 0.0
 
 
 @cache

@@ -47,6 +47,7 @@ class CommonWords:
     needs: str | None = None
 
     def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+        """Yield questions; the task has no needle, so depths are ignored."""
         yield from parallel_map(lambda index: self._make_question(ctx, index), range(samples))
 
     def _make_question(self, ctx: TaskContext, index: int) -> RulerQuestion:
@@ -115,6 +116,7 @@ class FrequentWords:
     letters: int = 6
 
     def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+        """Yield questions; the task has no needle, so depths are ignored."""
         yield from parallel_map(lambda index: self._make_question(ctx, index), range(samples))
 
     def _make_question(self, ctx: TaskContext, index: int) -> RulerQuestion:

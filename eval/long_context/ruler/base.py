@@ -100,12 +100,16 @@ def parallel_map(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
 
 class RulerTask(Protocol):
-    """Interface of a task."""
+    """Interface of a RULER task."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the task, as in RULER."""
+
     @property
-    def answer_tokens(self) -> int: ...
+    def answer_tokens(self) -> int:
+        """Maximum tokens of an answer."""
+
     @property
     def needs(self) -> str | None:
         """Which of the context's texts the task needs: essays, squad, hotpot, or None."""

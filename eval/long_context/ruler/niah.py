@@ -44,9 +44,11 @@ class NeedleTask:
 
     @property
     def needs(self) -> str | None:
+        """Text of the mirror that the task needs: essays, or None."""
         return "essays" if self.haystack == "essay" else None
 
     def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+        """Yield questions; of several needles, one lies at the given depth and the others at random."""
         cells = [(index, depth) for depth in depths or (None,) for index in range(samples)]
         yield from parallel_map(lambda cell: self._make_question(ctx, *cell), cells)
 
@@ -112,6 +114,7 @@ class NoiseHaystack(Haystack):
     """Lines of NOISE; a unit is a character, so the last line may be incomplete."""
 
     def text(self, n: int, rest: str) -> str:
+        """Return n characters of noise with the needles; `rest` is not used."""
         lines, part = divmod(n, len(NOISE) + 1)
         return self.insert_needles([NOISE] * lines + [NOISE[:part]] * (part > 0), "\n")
 
@@ -120,10 +123,12 @@ class EssayHaystack(Haystack):
     """The essays from their beginning, repeated if too short; a unit is a character."""
 
     def text(self, n: int, rest: str) -> str:
+        """Return n characters of the essays with the needles; `rest` is not used."""
         whole = self.essays * (n // max(1, len(self.essays)) + 1)
         return self.insert_needles(SENTENCE_END.split(whole[:n]) if n else [], " ")
 
     def needle_positions(self, units: int) -> list[int]:
+        """Return positions at the given depth, or without one at depths drawn from RULER_DEPTHS."""
         if self.depth is not None:
             return super().needle_positions(units)
         return sorted(int(units * place) for place in Random(self.seed).sample(RULER_DEPTHS, len(self.needles)))
@@ -141,6 +146,7 @@ class NeedleHaystack(Haystack):
         self.draw = Random(seed + 1)
 
     def text(self, n: int, rest: str) -> str:
+        """Return n other needles with the needles asked for among them, then `rest`."""
         while len(self.other_needles) < n:  # drawn in order, so independent of the search
             key, value = VALUE_GENERATORS[self.task.key](self.draw), VALUE_GENERATORS[self.task.value](self.draw)
             self.other_needles.append(NEEDLE.format(kind=self.task.value, key=key, value=value))

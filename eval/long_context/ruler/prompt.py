@@ -48,6 +48,7 @@ class SentenceEstimate:
         self.end = count(".")
 
     def __call__(self, text: str) -> int:
+        """Return the estimate."""
         parts, known = text.replace(". ", ".\0 ").replace(".\n", ".\0\n").split(".\0"), self.known
         for part in {*parts}.difference(known):
             known[part] = self.count(f".{part}.") - self.end
@@ -67,6 +68,7 @@ class DifferenceEstimate:
         self.count, self.text, self.tokens = count, "", 0
 
     def __call__(self, text: str) -> int:
+        """Return the estimate; a full count if the texts differ too much."""
         start, end = _common_ends(self.text, text)
         old, new = self.text[start : len(self.text) - end], text[start : len(text) - end]
         if len(old) + len(new) > len(text):

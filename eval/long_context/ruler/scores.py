@@ -9,6 +9,7 @@ CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f]")
 
 
 def clean_prediction(prediction: str) -> str:
+    """Return the prediction with control characters as line breaks, without white space at its ends."""
     return CONTROL_CHARACTERS.sub("\n", prediction.strip()).strip()
 
 

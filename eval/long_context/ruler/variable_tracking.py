@@ -26,7 +26,7 @@ EXAMPLE_TOKENS = 500
 
 @dataclass(frozen=True)
 class VariableTracking:
-    """Task vt."""
+    """Task vt: name the variables of a chain of assignments that share one value."""
 
     name: str = "vt"
     hops: int = 4
@@ -34,6 +34,7 @@ class VariableTracking:
     needs: str | None = None
 
     def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+        """Yield questions; the chain lies at random places, so depths are ignored."""
         yield from parallel_map(lambda index: self._make_question(ctx, index), range(samples))
 
     def _make_question(self, ctx: TaskContext, index: int) -> RulerQuestion:

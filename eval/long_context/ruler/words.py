@@ -1,4 +1,4 @@
-"""Words of needles and word lists: those of wonderwords, as in RULER."""
+"""Random words, numbers and names for prompts; words are those of the package wonderwords, as in RULER."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load_words(kind: str) -> tuple[str, ...]:
         text = (files("wonderwords") / "assets" / f"{kind}list.txt").read_text(encoding="utf-8")
     except (ModuleNotFoundError, FileNotFoundError):
         raise SurgeryError(
-            "RULER's words come with the package wonderwords: pip install 'transformer-surgery[eval]'"
+            "RULER's words need the package wonderwords. Run pip install 'transformer-surgery[eval]'."
         ) from None
     return tuple(sorted({line.strip() for line in text.splitlines() if line.strip()}))
 
@@ -36,12 +36,15 @@ def random_compound(rng: Random) -> str:
 
 
 def random_number(rng: Random) -> str:
+    """Return a number of seven digits."""
     return str(rng.randint(10**6, 10**7 - 1))
 
 
 def random_uuid(rng: Random) -> str:
+    """Return a UUID of version 4."""
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
 def random_letters(rng: Random, length: int, alphabet: str) -> str:
+    """Return `length` letters, drawn with replacement."""
     return "".join(rng.choices(alphabet, k=length))
