@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.remote_code import refuse_code
-from surgery.core.digests import refuse_outside_files
+from surgery.checkpoint.remote_code import check_code_trusted
+from surgery.core.digests import check_no_outside_files
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import read_json
 
@@ -147,7 +147,7 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
     folder = Path(folder)
     config = folder / "config.json"
     known = read_json(config) if config.is_file() else {}
-    refuse_code(folder, str(folder), known if isinstance(known, dict) else {}, trust_remote_code)
+    check_code_trusted(folder, str(folder), known if isinstance(known, dict) else {}, trust_remote_code)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
@@ -249,7 +249,7 @@ def _stream_texts(
     # Of local files `datasets` keeps columns by path and mtime, and casts rows of changed files to them: nothing is kept here.
     local = "data_files" in options or Path(name).is_dir()
     if Path(name).is_dir() and not options:
-        refuse_outside_files(Path(name))
+        check_no_outside_files(Path(name))
     try:
         with tempfile.TemporaryDirectory() if local else nullcontext() as cache:
             rows = iter(

@@ -67,7 +67,7 @@ def missing_and_unexpected(model: Any, found: Iterable[str]) -> tuple[list[str],
     )
 
 
-def refuse_incomplete(model: Any, tensors: Iterable[str], name: str, unused: Iterable[str] = ()) -> None:
+def check_tensors(model: Any, tensors: Iterable[str], name: str, unused: Iterable[str] = ()) -> None:
     """SurgeryError unless the checkpoint `name` has exactly the tensors of `model`. unused: tensors that the source had
     beyond its model's class, as the conversion wrote them down. tensors: names, or name -> TensorInfo, whose shapes must then
     be the model's too."""
@@ -78,13 +78,13 @@ def refuse_incomplete(model: Any, tensors: Iterable[str], name: str, unused: Ite
             f"{name}: the table in config.json lists {listed(wrong)} as unused, which {class_name} uses. Fetch or convert the "
             "checkpoint again"
         )
-    refuse_below_linears(model, {*unexpected, *unused}, name)
-    refuse_unlike(class_name, missing, unexpected, name, unused)
+    check_linear_tensors(model, {*unexpected, *unused}, name)
+    check_tensor_names(class_name, missing, unexpected, name, unused)
     if isinstance(tensors, Mapping):
-        refuse_other_shapes(model, {key: tensors[tensor] for key, tensor in keys.items()}, name)
+        check_tensor_shapes(model, {key: tensors[tensor] for key, tensor in keys.items()}, name)
 
 
-def refuse_other_shapes(model: Any, tensors: Mapping[str, Any], name: str) -> None:
+def check_tensor_shapes(model: Any, tensors: Mapping[str, Any], name: str) -> None:
     """SurgeryError where a tensor has another shape than its parameter. tensors: parameter -> TensorInfo."""
     for key, parameter in model.state_dict().items():
         if key in tensors and tuple(parameter.shape) != tuple(tensors[key].shape):
@@ -98,7 +98,7 @@ def _shape_error(name: str, tensor: str, stored: Iterable[int], key: str, expect
     )
 
 
-def refuse_below_linears(model: Any, unexpected: Iterable[str], name: str) -> None:
+def check_linear_tensors(model: Any, unexpected: Iterable[str], name: str) -> None:
     """SurgeryError where an unexpected tensor lies below a linear of the model: the linear computes something else than it
     was stored for (scales of a quantization, cores of a structure, a bias)."""
     from transformers.pytorch_utils import Conv1D
@@ -115,7 +115,7 @@ def refuse_below_linears(model: Any, unexpected: Iterable[str], name: str) -> No
             )
 
 
-def refuse_unlike(
+def check_tensor_names(
     class_name: str, missing: Iterable[str], unexpected: Iterable[str], name: str, unused: Iterable[str] = ()
 ) -> None:
     """Raise SurgeryError for missing tensors, or for unexpected ones that are not in `unused`."""
@@ -147,10 +147,10 @@ def load_complete(cls: Any, folder: Any, name: str, trust_remote_code: bool = Fa
     table, class_name = getattr(model.config, "quantization_config", None), type(model).__name__
     unexpected = sorted(key for key in info["unexpected_keys"] if not _any(OLD_BUFFERS, key))
     if _is_converted(table):
-        refuse_unlike(class_name, info["missing_keys"], unexpected, name, unused_of(table))
+        check_tensor_names(class_name, info["missing_keys"], unexpected, name, unused_of(table))
         return model
-    refuse_unlike(class_name, info["missing_keys"], (), name)
-    refuse_below_linears(model, unexpected, name)
+    check_tensor_names(class_name, info["missing_keys"], (), name)
+    check_linear_tensors(model, unexpected, name)
     if unexpected:
         warnings.warn(f"{name}: {class_name} does not use {listed(unexpected)}", UserWarning, stacklevel=2)
     return model

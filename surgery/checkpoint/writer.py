@@ -35,7 +35,7 @@ def write_checkpoint(folder: Path, pieces: list[Path], journal: Journal, expecte
         for path in paths:
             path.unlink(missing_ok=True)
         weight_map.update(dict.fromkeys(read_header(folder / name), name))
-    _refuse_other_tensors(weight_map, expected, folder)
+    _check_joined_tensors(weight_map, expected, folder)
     if len(groups) > 1:
         total = sum(t.nbytes for name in set(weight_map.values()) for t in read_header(folder / name).values())
         write_json(
@@ -58,7 +58,7 @@ RESULT_FILES = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "config.json", SH
 
 
 def known_work_files(source: CheckpointSource) -> list[str]:
-    """Patterns of what an interrupted command may leave in OUT.partial, see `refuse_unknown_files`."""
+    """Patterns of what an interrupted command may leave in OUT.partial, see `check_no_unknown_files`."""
     return [*WORK_FILES, *RESULT_FILES, *(escape(path.as_posix()) for path in source.companions())]
 
 
@@ -97,7 +97,7 @@ def _groups(pieces: list[Path], journal: Journal) -> list[list[str]]:
     return groups
 
 
-def _refuse_other_tensors(found: dict[str, str], expected: set[str], folder: Path) -> None:
+def _check_joined_tensors(found: dict[str, str], expected: set[str], folder: Path) -> None:
     if wrong := sorted(found.keys() ^ expected):
         lacking = "lack" if wrong[0] in expected else "have, but should not have,"
         raise SurgeryError(

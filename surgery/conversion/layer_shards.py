@@ -122,7 +122,7 @@ class Pieces:
             dense = (linear.in_, linear.out) if linear.transposed else (linear.out, linear.in_)
             shapes[f"{base}.weight"] = dense
             if path in table:
-                _refuse_unlike(table[path], linear, base)
+                _check_table_entry(table[path], linear, base)
                 del shapes[f"{base}.weight"]
                 if table[path].get("structure") == "split":
                     shapes.pop(f"{base}.bias", None)
@@ -265,7 +265,7 @@ def _holds(check: Callable[[], bool]) -> bool:
         return False
 
 
-def _refuse_unlike(spec: dict[str, Any], linear: Any, base: str) -> None:
+def _check_table_entry(spec: dict[str, Any], linear: Any, base: str) -> None:
     """A table entry describes the linear that it replaces."""
     build_module(spec)  # refuses what is no entry
     parts = list(spec["parts"].values()) if spec.get("structure") == "split" else [spec]

@@ -79,7 +79,7 @@ def content_digest(place: Path) -> str:
     return files_digest(files_in(place)) if place.is_dir() else file_digest(place)
 
 
-def refuse_outside_files(folder: Path) -> None:
+def check_no_outside_files(folder: Path) -> None:
     """SurgeryError where `datasets` would read files for a data set's folder that its content digest does not cover: data_files
     or data_dir of the README that are hidden or lie elsewhere, a hidden settings file, links that lead out."""
     from datasets.config import REPOYAML_FILENAME
@@ -159,7 +159,7 @@ def arrow_cache(places: Sequence[Path]) -> Iterator[Path]:
 
     for place in places:
         if place.is_dir():
-            refuse_outside_files(place)
+            check_no_outside_files(place)
     digest = _digest_of(places)
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "surgery" / digest[:32]
     yield cache

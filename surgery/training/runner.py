@@ -31,10 +31,10 @@ from surgery.training.distributed.accelerator import (
 from surgery.training.export import (
     ADAPTER,
     adapter_digests,
+    check_exported_tensors,
     delivered,
     loss_records,
     publish_result,
-    refuse_difference,
     round_to_stored_dtype,
     run_environment,
     stage_record,
@@ -402,7 +402,7 @@ class StageRunner:
             keys = tensor_keys(models.student, self.source, set(trained))
             new = {keys[name]: info for name, info in trained.items()}
             target = write_result(self.source, new, self.work, record, bool(notes["adapter"]))
-            refuse_difference(target, self.source, new)
+            check_exported_tensors(target, self.source, new)
             for wrote, name in (("surgery", "tensorboard"), ("wandb", "wandb")):
                 if (self.work / wrote).is_dir():
                     shutil.copytree(self.work / wrote, target / "training" / name, symlinks=True)
