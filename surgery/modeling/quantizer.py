@@ -10,11 +10,12 @@ import torch
 from transformers.quantizers.base import HfQuantizer
 
 from surgery.checkpoint.safetensors_io import read_header
-from surgery.checkpoint.table import has_shims
+from surgery.checkpoint.table import QUANT_METHOD, has_shims
 from surgery.checkpoint.tensor_names import check_tensors, class_named, unused_of
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
 from surgery.modeling.modules import DAMAGED_TABLE, build_module
+from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.structures import StructuredLinear
 
 
@@ -179,3 +180,15 @@ class _Finder:
 
         renamings = [r for r in get_model_conversion_mapping(self.model) or [] if isinstance(r, WeightRenaming)]
         return renamings, {f"{name}.weight": True for name in self.modules}
+
+
+def register_quantizer() -> None:
+    """Make transformers' `from_pretrained` use this quantizer. Calling it again does nothing."""
+    import transformers.quantizers.auto as auto
+
+    if QUANT_METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantization_config(QUANT_METHOD)(SurgeryConfig)
+        auto.register_quantizer(QUANT_METHOD)(SurgeryQuantizer)
+
+
+register_quantizer()
