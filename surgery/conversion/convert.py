@@ -53,7 +53,7 @@ from surgery.checkpoint.writer import (
 )
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
-from surgery.conversion.layer_shards import REST, Pieces, well_formed
+from surgery.conversion.layer_shards import NON_LAYER, LayerShards, well_formed
 from surgery.conversion.preflight import check_disk_space, check_same_inputs, journal_fingerprint, load_calibration
 from surgery.conversion.replacement import LayerReplacement, load_replacement, stored_module_name
 from surgery.conversion.resolve_attention import resolve_attention_plan
@@ -179,7 +179,7 @@ class Conversion:
         self._check_text()
         hybrid = self._resolve_attention()
         self._drop_damaged_shards()
-        if self.journal.find("piece", piece=REST) is None:
+        if self.journal.find("piece", piece=NON_LAYER) is None:
             budgets, allocation = self._resolve_budgets()
             self._convert(budgets, allocation)
         return self.ctx.dist.on_main(lambda: self._write_output(hybrid, began))
@@ -199,7 +199,7 @@ class Conversion:
     def _write_output(self, hybrid: dict[str, Any] | None, began: float) -> dict[str, Any]:
         """Assemble the layer shards into a checkpoint and write its config and report."""
         ctx, work_dir = self.ctx, self.ctx.work_dir
-        found = [self.journal.find("piece", piece=unit) for unit in (*ctx.plan.layout.layers, REST)]
+        found = [self.journal.find("piece", piece=unit) for unit in (*ctx.plan.layout.layers, NON_LAYER)]
         lines = [line for line in found if line is not None]
         assert len(lines) == len(found)
         expected = {name for line in lines for name in self._shards().expected(line)}
@@ -255,7 +255,7 @@ class Conversion:
         self.journal.merge()
         with self._timed("rest"):
             if self.ctx.dist.main:
-                self._write_shard(REST, head, held_out=score, allocation=allocation)
+                self._write_shard(NON_LAYER, head, held_out=score, allocation=allocation)
 
     def _convert_calibrated(self, budgets: dict[str, float], tick: Tick) -> tuple[HeldOutScore, LayerReplacement]:
         """Convert every layer and the head; finished layers are read from their shards."""
@@ -282,8 +282,8 @@ class Conversion:
         return convert_head(self.ctx, budgets)
 
     # -- layer shards --------------------------------------------------------------------------------
-    def _shards(self) -> Pieces:
-        return Pieces(self.ctx.model, self.ctx.plan, self.units, self.ctx.shards_dir)
+    def _shards(self) -> LayerShards:
+        return LayerShards(self.ctx.model, self.ctx.plan, self.units, self.ctx.shards_dir)
 
     def _drop_damaged_shards(self) -> None:
         """Check the shards of an interrupted run once, in the first process, and forget those that cannot be used."""
@@ -293,7 +293,7 @@ class Conversion:
         sound = self.ctx.dist.on_main(lambda: self._shards().sound(lines, self.ctx.work_dir))
         if lost := sum(line["step"] == "piece" for line in lines) - sum(line["step"] == "piece" for line in sound):
             self.ctx.progress.say(
-                f"note: {lost} finished pieces are damaged, or not those of this plan; they are made again"
+                f"note: {lost} finished layer shards are damaged, or not those of this plan; they are made again"
             )
         self.journal.keep(sound)
 
@@ -305,7 +305,7 @@ class Conversion:
         return self.ctx.shards_dir / f"{unit}.safetensors"
 
     def _shard_name(self, parameter: str) -> str:
-        return next((path for path in self.ctx.plan.layout.layers if parameter.startswith(path + ".")), REST)
+        return next((path for path in self.ctx.plan.layout.layers if parameter.startswith(path + ".")), NON_LAYER)
 
     def _load_finished(self, path: str) -> LayerReplacement | None:
         done = self.journal.find("piece", piece=path)
@@ -315,7 +315,7 @@ class Conversion:
         return load_replacement(self.ctx.model, self.ctx.plan, done, tensors, self.ctx.device)
 
     def _write_shard(self, unit: str, replacement: LayerReplacement, **fields: Any) -> None:
-        """Write the tensors of a layer (or REST), replaced or unchanged, and enter the shard into the journal."""
+        """Write the tensors of a layer (or NON_LAYER), replaced or unchanged, and enter the shard into the journal."""
         model = self.ctx.model
         replaced = {f"{stored_module_name(model, path)}.weight" for path in replacement.modules}
         split = {
@@ -350,7 +350,7 @@ class Conversion:
     def _report(
         self, lines: list[dict[str, Any]], hybrid: dict[str, Any] | None, weight_map: dict[str, str], began: float
     ) -> Report:
-        """Return the report. lines: the journal's entries of all shards, REST last."""
+        """Return the report. lines: the journal's entries of all shards, NON_LAYER last."""
         import transformers
 
         ctx, source, rest = self.ctx, self.ctx.model.source, lines[-1]
@@ -409,7 +409,7 @@ class Conversion:
         """Return the bytes of the largest layer in float32."""
         sizes: dict[str, int] = {}
         for name, key in self.ctx.model.keys.items():
-            if self.units[name] != REST:
+            if self.units[name] != NON_LAYER:
                 numel = self.ctx.model.source.tensors[key].numel
                 sizes[self.units[name]] = sizes.get(self.units[name], 0) + 4 * numel
         return max(sizes.values(), default=0)

@@ -1,7 +1,8 @@
-"""Pieces of a conversion: which tensors each must hold, and which steps of an interrupted run may be used again.
+"""Layer shards of a conversion: the tensors that each must hold, and the journal entries that a resumed run may use.
 
-A step is used again only if its journal line is as surgery writes it, agrees with the plan, and its file has the line's
-SHA-256 and exactly the tensors that the plan and the line's table call for. Every other step is done again.
+An entry is used if it has the form that surgery writes, agrees with the plan, and its file has the entry's SHA-256 and
+exactly the tensors that the plan and the entry's table call for. Every other step is done again. In the journal a layer
+shard is called a "piece".
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from surgery.modeling.modules import build_module
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import Plan
 
-REST = "rest"  # the unit of all tensors that belong to no layer
+NON_LAYER = "rest"  # the name of the shard of all tensors that belong to no layer
 Shapes = dict[str, tuple[int, ...]]
 Finite = Annotated[float, Field(ge=0, le=1e30)]
 
 
-class _Piece(_ReportModel):
+class _LayerEntry(_ReportModel):
     piece: str
     sha256: str
     table: dict[str, dict[str, Any]]
@@ -49,7 +50,7 @@ class _Piece(_ReportModel):
     seconds: Finite = 0.0
 
 
-class _Rest(_Piece):
+class _NonLayerEntry(_LayerEntry):
     held_out: HeldOutReport | None
     allocation: AllocationReport
 
@@ -91,8 +92,8 @@ SHAPES: dict[str, type[_ReportModel]] = {
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """units: parameter -> its layer, or REST."""
+class LayerShards:
+    """The layer shards in `folder`. units: parameter -> its layer, or NON_LAYER."""
 
     meta_model: MetaModel
     plan: Plan
@@ -100,16 +101,16 @@ class Pieces:
     folder: Path
 
     def names(self) -> list[str]:
-        return [*self.plan.layout.layers, REST]
+        return [*self.plan.layout.layers, NON_LAYER]
 
     def path(self, unit: str) -> Path:
         return self.folder / f"{unit}.safetensors"
 
-    # -- what a piece holds ------------------------------------------------------------------------
+    # -- contents of a shard ------------------------------------------------------------------------
     def expected(self, line: dict[str, Any]) -> Shapes:
-        """Tensor -> shape of the piece of a journal line. SurgeryError where the line's table disagrees with the plan."""
+        """Return tensor -> shape of the shard of a journal entry. SurgeryError if its table disagrees with the plan."""
         unit, table, mixers = line["piece"], line["table"], line.get("mixers", {})
-        keys, layer = self.meta_model.keys, "" if line["piece"] == REST else line["piece"]
+        keys, layer = self.meta_model.keys, "" if line["piece"] == NON_LAYER else line["piece"]
         shapes = {key: self.meta_model.source.tensors[key].shape for n, key in keys.items() if self.units[n] == unit}
         linears = {linear.path: linear for linear in self.plan.layout.linears}
         cuts, attention_target = self.plan.targets_in_layer(layer), self.plan.attention_targets.get(layer)
@@ -139,7 +140,7 @@ class Pieces:
         return shapes
 
     def holds(self, file: Path, line: dict[str, Any], whole: bool) -> bool:
-        """Whether the file has the tensors of the line's piece; whole: and no others."""
+        """Return whether the file has the tensors of the entry's shard; whole: and no others."""
         header = read_header(file)
         found = {name: info.shape for name, info in header.items()}
         expected = self.expected(line)
@@ -159,22 +160,22 @@ class Pieces:
     # -- what an interrupted run left --------------------------------------------------------------
     def sound(self, lines: list[dict[str, Any]], out: Path) -> list[dict[str, Any]]:
         """The lines that are used again. out: where finished shards lie."""
-        pieces: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
         for line in lines:
             if line["step"] == "piece" and line["piece"] in self.names():
-                pieces.setdefault(line["piece"], line)
-        shards = self._finished_shards(lines, pieces, out)
-        on_disk = {unit for unit, line in pieces.items() if self._is_sound(line)}
-        joined = {unit for unit, line in pieces.items() if unit in shards and self._is_in(shards[unit], line)}
+                entries.setdefault(line["piece"], line)
+        shards = self._finished_shards(lines, entries, out)
+        on_disk = {unit for unit, line in entries.items() if self._is_sound(line)}
+        joined = {unit for unit, line in entries.items() if unit in shards and self._is_in(shards[unit], line)}
         others = [line for line in lines if line["step"] not in ("piece", "shards", "shard")]
         if on_disk | joined == set(self.names()):
             done = {path.name for unit, path in shards.items() if unit in joined}
             planned = [] if self._groups(lines) is None else [line for line in lines if line["step"] == "shards"][:1]
             ends = [line for line in lines if line["step"] == "shard" and line["name"] in done]
-            return [*others, *pieces.values(), *planned, *ends]
+            return [*others, *entries.values(), *planned, *ends]
         for file in out.glob("model*.safetensors"):
             file.unlink()
-        return [*others, *(line for unit, line in pieces.items() if unit in on_disk - {REST})]
+        return [*others, *(line for unit, line in entries.items() if unit in on_disk - {NON_LAYER})]
 
     def _is_sound(self, line: dict[str, Any]) -> bool:
         path = self.path(line["piece"])
@@ -184,13 +185,13 @@ class Pieces:
         return _holds(lambda: self.holds(shard, line, whole=False))
 
     def _groups(self, lines: list[dict[str, Any]]) -> list[list[str]] | None:
-        """How the journal divides the pieces into shards; None where it does not, or has other pieces."""
+        """Return the layer shards of each output file, as the journal has them; None if it has none, or other shards."""
         groups = next((line["groups"] for line in lines if line["step"] == "shards"), None)
         files = [self.path(unit).name for unit in self.names()]
         return groups if groups is not None and flat(groups) == files and all(groups) else None
 
     def _finished_shards(
-        self, lines: list[dict[str, Any]], pieces: dict[str, dict[str, Any]], out: Path
+        self, lines: list[dict[str, Any]], entries: dict[str, dict[str, Any]], out: Path
     ) -> dict[str, Path]:
         """Unit -> the shard that it was joined into, of those that are as they were written."""
         if (groups := self._groups(lines)) is None:
@@ -200,8 +201,8 @@ class Pieces:
         for i, group in enumerate(groups):
             name, inside = shard_name(i, len(groups)), [next(units) for _ in group]
             digest = written.get(name)
-            if digest is None and len(inside) == 1 and inside[0] in pieces:  # moved, not yet written down
-                digest = pieces[inside[0]]["sha256"]
+            if digest is None and len(inside) == 1 and inside[0] in entries:  # moved, not yet written down
+                digest = entries[inside[0]]["sha256"]
             if digest is not None and file_digest(out / name) == digest:
                 found.update(dict.fromkeys(inside, out / name))
         return found
@@ -218,7 +219,7 @@ def _is_well_formed(line: dict[str, Any], plan: Plan) -> bool:
     step = line["step"]
     if step == "start":
         return True
-    shape = (_Rest if line.get("piece") == REST else _Piece) if step == "piece" else SHAPES.get(step)
+    shape = (_NonLayerEntry if line.get("piece") == NON_LAYER else _LayerEntry) if step == "piece" else SHAPES.get(step)
     if shape is None:
         return False
     try:

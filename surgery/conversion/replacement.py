@@ -199,29 +199,29 @@ def fold_output(
 
 
 def load_replacement(
-    meta_model: MetaModel, plan: Plan, done: dict[str, Any], piece: dict[str, TensorInfo], device: torch.device
+    meta_model: MetaModel, plan: Plan, done: dict[str, Any], shard: dict[str, TensorInfo], device: torch.device
 ) -> LayerReplacement:
     """Return the replacement of a finished layer, from its journal entry and its layer shard."""
     replacement = LayerReplacement(table=done["table"], records=done["records"])
     for path, targets in plan.targets_in_layer(done["piece"]).items():
         linear = targets[0].linear
         spec = done["table"].get(path) or {**table_entry(targets[0], None), "transposed": linear.transposed}
-        replacement.modules[path] = load_replacement_module(spec, stored_module_name(meta_model, path), piece, device)
+        replacement.modules[path] = load_replacement_module(spec, stored_module_name(meta_model, path), shard, device)
     replacement.mixer_table, replacement.mixer_records = done.get("mixers", {}), done.get("mixer_records", [])
     for path, spec in replacement.mixer_table.items():
         attention_target = plan.attention_targets[done["piece"]]
-        replacement.mixers[path] = load_mixer(spec, attention_target, piece, device)
+        replacement.mixers[path] = load_mixer(spec, attention_target, shard, device)
     return replacement
 
 
 def load_mixer(
-    spec: dict[str, Any], attention_target: AttentionTarget, piece: dict[str, TensorInfo], device: torch.device
+    spec: dict[str, Any], attention_target: AttentionTarget, shard: dict[str, TensorInfo], device: torch.device
 ) -> Mixer:
     config = mixer_config(spec)
     with torch.device(device):
         mixer = MIXERS[config](config, attention_target.shape).float()
     state = {
-        name: read_tensor(piece[f"{attention_target.path}.mixer.{name}"]).to(device) for name in mixer.state_dict()
+        name: read_tensor(shard[f"{attention_target.path}.mixer.{name}"]).to(device) for name in mixer.state_dict()
     }
     mixer.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in state.items()})
     return mixer.eval().requires_grad_(False)

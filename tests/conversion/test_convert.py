@@ -152,24 +152,26 @@ def test_outside_d9_a_source_changed_inside_a_tensor_is_refused(deep, tmp_path, 
         convert(str(source), recipe, tmp_path / "out", resume=True)
 
 
-def test_outside_d11_a_piece_of_another_dtype_is_not_used(deep, tmp_path):
+def test_outside_d11_a_shard_of_another_dtype_is_not_used(deep, tmp_path):
     from surgery.checkpoint.meta_model import MetaModel
     from surgery.checkpoint.source import open_checkpoint
-    from surgery.conversion.layer_shards import Pieces
+    from surgery.conversion.layer_shards import LayerShards
     from surgery.planning.plan import make_plan
 
     meta_model = MetaModel(open_checkpoint(str(deep[0])), False)
     layer = "model.layers.0"
     units = {name: layer if name.startswith(f"{layer}.") else "rest" for name in meta_model.keys}
-    pieces = Pieces(meta_model, make_plan(meta_model, make_recipe(structure="low_rank", layers="1:")), units, tmp_path)
+    shards = LayerShards(
+        meta_model, make_plan(meta_model, make_recipe(structure="low_rank", layers="1:")), units, tmp_path
+    )
     line = {"piece": layer, "table": {}}
     stored = meta_model.source.tensors
-    tensors = {n: torch.zeros(shape, dtype=DTYPES[stored[n].dtype]) for n, shape in pieces.expected(line).items()}
+    tensors = {n: torch.zeros(shape, dtype=DTYPES[stored[n].dtype]) for n, shape in shards.expected(line).items()}
     save_file(tensors, tmp_path / "same.safetensors")
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name].double()}, tmp_path / "other.safetensors")
-    assert pieces.holds(tmp_path / "same.safetensors", line, True)
-    assert not pieces.holds(tmp_path / "other.safetensors", line, True)
+    assert shards.holds(tmp_path / "same.safetensors", line, True)
+    assert not shards.holds(tmp_path / "other.safetensors", line, True)
 
 
 def test_the_same_seed_gives_the_same_bytes(deep, tmp_path):
@@ -306,7 +308,10 @@ def test_damaged_sources(deep, tmp_path, how, says, text):
         ),
         ({"structure": "dense"}, "replaces nothing"),
         ({"structure": "btt", "blocks": [100, 4]}, r"cannot tile a matrix of out=64, in=64: 100 blocks"),
-        ({"structure": "kronecker", "blocks": [3, 4]}, r"the blocks must divide both, for example blocks: \[8, 8\]"),
+        (
+            {"structure": "kronecker", "blocks": [3, 4]},
+            r"the blocks must divide both. Use for example blocks: \[8, 8\]",
+        ),
         ({"structure": "low_rank", "keep": 0.001}, "raise keep to"),
         ({"structure": "low_rank", "blocks": [2, 2]}, "structure 'low_rank' has no option 'blocks'"),
         ({"structure": "low_rank", "calibration": "/nowhere.txt"}, "'/nowhere.txt' is not a file"),
@@ -509,11 +514,11 @@ def test_2_1_a_finished_shard_is_checked(deep, tmp_path, monkeypatch, how):
 
 def test_2_1_joined_weights_that_lack_a_tensor_are_refused(low_rank, tmp_path, monkeypatch):
     """Whatever let it pass: the names are compared once more before anything is renamed."""
-    from surgery.conversion.layer_shards import Pieces
+    from surgery.conversion.layer_shards import LayerShards
 
     source, recipe, _ = low_rank
-    expected = Pieces.expected
-    monkeypatch.setattr(Pieces, "expected", lambda self, line: {**expected(self, line), "extra": (1,)})
+    expected = LayerShards.expected
+    monkeypatch.setattr(LayerShards, "expected", lambda self, line: {**expected(self, line), "extra": (1,)})
     with pytest.raises(SurgeryError, match="lack tensor 'extra'"):
         convert(str(source), recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
