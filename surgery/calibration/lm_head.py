@@ -1,5 +1,7 @@
-"""The head, a slice of the vocabulary at a time: losses, and the curvature's cotangent, without ever holding
-all logits or the whole matrix."""
+"""Language-model head in slices of the vocabulary: losses and output gradients without all logits or the full matrix in memory.
+
+N: tokens   D: hidden size   V: vocabulary, or one slice of it
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,16 @@ from surgery.architectures import Architecture
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import read_rows, read_tensor
 
-MAX_LOGITS = {"cpu": 2**22, "cuda": 2**27}  # numbers of logits, and of the head, held at a time, in a few copies
-ROWS_PER_PASS = 8192  # hidden states for which the head is read from the file once
+# Most elements of a slice of logits, or of the head's weight, in memory at a time.
+MAX_LOGITS = {"cpu": 2**22, "cuda": 2**27}
+ROWS_PER_PASS = 8192  # hidden states per pass over the head's file
 
 
 class ChunkedLMHead:
-    """logits = softcap(W h + b), W (V, D) read from the file in slices of rows."""
+    """Head with logits = softcap(W h + b), where W (V, D) is read from the checkpoint in slices of rows.
+
+    softcap(z) = cap tanh(z / cap) for architectures that have one (Gemma 2), else the identity.
+    """
 
     def __init__(self, meta_model: MetaModel, path: str, architecture: Architecture | None, device: torch.device):
         self.weight = meta_model.tensor_info(f"{path}.weight")
@@ -29,6 +35,7 @@ class ChunkedLMHead:
         self.cap = getattr(meta_model.config.get_text_config(), name, None) if name else None
 
     def slices(self, rows: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Yield (first token id, weight (V, D), bias (V,) or None) of slices small enough for `rows` hidden states."""
         vocabulary, width = self.weight.shape
         step = max(256, MAX_LOGITS.get(self.device.type, 2**22) // max(1, rows, width))
         for first in range(0, vocabulary, step):
@@ -37,17 +44,18 @@ class ChunkedLMHead:
             yield first, weight, None if self.bias is None else self.bias[first:last]
 
     def logits(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        """Return the logits (N, V) of a slice."""
         logits_NV = nn.functional.linear(hidden_ND, weight_VD, bias_V)
         return logits_NV if self.cap is None else self.cap * torch.tanh(logits_NV / self.cap)
 
     @torch.no_grad()
     def losses(self, hidden_ND: Tensor, labels_N: Tensor, linear: nn.Module | None = None) -> Tensor:
-        """Negative log likelihood of each label, (N,); `linear` stands in for the stored head."""
+        """Return the negative log likelihood of each label in nats, (N,). linear: a module used instead of the stored head."""
         out = []
         rows = (
             ROWS_PER_PASS if linear is None else max(1, MAX_LOGITS.get(self.device.type, 2**22) // self.weight.shape[0])
         )
-        for hidden, labels in zip(hidden_ND.split(rows), labels_N.split(rows)):
+        for hidden, labels in zip(torch.split(hidden_ND, rows), torch.split(labels_N, rows)):
             out.append(self._losses(hidden.to(self.device), labels.to(self.device), linear))
         return torch.cat(out)
 
@@ -65,16 +73,17 @@ class ChunkedLMHead:
         return total_N - chosen_N
 
     def linear_logits(self, linear: nn.Module, hidden_ND: Tensor) -> Tensor:
-        logits_NV = linear(hidden_ND)
+        """Return the logits (N, V) of a module used instead of the stored head."""
+        logits_NV: Tensor = linear(hidden_ND)
         return logits_NV if self.cap is None else self.cap * torch.tanh(logits_NV / self.cap)
 
     @torch.no_grad()
     def output_gradient(self, hidden_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """(d loss / d hidden (N, D), log sum exp (N,), labels (N,)) with labels drawn from the model itself:
-        the outer products of such gradients average to the Fisher information.
+        """Return d loss / d hidden (N, D), the log-sum-exp of the logits (N,), and the labels (N,), sampled from the model.
 
-        One pass over the vocabulary: the softmax-weighted sum of rows is rescaled as the maximum grows, and a
-        label of the slice at hand replaces the one drawn so far with the slice's share of the mass.
+        The outer products of these gradients average to the Fisher information. The computation is one pass over the
+        vocabulary: the softmax-weighted sum of rows of W is rescaled when the maximum logit grows. A label sampled from the
+        current slice replaces the earlier one with a probability equal to the slice's share of the probability mass so far.
         """
         rows = len(hidden_ND)
         top_N, mass_N = hidden_ND.new_full((rows,), -torch.inf), hidden_ND.new_zeros(rows)
@@ -100,13 +109,13 @@ class ChunkedLMHead:
         return sum_ND / mass_N[:, None] - chosen_ND, top_N + mass_N.log(), label_N
 
     def weight_rows(self, label_N: Tensor) -> Tensor:
-        """Rows of W, (N, D)."""
+        """Return the rows of W for the labels, (N, D)."""
         unique, place = torch.unique(label_N.cpu(), return_inverse=True)
         return read_rows(self.weight, unique).float().to(self.device)[place.to(self.device)]
 
     @torch.no_grad()
     def logit_gradient_energy(self, hidden_ND: Tensor, total_N: Tensor, label_N: Tensor) -> Tensor:
-        """Mean squared d loss / d logits, (V,): what an error of each logit costs."""
+        """Return the mean squared d loss / d logits, (V,), the diagonal of the head's output Gram matrix."""
         energy_V = hidden_ND.new_zeros(self.weight.shape[0])
         for first, weight, bias in self.slices(len(hidden_ND)):
             delta_NV = (self.logits(hidden_ND, weight, bias) - total_N[:, None]).exp()
@@ -117,7 +126,10 @@ class ChunkedLMHead:
 
 
 def sample_labels(weight_NV: Tensor, before_N: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """(an index drawn by weight in each row, the row's share of all mass so far, its mass)."""
+    """Return, for each row, an index sampled by weight, this slice's share of the mass so far, and its mass; each (N,).
+
+    before_N: the mass of earlier slices.
+    """
     reached_NV = weight_NV.cumsum(-1)
     mass_N = reached_NV[:, -1]
     threshold_N1 = (torch.rand(len(weight_NV), generator=generator).to(weight_NV.device) * mass_N)[:, None]

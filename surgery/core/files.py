@@ -65,15 +65,17 @@ def check_no_links(folder: Path, skipped: tuple[str, ...] = ()) -> None:
         for name in files:
             if not stat.S_ISREG(os.lstat(Path(parent, name)).st_mode):  # opening a FIFO would wait forever
                 raise SurgeryError(
-                    f"{Path(parent, name)} is no regular file; surgery works with regular files. Remove it"
+                    f"{Path(parent, name)} is not a regular file; surgery works with regular files. Remove it"
                 )
         folders[:] = [name for name in folders if name not in skipped]
 
 
 def check_no_unknown_files(folder: Path, known: Iterable[str], kind: type[SurgeryError] = SurgeryError) -> None:
-    """Neither files nor folders may lie in a work folder but those that the command itself writes: all of it is delivered.
-    known: their paths in the folder, with the wildcards of fnmatch in each part; `name/**` is all below a folder. kind: of the
-    error."""
+    """Raise an error if a work folder holds files or folders that the command does not write, because all of it is delivered.
+
+    known: paths in the folder that the command writes. Each part may have the wildcards of fnmatch; `name/**` is everything
+    below a folder. kind: the class of the error.
+    """
     patterns = [pattern.split("/") for pattern in known]
     for parent, folders, files in os.walk(folder):
         for name in sorted(files):

@@ -1,4 +1,4 @@
-"""Callbacks that run once a heavy module has been imported by somebody else.
+"""Callbacks that run when another package imports a heavy module.
 
 `import surgery` must stay light, but transformers and peft must know this package's classes as soon as they are imported.
 """

@@ -108,7 +108,7 @@ class Journal:
 
     def _read(self, path: Path) -> None:
         if path.exists() and not path.is_file():
-            raise SurgeryError(f"{path} is no regular file, and a journal is one. Remove it")
+            raise SurgeryError(f"{path} must be a regular file. Remove it")
         if not path.is_file():
             return
         good = 0

@@ -312,7 +312,7 @@ def test_damaged_sources(deep, tmp_path, how, says, text):
             {"structure": "kronecker", "blocks": [3, 4]},
             r"the blocks must divide both. Use for example blocks: \[8, 8\]",
         ),
-        ({"structure": "low_rank", "keep": 0.001}, "raise keep to"),
+        ({"structure": "low_rank", "keep": 0.001}, "Raise keep to"),
         ({"structure": "low_rank", "blocks": [2, 2]}, "structure 'low_rank' has no option 'blocks'"),
         ({"structure": "low_rank", "calibration": "/nowhere.txt"}, "'/nowhere.txt' is not a file"),
     ],
