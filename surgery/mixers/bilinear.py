@@ -50,6 +50,7 @@ def fit_bilinear(
     second_moment_DD: Tensor,
     mean_D: Tensor | None = None,
     bias_q_HK: Tensor | None = None,
+    *,
     steps: int = 30,
 ) -> float:
     """Fills a mixer of base 'own' in place; the squared error it leaves, relative, over all heads."""

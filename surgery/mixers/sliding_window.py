@@ -117,7 +117,7 @@ class WindowAttention(Mixer):
             if state is not None:
                 seen = self._behind_sinks(state, *seen)
             t_BT = s_BS[:, layout.slots - layout.queries :]
-            out = self._with_sinks(q_BGJTK, *seen, t_BT, mask, padded.dropout)
+            out = self._with_sinks(q_BGJTK, *seen, t_BT, mask=mask, p=padded.dropout)
         out = out if back is None else gather_slots(out, back, 2)
         return out, None if state is None else self._next_state(state, layout, keys, values, padded)
 
@@ -147,7 +147,9 @@ class WindowAttention(Mixer):
             allowed &= s_B1S <= t_BT1
         return allowed if shape.window is None else allowed & (near < shape.window)
 
-    def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, s_BS: Tensor, t_BT: Tensor, mask: Any, p: float) -> Tensor:
+    def _with_sinks(
+        self, q: Tensor, k: Tensor, v: Tensor, s_BS: Tensor, t_BT: Tensor, *, mask: Any, p: float
+    ) -> Tensor:
         """The definition, some queries at a time."""
         q, k, values = upcast(q), upcast(k), upcast(v)
 

@@ -87,7 +87,8 @@ def attend(
     terms = [term._replace(q_BGJTR=upcast(term.q_BGJTR), k_BGSR=upcast(term.k_BGSR)) for term in terms]
     values = upcast(v_BGSV)
     out = run_in_passes(
-        lambda start, stop: _attend_pass(terms, values, layout, shape, mask, p, start, stop), layout.queries
+        lambda start, stop: _attend_pass(terms, values, layout, shape, mask=mask, p=p, start=start, stop=stop),
+        layout.queries,
     )
     return out.flatten(1, 2).to(v_BGSV.dtype)
 
@@ -128,6 +129,7 @@ def _attend_pass(
     v_BGSV: Tensor,
     layout: KVLayout,
     shape: AttentionShape,
+    *,
     mask: Any,
     p: float,
     start: int,
