@@ -33,6 +33,7 @@ def score_in_batches(
     score: Callable[[list[Any]], list[R]],
     size: Callable[[T], int],
     title: str,
+    *,
     tokens: int | None = None,
     prepare: Callable[[T], Any] | None = None,
 ) -> list[R]:

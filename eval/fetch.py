@@ -17,7 +17,7 @@ import yaml
 
 from surgery.core.config import read_front_matter
 from surgery.core.errors import SurgeryError, suggestion
-from surgery.core.files import explain_disk_errors, is_disk_error, refuse_dangling
+from surgery.core.files import check_not_dangling, explain_disk_errors, is_disk_error
 from surgery.core.progress import Progress
 from surgery.eval import offline_data as mirror
 from surgery.eval.long_context import ESSAYS, HOTPOT, SQUAD
@@ -84,7 +84,7 @@ def fetch(root: Path, sources: Iterable[DatasetSource], progress: Progress) -> d
 
     A data set that is present is kept unless a configuration or a split is missing.
     """
-    refuse_dangling(root)
+    check_not_dangling(root)
     by_path: dict[str, list[DatasetSource]] = {}
     for source in sources:
         if not DATASET_NAME.match(source.path):

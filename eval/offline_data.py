@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from surgery.core.digests import arrow_cache, refuse_outside_files
+from surgery.core.digests import arrow_cache, check_no_outside_files
 from surgery.core.errors import SurgeryError
 from surgery.eval.results.data_read import note_read
 
@@ -84,7 +84,7 @@ def check_datasets(root: Path | None, suite: str, paths: list[str]) -> None:
             f"--data-root {root} has no {', '.join(missing)}. Run surgery fetch-eval-data {root} --suite {suite}."
         )
     for path in paths:
-        refuse_outside_files(Path(root) / path)
+        check_no_outside_files(Path(root) / path)
 
 
 @contextlib.contextmanager

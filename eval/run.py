@@ -123,11 +123,11 @@ def evaluate(
         options,
         local_device(ranks, device),
         dtype,
-        trust_remote_code,
-        ranks,
-        progress or Progress(),
-        out,
-        command,
+        trust_remote_code=trust_remote_code,
+        ranks=ranks,
+        progress=progress or Progress(),
+        out=out,
+        command=command,
     )
     with ExitStack() as stack:
         if out is not None:
@@ -169,6 +169,7 @@ class _EvaluationRun:
         options: EvalOptions,
         device: str | None,
         dtype: str,
+        *,
         trust_remote_code: bool,
         ranks: DistContext,
         progress: Progress,
@@ -220,7 +221,7 @@ class _EvaluationRun:
                 try:
                     with record_reads() as reads:
                         result = suite.run(eval_model, self.options)
-                    self._store_result(one, suite, result, eval_model, began, reads)
+                    self._store_result(one, suite, result, eval_model, began, reads=reads)
                 except Exception as error:
                     self._record_failure(suite, one, error)
 
@@ -234,7 +235,7 @@ class _EvaluationRun:
                 with record_reads() as reads:
                     results = suite.run_pair([first, second], self.options)
                 for one, eval_model, result in zip(opened, (first, second), results):
-                    self._store_result(one, suite, result, eval_model, began, reads, pair)
+                    self._store_result(one, suite, result, eval_model, began, reads=reads, pair=pair)
         except Exception as error:
             self._record_failure(suite, opened[1], error)
 
@@ -265,6 +266,7 @@ class _EvaluationRun:
         result: SuiteResult,
         eval_model: EvalModel,
         began: float,
+        *,
         reads: dict[str, str],
         pair: tuple[str, ...] = (),
     ) -> None:

@@ -154,12 +154,12 @@ def load(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from surgery.checkpoint.remote_code import refuse_code
+    from surgery.checkpoint.remote_code import check_code_trusted
     from surgery.checkpoint.source import open_converted_checkpoint, split_revision
     from surgery.checkpoint.tensor_names import load_checked_model
 
     source = open_converted_checkpoint(os.fspath(name), revision)
-    refuse_code(source.folder, source.name, source.config, trust_remote_code)
+    check_code_trusted(source.folder, source.name, source.config, trust_remote_code)
     bare, _ = split_revision(os.fspath(name))
     commit, trust = source.revision or "main", trust_remote_code
     model = load_checked_model(

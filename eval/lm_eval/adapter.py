@@ -142,7 +142,7 @@ class BatchedLM:
                 self._generate if self.backend == "causal" else self._generate_with_hflm,
                 lambda each: len(each.ids_T),
                 f"{requests[group[0]].task_name}: answers",
-                generation_tokens(self.eval_model.device),
+                tokens=generation_tokens(self.eval_model.device),
             )
             for i, answer in zip(group, found):
                 answers[i] = answer

@@ -39,6 +39,7 @@ class AnswerCache:
         score: Callable[[list[T]], list[Any]],
         size: Callable[[T], int],
         title: str,
+        *,
         tokens: int | None = None,
     ) -> list[Any]:
         """Return the answers of all items; score(batch) computes those that are not cached.
@@ -57,7 +58,12 @@ class AnswerCache:
             return found
 
         found = dict(
-            zip(left, score_in_batches(self.eval_model, options, left, scored, lambda i: size(items[i]), title, tokens))
+            zip(
+                left,
+                score_in_batches(
+                    self.eval_model, options, left, scored, lambda i: size(items[i]), title, tokens=tokens
+                ),
+            )
         )
         return [found[i] if i in found else self.answers[key] for i, key in enumerate(keys)]
 

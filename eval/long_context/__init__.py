@@ -36,14 +36,18 @@ HOTPOT = ("hotpotqa/hotpot_qa", "distractor", "validation")
 
 def run_ruler(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run the suite `ruler`."""
-    return _run_suite("ruler", TASKS, tuple(TASKS), eval_model, options, options.limit or SAMPLES, options.depths)
+    return _run_suite(
+        "ruler", TASKS, tuple(TASKS), eval_model, options, samples=options.limit or SAMPLES, depths=options.depths
+    )
 
 
 def run_niah(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run the suite `niah`: needles in essays if the mirror has them, otherwise in noise."""
     usual = ("niah_single_2",) if options.data_root is not None else ("niah_single_1",)
     depths = options.depths or DEPTHS
-    return _run_suite("niah", NEEDLES, usual, eval_model, options, options.limit or SAMPLES_PER_DEPTH, depths)
+    return _run_suite(
+        "niah", NEEDLES, usual, eval_model, options, samples=options.limit or SAMPLES_PER_DEPTH, depths=depths
+    )
 
 
 def _run_suite(
@@ -52,6 +56,7 @@ def _run_suite(
     usual: tuple[str, ...],
     eval_model: EvalModel,
     options: EvalOptions,
+    *,
     samples: int,
     depths: tuple[float, ...],
 ) -> SuiteResult:

@@ -77,7 +77,7 @@ def compare_results(suite: str, results: Mapping[Role, SuiteResult], same: bool,
             if held:
                 floor = first.floors.get(task, {}).get(name, metric.floor)
                 picked = {role: [samples[role][k] for k in held] for role in results}
-                found.append(_make_row(suite, task, metric, group, picked, floor, same, seed))
+                found.append(_make_row(suite, task, metric, group, picked, floor=floor, same=same, seed=seed))
     return found
 
 
@@ -144,6 +144,7 @@ def _make_row(
     metric: EvalMetric,
     group: dict[str, Any],
     samples: Mapping[Role, list[Sample]],
+    *,
     floor: float | None,
     same: bool,
     seed: int,
@@ -163,7 +164,7 @@ def _make_row(
         if value - 1.96 * (error or 0) <= floor:
             row.flags.append("the base does no better than guessing: no evidence of what was lost")
     if len(units) == 2:
-        _add_comparison(row, units, samples, top, shape, same, seed)
+        _add_comparison(row, units, samples, top, shape, same=same, seed=seed)
     if not all(math.isfinite(held.value) for held in units.values()):
         row.flags.append("not a finite number")
     if len(first) < MIN_UNITS:
@@ -177,6 +178,7 @@ def _add_comparison(
     samples: Mapping[Role, list[Sample]],
     top: float | None,
     shape: Transform,
+    *,
     same: bool,
     seed: int,
 ) -> None:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from surgery.checkpoint.safetensors_io import TensorSource, write_shard
 from surgery.core.errors import SurgeryError
-from surgery.core.files import atomic_write, refuse_dangling
+from surgery.core.files import atomic_write, check_not_dangling
 from surgery.core.version import __version__
 from surgery.eval.results.data_read import is_unchanged
 from surgery.eval.suite import EvalMetric, EvalOptions, Sample, SuiteResult
@@ -56,7 +56,7 @@ class ResultStore:
         """Create the folder. Raises SurgeryError if it is a file or its parent does not exist."""
         if self.folder is None:
             return
-        refuse_dangling(self.folder)
+        check_not_dangling(self.folder)
         if self.folder.exists() and not self.folder.is_dir():
             raise SurgeryError(f"--out {self.folder} is a file. Give a folder for results.")
         if not self.folder.absolute().parent.is_dir():

@@ -100,10 +100,10 @@ def _make_call(make: Callable[[], CallAndLeaves], back: bool) -> Any:
 def _call_makers(tokens: BenchmarkTokens, back: bool, others: bool) -> CallMakers:
     batch, heads, length, value = tokens.v_BHTV.shape
     width, key, levels = tokens.v_BHTV.element_size(), tokens.q_BT1K.shape[-1], tokens.level_BTH1L.shape[-1]
-    full = softmax_work(batch, heads, length, value, value, back, width)
-    far = softmax_work(batch, heads, length, mean_rank(value, length), value, back, width)
+    full = softmax_work(batch, heads, length, value, value, back=back, width=width)
+    far = softmax_work(batch, heads, length, mean_rank(value, length), value, back=back, width=width)
     linear = lambda groups, key, extra: linear_attention_work(  # noqa: E731
-        batch, heads, groups, length, key, value, back, width, extra
+        batch, heads, groups, length, key, value, back=back, width=width, extra=extra
     )
     ranks, extents = split_ranks(value, length)
     backends = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}

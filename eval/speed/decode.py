@@ -116,13 +116,13 @@ def _implementations(
         grown = lambda: _sdpa_step(mixer_states, batch, length, False, graph)  # noqa: E731
         implementations.append(TimedImplementation("SDPA, grown as in transformers", grown, work=WorkEstimate(full, 0)))
     for name, choice, config, op, options in mixer_choices(mixer_states.shape.key, mixer_states.longest):
-        make = lambda n=name, c=config: _mixer_step(mixer_states, n, c, batch, length, graph, sized)  # noqa: E731
+        make = lambda n=name, c=config: _mixer_step(mixer_states, n, c, batch, length, graph=graph, sized=sized)  # noqa: E731
         implementations.append(TimedImplementation(name, make, choice, times=times, op=op, options=options))
     return implementations
 
 
 def _mixer_step(
-    mixer_states: MixerStates, name: str, config: Any, batch: int, length: int, graph: bool, sized: dict[str, Any]
+    mixer_states: MixerStates, name: str, config: Any, batch: int, length: int, *, graph: bool, sized: dict[str, Any]
 ) -> Call:
     """Return a call in which each step continues from the previous state; a CUDA graph holds STEPS of them."""
     mixer, state = mixer_states.state(config, batch, length)

@@ -50,7 +50,9 @@ def linear_work(tokens: int, in_: int, out: int, numbers: int, back: bool, width
     )  # fmt: skip
 
 
-def softmax_work(batch: int, heads: int, tokens: int, key: float, value: int, back: bool, width: int) -> WorkEstimate:
+def softmax_work(
+    batch: int, heads: int, tokens: int, key: float, value: int, *, back: bool, width: int
+) -> WorkEstimate:
     """Return the work of causal softmax attention. key: score dimensions of the average pair.
 
     Backward recomputes the scores and four more products (Dao et al. 2022): 2.5 times the forward.
@@ -61,7 +63,7 @@ def softmax_work(batch: int, heads: int, tokens: int, key: float, value: int, ba
 
 
 def linear_attention_work(
-    batch: int, heads: int, groups: int, tokens: int, key: int, value: int, back: bool, width: int, extra: int
+    batch: int, heads: int, groups: int, tokens: int, key: int, value: int, *, back: bool, width: int, extra: int
 ) -> WorkEstimate:
     """Return the work of linear attention.
 

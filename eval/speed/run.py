@@ -34,6 +34,7 @@ def bench(
     peers: bool = False,
     device: str | None = None,
     time_limit: float | None = None,
+    *,
     out: Path | None = None,
     only: str | None = None,
     progress: Progress | None = None,
@@ -55,7 +56,7 @@ def bench(
     if kind == TRAIN:  # chooses a device for each process itself
         sizes = sizes or ("full" if torch.cuda.is_available() and device != "cpu" else "small")
         _check_options(kind, sizes)
-        return training.train(sizes, only, device, deadline, out, progress, describe_environment)
+        return training.train(sizes, only, device, deadline, out=out, progress=progress, about=describe_environment)
     place = choose_device(device)
     gpu = place.type == "cuda"
     sizes = sizes or ("full" if gpu else "small")

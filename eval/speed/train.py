@@ -109,7 +109,7 @@ class LoopTimes:
 
 
 def train(
-    sizes: str, only: str | None, device: str | None, ends: float, out: Path | None, progress: Progress, about: Any
+    sizes: str, only: str | None, device: str | None, ends: float, *, out: Path | None, progress: Progress, about: Any
 ) -> dict[str, Any]:
     """Return the rows of every case and change. about: describes the device."""
     from surgery.training.data.prefetch import limit_tokenizer_threads

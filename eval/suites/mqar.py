@@ -145,7 +145,9 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
         return _score_batch(eval_model.model, [one for _, _, one in batch], before, values_V)
 
     most = max_batch_tokens(eval_model.model)
-    found = score_in_batches(eval_model, options, asked, score, lambda q: q[0], f"mqar of {eval_model.name}", most)
+    found = score_in_batches(
+        eval_model, options, asked, score, lambda q: q[0], f"mqar of {eval_model.name}", tokens=most
+    )
     samples = [
         Sample(
             "mqar",

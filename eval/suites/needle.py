@@ -89,6 +89,7 @@ def needle_accuracy(
     lengths: Sequence[int] = LENGTHS,
     depths: Sequence[float] = DEPTHS,
     samples: int = 32,
+    *,
     seed: int = 0,
     batch_size: int = 16,
     device: str | torch.device | None = None,

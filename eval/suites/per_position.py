@@ -45,7 +45,9 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
         return token_losses(eval_model.model, [piece.ids for piece in batch])
 
     most, title = max_batch_tokens(eval_model.model), f"loss by position of {eval_model.name}"
-    losses_NT = torch.stack(score_in_batches(eval_model, options, read, score, lambda p: len(p.ids), title, most))
+    losses_NT = torch.stack(
+        score_in_batches(eval_model, options, read, score, lambda p: len(p.ids), title, tokens=most)
+    )
     samples = [
         Sample(
             "per-position", piece.id, {"nll": float(losses_T[first:last].double().mean())}, {"position": last}, last - first,

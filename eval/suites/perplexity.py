@@ -35,7 +35,7 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
     most = max_batch_tokens(eval_model.model)
     found = score_in_batches(
-        eval_model, options, read, score, lambda p: len(p.ids), f"perplexity of {eval_model.name}", most
+        eval_model, options, read, score, lambda p: len(p.ids), f"perplexity of {eval_model.name}", tokens=most
     )
     samples = [Sample("ppl", p.id, {"nll": nll}, weight=n, unit=p.unit) for p, (nll, n) in zip(read, found)]
     if not samples:

@@ -1,1 +1,1 @@
-"""Calibration: text to token windows, windows to statistics of each layer."""
+"""Calibration: from text to token windows, and from those to statistics of each layer's inputs, outputs and gradients."""

@@ -1,7 +1,7 @@
 """Samples for initializing a mixer in place of softmax attention, and the temporary swap of an attention module.
 
-A mixer must reproduce the original attention on the inputs that the converted layers below it give. So a sample holds
-those inputs and, as the target, the outputs of the original heads on the original model's inputs.
+A mixer must reproduce the original attention on the outputs of the converted layers below it. So a sample holds the inputs
+from the converted model and, as the target, the outputs of the original heads on inputs from the original model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AttentionSample:
 
 
 class CapturingMixer(Mixer):
-    """A mixer that stores its inputs in `captured` and stops the forward pass."""
+    """A mixer that stores its inputs in `captured` and stops the forward pass. rotated: read q and k after RoPE."""
 
     reads_mask = True
 
@@ -74,8 +74,9 @@ def all_attention_replaced(meta_model: MetaModel, mixers: dict[str, Mixer]) -> I
 class AttentionSamples:
     """A sequence of AttentionSample, computed on demand from the rows of a layer's call; an index past the end wraps.
 
-    rows: rows of the original stream. converted_offset: distance to the same sample in the converted stream (0: use
-    the original's inputs). rotated: whether the mixer reads q and k after RoPE.
+    rows: rows of the batch that hold the original model's hidden states. converted_offset: distance from such a row to the
+    row of the same sample in the converted model (0: use the original model's inputs).
+    rotated: whether the mixer reads q and k after RoPE.
     """
 
     def __init__(
@@ -130,7 +131,8 @@ class AttentionSamples:
             run_until_stop(self.call, row)
         finally:
             handle.remove()
-        return captured[0].unflatten(-1, (self.target.shape.heads, -1)).transpose(1, 2)
+        heads: Tensor = torch.unflatten(captured[0], -1, (self.target.shape.heads, -1))
+        return heads.transpose(1, 2)
 
 
 def run_until_stop(call: LayerCall, row: int) -> None:

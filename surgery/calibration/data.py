@@ -1,4 +1,7 @@
-"""The calibration windows, and how they are shared out between fitting and checking."""
+"""Calibration samples: text to token windows, divided into samples to fit to and held-out samples.
+
+A window is a row of token ids of fixed length. Ready input tensors (images, sound) are read from safetensors instead.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.remote_code import refuse_code
-from surgery.core.digests import refuse_outside_files
+from surgery.checkpoint.remote_code import check_code_trusted
+from surgery.core.digests import check_no_outside_files
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import read_json
 
@@ -79,14 +82,14 @@ class CalibrationSet:
 
 
 def unpadded_rows(x_BTX: Tensor, mask_BT: Tensor | None) -> Tensor:
-    """(N, X): the rows of real tokens; all of them where there is no mask, or one of another shape."""
+    """Return the rows of real tokens, (N, X); all rows if there is no mask, or a mask of another shape."""
     if mask_BT is None or x_BTX.shape[:2] != mask_BT.shape:
         return x_BTX.flatten(0, -2)
     return x_BTX[mask_BT.to(x_BTX.device).bool()]
 
 
 def check_model_inputs(inputs: dict[str, Tensor], model: Any) -> None:
-    """SurgeryError where the model's forward does not take these, or its embedding has no such ids."""
+    """Raise SurgeryError if the model's forward lacks one of these arguments, or its embedding one of the token ids."""
     taken = [name for name in inspect.signature(model.forward).parameters if name not in ("labels", "kwargs")]
     for name in inputs:
         if name not in taken:
@@ -97,8 +100,8 @@ def check_model_inputs(inputs: dict[str, Tensor], model: Any) -> None:
             low, high = int(ids.min()), int(ids.max())
             if ids.dim() != 2 or ids.is_floating_point() or low < 0 or high >= vocabulary:
                 raise SurgeryError(
-                    f"calibration inputs: {name} holds {ids.dtype} {list(ids.shape)} from {low} to {high}; wanted are "
-                    f"windows of ids, (rows, length) int64, from 0 to {vocabulary - 1}"
+                    f"calibration inputs: {name} holds {ids.dtype} {list(ids.shape)} from {low} to {high}; it must hold "
+                    f"token ids, (rows, length) int64, from 0 to {vocabulary - 1}"
                 )
 
 
@@ -109,14 +112,17 @@ def calibration_inputs(
     config: Any,
     tokens: int,
     length: int,
+    *,
     trust_remote_code: bool = False,
     notes: list[str] | None = None,
 ) -> dict[str, Tensor]:
-    """The model's inputs: `tokens` tokens of the text in windows of `length`, special tokens as the tokenizer
-    adds them; an encoder-decoder reads the first half of a window and writes the second.
+    """Return the model's inputs: `tokens` tokens of the text in windows of `length` tokens, special tokens included.
 
-    text: a file (.txt, .md, .json, .jsonl, .parquet, .csv; .safetensors with ready inputs, for models of
-    images or sound) or a Hub data set, "org/name" or "org/name:config:split:column". notes: gets what was odd about it.
+    An encoder-decoder gets the first half of a window as the encoder's input and the second half as the decoder's.
+
+    text: a file (.txt, .md, .json, .jsonl, .parquet, .csv; .safetensors with ready inputs, for models of images or sound) or
+    a Hub data set, "org/name" or "org/name:config:split:column". notes: list to which notes about the text are appended,
+    such as a converted encoding or too few tokens.
     """
     path = Path(text)
     if path.suffix == ".safetensors":
@@ -151,13 +157,16 @@ def load_input_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a checkpoint. trust_remote_code is never left to transformers' default, which asks on the terminal."""
+    """Return the tokenizer of a checkpoint.
+
+    trust_remote_code is always passed on, because transformers asks on the terminal if it is not given.
+    """
     from transformers import AutoTokenizer
 
     folder = Path(folder)
     config = folder / "config.json"
     known = read_json(config) if config.is_file() else {}
-    refuse_code(folder, str(folder), known if isinstance(known, dict) else {}, trust_remote_code)
+    check_code_trusted(folder, str(folder), known if isinstance(known, dict) else {}, trust_remote_code)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
@@ -174,7 +183,7 @@ HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]*){0,3}")
 
 
 def detect_encoding(start: bytes) -> str | None:
-    """Return UTF-16 or UTF-32 as a byte order mark or the places of zero bytes say; None if the bytes may be UTF-8."""
+    """Return UTF-16 or UTF-32, detected by a byte order mark or the positions of zero bytes; None if it may be UTF-8."""
     for mark, name in MARKS:
         if start.startswith(mark):
             return name
@@ -185,7 +194,7 @@ def detect_encoding(start: bytes) -> str | None:
     return ("utf-16-le" if odd > even else "utf-16-be") if share > 0.2 and min(even, odd) < max(even, odd) / 4 else None
 
 
-# The longer mark first: that of UTF-32 begins with that of UTF-16.
+# UTF-32 before UTF-16, because its byte order mark begins with that of UTF-16.
 MARKS = (
     *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16")),
     *((codecs.BOM_UTF16_BE, "utf-16"), (codecs.BOM_UTF8, "utf-8-sig")),
@@ -211,7 +220,10 @@ def decode_text(path: Path) -> tuple[str, str | None]:
 
 
 def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
-    """The documents of a file or of a Hub data set, streamed; notes (else the standard error) tell how a file was decoded."""
+    """Yield the documents of a file or of a Hub data set.
+
+    notes: list for notes about the decoding of a file; they are printed to standard error if it is None.
+    """
     path = Path(text)
     if path.is_file():
         if path.suffix in (".json", ".jsonl", ".parquet", ".csv"):
@@ -220,7 +232,7 @@ def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
                 return _stream_decoded(path, kind, notes)
             return _stream_texts(kind, None, "train", None, {"data_files": str(path)})
         read, note = decode_text(path)
-        _tell(note, notes)
+        _report_note(note, notes)
         return iter([read])
     if not HUB_DATASET.fullmatch(text) or path.suffix in CALIBRATION_SUFFIXES:
         raise SurgeryError(f"calibration text {text!r} is not a file; give a text file, or a Hub data set as org/name")
@@ -229,7 +241,7 @@ def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
     return _stream_texts(name, config or None, split or "train", column or None, {})
 
 
-def _tell(note: str | None, notes: list[str] | None) -> None:
+def _report_note(note: str | None, notes: list[str] | None) -> None:
     if note and notes is None:
         print(f"note: {note}", file=sys.stderr)
     elif note and notes is not None:
@@ -242,9 +254,9 @@ def _is_utf16(path: Path) -> bool:
 
 
 def _stream_decoded(path: Path, kind: str, notes: list[str] | None) -> Iterator[str]:
-    """A table in UTF-16 or UTF-32, by a copy in UTF-8."""
+    """Yield the texts of a table in UTF-16 or UTF-32, from a temporary copy in UTF-8."""
     text, note = decode_text(path)
-    _tell(note, notes)
+    _report_note(note, notes)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, path.name)
         copy.write_text(text.removeprefix("\ufeff"), encoding="utf-8")
@@ -256,10 +268,11 @@ def _stream_texts(
 ) -> Iterator[str]:
     import datasets
 
-    # Of local files `datasets` keeps columns by path and mtime, and casts rows of changed files to them: nothing is kept here.
+    # `datasets` caches the columns of local files by path and mtime, and casts rows of changed files to them, so local files
+    # are read with an empty cache.
     local = "data_files" in options or Path(name).is_dir()
     if Path(name).is_dir() and not options:
-        refuse_outside_files(Path(name))
+        check_no_outside_files(Path(name))
     try:
         with tempfile.TemporaryDirectory() if local else nullcontext() as cache:
             rows = iter(
@@ -270,7 +283,7 @@ def _stream_texts(
         first = next(rows)
     except StopIteration:
         raise SurgeryError(f"calibration data {options.get('data_files', name)} has no rows") from None
-    except Exception as error:  # datasets raises many kinds, from many libraries
+    except Exception as error:  # `datasets` raises errors of many libraries
         raise SurgeryError(
             f"cannot read calibration data {options.get('data_files', name)}: {' '.join(str(error).split())[:200]}"
         ) from None
@@ -286,22 +299,22 @@ def _stream_texts(
     while True:
         try:
             row = next(rows, None)
-        except Exception as error:  # as above, further into the file
+        except Exception as error:  # as above, at a later row
             raise SurgeryError(f"cannot read calibration data {where}: {' '.join(str(error).split())[:200]}") from None
         if row is None:
             return
-        if isinstance(row.get(column), str):  # not a row without it
+        if isinstance(row.get(column), str):  # rows without a text are skipped
             yield row[column]
 
 
 def text_windows(documents: Iterator[str], tokenizer: Any, tokens: int, length: int, where: str) -> Tensor:
-    """(N, length) ids: the documents joined and cut into windows, each with the tokenizer's own specials."""
+    """Return token ids (N, length): the concatenated documents cut into windows, each with the tokenizer's special tokens."""
     prefix, suffix = special_tokens(tokenizer)
     body, wanted = length - len(prefix) - len(suffix), max(1, tokens // length)
     ids: list[int] = []
     for document in documents:
-        for piece in _split_document(document):
-            ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        for part in _split_document(document):
+            ids += tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
             if len(ids) >= wanted * body:
                 break
         if len(ids) >= wanted * body:
@@ -309,7 +322,7 @@ def text_windows(documents: Iterator[str], tokenizer: Any, tokens: int, length: 
     count = min(wanted, len(ids) // body)
     if wanted < 2:
         raise SurgeryError(
-            f"{tokens:,} tokens make {wanted} window of {length}; at least two are needed: more tokens, or a length of "
+            f"{tokens:,} tokens make {wanted} window of {length}; at least two are needed. Set more tokens, or a length of "
             f"{max(8, tokens // 4)} or less"
         )
     if count < 2:
@@ -322,7 +335,7 @@ def text_windows(documents: Iterator[str], tokenizer: Any, tokens: int, length: 
 
 
 def _split_document(document: str, size: int = 2**20) -> Iterator[str]:
-    """A long document in parts cut at line ends, so that a book is not tokenised for its first page."""
+    """Yield parts of about `size` characters, cut at line ends, so that only the needed part of a book is tokenized."""
     start = 0
     while start < len(document):
         stop = document.find("\n", start + size) + 1 or len(document)
@@ -331,7 +344,7 @@ def _split_document(document: str, size: int = 2**20) -> Iterator[str]:
 
 
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Ids the tokenizer puts before and after a text by itself ([CLS] .. [SEP], <s>)."""
+    """Return the token ids that the tokenizer adds before and after a text ([CLS] and [SEP], <s>)."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     for start in range(len(whole) - len(plain) + 1):

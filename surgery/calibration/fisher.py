@@ -1,11 +1,11 @@
-"""Fisher pass: for each matrix, the expected rise of the loss at each number of parameters.
+"""Fisher pass: for each matrix, the expected increase of the loss (nats per token) at each number of parameters.
 
-One forward and one backward pass of the unconverted model, a layer at a time: each layer is an autograd
-step that keeps only its input and, in the backward pass, reads its weights again, runs its forward once more and
-passes the gradient on. Hooks on every linear accumulate E[x x^T] of its inputs and E[g g^T] of its output gradients
-(the full matrix, or its diagonal if there are too few tokens to estimate it). Labels are drawn from the model itself, so this
-is the Fisher information, not its empirical cousin (Kunstner et al. 2019). Models without a
-language-model head get random directions of their output, scaled to its size.
+The unconverted model runs once forward and once backward, one layer at a time. Each layer is one autograd function that
+keeps only its input; in the backward pass it loads its weights again, repeats its forward and returns the gradient. Hooks on
+every linear accumulate E[x x^T] of its inputs and E[g g^T] of its output gradients (the full matrix, or its diagonal if there
+are too few tokens to estimate it), the factors of K-FAC (Martens & Grosse 2015). Labels are sampled from the model, which
+gives the Fisher information and not the empirical Fisher (Kunstner et al. 2019). For models without a language-model head,
+the gradient of the output is random noise, relative to the output's root mean square.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 
 
 class GradientHooks:
-    """Hooks on the targeted linears of one layer: input moments (one for linears that share an input) and the
-    outputs' gradients."""
+    """Hooks on the targeted linears of one layer that accumulate input moments and output-gradient Gram matrices.
+
+    Linears that read the same input share one moment. Used as a context manager around the backward pass of the layer.
+    """
 
     def __init__(self, fisher_pass: FisherPass, call: LayerCall):
         self.fisher_pass, self.path = fisher_pass, call.path
         self.paths = list(fisher_pass.plan.targets_in_layer(call.path))
-        self.moments: dict[str, Tensor] = {}  # of the part of a turn that is going back, then of all
+        # Linear -> sum of x x^T, and linear -> sum of g g^T: over the current row shard, in the end over all rows.
+        self.moments: dict[str, Tensor] = {}
         self.grams: dict[str, Tensor] = {}
-        self.sums: list[dict[str, Tensor]] = [{}, {}]  # of the parts so far
+        self.sums: list[dict[str, Tensor]] = [{}, {}]  # moments and grams of the row shards so far
         self.counts: dict[str, int] = {}
         self.shared_input: dict[str, str] = {}  # linear -> the linear whose input it shares
         self.rows: dict[str, int] = {}
@@ -65,7 +68,7 @@ class GradientHooks:
     def _hook(self, path: str) -> Callable[..., None]:
         fisher_pass = self.fisher_pass
 
-        def real(x: Tensor) -> Tensor:
+        def drop_padding(x: Tensor) -> Tensor:
             return unpadded_rows(x, None if fisher_pass.mask_BT is None else fisher_pass.mask_BT[fisher_pass.rows])
 
         def hook(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
@@ -74,9 +77,10 @@ class GradientHooks:
             self.shared_input[path] = first or path
             if first is None:
                 self._seen = [(t, p) for t, p in self._seen if p != path] + [(x, path)]
-                add_outer(self.moments, path, real(x), full=True)
-            self.rows[path] = self.rows.get(path, 0) + len(real(x[..., :1]))
-            out.register_hook(lambda grad: add_outer(self.grams, path, real(grad), self._full(path)))
+                add_outer(self.moments, path, drop_padding(x), full=True)
+            self.rows[path] = self.rows.get(path, 0) + len(drop_padding(x[..., :1]))
+            hooked: Any = out  # Tensor.register_hook has no types
+            hooked.register_hook(lambda grad: add_outer(self.grams, path, drop_padding(grad), self._full(path)))
 
         return hook
 
@@ -87,7 +91,7 @@ class GradientHooks:
     def reduce_round(self, round_: Round) -> None:
         """Add the sums of a round's shards, in the order of the shards."""
         ranks, parts = self.fisher_pass.runner.ranks, (self.moments, self.grams)
-        # A process without a part has seen no linear: which there are, and of what size, the first owner knows.
+        # A process without a row shard has called no linear; it takes names and shapes from the round's first owner.
         own = [{path: tuple(t.shape) for path, t in part.items()} for part in parts], self.shared_input, self.rows
         per_rank = ranks.gather(own)
         shapes, self.shared_input, _ = per_rank[round_.owners[0]]
@@ -116,7 +120,7 @@ class GradientHooks:
 
 @torch.no_grad()
 def add_outer(sums: dict[str, Tensor], key: str, rows_NX: Tensor, full: bool) -> None:
-    """sums[key] += rows^T rows, or its diagonal."""
+    """Add rows^T rows (X, X) to sums[key], or its diagonal (X,) if not `full`."""
     if full:
         add_moment_(sums.setdefault(key, rows_NX.new_zeros(rows_NX.shape[1], rows_NX.shape[1])), rows_NX)
     else:
@@ -126,8 +130,8 @@ def add_outer(sums: dict[str, Tensor], key: str, rows_NX: Tensor, full: bool) ->
 class FisherPass:
     """One forward and backward pass of the original model.
 
-    options: target name -> cost points. folder: receives the output Gram matrices, one file for each layer.
-    done: called after each layer.
+    options: target name -> cost points, the result. folder: where the output Gram matrices are written, one file for each
+    layer. done: called after each layer.
     """
 
     def __init__(
@@ -145,11 +149,11 @@ class FisherPass:
         self.tokens = 0
         self.mask_BT: Tensor | None = None
         self.head_mask_BT: Tensor | None = None
-        self.rows = slice(0)  # the windows that are going back through a layer right now
+        self.rows = slice(0)  # the rows in the current backward pass of a layer
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, batch: CalibrationSet) -> dict[str, list[CostPoint]]:
-        """On the windows to fit."""
+        """Run on the rows to fit to, and return the cost points of each target."""
         inputs = batch.fit_inputs()
         self.mask_BT, self.head_mask_BT = (
             None if m is None else m[: batch.n_fit].bool() for m in (batch.mask(), batch.head_mask())
@@ -158,18 +162,19 @@ class FisherPass:
         self.tokens = rows.shape[0] * (rows.shape[1] if rows.dim() == 2 else 1)
         with torch.enable_grad():
             final_BTD = self.runner.run(inputs, self._visit, [(0, batch.n_fit, MAX_SHARDS)])
-            whole_BTD = final_BTD.detach()
+            all_rows_BTD = final_BTD.detach()
             if self.runner.ranks.count > 1:
-                whole_BTD = self.runner.gather_rows(whole_BTD.contiguous().clone())
-            final_BTD.backward(self._output_gradient(whole_BTD))
+                all_rows_BTD = self.runner.gather_rows(all_rows_BTD.contiguous().clone())
+            torch.autograd.backward(final_BTD, self._output_gradient(all_rows_BTD))
         return self.options
 
     def _visit(self, call: LayerCall) -> Any:
         leaves, spec = tree_flatten((call.args, call.kwargs))
-        # A detached copy to start from: the first layer's input needs a gradient, whatever made it.
+        # The input of the first layer must require a gradient, so that autograd calls the backward of every layer.
         hidden = call.hidden_BTD
         hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_(True)
-        return _RecomputedLayer.apply(self, call, spec, hidden, *leaves)
+        recompute: Any = _RecomputedLayer
+        return recompute.apply(self, call, spec, hidden, *leaves)
 
     def forward_context(self, call: LayerCall) -> Any:
         """Return the context manager of the forward pass through one layer."""
@@ -188,7 +193,7 @@ class FisherPass:
         head = ChunkedLMHead(self.meta_model, layout.head, layout.architecture, self.runner.device)
         flat_ND = unpadded_rows(final_BTD, self.head_mask_BT)
         grads, head_is_target, energy = [], layout.head in self.plan.targets, torch.zeros(0)
-        for part in flat_ND.split(ROWS_PER_PASS):
+        for part in torch.split(flat_ND, ROWS_PER_PASS):
             hidden_ND = part.to(self.runner.device)
             grad_ND, total_N, label_N = head.output_gradient(hidden_ND, generator)
             grads.append(grad_ND.to(final_BTD.device))
@@ -205,19 +210,23 @@ class FisherPass:
         return out_BTD
 
     def _zero_padding(self, grad_BTD: Tensor) -> Tensor:
-        """Zero where there is padding."""
+        """Return the gradient with zeros at padding."""
         mask_BT = self.head_mask_BT
         if mask_BT is None or grad_BTD.shape[:2] != mask_BT.shape:
             return grad_BTD
         return grad_BTD * mask_BT[..., None].to(grad_BTD)
 
     def metric(self, moment_II: Tensor) -> Metric:
-        """The input's side, for all linears that share the input; damps in place."""
+        """Return the metric with the damped input moment, for all linears that share the input. Damps in place."""
         damp_(moment_II, self.recipe.damping)
         return Metric(moment_II)
 
     def store(self, unit: str, metrics: dict[str, Metric], grams: dict[str, Tensor]) -> None:
-        """Options of every cut of a layer's linears, from their input's metric and output Gram matrix."""
+        """Compute the cost points of all targets of a layer and store their output Gram matrices.
+
+        unit: the layer or the head. metrics: linear -> metric of its input. grams: linear -> output Gram matrix (O, O), or its
+        diagonal (O,).
+        """
         ranks, targets = (
             self.runner.ranks,
             [(target, m) for path, m in metrics.items() for target in self.plan.targets[path]],
@@ -241,7 +250,7 @@ class FisherPass:
             self.options |= theirs
 
     def _output_gram(self, gram: Tensor) -> Tensor:
-        """With curvature: none, outputs count alike: the mean of the energies keeps the unit."""
+        """Return G, or with `curvature: none` its mean diagonal for every output, which keeps the unit (nats)."""
         if self.recipe.curvature != "none":
             return gram
         energies = gram if gram.dim() == 1 else gram.diagonal()
@@ -249,7 +258,7 @@ class FisherPass:
 
 
 def cost_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list[CostPoint]:
-    """Return the expected rise of the loss (nats) at each number of parameters, the dense matrix included."""
+    """Return the expected increase of the loss (nats per token) at each number of parameters, dense matrix included."""
     found = [CostPoint(target.numel, 0.0)]
     for config in target.configs:
         cls = STRUCTURES[config]
@@ -275,16 +284,16 @@ def has_lm_head(meta_model: MetaModel) -> bool:
 
 
 class _RecomputedLayer(torch.autograd.Function):
-    """A layer as one autograd step that is recomputed row chunk by row chunk in the backward pass."""
+    """A layer as one autograd function that is recomputed in the backward pass, one chunk of rows at a time."""
 
     @staticmethod
     def forward(ctx: Any, fisher_pass: FisherPass, call: LayerCall, spec: Any, hidden: Tensor, *leaves: Any) -> Any:
         ctx.fisher_pass, ctx.call, ctx.spec = fisher_pass, call, spec
-        # The stations' arguments carry no gradient but for hidden states of another stack.
+        # Of a layer's other arguments only the hidden states of another stack (the encoder's) need a gradient.
         ctx.leaves = [
             leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
-        # Half the memory; what is estimated from it bears far more noise than this rounding (2^-9).
+        # bfloat16 halves the memory; its relative rounding error of 2^-9 is far below the noise of the estimates.
         ctx.hidden = fisher_pass.runner.copy_hidden(hidden.detach(), len(fisher_pass.runner.layers), torch.bfloat16)
         phases = [(0, len(hidden), fisher_pass.forward_context(call))]
         out = run_phases(replace(call, hidden_BTD=hidden.detach().clone()), phases, fisher_pass.runner)
@@ -316,12 +325,12 @@ def _backward_rows(
 ) -> None:
     call = ctx.call
     args, kwargs = tree_unflatten(ctx.leaves, ctx.spec)
-    piece = LayerCall(call.path, call.layer, call.forward, ctx.hidden, args, kwargs, call.device)
+    kept = LayerCall(call.path, call.layer, call.forward, ctx.hidden, args, kwargs, call.device)
     ctx.fisher_pass.rows = slice(first, last)
     with torch.enable_grad():
-        hidden, args, kwargs = piece.rows(first, last)
+        hidden, args, kwargs = kept.rows(first, last)
         hidden = hidden.float().requires_grad_(True)
-        out = _as_tuple(piece.forward(hidden, *args, **kwargs))[0]
+        out = _as_tuple(kept.forward(hidden, *args, **kwargs))[0]
         wanted = [i for i, leaf in enumerate(ctx.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         inputs = [hidden, *(ctx.leaves[i] for i in wanted)]
         found = torch.autograd.grad(out, inputs, grad_BTD[first:last].to(out.device), allow_unused=True)

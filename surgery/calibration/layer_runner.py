@@ -1,11 +1,11 @@
 """Run a meta-device model one layer at a time, with transformers' own forward.
 
-The model is called once on all calibration windows; each layer's forward (of that instance, not of its
-class) is replaced by a hook, which fills the layer with its weights, lets a visitor work on it window by
-window, and empties it again. So masks, rotary tables, position biases and cross attention are the
-library's own, whatever the family, and never more than one layer is in memory.
+The model is called once on all calibration rows. The forward of each layer instance is replaced by a hook that loads the
+layer's weights, passes the call to a function (`LayerFn`), and unloads the weights. So masks, rotary tables, position biases
+and cross attention are computed by transformers for every family, and only one layer is in memory at a time.
 
-Rows of a layer's call run through it in turns, in whatever state a context puts the layer.
+`run_phases` runs groups of rows through one layer, each group inside its own context manager (original weights, or converted
+weights swapped in).
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from surgery.core.device import trim_memory
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 
-CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}
+CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}  # tokens in one forward of a layer
 
 
 def default_buffer_limit(device: torch.device) -> int:
-    """Two GiB of hidden states; on a GPU as much as a quarter of what is free there."""
+    """Return the bytes of hidden states to hold on the device: 2 GiB, or a quarter of the free GPU memory if that is more."""
     return max(2 << 30, torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 0)
 
 
-NO_PERIOD = 2**62
+NO_PERIOD = 2**62  # a period that no batch reaches: the partition is not repeated
 
 
 class StopForward(Exception):
-    """Leaves a forward once what was wanted has been seen."""
+    """Raised by a hook to end a forward pass early."""
 
 
 @dataclass
 class LayerCall:
-    """One call of a layer on all rows (windows) at once; `apply` runs some of them.
+    """The arguments of a layer's forward for all rows; `apply` runs the forward on some of them.
 
-    hidden_BTD may lie elsewhere than the layer (spilled to disk); rows travel to `device` and back.
+    hidden_BTD may be stored on another device or in a file; rows are moved to `device` for the forward.
     """
 
     path: str
@@ -88,9 +88,12 @@ LayerFn = Callable[[LayerCall], Any]
 
 
 class LayerRunner:
-    """inputs: the model's keyword arguments, batch first. Hidden states larger than `limit` bytes leave the GPU,
-    and on the CPU go to a file under `scratch`, which the operating system can write out. Of rows shared by `ranks` a
-    process runs its own; its buffers have room for all."""
+    """Runs a meta-device model one layer at a time on a batch of rows.
+
+    layers, head: module paths. limit: bytes of hidden states above which they are kept on the CPU, and there in a
+    memory-mapped file in the folder `scratch`. ranks: the processes that share the rows; each runs its own rows, but its
+    buffers have the size of all. hidden_bytes, moment_bytes: the peak memory of hidden states and second moments.
+    """
 
     def __init__(
         self,
@@ -105,11 +108,9 @@ class LayerRunner:
     ):
         self.meta_model, self.layers, self.head, self.device = meta_model, layers, head, device
         self.limit, self.scratch, self.ranks = limit or default_buffer_limit(device), scratch, ranks or DistContext()
-        self.partition, self.row = (
-            RowPartition(self.ranks, 1, (), 1),
-            0,
-        )  # row: where the chunk begins that is run right now
-        self.hidden_bytes = self.moment_bytes = 0  # the most held at once
+        self.partition = RowPartition(self.ranks, 1, (), 1)
+        self.row = 0  # the first row of the current chunk
+        self.hidden_bytes = self.moment_bytes = 0
         self._buffers: list[Tensor] = []
         self.buffer_device = torch.device("cpu")
 
@@ -128,8 +129,12 @@ class LayerRunner:
         segments: Sequence[Segment] = (),
         period: int = NO_PERIOD,
     ) -> Tensor:
-        """What reaches the head (or, without one, the model's first output), (B, T, D). segments, period: how rows
-        are shared (surgery.calibration.partition); of those of others the result is meaningless until `gather_rows`."""
+        """Run the model with `visit` in place of each layer's forward, and return the head's input (B, T, D).
+
+        Without a head, the model's first output is returned. inputs: keyword arguments of the model, batch axis first.
+        segments, period: how rows are divided over processes (see `surgery.calibration.partition`). Rows of other processes
+        are undefined in the result until `gather_rows` is called.
+        """
         check_model_inputs(inputs, self.meta_model.model)
         assert segments or self.ranks.count == 1
         rows = next(iter(inputs.values()))
@@ -163,10 +168,10 @@ class LayerRunner:
         try:
             return self.meta_model.model(**inputs, use_cache=False)
         except TypeError:
-            return self.meta_model.model(**inputs)  # encoders that know no cache
+            return self.meta_model.model(**inputs)  # encoders whose forward has no use_cache
 
     def _choose_buffer_device(self, inputs: dict[str, Tensor]) -> torch.device:
-        """Where the hidden states of all rows live between layers."""
+        """Return the device that holds the hidden states of all rows between layers."""
         config = self.meta_model.config.get_text_config()
         width: int = getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 1024
         rows = next(iter(inputs.values()))
@@ -175,7 +180,7 @@ class LayerRunner:
         return self.device if tokens * width * 4 <= self.limit else torch.device("cpu")
 
     def _prepare(self, inputs: dict[str, Tensor]) -> list[Callable[[], None]]:
-        """Fill everything but layers, head and large embeddings; those get only the rows that occur."""
+        """Load all weights but those of layers, head and large embeddings; load large embeddings with only the rows in use."""
         model, meta_model, restore = self.meta_model.model, self.meta_model, []
         large = [p for p, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight.numel() > 2**20]
         outside = [*self.layers, *large, *([self.head] if self.head else [])]
@@ -189,11 +194,11 @@ class LayerRunner:
         return restore
 
     def _compact_embedding(self, path: str, inputs: dict[str, Tensor]) -> Callable[[], None]:
-        """Keep the embedding's own forward, with a table of only the rows that occur and ids renumbered."""
+        """Give the embedding a table of only the rows in use, and renumber its input ids in a forward pre-hook."""
         module: Any = self.meta_model.module(path)
         info = self.meta_model.tensor_info(f"{path}.weight")
         rows = torch.unique(torch.cat([t.flatten() for t in inputs.values() if t.dtype == torch.int64]).cpu())
-        # Ids made up by the model (a decoder's start, a padding id, positions) may occur as well.
+        # The model may look up ids of its config, too (decoder start, padding, end of text).
         extra = [
             0,
             1,
@@ -210,7 +215,8 @@ class LayerRunner:
             found = torch.searchsorted(rows, args[0]).clamp_max(len(rows) - 1)
             if not torch.equal(rows[found], args[0]):
                 raise SurgeryError(
-                    f"{path}: the model looks up ids that are not in its input; give input tensors instead of text"
+                    f"{path}: the model looks up ids that are not in its input, which calibration on text does not support. "
+                    "Give input tensors (.safetensors) instead of text"
                 )
             return (found, *args[1:])
 
@@ -241,11 +247,11 @@ class LayerRunner:
         return lambda: layer.__dict__.pop("forward", None)
 
     def record_moment_bytes(self, tensors: Iterable[Tensor | None]) -> None:
-        """What visitors hold of second moments, for the report."""
+        """Update the peak memory of second moments, for the report."""
         self.moment_bytes = max(self.moment_bytes, sum(t.numel() * t.element_size() for t in tensors if t is not None))
 
     def writable_buffer(self, hidden_BTD: Tensor) -> Tensor:
-        """A buffer that a layer's output may overwrite: ours already, or a copy."""
+        """Return a buffer that may be overwritten: the tensor itself if it is one of this runner's buffers, else a copy."""
         if any(hidden_BTD is buffer for buffer in self._buffers):
             return hidden_BTD
         buffer = self.copy_hidden(hidden_BTD)
@@ -253,20 +259,20 @@ class LayerRunner:
         return buffer
 
     def copy_hidden(self, hidden_BTD: Tensor, copies: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A copy, in a file where `copies` of them would exceed the limit."""
+        """Return a copy of the hidden states, in a memory-mapped file if `copies` of them would exceed the limit."""
         size = hidden_BTD.numel() * dtype.itemsize
         self.hidden_bytes = max(self.hidden_bytes, size * copies)
         if size * copies <= self.limit:
             return hidden_BTD.to(self.buffer_device, dtype, copy=True)
         file = tempfile.NamedTemporaryFile(dir=self.scratch, prefix="hidden-", delete=True)  # noqa: SIM115
-        with file:  # unlinked at the end: the mapping keeps it, and a kill leaves nothing behind
+        with file:  # unlinked at the end: the mapping keeps its contents, and a killed run leaves no file
             _allocate_file(file.fileno(), size)
             flat = torch.from_file(file.name, shared=True, size=hidden_BTD.numel(), dtype=dtype)
         return flat.view(hidden_BTD.shape).copy_(hidden_BTD)
 
 
 def _allocate_file(descriptor: int, size: int) -> None:
-    """Every byte, now: where the disk is full when a mapped page is written, the system kills the process."""
+    """Allocate all bytes now: if the disk is full when a mapped page is written, the system kills the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
     else:
@@ -274,7 +280,10 @@ def _allocate_file(descriptor: int, size: int) -> None:
 
 
 def capture_input(module: nn.Module, caught: list[Tensor]) -> Callable[[], None]:
-    """Give `module` a forward that keeps its input and returns a sliver of it."""
+    """Replace the forward of `module` by one that appends its input to `caught`; return a function that undoes it.
+
+    The new forward returns the first feature of its input, so that no logits are computed.
+    """
 
     def forward(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         caught.append(hidden)
@@ -288,9 +297,12 @@ Phase = tuple[int, int, AbstractContextManager[Any]]
 
 
 def run_phases(call: LayerCall, phases: list[Phase], runner: LayerRunner) -> Any:
-    """Run rows first:last of each phase through the layer, in steps, inside the phase's context, writing over
-    their hidden states; what the context gives is called after each turn (surgery.calibration.partition). The layer's output, whole,
-    in the shape it gave it; tensors besides the hidden states are joined along the batch where they have one."""
+    """Run the rows of each phase through the layer inside the phase's context manager, and return the layer's output.
+
+    phases: (first, last, context) for rows first:last. They run in chunks, and their hidden states are overwritten. If the
+    context yields a function, it is called after each round (see `surgery.calibration.partition`). The output has the form
+    that the layer returns; its further tensors are concatenated along the batch axis if they have one.
+    """
     step, found = runner.chunk_rows(call.hidden_BTD.shape[1]), LayerOutputs(len(call.hidden_BTD))
     for first, last, context in phases:
         with context as after:
@@ -301,7 +313,7 @@ def run_phases(call: LayerCall, phases: list[Phase], runner: LayerRunner) -> Any
                     call.hidden_BTD[start:stop] = hidden.to(call.hidden_BTD.device)
                 if after is not None:
                     after(round_)
-    if not found.slices:  # more processes than parts: the model goes on with the shape of an output
+    if not found.slices:  # more processes than row shards: one row gives the form of the output
         found.add(call.apply(0, 1), 0, 1)
     return found.join(call.hidden_BTD)
 
@@ -321,7 +333,8 @@ class LayerOutputs:
             return out
         self.kind = type(out)
         self.extras.append(tuple(out[1:]))
-        return out[0]
+        hidden: Tensor = out[0]
+        return hidden
 
     def join(self, hidden_BTD: Tensor) -> Any:
         """Return the layer's whole output with these hidden states."""
@@ -330,10 +343,10 @@ class LayerOutputs:
         return self.kind([hidden_BTD, *(self._join_values(values) for values in zip(*self.extras))])
 
     def _join_values(self, values: tuple[Any, ...]) -> Any:
-        one, rows = values[0], self.slices[0]
-        if not (isinstance(one, Tensor) and one.dim() > 1 and one.shape[0] == rows.stop - rows.start):
-            return one
-        whole = one.new_zeros(self.batch, *one.shape[1:])  # rows of others stay so
+        first, rows = values[0], self.slices[0]
+        if not (isinstance(first, Tensor) and first.dim() > 1 and first.shape[0] == rows.stop - rows.start):
+            return first
+        joined = first.new_zeros(self.batch, *first.shape[1:])  # rows of other processes stay zero
         for rows, value in zip(self.slices, values):
-            whole[rows] = value
-        return whole
+            joined[rows] = value
+        return joined

@@ -1,5 +1,7 @@
-"""The head, a slice of the vocabulary at a time: losses, and the curvature's cotangent, without ever holding
-all logits or the whole matrix."""
+"""Language-model head in slices of the vocabulary: losses and output gradients without all logits or the full matrix in memory.
+
+N: tokens   D: hidden size   V: vocabulary, or one slice of it
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class ChunkedLMHead:
         rows = (
             ROWS_PER_PASS if linear is None else max(1, MAX_LOGITS.get(self.device.type, 2**22) // self.weight.shape[0])
         )
-        for hidden, labels in zip(hidden_ND.split(rows), labels_N.split(rows)):
+        for hidden, labels in zip(torch.split(hidden_ND, rows), torch.split(labels_N, rows)):
             out.append(self._losses(hidden.to(self.device), labels.to(self.device), linear))
         return torch.cat(out)
 
@@ -76,11 +78,11 @@ class ChunkedLMHead:
 
     @torch.no_grad()
     def output_gradient(self, hidden_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """(d loss / d hidden (N, D), log sum exp (N,), labels (N,)) with labels drawn from the model itself:
-        the outer products of such gradients average to the Fisher information.
+        """Return d loss / d hidden (N, D), the log-sum-exp of the logits (N,), and the labels (N,), sampled from the model.
 
-        One pass over the vocabulary: the softmax-weighted sum of rows is rescaled as the maximum grows, and a
-        label of the slice at hand replaces the one drawn so far with the slice's share of the mass.
+        The outer products of these gradients average to the Fisher information. The computation is one pass over the
+        vocabulary: the softmax-weighted sum of rows of W is rescaled when the maximum logit grows. A label sampled from the
+        current slice replaces the earlier one with a probability equal to the slice's share of the probability mass so far.
         """
         rows = len(hidden_ND)
         top_N, mass_N = hidden_ND.new_full((rows,), -torch.inf), hidden_ND.new_zeros(rows)
@@ -106,13 +108,13 @@ class ChunkedLMHead:
         return sum_ND / mass_N[:, None] - chosen_ND, top_N + mass_N.log(), label_N
 
     def weight_rows(self, label_N: Tensor) -> Tensor:
-        """Rows of W, (N, D)."""
+        """Return the rows of W for the labels, (N, D)."""
         unique, place = torch.unique(label_N.cpu(), return_inverse=True)
         return read_rows(self.weight, unique).float().to(self.device)[place.to(self.device)]
 
     @torch.no_grad()
     def logit_gradient_energy(self, hidden_ND: Tensor, total_N: Tensor, label_N: Tensor) -> Tensor:
-        """Mean squared d loss / d logits, (V,): what an error of each logit costs."""
+        """Return the mean squared d loss / d logits, (V,), the diagonal of the head's output Gram matrix."""
         energy_V = hidden_ND.new_zeros(self.weight.shape[0])
         for first, weight, bias in self.slices(len(hidden_ND)):
             delta_NV = (self.logits(hidden_ND, weight, bias) - total_N[:, None]).exp()
@@ -123,7 +125,10 @@ class ChunkedLMHead:
 
 
 def sample_labels(weight_NV: Tensor, before_N: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """(an index drawn by weight in each row, the row's share of all mass so far, its mass)."""
+    """Return, for each row, an index sampled by weight, this slice's share of the mass so far, and its mass; each (N,).
+
+    before_N: the mass of earlier slices.
+    """
     reached_NV = weight_NV.cumsum(-1)
     mass_N = reached_NV[:, -1]
     threshold_N1 = (torch.rand(len(weight_NV), generator=generator).to(weight_NV.device) * mass_N)[:, None]

@@ -1,11 +1,12 @@
-"""Calibration: text to windows of tokens, windows to second moments. No activation is kept.
+"""Second moments of the inputs and outputs of linear layers, summed over calibration rows. No activation is stored.
 
-For a linear y = W x, with x the input that the already converted layers give and y* the output to be
-reproduced (the original layer's, on the original input):
+For a linear y = W x, x is its input from the layers already converted, and y* the output to reproduce, that of the original
+layer on the original model's input x0:
 
     C = E[x x^T]    K = E[y* x^T]    e = E|y*|^2        error(B) = e - 2 <B, K> + <B C, B>
 
-so the best unconstrained matrix is K C^-1, and its structured stand-in is the projection of that in C.
+so the best unconstrained matrix is K C^-1, and the best structured one is its projection in the metric C (the "Hessian" of
+GPTQ, up to a factor).
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ from surgery.structures.metric import add_moment_, inner_product
 # -- moments ---------------------------------------------------------------------------------------
 @dataclass
 class OutputMoments:
-    """Statistics of one output y*. Stores K = E[y* x^T] (O, I). If y* = W x0 and O > I, K = W E[x0 x^T] is formed on
-    demand from the (I, I) matrix shared by all linears that read x0."""
+    """Statistics of one output y*.
+
+    k_OI: K = E[y* x^T] (O, I). If y* = W x0 and O > I, it is None, and K = W E[x0 x^T] is computed on demand from the (I, I)
+    matrix shared by all linears that read x0. residual: whether the gap of the residual stream is added to y*.
+    energy: E|y*|^2.
+    """
 
     weight_OI: Tensor
     residual: bool
     k_OI: Tensor | None = None
-    energy: float = 0.0  # E|y*|^2
+    energy: float = 0.0
 
     @property
     def uses_shared_cross(self) -> bool:
@@ -42,13 +47,16 @@ class OutputMoments:
 
 
 class InputMoments:
-    """Means over rows for the matrices that read one input; weights: name -> (W, whether the residual stream's
-    gap is added to its output). Rows are `add`ed, `means` ends that: sums become means where they lie."""
+    """Second moments for the linears that read one input.
+
+    `add` accumulates sums over rows, and `means` divides them by the number of rows, once, in place. weights: name -> (W,
+    whether the gap of the residual stream is added to its output).
+    """
 
     def __init__(self, weights: dict[str, tuple[Tensor, bool]]):
         first = next(iter(weights.values()))[0]
         self.count, self.diverged, self.summing = 0, False, True
-        self.cache: dict[Any, Any] = {}  # functions of C, once for every matrix of the stage
+        self.cache: dict[Any, Any] = {}  # results of Metric.compute_once, shared by all linears that read this input
         self.targets = {name: OutputMoments(w, residual) for name, (w, residual) in weights.items()}
         self.c_II = first.new_zeros(first.shape[1], first.shape[1])
         shared = any(t.uses_shared_cross for t in self.targets.values())
@@ -59,8 +67,11 @@ class InputMoments:
                 target.k_OI = torch.zeros_like(target.weight_OI)
 
     def add(self, x_NI: Tensor, x0_NI: Tensor, gap_NO: Tensor | None = None) -> None:
-        """x: the converted stream's input; x0: the original's (the same tensor while the streams are one);
-        gap: original minus converted residual stream."""
+        """Add rows of the input.
+
+        x_NI: input in the converted model. x0_NI: input in the original model (the same tensor before the first converted
+        layer). gap_NO: residual stream of the original model minus that of the converted one.
+        """
         assert self.summing
         self.count += len(x_NI)
         add_moment_(self.c_II, x_NI)
@@ -99,8 +110,8 @@ class InputMoments:
             total /= self.count
             if not is_finite(total):
                 raise SurgeryError(
-                    f"calibration: what reaches {', '.join(self.targets)} holds NaN or Inf, or overflows float32 when it is "
-                    "squared; the original model computes no usable numbers on this text: check the checkpoint"
+                    f"calibration: the input of {', '.join(self.targets)} holds NaN or Inf, or overflows float32 when it is "
+                    "squared, so this text gives no usable statistics. Check the checkpoint"
                 )
         for target in self.targets.values():
             target.energy /= self.count
@@ -129,11 +140,11 @@ class InputMoments:
         return [t for t in held if t is not None]
 
 
-ERROR_ROWS = 1024  # of a matrix, judged at a time
+ERROR_ROWS = 1024  # rows of a matrix whose error is computed at a time
 
 
 class HeldOutError:
-    """Judgement of one matrix by moments: how far B x is from y*, on the rows they were gathered from."""
+    """Error of an approximation B of one linear, computed from moments of held-out rows."""
 
     def __init__(self, moments: InputMoments, name: str, g_OO: Tensor | None):
         assert not moments.summing
@@ -142,8 +153,11 @@ class HeldOutError:
         self.target_energy = moments.energy(name)
 
     def measure(self, b_OI: Tensor) -> tuple[float, float]:
-        """(loss, error): <G (B C - 2 K), B>, the weighted squared error up to a constant; and, unweighted,
-        sqrt(E|y* - B x|^2 / E|y*|^2). A few rows of B C - 2 K at a time: all of them are as large as B."""
+        """Return (loss, error) of B (O, I).
+
+        loss: <G (B C - 2 K), B>, the squared error in the metric up to a constant. error: the relative error
+        sqrt(E|y* - B x|^2 / E|y*|^2), without G. Computed for ERROR_ROWS rows at a time to save memory.
+        """
         plain = loss = 0.0
         for first in range(0, len(b_OI), ERROR_ROWS):
             rows = slice(first, first + ERROR_ROWS)

@@ -1,7 +1,7 @@
 """Partition calibration rows over processes with bit-reproducible sums.
 
-The shards depend only on the number and length of the rows. One process sums a shard, chunk by chunk; the sums of the
-shards are added in the order of the shards. So a sum has the same bits for any number of processes.
+The division into row shards depends only on the number and length of the rows. One process sums a shard, chunk by chunk, and
+the sums of the shards are added in the order of the shards. So a sum has the same bits for any number of processes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from itertools import pairwise
 
 from surgery.core.distributed import DistContext
 
-MAX_SHARDS = 7  # of the windows to fit: those held out, an eighth of all as recipes come, are one more
-MIN_SHARD_TOKENS = 2048  # in a part, at the least
+MAX_SHARDS = 7  # of the rows to fit to; the held-out rows (an eighth in the shipped recipes) make one more
+MIN_SHARD_TOKENS = 2048  # fewest tokens of a shard
 
-Segment = tuple[int, int, int]  # rows first:last, in at most so many parts
+Segment = tuple[int, int, int]  # (first, last, most): rows first:last, in at most `most` shards
 
 
 @dataclass(frozen=True)
@@ -47,31 +47,31 @@ class RowPartition:
     """
 
     def __init__(self, ranks: DistContext, tokens: int, segments: Sequence[Segment], period: int):
-        self.ranks, self.period, self.parts = ranks, period, list[RowShard]()
+        self.ranks, self.period, self.shards = ranks, period, list[RowShard]()
         for first, last, most in segments:
             count = max(1, min(most, last - first, (last - first) * tokens // MIN_SHARD_TOKENS))
             edges = [first + (last - first) * i // count for i in range(count + 1)]
             for start, stop in pairwise(edges):
-                self.parts.append(RowShard(start, stop, len(self.parts) % ranks.count))
+                self.shards.append(RowShard(start, stop, len(self.shards) % ranks.count))
 
     def rounds(self, first: int, last: int) -> list[Round]:
         """Return the rounds of a segment, or of the same rows one or more periods later."""
         if not self.parts:
             return [Round((0,), range(first, last))]
         past = first // self.period * self.period
-        parts = [part for part in self.parts if first - past <= part.first < last - past]
-        assert parts and (parts[0].first, parts[-1].last) == (first - past, last - past)
+        shards = [shard for shard in self.shards if first - past <= shard.first < last - past]
+        assert shards and (shards[0].first, shards[-1].last) == (first - past, last - past)
         count = self.ranks.count
-        return [self._round(parts[i : i + count], past) for i in range(0, len(parts), count)]
+        return [self._round(shards[i : i + count], past) for i in range(0, len(shards), count)]
 
-    def _round(self, parts: list[RowShard], past: int) -> Round:
-        own = [range(p.first + past, p.last + past) for p in parts if p.owner == self.ranks.index]
-        return Round(tuple(part.owner for part in parts), own[0] if own else range(0))
+    def _round(self, shards: list[RowShard], past: int) -> Round:
+        own = [range(p.first + past, p.last + past) for p in shards if p.owner == self.ranks.index]
+        return Round(tuple(shard.owner for shard in shards), own[0] if own else range(0))
 
     def row_owners(self, rows: int) -> Iterator[tuple[int, int, int]]:
         """Yield (first, last, owner) of all rows."""
         for past in range(0, rows, self.period):
-            yield from ((part.first + past, part.last + past, part.owner) for part in self.parts)
+            yield from ((shard.first + past, shard.last + past, shard.owner) for shard in self.shards)
 
 
 def row_chunks(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:

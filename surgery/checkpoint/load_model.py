@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from surgery.checkpoint import meta_model
-from surgery.checkpoint.remote_code import refuse_code
+from surgery.checkpoint.remote_code import check_code_trusted
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.tensor_names import load_checked_model
 
 
 def load_config(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
     """Load the transformers config of a checkpoint. Its remote code runs only with `trust_remote_code`."""
-    refuse_code(source.folder, source.name, source.config, trust_remote_code)
+    check_code_trusted(source.folder, source.name, source.config, trust_remote_code)
     return meta_model.load_config(source, trust_remote_code)
 
 

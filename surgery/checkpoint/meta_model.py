@@ -40,10 +40,10 @@ class MetaModel:
         self.keys = _parameter_keys(self.model, source)
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         missing, unexpected = missing_and_unexpected(self.model, self.keys)
-        refuse_unlike(type(self.model).__name__, missing, (), source.name)
-        refuse_below_linears(self.model, unexpected, source.name)
+        check_tensor_names(type(self.model).__name__, missing, (), source.name)
+        check_linear_tensors(self.model, unexpected, source.name)
         self.unused = sorted({name for key in unexpected for name in (key, self.keys[key])})
-        refuse_other_shapes(self.model, {key: source.tensors[name] for key, name in self.keys.items()}, source.name)
+        check_tensor_shapes(self.model, {key: source.tensors[name] for key, name in self.keys.items()}, source.name)
 
     def tensor_info(self, parameter: str) -> TensorInfo:
         """Return the location of a parameter's tensor; of a tied parameter, the location of its twin's."""

@@ -72,7 +72,7 @@ def _table(path: Path) -> Any:
     return read_json(path)
 
 
-def refuse_code(folder: Path, name: str, config: dict[str, Any], trust_remote_code: bool) -> None:
+def check_code_trusted(folder: Path, name: str, config: dict[str, Any], trust_remote_code: bool) -> None:
     """Raise SurgeryError if the model, tokenizer or processor is code of the checkpoint and `trust_remote_code` is off."""
     if trust_remote_code:
         return
@@ -115,7 +115,7 @@ def _is_own(auto: str, table: dict[str, Any], config: dict[str, Any]) -> bool:
     return named in dir(transformers)
 
 
-def refuse_named_elsewhere(config: dict[str, Any], path: Path) -> None:
+def check_no_outside_code(config: dict[str, Any], path: Path) -> None:
     """Raise SurgeryError if a config makes transformers download code, or read another config instead of this one."""
     for table in iter_tables(config):
         for key, value in table.items():

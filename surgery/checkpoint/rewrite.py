@@ -14,10 +14,10 @@ from surgery.checkpoint.writer import copy_companions, delivered_files, known_wo
 from surgery.core.errors import SurgeryError
 from surgery.core.files import (
     acquire_lock,
+    check_no_links,
+    check_no_unknown_files,
     explain_disk_errors,
     partial_path,
-    refuse_links_in,
-    refuse_unknown_files,
     write_json,
 )
 from surgery.core.journal import JOURNAL_NAME, Journal
@@ -62,7 +62,7 @@ def rewrite_checkpoint(
 
 def _remove_leftovers(partial: Path, known: list[str]) -> None:
     """Remove what a killed rewrite left behind; raise SurgeryError if the folder belongs to a conversion or training run."""
-    refuse_links_in(partial)
+    check_no_links(partial)
     if not partial.exists():
         return
     lock = acquire_lock(partial, LOCK_LABEL)
@@ -73,7 +73,7 @@ def _remove_leftovers(partial: Path, known: list[str]) -> None:
                 f"{partial} holds an interrupted surgery convert or finetune. Continue it with --resume, "
                 "remove that folder, or choose another --out"
             )
-        refuse_unknown_files(partial, known)
+        check_no_unknown_files(partial, known)
         shutil.rmtree(partial)
     finally:
         lock.close()

@@ -101,12 +101,12 @@ def open_checkpoint(
     name, folder, commit = _locate(name, weights, revision)
     config = read_config(folder, name)
     _check_not_quantized(config, name)
-    refuse_code(folder, name, config, trust_remote_code)
+    check_code_trusted(folder, name, config, trust_remote_code)
     tensors = _read_headers(folder, name) if commit is None or weights else _read_remote_headers(name, commit)
     return CheckpointSource(name, folder, config, tensors, commit)
 
 
-def _refuse_other_weights(folder: Path, config: dict[str, Any], name: str) -> None:
+def _check_no_other_weights(folder: Path, config: dict[str, Any], name: str) -> None:
     """Raise SurgeryError if from_pretrained would load other weights than model.safetensors or the shards of its index."""
     if (folder / ADAPTER_CONFIG).is_file():
         raise SurgeryError(
@@ -164,8 +164,8 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise SurgeryError(f'{path} names no model_type; a Hugging Face config has one, for example "llama"')
     _check_config_sizes(config, path)
-    refuse_named_elsewhere(config, path)
-    _refuse_other_weights(folder, config, name)
+    check_no_outside_code(config, path)
+    _check_no_other_weights(folder, config, name)
     return config
 
 

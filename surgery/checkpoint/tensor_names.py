@@ -81,10 +81,10 @@ def refuse_incomplete(model: Any, tensors: Iterable[str], name: str, unused: Ite
             f"{name}: the table in config.json lists {format_tensor_names(wrong)} as unused, which {class_name} uses. Download or convert the "
             "checkpoint again"
         )
-    refuse_below_linears(model, {*unexpected, *unused}, name)
-    refuse_unlike(class_name, missing, unexpected, name, unused)
+    check_linear_tensors(model, {*unexpected, *unused}, name)
+    check_tensor_names(class_name, missing, unexpected, name, unused)
     if isinstance(tensors, Mapping):
-        refuse_other_shapes(model, {key: tensors[tensor] for key, tensor in keys.items()}, name)
+        check_tensor_shapes(model, {key: tensors[tensor] for key, tensor in keys.items()}, name)
 
 
 def refuse_other_shapes(model: Any, tensors: Mapping[str, Any], name: str) -> None:
@@ -120,7 +120,7 @@ def refuse_below_linears(model: Any, unexpected: Iterable[str], name: str) -> No
             )
 
 
-def refuse_unlike(
+def check_tensor_names(
     class_name: str, missing: Iterable[str], unexpected: Iterable[str], name: str, unused: Iterable[str] = ()
 ) -> None:
     """Raise SurgeryError for missing tensors, or for unexpected ones that are not in `unused`."""
@@ -156,8 +156,8 @@ def load_checked_model(cls: Any, folder: Any, name: str, trust_remote_code: bool
     if _is_converted(table):
         refuse_unlike(class_name, info["missing_keys"], unexpected, name, unused_tensors(table))
         return model
-    refuse_unlike(class_name, info["missing_keys"], (), name)
-    refuse_below_linears(model, unexpected, name)
+    check_tensor_names(class_name, info["missing_keys"], (), name)
+    check_linear_tensors(model, unexpected, name)
     if unexpected:
         warnings.warn(f"{name}: {class_name} does not use {format_tensor_names(unexpected)}", UserWarning, stacklevel=2)
     return model

@@ -35,7 +35,7 @@ def write_checkpoint(folder: Path, layer_files: list[Path], journal: Journal, ex
         for path in paths:
             path.unlink(missing_ok=True)
         weight_map.update(dict.fromkeys(read_header(folder / name), name))
-    _refuse_other_tensors(weight_map, expected, folder)
+    _check_joined_tensors(weight_map, expected, folder)
     if len(groups) > 1:
         total = sum(t.nbytes for name in set(weight_map.values()) for t in read_header(folder / name).values())
         write_json(
@@ -97,7 +97,7 @@ def _groups(layer_files: list[Path], journal: Journal) -> list[list[str]]:
     return groups
 
 
-def _refuse_other_tensors(found: dict[str, str], expected: set[str], folder: Path) -> None:
+def _check_joined_tensors(found: dict[str, str], expected: set[str], folder: Path) -> None:
     if wrong := sorted(found.keys() ^ expected):
         lacking = "lack" if wrong[0] in expected else "have, but should not have,"
         raise SurgeryError(

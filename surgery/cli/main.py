@@ -271,7 +271,7 @@ def bench_speed(
     from surgery.eval.speed.run import bench
     from surgery.eval.speed.tables import result_tables, save_plot
 
-    result = bench(what, sizes, peers, device, time_limit, out, only, _progress(as_json), dtype)
+    result = bench(what, sizes, peers, device, time_limit, out=out, only=only, progress=_progress(as_json), dtype=dtype)
     if not is_main_process():
         return
     print(json.dumps(result, indent=2)) if as_json else _show(result_tables(result))

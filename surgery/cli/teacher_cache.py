@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from surgery.cli import options
 from surgery.cli.console import progress, show
 from surgery.core.errors import SurgeryError
-from surgery.core.files import refuse_links_in, size_text
+from surgery.core.files import check_no_links, size_text
 
 if TYPE_CHECKING:
     from surgery.training.recipe import HealingRecipe
@@ -89,7 +89,7 @@ def build_teacher_cache(
     from surgery.training.stages import STAGES
     from surgery.training.teacher_cache.write_read import write_teacher_cache
 
-    refuse_links_in(out)
+    check_no_links(out)
     stage = next((s for s in recipe.stages if STAGES[s](s).needs_teacher == "logits"), None)
     if stage is None:
         raise SurgeryError(

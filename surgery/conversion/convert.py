@@ -71,7 +71,7 @@ from surgery.core.device import (
 )
 from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.errors import Interrupted, SurgeryError
-from surgery.core.files import REPORT_NAME, explain_disk_errors, partial_path, refuse_unknown_files, write_json
+from surgery.core.files import REPORT_NAME, check_no_unknown_files, explain_disk_errors, partial_path, write_json
 from surgery.core.journal import Journal, check_output_path
 from surgery.core.progress import Progress, Tick
 from surgery.core.version import __version__
@@ -137,7 +137,7 @@ def _convert(
     dist.on_main(lambda: check_disk_space(opened, plan, recipe, out))
     work_dir = partial_path(out)
     fingerprint = journal_fingerprint(opened, recipe, data)
-    dist.on_main(lambda: refuse_unknown_files(work_dir, known_work_files(opened)))
+    dist.on_main(lambda: check_no_unknown_files(work_dir, known_work_files(opened)))
     check_same_inputs(dist, fingerprint)
     with Journal(work_dir, fingerprint, resume, dist) as journal, fast_float32_matmul(device):
         try:
@@ -222,7 +222,7 @@ class Conversion:
         self.delivered = {*delivered_files(source, weight_map), REPORT_NAME, *shim}
         for folder in (ctx.shards_dir, ctx.grams_dir):
             shutil.rmtree(folder, ignore_errors=True)
-        refuse_unknown_files(work_dir, {*WORK_FILES, *map(glob.escape, self.delivered)}, Interrupted)
+        check_no_unknown_files(work_dir, {*WORK_FILES, *map(glob.escape, self.delivered)}, Interrupted)
         open_converted_checkpoint(str(work_dir))
         return written
 

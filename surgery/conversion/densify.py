@@ -21,7 +21,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress, Tick
 from surgery.modeling.modules import SplitLinear, build_module
-from surgery.modeling.quantizer import put_standins
+from surgery.modeling.quantizer import replace_modules
 from surgery.structures import StructuredLinear
 
 MAX_SHARD_BYTES = 2**29  # of the files written on the way: the tensors of one are in memory together

@@ -37,8 +37,8 @@ def load_calibration(
         meta_model.config,
         recipe.tokens,
         recipe.length,
-        meta_model.trust_remote_code,
-        [] if notes is None else notes,
+        trust_remote_code=meta_model.trust_remote_code,
+        notes=[] if notes is None else notes,
     )
     check_model_inputs(inputs, meta_model.model)
     return CalibrationSet.from_inputs(inputs, recipe.holdout)

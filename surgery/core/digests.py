@@ -79,15 +79,18 @@ def content_digest(place: Path) -> str:
     return files_digest(files_in(place)) if place.is_dir() else file_digest(place)
 
 
-def refuse_outside_files(folder: Path) -> None:
-    """SurgeryError where `datasets` would read files for a data set's folder that its content digest does not cover: data_files
-    or data_dir of the README that are hidden or lie elsewhere, a hidden settings file, links that lead out."""
+def check_no_outside_files(folder: Path) -> None:
+    """Raise SurgeryError if `datasets` would read files for a folder that its content digest does not cover.
+
+    These are a hidden settings file, links to files outside the folder, and README entries (data_files, data_dir) that name
+    hidden files or paths outside the folder.
+    """
     from datasets.config import REPOYAML_FILENAME
     from huggingface_hub import DatasetCard
 
     if (folder / REPOYAML_FILENAME).exists():
         raise SurgeryError(
-            f"{folder / REPOYAML_FILENAME} would choose the data files; surgery reads them from README.md only. Move its configs "
+            f"{folder / REPOYAML_FILENAME} would choose the data files, but surgery reads that choice only from README.md. Move its configs "
             "to the head of README.md"
         )
     for name, path in _entries(folder):
@@ -98,9 +101,9 @@ def refuse_outside_files(folder: Path) -> None:
     readme = folder / "README.md"
     if not readme.is_file():
         return
-    try:  # by the parser that `datasets` has
+    try:  # the parser that `datasets` uses
         configs = DatasetCard.load(readme, ignore_metadata_errors=True).data.to_dict().get("configs")
-    except Exception as error:  # of many kinds: YAML, encoding, types
+    except Exception as error:  # errors of many kinds: YAML, encoding, types
         reason = " ".join(str(error).split())[:200]
         raise SurgeryError(f"the head of {readme} cannot be read ({type(error).__name__}: {reason})") from None
     for config in configs if isinstance(configs, list) else [configs]:
@@ -114,7 +117,7 @@ def refuse_outside_files(folder: Path) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every path in a data_files entry: a text, a list, split -> path, or [{split, path}]."""
+    """Yield every path in a data_files entry: a string, a list, split -> path, or [{split, path}]."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -133,7 +136,7 @@ def _is_inside(path: str) -> bool:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(relative name, path) of all files and folders below, but hidden ones; links to folders are not followed."""
+    """Yield (relative name, path) of all files and folders below that are not hidden; links to folders are not followed."""
     for here, inner, names in os.walk(folder):
         inner[:] = [name for name in inner if not name.startswith(".")]
         for name in (*inner, *names):
@@ -143,7 +146,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _homes(folder: Path) -> list[Path]:
-    """The folder, and the store that a snapshot of the Hub's cache links to."""
+    """Return the folder, and the blob folder to which a snapshot in the Hub's cache links."""
     home = folder.resolve()
     return [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
 
@@ -159,7 +162,7 @@ def arrow_cache(places: Sequence[Path]) -> Iterator[Path]:
 
     for place in places:
         if place.is_dir():
-            refuse_outside_files(place)
+            check_no_outside_files(place)
     digest = _digest_of(places)
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "surgery" / digest[:32]
     yield cache

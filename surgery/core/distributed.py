@@ -1,5 +1,6 @@
-"""The processes of one command, started by `accelerate launch -m surgery ..` or torchrun, each with its own GPU or share of
-the CPU. With a single process every function here is free of cost.
+"""Processes of one run, started by `accelerate launch -m surgery ..` or torchrun, each with its own GPU or share of the CPU.
+
+With a single process no function here communicates.
 
 No process waits forever for a failed peer. A process that raises writes its error to the TCP store, which waiting processes
 poll. A killed process breaks its connection. A hung process misses its heartbeat (180 s).

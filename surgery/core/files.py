@@ -38,7 +38,7 @@ OS_ERROR_NUMBER = re.compile(r"\bos error (\d+)|\bOs \{ code: (\d+)")
 
 
 # -- writing -----------------------------------------------------------------------------------------
-def refuse_link(path: Path) -> None:
+def check_not_link(path: Path) -> None:
     """Raise SurgeryError if a path to be written is a symbolic link, through which a write would land elsewhere."""
     if path.is_symlink():
         raise SurgeryError(
@@ -47,33 +47,35 @@ def refuse_link(path: Path) -> None:
         )
 
 
-def refuse_dangling(path: Path) -> None:
+def check_not_dangling(path: Path) -> None:
     """Raise SurgeryError if a results folder is a symbolic link whose target does not exist."""
     if path.is_symlink() and not path.exists():
-        refuse_link(path)
+        check_not_link(path)
 
 
-def refuse_links_in(folder: Path, skipped: tuple[str, ...] = ()) -> None:
+def check_no_links(folder: Path, skipped: tuple[str, ...] = ()) -> None:
     """Raise SurgeryError if a work folder, or anything in it, is a symbolic link.
 
     skipped: names of subfolders that belong to other programs, which are not searched.
     """
-    refuse_link(folder)
+    check_not_link(folder)
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
-            refuse_link(Path(parent, name))
+            check_not_link(Path(parent, name))
         for name in files:
             if not stat.S_ISREG(os.lstat(Path(parent, name)).st_mode):  # opening a FIFO would wait forever
                 raise SurgeryError(
-                    f"{Path(parent, name)} is no regular file; surgery works with regular files. Remove it"
+                    f"{Path(parent, name)} is not a regular file; surgery works with regular files. Remove it"
                 )
         folders[:] = [name for name in folders if name not in skipped]
 
 
-def refuse_unknown_files(folder: Path, known: Iterable[str], kind: type[SurgeryError] = SurgeryError) -> None:
-    """Neither files nor folders may lie in a work folder but those that the command itself writes: all of it is delivered.
-    known: their paths in the folder, with the wildcards of fnmatch in each part; `name/**` is all below a folder. kind: of the
-    error."""
+def check_no_unknown_files(folder: Path, known: Iterable[str], kind: type[SurgeryError] = SurgeryError) -> None:
+    """Raise an error if a work folder holds files or folders that the command does not write, because all of it is delivered.
+
+    known: paths in the folder that the command writes. Each part may have the wildcards of fnmatch; `name/**` is everything
+    below a folder. kind: the class of the error.
+    """
     patterns = [pattern.split("/") for pattern in known]
     for parent, folders, files in os.walk(folder):
         for name in sorted(files):

@@ -1,4 +1,4 @@
-"""Callbacks that run once a heavy module has been imported by somebody else.
+"""Callbacks that run when another package imports a heavy module.
 
 `import surgery` must stay light, but transformers and peft must know this package's classes as soon as they are imported.
 """
@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 
-def run_after_import(name: str, callback: Callable[[], None]) -> None:
+def run_after_import(name: str, callback: Callable[[], object]) -> None:
     """Call `callback` now if module `name` is loaded, otherwise right after its import."""
     if name in sys.modules:
         callback()
@@ -23,7 +23,7 @@ def run_after_import(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, name: str, callback: Callable[[], None]):
+    def __init__(self, name: str, callback: Callable[[], object]):
         self.name, self.callback = name, callback
 
     def find_spec(
@@ -39,7 +39,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any, callback: Callable[[], None]):
+    def __init__(self, loader: Any, callback: Callable[[], object]):
         self.loader, self.callback = loader, callback
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

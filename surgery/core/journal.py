@@ -25,12 +25,12 @@ from surgery.core.files import (
     LOCK_NAME,
     acquire_lock,
     atomic_write,
+    check_no_links,
+    check_no_unknown_files,
+    check_not_link,
     checksum,
     no_link,
     partial_path,
-    refuse_link,
-    refuse_links_in,
-    refuse_unknown_files,
 )
 
 JOURNAL_NAME, CHECKSUM_KEY = "journal.jsonl", "crc32"
@@ -59,7 +59,7 @@ class Journal:
         self.created = self.ranks.on_main(lambda: self._create_folder(resume))
 
     def _create_folder(self, resume: bool) -> bool:
-        refuse_links_in(self.folder, FOREIGN)
+        check_no_links(self.folder, FOREIGN)
         try:
             self.folder.mkdir(parents=True)  # atomic: only one of two processes succeeds
             return True
@@ -108,7 +108,7 @@ class Journal:
 
     def _read(self, path: Path) -> None:
         if path.exists() and not path.is_file():
-            raise SurgeryError(f"{path} is no regular file, and a journal is one. Remove it")
+            raise SurgeryError(f"{path} must be a regular file. Remove it")
         if not path.is_file():
             return
         good = 0
@@ -163,9 +163,9 @@ class Journal:
         delivered: the files that the command wrote for the result; any other file is refused, and the work kept.
         """
         check_absent(out)
-        refuse_links_in(self.folder)
+        check_no_links(self.folder)
         work = (*(path.name for path in self.files()), LOCK_NAME)
-        refuse_unknown_files(self.folder, {escape(name) for name in (*delivered, *work)}, Interrupted)
+        check_no_unknown_files(self.folder, {escape(name) for name in (*delivered, *work)}, Interrupted)
         for leftover in (*self.files(), self.folder / LOCK_NAME):
             leftover.unlink(missing_ok=True)
         os.replace(self.folder, out)
@@ -195,7 +195,7 @@ def _parse_entry(raw: bytes) -> dict[str, Any] | None:
 def check_output_path(out: Path, resume: bool, what: str = "conversion") -> None:
     """Raise SurgeryError unless work that ends in `out` can begin: `out` is absent and its parent folder exists."""
     check_absent(out)
-    refuse_links_in(partial_path(out), FOREIGN)
+    check_no_links(partial_path(out), FOREIGN)
     if partial_path(out).exists() and not resume:
         raise_unfinished(partial_path(out), what)
     if not out.parent.is_dir():
@@ -204,7 +204,7 @@ def check_output_path(out: Path, resume: bool, what: str = "conversion") -> None
 
 def check_absent(out: Path) -> None:
     """Raise SurgeryError if `out` exists or is a symbolic link."""
-    refuse_link(out)
+    check_not_link(out)
     if out.exists():
         raise SurgeryError(f"{out} exists; choose another --out, or remove it")
 

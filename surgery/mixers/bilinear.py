@@ -58,6 +58,7 @@ def fit_bilinear(
     second_moment_DD: Tensor,
     mean_D: Tensor | None = None,
     bias_q_HK: Tensor | None = None,
+    *,
     steps: int = 30,
 ) -> float:
     """Set the factors of a mixer with base 'own' from W_Q and W_K, in place. Return the relative squared error of all heads.

@@ -62,3 +62,6 @@ def register_lora() -> None:
 
     dispatch.surgery = True  # type: ignore[attr-defined]
     peft_lora.dispatch_default = dispatch
+
+
+register_lora()

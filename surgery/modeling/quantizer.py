@@ -15,6 +15,7 @@ from surgery.checkpoint.tensor_names import find_model_class, refuse_incomplete,
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
 from surgery.modeling.modules import DAMAGED_TABLE, build_module
+from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.structures import StructuredLinear
 
 
@@ -48,13 +49,13 @@ class SurgeryQuantizer(HfQuantizer):
             raise SurgeryError("models are converted with `surgery convert`, not on loading")
         name, written = model.config.name_or_path or "the checkpoint", _written_as(model)
         if written is None:
-            put_standins(model, *self._tables(), strict=False)
+            replace_modules(model, *self._tables(), strict=False)
             return
-        put_standins(written, *self._tables())
+        replace_modules(written, *self._tables())
         if checkpoint_files is not None:
             refuse_incomplete(written, _tensors_in(checkpoint_files), name, unused_tensors(self.quantization_config))
         if written is not model:
-            put_standins(model, *self._tables(), strict=False)
+            replace_modules(model, *self._tables(), strict=False)
 
     def postprocess_model(self, model: Any, **_: Any) -> Any:
         """Make the loaded model an ordinary one that keeps only its table."""
@@ -74,7 +75,7 @@ class SurgeryQuantizer(HfQuantizer):
         return model
 
 
-def put_standins(model: Any, table: dict[str, Any], mixers: dict[str, Any], strict: bool = True) -> None:
+def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], strict: bool = True) -> None:
     """Replace linears and attention modules in place, by the entries of the table.
 
     strict: raise SurgeryError if the model lacks any of the paths; otherwise only if it lacks all of them.
@@ -99,14 +100,14 @@ def put_standins(model: Any, table: dict[str, Any], mixers: dict[str, Any], stri
         taken.add(place)
         if path in table:
             replacement = build_module(spec)
-            _refuse_other_sizes(model.get_submodule(place), replacement, place)
+            _check_sizes(model.get_submodule(place), replacement, place)
             model.set_submodule(place, replacement)
             _untie(model, place)
         else:
             replace_attention(model, place, mixer_config(spec))
 
 
-def _refuse_other_sizes(linear: Any, replacement: Any, path: str) -> None:
+def _check_sizes(linear: Any, replacement: Any, path: str) -> None:
     sizes = sorted((replacement.in_features, replacement.out_features))
     weight = getattr(linear, "weight", None)
     if weight is None or sorted(weight.shape) != sizes:
@@ -179,3 +180,15 @@ class _ModuleFinder:
 
         renamings = [r for r in get_model_conversion_mapping(self.model) or [] if isinstance(r, WeightRenaming)]
         return renamings, {f"{name}.weight": True for name in self.modules}
+
+
+def register_quantizer() -> None:
+    """Make transformers' `from_pretrained` use this quantizer. Calling it again does nothing."""
+    import transformers.quantizers.auto as auto
+
+    if QUANT_METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantization_config(QUANT_METHOD)(SurgeryConfig)
+        auto.register_quantizer(QUANT_METHOD)(SurgeryQuantizer)
+
+
+register_quantizer()

@@ -49,7 +49,7 @@ class MuP(NamedTuple):
     @property
     def std(self) -> float:
         """Return the initial standard deviation."""
-        return (min(1.0, self.fan_out / self.fan_in) / self.fan_in) ** 0.5
+        return float((min(1.0, self.fan_out / self.fan_in) / self.fan_in) ** 0.5)
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,18 @@ def _to_plain(value: Any) -> Any:
 
 
 def config_from_dict(data: dict[str, Any]) -> StructureConfig:
-    """{"structure": "btt", "blocks": [4, 4], "rank": 8} -> BTT(...). SurgeryError for unknown keys."""
+    """Return the config of plain data: {"structure": "btt", "blocks": [4, 4], "rank": 8} -> BTT(..).
+
+    Raises SurgeryError for unknown keys and invalid values.
+    """
     data = dict(data)
     config_type: Any = STRUCTURES.config_type(str(data.pop("structure", "")))
     known = {f.name for f in fields(config_type)}
     for key in data:
         if key not in known:
             raise SurgeryError(f"structure {config_type.name!r} has no option {key!r}{suggestion(key, known)}")
-    return validate_config(config_type, data)
+    config: StructureConfig = validate_config(config_type, data)
+    return config
 
 
 class StructuredLinear(nn.Module):
@@ -102,7 +106,7 @@ class StructuredLinear(nn.Module):
     # -- methods that a structure defines ------------------------------------------------------------------
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every core of a resolved config."""
+        """Return name -> shape of every core of a resolved config."""
         raise NotImplementedError
 
     @classmethod
@@ -136,7 +140,7 @@ class StructuredLinear(nn.Module):
         raise NotImplementedError
 
     def macs(self) -> int:
-        """Multiply-accumulates per token."""
+        """Return multiply-accumulates per token."""
         raise NotImplementedError
 
     def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
@@ -160,13 +164,16 @@ class StructuredLinear(nn.Module):
             return replace(config, rank=cls.full_rank(config, out, in_))
         if config.rank is not None:
             return replace(config, rank=min(config.rank, cls.full_rank(config, out, in_)))
-        size = lambda rank: cls.params(replace(config, rank=rank), out, in_)  # noqa: E731
+
+        def size(rank: int) -> int:
+            return cls.params(replace(config, rank=rank), out, in_)
+
         # The size grows with the rank, so the number of ranks that fit is the largest rank.
         rank = bisect.bisect_right(range(1, cls.full_rank(config, out, in_) + 1), budget, key=size)
         if rank < 1:
             raise SurgeryError(
-                f"{config} cannot stand in for a {out} x {in_} matrix within {int(budget):,} numbers: "
-                f"rank 1 already stores {size(1):,}; raise keep to {min_keep(size(1), out, in_)} or more"
+                f"{config} cannot represent a {out} x {in_} matrix within {int(budget):,} parameters: "
+                f"rank 1 already stores {size(1):,}. Raise keep to {min_keep(size(1), out, in_)} or more"
             )
         return replace(config, rank=rank)
 
@@ -216,6 +223,7 @@ class StructuredLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
+        """Return the sizes and the config, for printing the module."""
         return f"in={self.in_features}, out={self.out_features}, {self.config}"
 
 

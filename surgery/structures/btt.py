@@ -34,10 +34,10 @@ from surgery.structures.base import (
 from surgery.structures.low_rank import leading_directions, tail_energies
 from surgery.structures.metric import Metric, inner_product, input_root, output_roots, spd_factor, spd_inverse
 
-# Multiplications that take as long as writing, transposing and reading one number of z, or one of the matrix.
+# Multiplications that take as long as writing, transposing and reading one element of z or of the dense matrix.
 LAUNCH_MACS = 160
 
-# Numbers a temporary of one sweep may hold; row blocks are grouped so that it stays below.
+# Most elements of a temporary tensor in one sweep of `refine`; row blocks are processed in groups that stay below it.
 SWEEP_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 
 
@@ -131,13 +131,13 @@ class BTTLinear(StructuredLinear):
 
     @classmethod
     def _blocks(cls, weight_OI: Tensor, config: Any) -> Tensor:
-        """(b, c, a, d) view of the zero-padded matrix."""
+        """Return the blocks (b, c, a, d) of the zero-padded matrix."""
         (b, c), (a, d) = config.blocks, cls.block_shape(config, *weight_OI.shape)
         return zero_pad(weight_OI, b * a, c * d).reshape(b, a, c, d).transpose(1, 2)
 
     @classmethod
     def _roots(cls, config: Any, shape: Sequence[int], metric: Metric) -> tuple[Any, Any, Any]:
-        """Roots of G_bb and their inverses as functions of (b, c, a, X), and roots of C_cc, (c, d, d), or None."""
+        """Return roots of G_bb and their inverses as functions of (b, c, a, X), and roots of C_cc (c, d, d) or None."""
         (b, c), (a, d) = config.blocks, cls.block_shape(config, *shape)
         apply_root: Callable[[Tensor], Tensor] = _identity
         apply_inverse, c_root = apply_root, None
@@ -187,8 +187,11 @@ class BTTLinear(StructuredLinear):
 
     @torch.no_grad()
     def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
-        """Run one sweep of alternating least squares, in place, with the full C (and each row block's G_bb):
-        (a) all left of a row block jointly, given right; (b) each right block given the rest."""
+        """Run one sweep of alternating least squares, in place, with the full C and the G_bb of each row block.
+
+        It solves (a) for all left cores of a row block jointly, given right, then (b) for each right core given the others.
+        Returns the squared error that is left, or None if `project` is already optimal.
+        """
         (b, c), s = self.config.blocks, self.config.rank
         a, d = self.block_shape(self.config, self.out_features, self.in_features)
         if s >= min(a, d) or metric.c_II is None:  # block SVD is already the optimum
@@ -202,7 +205,9 @@ class BTTLinear(StructuredLinear):
         for rows in row_groups(b, c * d * c * s + a * c * d, weight_OI.device.type):
             left_bcsa, right_cdbs = self.weight.data[rows], self.right.data[:, :, rows]
             g = None if g_baa is None else g_baa[rows]
-            square += sweep(left_bcsa, right_cdbs, target_baI[rows], wc_baI[rows], c_II, inverses_cdd, g)
+            square += sweep(
+                left_bcsa, right_cdbs, target_baI[rows], wc_baI[rows], c_II, inverses_cdd=inverses_cdd, g_baa=g
+            )
         left, right = balance_factors(self.weight.data.mT, self.right.data.permute(2, 0, 3, 1))
         self.weight.data.copy_(left.mT)
         self.right.data.copy_(right.permute(1, 3, 0, 2))
@@ -256,9 +261,9 @@ def diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:
     return torch.stack([whole[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)])
 
 
-def row_groups(b: int, numbers_each: int, device: str) -> Iterator[slice]:
-    """Yield slices of row blocks whose temporaries of `numbers_each` elements a block stay below SWEEP_ELEMENTS."""
-    size = max(1, SWEEP_ELEMENTS.get(device, 2**23) // numbers_each)
+def row_groups(b: int, block_elements: int, device: str) -> Iterator[slice]:
+    """Yield slices of row blocks whose temporaries of `block_elements` elements per block stay below SWEEP_ELEMENTS."""
+    size = max(1, SWEEP_ELEMENTS.get(device, 2**23) // block_elements)
     return (slice(start, min(b, start + size)) for start in range(0, b, size))
 
 
@@ -275,6 +280,7 @@ def sweep(
     target_baI: Tensor,
     wc_baI: Tensor,
     c_II: Tensor,
+    *,
     inverses_cdd: Tensor,
     g_baa: Tensor | None,
 ) -> float:
@@ -288,8 +294,8 @@ def sweep(
     """
     b, c, s, a = left_bcsa.shape
     d = right_cdbs.shape[1]
-    # A block of columns at a time: one product over all would first lay out C anew.
-    columns = zip(c_II.split(d, dim=1), right_cdbs)
+    # One block of columns at a time: a single product over all of them would copy C into another layout first.
+    columns = zip(torch.split(c_II, d, dim=1), right_cdbs)
     cr_Ibcs = torch.stack([(c_Id @ right_dbs.reshape(d, b * s)).view(-1, b, s) for c_Id, right_dbs in columns], 2)
     gram_bcset = torch.einsum("cdbs,cdbet->bcset", right_cdbs, cr_Ibcs.view(c, d, b, c, s))
     rhs_bcsa = torch.einsum("bacd,cdbs->bcsa", wc_baI.view(b, a, c, d), right_cdbs)
@@ -299,7 +305,7 @@ def sweep(
     left_bacs = left_bcsa.permute(0, 3, 1, 2)
     fit_Ibcs = cr_Ibcs.permute(1, 2, 3, 0).reshape(b, c * s, c * d)
     ec_baI = wc_baI - left_bacs.reshape(b, a, c * s) @ fit_Ibcs
-    gap_bacd = target_baI.unflatten(-1, (c, d)) - torch.einsum("cdbs,bcsa->bacd", right_cdbs, left_bcsa)
+    gap_bacd = target_baI.view(b, a, c, d) - torch.einsum("cdbs,bcsa->bacd", right_cdbs, left_bcsa)
     square = inner_product(ec_baI if g_baa is None else g_baa @ ec_baI, gap_bacd.flatten(-2))
     gained = ec_baI.new_zeros((), dtype=torch.float64)
     for j in range(c):

@@ -1,9 +1,10 @@
-"""Kronecker: W = sum_k A_k (x) B_k, that is W[b,c] = sum_k left[k,b,c] right[k] for every block.
+"""Sum of Kronecker products: W = sum_k A_k (x) B_k, that is W[b,c] = sum_k left[k,b,c] right[k] for every block.
 
     b,c: block grid (shape of A)   a,d: block shape (shape of B)   r: terms        out = b*a, in = c*d
 
-The rearranged matrix (Van Loan & Pitsianis 1993) turns the sum into rank r, so a plain fit is one SVD.
-Its product costs more than its storage: r (c d a + b c a) multiplications, or r (b c d + b d a), whichever is less.
+Rearranged with one row per block, W becomes a matrix of rank r, so the best fit in the Frobenius norm is one SVD (Van Loan &
+Pitsianis 1993, "Approximation with Kronecker Products"). A product with a vector costs min(r (c d a + b c a),
+r (b c d + b d a)) multiplications, more than the r (b c + a d) stored elements.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ from surgery.structures.metric import Metric
 
 @dataclass(frozen=True)
 class Kronecker(StructureConfig):
-    """blocks: shape (b, c) of the left factor, each dividing its dim; "sqrt": the divisors nearest below the
-    square roots. rank: the number of terms."""
+    """Config of a sum of Kronecker products.
+
+    blocks: shape (b, c) of the left factors, where b divides out and c divides in; "sqrt": the largest divisors up to the
+    square roots of out and in. rank: number of terms r.
+    """
 
     name: ClassVar[str] = "kronecker"
     blocks: tuple[int, int] | Literal["sqrt"] = "sqrt"
@@ -44,12 +48,12 @@ class Kronecker(StructureConfig):
 
 
 def divisor_below_sqrt(n: int) -> int:
-    """The largest divisor of n up to sqrt(n)."""
+    """Return the largest divisor of n up to sqrt(n)."""
     return next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
 
 
 def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, start: Tensor, steps: int) -> Tensor:
-    """`steps` steps towards apply(x) = rhs, apply symmetric positive semidefinite."""
+    """Return x after `steps` conjugate-gradient steps for apply(x) = rhs, with `apply` symmetric positive semidefinite."""
     x, residual = start, rhs - apply(start)
     direction, square = residual, float((residual * residual).sum())
     for _ in range(steps):
@@ -57,7 +61,7 @@ def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, start: Te
             break
         image = apply(direction)
         curvature = float((direction * image).sum())
-        if curvature <= 0:  # rounding has eaten the direction
+        if curvature <= 0:  # the exact value is not negative: only rounding error is left
             break
         x = x + (square / curvature) * direction
         residual = residual - (square / curvature) * image
@@ -68,7 +72,7 @@ def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, start: Te
 
 @STRUCTURES.register(Kronecker)
 class KroneckerLinear(StructuredLinear):
-    """`weight` is left (r, b, c), right (r, a, d)."""
+    """Sum of r Kronecker products. Cores: `weight` = left (r, b, c), `right` (r, a, d)."""
 
     weight: Tensor
     right: Tensor
@@ -79,12 +83,13 @@ class KroneckerLinear(StructuredLinear):
         blocks = (divisor_below_sqrt(out), divisor_below_sqrt(in_)) if config.blocks == "sqrt" else tuple(config.blocks)
         if out % blocks[0] or in_ % blocks[1]:
             raise SurgeryError(
-                f"{config} cannot tile a matrix of out={out}, in={in_}: the blocks must divide both, for example "
+                f"{config} cannot tile a matrix of out={out}, in={in_}: the blocks must divide both. Use for example "
                 f"blocks: [{divisor_below_sqrt(out)}, {divisor_below_sqrt(in_)}]"
             )
         if blocks in ((1, 1), (out, in_)):
             raise SurgeryError(
-                f"{config}: {out} x {in_} has no factors to make Kronecker products of; use btt or low_rank"
+                f"{config} cannot tile a matrix of out={out}, in={in_}: one of the Kronecker factors would be a single number. "
+                "Use btt or low_rank"
             )
         return replace(config, blocks=blocks)
 
@@ -98,18 +103,20 @@ class KroneckerLinear(StructuredLinear):
     def full_rank(cls, config: Any, out: int, in_: int) -> int:
         """Return the smallest rank that represents every (out, in) matrix exactly."""
         (b, c), (a, d) = config.blocks, BTTLinear.block_shape(config, out, in_)
-        return min(b * c, a * d)
+        return int(min(b * c, a * d))
 
     @classmethod
     def _rearranged(cls, weight_OI: Tensor, config: Any) -> Tensor:
-        """(b c, a d): one row a block."""
+        """Return the blocks as rows, (b c, a d)."""
         (b, c), (a, d) = config.blocks, BTTLinear.block_shape(config, *weight_OI.shape)
         return weight_OI.reshape(b, a, c, d).transpose(1, 2).reshape(b * c, a * d)
 
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
-        """Optimal in the Frobenius norm only (the rearrangement does not commute with C); `refine` then
-        descends in the metric. Exact at full rank."""
+        """Return the closest sum of Kronecker products in the Frobenius norm. Exact at full rank.
+
+        The metric is ignored, because C does not commute with the rearrangement; `refine` reduces the error in the metric.
+        """
         rows_XY = cls._rearranged(weight_OI, config)
         if config.rank >= min(rows_XY.shape):
             left_Xr, right_rY = exact_factors(rows_XY)
@@ -132,7 +139,10 @@ class KroneckerLinear(StructuredLinear):
 
     @torch.no_grad()
     def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
-        """Conjugate gradients on left given right, then on right given left, with the full C and G."""
+        """Run conjugate gradients on left given right, then on right given left, with the full C and G, in place.
+
+        Returns the squared error that is left, or None if `project` is already optimal.
+        """
         if metric.c_II is None or self.config.rank >= self.full_rank(self.config, *weight_OI.shape):
             return None
         target = metric.apply(weight_OI)
@@ -158,7 +168,10 @@ class KroneckerLinear(StructuredLinear):
         return self._assemble(self.weight, self.right)
 
     def product(self, x: Tensor) -> Tensor:
-        """The cheaper factor first; with enough rows and terms, cheaper still, the matrix multiplied out."""
+        """Return B x (..., O) without the bias, for x (..., I).
+
+        Multiplies by the cheaper factor first, or by the dense matrix if x has so many rows that this costs less.
+        """
         (r, b, c), (_, a, d) = self.weight.shape, self.right.shape
         if x.numel() // (c * d) * (self.macs() - b * a * c * d) > r * b * a * c * d:
             return F.linear(x, self.dense())
@@ -174,12 +187,12 @@ class KroneckerLinear(StructuredLinear):
         return c * a * (d + b) <= b * d * (c + a)
 
     def macs(self) -> int:
-        """With the factors; many rows with many terms pay less, see product."""
+        """Return multiply-accumulates per token of the factored product; `product` uses the dense matrix where it is cheaper."""
         (r, b, c), (_, a, d) = self.weight.shape, self.right.shape
         return r * (c * a * (d + b) if self._right_first() else b * d * (c + a))
 
     def mup(self) -> dict[str, MuP]:
         """Return fan-in and fan-out of each core."""
         (r, b, c), (_, a, d) = self.weight.shape, self.right.shape
-        # A sum of r terms, each its own pair of small layers: only the sum shares its scale out over them.
+        # The output sums over r terms, each a pair of small layers, so only the second core has r in its fan-in.
         return {"right": MuP(d, a), "weight": MuP(r * c, r * b)}

@@ -17,54 +17,63 @@ from torch import Tensor
 
 from surgery.core.errors import NumbersError
 
-_told: set[str] = set()  # functions that have warned in this process
+_warned: set[str] = set()  # names of the functions that have warned in this process
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """(eigenvalues ascending (.., n), eigenvectors in columns (.., n, n))."""
-    return _first_that_works("eigh", lambda m: torch.linalg.eigh(m), matrix)
+    """Return eigenvalues in ascending order (..., n) and eigenvectors as columns (..., n, n) of symmetric matrices."""
+    values, vectors = _first_that_works("eigh", lambda m: torch.linalg.eigh(m), matrix)
+    return values, vectors
 
 
 def eigvalsh(matrix: Tensor) -> Tensor:
-    """Eigenvalues ascending (.., n)."""
-    return _first_that_works("eigvalsh", lambda m: torch.linalg.eigvalsh(m), matrix)
+    """Return the eigenvalues of symmetric matrices in ascending order, (..., n)."""
+    values: Tensor = _first_that_works("eigvalsh", lambda m: torch.linalg.eigvalsh(m), matrix)
+    return values
 
 
 def svd(matrix: Tensor, full_matrices: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """(U, S, V^T)."""
-    return _first_that_works("svd", lambda m: torch.linalg.svd(m, full_matrices=full_matrices), matrix)
+    """Return U, S, V^T with matrix = U diag(S) V^T."""
+    u, s, vt = _first_that_works("svd", lambda m: torch.linalg.svd(m, full_matrices=full_matrices), matrix)
+    return u, s, vt
 
 
 def qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """(Q, R), reduced."""
-    return _first_that_works("qr", lambda m: torch.linalg.qr(m), matrix)
+    """Return Q and R of the reduced QR factorization."""
+    q, r = _first_that_works("qr", lambda m: torch.linalg.qr(m), matrix)
+    return q, r
 
 
 def cholesky_ex(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """(L, info): info is not zero where a matrix of the batch is not positive definite, NaN included."""
-    return _first_that_works("cholesky_ex", lambda m: torch.linalg.cholesky_ex(m), matrix, finite=False)
+    """Return the Cholesky factor L and info, which is not 0 for each matrix that is not positive definite or holds NaN."""
+    factor, info = _first_that_works("cholesky_ex", lambda m: torch.linalg.cholesky_ex(m), matrix, finite=False)
+    return factor, info
 
 
 def cholesky_solve(rhs: Tensor, factor: Tensor) -> Tensor:
-    """(L L^T)^-1 rhs."""
-    return _first_that_works("cholesky_solve", lambda b, m: torch.cholesky_solve(b, m), rhs, factor)
+    """Return (L L^T)^-1 rhs for a Cholesky factor L."""
+    solution: Tensor = _first_that_works("cholesky_solve", lambda b, m: torch.cholesky_solve(b, m), rhs, factor)
+    return solution
 
 
 def lu_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """(LU, pivots counted from 1)."""
-    return _first_that_works("lu_factor", lambda m: torch.linalg.lu_factor(m), matrix)
+    """Return the packed LU factors and the pivots, counted from 1."""
+    factors, pivots = _first_that_works("lu_factor", lambda m: torch.linalg.lu_factor(m), matrix)
+    return factors, pivots
 
 
 def solve(matrix: Tensor, rhs: Tensor, left: bool = True) -> Tensor:
-    """matrix^-1 rhs, or rhs matrix^-1 where not `left`; rhs is a matrix (.., n, k), or (.., k, n)."""
-    return _first_that_works("solve", lambda m, b: torch.linalg.solve(m, b, left=left), matrix, rhs)
+    """Return matrix^-1 rhs for rhs (..., n, k), or rhs matrix^-1 for rhs (..., k, n) if not `left`."""
+    solution: Tensor = _first_that_works("solve", lambda m, b: torch.linalg.solve(m, b, left=left), matrix, rhs)
+    return solution
 
 
 def solve_triangular(matrix: Tensor, rhs: Tensor, *, upper: bool, left: bool = True) -> Tensor:
     """Return matrix^-1 rhs for a triangular matrix, or rhs matrix^-1 if not `left`."""
-    return _first_that_works(
+    solution: Tensor = _first_that_works(
         "solve_triangular", lambda m, b: torch.linalg.solve_triangular(m, b, upper=upper, left=left), matrix, rhs
     )
+    return solution
 
 
 def _first_that_works(name: str, compute: Callable[..., Any], *given: Tensor, finite: bool = True) -> Any:
@@ -74,8 +83,8 @@ def _first_that_works(name: str, compute: Callable[..., Any], *given: Tensor, fi
         reason = str(error).strip().splitlines()[0][:200]
     if finite and not all(bool(torch.isfinite(tensor).all()) for tensor in given):
         raise NumbersError(
-            f"a matrix of shape {tuple(given[0].shape)} to be factored ({name}) holds NaN or Inf: weights or activations "
-            "overflow float32; check the checkpoint, or leave this matrix dense (a rule with structure: dense)"
+            f"{name} of a matrix of shape {tuple(given[0].shape)}: the matrix holds NaN or Inf, so weights or activations "
+            "overflow float32. Check the checkpoint, or leave this matrix dense (a rule with structure: dense)"
         )
     single = all(tensor.dim() <= 2 for tensor in given)
     for way, again in (("one matrix at a time", _one_by_one), ("on the CPU in float64", _on_cpu)):
@@ -87,8 +96,8 @@ def _first_that_works(name: str, compute: Callable[..., Any], *given: Tensor, fi
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0][:200]
             continue
-        if name not in _told:
-            _told.add(name)
+        if name not in _warned:
+            _warned.add(name)
             warnings.warn(
                 f"torch.linalg.{name} failed on {given[0].device} for a matrix of shape {tuple(given[0].shape)} ({reason}); "
                 f"computed {way}, which is slower",
@@ -97,19 +106,24 @@ def _first_that_works(name: str, compute: Callable[..., Any], *given: Tensor, fi
             )
         return result
     raise NumbersError(
-        f"{name} of a matrix of shape {tuple(given[0].shape)} fails on {given[0].device} and on the CPU ({reason}); the matrix is "
-        "singular, or its numbers differ too much in size: give more calibration text, or leave this matrix dense"
+        f"{name} of a matrix of shape {tuple(given[0].shape)} fails on {given[0].device} and on the CPU ({reason}): the matrix is "
+        "singular or too badly conditioned. Give more calibration text, or leave this matrix dense"
     )
 
 
 def _one_by_one(compute: Callable[..., Any], given: tuple[Tensor, ...]) -> Any:
-    """The same for each matrix of the batch, batch axes broadcast against each other."""
-    batch = torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in given))
+    """Return the stacked results for each matrix of the batch; batch axes are broadcast against each other."""
+    broadcast_shapes: Any = torch.broadcast_shapes  # has no types
+    batch: torch.Size = broadcast_shapes(*(tensor.shape[:-2] for tensor in given))
     flat = [tensor.expand(*batch, *tensor.shape[-2:]).flatten(0, len(batch) - 1) for tensor in given]
     found = [compute(*(tensor[i] for tensor in flat)) for i in range(len(flat[0]))]
     if isinstance(found[0], Tensor):
-        return torch.stack(found).unflatten(0, batch)
-    return tuple(torch.stack(parts).unflatten(0, batch) for parts in zip(*found))
+        return _unflatten(torch.stack(found), batch)
+    return tuple(_unflatten(torch.stack(parts), batch) for parts in zip(*found))
+
+
+def _unflatten(stacked: Tensor, batch: torch.Size) -> Tensor:
+    return stacked.reshape(*batch, *stacked.shape[1:])
 
 
 def _on_cpu(compute: Callable[..., Any], given: tuple[Tensor, ...]) -> Any:
@@ -121,6 +135,6 @@ def _on_cpu(compute: Callable[..., Any], given: tuple[Tensor, ...]) -> Any:
 
 
 def _empty_cache(tensor: Tensor) -> None:
-    """Workspaces are allocated outside torch's pool."""
+    """Free torch's cached GPU memory: cuSOLVER allocates its workspace outside torch's memory pool."""
     if tensor.device.type == "cuda":
         torch.cuda.empty_cache()

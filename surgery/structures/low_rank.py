@@ -37,10 +37,10 @@ class LowRank(StructureConfig):
 
 
 def leading_directions(m_OI: Tensor, rank: int) -> Tensor:
-    """Orthonormal (..., O, rank): the leading left singular vectors of m, from the smaller Gram's eigh.
+    """Return the leading left singular vectors of m, (..., O, rank), from `eigh` of its smaller Gram matrix.
 
-    Squaring costs precision only among directions whose singular values are below 3e-4 of the largest;
-    what counts for the projection is that the columns are orthonormal, which `orthonormalize` ensures.
+    Forming the Gram matrix loses precision only for singular values below 3e-4 of the largest. The projection needs
+    orthonormal columns, which `orthonormalize` ensures.
     """
     if m_OI.shape[-2] <= m_OI.shape[-1]:
         return leading_eigenvectors(m_OI @ m_OI.mT, rank)
@@ -49,9 +49,12 @@ def leading_directions(m_OI: Tensor, rank: int) -> Tensor:
 
 
 def orthonormalize(y_OR: Tensor) -> Tensor:
-    """Columns with the same span, those of a product with eigenvectors, so nearly orthogonal. CholeskyQR twice
-    (Yamamoto et al. 2015), many times as fast as Householder's QR, which takes over where columns depend."""
-    q_OR = y_OR / torch.linalg.vector_norm(y_OR, dim=-2, keepdim=True).clamp_min(1e-30)
+    """Return orthonormal columns (..., O, R) with the span of nearly orthogonal columns.
+
+    Runs CholeskyQR twice (Yamamoto et al. 2015, CholeskyQR2), which is many times as fast as Householder QR; the latter is
+    used if the columns are linearly dependent.
+    """
+    q_OR: Tensor = y_OR / torch.linalg.vector_norm(y_OR, dim=-2, keepdim=True).clamp_min(1e-30)
     for _ in range(2):
         gram_RR = q_OR.mT @ q_OR
         lower_RR, failed = linalg.cholesky_ex(gram_RR)
@@ -67,7 +70,7 @@ def leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
 
 
 def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tensor, Tensor]:
-    """left_OR, right_RI of the best rank-R approximation in the metric; exact at full rank."""
+    """Return left (O, R) and right (R, I) of the best rank-R approximation in the metric; exact at full rank."""
     if rank >= min(weight_OI.shape):
         return exact_factors(weight_OI)
     if weight_OI.shape[0] <= weight_OI.shape[1]:  # the Gram matrix needs no root of C
@@ -78,7 +81,7 @@ def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tens
 
 
 def tail_energies(m_OI: Tensor) -> Tensor:
-    """tail[..., r] = sum of squared singular values beyond the first r, r = 0..min(O, I)."""
+    """Return tail[..., r], the sum of squared singular values beyond the first r, for r = 0 .. min(O, I)."""
     return gram_tails(m_OI @ m_OI.mT if m_OI.shape[-2] <= m_OI.shape[-1] else m_OI.mT @ m_OI)
 
 
@@ -91,7 +94,7 @@ def gram_tails(gram: Tensor) -> Tensor:
 
 @STRUCTURES.register(LowRank)
 class LowRankLinear(StructuredLinear):
-    """y = left (right x). `weight` is left, stored (1, O, R); right (R, I)."""
+    """Low-rank linear layer, y = left (right x). Cores: `weight` = left, stored as (1, O, R), `right` (R, I)."""
 
     weight: Tensor
     right: Tensor

@@ -21,21 +21,23 @@ from surgery.structures import linalg
 
 
 def damp_(moment_II: Tensor, damping: float) -> float:
-    """C += damping * mean(diag C) I, in place: a direction that the calibration text never showed still
-    counts. Returns what was added to the diagonal."""
+    """Add damping * mean(diag C) to the diagonal of C, in place, and return the number added.
+
+    With it, input directions that do not occur in the calibration text keep a weight.
+    """
     scale = float(moment_II.diagonal().mean())
-    # A moment of nothing (a dead input) leaves only the identity, so that no direction is free.
+    # The second moment of an input that is always zero becomes the identity, so that every direction has a weight.
     ridge = damping * scale if scale > 0 else 1.0
     moment_II.diagonal().add_(ridge)
     return ridge
 
 
-# Columns of a product that are added together: fewer save more of the half that symmetry gives.
+# Columns per block of a symmetric product. Only blocks on and above the diagonal are computed, so small blocks save more.
 MOMENT_BLOCK = {"cpu": 1024, "cuda": 4096}
 
 
 def add_moment_(sum_XX: Tensor, rows_NX: Tensor) -> None:
-    """sum += rows^T rows, in place: blocks below the diagonal are copied from above it."""
+    """Add rows^T rows (X, X) to the sum in place. Blocks below the diagonal are copied from above it."""
     width, block = rows_NX.shape[1], MOMENT_BLOCK.get(rows_NX.device.type, 1024)
     for i in range(0, width, block):
         for j in range(i, width, block):
@@ -53,8 +55,10 @@ def add_damping(moment_II: Tensor, damping: float) -> Tensor:
 
 
 def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """C^(1/2) and C^(-1/2) by eigh, of (a batch of) positive semidefinite matrices; eigenvalues below
-    float32 rounding of the largest are raised to it."""
+    """Return C^(1/2) and C^(-1/2) of (a batch of) positive semidefinite matrices, by `eigh`.
+
+    Eigenvalues below 1e-7 of the largest, the rounding error of float32, are raised to that bound.
+    """
     values, vectors = linalg.eigh(matrix)
     values = torch.maximum(values, values[..., -1:].clamp_min(1e-30) * 1e-7)
     root = values.sqrt().unsqueeze(-2)
@@ -62,14 +66,16 @@ def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def input_root(moment_II: Tensor) -> Tensor:
-    """R with R R^T = C, of (a batch of) C. Every such R gives W R the same left singular vectors and the same
-    singular values, so the cheapest is taken: Cholesky's, and the symmetric one where that fails."""
+    """Return R with R R^T = C, for (a batch of) C: the Cholesky factor, or the symmetric root if Cholesky fails.
+
+    W R has the same left singular vectors and singular values for every such R, so the cheapest one is used.
+    """
     lower, failed = linalg.cholesky_ex(moment_II)
     return symmetric_roots(moment_II)[0] if bool(failed.any()) else lower
 
 
 def output_roots(gram_OO: Tensor) -> tuple[Tensor, Tensor]:
-    """T, T^-1 with T^T T = G, of (a batch of) G; any root serves on the output side too."""
+    """Return T and T^-1 with T^T T = G, for (a batch of) G: from Cholesky, or the symmetric root if Cholesky fails."""
     lower, failed = linalg.cholesky_ex(gram_OO)
     if bool(failed.any()):
         return symmetric_roots(gram_OO)
@@ -78,8 +84,10 @@ def output_roots(gram_OO: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def spd_factor(matrix: Tensor, ridges: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-2)) -> Tensor:
-    """Cholesky factor of (a batch of) positive semidefinite matrices, with the first of the ridges (relative
-    to the mean of the diagonal) that makes one possible."""
+    """Return the Cholesky factor of (a batch of) positive semidefinite matrices.
+
+    ridges: values added to the diagonal, relative to its mean; they are tried in order until the factorization succeeds.
+    """
     for ridge in ridges:
         ridged = matrix
         if ridge:
@@ -90,17 +98,19 @@ def spd_factor(matrix: Tensor, ridges: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-
         if not bool(failed.any()):
             return factor
     raise NumbersError(
-        "a second moment is not positive semidefinite: activations hold NaN or Inf, or overflow float32 when squared; check "
+        "a second moment is not positive semidefinite: activations hold NaN or Inf, or overflow float32 when squared. Check "
         "the checkpoint and the calibration text"
     )
 
 
-LARGE_MATRIX = 1024
+LARGE_MATRIX = 1024  # rows from which the matrices of a batch are inverted one at a time
 
 
 def spd_inverse(matrix: Tensor) -> Tensor:
-    """(A batch of) C^-1, for solving with many right-hand sides one after the other by products. Large ones are
-    inverted one at a time: four copies of each are under way."""
+    """Return C^-1 of (a batch of) C, for solving with many right-hand sides in turn.
+
+    Large matrices are inverted one at a time, because the computation holds four copies of each.
+    """
     if matrix.dim() > 2 and matrix.shape[-1] >= LARGE_MATRIX:
         return torch.stack([spd_inverse(one) for one in matrix])
     factor = spd_factor(matrix)
@@ -110,28 +120,31 @@ def spd_inverse(matrix: Tensor) -> Tensor:
 
 
 def inner_product(a_OI: Tensor, b_OI: Tensor) -> float:
-    """<a, b>: row by row in float32, the rows in float64."""
+    """Return <a, b>. Products within a row are summed in float32, the rows in float64."""
     return float(torch.linalg.vecdot(a_OI, b_OI).sum(dtype=torch.float64))
 
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """c_II: (already damped) input second moment or None.
-    g_OO: output Gram (damped), or its diagonal alone as (O,), or None."""
+    """The weights of a projection error, tr(G E C E^T) for an error E (O, I).
+
+    c_II: damped input second moment C, or None for the identity. g_OO: damped output Gram matrix G, or only its diagonal
+    (O,), or None for the identity. c_cache: results of `compute_once`, shared by metrics with one C.
+    """
 
     c_II: Tensor | None = None
     g_OO: Tensor | None = None
-    c_cache: dict[Any, Any] = field(default_factory=dict, repr=False)  # shared by metrics with one C
+    c_cache: dict[Any, Any] = field(default_factory=dict, repr=False)
     _product: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     def compute_once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """compute(), a function of C alone, once for all metrics that share C."""
+        """Return compute(), a function of C alone, cached under `key` for all metrics that share C."""
         if key not in self.c_cache:
             self.c_cache[key] = compute()
         return self.c_cache[key]
 
     def times_c(self, weight_OI: Tensor) -> Tensor:
-        """W C, remembered for the last W asked for."""
+        """Return W C (O, I), cached for the last W."""
         if self.c_II is None:
             return weight_OI
         if not self._product or self._product[0][0] is not weight_OI:
@@ -154,47 +167,50 @@ class Metric:
         return None if self.g_OO is None or self.g_OO.dim() == 1 else output_roots(self.g_OO)
 
     def apply_output_root(self, matrix_OX: Tensor) -> Tensor:
-        """T X with T^T T = G."""
+        """Return T X (O, X) with T^T T = G."""
         if self.g_OO is None:
             return matrix_OX
         return self.g_OO.sqrt()[:, None] * matrix_OX if self.g_roots is None else self.g_roots[0] @ matrix_OX
 
     def apply_output_root_inverse(self, matrix_OX: Tensor) -> Tensor:
-        """T^-1 X."""
+        """Return T^-1 X (O, X) with T^T T = G."""
         if self.g_OO is None:
             return matrix_OX
         return matrix_OX / self.g_OO.sqrt()[:, None] if self.g_roots is None else self.g_roots[1] @ matrix_OX
 
     def whiten(self, weight_OI: Tensor) -> Tensor:
-        """T W R, R R^T = C: its Frobenius norm is the metric's norm of W."""
+        """Return T W R (O, I) with R R^T = C and T^T T = G. Its Frobenius norm is the norm of W in the metric."""
         weighed_OI = self.apply_output_root(weight_OI)
         return weighed_OI if self.c_root is None else weighed_OI @ self.c_root
 
     def left_gram(self, weight_OI: Tensor) -> Tensor:
-        """T W C W^T T^T, (O, O)."""
+        """Return T W C W^T T^T (O, O)."""
         weighed_OI = self.apply_output_root(weight_OI)
         return self.apply_output_root(self.times_c(weight_OI)) @ weighed_OI.mT
 
     def apply(self, weight_OI: Tensor) -> Tensor:
-        """G W C, the gradient of half the squared norm."""
+        """Return G W C (O, I), the gradient of half the squared norm of W."""
         if self.g_OO is not None:
             weight_OI = self.g_OO[:, None] * weight_OI if self.g_OO.dim() == 1 else self.g_OO @ weight_OI
         return weight_OI if self.c_II is None else weight_OI @ self.c_II
 
     @torch.no_grad()
     def squared_norm(self, weight_OI: Tensor) -> float:
-        """tr(G W C W^T)."""
+        """Return the squared norm tr(G W C W^T)."""
         return inner_product(self.apply(weight_OI), weight_OI)
 
     @torch.no_grad()
     def relative_error(self, target_OI: Tensor, approx_OI: Tensor) -> float:
-        """Relative error ||target - approx|| / ||target|| in this metric."""
-        whole = self.squared_norm(target_OI)
-        return (max(self.squared_norm(target_OI - approx_OI), 0.0) / whole) ** 0.5 if whole > 0 else 0.0
+        """Return the relative error ||target - approx|| / ||target|| in this metric; 0 for a target of norm 0."""
+        norm = self.squared_norm(target_OI)
+        return (max(self.squared_norm(target_OI - approx_OI), 0.0) / norm) ** 0.5 if norm > 0 else 0.0
 
 
 def damp_output_gram(gram: Tensor | None) -> Tensor | None:
-    """5% of the mean: between 0.1% and 10% the result does not move (docs/quality.md)."""
+    """Return G, or its diagonal (O,), plus 5% of the mean of its diagonal.
+
+    Any share between 0.1% and 10% gives the same result (docs/quality.md).
+    """
     if gram is None:
         return None
     return add_damping(gram, 0.05) if gram.dim() == 2 else gram + 0.05 * gram.mean().clamp_min(1e-30)

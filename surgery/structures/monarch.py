@@ -1,11 +1,11 @@
-"""Monarch: BTT of block rank one, or as published (Dao et al. 2022, "Monarch", section 3.1).
+"""Monarch matrices: BTT of block rank 1, or the published form (Dao et al. 2022, "Monarch", section 3.1).
 
-A block-diagonal matrix, a transposition, another block-diagonal matrix; in block form every a x d block
-is an outer product, so 1/a + 1/d of the numbers are kept and a budget chooses the grid.
+A Monarch matrix is a block-diagonal matrix times a permutation times another block-diagonal matrix. In block form every
+a x d block is an outer product, so it stores (1/a + 1/d) O I elements, and the budget determines the block grid.
 
-Published Monarch matrices have few blocks, each factor b of them (b = 4 in Dao et al. and in Qiu et al. 2024, appendix
-E.2). Between the factors lie m = min(O, I) numbers, m / b^2 for each pair of blocks, so such a matrix is BTT on the grid
-b x b of rank m / b^2. It stores m (O + I) / b numbers: 2 / b of a square matrix.
+Published Monarch matrices have b blocks in each factor, with small b (b = 4 in Dao et al. and in Qiu et al. 2024, appendix
+E.2). The intermediate vector has m = min(O, I) elements, m / b^2 for each pair of blocks, so such a matrix is BTT on the
+grid b x b of rank m / b^2. It stores m (O + I) / b elements, 2 / b of those of a square matrix.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from surgery.structures.metric import Metric
 
 @dataclass(frozen=True)
 class Monarch(StructureConfig):
-    """blocks: grid (b, c); a number b: as published, b blocks in each factor; "budget": the grid of squarest blocks that
-    fills the budget; "sqrt" as in BTT.
+    """Config of a Monarch matrix.
 
-    rank: 1, or "full" for blocks one row high, which hold any matrix; published blocks have a rank of their own.
+    blocks: a grid (b, c); or a number b for the published form with b blocks in each factor; or "budget", the largest grid
+    within the budget, with the squarest blocks among equals; or "sqrt" as in BTT. rank: 1, or "full" for blocks of one row,
+    which represent any matrix exactly. With a number of blocks the rank follows from it.
     """
 
     name: ClassVar[str] = "monarch"
@@ -36,7 +37,7 @@ class Monarch(StructureConfig):
 
 @STRUCTURES.register(Monarch)
 class MonarchLinear(BTTLinear):
-    """As BTTLinear with s = 1, or with the rank of published blocks."""
+    """Monarch linear layer: a BTTLinear with s = 1, or with the rank of the published form."""
 
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
@@ -48,21 +49,18 @@ class MonarchLinear(BTTLinear):
             if config.rank is not None or not 2 <= b <= min(out, in_):
                 raise SurgeryError(
                     f"{config} cannot tile a matrix of out={out}, in={in_}: blocks given as one number must be 2 to "
-                    f"{min(out, in_)} and leave rank out; use for example blocks: 4"
+                    f"{min(out, in_)}, without a rank. Use for example blocks: 4"
                 )
             return replace(config, blocks=(b, b), rank=published_rank(b, out, in_))
         if config.rank not in (None, 1) and not is_published(config, out, in_):
-            raise SurgeryError(
-                f"{config}: a monarch block has rank 1 (or rank: full); give blocks, or use structure btt for rank {config.rank}"
-            )
+            raise SurgeryError(f"{config}: rank must be 1 or full. Use structure btt for rank {config.rank}")
         if config.blocks == "budget":
             return replace(config, rank=1)
         return replace(super().resolve(config, out, in_), rank=config.rank or 1)
 
     @classmethod
     def fit(cls, config: Any, out: int, in_: int, budget: float) -> Any:
-        """Return the config with the largest size within `budget` stored elements. SurgeryError if the smallest
-        exceeds it."""
+        """Return the config of the largest grid within `budget` stored elements. SurgeryError if the smallest exceeds it."""
         config = cls.resolve(config, out, in_)
         if config.blocks != "budget":
             return config
@@ -71,8 +69,8 @@ class MonarchLinear(BTTLinear):
         if not fitting:
             least = min(cls.params(g, out, in_) for g in grids)
             raise SurgeryError(
-                f"monarch cannot stand in for a {out} x {in_} matrix within {int(budget):,} numbers: "
-                f"its smallest grid stores {least:,}; raise keep to {min_keep(least, out, in_)} or more"
+                f"monarch cannot represent a {out} x {in_} matrix within {int(budget):,} parameters: "
+                f"its smallest grid stores {least:,}. Raise keep to {min_keep(least, out, in_)} or more"
             )
         return max(fitting, key=lambda g: (cls.params(g, out, in_), -_squareness_gap(g, out, in_)))
 
@@ -80,11 +78,11 @@ class MonarchLinear(BTTLinear):
     def rank_error_curve(
         cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 12
     ) -> list[tuple[Any, float]]:
-        """Return (config, squared error in the metric) at about `steps` ranks, cheapest first."""
+        """Return (config, squared error in the metric) at about `steps` block grids, cheapest first."""
         out, in_ = weight_OI.shape
         config = cls.resolve(config, out, in_)
         grids = block_grids(out, in_) if config.blocks == "budget" else [config.blocks]
-        by_size: dict[int, Any] = {}  # of equally large grids the squarest
+        by_size: dict[int, Any] = {}  # size -> grid; the squarest blocks come last and win
         for option in sorted((replace(config, blocks=g) for g in grids), key=lambda o: -_squareness_gap(o, out, in_)):
             by_size[cls.params(option, out, in_)] = option
         chosen = [by_size[size] for size in sorted(by_size) if size <= out * in_]
@@ -93,12 +91,12 @@ class MonarchLinear(BTTLinear):
 
 
 def published_rank(b: int, out: int, in_: int) -> int:
-    """Block rank of a published Monarch matrix with b blocks in each factor, rounded up where b^2 does not divide."""
+    """Return the block rank of a published Monarch matrix with b blocks in each factor, min(O, I) / b^2 rounded up."""
     return -(-min(out, in_) // b**2)
 
 
 def is_published(config: Any, out: int, in_: int) -> bool:
-    """Whether the config is one that a number of blocks was resolved to."""
+    """Return whether the config is that of a published Monarch matrix, which `resolve` makes of a number of blocks."""
     grid = config.blocks
     return (
         isinstance(grid, tuple | list) and grid[0] == grid[1] > 1 and config.rank == published_rank(grid[0], out, in_)
@@ -106,13 +104,13 @@ def is_published(config: Any, out: int, in_: int) -> bool:
 
 
 def block_sizes(n: int) -> list[int]:
-    """Sizes of 2 or more that divide n; where none up to 8 does (a prime), small ones that need padding."""
+    """Return the divisors of n from 2 on. If none is 8 or less (n is prime, say), sizes 2 to 16 that need padding come first."""
     sizes = [k for k in range(2, n + 1) if n % k == 0]
     return sizes if sizes and sizes[0] <= 8 else [*range(2, min(n, 17)), *sizes]
 
 
 def block_grids(out: int, in_: int) -> list[tuple[int, int]]:
-    """Block grids (b, c), blocks at least 2 x 2: smaller ones save nothing."""
+    """Return all block grids (b, c) with blocks of at least 2 x 2, because smaller blocks save nothing."""
     return [(-(-out // a), -(-in_ // d)) for a in block_sizes(out) for d in block_sizes(in_)]
 
 

@@ -1,10 +1,10 @@
-"""Pivoted low rank: R rows of B are stored as they are, the others as combinations of them.
+"""Pivoted low rank: R rows of B are stored, and the other rows as linear combinations of them.
 
-    B[pivots] = right (R, I),  B[others] = weight (O - R, R) @ right      numbers: R (O + I - R) + O indices
+    B[pivots] = right (R, I),  B[others] = weight (O - R, R) @ right      stored: R (O + I - R) elements, O indices
 
-A rank-R matrix has R (O + I - R) degrees of freedom; two free factors store R^2 more. "Pivoting
-Factorization" (PIFA, Zhao et al. 2025), an interpolative decomposition of the calibrated low-rank
-optimum, with the pivots of (nearly) maximal volume (Goreinov et al. 2010) so that no coefficient is large.
+A rank-R matrix has R (O + I - R) degrees of freedom, and two factors left (O, R) and right (R, I) store R^2 more than that.
+This is "Pivoting Factorization" (PIFA, Zhao et al. 2025): an interpolative decomposition of the best low-rank approximation
+in the metric. The pivots are rows of nearly maximal volume (Goreinov et al. 2010), so that no coefficient is large.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class PivotedLowRank(StructureConfig):
 
 @torch.no_grad()
 def maximal_volume_rows(tall_OR: Tensor, bound: float = 1.5, swaps: int = 200) -> tuple[Tensor, Tensor]:
-    """(pivots_R, coefficients_OR) with tall = coefficients @ tall[pivots].
+    """Return pivots (R,) and coefficients (O, R) with tall = coefficients @ tall[pivots].
 
-    LU with partial pivoting chooses the rows; a row whose coefficient exceeds `bound` is then swapped in,
-    each swap growing the volume by that factor.
+    LU with partial pivoting chooses the first pivots. Then, at most `swaps` times, the row with the largest coefficient
+    becomes a pivot if that exceeds `bound`; each swap multiplies the volume by the coefficient.
     """
     rank = tall_OR.shape[1]
     _factors, pivot_steps = linalg.lu_factor(tall_OR)
@@ -53,13 +53,16 @@ def maximal_volume_rows(tall_OR: Tensor, bound: float = 1.5, swaps: int = 200) -
         change[column] -= 1
         coefficients -= torch.outer(coefficients[:, column] / coefficients[row, column], change)
         pivots[column] = row
-    # The rank-one updates gather rounding: solve once more for the chosen rows.
+    # The rank-one updates accumulate rounding errors, so the coefficients are computed once more for the final pivots.
     return pivots, linalg.solve(tall_OR[pivots], tall_OR, left=False)
 
 
 @STRUCTURES.register(PivotedLowRank)
 class PivotedLowRankLinear(StructuredLinear):
-    """`weight` (1, O - R, R), right (R, I), place (O,) int32: where in [pivots, others] output row o lies."""
+    """Pivoted low-rank linear layer. Cores: `weight` (1, O - R, R), `right` (R, I).
+
+    Buffer `place` (O,) int32: the position of output row o in the concatenation of pivot rows and other rows.
+    """
 
     weight: Tensor
     right: Tensor
@@ -75,7 +78,8 @@ class PivotedLowRankLinear(StructuredLinear):
         rows = torch.arange(self.out_features).to(self.place)
         if not self.place.is_meta and not torch.equal(self.place.sort().values, rows):
             raise SurgeryError(
-                f"the rows of a pivoted_low_rank matrix of {self.out_features} are no permutation: damaged"
+                f"place of a pivoted_low_rank matrix must be a permutation of its {self.out_features} rows: the checkpoint is "
+                "damaged. Download or convert it again"
             )
 
     @classmethod
@@ -95,7 +99,7 @@ class PivotedLowRankLinear(StructuredLinear):
 
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
-        """Optimal in the metric, as low_rank; pivoting changes the storage, not the matrix."""
+        """Return the best rank-R approximation in the metric, as low_rank does; pivoting only changes how it is stored."""
         left_OR, right_RI = low_rank_factors(weight_OI, config.rank, metric or Metric())
         pivots, coefficients_OR = maximal_volume_rows(left_OR)
         others = torch.ones(len(left_OR), dtype=torch.bool, device=pivots.device)

@@ -176,7 +176,7 @@ def _output_entry(info: TensorInfo, trained: TensorInfo | None) -> TensorSource:
     return TensorSource.from_tensor(info.name, read_tensor(trained, DTYPES[info.dtype]))
 
 
-def refuse_difference(target: Path, source: CheckpointSource, new: dict[str, TensorInfo]) -> None:
+def check_exported_tensors(target: Path, source: CheckpointSource, new: dict[str, TensorInfo]) -> None:
     """Raise SurgeryError unless trained tensors equal those of the last checkpoint bit by bit, and all others the source's."""
     written = open_converted_checkpoint(str(target)).tensors
     if strange := sorted(set(written) ^ set(source.tensors)):

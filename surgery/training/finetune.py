@@ -17,7 +17,7 @@ from typing import Any
 
 from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError
-from surgery.core.files import explain_disk_errors, partial_path, refuse_unknown_files
+from surgery.core.files import check_no_unknown_files, explain_disk_errors, partial_path
 from surgery.core.journal import Journal, check_absent, check_output_path
 from surgery.core.progress import Progress
 from surgery.core.version import __version__
@@ -71,7 +71,7 @@ def finetune(
     try:
         with explain_disk_errors(work, RESUME_HINT), ExitStack() as stack:
             if run.main:
-                refuse_unknown_files(work, WORK_FILES)
+                check_no_unknown_files(work, WORK_FILES)
                 run.journal = stack.enter_context(_open_journal(source, recipe, work, resume))
                 check_absent(out)  # another run may have written it since check_run
             run.accelerator.wait_for_everyone()

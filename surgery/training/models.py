@@ -11,7 +11,7 @@ from surgery.architectures.linears import find_linears
 from surgery.calibration.data import load_tokenizer
 from surgery.checkpoint.load_model import load_config, load_model
 from surgery.checkpoint.meta_model import build_unconverted_model
-from surgery.checkpoint.remote_code import refuse_code
+from surgery.checkpoint.remote_code import check_code_trusted
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
 from surgery.checkpoint.table import QUANT_METHOD
 from surgery.core.errors import SurgeryError
@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def open_trainable(name: str, trust_remote_code: bool = False) -> CheckpointSource:
     """Open a checkpoint that can be trained: a decoder in full precision, converted or not. Raises SurgeryError otherwise."""
     source = open_converted_checkpoint(name)
-    refuse_code(source.folder, name, source.config, trust_remote_code)
+    check_code_trusted(source.folder, name, source.config, trust_remote_code)
     method = (source.config.get("quantization_config") or {}).get("quant_method", QUANT_METHOD)
     if method != QUANT_METHOD:
         raise SurgeryError(

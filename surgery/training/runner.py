@@ -34,7 +34,6 @@ from surgery.training.export import (
     delivery_record,
     loss_records,
     publish_result,
-    refuse_difference,
     round_to_stored_dtype,
     run_environment,
     stage_record,

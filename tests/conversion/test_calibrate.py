@@ -129,10 +129,10 @@ IDS = torch.arange(96).view(4, 24)
     [
         ({"input_idz": IDS}, "LlamaForCausalLM takes no 'input_idz'; did you mean 'input_ids'"),
         ({"input_ids": IDS, "labels": IDS.clone()}, "takes no 'labels'"),
-        ({"input_ids": IDS + 1}, "input_ids holds torch.int64 .* from 1 to 96; wanted .* from 0 to 95"),
+        ({"input_ids": IDS + 1}, "input_ids holds torch.int64 .* from 1 to 96; it must .* from 0 to 95"),
         ({"input_ids": IDS - 1}, "from -1 to"),
         ({"input_ids": IDS.float()}, "holds torch.float32"),
-        ({"input_ids": IDS.flatten()}, "wanted are windows of ids"),
+        ({"input_ids": IDS.flatten()}, "it must hold token ids"),
         ({"input_ids": IDS[:1].clone()}, "1 window; at least two are needed"),
     ],
 )

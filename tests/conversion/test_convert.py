@@ -309,8 +309,11 @@ def test_damaged_sources(deep, tmp_path, how, says, text):
         ),
         ({"structure": "dense"}, "replaces nothing"),
         ({"structure": "btt", "blocks": [100, 4]}, r"cannot tile a matrix of out=64, in=64: 100 blocks"),
-        ({"structure": "kronecker", "blocks": [3, 4]}, r"the blocks must divide both, for example blocks: \[8, 8\]"),
-        ({"structure": "low_rank", "keep": 0.001}, "raise keep to"),
+        (
+            {"structure": "kronecker", "blocks": [3, 4]},
+            r"the blocks must divide both. Use for example blocks: \[8, 8\]",
+        ),
+        ({"structure": "low_rank", "keep": 0.001}, "Raise keep to"),
         ({"structure": "low_rank", "blocks": [2, 2]}, "structure 'low_rank' has no option 'blocks'"),
         ({"structure": "low_rank", "calibration": "/nowhere.txt"}, "'/nowhere.txt' is not a file"),
     ],

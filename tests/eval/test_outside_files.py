@@ -7,7 +7,7 @@ import json
 import pytest
 
 from surgery.calibration.data import document_stream
-from surgery.core.digests import refuse_outside_files
+from surgery.core.digests import check_no_outside_files
 from surgery.core.errors import SurgeryError
 from surgery.eval import offline_data as mirror
 
@@ -36,29 +36,29 @@ def test_outside_d2_data_files_lie_in_their_folder(tmp_path, form, path):
 @pytest.mark.parametrize("head", ["- config_name: d\n  data_dir: ../x", "- config_name: d\n  data_files: {test: ../x}"])
 def test_outside_d2_data_dir_and_tables_of_splits(tmp_path, head):
     with pytest.raises(SurgeryError, match=r"names '\.\./x'"):
-        refuse_outside_files(data_set(tmp_path, head))
+        check_no_outside_files(data_set(tmp_path, head))
 
 
 def test_outside_d2_line_ends_of_another_system(tmp_path):
     folder = data_set(tmp_path, "")
     (folder / "README.md").write_bytes(b"---\r\nconfigs:\r\n- config_name: d\r\n  data_files: ../x\r\n---\r\n")
     with pytest.raises(SurgeryError, match=r"names '\.\./x'"):
-        refuse_outside_files(folder)
+        check_no_outside_files(folder)
 
 
 def test_outside_d2_links_and_hidden_settings(tmp_path):
     folder = data_set(tmp_path, "- config_name: default\n  data_files: test.jsonl")
-    refuse_outside_files(folder)
+    check_no_outside_files(folder)
     (folder / "more.jsonl").symlink_to(folder / "test.jsonl")
-    refuse_outside_files(folder)
+    check_no_outside_files(folder)
     (tmp_path / "other.jsonl").write_text("{}")
     (folder / "out.jsonl").symlink_to(tmp_path / "other.jsonl")
     with pytest.raises(SurgeryError, match=r"out.jsonl is a link to .*, outside the data set's folder"):
-        refuse_outside_files(folder)
+        check_no_outside_files(folder)
     (folder / "out.jsonl").unlink()
     (folder / ".huggingface.yaml").write_text("configs: []")
     with pytest.raises(SurgeryError, match=r"README.md only"):
-        refuse_outside_files(folder)
+        check_no_outside_files(folder)
 
 
 def test_outside_d2_a_calibration_folder(tmp_path, monkeypatch):

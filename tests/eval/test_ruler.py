@@ -149,7 +149,7 @@ def test_fill_is_the_longest_that_fits(unit, fixed, goal, jitter):
     def build(n: int, rest: str) -> str:
         return "x" * (fixed + n * unit + (n * 7919 % (jitter + 1))) + rest
 
-    found = fill_prompt(build, len, goal, 0, 10_000, 3, "y" * 60)
+    found = fill_prompt(build, len, goal, 0, 10_000, 3, filler="y" * 60)
     assert found is not None and found.tokens == len(found.text) <= goal
     assert found.tokens >= goal - max(goal // 1000, 1)
 

@@ -96,7 +96,7 @@ def test_2_7_a_failing_batched_solver_is_gone_round(monkeypatch, name, works):
         return real(*given, **how)
 
     monkeypatch.setattr(home, name, fails)
-    monkeypatch.setattr(linalg, "_told", set())
+    monkeypatch.setattr(linalg, "_warned", set())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         got = parts_of(CALLS[name]())
@@ -110,7 +110,7 @@ def test_2_7_a_failing_batched_solver_is_gone_round(monkeypatch, name, works):
 
 
 def test_2_7_what_nobody_can_factor_is_said():
-    with pytest.raises(NumbersError, match=r"shape \(4, 4\) to be factored \(eigh\) holds NaN or Inf"):
+    with pytest.raises(NumbersError, match=r"eigh of a matrix of shape \(4, 4\): the matrix holds NaN or Inf"):
         linalg.eigh(torch.full((4, 4), float("inf")))
     with pytest.raises(NumbersError, match=r"solve of a matrix of shape .* is singular"):
         linalg.solve(torch.zeros(4, 4), torch.ones(4, 1))
@@ -169,7 +169,7 @@ def test_2_7_activations_that_overflow_are_named(changed, tmp_path):
     recipe = make_recipe(
         structure="low_rank", keep=0.5, curvature="none", allocate="uniform", calibration=text(tmp_path)
     )
-    with pytest.raises(SurgeryError, match=r"what reaches model\.layers\.0\.self_attn.q_proj.*overflows float32"):
+    with pytest.raises(SurgeryError, match=r"the input of model\.layers\.0\.self_attn.q_proj.*overflows float32"):
         convert(changed("model.layers.0.input_layernorm.weight", 1e25), recipe, tmp_path / "out")
 
 

@@ -76,7 +76,7 @@ class CommonWords:
             return before + COMMON.format(context=context) + COMMON_PREFIX
 
         found = ctx.fill_prompt(
-            build, self.answer_tokens, TOP + 1, 4 * ctx.length, max(1, ctx.length // 128), filler, mixed=True
+            build, self.answer_tokens, TOP + 1, 4 * ctx.length, max(1, ctx.length // 128), filler=filler, mixed=True
         )
         return RulerQuestion(
             id=f"{self.name} {ctx.length} {index}",
@@ -132,7 +132,7 @@ class FrequentWords:
             return FREQUENT.format(context=" ".join(text) + rest) + FREQUENT_PREFIX
 
         found = ctx.fill_prompt(
-            build, self.answer_tokens, 1, 16 * ctx.length, max(1, ctx.length // 32), " ..." * 64, mixed=True
+            build, self.answer_tokens, 1, 16 * ctx.length, max(1, ctx.length // 32), filler=" ..." * 64, mixed=True
         )
         times = _word_counts(found.units, len(coded))
         if not times[1] > times[2] > times[3] > times[4]:

@@ -73,11 +73,21 @@ class TaskContext:
         return Random(" ".join(map(str, ("ruler", self.seed, task, self.length, *parts))))
 
     def fill_prompt(
-        self, build: Build, answer_tokens: int, least: int, most: int, probe: int, filler: str = "", mixed: bool = False
+        self,
+        build: Build,
+        answer_tokens: int,
+        least: int,
+        most: int,
+        probe: int,
+        *,
+        filler: str = "",
+        mixed: bool = False,
     ) -> FilledPrompt:
         """Fill a prompt to the target length. mixed: the order of the units depends on their number."""
         estimate = DifferenceEstimate(self.count) if mixed else SentenceEstimate(self.count, self.sentences)
-        found = fill_prompt(build, self.count, self.length - answer_tokens, least, most, probe, filler, estimate)
+        found = fill_prompt(
+            build, self.count, self.length - answer_tokens, least, most, probe, filler=filler, estimate=estimate
+        )
         if found is None:
             needed = self.count(build(least, "")) + answer_tokens
             raise LengthTooShortError(

@@ -67,7 +67,7 @@ class NeedleTask:
         haystack = HAYSTACKS[self.haystack](self, ctx, rng.random(), needles, depth)
         found = ctx.fill_prompt(
             lambda n, rest: template.format(context=haystack.text(n, rest), **words) + prefix,
-            self.answer_tokens, haystack.least, 16 * ctx.length, haystack.probe, haystack.filler,
+            self.answer_tokens, haystack.least, 16 * ctx.length, haystack.probe, filler=haystack.filler,
         )  # fmt: skip
         return RulerQuestion(
             id=f"{self.name} {ctx.length} {depth} {index}",

@@ -106,6 +106,7 @@ def fill_prompt(
     least: int,
     most: int,
     probe: int,
+    *,
     filler: str = "",
     estimate: SentenceEstimate | DifferenceEstimate | None = None,
 ) -> FilledPrompt | None:
@@ -124,31 +125,46 @@ def fill_prompt(
     if estimate.count_exactly(shortest, estimate(shortest)) > goal:
         return None
     for turn in range(MAX_ROUNDS):
-        found = _search_fill(build, estimate, goal, least, most, probe, filler, 0)
+        found = _search_fill(build, estimate, goal, least, most, probe, filler=filler, slack=0)
         tokens = estimate.count_exactly(found.text, found.tokens)
         if tokens == found.tokens or (turn and 0 <= goal - tokens <= goal // TOLERANCE_DIVISOR):
             return FilledPrompt(found.text, found.units, tokens)
-    return _search_fill(build, count, goal, least, most, probe, filler, goal // TOLERANCE_DIVISOR)
+    return _search_fill(build, count, goal, least, most, probe, filler=filler, slack=goal // TOLERANCE_DIVISOR)
 
 
 def _search_fill(
-    build: Build, size: Count, goal: int, least: int, most: int, probe: int, filler: str, slack: int
+    build: Build, size: Count, goal: int, least: int, most: int, probe: int, *, filler: str, slack: int
 ) -> FilledPrompt:
     units, tokens = search_largest(
-        lambda n: size(build(n, "")), goal, least, most, least + probe, None, slack, bool(filler)
+        lambda n: size(build(n, "")), goal, least, most, least + probe, at_low=None, slack=slack, rough=bool(filler)
     )
     rest, missing = "", goal - tokens
     if missing > slack and filler:
         guess = round(missing * len(filler) / max(1, size(filler)))
         characters, tokens = search_largest(
-            lambda n: size(build(units, filler[:n])), goal, 0, len(filler), guess, tokens, slack, False
+            lambda n: size(build(units, filler[:n])),
+            goal,
+            0,
+            len(filler),
+            guess,
+            at_low=tokens,
+            slack=slack,
+            rough=False,
         )
         rest = filler[:characters]
     return FilledPrompt(build(units, rest), units, tokens)
 
 
 def search_largest(
-    size: Callable[[int], int], goal: int, low: int, high: int, guess: int, at_low: int | None, slack: int, rough: bool
+    size: Callable[[int], int],
+    goal: int,
+    low: int,
+    high: int,
+    guess: int,
+    *,
+    at_low: int | None,
+    slack: int,
+    rough: bool,
 ) -> tuple[int, int]:
     """Return (n, size(n)) for about the largest n in [low, high] with size(n) <= goal.
 

@@ -120,7 +120,7 @@ class DocumentQATask:
 
         most = 4 * ctx.length if others else 0
         found = ctx.fill_prompt(
-            build, self.answer_tokens, 0, most, max(1, ctx.length // 1024), f"{last} " * 4, mixed=True
+            build, self.answer_tokens, 0, most, max(1, ctx.length // 1024), filler=f"{last} " * 4, mixed=True
         )
         return RulerQuestion(
             id=f"{self.name} {ctx.length} {index}",

@@ -50,7 +50,9 @@ def load(name: str, device: Any) -> tuple[Any, Any]:
 class Scorer:
     """Measures every checkpoint of a table on the same windows and needles. needles: lengths; empty for none."""
 
-    def __init__(self, source: str, text: str, tokens: int, length: int, needles: list[int], samples: int, device: Any):
+    def __init__(
+        self, source: str, text: str, tokens: int, length: int, needles: list[int], *, samples: int, device: Any
+    ):
         self.needles, self.samples, self.device = tuple(needles), samples, device
         model, tokenizer = load(source, device)
         self.options = EvalOptions(text=text, tokens=tokens, length=length)
@@ -142,9 +144,13 @@ def heal_and_score(
         place = tempfile.TemporaryDirectory(dir=student.parent, prefix=f"run-{student.name}-{seed}-")
         folder = Path(stack.enter_context(place))
         record = finetune(
-            str(student), healing_recipe(arguments, seed, varied), folder / "healed", teacher=arguments.source,
-            device=str(device), track="none",
-        )  # fmt: skip
+            str(student),
+            healing_recipe(arguments, seed, varied),
+            folder / "healed",
+            teacher=arguments.source,
+            device=str(device),
+            track="none",
+        )
         scores = scorer(folder / "healed")
         log = (folder / "healed" / "training" / "log.jsonl").read_text(encoding="utf-8")
         if arguments.keep:
@@ -187,8 +193,14 @@ def run_table(arguments: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
     """Return the rows of the table, one per conversion, start, seed and variation."""
     device = choose_device(arguments.device)
     scorer = Scorer(
-        arguments.source, arguments.text, arguments.score, arguments.length, arguments.needles, arguments.samples, device
-    )  # fmt: skip
+        arguments.source,
+        arguments.text,
+        arguments.score,
+        arguments.length,
+        arguments.needles,
+        samples=arguments.samples,
+        device=device,
+    )
     table = [scorer.original]
     show(table)
     with ExitStack() as stack:

@@ -118,7 +118,9 @@ def semiseparable(
     for t in token_spans(v_BGTV, per_group, chunk):
         beta = None if beta_BGT is None else beta_BGT[:, :, t].to(wide)
         qkv = q_BGJTF[:, :, :, t].to(wide), k_BGTF[:, :, t].to(wide), v_BGTV[:, :, t].to(wide)
-        out, last = _semiseparable_span(*qkv, beta, gates_BRGT[..., t].to(wide), weight_RGJ, last, chunk)
+        out, last = _semiseparable_span(
+            *qkv, beta, gates_BRGT[..., t].to(wide), weight_RGJ, first_BRGFV=last, chunk=chunk
+        )
         outs.append(out)
     return torch.cat(outs, 3), last
 
@@ -130,6 +132,7 @@ def _semiseparable_span(
     beta_BGT: Tensor | None,
     gates_BRGT: Tensor,
     weight_RGJ: Tensor | None,
+    *,
     first_BRGFV: Tensor,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from surgery.core.errors import SurgeryError
-from surgery.core.files import atomic_write, explain_disk_errors, refuse_dangling
+from surgery.core.files import atomic_write, check_not_dangling, explain_disk_errors
 from surgery.core.version import __version__
 from surgery.publish.html import sections
 from surgery.publish.html.data import PageData, load_page_data
@@ -41,7 +41,7 @@ def write_page(converted: str, out: Path | None = None, measured: Path | None = 
             "`surgery convert` and `surgery eval`."
         ) from None
     target = out or data.folder / PAGE_NAME
-    refuse_dangling(target)
+    check_not_dangling(target)
     if target.is_dir():
         raise SurgeryError(f"{target} is a folder. Give a file, for example {target / PAGE_NAME}.")
     if not target.absolute().parent.is_dir():

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, CheckpointSource, open_converted_checkpoint
-from surgery.conversion.densify import refuse_unopenable
+from surgery.conversion.densify import check_openable
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME
 from surgery.core.progress import Progress
@@ -69,7 +69,7 @@ def prepare_upload(
     source = open_converted_checkpoint(converted)
     report = read_report(source.folder, converted)
     _check_parameter_count(source, report)
-    refuse_unopenable(source, converted)
+    check_openable(source, converted)
     items = collect_files(source, measured)
     terms = find_license(source, report, license, base_model)
     own = next((item for item in items if item.name == CARD_NAME), None)

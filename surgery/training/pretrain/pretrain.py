@@ -22,12 +22,12 @@ from surgery.conversion.convert import totals
 from surgery.core.errors import SurgeryError
 from surgery.core.files import (
     REPORT_NAME,
+    check_no_links,
+    check_no_unknown_files,
     exclusive_lock,
     explain_disk_errors,
     partial_path,
     read_json,
-    refuse_links_in,
-    refuse_unknown_files,
     write_json,
 )
 from surgery.core.progress import Progress, is_main_process
@@ -65,8 +65,8 @@ def pretrain(
     out = Path(out)
     check_run(out, f"the model in {out}", recipe.training, None, resume)
     blank = out.with_name(out.name + ".blank")
-    refuse_links_in(blank)
-    refuse_links_in(partial_path(blank))
+    check_no_links(blank)
+    check_no_links(partial_path(blank))
     with explain_disk_errors(out, RESUME_HINT), ExitStack() as stack:
         if is_main_process():  # finetune locks OUT.partial; this lock guards OUT.blank
             stack.enter_context(exclusive_lock(out.parent, f"pretraining of {out.name}", f"{out.name}.lock"))
@@ -125,7 +125,7 @@ def _is_initial(blank: Path, wanted: dict[str, Any]) -> bool:
     files = found.get("files")
     if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
         return False
-    refuse_unknown_files(blank, {escape(name) for name in (*files, MARKER_NAME)})
+    check_no_unknown_files(blank, {escape(name) for name in (*files, MARKER_NAME)})
     return True
 
 

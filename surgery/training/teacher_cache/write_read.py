@@ -23,7 +23,7 @@ from torch import Tensor
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource, read_tensor, write_shard
 from surgery.core.digests import hash_file
 from surgery.core.errors import SurgeryError
-from surgery.core.files import exclusive_lock, explain_disk_errors, refuse_links_in, write_json
+from surgery.core.files import check_no_links, exclusive_lock, explain_disk_errors, write_json
 from surgery.core.progress import Progress
 from surgery.training.data.dataset import Example, TrainingData
 from surgery.training.data.packing import check_packed_attention
@@ -66,7 +66,7 @@ def write_teacher_cache(
     Raises SurgeryError if `out_dir` holds a cache and `resume` is False, or holds one with other settings.
     """
     out = Path(out_dir)
-    refuse_links_in(out)
+    check_no_links(out)
     size = model.config.get_text_config().vocab_size
     if not 1 <= top_k <= size:
         raise SurgeryError(f"teacher cache: top_k must be 1 to {size:,} (got {top_k} of a vocabulary of {size:,}).")
