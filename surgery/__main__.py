@@ -1,3 +1,5 @@
+"""`python -m surgery`: the command line."""
+
 from surgery.cli.main import main
 
 main()

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from surgery.checkpoint.safetensors_io import TensorInfo, read_tensor
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.tensor_names import (
+    check_linear_tensors,
+    check_tensor_names,
+    check_tensor_shapes,
     find_model_class,
     map_tensor_names,
     missing_and_unexpected,
-    refuse_below_linears,
-    refuse_other_shapes,
-    refuse_unlike,
 )
 from surgery.core.errors import SurgeryError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.companions import COPIED, SMALL_FILES, in_folder, in_subfolders
-from surgery.checkpoint.remote_code import CONFIGS, named_code, refuse_code, refuse_named_elsewhere
+from surgery.checkpoint.remote_code import CONFIGS, check_code_trusted, check_no_outside_code, named_code
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorInfo, read_header, source_errors
 from surgery.checkpoint.table import SHIM_NAME
 from surgery.core.digests import files_digest

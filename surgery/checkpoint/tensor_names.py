@@ -68,7 +68,7 @@ def missing_and_unexpected(model: Any, found: Iterable[str]) -> tuple[list[str],
     )
 
 
-def refuse_incomplete(model: Any, tensors: Iterable[str], name: str, unused: Iterable[str] = ()) -> None:
+def check_tensors(model: Any, tensors: Iterable[str], name: str, unused: Iterable[str] = ()) -> None:
     """Raise SurgeryError unless the checkpoint `name` has exactly the tensors of `model`.
 
     tensors: names, or name -> TensorInfo, whose shapes are then checked too. unused: further tensors that the table of the
@@ -87,7 +87,7 @@ def refuse_incomplete(model: Any, tensors: Iterable[str], name: str, unused: Ite
         check_tensor_shapes(model, {key: tensors[tensor] for key, tensor in keys.items()}, name)
 
 
-def refuse_other_shapes(model: Any, tensors: Mapping[str, Any], name: str) -> None:
+def check_tensor_shapes(model: Any, tensors: Mapping[str, Any], name: str) -> None:
     """Raise SurgeryError if a tensor has another shape than its parameter. tensors: parameter -> TensorInfo."""
     for key, parameter in model.state_dict().items():
         if key in tensors and tuple(parameter.shape) != tuple(tensors[key].shape):
@@ -101,7 +101,7 @@ def _shape_error(name: str, tensor: str, stored: Iterable[int], key: str, expect
     )
 
 
-def refuse_below_linears(model: Any, unexpected: Iterable[str], name: str) -> None:
+def check_linear_tensors(model: Any, unexpected: Iterable[str], name: str) -> None:
     """Raise SurgeryError if an unexpected tensor belongs to a linear of the model, which then computes another function.
 
     Such tensors are scales of a quantization, factors of a structure, or a bias.
@@ -154,7 +154,7 @@ def load_checked_model(cls: Any, folder: Any, name: str, trust_remote_code: bool
     table, class_name = getattr(model.config, "quantization_config", None), type(model).__name__
     unexpected = sorted(key for key in info["unexpected_keys"] if not _matches_any(OLD_BUFFERS, key))
     if _is_converted(table):
-        refuse_unlike(class_name, info["missing_keys"], unexpected, name, unused_tensors(table))
+        check_tensor_names(class_name, info["missing_keys"], unexpected, name, unused_tensors(table))
         return model
     check_tensor_names(class_name, info["missing_keys"], (), name)
     check_linear_tensors(model, unexpected, name)

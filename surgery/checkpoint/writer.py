@@ -58,7 +58,7 @@ RESULT_FILES = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "config.json", SH
 
 
 def known_work_files(source: CheckpointSource) -> list[str]:
-    """Return patterns of the files that an interrupted command may leave in OUT.partial, for `refuse_unknown_files`."""
+    """Return patterns of the files that an interrupted command may leave in OUT.partial, for `check_no_unknown_files`."""
     return [*WORK_FILES, *RESULT_FILES, *(escape(path.as_posix()) for path in source.companions())]
 
 

@@ -15,7 +15,7 @@ from surgery.checkpoint.rewrite import rewrite_checkpoint
 from surgery.checkpoint.safetensors_io import DTYPES, TensorSource, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import has_shims, quantization_table, read_mixers, read_table
-from surgery.checkpoint.tensor_names import map_tensor_names, refuse_incomplete, unused_tensors
+from surgery.checkpoint.tensor_names import check_tensors, map_tensor_names, unused_tensors
 from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
@@ -39,7 +39,7 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     table, mixers = read_table(source.config, converted), read_mixers(source.config, converted)
     outputs = _output_projections(source, mixers)
     unused = unused_tensors(source.config["quantization_config"])
-    refuse_unopenable(source, converted)
+    check_openable(source, converted)
     folded = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
     table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded"}
     config = _plain_config(source, folded, mixers, unused)
@@ -47,7 +47,7 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     return {"out": str(out), "modules": len(table)}
 
 
-def refuse_unopenable(source: CheckpointSource, name: str) -> None:
+def check_openable(source: CheckpointSource, name: str) -> None:
     """Raise SurgeryError unless the table, the tensors and their shapes are exactly those of the model of the config.
 
     A model class that is code of the checkpoint is not checked.
@@ -56,8 +56,8 @@ def refuse_unopenable(source: CheckpointSource, name: str) -> None:
     if source.config.get("auto_map") and not has_shims(source.config):
         return
     model = build_unconverted_model(source)
-    put_standins(model, table, mixers)
-    refuse_incomplete(model, source.tensors, name, unused_tensors(source.config["quantization_config"]))
+    replace_modules(model, table, mixers)
+    check_tensors(model, source.tensors, name, unused_tensors(source.config["quantization_config"]))
     state = model.state_dict()
     for parameter, tensor in map_tensor_names(model, source.tensors, name).items():
         stored = source.tensors[tensor].shape

@@ -10,8 +10,8 @@ import torch
 from transformers.quantizers.base import HfQuantizer
 
 from surgery.checkpoint.safetensors_io import read_header
-from surgery.checkpoint.table import has_shims
-from surgery.checkpoint.tensor_names import find_model_class, refuse_incomplete, unused_tensors
+from surgery.checkpoint.table import QUANT_METHOD, has_shims
+from surgery.checkpoint.tensor_names import check_tensors, find_model_class, unused_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
 from surgery.modeling.modules import DAMAGED_TABLE, build_module
@@ -53,7 +53,7 @@ class SurgeryQuantizer(HfQuantizer):
             return
         replace_modules(written, *self._tables())
         if checkpoint_files is not None:
-            refuse_incomplete(written, _tensors_in(checkpoint_files), name, unused_tensors(self.quantization_config))
+            check_tensors(written, _tensors_in(checkpoint_files), name, unused_tensors(self.quantization_config))
         if written is not model:
             replace_modules(model, *self._tables(), strict=False)
 

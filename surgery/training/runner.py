@@ -31,6 +31,7 @@ from surgery.training.distributed.accelerator import (
 from surgery.training.export import (
     ADAPTER,
     adapter_digests,
+    check_exported_tensors,
     delivery_record,
     loss_records,
     publish_result,
@@ -405,7 +406,7 @@ class StageRunner:
             keys = tensor_keys(models.student, self.source, set(trained))
             new = {keys[name]: info for name, info in trained.items()}
             target = write_result(self.source, new, self.work, record, bool(notes["adapter"]))
-            refuse_difference(target, self.source, new)
+            check_exported_tensors(target, self.source, new)
             for source, name in (("surgery", "tensorboard"), ("wandb", "wandb")):
                 if (self.work / source).is_dir():
                     shutil.copytree(self.work / source, target / "training" / name, symlinks=True)
