@@ -28,12 +28,10 @@ from surgery.core.files import read_json
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Calibration inputs of a model.
+    """Inputs of the model for calibration.
 
-    Attributes:
-        inputs: keyword arguments of the model, with windows as the first axis.
-        n_fit: windows 0:n_fit are fitted to; the others are held out.
-        rows: number of windows.
+    inputs: keyword arguments of the model's forward, batch axis first. Rows 0:n_fit are fitted to, rows n_fit:rows are held
+    out for measuring the error.
     """
 
     inputs: dict[str, Tensor]
@@ -42,39 +40,39 @@ class CalibrationSet:
 
     @classmethod
     def from_inputs(cls, inputs: dict[str, Tensor], holdout: float) -> CalibrationSet:
-        """Return the set with a share `holdout` of the windows held out; at least one, and two of four or more."""
+        """Return the set with a share `holdout` of the rows held out, at least 2 of 4 or more rows, else 1."""
         rows = len(next(iter(inputs.values())))
         if rows < 2:
             raise SurgeryError(f"calibration: {rows} window; at least two are needed, one to fit and one to check")
-        # At least two of four or more: a single held-out window has no variance estimate.
+        # Two if possible: a standard error cannot be estimated from one.
         held = min(max(2 if rows >= 4 else 1, round(rows * holdout)), rows - 1)
         return cls(inputs, rows - held, rows)
 
     def subset(self, share: float) -> CalibrationSet:
-        """Return a share of the windows to fit, and all held-out windows."""
+        """Return a set with a share of the rows to fit to, and all held-out rows."""
         kept = max(1, round(self.n_fit * share))
         rows = [*range(kept), *range(self.n_fit, self.rows)]
         return CalibrationSet({k: v[rows] for k, v in self.inputs.items()}, kept, len(rows))
 
     def fit_inputs(self) -> dict[str, Tensor]:
-        """Return the inputs of the windows to fit."""
+        """Return the inputs of the rows to fit to."""
         return {k: v[: self.n_fit] for k, v in self.inputs.items()}
 
     def mask(self) -> Tensor | None:
-        """Return the mask of real tokens (rows, T); None if the inputs have none."""
+        """Return the attention mask (rows, T), nonzero at real tokens; None if the inputs are not padded."""
         return self.inputs.get("attention_mask")
 
     def head_mask(self) -> Tensor | None:
-        """Return the mask of real tokens at the head: the decoder's, if the model has one."""
+        """Return the mask of the tokens that reach the head: the decoder's if the model has one."""
         return self.inputs.get("decoder_attention_mask" if "decoder_input_ids" in self.inputs else "attention_mask")
 
     def tokens(self) -> int:
-        """Return the number of tokens of all windows; of rows, for inputs other than token ids."""
+        """Return the number of tokens of the first input, or of its rows if it holds no token ids."""
         first = next(iter(self.inputs.values()))
         return first.shape[0] * (first.shape[1] if first.dim() == 2 else 1)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the windows and their division."""
+        """Return the SHA-256 of the inputs and of their division, which identifies the set in the journal."""
         digest = hashlib.sha256(str((self.n_fit, self.rows)).encode())
         for name in sorted(self.inputs):
             digest.update(name.encode() + self.inputs[name].contiguous().view(torch.uint8).numpy().tobytes())
@@ -143,7 +141,7 @@ def calibration_inputs(
 
 
 def load_input_tensors(path: Path) -> dict[str, Tensor]:
-    """Load model inputs from a safetensors file. Raises SurgeryError if their numbers of rows differ."""
+    """Return ready inputs of the model from a safetensors file, by argument name; all must have the same number of rows."""
     from surgery.checkpoint.safetensors_io import read_header, read_tensor
 
     if not path.is_file():

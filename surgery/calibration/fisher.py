@@ -89,7 +89,7 @@ class GradientHooks:
         return rule == "full" or (rule == "auto" and 4 * out <= self.fisher_pass.tokens)
 
     def reduce_round(self, round_: Round) -> None:
-        """Add the sums of a round's shards, in the order of the shards."""
+        """Add the sums of the row shards of a round, in the order of the shards."""
         ranks, parts = self.fisher_pass.runner.ranks, (self.moments, self.grams)
         # A process without a row shard has called no linear; it takes names and shapes from the round's first owner.
         own = [{path: tuple(t.shape) for path, t in part.items()} for part in parts], self.shared_input, self.rows
@@ -105,7 +105,7 @@ class GradientHooks:
         self.rows = {}
 
     def store_results(self) -> None:
-        """Combine the sums of all processes, and store the metrics of this layer's linears."""
+        """Turn the sums into means and pass them to the Fisher pass."""
         if not self.paths:
             return
         (self.moments, self.grams), self.rows = self.sums, self.counts
@@ -278,7 +278,7 @@ def load_grams(path: Path, device: torch.device) -> dict[str, Tensor]:
 
 
 def has_lm_head(meta_model: MetaModel) -> bool:
-    """Return whether the model has output embeddings."""
+    """Return whether the model has output embeddings, that is logits over a vocabulary."""
     head = meta_model.model.get_output_embeddings() if hasattr(meta_model.model, "get_output_embeddings") else None
     return head is not None
 

@@ -60,7 +60,7 @@ class LayerCall:
     device: torch.device
 
     def rows(self, first: int, last: int) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-        """Return (hidden states, args, kwargs) for rows first:last; tensors whose first axis is the batch are sliced."""
+        """Return the arguments for rows first:last. Tensors with the batch as leading axis are sliced."""
         batch = self.hidden_BTD.shape[0]
 
         def slice_rows(value: Any) -> Any:
@@ -79,7 +79,7 @@ class LayerCall:
         )
 
     def apply(self, first: int, last: int) -> Any:
-        """Run the layer on rows first:last."""
+        """Return the output of the layer's forward for rows first:last."""
         hidden, args, kwargs = self.rows(first, last)
         return self.forward(hidden, *args, **kwargs)
 
@@ -115,11 +115,11 @@ class LayerRunner:
         self.buffer_device = torch.device("cpu")
 
     def single_process(self) -> LayerRunner:
-        """Return a runner in which this process runs all rows."""
+        """Return a runner with the same settings that runs all rows in this process."""
         return LayerRunner(self.meta_model, self.layers, self.head, self.device, limit=self.limit, scratch=self.scratch)
 
     def chunk_rows(self, length: int) -> int:
-        """Return how many rows of `length` tokens run through a layer at a time."""
+        """Return the number of rows of `length` tokens in one forward of a layer."""
         return max(1, CHUNK_TOKENS.get(self.device.type, 2048) // max(1, length))
 
     def run(
@@ -155,13 +155,13 @@ class LayerRunner:
             self._buffers.clear()
 
     def gather_rows(self, x_BTD: Tensor) -> Tensor:
-        """Fill in the rows of the other processes, in place."""
+        """Fill in the rows of the other processes, in place, and return x."""
         for first, last, owner in self.partition.row_owners(len(x_BTD)) if self.ranks.count > 1 else ():
             self.ranks.broadcast_(x_BTD[first:last], owner)
         return x_BTD
 
     def rounds(self, first: int, last: int) -> list[Round]:
-        """Return the rounds in which processes run rows first:last."""
+        """Return the rounds in which the processes work through rows first:last."""
         return self.partition.rounds(first, last)
 
     def _call(self, inputs: dict[str, Tensor]) -> Any:
@@ -319,7 +319,7 @@ def run_phases(call: LayerCall, phases: list[Phase], runner: LayerRunner) -> Any
 
 
 class LayerOutputs:
-    """Outputs of a layer besides hidden states, collected chunk by chunk of `batch` rows; none if it returns a tensor."""
+    """Outputs of a layer besides the hidden states, collected over chunks of `batch` rows; empty if it returns a tensor."""
 
     def __init__(self, batch: int):
         self.batch, self.kind = batch, Tensor
@@ -327,7 +327,7 @@ class LayerOutputs:
         self.extras: list[tuple[Any, ...]] = []
 
     def add(self, out: Any, start: int, stop: int) -> Tensor:
-        """Record the outputs of rows start:stop and return their hidden states."""
+        """Store the output of rows start:stop and return its hidden states."""
         self.slices.append(slice(start, stop))
         if isinstance(out, Tensor):
             return out
@@ -337,7 +337,7 @@ class LayerOutputs:
         return hidden
 
     def join(self, hidden_BTD: Tensor) -> Any:
-        """Return the layer's whole output with these hidden states."""
+        """Return the output of all rows, in the form that the layer returns."""
         if self.kind is Tensor:
             return hidden_BTD
         return self.kind([hidden_BTD, *(self._join_values(values) for values in zip(*self.extras))])

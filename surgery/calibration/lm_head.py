@@ -14,15 +14,16 @@ from surgery.architectures import Architecture
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import read_rows, read_tensor
 
-MAX_LOGITS = {
-    "cpu": 2**22,
-    "cuda": 2**27,
-}  # elements of logits and of head weights in memory at a time, in a few copies
+# Most elements of a slice of logits, or of the head's weight, in memory at a time.
+MAX_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 ROWS_PER_PASS = 8192  # hidden states per pass over the head's file
 
 
 class ChunkedLMHead:
-    """LM head whose weight (V, D) is read from the file in slices of rows: logits = softcap(W h + b)."""
+    """Head with logits = softcap(W h + b), where W (V, D) is read from the checkpoint in slices of rows.
+
+    softcap(z) = cap tanh(z / cap) for architectures that have one (Gemma 2), else the identity.
+    """
 
     def __init__(self, meta_model: MetaModel, path: str, architecture: Architecture | None, device: torch.device):
         self.weight = meta_model.tensor_info(f"{path}.weight")
@@ -34,7 +35,7 @@ class ChunkedLMHead:
         self.cap = getattr(meta_model.config.get_text_config(), name, None) if name else None
 
     def slices(self, rows: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield (first token id, weight (v, D), bias (v,) or None) of vocabulary slices, sized for `rows` hidden states."""
+        """Yield (first token id, weight (V, D), bias (V,) or None) of slices small enough for `rows` hidden states."""
         vocabulary, width = self.weight.shape
         step = max(256, MAX_LOGITS.get(self.device.type, 2**22) // max(1, rows, width))
         for first in range(0, vocabulary, step):
@@ -43,13 +44,13 @@ class ChunkedLMHead:
             yield first, weight, None if self.bias is None else self.bias[first:last]
 
     def logits(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        """Return the logits (N, V) of a slice, with the soft cap applied."""
+        """Return the logits (N, V) of a slice."""
         logits_NV = nn.functional.linear(hidden_ND, weight_VD, bias_V)
         return logits_NV if self.cap is None else self.cap * torch.tanh(logits_NV / self.cap)
 
     @torch.no_grad()
     def losses(self, hidden_ND: Tensor, labels_N: Tensor, linear: nn.Module | None = None) -> Tensor:
-        """Return the negative log-likelihood of each label in nats, (N,). linear: head that replaces the stored one."""
+        """Return the negative log likelihood of each label in nats, (N,). linear: a module used instead of the stored head."""
         out = []
         rows = (
             ROWS_PER_PASS if linear is None else max(1, MAX_LOGITS.get(self.device.type, 2**22) // self.weight.shape[0])
@@ -72,8 +73,8 @@ class ChunkedLMHead:
         return total_N - chosen_N
 
     def linear_logits(self, linear: nn.Module, hidden_ND: Tensor) -> Tensor:
-        """Return the logits (N, V) of a replaced head, with the soft cap applied."""
-        logits_NV = linear(hidden_ND)
+        """Return the logits (N, V) of a module used instead of the stored head."""
+        logits_NV: Tensor = linear(hidden_ND)
         return logits_NV if self.cap is None else self.cap * torch.tanh(logits_NV / self.cap)
 
     @torch.no_grad()

@@ -42,7 +42,7 @@ class OutputMoments:
 
     @property
     def uses_shared_cross(self) -> bool:
-        """Whether K is formed from the shared E[x0 x^T] instead of being stored."""
+        """Whether K is computed from the shared matrix E[x0 x^T]."""
         return not self.residual and self.weight_OI.shape[0] > self.weight_OI.shape[1]
 
 
@@ -90,7 +90,10 @@ class InputMoments:
             target.k_OI.addmm_(y_NO.mT, x_NI)
 
     def ordered_reduce(self, part: InputMoments, round_: Round, ranks: DistContext, first: bool) -> None:
-        """Add the shards of a round in order; each process adds some of the matrices' rows."""
+        """Add the sums of the row shards of a round, in the order of the shards. Each process adds some of the matrix rows.
+
+        part: the sums of this process's shard. first: whether this is the first round.
+        """
         for mine, other in zip(self.tensors(), part.tensors()):
             ranks.ordered_reduce_(mine, other, round_.owners, first)
         energies = {name: target.energy for name, target in part.targets.items()}
@@ -101,10 +104,7 @@ class InputMoments:
                 self.targets[name].energy += energy
 
     def means(self) -> InputMoments:
-        """Divide the sums by the number of rows, in place; no rows can be added afterwards.
-
-        Raises SurgeryError if a sum is not finite.
-        """
+        """Turn the sums into means, in place, and return self. Raises SurgeryError for NaN or Inf."""
         assert self.summing
         for total in self.tensors():
             total /= self.count
@@ -119,7 +119,7 @@ class InputMoments:
         return self
 
     def cross(self, name: str) -> Tensor:
-        """Return K = E[y* x^T] (O, I) of an output."""
+        """Return K = E[y* x^T] (O, I) of a linear."""
         target = self.targets[name]
         if target.k_OI is not None:
             return target.k_OI
@@ -127,7 +127,7 @@ class InputMoments:
         return target.weight_OI @ self.cross_II
 
     def energy(self, name: str) -> float:
-        """Return E|y*|^2 of an output."""
+        """Return E|y*|^2 of a linear."""
         target = self.targets[name]
         if target.k_OI is not None:
             return target.energy
@@ -135,7 +135,7 @@ class InputMoments:
         return Metric(self.original_II).squared_norm(target.weight_OI)
 
     def tensors(self) -> list[Tensor]:
-        """Return all stored second moments."""
+        """Return all stored matrices, in a fixed order."""
         held = [self.c_II, self.cross_II, self.original_II, *(t.k_OI for t in self.targets.values())]
         return [t for t in held if t is not None]
 

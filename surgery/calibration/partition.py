@@ -20,7 +20,7 @@ Segment = tuple[int, int, int]  # (first, last, most): rows first:last, in at mo
 
 @dataclass(frozen=True)
 class RowShard:
-    """Rows first:last, summed by process `owner`."""
+    """Rows first:last, summed by the process `owner`."""
 
     first: int
     last: int
@@ -29,21 +29,24 @@ class RowShard:
 
 @dataclass(frozen=True)
 class Round:
-    """Consecutive shards, at most one per process. owners: their processes, in order; own_rows: rows of this process's shard,
-    empty if it has none."""
+    """Consecutive row shards, at most one for each process.
+
+    owners: process of each shard, in order. own_rows: the rows of this process's shard, an empty range if it has none.
+    """
 
     owners: tuple[int, ...]
     own_rows: range
 
     def chunks(self, step: int) -> Iterator[tuple[int, int]]:
-        """Yield (first, last) of this process's rows, `step` at a time."""
+        """Yield (start, stop) of this process's rows, `step` rows at a time."""
         return row_chunks(self.own_rows.start, self.own_rows.stop, step)
 
 
 class RowPartition:
-    """Segments of rows, each divided into shards; the division repeats after `period` rows.
+    """Division of rows over processes: segments, each divided into row shards.
 
-    Without segments there is a single process, and every request is one shard.
+    The division repeats every `period` rows. Without segments, this process is the only one and any range of rows is one shard.
+    tokens: tokens per row.
     """
 
     def __init__(self, ranks: DistContext, tokens: int, segments: Sequence[Segment], period: int):
@@ -55,8 +58,8 @@ class RowPartition:
                 self.shards.append(RowShard(start, stop, len(self.shards) % ranks.count))
 
     def rounds(self, first: int, last: int) -> list[Round]:
-        """Return the rounds of a segment, or of the same rows one or more periods later."""
-        if not self.parts:
+        """Return the rounds of a segment first:last, or of a segment repeated one or more periods later."""
+        if not self.shards:
             return [Round((0,), range(first, last))]
         past = first // self.period * self.period
         shards = [shard for shard in self.shards if first - past <= shard.first < last - past]
@@ -69,11 +72,11 @@ class RowPartition:
         return Round(tuple(shard.owner for shard in shards), own[0] if own else range(0))
 
     def row_owners(self, rows: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (first, last, owner) of all rows."""
+        """Yield (first, last, owner) for all rows."""
         for past in range(0, rows, self.period):
             yield from ((shard.first + past, shard.last + past, shard.owner) for shard in self.shards)
 
 
 def row_chunks(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of rows first:last, `step` at a time."""
+    """Yield (start, stop) of rows first:last, `step` rows at a time."""
     return ((start, min(start + step, last)) for start in range(first, last, step))
