@@ -130,7 +130,7 @@ def test_what_a_file_says_is_text(out):
 def test_a_damaged_report_is_said(out, broken):
     report = json.loads((out / "surgery_report.json").read_text())
     (out / "surgery_report.json").write_text(json.dumps({**report, **broken}))
-    with pytest.raises(SurgeryError, match=r"is not a surgery report|are damaged"):
+    with pytest.raises(SurgeryError, match=r"is not a valid surgery report|are damaged"):
         write_page(str(out))
     assert not (out / "report.html").exists()
 

@@ -57,7 +57,7 @@ def test_outside_d2_links_and_hidden_settings(tmp_path):
         check_no_outside_files(folder)
     (folder / "out.jsonl").unlink()
     (folder / ".huggingface.yaml").write_text("configs: []")
-    with pytest.raises(SurgeryError, match=r"README.md only"):
+    with pytest.raises(SurgeryError, match=r"only from README.md"):
         check_no_outside_files(folder)
 
 

@@ -86,7 +86,7 @@ def test_published_monarch_is_kept_in_checkpoints_and_recipes(checkpoints):
         make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), load_recipe("btt-half", ["blocks=4"]))
     with pytest.raises(SurgeryError, match="must be 2 to 8"):
         STRUCTURES[Monarch].resolve(Monarch(blocks=9), 8, 8)
-    with pytest.raises(SurgeryError, match="rank 1"):
+    with pytest.raises(SurgeryError, match="rank must be 1 or full"):
         STRUCTURES[Monarch].resolve(Monarch(blocks=(4, 4), rank=3), 32, 32)
 
 

@@ -362,7 +362,7 @@ def test_norms_are_compared_from_scratch():
     from surgery.recipes.papers.mup.bilinear_norms import result_rows
 
     text = "Mia went to the harbour and saw the boats. " * 20
-    for row in result_rows(text, text, 1, 2, [-6.0], "qk, C = 8", False):
+    for row in result_rows(text, text, 1, 2, [-6.0], only="qk, C = 8", flat=False):
         assert row["losses"][0] < 4 and row["log2 rate"] == -6
 
 
