@@ -118,8 +118,8 @@ def _apply(
     return run_sliced(run, *tokens)
 
 
-def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, level: Tensor, *rest: Any) -> bool:
-    return beta is None and fits_kernels(q, k, v, rest[3])
+def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: Any, chunk: int, **__: Any) -> bool:
+    return beta is None and fits_kernels(q, k, v, chunk)
 
 
 @register_kernel(log_linear, accepts=_accepts, is_faster=is_fastest("hierarchical", TOKENS_READER))
@@ -130,9 +130,10 @@ def log_linear_triton(
     beta_BGT: Tensor | None,
     gates_BGT: Tensor,
     level_BTGJL: Tensor,
+    *,
     start_B: Tensor,
-    buckets_BLGFV: Tensor | None,
     count_B: Tensor,
+    buckets_BLGFV: Tensor | None,
     chunk: int,
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
