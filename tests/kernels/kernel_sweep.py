@@ -387,8 +387,9 @@ PACKED = {
 
 def packed(grid: str, kind: str) -> Iterator[Case]:
     """Yield cases whose rows are sequences of different lengths, some empty, packed into one row; padding is ignored."""
+    from helpers.log_linear_chunks import log_linear_chunks
+
     from surgery.kernels.gated_delta import gated_delta
-    from surgery.kernels.log_linear import log_linear_chunks
     from surgery.kernels.log_linear_delta import log_linear_delta
     from surgery.kernels.ssd import ssd
     from surgery.mixers.masks.log_linear import log_linear

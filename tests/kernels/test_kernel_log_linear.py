@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from helpers.canaries import guard_allocations
 from helpers.kernel_rows import DEVICE, HALF_DTYPES, SIZES, TOLERANCE, gpu, random_tokens, relative_errors
+from helpers.log_linear_chunks import log_linear_chunks
 
 from surgery.core.dispatch import use_kernels
 from surgery.kernels.ssd import layout as ssd_launch
@@ -86,8 +87,6 @@ def test_levels_beyond_the_last_share_its_lambda():
 
 def test_sequences_in_one_row():
     """Each as if alone."""
-    from surgery.kernels.log_linear import log_linear_chunks
-
     ends = [0, 5, 5, 58, 90]
     leaves = random_tokens(1, 2, 1, ends[-1], 16, 16)
     leaves.append(torch.rand(1, ends[-1], 2, 1, 9, device=DEVICE) + 0.1)
@@ -195,8 +194,6 @@ def test_float32(case):
 @gpu
 def test_twice_the_same():
     """Whatever the order in which programs run."""
-    from surgery.kernels.log_linear import log_linear_chunks
-
     leaves = random_tokens(1, 8, 1, 20000, 128, 64, shared=True, dtype=torch.bfloat16)
     leaves.append(torch.rand(1, 20000, 8, 1, 20, device=DEVICE))
     runs = []
