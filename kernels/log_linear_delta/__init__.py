@@ -57,8 +57,19 @@ def _make_sizes(
 def _make_plan(tensors: tuple[Any, ...], tree: _TreeSizes) -> LogLinearDeltaPlan:
     q, k, v, beta, gates, level, bucket, extra, end = tensors
     return LogLinearDeltaPlan(
-        q, k, v, beta, gates, tree.sizes, level, bucket, extra, end, tree.levels, tree.top
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        beta,
+        gates,
+        tree.sizes,
+        level=level,
+        bucket_lRGKV=bucket,
+        extra_RGKV=extra,
+        end_R=end,
+        levels=tree.levels,
+        top=tree.top,
+    )
 
 
 def _forward(tensors: tuple[Any, ...], tree: _TreeSizes) -> tuple[Tensor, Tensor]:

@@ -224,5 +224,5 @@ def log_linear_step_triton(
     """`log_linear_step` in one launch."""
     after = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
     gate_BG = gate_BG.expand(k_BGF.shape[:2])
-    token = StepInputs(q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, start_B, count_B)
+    token = StepInputs(q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, start_B=start_B, count_B=count_B)
     return token.read(buckets_BLGFV, after)
