@@ -140,16 +140,7 @@ def fits_kernels(q: Tensor, k: Tensor, v: Tensor, block: int) -> bool:
 
 
 def accepts_causal(
-    q_BGJTF: Tensor,
-    k_BGTF: Tensor,
-    v_BGTV: Tensor,
-    rate_RG: Tensor,
-    weight_RGJ: Tensor,
-    first_BRGFV: Tensor | None,
-    start_B: Tensor,
-    count_B: Tensor,
-    block: int,
-    chunk: int,
+    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, *, block: int, **_: Any
 ) -> bool:
     """Return whether the kernels compute a call of `toeplitz_causal`."""
     return accepts_bidirectional(q_BGJTF, k_BGTF, v_BGTV, rate_RG, weight_RGJ, block)
@@ -162,15 +153,7 @@ def accepts_bidirectional(
     return fits_kernels(q_BGJTF, k_BGTF, v_BGTV, block) and len(rate_RG) <= 16 and weight_RGJ.shape[2] <= MAX_HEADS
 
 
-def accepts_dense(
-    q_BGJTF: Tensor,
-    k_BGTF: Tensor,
-    v_BGTV: Tensor,
-    matrix_GJMM: Tensor,
-    block: int,
-    chunk: int = 0,
-    keep: bool = False,
-) -> bool:
+def accepts_dense(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, **_: Any) -> bool:
     """Return whether the kernels compute a call of `blocks_from_zero` or `blocks_bidirectional`."""
     return fits_kernels(q_BGJTF, k_BGTF, v_BGTV, block)
 
@@ -188,6 +171,7 @@ def toeplitz_causal_triton(
     v_BGTV: Tensor,
     rate_RG: Tensor,
     weight_RGJ: Tensor,
+    *,
     first_BRGFV: Tensor | None,
     start_B: Tensor,
     count_B: Tensor,
@@ -223,7 +207,7 @@ def toeplitz_bidirectional_triton(
 
 @register_kernel(blocks_from_zero, accepts_dense, is_faster=is_fastest("blocks", TOKENS_READER))
 def blocks_from_zero_triton(
-    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, chunk: int, keep: bool
+    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, *, chunk: int, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return (out_BGJTV, the blocks' sums if `keep`); arguments as in `blocks_from_zero`."""
     layout = BlockLayout.from_zero(v_BGTV, v_BGTV.shape[2], block, wide=keep)

@@ -53,12 +53,11 @@ def step_states(
         tl.store(out + (bg * J + j) * V + column, row, mask=column < V)
 
 
-def accepts(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, weight: Tensor, state: Tensor, *_: Any) -> bool:
+def accepts(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, weight: Tensor, *, sum_BRGFV: Tensor, **_: Any) -> bool:
     """Return whether the kernel computes this call: no gradients, float32 states, and sizes that fit a program."""
-    fits = (
-        all(x.dtype in FLOAT_DTYPES for x in (q, k, v)) and state.dtype == torch.float32 and k.shape[-1] <= MAX_FEATURES
-    )
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, rate, weight, state))
+    dtypes_fit = all(x.dtype in FLOAT_DTYPES for x in (q, k, v)) and sum_BRGFV.dtype == torch.float32
+    fits = dtypes_fit and k.shape[-1] <= MAX_FEATURES
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, rate, weight, sum_BRGFV))
     return fits and not needs_grad and len(rate) <= 16
 
 
@@ -69,6 +68,7 @@ def toeplitz_step_triton(
     v_BGTV: Tensor,
     rate_RG: Tensor,
     weight_RGJ: Tensor,
+    *,
     sum_BRGFV: Tensor,
     start_B: Tensor,
     count_B: Tensor,

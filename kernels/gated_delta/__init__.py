@@ -94,7 +94,7 @@ def gated_delta(
     return GATED_DELTA_OP((*tokens, beta_BGT, gates, first), (cu_seqlens, chunk))
 
 
-def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: Any) -> bool:
+def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: Any, **__: Any) -> bool:
     return fits_kernels(q, k, v, beta)
 
 
@@ -106,14 +106,15 @@ def semiseparable_delta(
     beta: Tensor,
     gates: Tensor,
     weight: Tensor | None,
-    first: Tensor | None,
+    *,
+    first_BRGFV: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """`semiseparable` with beta, one component after the other: components have separate states."""
     outs, lasts = [], []
     gates = gates if weight is None else gates.expand(-1, len(weight), -1, -1)
     for r, gates_BGT in enumerate(gates.unbind(1)):
-        first_BGFV = None if first is None else first[:, r]
+        first_BGFV = None if first_BRGFV is None else first_BRGFV[:, r]
         out, last = gated_delta(q, k, v, beta, gates_BGT, first_BGFV, chunk=min(chunk, DEFAULT_CHUNK))
         outs.append(out if weight is None else out * weight[r, :, :, None, None].to(out.dtype))
         lasts.append(last)

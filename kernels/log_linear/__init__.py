@@ -85,31 +85,13 @@ LOG_LINEAR_OP = ChunkedOp(
 )
 
 
-def log_linear_chunks(
-    q_BGJTF: Tensor,
-    k_BGTF: Tensor,
-    v_BGTV: Tensor,
-    gates_BGT: Tensor,
-    level_BTGJL: Tensor,
-    start_B: Tensor | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    chunk: int = 64,
-) -> Tensor:
-    """Return out_BGJTV in v's dtype, for rows without a past.
-
-    q and k may have 1 in place of G: shared by all groups. start: position of each row's first token, None for 0. cu_seqlens:
-    borders (S + 1,) of S sequences packed into one row (B = 1), each from position 0 on.
-    """
-    start = torch.zeros(len(v_BGTV), dtype=torch.int32, device=v_BGTV.device) if start_B is None else start_B
-    closing, start = (start, start) if cu_seqlens is None else (cu_seqlens[:-1], cu_seqlens)
-    geometry = closing, 0, start, cu_seqlens, limit_chunk(chunk), start_B is None
-    return _apply((q_BGJTF, k_BGTF, v_BGTV), gates_BGT, level_BTGJL, geometry)[0]
-
-
-def _apply(
+def run_log_linear_op(
     tokens: tuple[Tensor, Tensor, Tensor], gates: Tensor, level: Tensor, geometry: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
+    """Return (out_BGJTV, final_SLGFV) of LOG_LINEAR_OP, in slices of features and values that its kernels hold.
+
+    tokens: q, k and v. geometry: the op's inputs from `closing` on.
+    """
     gates, level = gates.float().expand(tokens[2].shape[:3]), level.float()
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: slice) -> tuple[Tensor, Tensor]:
@@ -118,8 +100,8 @@ def _apply(
     return run_sliced(run, *tokens)
 
 
-def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, level: Tensor, *rest: Any) -> bool:
-    return beta is None and fits_kernels(q, k, v, rest[3])
+def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: Any, chunk: int, **__: Any) -> bool:
+    return beta is None and fits_kernels(q, k, v, chunk)
 
 
 @register_kernel(log_linear, accepts=_accepts, is_faster=is_fastest("hierarchical", TOKENS_READER))
@@ -130,9 +112,10 @@ def log_linear_triton(
     beta_BGT: Tensor | None,
     gates_BGT: Tensor,
     level_BTGJL: Tensor,
+    *,
     start_B: Tensor,
-    buckets_BLGFV: Tensor | None,
     count_B: Tensor,
+    buckets_BLGFV: Tensor | None,
     chunk: int,
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -145,7 +128,7 @@ def log_linear_triton(
         levels = levels_after(buckets_BLGFV, start_B, count_B)
     high = max(0, levels - bits)
     geometry = end_B >> bits, high, start_B, None, chunk, False
-    out_BGJTV, final_BLGFV = _apply((q_BGJTF, k_BGTF, v_BGTV), gates_BGT, level_BTGJL, geometry)
+    out_BGJTV, final_BLGFV = run_log_linear_op((q_BGJTF, k_BGTF, v_BGTV), gates_BGT, level_BTGJL, geometry)
     if buckets_BLGFV is None:
         return out_BGJTV, None
     gates_BGT = gates_BGT.float().expand(v_BGTV.shape[:3])

@@ -57,8 +57,19 @@ def _make_sizes(
 def _make_plan(tensors: tuple[Any, ...], tree: _TreeSizes) -> LogLinearDeltaPlan:
     q, k, v, beta, gates, level, bucket, extra, end = tensors
     return LogLinearDeltaPlan(
-        q, k, v, beta, gates, tree.sizes, level, bucket, extra, end, tree.levels, tree.top
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        beta,
+        gates,
+        tree.sizes,
+        level=level,
+        bucket_lRGKV=bucket,
+        extra_RGKV=extra,
+        end_R=end,
+        levels=tree.levels,
+        top=tree.top,
+    )
 
 
 def _forward(tensors: tuple[Any, ...], tree: _TreeSizes) -> tuple[Tensor, Tensor]:
@@ -141,13 +152,23 @@ def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: Any, **__
 
 @register_kernel(log_linear, accepts=_accepts, is_faster=is_fastest("hierarchical delta", TOKENS_READER))
 def log_linear_delta_triton(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, level: Tensor, start: Tensor,
-    buckets: Tensor | None, count: Tensor, chunk: int, levels: int | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gates: Tensor,
+    level: Tensor,
+    *,
+    start_B: Tensor,
+    count_B: Tensor,
+    buckets_BLGFV: Tensor | None,
+    chunk: int,
+    levels: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """`log_linear` with beta. Returns (out_BGJTV, the buckets behind the tokens, None if no buckets are given)."""
     gates = gates.expand(v.shape[:3])
-    if buckets is not None:
-        levels = levels_after(buckets, start, count) if levels is None else levels
-        rows = RowTokens(q, k, v, beta, gates, level, start, count)
-        return run_with_buckets(rows, buckets, min(chunk, DEFAULT_CHUNK), levels)
-    return log_linear_delta(q, k, v, beta, gates, level, start_B=start, chunk=min(chunk, DEFAULT_CHUNK)), None
+    if buckets_BLGFV is not None:
+        levels = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
+        rows = RowTokens(q, k, v, beta, gates, level, start_B, count_B)
+        return run_with_buckets(rows, buckets_BLGFV, min(chunk, DEFAULT_CHUNK), levels)
+    return log_linear_delta(q, k, v, beta, gates, level, start_B=start_B, chunk=min(chunk, DEFAULT_CHUNK)), None

@@ -107,7 +107,9 @@ def ssd(
     return run_sliced(run, q_BGJTF, k_BGTF, v_BGTV)
 
 
-def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, weight: Any, first: Any, chunk: int) -> bool:
+def _accepts(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, gates: Tensor, *_: Any, chunk: int, **__: Any
+) -> bool:
     return beta is None and gates.shape[1] == 1 and fits_kernels(q, k, v, chunk)
 
 
@@ -119,6 +121,7 @@ def semiseparable_ssd(
     beta_BGT: Tensor | None,
     gates_BRGT: Tensor,
     weight_RGJ: Tensor | None,
+    *,
     first_BRGFV: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:

@@ -194,12 +194,12 @@ def one_token_triton(
         inputs.v_BGTV[:, :, 0],
         beta_BG if mixer.beta_proj is not None else None,
         gate_BG,
-        level_BGJL,
-        state.seen_B,
-        None if inputs.valid_BT is None else inputs.valid_BT[:, 0],
-        None if weight_H is None else weight_H.view(shape.groups, -1),
-        shape.scaling**0.5,
-        mixer.beta_proj is not None,
+        level_BGJL=level_BGJL,
+        start_B=state.seen_B,
+        count_B=None if inputs.valid_BT is None else inputs.valid_BT[:, 0],
+        weight_GJ=None if weight_H is None else weight_H.view(shape.groups, -1),
+        root=shape.scaling**0.5,
+        unit=mixer.beta_proj is not None,
     )
     out_BHTV = torch.empty(len(q_BHTK), shape.heads, 1, shape.value, dtype=inputs.v_BGTV.dtype, device=q_BHTK.device)
     seen_B = torch.empty_like(state.seen_B)

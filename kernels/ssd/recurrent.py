@@ -166,10 +166,10 @@ class StepInputs:
         return out, self.advance_states(buckets, after, out)
 
 
-def _accepts(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
-    """Steps without gradients: the kernel has no backward."""
-    tensors = [x for x in (q, k, v, *others) if isinstance(x, Tensor)]
-    states = tensors[-1]
+def _fits_kernel(operands: tuple[Any, ...], states: Tensor) -> bool:
+    """Return whether the kernel computes this step. It has no backward. operands: q, k, v and others, each a tensor or None."""
+    q, k, v, *_ = operands
+    tensors = [x for x in (*operands, states) if x is not None]
     return (
         not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         and all(x.dtype != torch.float64 for x in tensors)
@@ -180,11 +180,17 @@ def _accepts(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
     )
 
 
-def _one_component(*args: Any) -> bool:
-    return args[6].shape[1] == 1 and _accepts(*args)
+def _accepts_gated(*operands: Tensor | None, sum_BRGFV: Tensor) -> bool:
+    """Return whether the kernel computes a call of `semiseparable_step`: those with one component."""
+    return sum_BRGFV.shape[1] == 1 and _fits_kernel(operands, sum_BRGFV)
 
 
-@register_kernel(semiseparable_step, accepts=_one_component, is_faster=is_fastest_mask_step("gates"))
+def _accepts_log_linear(*operands: Tensor | None, buckets_BLGFV: Tensor, **_: Any) -> bool:
+    """Return whether the kernel computes a call of `log_linear_step`."""
+    return _fits_kernel(operands, buckets_BLGFV)
+
+
+@register_kernel(semiseparable_step, accepts=_accepts_gated, is_faster=is_fastest_mask_step("gates"))
 def semiseparable_step_triton(
     q_BGJF: Tensor,
     k_BGF: Tensor,
@@ -192,6 +198,7 @@ def semiseparable_step_triton(
     beta_BG: Tensor | None,
     gates_BRG: Tensor,
     weight_RGJ: Tensor | None,
+    *,
     sum_BRGFV: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """`semiseparable_step` with one component."""
@@ -200,7 +207,7 @@ def semiseparable_step_triton(
     return (out if weight_RGJ is None else weight_RGJ[0, :, :, None] * out), after
 
 
-@register_kernel(log_linear_step, accepts=_accepts, is_faster=is_fastest_mask_step("hierarchical"))
+@register_kernel(log_linear_step, accepts=_accepts_log_linear, is_faster=is_fastest_mask_step("hierarchical"))
 def log_linear_step_triton(
     q_BGJF: Tensor,
     k_BGF: Tensor,
@@ -208,6 +215,7 @@ def log_linear_step_triton(
     beta_BG: Tensor | None,
     gate_BG: Tensor,
     level_BGJL: Tensor,
+    *,
     start_B: Tensor,
     count_B: Tensor,
     buckets_BLGFV: Tensor,
@@ -216,5 +224,5 @@ def log_linear_step_triton(
     """`log_linear_step` in one launch."""
     after = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
     gate_BG = gate_BG.expand(k_BGF.shape[:2])
-    token = StepInputs(q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, start_B, count_B)
+    token = StepInputs(q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, start_B=start_B, count_B=count_B)
     return token.read(buckets_BLGFV, after)

@@ -157,7 +157,9 @@ def compile_mixing() -> None:
     sizes = (1, 2, 2, 70, 18), (1, 2, 70, 18), (1, 2, 70, 3)
     q, k, v = (torch.randn(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes)
     zero_B = torch.zeros(1, dtype=torch.int64)
-    out, _ = toeplitz_causal(q, k, v, torch.rand(2, 2), torch.rand(2, 2, 2), None, zero_B, zero_B + 70, 70, 70)
+    place = {"start_B": zero_B, "count_B": zero_B + 70}
+    kernel = torch.rand(2, 2), torch.rand(2, 2, 2)
+    out, _ = toeplitz_causal(q, k, v, *kernel, first_BRGFV=None, **place, block=70, chunk=70)
     out.sum().backward()
 
 

@@ -323,7 +323,8 @@ def gated(grid: str, delta: bool) -> Iterator[Case]:
 
         def call(x: Leaves) -> list[Any]:
             q, k, v, beta, gates = laid_out(x)
-            return [*semiseparable(q, k, v, beta, gates.unsqueeze(1), x.get("weight"), x.get("first"), 64)]
+            operands = q, k, v, beta, gates.unsqueeze(1), x.get("weight")
+            return [*semiseparable(*operands, first_BRGFV=x.get("first"), chunk=64)]
 
         name = f"{B} x {G} x {J} heads, {T} tokens of {F} x {V}{', with a state' if first else ''}"
         yield Case(name, dtype, B * G * -(-T // 64), rows, call, shared, names=("semiseparable",))
@@ -359,7 +360,8 @@ def tree(grid: str, delta: bool) -> Iterator[Case]:
                 buckets = buckets * full[..., None, None, None]
             levels = None if buckets is None else (1500 + T).bit_length()
             chunk = 16 if F == 16 and not delta else 64  # many chunks of few numbers
-            return [*log_linear(q, k, v, beta, gates, x["level"], x["start"], buckets, count, chunk, levels)]
+            state = {"start_B": x["start"], "count_B": count, "buckets_BLGFV": buckets}
+            return [*log_linear(q, k, v, beta, gates, x["level"], **state, chunk=chunk, levels=levels)]
 
         name = f"{B} x {G} x {J} heads, {T} tokens of {F} x {V}{', from any position, with buckets' if starts else ''}"
         yield Case(name, dtype, B * G * -(-T // 64), rows, call, names=("log_linear",))
@@ -385,8 +387,9 @@ PACKED = {
 
 def packed(grid: str, kind: str) -> Iterator[Case]:
     """Yield cases whose rows are sequences of different lengths, some empty, packed into one row; padding is ignored."""
+    from helpers.log_linear_chunks import log_linear_chunks
+
     from surgery.kernels.gated_delta import gated_delta
-    from surgery.kernels.log_linear import log_linear_chunks
     from surgery.kernels.log_linear_delta import log_linear_delta
     from surgery.kernels.ssd import ssd
     from surgery.mixers.masks.log_linear import log_linear
@@ -421,9 +424,10 @@ def packed(grid: str, kind: str) -> Iterator[Case]:
             q, k, v, beta, gates = laid_out(x)
             if leveled:
                 zero = torch.zeros_like(x["length"])
-                out, _ = log_linear(q, k, v, beta, gates, x["level"], zero, None, zero + q.shape[3], 64)
+                state = {"start_B": zero, "count_B": zero + q.shape[3], "buckets_BLGFV": None}
+                out, _ = log_linear(q, k, v, beta, gates, x["level"], **state, chunk=64)
             else:
-                out, _ = semiseparable(q, k, v, beta, gates.unsqueeze(1), None, None, 64)
+                out, _ = semiseparable(q, k, v, beta, gates.unsqueeze(1), None, first_BRGFV=None, chunk=64)
             return [out.permute(0, 3, 1, 2, 4) * here[..., None, None, None]]
 
         yield Case(f"{S} sequences of up to {T} tokens in one row, {G} groups of {F} x {V}", dtype, S * G * -(-T // 64),
@@ -465,8 +469,8 @@ def _(grid: str) -> Iterator[Case]:
 
             def call(x: Leaves, delta: bool = delta) -> list[Any]:
                 beta = x["beta"] if delta else None
-                given = x["q"], x["k"], x["v"], beta, x["gates"].unsqueeze(1), x["weight"], x["state"]
-                return [*semiseparable_step(*given)]
+                operands = x["q"], x["k"], x["v"], beta, x["gates"].unsqueeze(1), x["weight"]
+                return [*semiseparable_step(*operands, sum_BRGFV=x["state"])]
 
             yield Case(f"a token of {B} x {G} x {J} heads, {F} x {V}{', delta' if delta else ''}", dtype, B * G * J, rows,
                        call, {"weight": 0.5 + uniform(1, G, J)}, names=("semiseparable_step",), gradients=False)  # fmt: skip
@@ -489,8 +493,9 @@ def _(grid: str) -> Iterator[Case]:
 
             def call(x: Leaves, delta: bool = delta) -> list[Any]:
                 beta = x["beta"] if delta else None
-                given = x["q"], x["k"], x["v"], beta, x["gates"], x["level"], x["start"], x["count"], x["buckets"], 5
-                return [*log_linear_step(*given)]
+                operands = x["q"], x["k"], x["v"], beta, x["gates"], x["level"]
+                state = {"start_B": x["start"], "count_B": x["count"], "buckets_BLGFV": x["buckets"]}
+                return [*log_linear_step(*operands, **state, levels=5)]
 
             yield Case(f"a token of {B} x {G} x {J} heads, {F} x {V}{', delta' if delta else ''}", dtype, B * G * J, rows,
                        call, names=("log_linear_step",), gradients=False)  # fmt: skip
@@ -732,7 +737,8 @@ def _(grid: str) -> Iterator[Case]:
                 if way == "both ways":
                     return [toeplitz_bidirectional(*given, block)]
                 count, state = torch.full_like(x["start"], T), x.get("state")  # states come out where one went in
-                return [*toeplitz_causal(*given, state, x["start"], count, block, block)][: 1 if state is None else 2]
+                place = {"start_B": x["start"], "count_B": count, "block": block, "chunk": block}
+                return [*toeplitz_causal(*given, first_BRGFV=state, **place)][: 1 if state is None else 2]
 
             yield Case(f"{B} x {G} x {J} heads, {T} tokens of {F} x {V}, {way}", dtype, B * G * J * -(-T // block), rows, call,
                        kernel_of(R, G, J), names=("toeplitz_bidirectional" if way == "both ways" else "toeplitz_causal",))  # fmt: skip
@@ -750,8 +756,9 @@ def _(grid: str) -> Iterator[Case]:
         rows["v"] = rows["v"] * rows["count"][:, None, None, None].to(dtype)
 
         def call(x: Leaves) -> list[Any]:
-            given = x["q"], x["k"], x["v"], x["rate"], x["weight"], x["state"], x["start"], x["count"]
-            return [*toeplitz_step(*given, 16)]
+            operands = x["q"], x["k"], x["v"], x["rate"], x["weight"]
+            place = {"start_B": x["start"], "count_B": x["count"], "block": 16}
+            return [*toeplitz_step(*operands, sum_BRGFV=x["state"], **place)]
 
         yield Case(f"a token of {B} x {G} x {J} heads, {F} x {V}", dtype, B * G * J, rows, call, kernel_of(3, G, J),
                    names=("toeplitz_step",), gradients=False)  # fmt: skip
@@ -792,7 +799,8 @@ def _(grid: str) -> Iterator[Case]:
             def call(x: Leaves, block: int = block, both: bool = both, count: int = count) -> list[Any]:
                 if both:
                     return [blocks_bidirectional(x["q"], x["k"], x["v"], x["matrix"], block)]
-                out, sums = blocks_from_zero(x["q"], x["k"], x["v"], x["matrix"].tril(), block, block, True)
+                operands = x["q"], x["k"], x["v"], x["matrix"].tril()
+                out, sums = blocks_from_zero(*operands, block, chunk=block, keep=True)
                 assert sums is not None
                 return [
                     out,

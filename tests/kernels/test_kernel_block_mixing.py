@@ -153,13 +153,21 @@ def test_causal_attention(dtype, shape):
     batch, per_group, length, block = shape[0], shape[2], shape[3], shape[-1]
     start_B = torch.tensor([5 + block, 2 * block][:batch], device=DEVICE)
     count_B = torch.full_like(start_B, length)
-    judged(lambda *given: toeplitz_causal(*given, start_B, count_B, block, block), inputs, dtype, kept=(3, 4, 5))
+    place = {"count_B": count_B, "block": block, "chunk": block}
+
+    def resumed(*given):
+        *operands, state = given
+        return toeplitz_causal(*operands, first_BRGFV=state, start_B=start_B, **place)
+
+    judged(resumed, inputs, dtype, kept=(3, 4, 5))
     if DEVICE == "cpu" and per_group > 1:
         return
     zero_B = torch.zeros_like(start_B)
-    judged(
-        lambda *given: toeplitz_causal(*given, None, zero_B, count_B, block, block)[:1], inputs[:5], dtype, kept=(3, 4)
-    )
+
+    def from_zero(*given):
+        return toeplitz_causal(*given, first_BRGFV=None, start_B=zero_B, **place)[:1]
+
+    judged(from_zero, inputs[:5], dtype, kept=(3, 4))
 
 
 @pytest.mark.parametrize("dtype, shape", FEW + ON_CARD_TOKENS)
@@ -175,7 +183,8 @@ def test_attention_of_views():
 
     def run(q, k, v, *kernel):
         q, k, v = q.permute(0, 2, 3, 1, 4), k.transpose(1, 2), v.permute(0, 3, 2, 1)
-        out, _ = toeplitz_causal(q, k, v, *kernel, None, zero_B, zero_B + 20, 16, 16)
+        place = {"start_B": zero_B, "count_B": zero_B + 20}
+        out, _ = toeplitz_causal(q, k, v, *kernel, first_BRGFV=None, **place, block=16, chunk=16)
         return [out.transpose(3, 4)]
 
     views = q.permute(0, 3, 1, 2, 4).contiguous(), k.transpose(1, 2).contiguous(), v.permute(0, 3, 2, 1).contiguous()
@@ -203,7 +212,7 @@ def test_free_mixing(dtype, shape):
     judged(lambda *given: [blocks_bidirectional(*given, block)], (q, k, v, matrix), dtype, kept=(3,))
 
     def causal(q, k, v, matrix):
-        out, sums = blocks_from_zero(q, k, v, matrix.tril(), block, 16, True)
+        out, sums = blocks_from_zero(q, k, v, matrix.tril(), block, chunk=16, keep=True)
         return out, sums[:, : -(-length // block)]
 
     judged(causal, (q, k, v, matrix), dtype, kept=(3,))
@@ -215,8 +224,10 @@ def test_states_of_ragged_rows(count):
     start_B, count_B = torch.tensor([16, 7], device=DEVICE), torch.tensor(count, device=DEVICE)
     real = (torch.arange(40, device=DEVICE) < count_B[:, None])[:, None, :, None]
 
-    def run(q, k, v, *given):
-        out, last = toeplitz_causal(q, k * real, v * real, *given, start_B, count_B, 16, 16)
+    def run(q, k, v, rate, weight, state):
+        place = {"start_B": start_B, "count_B": count_B}
+        operands = q, k * real, v * real, rate, weight
+        out, last = toeplitz_causal(*operands, first_BRGFV=state, **place, block=16, chunk=16)
         return out * real.unsqueeze(2), last
 
     judged(run, (q, k, v, *kernel, state), torch.float32, kept=(3, 4, 5))
@@ -231,10 +242,11 @@ def test_steps(shape):
     start_B = torch.tensor([16, 17, 32], device=DEVICE).repeat(batch)[:batch]
     count_B = torch.tensor([1, 1, 0], device=DEVICE).repeat(batch)[:batch]
     v = v * count_B[:, None, None, None]
+    place = {"start_B": start_B, "count_B": count_B, "block": 16}
     with use_kernels("kernel"):
-        outs = toeplitz_step(q, k, v, *kernel, state, start_B, count_B, 16)
+        outs = toeplitz_step(q, k, v, *kernel, sum_BRGFV=state, **place)
     with use_kernels("reference"):
-        expected = toeplitz_step(*(x.double() for x in (q, k, v, *kernel, state)), start_B, count_B, 16)
+        expected = toeplitz_step(*(x.double() for x in (q, k, v, *kernel)), sum_BRGFV=state.double(), **place)
     for out, want in zip(outs, expected):
         assert relative(out, want) < 1e-5
 

@@ -31,9 +31,10 @@ def drawn(delta: bool, state: bool, tree: bool) -> list[torch.Tensor]:
 
 def call(tree: bool, q, k, v, beta, gates, level, first):
     if not tree:
-        return semiseparable(q, k, v, beta, gates.unsqueeze(1), None, first, 32)
+        return semiseparable(q, k, v, beta, gates.unsqueeze(1), None, first_BRGFV=first, chunk=32)
     start = torch.full((2,), 7, device=q.device)
-    return log_linear(q, k, v, beta, gates, level, start, first, torch.full_like(start, 21), 32, 5)
+    state = {"start_B": start, "count_B": torch.full_like(start, 21), "buckets_BLGFV": first}
+    return log_linear(q, k, v, beta, gates, level, **state, chunk=32, levels=5)
 
 
 def gradients(run, given):

@@ -77,7 +77,8 @@ def judge(call, leaves, tolerance, kernel=None):
 def gated(G, chunk):
     def call(leaves):
         q, k, v, beta, gates = laid_out(leaves, G)
-        return semiseparable(q, k, v, beta, gates.unsqueeze(1), leaves.get("weight"), leaves.get("first"), chunk)
+        operands = q, k, v, beta, gates.unsqueeze(1), leaves.get("weight")
+        return semiseparable(*operands, first_BRGFV=leaves.get("first"), chunk=chunk)
 
     return call
 
@@ -108,7 +109,8 @@ def log_linear_call(G, starts, chunk, levels):
         q, k, v, beta, gates = laid_out(leaves, G)
         start = torch.tensor(starts, device=DEVICE)
         count = torch.full_like(start, v.shape[2])
-        return log_linear(q, k, v, beta, gates, leaves["level"], start, leaves.get("buckets"), count, chunk)
+        state = {"start_B": start, "count_B": count, "buckets_BLGFV": leaves.get("buckets")}
+        return log_linear(q, k, v, beta, gates, leaves["level"], **state, chunk=chunk)
 
     return call
 
@@ -166,7 +168,8 @@ def check_buckets(shape, dtype, starts, counts, levels=12, chunk=64, gates="mild
         }
         q, k, v, beta, gates = laid_out({**leaves, **tokens}, G)
         start, count = (torch.tensor(x, device=DEVICE) for x in (starts, counts))
-        return log_linear(q, k, v, beta, gates, leaves["level"], start, leaves["buckets"] * there, count, chunk)
+        state = {"start_B": start, "count_B": count, "buckets_BLGFV": leaves["buckets"] * there}
+        return log_linear(q, k, v, beta, gates, leaves["level"], **state, chunk=chunk)
 
     judge(call, leaves, TOLERANCE[dtype])
 
@@ -204,9 +207,11 @@ def check_packed(shape, dtype, borders, tree, chunk=64):
             q, k, v, beta, g = laid_out({n: x[:, a:b] for n, x in leaves.items() if n not in ("first", "level")}, G)
             zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
             if tree:
-                out = log_linear(q, k, v, beta, g, leaves["level"][:, a:b], zero, None, zero + b - a, 64)[0]
+                state = {"start_B": zero, "count_B": zero + b - a, "buckets_BLGFV": None}
+                out, _ = log_linear(q, k, v, beta, g, leaves["level"][:, a:b], **state, chunk=64)
             else:
-                out, last = semiseparable(q, k, v, beta, g.unsqueeze(1), None, leaves["first"][i, None, None], 64)
+                first = leaves["first"][i, None, None]
+                out, last = semiseparable(q, k, v, beta, g.unsqueeze(1), None, first_BRGFV=first, chunk=64)
                 lasts.append(last[:, 0])
             outs.append(out)
         return [torch.cat(outs, 3) + unread(leaves), *([torch.cat(lasts)] if lasts else [])]

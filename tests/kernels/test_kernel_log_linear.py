@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from helpers.canaries import guard_allocations
 from helpers.kernel_rows import DEVICE, HALF_DTYPES, SIZES, TOLERANCE, gpu, random_tokens, relative_errors
+from helpers.log_linear_chunks import log_linear_chunks
 
 from surgery.core.dispatch import use_kernels
 from surgery.kernels.ssd import layout as ssd_launch
@@ -34,6 +35,7 @@ def worst(case, dtype=torch.float32, gates="mild", state=True, levels=12, chunk=
     B, G, J, T, F, V = shape
     leaves = random_tokens(*shape, shared=shared, dtype=dtype, gates=gates)
     start_B, count_B = (torch.tensor(x, device=DEVICE) for x in (start, count))
+    place = {"start_B": start_B, "count_B": count_B}
     real_BT = torch.arange(T, device=DEVICE) < count_B.unsqueeze(1)
     leaves.append(torch.rand(B, T, G, J, levels, device=DEVICE) + 0.1)
     if state:
@@ -44,13 +46,15 @@ def worst(case, dtype=torch.float32, gates="mild", state=True, levels=12, chunk=
     def call(q, k, v, g, level, *buckets):
         k, v, g = (x * real_BT.view(B, 1, T, *[1] * (x.dim() - 3)).to(x.dtype) for x in (k, v, g))
         q, k = q.expand(-1, G, -1, -1, -1), k.expand(-1, G, -1, -1)
-        out, after = log_linear(q, k, v, None, g, level, start_B, buckets[0] if buckets else None, count_B, chunk)
+        first = buckets[0] if buckets else None
+        out, after = log_linear(q, k, v, None, g, level, **place, buckets_BLGFV=first, chunk=chunk)
         real = real_BT[:, None, None, :, None].to(out.dtype)
         return out * real, after
 
     def ours(*given):
         with use_kernels("kernel"):
-            assert log_linear.select_kernel(*given[:3], None, *given[3:5], start_B, None, count_B, chunk)
+            operands = *given[:3], None, *given[3:5]
+            assert log_linear.select_kernel(*operands, **place, buckets_BLGFV=None, chunk=chunk)
             return call(*given)
 
     def exact(*given):
@@ -83,8 +87,6 @@ def test_levels_beyond_the_last_share_its_lambda():
 
 def test_sequences_in_one_row():
     """Each as if alone."""
-    from surgery.kernels.log_linear import log_linear_chunks
-
     ends = [0, 5, 5, 58, 90]
     leaves = random_tokens(1, 2, 1, ends[-1], 16, 16)
     leaves.append(torch.rand(1, ends[-1], 2, 1, 9, device=DEVICE) + 0.1)
@@ -96,7 +98,8 @@ def test_sequences_in_one_row():
         for a, b in itertools.pairwise(ends):
             if b > a:
                 parts = q[:, :, :, a:b], k[:, :, a:b], v[:, :, a:b], None, g[:, :, a:b], level[:, a:b]
-                outs.append(log_linear.reference(*parts, zero_B, None, zero_B + b - a, 16)[0])
+                place = {"start_B": zero_B, "count_B": zero_B + b - a}
+                outs.append(log_linear.reference(*parts, **place, buckets_BLGFV=None, chunk=16)[0])
         return [torch.cat(outs, 3)]
 
     def ours(*x):
@@ -191,8 +194,6 @@ def test_float32(case):
 @gpu
 def test_twice_the_same():
     """Whatever the order in which programs run."""
-    from surgery.kernels.log_linear import log_linear_chunks
-
     leaves = random_tokens(1, 8, 1, 20000, 128, 64, shared=True, dtype=torch.bfloat16)
     leaves.append(torch.rand(1, 20000, 8, 1, 20, device=DEVICE))
     runs = []

@@ -32,11 +32,13 @@ def worst(sizes, dtype=torch.float32, gates="mild", first=True, weight=False, ch
         q, k = q.expand(-1, G, -1, -1, -1), k.expand(-1, G, -1, -1)
         rest = list(rest)
         state = rest.pop(0) if first else None
-        return semiseparable(q, k, v, None, g.unsqueeze(1), rest.pop() if weight else None, state, chunk)
+        operands = q, k, v, None, g.unsqueeze(1), rest.pop() if weight else None
+        return semiseparable(*operands, first_BRGFV=state, chunk=chunk)
 
     def ours(*given):
         with use_kernels("kernel"):
-            assert semiseparable.select_kernel(given[0], *given[1:3], None, given[3].unsqueeze(1), None, None, chunk)
+            operands = *given[:3], None, given[3].unsqueeze(1), None
+            assert semiseparable.select_kernel(*operands, first_BRGFV=None, chunk=chunk)
             return call(*given)
 
     def exact(*given):
@@ -83,7 +85,7 @@ def test_sequences_in_one_row():
                 states.append(first[i : i + 1])
                 continue
             parts = q[:, :, :, a:b], k[:, :, a:b], v[:, :, a:b], None, g[:, None, :, a:b]
-            out, state = semiseparable.reference(*parts, None, first[None, i : i + 1], 16)
+            out, state = semiseparable.reference(*parts, None, first_BRGFV=first[None, i : i + 1], chunk=16)
             outs.append(out)
             states.append(state[0])
         return torch.cat(outs, 3), torch.cat(states)
@@ -110,6 +112,7 @@ def test_gates_shared_by_all():
     q, k, v, _ = random_tokens(2, 2, 1, 20, 16, 16)
     gates = log_gates("mild", 1, 1, 1, 20)
     with use_kernels("kernel"):
-        out, _ = semiseparable(q, k, v, None, gates, None, None, 16)
-    exact, _ = semiseparable.reference(*(x.double() for x in (q, k, v)), None, gates.double(), None, None, 16)
+        out, _ = semiseparable(q, k, v, None, gates, None, first_BRGFV=None, chunk=16)
+    wide = *(x.double() for x in (q, k, v)), None, gates.double(), None
+    exact, _ = semiseparable.reference(*wide, first_BRGFV=None, chunk=16)
     assert (out - exact).norm() < 1e-6 * exact.norm()

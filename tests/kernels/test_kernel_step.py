@@ -25,11 +25,15 @@ def token(B, G, J, F, V, delta, shared):
     return q.expand(-1, G, -1, -1), k, torch.randn(B, G, V, device=DEVICE), beta
 
 
-def close(op, *args):
+def widen(x):
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def close(op, *args, **state):
     with use_kernels("kernel"):
-        assert op.select_kernel(*args)
-        ours = op(*args)
-    exact = op.reference(*(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args))
+        assert op.select_kernel(*args, **state)
+        ours = op(*args, **state)
+    exact = op.reference(*map(widen, args), **{name: widen(x) for name, x in state.items()})
     for a, b in zip(ours, exact):
         assert a.shape == b.shape and (a - b).norm() <= 1e-6 * b.norm()
 
@@ -40,8 +44,8 @@ def test_one_state(sizes, delta):
     B, G, J, F, V = sizes
     gates = -torch.rand(1 if G == 1 else B, 1, 1 if G == 1 else G, device=DEVICE)
     weight = torch.rand(1, G, J, device=DEVICE) if delta else None
-    given = *token(*sizes, delta, shared=True), gates, weight, torch.randn(B, 1, G, F, V, device=DEVICE)
-    close(semiseparable_step, *given)
+    given = *token(*sizes, delta, shared=True), gates, weight
+    close(semiseparable_step, *given, sum_BRGFV=torch.randn(B, 1, G, F, V, device=DEVICE))
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -57,6 +61,7 @@ def test_buckets(delta, levels):
     q, k, v, beta = token(B, G, J, F, V, delta, shared=False)
     gate, level = -torch.rand(B, G, device=DEVICE) * count_B.unsqueeze(1), torch.rand(B, G, J, levels, device=DEVICE)
     beta = None if beta is None else beta * count_B.unsqueeze(1)
-    close(log_linear_step, q, k * real_B, v * real_B, beta, gate, level, start_B, count_B, buckets)
-    start_B, count_B = start_B[:1], count_B[:1]
-    close(log_linear_step, q[:1], k[:1], v[:1], None, gate[:1], level[:1], start_B, count_B, buckets[:1, :0])
+    state = {"start_B": start_B, "count_B": count_B, "buckets_BLGFV": buckets}
+    close(log_linear_step, q, k * real_B, v * real_B, beta, gate, level, **state)
+    state = {"start_B": start_B[:1], "count_B": count_B[:1], "buckets_BLGFV": buckets[:1, :0]}
+    close(log_linear_step, q[:1], k[:1], v[:1], None, gate[:1], level[:1], **state)

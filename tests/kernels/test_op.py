@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+
+import pytest
 import torch
 
-from surgery.core.dispatch import dispatched, record_dispatch, register_kernel, use_kernels
+from surgery.core.dispatch import (
+    DispatchedOp,
+    dispatched,
+    load_kernels,
+    record_dispatch,
+    register_kernel,
+    use_kernels,
+)
 
 
 @dispatched
@@ -66,3 +77,25 @@ def test_what_kernels_took_can_be_watched():
         with use_kernels("kernel"):
             double(SMALL)
         assert used == {"double"}
+
+
+def list_arguments(function):
+    """Return (number of arguments that may be passed by position, names of the keyword-only ones)."""
+    arguments = inspect.signature(function).parameters.values()
+    keywords = {each.name for each in arguments if each.kind is each.KEYWORD_ONLY}
+    return len(arguments) - len(keywords), keywords
+
+
+def test_kernels_and_their_conditions_take_what_the_reference_takes():
+    """Conditions are called on a GPU only, where a wrong name would be an error at the first call."""
+    pytest.importorskip("triton")
+    load_kernels()
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("surgery.")]
+    ops = {op for module in modules for op in vars(module).values() if isinstance(op, DispatchedOp)}
+    assert sum(len(op.kernels) for op in ops) > 12
+    for op in ops:
+        count, keywords = list_arguments(op.reference)
+        for kernel in op.kernels:
+            assert list_arguments(kernel.run) == (count, keywords), kernel.run
+            for condition in (kernel.accepts, kernel.is_faster):
+                inspect.signature(condition).bind(*range(count), **dict.fromkeys(keywords))

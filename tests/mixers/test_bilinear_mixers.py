@@ -362,7 +362,8 @@ def test_norms_are_compared_from_scratch():
     from surgery.recipes.papers.mup.bilinear_norms import result_rows
 
     text = "Mia went to the harbour and saw the boats. " * 20
-    for row in result_rows(text, text, 1, 2, [-6.0], only="qk, C = 8", flat=False):
+    options = {"seeds": 1, "steps": 2, "log2_rates": [-6.0], "only": "qk, C = 8", "flat": False}
+    for row in result_rows(text, text, **options):
         assert row["losses"][0] < 4 and row["log2 rate"] == -6
 
 

@@ -83,7 +83,7 @@ def held_out_loss(model: Any, ids: Tensor) -> float:
 
 
 def result_rows(
-    text: str, held: str, seeds: int, steps: int, log2_rates: list[float], *, only: str, flat: bool
+    text: str, held: str, *, seeds: int, steps: int, log2_rates: list[float], only: str, flat: bool
 ) -> Iterator[dict[str, Any]]:
     """Return the result rows of all forms and rates."""
     vocabulary = sorted(set(text))
@@ -118,7 +118,15 @@ def main() -> None:
     given = parser.parse_args()
     text, held = given.text.read_text(encoding="utf-8"), given.held.read_text(encoding="utf-8")[:16_384]
     print("| score | log2 of the best rate | held-out loss | all rates |\n| --- | --- | --- | --- |")
-    for row in result_rows(text, held, given.seeds, given.steps, given.rates, only=given.only, flat=given.flat):
+    for row in result_rows(
+        text,
+        held,
+        seeds=given.seeds,
+        steps=given.steps,
+        log2_rates=given.rates,
+        only=given.only,
+        flat=given.flat,
+    ):
         losses = row["losses"]
         error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
         means = ", ".join(f"{mean:.3f}" for mean in row["means"].values())

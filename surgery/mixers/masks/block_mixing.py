@@ -34,7 +34,7 @@ from surgery.mixers.masks.semiseparable import apply_carry
 
 @dispatched
 def blocks_from_zero(
-    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, chunk: int, keep: bool
+    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, *, chunk: int, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return (out_BGJTV, sums of all blocks (B, A, G, F, V), or None unless `keep`) of causal block mixing.
 
@@ -261,7 +261,8 @@ class BlocksMask(Mask):
             return blocks_bidirectional(*qkv, self.matrix(), block), state
         n_before = 0 if state is None else state["blocks"].shape[1]
         if rows.beta_BGT is None and furthest == n_before == 0:
-            out, sums_BAGFV = blocks_from_zero(*qkv, self.matrix(), block, chunk, state is not None)
+            keep = state is not None
+            out, sums_BAGFV = blocks_from_zero(*qkv, self.matrix(), block, chunk=chunk, keep=keep)
         else:
             out, sums_BAGFV = self._mix_chunks(upcast_inputs(rows), state, chunk)
         if state is None or sums_BAGFV is None:

@@ -111,9 +111,16 @@ class HierarchicalMask(Mask):
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
         gates_BRGT = self.gates("log_gates", rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
-        tokens = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV, rows.beta_BGT, gates_BRGT.squeeze(1), rows.signals["level"]
+        operands = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV, rows.beta_BGT, gates_BRGT.squeeze(1), rows.signals["level"]
         before = None if state is None else state["buckets"]
-        out, after = log_linear(*tokens, rows.start_B, before, rows.count_B, chunk, max_levels_after(rows, before))
+        out, after = log_linear(
+            *operands,
+            start_B=rows.start_B,
+            count_B=rows.count_B,
+            buckets_BLGFV=before,
+            chunk=chunk,
+            levels=max_levels_after(rows, before),
+        )
         return out, None if after is None else {"buckets": after}
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
@@ -121,10 +128,14 @@ class HierarchicalMask(Mask):
         gate_BG = self.gates("log_gates", rows.start_B, rows.count_B, 1, rows.signals)[:, 0, :, 0]
         token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
         beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
-        level_BGJL = rows.signals["level"].squeeze(1)
-        place = rows.start_B, rows.count_B, state["buckets"]
-        levels = max_levels_after(rows, state["buckets"])
-        out_BGJV, after = log_linear_step(*token, beta_BG, gate_BG, level_BGJL, *place, levels)
+        operands = *token, beta_BG, gate_BG, rows.signals["level"].squeeze(1)
+        out_BGJV, after = log_linear_step(
+            *operands,
+            start_B=rows.start_B,
+            count_B=rows.count_B,
+            buckets_BLGFV=state["buckets"],
+            levels=max_levels_after(rows, state["buckets"]),
+        )
         return out_BGJV.unsqueeze(3), {"buckets": after}
 
 
@@ -136,9 +147,10 @@ def log_linear(
     beta_BGT: Tensor | None,
     gates_BGT: Tensor,
     level_BTGJL: Tensor,
+    *,
     start_B: Tensor,
-    buckets_BLGFV: Tensor | None,
     count_B: Tensor,
+    buckets_BLGFV: Tensor | None,
     chunk: int,
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -166,6 +178,7 @@ def log_linear_step(
     beta_BG: Tensor | None,
     gate_BG: Tensor,
     level_BGJL: Tensor,
+    *,
     start_B: Tensor,
     count_B: Tensor,
     buckets_BLGFV: Tensor,

@@ -59,7 +59,8 @@ class Semiseparable(Mask):
         gates_BRGT = self.log_gates(rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
         first = None if state is None else state["sum"]
         qkv = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV
-        out, last = semiseparable(*qkv, rows.beta_BGT, gates_BRGT, self.amplitudes(), first, chunk)
+        operands = *qkv, rows.beta_BGT, gates_BRGT, self.amplitudes()
+        out, last = semiseparable(*operands, first_BRGFV=first, chunk=chunk)
         return out, None if state is None else {"sum": last}
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
@@ -67,7 +68,8 @@ class Semiseparable(Mask):
         gates_BRG = self.log_gates(rows.start_B, rows.count_B, 1, rows.signals).squeeze(-1)
         token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
         beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
-        out_BGJV, after = semiseparable_step(*token, beta_BG, gates_BRG, self.amplitudes(), state["sum"])
+        operands = *token, beta_BG, gates_BRG, self.amplitudes()
+        out_BGJV, after = semiseparable_step(*operands, sum_BRGFV=state["sum"])
         return out_BGJV.unsqueeze(3), {"sum": after}
 
 
@@ -79,6 +81,7 @@ def semiseparable_step(
     beta_BG: Tensor | None,
     gates_BRG: Tensor,
     weight_RGJ: Tensor | None,
+    *,
     sum_BRGFV: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return (out_BGJV, sum_BRGFV after the token) for one token per row. Arguments as in `semiseparable`."""
@@ -99,6 +102,7 @@ def semiseparable(
     beta_BGT: Tensor | None,
     gates_BRGT: Tensor,
     weight_RGJ: Tensor | None,
+    *,
     first_BRGFV: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:

@@ -163,7 +163,15 @@ class ToeplitzBlocksMask(Semiseparable):
         if not self.shape.causal:
             return toeplitz_bidirectional(*qkv, *kernel, block), state
         first = None if state is None else state["sum"]
-        out, last = toeplitz_causal(*qkv, *kernel, first, rows.start_B, rows.count_B, block, chunk)
+        out, last = toeplitz_causal(
+            *qkv,
+            *kernel,
+            first_BRGFV=first,
+            start_B=rows.start_B,
+            count_B=rows.count_B,
+            block=block,
+            chunk=chunk,
+        )
         return out, None if state is None or last is None else {"sum": last}
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
@@ -171,7 +179,14 @@ class ToeplitzBlocksMask(Semiseparable):
         if rows.beta_BGT is not None:
             return super().step(rows, state)
         qkv, kernel = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), (_positive(self.rate_RG), self.amplitudes())
-        out, after = toeplitz_step(*qkv, *kernel, state["sum"], rows.start_B, rows.count_B, self.config.block)
+        out, after = toeplitz_step(
+            *qkv,
+            *kernel,
+            sum_BRGFV=state["sum"],
+            start_B=rows.start_B,
+            count_B=rows.count_B,
+            block=self.config.block,
+        )
         return out, {"sum": after}
 
 
@@ -182,6 +197,7 @@ def toeplitz_causal(
     v_BGTV: Tensor,
     rate_RG: Tensor,
     weight_RGJ: Tensor,
+    *,
     first_BRGFV: Tensor | None,
     start_B: Tensor,
     count_B: Tensor,
@@ -193,7 +209,8 @@ def toeplitz_causal(
     rate_RG: lambda. weight_RGJ: a. block, chunk: tokens. Kernels may return None for `last` if first_BRGFV is None.
     """
     gates_BRGT = block_log_gates(rate_RG, start_B, count_B, v_BGTV.shape[2], block)
-    return semiseparable(q_BGJTF, k_BGTF, v_BGTV, None, gates_BRGT, weight_RGJ, first_BRGFV, chunk)
+    operands = q_BGJTF, k_BGTF, v_BGTV, None, gates_BRGT, weight_RGJ
+    return semiseparable(*operands, first_BRGFV=first_BRGFV, chunk=chunk)
 
 
 @dispatched
@@ -203,6 +220,7 @@ def toeplitz_step(
     v_BGTV: Tensor,
     rate_RG: Tensor,
     weight_RGJ: Tensor,
+    *,
     sum_BRGFV: Tensor,
     start_B: Tensor,
     count_B: Tensor,
