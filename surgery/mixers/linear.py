@@ -89,8 +89,8 @@ class LinearAttention(MixerConfig):
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", parse_nested_config(MASKS, self.mask))
         object.__setattr__(self, "features", parse_nested_config(FEATURES, self.features or "identity"))
-        choices = {"scores": ("kernel", "delta"), "rope": ("keep", "drop", "window", "both")}
-        choices |= {"gate": (None, "head", "value"), "norm": (None, "rms"), "states": ("shared", "per_head")}
+        choices: dict[str, tuple[str | None, ...]] = {"scores": ("kernel", "delta"), "gate": (None, "head", "value")}
+        choices |= {"norm": (None, "rms"), "states": ("shared", "per_head"), "rope": ("keep", "drop", "window", "both")}
         for option, valid in choices.items():
             if getattr(self, option) not in valid:
                 raise SurgeryError(

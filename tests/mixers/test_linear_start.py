@@ -132,7 +132,9 @@ def test_levels_that_the_text_does_not_reach_get_the_last_fitted_lambda(window, 
     mask = {"name": "hierarchical", "block": block}
     config = LinearAttention(mask=mask, scores="delta", window=window, chunk=8)
     torch.manual_seed(0)
-    mixer = solve_least_squares(LinearMixer(config, SHAPE).requires_grad_(False), Rows(softmax, seed=0, count=4, length=32), 0)
+    mixer = solve_least_squares(
+        LinearMixer(config, SHAPE).requires_grad_(False), Rows(softmax, seed=0, count=4, length=32), 0
+    )
     reached = (31 - window).bit_length() - (block.bit_length() - 1)  # the highest level of 32 tokens
     lambda_HL = torch.nn.functional.softplus(mixer.mask.level.bias.view(SHAPE.heads, -1))
     assert torch.equal(lambda_HL[:, reached:], lambda_HL[:, reached : reached + 1].expand_as(lambda_HL[:, reached:]))

@@ -164,5 +164,5 @@ def _gather_group(group: DocumentGroup, inputs: MixerInputs) -> MixerInputs:
     if rope is not None:
         batch = inputs.x_BTD.shape[0]
         rope = rows(rope[0].expand(batch, -1, -1)), rows(rope[1].expand(batch, -1, -1))
-    heads = {"q_BHTK": q, "k_BGTK": k, "v_BGTV": v}
-    return replace(inputs, **heads, x_BTD=x_DUD, valid_BT=real_DU, mask_BHTS=None, rope=rope)
+    unmasked = replace(inputs, valid_BT=real_DU, mask_BHTS=None, rope=rope)
+    return replace(unmasked, q_BHTK=q, k_BGTK=k, v_BGTV=v, x_BTD=x_DUD)

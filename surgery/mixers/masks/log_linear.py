@@ -95,7 +95,7 @@ class HierarchicalMask(Mask):
     @classmethod
     def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
         """Return the number of elements in the state after `length` tokens, per key/value head."""
-        bits = config.block_bits
+        bits: int = config.block_bits
         return (max(0, length.bit_length() - bits) + (bits > 0)) * features * values
 
     def signals(self, x_BTD: Tensor) -> Signals:
