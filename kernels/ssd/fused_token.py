@@ -155,6 +155,8 @@ def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mixe
         and type(inner) in GATES
         and type(mixer.feature_map) is IdentityMap
         and reads_plain_linears(mixer)
+        and mixer.config.states == "shared"
+        and getattr(mixer.mask.config, "block", 1) == 1
         and not any(part is not None for part in extras)
         and not mixer.config.normalise
         and mixer.shape.causal

@@ -51,7 +51,8 @@ class MixerInputs:
     """One call. q, k after RoPE if the mixer's `rotated`; x: the hidden states that the projections read.
 
     valid_BT: False where a token is padding (None: all real); mask_BHTS: the additive or boolean mask the library
-    made for the tokens of this call and, causal, of those before (None: causal, or all); dropout: of weights.
+    made for the tokens of this call and, causal, of those before (None: causal, or all); dropout: of weights. rope: (cos, sin)
+    of this call's tokens, (1 or B, T, rotary) each, for mixers that rotate q and k themselves (None: the module gives none).
     """
 
     q_BHTK: Tensor
@@ -61,6 +62,7 @@ class MixerInputs:
     valid_BT: Tensor | None = None
     mask_BHTS: Tensor | None = None
     dropout: float = 0.0
+    rope: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass

@@ -52,6 +52,7 @@ from surgery.mixers.masks.base import MASKS, MaskInputs, Signals
 from surgery.mixers.projections import Float32Linear, autocast_disabled
 
 SIGNED_MASKS = ("toeplitz", "fourier")  # masks whose entries may be negative
+TWO_FORMS = ("window", "both")  # values of rope with which the branches read different forms of q and k
 BIDIRECTIONAL_MASKS = ("blocks", "toeplitz_blocks")  # masks that are bidirectional themselves
 
 
@@ -60,7 +61,9 @@ class LinearAttention(MixerConfig):
     """Config of the linear attention mixer.
 
     mask, features: configs, their names ("decay") or mappings ({"name": "decay", ..}), as in recipes.
-    rope: whether q and k are used after RoPE ("keep") or before it ("drop").
+    rope: q and k after RoPE ("keep"), before it ("drop"); with a softmax branch also before it in the linear branch only
+    ("window"), or both forms side by side there, which doubles its key dims ("both").
+    states: one state per key/value head ("shared"), or a copy of k and v, a state and gates per query head ("per_head").
     chunk: tokens per chunk in training and prefill.
     convolution: width in tokens of a causal convolution on q, k and v (0: none).
     gate: a sigmoid gate on the output per head or per value dim (None: none). norm: RMS norm of each head's output.
@@ -73,7 +76,7 @@ class LinearAttention(MixerConfig):
     features: Any = "identity"
     scores: Literal["kernel", "delta"] = "kernel"
     normalise: bool = False
-    rope: Literal["keep", "drop"] = "keep"
+    rope: Literal["keep", "drop", "window", "both"] = "keep"
     chunk: int = 64
     convolution: int = 0
     gate: Literal["head", "value"] | None = None
@@ -81,12 +84,14 @@ class LinearAttention(MixerConfig):
     window: int = 0
     sinks: int = 0
     linear_weight: float = 1.0
+    states: Literal["shared", "per_head"] = "shared"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", parse_nested_config(MASKS, self.mask))
         object.__setattr__(self, "features", parse_nested_config(FEATURES, self.features or "identity"))
-        choices = {"scores": ("kernel", "delta"), "rope": ("keep", "drop"), "gate": (None, "head", "value")}
-        for option, valid in {**choices, "norm": (None, "rms")}.items():
+        choices: dict[str, tuple[str | None, ...]] = {"scores": ("kernel", "delta"), "gate": (None, "head", "value")}
+        choices |= {"norm": (None, "rms"), "states": ("shared", "per_head"), "rope": ("keep", "drop", "window", "both")}
+        for option, valid in choices.items():
             if getattr(self, option) not in valid:
                 raise SurgeryError(
                     f"linear: {option} must be one of {', '.join(map(str, valid))} (got {getattr(self, option)!r})"
@@ -111,8 +116,16 @@ def parse_nested_config(registry: Registry[Any], value: Any) -> Any:
     return from_options(registry.config_type(str(options.pop("name", ""))), options)
 
 
+def linear_shape(config: LinearAttention, shape: AttentionShape) -> AttentionShape:
+    """Return the shape of the linear branch: with states: per_head every query head has a key/value head of its own, and
+    with rope: both the keys have two forms."""
+    groups = shape.heads if config.states == "per_head" else shape.groups
+    return replace(shape, groups=groups, key=2 * shape.key if config.rope == "both" else shape.key)
+
+
 def mask_shape(config: LinearAttention, shape: AttentionShape) -> AttentionShape:
     """Return the shape for the mask: always causal, unless the mask itself supports bidirectional attention."""
+    shape = linear_shape(config, shape)
     return shape if config.mask.name in BIDIRECTIONAL_MASKS else replace(shape, causal=True)
 
 
@@ -148,6 +161,16 @@ def check_config(config: LinearAttention, shape: AttentionShape) -> None:
             f"linear: window {config.window} and sinks {config.sinks} need causal attention, and this module is "
             "bidirectional; use window: 0 and sinks: 0"
         )
+    if config.rope in TWO_FORMS and not config.window + config.sinks:
+        raise SurgeryError(
+            f"linear: rope: {config.rope} gives the window and the linear branch different q and k, and there is no window; "
+            "set window, or use rope: keep or rope: drop"
+        )
+    if config.rope in TWO_FORMS and (shape.interleaved or not shape.rotary):
+        kind = "interleaved pairs" if shape.interleaved else "no RoPE"
+        raise SurgeryError(
+            f"linear: rope: {config.rope} needs RoPE in the half-split form, and this attention has {kind}; use rope: keep"
+        )
     MASKS[config.mask].check_config(config.mask, mask_shape(config, shape), config.scores == "delta")
 
 
@@ -159,13 +182,18 @@ MIN_DENOMINATOR = 1e-30  # avoids 0 / 0 if all scores of a query are zero
 
 @dataclass
 class ProjectedTokens:
-    """Queries, keys, values and hidden states of one call, without padding and after the short convolution."""
+    """Queries, keys, values and hidden states of one call, without padding and after the short convolution.
+
+    window_q_BTHK, window_k_BTGK: q and k of the softmax branch, after RoPE unless rope is "drop".
+    """
 
     q_BTHK: Tensor
     k_BTGK: Tensor
     v_BTGV: Tensor
     x_BTD: Tensor
     unpadder: Unpadder
+    window_q_BTHK: Tensor
+    window_k_BTGK: Tensor
 
 
 @MIXERS.register(LinearAttention)
@@ -182,9 +210,10 @@ class LinearMixer(Mixer):
         super().__init__(config, shape)
         check_config(config, shape)
         self.rotated = config.rope == "keep"
+        self.linear_shape = linear_shape(config, shape)
         self.mask = MASKS[config.mask](config.mask, mask_shape(config, shape))
-        self.feature_map = FEATURES[config.features](config.features, shape)
-        self.beta_proj = Float32Linear(shape.dim, shape.groups) if config.scores == "delta" else None
+        self.feature_map = FEATURES[config.features](config.features, self.linear_shape)
+        self.beta_proj = Float32Linear(shape.dim, self.linear_shape.groups) if config.scores == "delta" else None
         channels = shape.heads * shape.key + shape.groups * (shape.key + shape.value)
         self.convolution = ShortConvolution(channels, config.convolution) if config.convolution else None
         self.norm = HeadNorm(shape.heads, shape.value) if config.norm else None
@@ -221,17 +250,20 @@ class LinearMixer(Mixer):
             zeros_BWD = torch.zeros(batch, self.window_buffer.window, self.shape.dim, device=device)
             for name, t in self._written_signals(zeros_BWD, self.mask("signals", zeros_BWD)).items():
                 tensors[f"ring.{name}"] = torch.zeros_like(t)
-            for name, size in (("k", self.shape.key), ("v", self.shape.value)):
+            sizes = {"k": self.shape.key, "v": self.shape.value}
+            linear_sizes = {"linear_k": self.linear_shape.key} if self.config.rope in TWO_FORMS else {}
+            for name, size in {**sizes, **linear_sizes}.items():
                 tensors[f"ring.{name}"] = torch.zeros(
                     batch, self.window_buffer.window, self.shape.groups, size, device=device
                 )
+            for name, size in sizes.items():
                 tensors[f"sink.{name}"] = torch.zeros(
                     batch, self.window_buffer.sinks, self.shape.groups, size, device=device
                 )
         return MixerState(torch.zeros(batch, dtype=torch.int64, device=device), tensors, max_seen=0)
 
     def _num_features(self) -> int:
-        return self.feature_map.features(self.config.features, self.shape)
+        return self.feature_map.features(self.config.features, self.linear_shape)
 
     def _written_signals(self, x_BTD: Tensor, signals: Signals) -> Signals:
         """Return the signals (B, T, ..) that belong to the written token, like its key and value."""
@@ -293,11 +325,13 @@ class LinearMixer(Mixer):
         tokens, after = self._project_tokens(inputs, past)
         unpadder, local = tokens.unpadder, None
         signals = self.mask("signals", tokens.x_BTD)
-        written = {"k": tokens.k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
+        written = {"k": tokens.window_k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
+        if self.config.rope in TWO_FORMS:
+            written["linear_k"] = tokens.k_BTGK
         if self.window_buffer is not None:
             queue = self.window_buffer.queue(written, past.tensors)
             sinks = {n: self.window_buffer.fill_sinks(n, written[n], past.tensors, past.seen_B, unpadder) for n in "kv"}
-            local = self._local_attention(tokens.q_BTHK, queue, sinks, past.seen_B, block)
+            local = self._local_attention(tokens.window_q_BTHK, queue, sinks, past.seen_B, block)
             after = {
                 **after,
                 **self.window_buffer.next_rings(queue, unpadder),
@@ -315,13 +349,32 @@ class LinearMixer(Mixer):
         x_BTD, heads = inputs.x_BTD, (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
         unpadder = Unpadder.from_mask(inputs.valid_BT, x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
         q, k, v = (unpadder.unpad(t.transpose(1, 2), dim=1) for t in heads)
+        x_BTD = unpadder.unpad(x_BTD, dim=1)
         if self.convolution is None:
-            return ProjectedTokens(q, k, v, unpadder.unpad(x_BTD, dim=1), unpadder), {}
+            return self._with_rope(inputs, ProjectedTokens(q, k, v, x_BTD, unpadder, q, k)), {}
         channels_BTC = torch.cat([t.flatten(2) for t in (q, k, v)], dim=-1)
         channels_BTC, past_BWC = self.convolution(channels_BTC, past.tensors["convolution"], unpadder)
         parts = channels_BTC.split([t.shape[2] * t.shape[3] for t in (q, k, v)], dim=-1)
         q, k, v = (part.view_as(t) for part, t in zip(parts, (q, k, v)))
-        return ProjectedTokens(q, k, v, unpadder.unpad(x_BTD, dim=1), unpadder), {"convolution": past_BWC}
+        return self._with_rope(inputs, ProjectedTokens(q, k, v, x_BTD, unpadder, q, k)), {"convolution": past_BWC}
+
+    def _with_rope(self, inputs: MixerInputs, tokens: ProjectedTokens) -> ProjectedTokens:
+        """Return the tokens with q and k of both branches, of which `tokens` has the form before RoPE."""
+        if self.config.rope not in TWO_FORMS:
+            return tokens
+        if inputs.rope is None:
+            raise SurgeryError(
+                f"linear: rope: {self.config.rope} reads the rotation from position_embeddings, which this attention does not "
+                "get; use rope: keep"
+            )
+        batch = tokens.x_BTD.shape[0]
+        cos_BTR, sin_BTR = (tokens.unpadder.unpad(t.expand(batch, -1, -1), dim=1) for t in inputs.rope)
+        q, k = (apply_rope(t, cos_BTR, sin_BTR) for t in (tokens.q_BTHK, tokens.k_BTGK))
+        tokens = replace(tokens, window_q_BTHK=q, window_k_BTGK=k)
+        if self.config.rope == "window":
+            return tokens
+        both_q, both_k = torch.cat([tokens.q_BTHK, q], dim=-1), torch.cat([tokens.k_BTGK, k], dim=-1)
+        return replace(tokens, q_BTHK=both_q, k_BTGK=both_k)
 
     def _mask_inputs(self, tokens: ProjectedTokens, written: Tensors, signals: Signals, seen_B: Tensor) -> MaskInputs:
         """Return the inputs of the mask. Entry i holds query i and the token written before it reads: token i, or token
@@ -330,13 +383,16 @@ class LinearMixer(Mixer):
         position_BT = seen_B.unsqueeze(1) + torch.arange(length, device=seen_B.device)
         root = self.shape.scaling**0.5
         q_BHTF = self.feature_map("queries", tokens.q_BTHK.transpose(1, 2).to(dtype) * root, position_BT)
-        k_BHTK = written["k"].transpose(1, 2).to(dtype) * root
+        copies = self.linear_shape.groups // self.shape.groups
+        k, v = written.get("linear_k", written["k"]), written["v"]
+        k, v = (t if copies == 1 else t.repeat_interleave(copies, dim=2) for t in (k, v))
+        k_BHTK = k.transpose(1, 2).to(dtype) * root
         k_BGTF = self.feature_map("keys", k_BHTK, position_BT - self.config.window)
         if self.beta_proj is not None:
             q_BHTF, k_BGTF = l2_normalize(q_BHTF), l2_normalize(k_BGTF)
-        v_BGTV = written["v"].transpose(1, 2).to(dtype)
+        v_BGTV = v.transpose(1, 2).to(dtype)
         return MaskInputs(
-            q_BGJTF=q_BHTF.unflatten(1, (self.shape.groups, -1)),
+            q_BGJTF=q_BHTF.unflatten(1, (self.linear_shape.groups, -1)),
             k_BGTF=k_BGTF,
             v_BGTV=F.pad(v_BGTV, (0, 1), value=1.0) if self.config.normalise else v_BGTV,
             beta_BGT=written["beta"].mT if self.beta_proj is not None else None,
@@ -402,12 +458,13 @@ class LinearMixer(Mixer):
         features, values = mixer._num_features(), shape.value + config.normalise
         local = min(length, config.window + config.sinks)
         state = MASKS[config.mask].state_size(config.mask, mask_shape(config, shape), features, values, length - local)
-        writes = shape.groups * features * values * (3 if config.scores == "delta" else 1)
+        groups = mixer.linear_shape.groups
+        writes = groups * features * values * (3 if config.scores == "delta" else 1)
         linears = sum(m.weight.numel() for m in mixer.modules() if isinstance(m, (nn.Linear, ShortConvolution)))
         macs = shape.heads * (state + local * (shape.key + shape.value)) + writes + linears
         return MixerCost(
-            cache=shape.groups * state + sum(t.numel() for t in buffers.tensors.values()),
-            macs=macs + mixer.feature_map.macs(config.features, shape),
+            cache=groups * state + sum(t.numel() for t in buffers.tensors.values()),
+            macs=macs + mixer.feature_map.macs(config.features, mixer.linear_shape),
             params=sum(t.numel() for t in (*mixer.parameters(), *mixer.buffers())),
         )
 
@@ -440,6 +497,14 @@ def to_matmul_dtype(rows: MaskInputs, v: Tensor) -> MaskInputs:
         return rows
     q, k, v = (x.to(torch.bfloat16) for x in (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV))
     return replace(rows, q_BGJTF=q, k_BGTF=k, v_BGTV=v)
+
+
+def apply_rope(x_BTHK: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
+    """Return x rotated: the first R dims of each head in the half-split form, as transformers' `apply_rotary_pos_emb`."""
+    cos, sin = cos_BTR.unsqueeze(2).to(x_BTHK.dtype), sin_BTR.unsqueeze(2).to(x_BTHK.dtype)
+    x, rest = x_BTHK.split([cos.shape[-1], x_BTHK.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([x * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
 
 
 def l2_normalize(x: Tensor) -> Tensor:

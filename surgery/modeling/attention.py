@@ -44,6 +44,7 @@ class AttentionCall:
     layer: MixerCacheLayer | None
     offloading: Any  # the cache, if it offloads layers to the CPU
     documents: PackedDocuments | None = None
+    rope: tuple[Tensor, Tensor] | None = None
 
 
 class MixerAttention:
@@ -75,7 +76,7 @@ class MixerAttention:
         valid_BT, mask_BHTS = self._masks(bound.get("attention_mask"), x_BTD, 0 if layer is None else layer.seen)
         documents = self._documents(bound, valid_BT, mask_BHTS, layer)
         offloading = past if getattr(past, "offloading", False) else None
-        call = AttentionCall(x_BTD, valid_BT, mask_BHTS, layer, offloading, documents)
+        call = AttentionCall(x_BTD, valid_BT, mask_BHTS, layer, offloading, documents, rope)
         return super().forward(**bound, surgery=call)  # type: ignore[misc]
 
     def _masks(self, mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | None, Tensor | None]:
@@ -193,7 +194,7 @@ def mixer_attention_forward(
             f"{type(module).__name__} has none. Use attn_implementation='sdpa'"
         )
     dropout = kwargs.get("dropout", 0.0)
-    inputs = MixerInputs(query, key, value, call.x_BTD, call.valid_BT, call.mask_BHTS, dropout)
+    inputs = MixerInputs(query, key, value, call.x_BTD, call.valid_BT, call.mask_BHTS, dropout, call.rope)
     if call.documents is not None:
         out_BHTV = call.documents.mix(module.mixer, inputs)
     elif call.layer is None:

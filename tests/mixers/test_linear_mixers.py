@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.small_mixers import random_model, random_model_with_mixers
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
@@ -17,7 +18,7 @@ from surgery.mixers.linear import BIDIRECTIONAL_MASKS, SIGNED_MASKS, LinearAtten
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.projections import Float32Linear
 
-SHAPE = AttentionShape(dim=12, heads=4, groups=2, key=6, value=5, scaling=6**-0.5)
+SHAPE = AttentionShape(dim=12, heads=4, groups=2, key=6, value=5, scaling=6**-0.5, rotary=6)
 ENCODER = replace(SHAPE, causal=False)
 SMALL = {  # options at which 20 tokens are many
     "toeplitz": {"length": 18},
@@ -42,6 +43,15 @@ HYBRIDS = [
     {"window": 30, "sinks": 2, "mask": "ones"},
     {"convolution": 4, "gate": "head", "norm": "rms"},
     {"convolution": 3, "gate": "value", "window": 2, "sinks": 1, "scores": "delta", "norm": "rms"},
+    {"window": 4, "sinks": 2, "scores": "delta", "states": "per_head"},
+    {"states": "per_head", "mask": "hierarchical", "features": "elu"},
+    {"window": 5, "sinks": 1, "rope": "window", "mask": "hierarchical"},
+    {"window": 4, "rope": "both", "scores": "delta", "features": "hedgehog", "states": "per_head"},
+    {"sinks": 2, "rope": "both", "features": "hedgehog", "normalise": True, "mask": "decay"},
+    {"window": 3, "rope": "window", "convolution": 2, "mask": "toeplitz_blocks"},
+    {"window": 3, "sinks": 1, "scores": "delta", "mask": "hierarchical", "block": 4},
+    {"mask": "hierarchical", "block": 2, "features": "elu"},
+    {"mask": "hierarchical", "block": 8, "states": "per_head", "window": 2},
 ]
 
 
@@ -57,10 +67,11 @@ def config_of(mask: str = "gates", features: str = "identity", **options) -> Lin
             (phi.positive or phi.min_denominator > 0) and mask not in SIGNED_MASKS and options.get("scores") != "delta"
         )
         options["normalise"] = may
+    mask_options = {**small(mask), **({"block": options.pop("block")} if "block" in options else {})}
     map_options = small(features)
     if features in ("favor", "lara") and not options["normalise"]:
         map_options["queries"] = "exact"
-    return LinearAttention(mask=small(mask), features=map_options, **{"chunk": 8, **options})
+    return LinearAttention(mask=mask_options, features=map_options, **{"chunk": 8, **options})
 
 
 def pairs() -> list[LinearAttention]:
@@ -70,6 +81,10 @@ def pairs() -> list[LinearAttention]:
 
 def named(config: LinearAttention) -> str:
     extras = [f"{o}{getattr(config, o)}" for o in ("window", "sinks", "convolution") if getattr(config, o)]
+    extras += [config.rope] * (config.rope != "keep") + [config.states] * (config.states != "shared")
+    extras += [
+        f"{part}{n}" for part in ("block",) if config.mask.name == "hierarchical" and (n := config.mask.block) > 1
+    ]
     return "-".join([config.mask.name, config.features.name, config.scores, *extras])
 
 
@@ -86,20 +101,25 @@ def made(config: LinearAttention, shape: AttentionShape = SHAPE, dtype: torch.dt
 def drawn(length: int, batch: int = 3, valid_BT: Tensor | None = None, seed: int = 0) -> MixerInputs:
     torch.manual_seed(seed)
     sizes = [(SHAPE.heads, length, 6), (SHAPE.groups, length, 6), (SHAPE.groups, length, 5), (length, 12)]
-    return MixerInputs(*(torch.randn(batch, *size, dtype=torch.float64) for size in sizes), valid_BT)
+    inputs = MixerInputs(*(torch.randn(batch, *size, dtype=torch.float64) for size in sizes), valid_BT)
+    angle_BTR = torch.randn(batch, length, 3, dtype=torch.float64).repeat(1, 1, 2)
+    return replace(inputs, rope=(angle_BTR.cos(), angle_BTR.sin()))
 
 
 def piece(inputs: MixerInputs, start: int, end: int) -> MixerInputs:
     q, k, v, x, valid = inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD, inputs.valid_BT
     cut = slice(start, end)
-    return MixerInputs(q[:, :, cut], k[:, :, cut], v[:, :, cut], x[:, cut], None if valid is None else valid[:, cut])
+    valid = None if valid is None else valid[:, cut]
+    rope = None if inputs.rope is None else tuple(t[:, cut] for t in inputs.rope)
+    return MixerInputs(q[:, :, cut], k[:, :, cut], v[:, :, cut], x[:, cut], valid, rope=rope)
 
 
 def row(inputs: MixerInputs, b: int) -> MixerInputs:
     """The real tokens of one row, alone."""
     real = slice(None) if inputs.valid_BT is None else inputs.valid_BT[b]
     q, k, v, x = inputs.q_BHTK[b], inputs.k_BGTK[b], inputs.v_BGTV[b], inputs.x_BTD[b]
-    return MixerInputs(q[None, :, real], k[None, :, real], v[None, :, real], x[None, real])
+    rope = None if inputs.rope is None else tuple(t[b][None, real] for t in inputs.rope)
+    return MixerInputs(q[None, :, real], k[None, :, real], v[None, :, real], x[None, real], rope=rope)
 
 
 def pieces(
@@ -134,13 +154,30 @@ def scores_by_loops(mixer: LinearMixer, q_HTF: Tensor, k_GTF: Tensor, beta_TG: T
     return a_HTT
 
 
+def rotated_by_loops(x_HTK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE of one row, pair by pair: dims f and f + 3 turn by the angle of pair f."""
+    out = x_HTK.clone()
+    for f in range(3):
+        cos_T, sin_T = rope[0][0, :, f], rope[1][0, :, f]
+        out[..., f] = x_HTK[..., f] * cos_T - x_HTK[..., f + 3] * sin_T
+        out[..., f + 3] = x_HTK[..., f + 3] * cos_T + x_HTK[..., f] * sin_T
+    return out
+
+
 def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
     """One row without padding: far tokens by (A . M), near ones and sinks by softmax, as the config's words say."""
     config, length = mixer.config, inputs.x_BTD.shape[1]
     q_HTK, k_GTK, v_GTV, x_1TD = inputs.q_BHTK[0], inputs.k_BGTK[0], inputs.v_BGTV[0], inputs.x_BTD
     window, sinks, at_1T = config.window, config.sinks, torch.arange(length)[None]
-    q_HTF = mixer.feature_map.queries(q_HTK[None] * SHAPE.scaling**0.5, at_1T)[0]
-    k_GTF = mixer.feature_map.keys(k_GTK[None] * SHAPE.scaling**0.5, at_1T)[0]
+    far_q_HTK, far_k_GTK, groups = q_HTK, k_GTK, SHAPE.groups
+    if config.rope in ("window", "both"):
+        q_HTK, k_GTK = (rotated_by_loops(t, inputs.rope) for t in (q_HTK, k_GTK))
+    if config.rope == "both":
+        far_q_HTK, far_k_GTK = torch.cat([far_q_HTK, q_HTK], -1), torch.cat([far_k_GTK, k_GTK], -1)
+    if config.states == "per_head":
+        groups, far_k_GTK = SHAPE.heads, far_k_GTK.repeat_interleave(SHAPE.heads // SHAPE.groups, 0)
+    q_HTF = mixer.feature_map.queries(far_q_HTK[None] * SHAPE.scaling**0.5, at_1T)[0]
+    k_GTF = mixer.feature_map.keys(far_k_GTK[None] * SHAPE.scaling**0.5, at_1T)[0]
     beta_TG = None
     if config.scores == "delta":
         q_HTF, k_GTF, beta_TG = l2_normalize(q_HTF), l2_normalize(k_GTF), mixer.beta_proj(x_1TD)[0].sigmoid()
@@ -151,7 +188,7 @@ def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
         signals = mixer.mask.signals(x_1TD)
         signals = {n: t[:, write if n in mixer.mask.written_signals else lag] for n, t in signals.items()}
         m_HTT = mixer.mask.dense(torch.zeros(1, dtype=torch.long), count, signals)
-        m_HTT = m_HTT.expand(1, SHAPE.groups, SHAPE.heads // SHAPE.groups, -1, -1).flatten(0, 2)
+        m_HTT = m_HTT.expand(1, groups, SHAPE.heads // groups, -1, -1).flatten(0, 2)
         beta_TG = None if beta_TG is None else beta_TG[write]
         far_HTT[:, lag, write] = m_HTT * scores_by_loops(mixer, q_HTF[:, lag], k_GTF[:, write], beta_TG)
     v_HTV, k_HTK = (t.repeat_interleave(SHAPE.heads // SHAPE.groups, 0) for t in (v_GTV, k_GTK))
@@ -226,7 +263,7 @@ def test_laws(config):
             torch.cat([a[..., :12, :], b[..., 12:, :]], -2)
             for a, b in zip(vars(inputs).values(), list(vars(later).values())[:4])
         ]
-        close(mixer.mix(MixerInputs(*mixed, valid_BT))[0][:, :, :12], whole[:, :, :12])
+        close(mixer.mix(MixerInputs(*mixed, valid_BT, rope=inputs.rope))[0][:, :, :12], whole[:, :, :12])
         close(pieces(mixer, inputs, [1, 5, 6, 13, length])[0], whole)
         mixer.config = replace(config, chunk=3)
         close(mixer.mix(inputs)[0], whole)
@@ -243,11 +280,17 @@ def states_are_values(mixer: LinearMixer, inputs: MixerInputs, whole: Tensor) ->
     picked = replace(
         piece(inputs, 9, 19),
         **{name: t[index] for name, t in vars(piece(inputs, 9, 19)).items() if isinstance(t, Tensor)},
+        rope=tuple(t[index, 9:19] for t in inputs.rope),
     )
     close(mixer.mix(picked, state.rows(index))[0], rest[index])
 
 
-@pytest.mark.parametrize("config", [config_of(m, "elu") for m in MASK_NAMES] + [config_of(), FULL[-2]], ids=named)
+@pytest.mark.parametrize(
+    "config",
+    [config_of(m, "elu") for m in MASK_NAMES]
+    + [config_of(), config_of(convolution=4, gate="head", norm="rms", normalise=False)],
+    ids=named,
+)
 def test_both_ways(config):
     """Bidirectional: dense = chunked, ragged rows = each alone, no state."""
     mixer, length = made(config, ENCODER), 14
@@ -305,7 +348,7 @@ def test_gradients_by_finite_differences(config):
 
     def out(*t: Tensor) -> Tensor:
         begun = MixerState(state.seen_B, dict(zip(names, t[4 : 4 + len(names)])))
-        return mixer.mix(MixerInputs(*t[:4], rest.valid_BT), begun)[0]
+        return mixer.mix(MixerInputs(*t[:4], rest.valid_BT, rope=rest.rope), begun)[0]
 
     assert torch.autograd.gradcheck(out, leaves, fast_mode=True)
 
@@ -317,16 +360,17 @@ def test_against_float64(config, dtype, tolerance):
     mixer, inputs = made(config), drawn(40, 1)
     wide, half = ([t.to(dtype).to(d) for t in list(vars(inputs).values())[:4]] for d in (torch.float64, dtype))
     mixer.to(dtype).double()
+    rope = {d: tuple(t.to(dtype).to(d) for t in inputs.rope) for d in (torch.float64, dtype)}
     with torch.no_grad():
-        truth = mixer.dense(MixerInputs(*wide))
+        truth = mixer.dense(MixerInputs(*wide, rope=rope[torch.float64]))
         mixer.to(dtype)
-        out, state = pieces(mixer, MixerInputs(*half), [33, 38, 39, 40])
-        at_once, _ = mixer.mix(MixerInputs(*half))
+        out, state = pieces(mixer, MixerInputs(*half, rope=rope[dtype]), [33, 38, 39, 40])
+        at_once, _ = mixer.mix(MixerInputs(*half, rope=rope[dtype]))
     assert out.dtype == at_once.dtype == dtype
     close(out.double(), truth, tolerance)
     close(at_once.double(), truth, tolerance)
     for name, t in state.tensors.items():
-        waits = name in ("ring.k", "ring.v", "sink.k", "sink.v")
+        waits = name in ("ring.k", "ring.v", "ring.linear_k", "sink.k", "sink.v")
         assert t.dtype == (dtype if waits else torch.float32), name
 
 
@@ -355,6 +399,48 @@ def test_a_window_over_everything_is_softmax_attention():
     capped = LinearMixer(LinearAttention(window=40, linear_weight=0.0), replace(SHAPE, softcap=0.7)).double()
     score = 0.7 * torch.tanh(inputs.q_BHTK @ k.mT * SHAPE.scaling / 0.7)
     close(capped.mix(inputs)[0], score.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v)
+
+
+YARN = {
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+}
+
+
+def test_rope_in_the_window_is_the_models_own_rotation():
+    """A window over everything, with the linear branch off, is the model itself: padded on either side, with partial RoPE,
+    scaled cos and sin, and from a cache."""
+    for family, changes in (("llama", {}), ("qwen3", {}), ("gpt_neox", {}), ("llama", YARN)):
+        for rope in ("window", "both"):
+            config = LinearAttention(scores="delta", window=40, rope=rope, linear_weight=0.0)
+            model = random_model_with_mixers(family, config, **changes).double()
+            original = random_model(family, **changes).double()
+            for name, parameter in model.named_parameters():
+                if name.endswith(("near_weight_H", "linear_weight_H")):
+                    torch.nn.init.constant_(parameter, float("near" in name))
+            ids = torch.arange(3, 33).view(2, 15)
+            mask = torch.ones_like(ids)
+            mask[1, :4] = 0
+            position_ids = (mask.cumsum(1) - 1).clamp_min(0)
+            given = {"attention_mask": mask, "position_ids": position_ids}
+            with torch.no_grad():
+                close(model(ids, **given).logits[mask > 0], original(ids, **given).logits[mask > 0], 1e-6)
+                start = model(ids[:1, :9], use_cache=True)
+                rest = model(ids[:1, 9:], past_key_values=start.past_key_values).logits
+                close(rest, original(ids[:1]).logits[:, 9:], 1e-6)
+
+
+def test_rope_of_the_window_is_refused_where_it_means_nothing():
+    for shape, options, words in (
+        (SHAPE, {"rope": "window"}, "there is no window"),
+        (replace(SHAPE, rotary=0), {"rope": "both", "window": 4}, "has no RoPE"),
+        (replace(SHAPE, interleaved=True), {"rope": "window", "window": 4}, "interleaved pairs"),
+    ):
+        with pytest.raises(SurgeryError, match=words):
+            LinearMixer.check_config(LinearAttention(**options), shape)
+    with pytest.raises(SurgeryError, match="rotation from position_embeddings"):
+        LinearMixer(LinearAttention(rope="window", window=4), SHAPE).double().mix(replace(drawn(9), rope=None))
+    with pytest.raises(SurgeryError, match="block must be a power of two"):
+        config_of("hierarchical", block=3)
 
 
 def test_extras_start_as_the_identity():

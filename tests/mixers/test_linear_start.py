@@ -126,6 +126,22 @@ def test_item_4_4_a_start_is_never_worse_than_its_own_window(config):
     assert found.errors["window"] == pytest.approx(own_window(held, config.norm), rel=1e-4)
 
 
+@pytest.mark.parametrize("window, block", [(0, 1), (6, 1), (0, 4)])
+def test_levels_that_the_text_does_not_reach_get_the_last_fitted_lambda(window, block):
+    """A level without a pair of tokens gives a term of rounding errors, and its weight was any number (1e5 and more)."""
+    mask = {"name": "hierarchical", "block": block}
+    config = LinearAttention(mask=mask, scores="delta", window=window, chunk=8)
+    torch.manual_seed(0)
+    mixer = solve_least_squares(
+        LinearMixer(config, SHAPE).requires_grad_(False), Rows(softmax, seed=0, count=4, length=32), 0
+    )
+    reached = (31 - window).bit_length() - (block.bit_length() - 1)  # the highest level of 32 tokens
+    lambda_HL = torch.nn.functional.softplus(mixer.mask.level.bias.view(SHAPE.heads, -1))
+    assert torch.equal(lambda_HL[:, reached:], lambda_HL[:, reached : reached + 1].expand_as(lambda_HL[:, reached:]))
+    assert lambda_HL.max() < 10
+    assert relative_error(mixer, Rows(softmax, seed=3, length=120)) < 1.5
+
+
 def test_item_4_4_a_teacher_that_sees_only_the_window_switches_the_linear_part_off():
     config = LinearAttention(mask="ones", features="hedgehog", normalise=True, window=WINDOW, sinks=SINKS)
     found, held = started(config, lambda inputs: softmax(inputs, WINDOW, SINKS))

@@ -28,6 +28,15 @@ CONFIGS = {
     "toeplitz": LINEAR | {"mask": {"name": "toeplitz", "length": 40}},
     "fourier": LINEAR | {"mask": {"name": "fourier", "period": 80}},
     "with a window": LINEAR | {"mask": {"name": "gates"}, "window": 5, "sinks": 2, "features": {"name": "hedgehog"}},
+    "with a window after RoPE": LINEAR | {"mask": {"name": "gates"}, "scores": "delta", "window": 5, "rope": "window"},
+    "both forms, per head": LINEAR
+    | {
+        "mask": {"name": "hierarchical", "block": 4},
+        "scores": "delta",
+        "window": 5,
+        "rope": "both",
+        "states": "per_head",
+    },
     "mlr": {"mixer": "mlr", "ranks": [4, 4], "extents": [6]},
     "mlr, nested": {"mixer": "mlr", "ranks": [4, 2, 2], "extents": [8, 4], "form": "nested"},
     "mlr, plain": {"mixer": "mlr", "ranks": [8]},

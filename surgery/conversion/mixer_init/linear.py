@@ -96,7 +96,9 @@ def sharpen_features(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> L
     if not isinstance(mixer.feature_map, HedgehogMap) or has_shared_scale(mixer):
         return None
     few = [fit[i] for i in range(min(len(fit), PROFILE_SAMPLES))]
-    copies = [copy_with_sharpness(mixer, torch.full((mixer.shape.groups,), sharpness)) for sharpness in SHARPNESS]
+    copies = [
+        copy_with_sharpness(mixer, torch.full((mixer.linear_shape.groups,), sharpness)) for sharpness in SHARPNESS
+    ]
     return min(copies, key=lambda variant: relative_error(variant, few))
 
 
@@ -107,7 +109,7 @@ def copy_with_sharpness(mixer: LinearMixer, factor_G: Tensor) -> LinearMixer:
     assert isinstance(variant.feature_map, HedgehogMap)
     w_HKK, w_GKK = variant.feature_map.query_HKK, variant.feature_map.key_GKK
     factor_G11 = factor_G.to(w_GKK)[:, None, None]
-    w_HKK.mul_(factor_G11.repeat_interleave(mixer.shape.heads // mixer.shape.groups, 0))
+    w_HKK.mul_(factor_G11.repeat_interleave(mixer.shape.heads // mixer.linear_shape.groups, 0))
     w_GKK.mul_(factor_G11)
     return variant
 
@@ -176,7 +178,7 @@ def fit_mask_to_profile(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
     if not isinstance(mask, known) and mixer.beta_proj is None:
         return None
     profile = measure_profile(fit, mask.config.block if isinstance(mask, (BlocksMask, ToeplitzBlocksMask)) else None)
-    groups = mixer.shape.groups
+    groups = mixer.linear_shape.groups
     rate_G = math.log(2) / profile.distance_H.view(groups, -1).mean(1).clamp_min(0.5)
     if isinstance(mask, GatesMask):
         mask.rate.bias.copy_(inverse_softplus(rate_G))
@@ -218,7 +220,9 @@ def solve_least_squares(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
     """
     if mixer.config.normalise or mixer.norm is not None or mixer.linear_weight_H is None:
         return None
-    copies = single_term_copies(mixer, fit[0].inputs.x_BTD.shape[1])
+    copies = single_term_copies(mixer, fit[0].inputs.x_BTD.shape[1] - mixer.config.window - mixer.config.sinks)
+    if not copies:
+        return None
     gram_HNN = torch.zeros(mixer.shape.heads, len(copies), len(copies), dtype=torch.float64)
     cross_HN = torch.zeros(gram_HNN.shape[:2], dtype=torch.float64)
     for sample in fit:
@@ -247,10 +251,17 @@ def copy_without_linear_part(mixer: LinearMixer) -> LinearMixer:
 
 
 def single_term_copies(mixer: LinearMixer, length: int) -> list[LinearMixer]:
-    """Return copies whose linear part is a single one of its terms, with weight 1. length: tokens of a sample."""
+    """Return copies whose linear part is a single one of its terms, with weight 1.
+
+    length: tokens of a sample that the linear part sees. A level that no pair of them has is left out: its term is zero up to
+    rounding, and a weight fitted to rounding could be any number, which longer texts would then meet.
+    """
+    if length < 1:
+        return []
     mask, copies = mixer.mask, []
     if isinstance(mask, HierarchicalMask):
-        terms = min(length.bit_length() + 1, mask.config.levels)
+        highest = (length - 1).bit_length()
+        terms = min(max(0, highest - mask.config.block_bits) + 1, mask.config.levels)
     else:
         terms = mask.config.components if isinstance(mask, ToeplitzBlocksMask) else 1
     for i in range(terms):
@@ -294,7 +305,7 @@ def search_linear_weights(mixer: LinearMixer, fit: AttentionSamples, steps: int)
     """
     if not has_shared_scale(mixer):
         return None
-    groups, is_hedgehog = mixer.shape.groups, isinstance(mixer.feature_map, HedgehogMap)
+    groups, is_hedgehog = mixer.linear_shape.groups, isinstance(mixer.feature_map, HedgehogMap)
     factors = SHARPNESS if is_hedgehog else (1.0,)
     copies = [copy_with_sharpness(mixer, torch.full((groups,), f)) for f in factors] if is_hedgehog else [mixer]
     error_SPH = torch.zeros(len(copies), len(WEIGHTS), mixer.shape.heads, dtype=torch.float64)

@@ -160,4 +160,9 @@ def _gather_group(group: DocumentGroup, inputs: MixerInputs) -> MixerInputs:
     if inputs.valid_BT is not None:
         valid_DU = rows(inputs.valid_BT)
         real_DU = valid_DU if real_DU is None else real_DU & valid_DU
-    return replace(inputs, q_BHTK=q, k_BGTK=k, v_BGTV=v, x_BTD=rows(inputs.x_BTD), valid_BT=real_DU, mask_BHTS=None)
+    x_DUD, rope = rows(inputs.x_BTD), inputs.rope
+    if rope is not None:
+        batch = inputs.x_BTD.shape[0]
+        rope = rows(rope[0].expand(batch, -1, -1)), rows(rope[1].expand(batch, -1, -1))
+    unmasked = replace(inputs, valid_BT=real_DU, mask_BHTS=None, rope=rope)
+    return replace(unmasked, q_BHTK=q, k_BGTK=k, v_BGTV=v, x_BTD=x_DUD)

@@ -38,12 +38,15 @@ class Hierarchical:
     """Config of the log-linear mask.
 
     levels: number of lambdas per query. Higher levels share the last one, so length is unlimited.
+    block: tokens per leaf of the tree, a power of two. The levels within a block share the first lambda and one sum, so the
+    state holds 1 + log2(T / block) sums instead of log2(T).
     gates: Gates, Decay or Ones (no gates), their names ("decay") or mappings, as in recipes.
     """
 
     name: ClassVar[str] = "hierarchical"
     levels: int = 20
     gates: Any = "gates"
+    block: int = 1
 
     def __post_init__(self) -> None:
         gates = self.gates
@@ -59,7 +62,14 @@ class Hierarchical:
                 f"hierarchical: levels must be 2 or more (got {self.levels}), as level 0 is the query's own token; "
                 "for example 20"
             )
+        if self.block < 1 or self.block & (self.block - 1):
+            raise SurgeryError(f"hierarchical: block must be a power of two (got {self.block}); for example 64")
         object.__setattr__(self, "gates", gates)
+
+    @property
+    def block_bits(self) -> int:
+        """log2 of the block, the number of levels that share the first lambda beyond level 0."""
+        return self.block.bit_length() - 1
 
 
 @MASKS.register(Hierarchical)
@@ -85,7 +95,8 @@ class HierarchicalMask(Mask):
     @classmethod
     def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
         """Return the number of elements in the state after `length` tokens, per key/value head."""
-        return length.bit_length() * features * values
+        bits: int = config.block_bits
+        return (max(0, length.bit_length() - bits) + (bits > 0)) * features * values
 
     def signals(self, x_BTD: Tensor) -> Signals:
         """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
@@ -95,13 +106,16 @@ class HierarchicalMask(Mask):
 
     def empty_state(self, rows: int, features: int, values: int, device: torch.device | str) -> MaskState:
         """Return the state of `rows` sequences before their first token."""
-        return {"buckets": torch.zeros(rows, 0, self.shape.groups, features, values, device=device)}
+        sums = 1 if self.config.block_bits else 0
+        return {"buckets": torch.zeros(rows, sums, self.shape.groups, features, values, device=device)}
 
     def dense(self, start_B: Tensor, length: int, signals: Signals) -> Tensor:
         """Return M_BGJTT of tokens at start .. start + length."""
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
         # Higher levels share the last lambda, so bit_length may stop there.
-        level_BTT = bit_length(at_BT.unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1)
+        bits = self.config.block_bits
+        level_BTT = bit_length(at_BT.unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1 + bits)
+        level_BTT = (level_BTT - bits).clamp_min(0)
         level_BGJTL = signals["level"].movedim(1, 3)
         shape = (*level_BGJTL.shape[:-1], length)
         lambda_BGJTT = level_BGJTL.gather(-1, level_BTT[:, None, None].expand(shape))
@@ -111,8 +125,9 @@ class HierarchicalMask(Mask):
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
         gates_BRGT = self.gates("log_gates", rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
-        operands = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV, rows.beta_BGT, gates_BRGT.squeeze(1), rows.signals["level"]
-        before = None if state is None else state["buckets"]
+        bits = self.config.block_bits
+        operands = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV, rows.beta_BGT, gates_BRGT.squeeze(1), self._all_levels(rows)
+        before = None if state is None else expand_buckets(state["buckets"], rows.start_B, bits)
         out, after = log_linear(
             *operands,
             start_B=rows.start_B,
@@ -121,22 +136,55 @@ class HierarchicalMask(Mask):
             chunk=chunk,
             levels=max_levels_after(rows, before),
         )
-        return out, None if after is None else {"buckets": after}
+        return out, None if after is None else {"buckets": merge_low_buckets(after, bits)}
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         """Return (out_BGJTV, state) for one token of each row."""
         gate_BG = self.gates("log_gates", rows.start_B, rows.count_B, 1, rows.signals)[:, 0, :, 0]
         token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
         beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
-        operands = *token, beta_BG, gate_BG, rows.signals["level"].squeeze(1)
+        bits = self.config.block_bits
+        before = expand_buckets(state["buckets"], rows.start_B, bits)
+        operands = *token, beta_BG, gate_BG, self._all_levels(rows).squeeze(1)
         out_BGJV, after = log_linear_step(
             *operands,
             start_B=rows.start_B,
             count_B=rows.count_B,
-            buckets_BLGFV=state["buckets"],
-            levels=max_levels_after(rows, state["buckets"]),
+            buckets_BLGFV=before,
+            levels=max_levels_after(rows, before),
         )
-        return out_BGJV.unsqueeze(3), {"buckets": after}
+        return out_BGJV.unsqueeze(3), {"buckets": merge_low_buckets(after, bits)}
+
+    def _all_levels(self, rows: MaskInputs) -> Tensor:
+        """Return the lambda of every level, (B, T, G, J, bits + levels): those within a block repeat the first."""
+        level_BTGJL = rows.signals["level"]
+        bits = self.config.block_bits
+        if not bits:
+            return level_BTGJL
+        return torch.cat([level_BTGJL[..., :1].expand(*level_BTGJL.shape[:-1], bits), level_BTGJL], dim=-1)
+
+
+def expand_buckets(sums_BNGFV: Tensor, seen_B: Tensor, bits: int) -> Tensor:
+    """Return one bucket per level, (B, bits + N - 1, G, F, V), of a state in which the lowest `bits` share a sum.
+
+    The shared sum becomes the bucket of the lowest set bit of the position. All lower levels have the same lambda, and the
+    bucket merges into a higher one before its own level is written again, so the outputs are the same.
+    """
+    if not bits:
+        return sums_BNGFV
+    at_L = torch.arange(bits, device=seen_B.device)
+    lowest_BL = ((seen_B.unsqueeze(1) >> at_L) & 1).cumsum(1) == 1
+    lowest_BL &= ((seen_B.unsqueeze(1) >> at_L) & 1) == 1
+    low_BLGFV = torch.where(lowest_BL[..., None, None, None], sums_BNGFV[:, :1], 0)
+    return torch.cat([low_BLGFV, sums_BNGFV[:, 1:]], dim=1)
+
+
+def merge_low_buckets(buckets_BLGFV: Tensor, bits: int) -> Tensor:
+    """Return the state with one sum for the lowest `bits` buckets, (B, 1 + L - bits, G, F, V); the inverse of
+    `expand_buckets`."""
+    if not bits:
+        return buckets_BLGFV
+    return torch.cat([buckets_BLGFV[:, :bits].sum(1, keepdim=True), buckets_BLGFV[:, bits:]], dim=1)
 
 
 @dispatched
