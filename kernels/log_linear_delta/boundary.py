@@ -2,7 +2,8 @@
 
 Small buckets that a row resumes from lie in its first chunk. The queries of that chunk read them one by one, and they pass
 through the chunk. Small buckets behind a row are sums over its last chunk alone
-(surgery/mixers/masks/log_linear_chunked.py: `_first_reads`, `_through_first` and `_low`). Gradients are torch's own.
+(surgery/mixers/masks/log_linear_chunked.py: `_read_low_buckets`, `_carry_low_buckets` and `_low_buckets_after`).
+Gradients are torch's own.
 
 Suffixes: C slots of the chunk, l buckets smaller than a chunk, c the same behind the row.
 """
