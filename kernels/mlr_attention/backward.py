@@ -7,7 +7,7 @@
 key s, a level is near for queries before high_l(s) = s + extent_l (sliding) or the end of the key's block (nested).
 
 Zones are processed from the farthest to the nearest. Their products with dS take all dimensions; after each zone, dimensions of
-levels that it has not are set to zero again, because no nearer zone has contributed to them yet. The remaining tiles
+levels that are not near in it are set to zero again, because no nearer zone has contributed to them yet. The remaining tiles
 come last, one level at a time.
 
 `out` is rounded, and so are the weights that made it, so that delta is off by an error eps of its query. Beside dS of single pairs

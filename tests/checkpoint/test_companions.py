@@ -12,7 +12,7 @@ import pytest
 from helpers.small import make_recipe
 from safetensors.torch import load_file, save_file
 
-from surgery.checkpoint.companions import MAX_BYTES, in_subfolders, module_folders
+from surgery.checkpoint.companions import MAX_BYTES, module_folders, subfolder_files
 from surgery.checkpoint.source import open_checkpoint, open_converted_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
@@ -182,7 +182,7 @@ def test_outside_d7_vocabularies_of_every_tokenizer_travel_and_others_are_named(
         put(folder, name)
     source = open_checkpoint(str(folder))
     assert set(wanted) <= {path.name for path in source.companions()}
-    left = in_subfolders(folder).left
+    left = subfolder_files(folder).left
     assert [line for line in left if line.startswith("notes.txt: ")] == left
 
 
@@ -191,4 +191,4 @@ def test_outside_d7_a_module_named_with_a_slash_is_a_module(tmp_path):
     put(tmp_path, "modules.json", json.dumps([{"path": path} for path in paths]))
     put(tmp_path, "2_Dense/model.safetensors")
     assert module_folders(tmp_path) == {"1_Pooling", "2_Dense", "3_Dense"}
-    assert Path("2_Dense/model.safetensors") in in_subfolders(tmp_path).files
+    assert Path("2_Dense/model.safetensors") in subfolder_files(tmp_path).files

@@ -151,7 +151,7 @@ def test_3_2_a_damaged_note_costs_hashing_again(tmp_path, monkeypatch, harm):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(digests, "LARGE", 1)
     (tmp_path / "weights").write_bytes(b"some")
-    note = digests._note(str(tmp_path / "weights"))
+    note = digests._cache_file(str(tmp_path / "weights"))
     note.parent.mkdir(parents=True)
     note.write_text(harm)
     assert digests.file_digest(tmp_path / "weights") == digests.hashlib.sha256(b"some").hexdigest()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from surgery.conversion.convert import convert
 from surgery.conversion.fit import Candidate, _fit_result
-from surgery.core.errors import NumbersError, SurgeryError, naming
+from surgery.core.errors import NumericalError, SurgeryError, naming
 from surgery.core.files import os_error_number
 from surgery.structures import linalg
 from surgery.structures.metric import spd_factor
@@ -110,11 +110,11 @@ def test_2_7_a_failing_batched_solver_is_gone_round(monkeypatch, name, works):
 
 
 def test_2_7_what_nobody_can_factor_is_said():
-    with pytest.raises(NumbersError, match=r"eigh of a matrix of shape \(4, 4\): the matrix holds NaN or Inf"):
+    with pytest.raises(NumericalError, match=r"eigh of a matrix of shape \(4, 4\): the matrix holds NaN or Inf"):
         linalg.eigh(torch.full((4, 4), float("inf")))
-    with pytest.raises(NumbersError, match=r"solve of a matrix of shape .* is singular"):
+    with pytest.raises(NumericalError, match=r"solve of a matrix of shape .* is singular"):
         linalg.solve(torch.zeros(4, 4), torch.ones(4, 1))
-    with pytest.raises(NumbersError, match="second moment is not positive semidefinite"):
+    with pytest.raises(NumericalError, match="second moment is not positive semidefinite"):
         spd_factor(torch.full((4, 4), float("nan")))
 
 
