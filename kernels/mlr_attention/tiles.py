@@ -336,7 +336,7 @@ def tile_score(
 def score_gradients(score, bias, lse, dweight, delta, seen, scale, MASKED: tl.constexpr, CAP: tl.constexpr):
     """Return (weights, gradient of scaled scores behind the soft cap, derivative of the soft cap).
 
-    lse: base-2 log-sum-exp; dweight = dO V^T; delta = <dO, O>. seen: the mask of visible pairs, if MASKED.
+    lse: base-2 log-sum-exp. dweight = dO V^T, delta = <dO, O>. seen: the mask of visible pairs, if MASKED.
     """
     log2_e: tl.constexpr = 1.4426950408889634
     if CAP > 0:
