@@ -51,7 +51,7 @@ class _ChunkedFunction(torch.autograd.Function):
 def _input_gradients(
     functions: ChunkedFunctions, tensors: OptionalTensors, plan: Any, grads: tuple[Tensor, ...]
 ) -> OptionalTensors:
-    """Each gradient in the dtype of its input."""
+    """Return each gradient in the dtype of its input."""
     found = functions.backward(tensors, plan, *grads)
     return tuple(None if d is None or x is None else d.to(x.dtype) for d, x in zip(found, tensors))
 

@@ -55,8 +55,8 @@ def tables() -> list[dict[str, Any]]:
     """Return the tables of kernels/tuning.json; none if the file cannot be read.
 
     [{"device": .., "capability": [9, 0], "dtype": .., "date": .., "versions": .., "rows": [{"op", "pass", "sizes": {name: integer}, "kernel",
-    "reference", "dense", "original"}]}]. Times are milliseconds of the GPU, or of the CPU's launches if these take longer. Passes: forward;
-    backward (forward included); step (of decoding); captured and captured step: in a CUDA graph, where launches cost nothing.
+    "reference", "dense", "original"}]}]. Times are milliseconds of the GPU, or of the CPU's launches if these take longer. Passes: forward,
+    backward (forward included), step (of decoding), captured and captured step (in a CUDA graph, where launches cost nothing).
     """
     try:
         found = json.loads(TABLE.read_text(encoding="utf-8"))["tables"]

@@ -52,7 +52,7 @@ class AnswerCache:
         keys = [stable_id(__version__, key_of(item)) if self.folder else str(i) for i, item in enumerate(items)]
         left = [i for i, key in enumerate(keys) if self.folder is None or key not in self.answers]
 
-        def scored(batch: list[int]) -> list[Any]:
+        def score_and_write(batch: list[int]) -> list[Any]:
             found = score([items[i] for i in batch])
             self._write([(keys[i], answer) for i, answer in zip(batch, found)])
             return found
@@ -61,7 +61,7 @@ class AnswerCache:
             zip(
                 left,
                 score_in_batches(
-                    self.eval_model, options, left, scored, lambda i: size(items[i]), title, tokens=tokens
+                    self.eval_model, options, left, score_and_write, lambda i: size(items[i]), title, tokens=tokens
                 ),
             )
         )

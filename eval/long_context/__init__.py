@@ -68,7 +68,7 @@ def _run_suite(
     count = prompt_token_counter(eval_model.tokenizer, options.apply_chat_template)
     notes: list[str] = []
 
-    def made(name: str, length: int) -> OwnTask | None:
+    def make_task(name: str, length: int) -> OwnTask | None:
         ctx = TaskContext(count, length, options.seed, texts)
         try:
             docs = [question.to_dict() for question in known[name].make_questions(ctx, samples, depths)]
@@ -79,7 +79,7 @@ def _run_suite(
             notes.append(f"{name} at {length:,} tokens: {note}")
         return make_own_task(known[name], docs, length)
 
-    tasks = [(f"{name}_{n}", partial(made, name, n)) for n in lengths for name in names]
+    tasks = [(f"{name}_{n}", partial(make_task, name, n)) for n in lengths for name in names]
     asked = options.model_copy(update={"limit": None})
     result = run_own_tasks(eval_model, tasks, asked, SCORE, max(*lengths, eval_model.longest or 0))
     result.samples = [replace(sample, shown=_shorten_prompt(sample.shown)) for sample in result.samples]
@@ -132,8 +132,8 @@ def load_texts(tasks: Iterable[RulerTask], suite: str, options: EvalOptions) -> 
     mirror_check = partial(mirror.check_datasets, options.data_root, suite)
     if needs:
         mirror_check([sources[need][0] for need in sorted(needs)])
-    made = {"essays": _join_essays, "squad": squad, "hotpot": hotpot}
-    return {need: made[need](mirror.load_rows(options.data_root, suite, *sources[need])) for need in sorted(needs)}
+    readers = {"essays": _join_essays, "squad": squad, "hotpot": hotpot}
+    return {need: readers[need](mirror.load_rows(options.data_root, suite, *sources[need])) for need in sorted(needs)}
 
 
 def _join_essays(rows: Any) -> str:

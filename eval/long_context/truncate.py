@@ -17,11 +17,11 @@ def truncate_middle(prompt: str, tokenizer: Any, count: Count, most: int) -> str
         return prompt
     ids_T = tokenizer(prompt, truncation=False).input_ids
 
-    def cut(room: int) -> str:
+    def build(room: int) -> str:
         half = max(1, room // 2)
         return _decode(tokenizer, ids_T[:half]) + _decode(tokenizer, ids_T[-half:])
 
-    return _shrink_to_fit(cut, count, most)
+    return _shrink_to_fit(build, count, most)
 
 
 def truncate_around(context: str, tail: str, answers: Sequence[str], tokenizer: Any, count: Count, most: int) -> str:
@@ -40,19 +40,19 @@ def truncate_around(context: str, tail: str, answers: Sequence[str], tokenizer: 
     ]
     here = len(tokenizer(context[: min(places)], add_special_tokens=False).input_ids) if places else 0
 
-    def cut(room: int) -> str:
+    def build(room: int) -> str:
         kept = max(1, room - count(tail))
         start = max(0, min(here - kept // 2, len(ids_T) - kept))
         return _decode(tokenizer, ids_T[start : start + kept]) + tail
 
-    return _shrink_to_fit(cut, count, most)
+    return _shrink_to_fit(build, count, most)
 
 
-def _shrink_to_fit(cut: Callable[[int], str], count: Count, most: int) -> str:
+def _shrink_to_fit(build: Callable[[int], str], count: Count, most: int) -> str:
     """Reduce the room until the result fits: decoded text may tokenize to a few more tokens."""
     room = most
     for _ in range(MAX_TRIES):
-        text = cut(room)
+        text = build(room)
         over = count(text) - most
         if over <= 0:
             return text

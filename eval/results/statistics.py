@@ -4,13 +4,16 @@ A unit u is what the bootstrap draws: a question or a document. It gives the sum
 
     value     v = sum_u S_u / sum_u W_u
     residual  r_u = f'(v) (S_u - v W_u) / sum W,     se^2 = n / (n - 1) sum r_u^2          (ratio estimator, linearised)
-    change    d = f(v_a) - f(v_b),  residuals r_a - r_b of the same unit: pairs, so that what makes a unit hard for both cancels
+    change    d = f(v_a) - f(v_b),  residuals r_a - r_b of the same unit, so that the difficulty of a unit cancels
 
-with f the identity (means), or exp (perplexity; the ratio of perplexities is the change of plain means, exponentiated).
-Units are resampled with replacement, BOOTSTRAP_DRAWS times. Losses have skewed differences without bound: bootstrap-t, whose
-interval is [d - t_(97.5%) se, d - t_(2.5%) se] with t = (d* - d) / se* (Efron and Tibshirani 1993, 12.5). Scores between 0 and `top` can
-agree in nearly all pairs, where every bootstrap is far too sure; so two units that differ by all of it, one each
-way, are added, and percentiles are taken (Bonett and Price 2012 for proportions: Laplace's rule for pairs).
+with f the identity (means), or exp (perplexity). The ratio of perplexities is the exponential of the change of plain means.
+Units are resampled with replacement, BOOTSTRAP_DRAWS times.
+
+Losses: the bootstrap-t interval [d - t_(97.5%) se, d - t_(2.5%) se] with t = (d* - d) / se* (Efron and Tibshirani 1993, 12.5),
+because their differences are skewed and unbounded.
+
+Scores between 0 and `top`: percentiles, after two units are added whose scores differ by `top`, one in each direction (Bonett
+and Price 2012 for proportions: Laplace's rule for pairs). Without them the interval is far too narrow if nearly all pairs agree.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ DIR/<model>-<fingerprint>/<suite>/result.json    measurements and the options th
                                   lm_eval.json   lm-eval's own results, for suites that run through it
 DIR/results.json, table.md, *.png                the comparison
 
-A suite is not run again if its result.json was written by the same version, for the same options, dtype and kind of device,
-and from the same model files and data (both by content).
+A suite is not run again if its result.json was written by the same version, with the same options, dtype and kind of device.
+Model files and data must also have the same content.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ SHAPES = {
     "small": ((64, 64), (64, 96)),
 }
 TOKENS = {"full": (1, 16, 512, 8192), "main": (1, 16, 512, 8192), "small": (1, 8)}
-RANKS = (1, 4, 16)  # 16 stores half of the dense numbers at 4,096 x 4,096
+RANKS = (1, 4, 16)  # 16 stores half of the dense parameters at 4,096 x 4,096
 ROTATED_BYTES, MAX_COPIES = (
     2**27,
     128,
-)  # bytes of weights that runs of one token go through, past the L2 cache; and how many at most
+)  # runs of one token take turns with copies of the weights, which together exceed the L2 cache; most copies
 
 
 def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[BenchmarkCase]:
@@ -45,12 +45,12 @@ def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Ite
 
 
 class LinearEntry(NamedTuple):
-    """A linear under one kernel choice. numbers: stored parameters, each used once per token."""
+    """A linear under one kernel choice. params: stored parameters, each used once per token."""
 
     name: str
     choice: KernelChoice
     module: nn.Module
-    numbers: int
+    params: int
     op: str | None = None
     options: dict[str, int] = {}  # noqa: RUF012
     way: str | None = None
@@ -150,5 +150,5 @@ def _make_graph_case(
 def _make_implementation(
     entry: LinearEntry, make: Callable[[], Call], where: dict[str, int], back: bool, dtype: torch.dtype, times: int = 1
 ) -> TimedImplementation:
-    work = linear_work(where["tokens"], where["inputs"], where["outputs"], entry.numbers, back, dtype.itemsize)
+    work = linear_work(where["tokens"], where["inputs"], where["outputs"], entry.params, back, dtype.itemsize)
     return TimedImplementation(entry.name, make, entry.choice, work, times, entry.op, entry.options, entry.way)

@@ -2,10 +2,10 @@
 
 Prefill and decoding by transformers' own code, eager, batch 1.
 
-    prefill    tokens per second of one call over the prompt, cache included; logits of the last token only
-    decode     tokens per second after that prompt, one call per token; all rows but the first without cuDNN's attention
-    static     the same as generate(cache_implementation="static"): a linear mixer's step is one CUDA graph, other models are
-               compiled by transformers, with room for the tokens to come
+    prefill    tokens per second of one call over the prompt, which fills the cache and computes the logits of the last token
+    decode     tokens per second after that prompt, one call per token, without cuDNN's attention except in the first row
+    static     the same with generate(cache_implementation="static"): a step with linear mixers is one CUDA graph, other models
+               are compiled by transformers
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from surgery.eval.speed.timer import Benchmark, ResultRow, WorkEstimate
 def measure_ceilings(benchmark: Benchmark, dtype: torch.dtype) -> dict[str, float]:
     """Return copy: bytes read and written per second; rate: FLOP/s of a square matrix product."""
     gpu = benchmark.device.type == "cuda"
-    numbers, width = (2**29, 8192) if gpu else (2**22, 512)
-    source = torch.randn(numbers // dtype.itemsize, device=benchmark.device).to(dtype)
+    nbytes, width = (2**29, 8192) if gpu else (2**22, 512)
+    source = torch.randn(nbytes // dtype.itemsize, device=benchmark.device).to(dtype)
     target, square = torch.empty_like(source), torch.randn(width, width, device=benchmark.device).to(dtype)
     copy = median_ms(benchmark, lambda: target.copy_(source))
     product = median_ms(benchmark, lambda: square @ square)
-    return {"copy": 2 * numbers / copy * 1e3, "rate": 2 * width**3 / product * 1e3}
+    return {"copy": 2 * nbytes / copy * 1e3, "rate": 2 * width**3 / product * 1e3}
 
 
 def median_ms(benchmark: Benchmark, call: Any) -> float:
@@ -40,13 +40,14 @@ def add_floor(row: ResultRow, work: WorkEstimate | None, limits: dict[str, float
         row["fraction"] = row["floor"] / row["ms"]
 
 
-def linear_work(tokens: int, in_: int, out: int, numbers: int, back: bool, width: int) -> WorkEstimate:
-    """Return the work of a linear with that many stored parameters; backward reads x, dy and the cores and writes their
-    gradients.
+def linear_work(tokens: int, in_: int, out: int, params: int, back: bool, width: int) -> WorkEstimate:
+    """Return the work of a linear. params: stored parameters; width: bytes per element.
+
+    Backward reads x, dy and the cores, and writes their gradients.
     """
-    once = (tokens * (in_ + out) + numbers) * width
-    return WorkEstimate(once + (tokens * (2 * in_ + out) + 2 * numbers) * width, 6 * tokens * numbers) if back else WorkEstimate(
-        once, 2 * tokens * numbers
+    once = (tokens * (in_ + out) + params) * width
+    return WorkEstimate(once + (tokens * (2 * in_ + out) + 2 * params) * width, 6 * tokens * params) if back else WorkEstimate(
+        once, 2 * tokens * params
     )  # fmt: skip
 
 
@@ -67,10 +68,10 @@ def linear_attention_work(
 ) -> WorkEstimate:
     """Return the work of linear attention.
 
-    q, k of `groups` heads, v and o of all heads, `extra` float32 values per token and head (gates, levels); the state is read and
-    written once per token. Backward adds twice the bytes and operations.
+    q, k of `groups` heads, v and o of all heads, `extra` float32 values per token and head (gates, levels). The state is read
+    and written once per token. Backward adds twice the bytes and operations.
     """
-    numbers = batch * tokens * (2 * groups * key + 2 * heads * value)
-    moved = numbers * width + batch * tokens * heads * extra * 4
+    elements = batch * tokens * (2 * groups * key + 2 * heads * value)
+    moved = elements * width + batch * tokens * heads * extra * 4
     flops = 4 * batch * heads * tokens * key * value
     return WorkEstimate(3 * moved, 3 * flops) if back else WorkEstimate(moved, flops)

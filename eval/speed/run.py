@@ -61,18 +61,18 @@ def bench(
     gpu = place.type == "cuda"
     sizes = sizes or ("full" if gpu else "small")
     _check_options(kind, sizes, dtype)
-    numbers = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
+    torch_dtype = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
     budget_ms, max_ms = (25.0, 3000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
     benchmark = Benchmark(place, budget_ms, max_ms, deadline, min_runs=3 if kind != "model" else 1)
-    limits = measure_ceilings(benchmark, numbers)
+    limits = measure_ceilings(benchmark, torch_dtype)
     result: dict[str, Any] = {
         "kind": kind,
         "sizes": sizes,
         **describe_environment(place),
-        "dtype": str(numbers).removeprefix("torch."),
+        "dtype": str(torch_dtype).removeprefix("torch."),
     }
     result |= {"ceilings": limits, "rows": [], "complete": False}
-    for case in _benchmark_cases(kind, sizes, place, numbers, peers):
+    for case in _benchmark_cases(kind, sizes, place, torch_dtype, peers):
         case.implementations = _select_implementations(case, only, gpu)
         progress.say(case_line(case, _run_case(benchmark, case, limits, result["rows"])))
         if out is not None:
@@ -94,8 +94,8 @@ def save_result(out: Path, result: dict[str, Any]) -> None:
 
 
 def _check_options(kind: str, sizes: str, dtype: str | None = None) -> None:
-    asked = ("bench", kind, (*KINDS, TRAIN)), ("--sizes", sizes, SIZES), ("--dtype", dtype or DTYPES[0], DTYPES)
-    for what, given, valid in asked:
+    is_selected = ("bench", kind, (*KINDS, TRAIN)), ("--sizes", sizes, SIZES), ("--dtype", dtype or DTYPES[0], DTYPES)
+    for what, given, valid in is_selected:
         if given not in valid:
             raise SurgeryError(f"{what} {given!r} is not one of {', '.join(valid)}{suggestion(given, valid)}")
 
@@ -114,11 +114,13 @@ def _select_implementations(case: BenchmarkCase, only: str | None, gpu: bool) ->
     without = [word[1:] for word in words if word.startswith("-")]
     among = [word for word in words if not word.startswith("-")] or [""]
 
-    def asked(implementation: TimedImplementation) -> bool:
+    def is_selected(implementation: TimedImplementation) -> bool:
         name = implementation.name.lower()
         return any(word in name for word in among) and not any(word in name for word in without)
 
-    return [r for i, r in enumerate(case.implementations) if (i == 0 or asked(r)) and (gpu or r.choice != "kernel")]
+    return [
+        r for i, r in enumerate(case.implementations) if (i == 0 or is_selected(r)) and (gpu or r.choice != "kernel")
+    ]
 
 
 def _run_case(

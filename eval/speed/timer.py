@@ -152,8 +152,9 @@ class Benchmark:
         return None
 
     def _warm_up(self, implementation: TimedImplementation, row: ResultRow, launches: bool) -> Call | None:
-        """Compile and take a first time; return None on failure. A long run that succeeded at a smaller size counts as
-        warm.
+        """Compile and take a first time; return None on failure.
+
+        An implementation is not warmed up again if a long run of it succeeded at a smaller size.
         """
         x, ms = self.last.get((row["table"], implementation.name), (row["x"], 0.0))
         warm = row["x"] > x and ms * row["x"] / x > LONG_RUN_MS and implementation.choice != "kernel"
@@ -175,7 +176,7 @@ class Benchmark:
                     and not self._synchronizes(call)
                 ):
                     row["launch"] = min(launch, self._time_with_memory(call)[1], self._time_with_memory(call)[1])
-                if row["ms"] > self.max_ms and self.min_runs > 1:  # was that compiling too, for another kind of size?
+                if row["ms"] > self.max_ms and self.min_runs > 1:  # that run may have compiled for this size
                     row["ms"] = min(row["ms"], self._time_ms(call))
             return call
         except torch.OutOfMemoryError:

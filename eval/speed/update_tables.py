@@ -41,9 +41,9 @@ def tuning_tables(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the tables of kernels/tuning.py, one per dtype: times of each op's implementations and of what it replaces."""
     tables: dict[str, dict[str, Any]] = {}
     for result in results:
-        said = {name: result[name] for name in ("device", "capability", "dtype", "date", "versions")}
-        said["capability"] = said["capability"] or []
-        into = tables.setdefault(result["dtype"], {**said, "rows": []})["rows"]
+        head = {name: result[name] for name in ("device", "capability", "dtype", "date", "versions")}
+        head["capability"] = head["capability"] or []
+        into = tables.setdefault(result["dtype"], {**head, "rows": []})["rows"]
         for table in dict.fromkeys(row["table"] for row in result["rows"]):
             for x in dict.fromkeys(row["x"] for row in result["rows"] if row["table"] == table):
                 case = [row for row in result["rows"] if (row["table"], row["x"]) == (table, x) and row["ms"]]
@@ -67,9 +67,9 @@ def format_json(tables: list[dict[str, Any]]) -> str:
     """Format as JSON with one line per row."""
     parts = []
     for table in tables:
-        said = json.dumps({name: value for name, value in table.items() if name != "rows"})
+        head = json.dumps({name: value for name, value in table.items() if name != "rows"})
         rows = ",\n  ".join(json.dumps(row) for row in table["rows"])
-        parts.append(f'{said[:-1]}, "rows": [\n  {rows}\n ]}}')
+        parts.append(f'{head[:-1]}, "rows": [\n  {rows}\n ]}}')
     return '{"tables": [\n ' + ",\n ".join(parts) + "\n]}\n"
 
 

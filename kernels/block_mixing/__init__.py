@@ -95,8 +95,11 @@ class DenseMixing:
 
 
 class BlockMixingFunction(torch.autograd.Function):
-    """(out (B, G, J, T, V), state of the mixing) of q (B, G, J, T, F), k (B, G, T, F), v (B, G, T, V), own_GJN, the weight of a block in
-    itself (None if the mixing includes it), and the parameters of the mixing."""
+    """Attention that mixes blocks, (out (B, G, J, T, V), state of the mixing), with gradients.
+
+    Inputs: q (B, G, J, T, F), k (B, G, T, F), v (B, G, T, V), the parameters of the mixing, and own_GJN, the weight of a block
+    in itself (None if the mixing includes it).
+    """
 
     @staticmethod
     def forward(

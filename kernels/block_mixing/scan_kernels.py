@@ -3,9 +3,10 @@
     tile of BM blocks x BE elements:   mixed = K X + P H,   H' = e^(-lambda BM) H + W X
     K[i, k] = sum_r a_r e^(-lambda_r (i - k)), i > k    P[i, r] = a_r e^(-lambda_r i)    W[r, i] = e^(-lambda_r (BM - i))
 
-X: the sums of the tile's blocks (BM, BE). H (R, BE): the states that enter the tile; H_n + X_n is the state S_n behind block n. All three are matrix products over the BM blocks, so that R adds
-width but no passes: memory is read once and written once. A program walks all tiles of its BE elements of one query head. In reverse
-it starts from the last block; the adjoint has a_r on its inputs instead of its outputs and sums over the query heads.
+X (BM, BE): the sums of the tile's blocks. H (R, BE): the states that enter the tile; H_n + X_n is the state S_n behind block n.
+K X, P H and W X are matrix products, so that R adds width but no passes: memory is read once and written once. A program walks all
+tiles of its BE elements of one query head. In reverse it starts from the last block. The adjoint has a_r on its inputs instead of
+its outputs and sums over the query heads.
 Letters: M blocks, E = F V elements of a flat sum, RP: the power of two of R, OP: the dtype of products' operands.
 Source of the mask: surgery/mixers/masks/toeplitz_block_mixing.py. Arguments stay scalars: Triton 3.2, the oldest one supported, has
 no tuples.
@@ -173,8 +174,9 @@ def correlate(
     x, grad, later, write, fade, ahead, state, slope, pairs, sum_0, sum_1, pos0, count, E, e,
     REVERSE: tl.constexpr, BM: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (H, T) `ahead` blocks on (state, slope), and after one more tile the products of dO with X (BM, BM), with H and with T
-    (BM, RP), of which `parameter_grad_tiles` makes its sums."""
+    """Return (H, T) `ahead` blocks on (state, slope), and the products of dO with X (BM, BM), with H and with T (BM, RP).
+
+    The products include one more tile; `parameter_grad_tiles` sums them."""
     tile = load_tile(x, pos0, count, E, e, REVERSE, BM, OP)
     wanted = load_tile(grad, pos0, count, E, e, REVERSE, BM, OP)
     pairs = tl.dot(wanted, tl.trans(tile), pairs, input_precision=PRECISION)

@@ -37,7 +37,7 @@ def _make_sizes(tensors: tuple[Any, ...], ends: Tensor | None, chunk: int) -> De
 
 
 def _forward(tensors: tuple[Any, ...], sizes: DeltaSizes) -> tuple[Tensor, Tensor]:
-    """(out_BGJTV, last_RGKV) of q, k, v, beta, gates and the first state or None."""
+    """Return (out_BGJTV, last_RGKV) of q, k, v, beta, gates and the first state or None."""
     q, k, v, beta, gates, first = tensors
     plan = DeltaPlan(q, k, v, beta, gates, sizes)
     terms = launch_wy_forward(plan)

@@ -35,7 +35,7 @@ from surgery.kernels.kernel_tensors import GroupTensor
 
 
 class WYTerms(NamedTuple):
-    """Results of `wy_forward` for every chunk: c (2, C): summed log-gates; y (C, C); w (C, K); u^T (V, C)."""
+    """Results of `wy_forward` for every chunk: c (2, C) (summed log-gates), y (C, C), w (C, K), u^T (V, C)."""
 
     c: Tensor
     y: Tensor

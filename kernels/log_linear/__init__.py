@@ -52,7 +52,7 @@ def _make_plan(tensors: tuple[Tensor, ...], closing_S: Tensor, levels: int, *geo
 
 
 def _forward(tensors: tuple[Tensor, ...], tree: _TreePlan) -> tuple[Tensor, Tensor]:
-    """(out_BGJTV, final_SLGFV) of q, k, v, gates and level."""
+    """Return (out_BGJTV, final_SLGFV) of q, k, v, gates and level."""
     plan = ChunkedPlan.from_inputs(tree.table, *tensors)
     states, final = launch_build_slots(plan, tree.closing_S, tree.levels)
     return launch_read(plan, states), final

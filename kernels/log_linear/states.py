@@ -33,9 +33,11 @@ BLOCK_K, BLOCK_V, READ_K, READ_V, STAGES = 64, 64, 128, 64, 3
 
 @triton.jit
 def tops_of(seq, base, count, VARLEN: tl.constexpr):
-    """Return the first place of a sequence in `tops` and `gates` of `build_slots`, which have `ChunkTable.units(3)` places: a row
-    of a batch has count // 8 + 2 of them, also if 8 does not divide count; a packed sequence of n chunks has at least
-    n // 8 + 1."""
+    """Return the first place of a sequence in `tops` and `gates` of `build_slots`, which have `ChunkTable.units(3)` places.
+
+    A row of a batch has count // 8 + 2 places, also if 8 does not divide count. A packed sequence of n chunks has at least
+    n // 8 + 1 places.
+    """
     if VARLEN:
         return (base >> 3) + seq
     else:

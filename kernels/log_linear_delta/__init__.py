@@ -73,7 +73,7 @@ def _make_plan(tensors: tuple[Any, ...], tree: _TreeSizes) -> LogLinearDeltaPlan
 
 
 def _forward(tensors: tuple[Any, ...], tree: _TreeSizes) -> tuple[Tensor, Tensor]:
-    """(out_BGJTV, the buckets behind the tokens, an empty tensor without buckets)."""
+    """Return (out_BGJTV, the buckets behind the tokens; an empty tensor without buckets)."""
     out, after = _make_plan(tensors, tree).forward()
     return out, out.new_empty(0, dtype=torch.float32) if after is None else after
 
@@ -135,14 +135,14 @@ def run_with_buckets(
     bits, high = C.bit_length() - 1, max(0, levels - C.bit_length() + 1)
     at_B, slot_B, low = start_B >> bits, start_B % C, buckets[:, :bits]
     first = BoundaryChunk.from_tokens(rows, at_B, slot_B, bits)
-    low_BlGKV = first.through(low)
+    low_BlGKV = first.carry_buckets(low)
     resumed = F.pad(buckets[:, bits:], (0, 0, 0, 0, 0, 0, 0, high - buckets[:, bits:].shape[1]))
     inputs = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), beta, gates, level_BTGJL
     at_ends = resumed.transpose(0, 1).contiguous(), low_BlGKV.sum(1), end_B
     out, after = LOG_LINEAR_DELTA_OP((*inputs, *at_ends), (start_B, None, chunk, high, ALL_LEVELS))
     last = BoundaryChunk.from_tokens(rows, end_B >> bits, end_B % C, bits)
-    own = last.low() + final_buckets(first, low_BlGKV, end_B, at_B)
-    out = out + first.reads(low, T).to(out.dtype) if low.shape[1] else out
+    own = last.buckets_after() + final_buckets(first, low_BlGKV, end_B, at_B)
+    out = out + first.read_buckets(low, T).to(out.dtype) if low.shape[1] else out
     return out, torch.cat([own, after.transpose(0, 1)], 1)[:, :levels]
 
 

@@ -2,7 +2,8 @@
 
 Small buckets that a row resumes from lie in its first chunk. The queries of that chunk read them one by one, and they pass
 through the chunk. Small buckets behind a row are sums over its last chunk alone
-(surgery/mixers/masks/log_linear_chunked.py: `_first_reads`, `_through_first` and `_low`). Gradients are torch's own.
+(surgery/mixers/masks/log_linear_chunked.py: `_read_low_buckets`, `_carry_low_buckets` and `_low_buckets_after`).
+Gradients are torch's own.
 
 Suffixes: C slots of the chunk, l buckets smaller than a chunk, c the same behind the row.
 """
@@ -68,15 +69,15 @@ class BoundaryChunk:
         """The gates from the chunk's start up to each slot."""
         return self.gates_BGC.cumsum(-1).exp()
 
-    def meeting(self, low: int) -> Tensor:
+    def read_levels(self, low: int) -> Tensor:
         """Return the level (B, C, l) at which a slot reads bucket l of the state at the row's start, for `low` buckets."""
         at_C = torch.arange(1 << self.bits, device=self.slot_B.device)
         differs_BC1 = bit_length(at_C ^ self.slot_B.unsqueeze(1), self.bits).unsqueeze(2)
         return torch.maximum(differs_BC1, torch.arange(1, low + 1, device=self.slot_B.device))
 
-    def reads(self, low_BlGFV: Tensor, length: int) -> Tensor:
+    def read_buckets(self, low_BlGFV: Tensor, length: int) -> Tensor:
         """Return what the tokens read of the buckets, (B, G, J, T, V), zeros outside the chunk. length: T."""
-        index_BCl = self.meeting(low_BlGFV.shape[1]).clamp_max(self.level_BGJCL.shape[-1] - 1)
+        index_BCl = self.read_levels(low_BlGFV.shape[1]).clamp_max(self.level_BGJCL.shape[-1] - 1)
         shape = (*self.level_BGJCL.shape[:-1], index_BCl.shape[-1])
         lambda_BGJCl = self.level_BGJCL.gather(-1, index_BCl[:, None, None].expand(shape))
         seen_BlGJCV = self.scores.read_xJCF.unsqueeze(1) @ low_BlGFV.unsqueeze(3)
@@ -86,13 +87,13 @@ class BoundaryChunk:
         index = self.token_BC[:, None, None, :, None].expand_as(seen_BGJCV)
         return every.scatter_add(3, index, seen_BGJCV)[..., :length, :]
 
-    def through(self, low_BlGFV: Tensor) -> Tensor:
-        """Return the buckets as they are at the chunk's end."""
+    def carry_buckets(self, low_BlGFV: Tensor) -> Tensor:
+        """Return the buckets of the row's start after the gates and transitions of the chunk, (B, l, G, F, V)."""
         carry = self.scores.carry()
         passed = low_BlGFV if carry is None else carry.unsqueeze(1) @ low_BlGFV
         return self.fade_BGC[:, None, :, -1, None, None] * passed
 
-    def low(self) -> Tensor:
+    def buckets_after(self) -> Tensor:
         """Return the buckets of the chunk's own tokens that a query at `slot` would read, (B, bits, G, F, V)."""
         at_C = torch.arange(1 << self.bits, device=self.slot_B.device)
         bit_BC = bit_length(at_C ^ self.slot_B.unsqueeze(1), self.bits) - 1
@@ -111,10 +112,13 @@ def _gather_tokens(x: Tensor, token_BC: Tensor, dim: int) -> Tensor:
 
 
 def final_buckets(first: BoundaryChunk, low_BlGFV: Tensor, end_B: Tensor, at_B: Tensor) -> Tensor:
-    """Return the buckets behind the last token that hold the small buckets of the row's start, (B, bits, G, F, V): zeros for rows that
-    go beyond their first chunk, at_B. low: the small buckets at the chunk's end. end_B: position behind the last token."""
+    """Return the buckets behind the last token that hold the small buckets of the row's start, (B, bits, G, F, V).
+
+    They are zeros for rows that go beyond their first chunk, at_B. low: the small buckets at the chunk's end. end_B: position
+    behind the last token.
+    """
     slot_B = end_B % (1 << first.bits)
-    level_Bl = first.meeting(low_BlGFV.shape[1]).take_along_dim(slot_B[:, None, None], 1).squeeze(1)
+    level_Bl = first.read_levels(low_BlGFV.shape[1]).take_along_dim(slot_B[:, None, None], 1).squeeze(1)
     which_c1 = torch.arange(first.bits, device=end_B.device).unsqueeze(1)
     into_Bcl = (level_Bl.unsqueeze(1) - 1 == which_c1) & (end_B >> first.bits == at_B)[:, None, None]
     return torch.einsum("bcl,blgfv->bcgfv", into_Bcl.to(low_BlGFV.dtype), low_BlGFV)

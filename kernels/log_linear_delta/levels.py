@@ -55,8 +55,11 @@ class LevelStates(NamedTuple):
 
 
 class GatheredGradients(NamedTuple):
-    """Sums of `gather_gradients` over levels: per chunk dk and dw (C, K), du^T (V, C), dread (J, C, K) and dc (parts, C); dlevel (B, T,
-    G, J, L). dk, dlevel and dc are float32."""
+    """Sums of `gather_gradients` over levels.
+
+    Per chunk: dk and dw (C, K), du^T (V, C), dread (J, C, K), dc (parts, C). Per token: dlevel (B, T, G, J, L). dk, dlevel and
+    dc are float32.
+    """
 
     dk: Tensor
     dw: Tensor
@@ -67,8 +70,11 @@ class GatheredGradients(NamedTuple):
 
 
 class PairEnds(NamedTuple):
-    """Buffers at the ends of a pair, or their gradients: states of this level's segments and of their parents (entries, G, V, K);
-    buckets that rows resume from and that they end with (R, G, K, V); positions behind the rows (R,)."""
+    """Buffers at the ends of a pair, or their gradients.
+
+    state, parent (entries, G, V, K): states of this level's segments and of their parents. bucket, after (R, G, K, V): buckets
+    that rows resume from, and those behind the rows. end (R,): positions behind the rows.
+    """
 
     state: Tensor
     parent: Tensor

@@ -264,7 +264,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         )  # fmt: skip
 
     def _chunk_gradients(self, do: Tensor, t: WYTerms, sums: GatheredGradients) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, the part of dv from inside chunks, dT); adds to `sums` what chunks read of themselves."""
+        """Return (dq, the part of dv from inside chunks, dT), and add to `sums` what chunks read of themselves."""
         s, parts = self.sizes, self.parts
         chunks = s.R * s.N
         dv = torch.empty(self.v.shape, dtype=self.v.dtype, device=do.device)

@@ -6,8 +6,8 @@
 `mlr_queries` walks keys past a tile of queries (dQ and d bias), `mlr_keys` walks queries past a tile of keys (dK and dV). Seen from a
 key s, a level is near for queries before high_l(s) = s + extent_l (sliding) or the end of the key's block (nested).
 
-Zones are processed from the farthest to the nearest. Their products with dS take all dimensions; after each zone, dimensions of
-levels that it has not are set to zero again, because no nearer zone has contributed to them yet. The remaining tiles
+Zones are processed from the farthest to the nearest. Their products with dS take all dimensions. After each zone, dimensions of
+levels that are not near in it are set to zero again, because no nearer zone has contributed to them yet. The remaining tiles
 come last, one level at a time.
 
 `out` is rounded, and so are the weights that made it, so that delta is off by an error eps of its query. Beside dS of single pairs

@@ -53,7 +53,7 @@ class CacheSlots(NamedTuple):
     """The cache of one head group.
 
     v: pointer to the values; v_missing: slots before the first one stored (negative: slots stored before the first). biases_R:
-    pointers to each row's biases. slot = position + lead; first: the first position that is there; slots: S.
+    pointers to each row's biases. slot = position + lead; first: the first position with a token; slots: S.
     """
 
     v: Any

@@ -10,8 +10,8 @@ them). The tiles between zones, in which a level begins, are called remaining ti
 one, the finest first, and masked.
 
 Positions count the real tokens of a row: key slot = position + lead. Letters: M queries and N keys of a tile, A + B score
-dimensions in two powers of two, R score dimensions of all levels, V value dimensions and DV their power of two; X and Y stand
-for M and N in either order.
+dimensions in two powers of two, R score dimensions of all levels. V: value dimensions, DV: their power of two. X and Y stand for M
+and N in either order.
 
 Kernels pass their arguments on in the named tuples below. The kernels themselves take numbers and pointers one by one,
 because torch.compile, which traces their launches, takes no tuples of tensors.
@@ -93,8 +93,10 @@ class Walk(NamedTuple):
 # -- positions -------------------------------------------------------------------------------------
 @triton.jit
 def head_position(ends, stride_end, T, S, heads_per_row, heads_per_group, HOLES: tl.constexpr):
-    """Return (row of the batch, query head, key head) of this program, and of its row (end, lead, first query, first key): `end` is
-    the number of positions, the others are the lead of slots and the positions of the first query and key that are there."""
+    """Return (row of the batch, query head, key head, end, lead, first query, first key) of this program.
+
+    end: number of positions in the row. lead: slots before position 0. first query, first key: positions of the first of each.
+    """
     batch = (tl.program_id(1) // heads_per_row).to(tl.int64)
     head = (tl.program_id(1) % heads_per_row).to(tl.int64)
     end = tl.load(ends + batch * stride_end).to(tl.int32) if HOLES else S
@@ -288,7 +290,7 @@ def add_product(score, x_XA, x_XB, y_YA, y_YB, low, high, sizes, ALL: tl.constex
 
 @triton.jit
 def zone_score(x_XA, x_XB, y_YA, y_YB, sizes):
-    """Return score_XY of a tile in a zone: x holds zeros in the dimensions of levels that the zone has not."""
+    """Return score_XY of a tile in a zone: x holds zeros in the dimensions of levels that are not near in it."""
     zero = tl.zeros([x_XA.shape[0], y_YA.shape[0]], tl.float32)
     return add_product(zero, x_XA, x_XB, y_YA, y_YB, 0, sizes.R, sizes, True)
 
@@ -334,7 +336,7 @@ def tile_score(
 def score_gradients(score, bias, lse, dweight, delta, seen, scale, MASKED: tl.constexpr, CAP: tl.constexpr):
     """Return (weights, gradient of scaled scores behind the soft cap, derivative of the soft cap).
 
-    lse: base-2 log-sum-exp; dweight = dO V^T; delta = <dO, O>. seen: the mask of visible pairs, if MASKED.
+    lse: base-2 log-sum-exp. dweight = dO V^T, delta = <dO, O>. seen: the mask of visible pairs, if MASKED.
     """
     log2_e: tl.constexpr = 1.4426950408889634
     if CAP > 0:
@@ -352,7 +354,7 @@ def score_gradients(score, bias, lse, dweight, delta, seen, scale, MASKED: tl.co
 
 @triton.jit
 def add_zone_gradients(dx_XA, dx_XB, dscore_XY, y_YA, y_YB, sizes):
-    """Return dx + dscore y in all dimensions; those of levels that the zone has not are set to zero after the zone."""
+    """Return dx + dscore y in all dimensions; those of levels that are not near in the zone are set to zero after it."""
     dx_XA = tl.dot(dscore_XY, y_YA, dx_XA, input_precision=sizes.precision)
     if sizes.B > 0:
         dx_XB = tl.dot(dscore_XY, y_YB, dx_XB, input_precision=sizes.precision)

@@ -44,7 +44,7 @@ def _make_table(
 
 
 def _forward(tensors: tuple[Any, ...], table: ChunkTable) -> tuple[Tensor, Tensor]:
-    """(out_BGJTV, last_SGFV) of q, k, v, gates and the first state or None."""
+    """Return (out_BGJTV, last_SGFV) of q, k, v, gates and the first state or None."""
     *tokens, first = tensors
     plan = ChunkedPlan.from_inputs(table, *tokens)
     states, last = launch_pass_forward(plan, first)

@@ -1,9 +1,9 @@
 """Gradients of kernels/ssd/output.py, one chunk per program.
 
 `read_grad`: gradients of queries and lambdas. `write_grad`: gradients of keys, values and log-gates. The gradient of a log-gate
-is the sum of out * d_out over all pairs of tokens that the gate lies between: pairs inside the chunk; what the chunk's
-tokens read of earlier chunks (`pull`) and write for later ones; and pairs whose decay passes the whole chunk
-(`passing`, `shares`). These parts are summed separately, so that no sum is the small difference of large ones.
+is the sum of out * d_out over all pairs of tokens that the gate lies between. It has three parts: pairs inside the chunk, what the
+chunk's tokens read of earlier chunks (`pull`) and write for later ones, and pairs whose decay passes the whole chunk
+(`passing`, `shares`). The parts are summed separately, so that no sum is the small difference of large ones.
 """
 
 from __future__ import annotations

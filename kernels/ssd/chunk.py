@@ -24,8 +24,11 @@ from torch import Tensor
 
 
 class ChunkPointers(NamedTuple):
-    """Tables of a `ChunkTable` (kernels/ssd/layout.py) as a kernel argument: position of each row's first token; borders of
-    packed sequences; the sequence of each place; the first place of each sequence."""
+    """Tables of a `ChunkTable` (kernels/ssd/layout.py) as a kernel argument.
+
+    They are, in this order: the position of each row's first token, the borders of packed sequences, the sequence of each place,
+    and the first place of each sequence.
+    """
 
     start: Tensor
     ends: Tensor
@@ -34,8 +37,11 @@ class ChunkPointers(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """Where a sequence lies: its row; its first token in the row; its tokens; the number of its first chunk; the slot of its first
-    token in that chunk; the place of that chunk."""
+    """Where a sequence lies.
+
+    The fields are, in this order: its row, the index of its first token in the row, its number of tokens, the number of its first
+    chunk, the slot of its first token in that chunk, and the place of that chunk.
+    """
 
     row: tl.tensor
     begin: tl.tensor

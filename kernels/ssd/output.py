@@ -32,7 +32,7 @@ def read(
 ):  # fmt: skip
     """Store out_BGJTV of one chunk, query head and tile of values. Grid: (M, G x tiles of values, J).
 
-    q, out: `HeadTensor`; k, v: `GroupTensor`; level: `LevelTensor`; sums (G, M, 2, C); slots (G, M, F, V); totals (G, M): the
+    q, out: `HeadTensor`; k, v: `GroupTensor`; level: `LevelTensor`; sums (G, M, 2, C), slots (G, M, F, V), totals (G, M): the
     slots' log-gates. LAST: the last level with a lambda of its own, -1 for gated masks.
     """
     m = tl.program_id(0)

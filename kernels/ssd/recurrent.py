@@ -2,8 +2,8 @@
 
     S <- e^g (I - beta k k^T) S + beta k v^T      o = w q S      kernel scores: S <- e^g S + k v^T
 
-Log-linear masks do this with each bucket S_l and read o = w sum_l lambda^(l) q S_l (Guo et al. 2025, "Log-Linear Attention",
-section 3.2). Then the buckets below the lowest zero bit of the position, and the token, merge into the bucket of that bit.
+Log-linear masks do this with the bucket S_l of each level and read o = w sum_l lambda^(l) q S_l (Guo et al. 2025, "Log-Linear
+Attention", section 3.2). Then the buckets below the lowest zero bit of the position, and the token, merge into the bucket of that bit.
 
 Shapes: q (B, G, J, F), k (B, G, F), v (B, G, V), states (B, L, G, F, V), w (G, J): a weight of each query head.
 """

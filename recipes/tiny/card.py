@@ -1,5 +1,6 @@
 """Model card of the embedded checkpoint: description, training, scores, limits."""
 
+import re
 from typing import Any
 
 from surgery.eval.suites.needle import NeedleTable
@@ -67,6 +68,8 @@ Questions have one wording; it retrieves codes of two digits and single words, n
 def format_card(record: dict[str, Any]) -> str:
     """Return the card's text from training_log.json, with about sixteen points of the loss curve."""
     choices, log, needle = record["choices"], record["log"], record["needle"]
+    # The log names the training script as it was named when it ran.
+    command = re.sub(r"-m \S+", "-m surgery.recipes.tiny.train", record["made"]["command"])
     table = NeedleTable(*(needle[name] for name in ("lengths", "depths", "samples", "accuracy")))
     stride = max(1, len(log) // 16)
     shown = log[:-1:stride] + log[-1:]
@@ -74,7 +77,7 @@ def format_card(record: dict[str, Any]) -> str:
     return CARD.format(
         **choices,
         **record["scores"],
-        **record["made"],
+        **record["made"] | {"command": command},
         head_dim=choices["hidden"] // choices["heads"],
         table=table.markdown(),
         mean=100 * table.mean,

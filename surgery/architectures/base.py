@@ -52,7 +52,7 @@ class OutlineSpec:
     scale: config key whose value v scales the attention scores by v ** -0.5; "" for the head dimension.
     window: where the sliding window applies: "model" in every layer, "layers" in those that the config's layer_types name.
     nested_rope: whether rope_parameters has one entry for each layer type.
-    required, optional: keys that config.json must and may have, beside those of every decoder.
+    required, optional: keys that config.json must and may have, besides those of every decoder.
     """
 
     model_type: str
@@ -79,11 +79,11 @@ class Architecture:
     residual_attention, residual_mlp: per sublayer, the module whose input is the residual stream to which the output of the
         sublayer's last linear is added unchanged; () if a norm comes between.
     head: path of the output projection in the model. qk_norm: whether queries and keys are normalized.
-    softcap: name in the config of the soft cap on the logits.
+    softcap: config key of the soft cap on the logits.
     core: path, below the first attention sublayer, of the module that computes the scores; "" for the sublayer itself.
     head_dim: that module's attribute for the head dimension K. rotary: which dimensions of a head RoPE rotates together,
         "halves" (f, f + half) or "pairs" (2 f, 2 f + 1); "none" without RoPE. How many rotate is read from the config.
-    score_softcap: name in the config of the soft cap on attention scores. unmixable: why its attention cannot be replaced.
+    score_softcap: config key of the soft cap on attention scores. unmixable: why its attention cannot be replaced.
     outline: the modules of transformers' class for `surgery plan`; None to import that class for every plan.
     """
 

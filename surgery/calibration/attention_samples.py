@@ -25,7 +25,7 @@ from surgery.planning.attention_plan import AttentionTarget
 class AttentionSample:
     """One calibration sample of an attention module (B = 1).
 
-    inputs: q, k, v as the mixer reads them, with q and k after RoPE or before it. teacher: the same after RoPE.
+    inputs: of the mixer, with q and k after or before RoPE. teacher: of the original attention, with q and k after RoPE.
     target_BHTV: the outputs of the original heads, before the output projection.
     """
 
@@ -141,4 +141,4 @@ def run_until_stop(call: LayerCall, row: int) -> None:
         call.apply(row, row + 1)
     except StopForward:
         return
-    raise AssertionError(f"the forward of {call.path} must reach the hooked module (it returned without)")
+    raise AssertionError(f"the forward of {call.path} must reach the hooked module (it returned before)")

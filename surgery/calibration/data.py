@@ -40,7 +40,7 @@ class CalibrationSet:
 
     @classmethod
     def from_inputs(cls, inputs: dict[str, Tensor], holdout: float) -> CalibrationSet:
-        """Return the set with a share `holdout` of the rows held out, at least 2 of 4 or more rows, else 1."""
+        """Return the set with a share `holdout` of the rows held out: at least one row, and at least two if there are four."""
         rows = len(next(iter(inputs.values())))
         if rows < 2:
             raise SurgeryError(f"calibration: {rows} window; at least two are needed, one to fit and one to check")
@@ -201,7 +201,7 @@ UNREADABLE = 0.1  # fraction of undecodable characters above which a file is ref
 
 
 def decode_text(path: Path) -> tuple[str, str | None]:
-    """Return (text, note or None) of a file in UTF-8, UTF-16 or UTF-32. Raises SurgeryError if it is none of these."""
+    """Return (text, note or None) of a file in UTF-8, UTF-16 or UTF-32. Raises SurgeryError for other encodings."""
     data = path.read_bytes()
     name = detect_encoding(data[:4096])
     if name is not None:

@@ -2,8 +2,8 @@
 
 The unconverted model runs once forward and once backward, one layer at a time. Each layer is one autograd function that
 keeps only its input; in the backward pass it loads its weights again, repeats its forward and returns the gradient. Hooks on
-every linear accumulate E[x x^T] of its inputs and E[g g^T] of its output gradients (the full matrix, or its diagonal if there
-are too few tokens to estimate it), the factors of K-FAC (Martens & Grosse 2015). Labels are sampled from the model, which
+every linear accumulate the factors of K-FAC (Martens & Grosse 2015): E[x x^T] of its inputs, and E[g g^T] of its output
+gradients. The latter is only a diagonal if there are too few tokens to estimate the full matrix. Labels are sampled from the model, which
 gives the Fisher information and not the empirical Fisher (Kunstner et al. 2019). For models without a language-model head,
 the gradient of the output is random noise, relative to the output's root mean square.
 """

@@ -91,8 +91,8 @@ class LayerRunner:
     """Runs a meta-device model one layer at a time on a batch of rows.
 
     layers, head: module paths. limit: bytes of hidden states above which they are kept on the CPU, and there in a
-    memory-mapped file in the folder `scratch`. ranks: the processes that share the rows; each runs its own rows, but its
-    buffers have the size of all. hidden_bytes, moment_bytes: the peak memory of hidden states and second moments.
+    memory-mapped file in the folder `scratch`. ranks: the processes that share the rows; each runs its own rows, but
+    its buffers hold all rows. hidden_bytes, moment_bytes: the peak memory of hidden states and second moments.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class CompanionFiles(NamedTuple):
     left: list[str]
 
 
-def in_subfolders(folder: Path) -> CompanionFiles:
+def subfolder_files(folder: Path) -> CompanionFiles:
     """Return the small files of the subfolders, at most MAX_DEPTH levels down.
 
     A link to a file of the folder or of the Hub's cache counts as a file; a link to a folder is not followed.
@@ -159,7 +159,7 @@ def module_folders(folder: Path) -> set[str]:
     }
 
 
-def in_folder(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+def folder_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     """Return the files of the folder itself that match the patterns, except weights of other formats."""
     found = {p.relative_to(folder) for pattern in patterns for p in folder.glob(pattern) if p.is_file()}
     return sorted(p for p in found if p.suffix.lower() not in FOREIGN and not p.name.startswith("."))

@@ -198,7 +198,7 @@ class Report(ReportModel):
 
 
 @contextmanager
-def checked_report(where: str) -> Iterator[None]:
+def report_errors(where: str) -> Iterator[None]:
     """Turn a ValidationError of a report into a SurgeryError that names the report and up to three places in it."""
     try:
         yield
@@ -209,7 +209,7 @@ def checked_report(where: str) -> Iterator[None]:
 
 def validate_report(data: Any, where: str) -> None:
     """Raise SurgeryError unless `data` is a valid report. where: the file's name for the message."""
-    with checked_report(where):
+    with report_errors(where):
         report = Report.model_validate(data)
     if "total" not in report.time.seconds:
         raise SurgeryError(f"{where} is not a valid surgery report: time.seconds.total is missing")

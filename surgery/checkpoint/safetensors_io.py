@@ -78,7 +78,7 @@ class TensorInfo:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Return the tensors of a safetensors file by name. Raise SurgeryError if the header does not describe the file."""
 
-    def damaged(what: str) -> SurgeryError:
+    def damaged_error(what: str) -> SurgeryError:
         return SurgeryError(f"{path} is damaged or not safetensors: {what}; download the file again")
 
     try:
@@ -86,27 +86,31 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise damaged(f"its header claims {length:,} bytes, the file has {size:,}")
+                raise damaged_error(f"its header claims {length:,} bytes, the file has {size:,}")
             header = parse_json(file.read(length).decode("utf-8"), object_pairs_hook=_unique_keys)
     except OSError as error:
         raise SurgeryError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:
-        raise damaged("its header is not JSON, or has a duplicate name") from None
+        raise damaged_error("its header is not JSON, or has a duplicate name") from None
     if not isinstance(header, dict):
-        raise damaged("its header is not a JSON object")
+        raise damaged_error("its header is not a JSON object")
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
         info = _parse_tensor_entry(name, entry, path, 8 + length)
         if info is None:
-            raise damaged(f"the entry of tensor {name!r} is invalid")
+            raise damaged_error(f"the entry of tensor {name!r} is invalid")
         if info.stop > size:
-            raise damaged(f"tensor {name!r} ends at byte {info.stop:,}, the file at {size:,} (a truncated download?)")
+            raise damaged_error(
+                f"tensor {name!r} ends at byte {info.stop:,}, the file at {size:,} (a truncated download?)"
+            )
         width = DTYPES[info.dtype].itemsize if info.dtype in DTYPES else None
         if width is not None and info.numel * width != info.nbytes:
-            raise damaged(f"tensor {name!r} of shape {list(info.shape)} {info.dtype} cannot have {info.nbytes:,} bytes")
+            raise damaged_error(
+                f"tensor {name!r} of shape {list(info.shape)} {info.dtype} cannot have {info.nbytes:,} bytes"
+            )
         tensors[name] = info
-    _check_overlap(tensors, damaged)
+    _check_overlap(tensors, damaged_error)
     return tensors
 
 
@@ -132,11 +136,11 @@ def _parse_tensor_entry(name: Any, entry: Any, path: Path, base: int) -> TensorI
         return None
 
 
-def _check_overlap(tensors: dict[str, TensorInfo], damaged: Any) -> None:
+def _check_overlap(tensors: dict[str, TensorInfo], damaged_error: Any) -> None:
     end, before = 0, ""
     for info in sorted(tensors.values(), key=lambda t: (t.start, t.stop)):
         if info.start < end and info.nbytes:
-            raise damaged(f"tensors {before!r} and {info.name!r} share bytes")
+            raise damaged_error(f"tensors {before!r} and {info.name!r} share bytes")
         end, before = max(end, info.stop), info.name
 
 

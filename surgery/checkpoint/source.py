@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.companions import COPIED, SMALL_FILES, in_folder, in_subfolders
+from surgery.checkpoint.companions import COPIED, SMALL_FILES, folder_files, subfolder_files
 from surgery.checkpoint.remote_code import CONFIGS, check_code_trusted, check_no_outside_code, named_code
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorInfo, read_header, source_errors
 from surgery.checkpoint.table import SHIM_NAME
@@ -81,8 +81,8 @@ class CheckpointSource:
         """Return the files to copy beside the converted weights, relative to the folder."""
         code = ("*.py",) if named_code(self.folder, self.config) else ()  # code of a remote-code model or tokenizer
         weights = {info.file for info in self.tensors.values()}
-        files = [p for p in in_folder(self.folder, (*COPIED, *code)) if p.name not in EXCLUDED_COMPANIONS]
-        return [p for p in (*files, *in_subfolders(self.folder).files) if self.folder / p not in weights]
+        files = [p for p in folder_files(self.folder, (*COPIED, *code)) if p.name not in EXCLUDED_COMPANIONS]
+        return [p for p in (*files, *subfolder_files(self.folder).files) if self.folder / p not in weights]
 
     @property
     def nbytes(self) -> int:
@@ -190,7 +190,7 @@ def _check_links(folder: Path) -> None:
     """Raise SurgeryError for a link that leads outside the checkpoint and the Hub cache's blobs."""
     home, wanted = folder.resolve(), ("config.json", SAFE_WEIGHTS_INDEX_NAME, "*.safetensors", "*.py", *COPIED)
     homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
-    below = [folder / path for path in in_subfolders(folder).files]
+    below = [folder / path for path in subfolder_files(folder).files]
     for path in (*(p for p in folder.iterdir() if any(p.match(pattern) for pattern in wanted)), *below):
         if not path.is_symlink():
             continue

@@ -10,7 +10,7 @@ from rich.console import Console
 
 
 def show(parts: list[Any]) -> None:
-    """Print tables and lines on stdout, 140 columns wide if stdout is no terminal."""
+    """Print tables and lines on stdout, 140 columns wide if stdout is not a terminal."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140
     Console(width=wide).print(*parts, sep="\n", soft_wrap=True)
 

@@ -282,8 +282,11 @@ def bench_speed(
 def main(argv: list[str] | None = None) -> None:
     """Run the command line.
 
-    Exit codes: 0 success; 1 a defect of this package, or an eval threshold missed; 2 an error that the user can correct;
-    130 interrupted.
+    Exit codes:
+        0      success
+        1      a defect of this package, or an eval threshold missed
+        2      an error that the user can correct
+        130    interrupted
     """
     settings = Settings()
     _set_up_libraries()

@@ -23,7 +23,7 @@ import torch
 from rich.markup import escape
 
 from surgery.calibration.layer_runner import LayerRunner
-from surgery.checkpoint.companions import in_subfolders
+from surgery.checkpoint.companions import subfolder_files
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.report import (
     AllocationReport,
@@ -37,7 +37,7 @@ from surgery.checkpoint.report import (
     SourceReport,
     TimeReport,
     TotalsReport,
-    checked_report,
+    report_errors,
 )
 from surgery.checkpoint.safetensors_io import TensorSource, read_header, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
@@ -130,7 +130,7 @@ def _convert(
         progress.say(
             f"note: {type(model.model).__name__} does not use {format_tensor_names(model.unused)}; copied as stored"
         )
-    for name in in_subfolders(opened.folder).left:
+    for name in subfolder_files(opened.folder).left:
         progress.say(f"note: not copied beside the weights: {name}")
     text_notes: list[str] = []
     data = load_calibration(opened, model, recipe, text_notes)
@@ -205,7 +205,7 @@ class Conversion:
         entries = [entry for entry in found if entry is not None]
         assert len(entries) == len(found)
         expected = {name for entry in entries for name in self._shards().expected_shapes(entry)}
-        with self._timed("write"):
+        with self._timer("write"):
             shards = [self._shards().path(entry["piece"]) for entry in entries]
             weight_map = write_checkpoint(work_dir, shards, self.journal, expected)
             table = {path: spec for entry in entries for path, spec in entry["table"].items()}
@@ -214,7 +214,7 @@ class Conversion:
             copy_companions(ctx.model.source, work_dir)
             write_shims(work_dir, config, ctx.model.model)
             write_json(work_dir / "config.json", config)
-        with checked_report(str(work_dir / REPORT_NAME)):
+        with report_errors(str(work_dir / REPORT_NAME)):
             written = self._report(entries, hybrid, weight_map, began).to_dict()
         write_json(work_dir / REPORT_NAME, written)
         source = ctx.model.source
@@ -230,7 +230,7 @@ class Conversion:
         """Put the final attention targets into the plan; returns the report's "hybrid" entry."""
         if not self.ctx.plan.attention_targets or self.ctx.data is None:
             return None
-        with self._timed("attention"):
+        with self._timer("attention"):
             plan, hybrid = resolve_attention_plan(self.ctx, self.journal)
         self.ctx = replace(self.ctx, plan=plan)
         return hybrid
@@ -239,7 +239,7 @@ class Conversion:
         """Return (parameters for each target by name, the report's "allocation" entry)."""
         if done := self.journal.find("budgets"):
             return done["budgets"], done["allocation"]
-        with self._timed("budgets"):
+        with self._timer("budgets"):
             chosen = choose_budgets(self.ctx)
         budgets, allocation = self.ctx.dist.broadcast_object(chosen)
         self.journal.add("budgets", budgets=budgets, allocation=allocation)
@@ -248,14 +248,14 @@ class Conversion:
     def _convert(self, budgets: dict[str, float], allocation: dict[str, Any]) -> None:
         """Convert all layers and the head, and store all other tensors."""
         layers = self.ctx.plan.layout.layers
-        with self._timed("layers"), self.ctx.progress.bar("converting layers", len(layers)) as tick:
+        with self._timer("layers"), self.ctx.progress.bar("converting layers", len(layers)) as tick:
             if self.ctx.data is None:
                 score, head = None, self._convert_data_free(budgets, tick)
             else:
                 result, head = self._convert_calibrated(budgets, tick)
                 score = result.to_dict()
         self.journal.merge()
-        with self._timed("rest"):
+        with self._timer("rest"):
             if self.ctx.dist.main:
                 self._write_shard(NON_LAYER, head, held_out=score, allocation=allocation)
 
@@ -345,7 +345,7 @@ class Conversion:
 
     # -- the report --------------------------------------------------------------------------------
     @contextmanager
-    def _timed(self, step: str) -> Iterator[None]:
+    def _timer(self, step: str) -> Iterator[None]:
         """Add the seconds spent inside to `seconds[step]`."""
         began = time.perf_counter()
         yield

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.moments import HeldOutError, InputMoments
-from surgery.core.errors import NumbersError, SurgeryError, naming
+from surgery.core.errors import NumericalError, SurgeryError, naming
 from surgery.planning.plan import LinearTarget, fit_config_to_budget
 from surgery.structures import STRUCTURES, Metric, StructureConfig, StructuredLinear, linalg
 from surgery.structures.metric import damp_, damp_output_gram, spd_factor
@@ -250,7 +250,7 @@ def _fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, seco
     for tensor in [*linear.parameters()] if linear is not None else [dense_OI]:
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             largest = float(torch.finfo(stored).max)
-            raise NumbersError(
+            raise NumericalError(
                 f"its fit holds NaN or Inf in {str(stored).removeprefix('torch.')} (numbers up to {largest:.1e}). Leave it "
                 f"dense (a rule {{match: {target.name}, structure: dense}}), or convert from a checkpoint in bfloat16 or float32"
             )

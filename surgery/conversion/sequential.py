@@ -262,11 +262,11 @@ class SequentialConverter:
                     handle.remove()
         residual = inputs.get("residual")
         return (
-            self._unpadded(inputs["input"], start, stop),
-            None if residual is None else self._unpadded(residual, start, stop),
+            self._unpadded_rows(inputs["input"], start, stop),
+            None if residual is None else self._unpadded_rows(residual, start, stop),
         )
 
-    def _unpadded(self, x: Tensor, start: int, stop: int) -> Tensor:
+    def _unpadded_rows(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Return the rows of real tokens, (N, X)."""
         first = self.groups.sample(start)
         return unpadded_rows(x, None if self.mask_BT is None else self.mask_BT[first : first + stop - start])

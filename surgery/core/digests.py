@@ -1,7 +1,7 @@
 """SHA-256 digests of file contents, the keys of caches and saved results that depend on files.
 
-A digest is cached under the file's device, inode, size, mtime and ctime (ctime cannot be set back); for large files also on
-disk under $XDG_CACHE_HOME/surgery/digests, so that a large model is hashed once. The digest of a file modified in the last two
+A digest is cached under the file's device, inode, size, mtime and ctime (ctime cannot be set back). Digests of large files are
+also cached on disk under $XDG_CACHE_HOME/surgery/digests, so that a large model is hashed once. The digest of a file modified in the last two
 seconds is not cached: a second write within the resolution of the file system's clock would go unnoticed.
 """
 
@@ -42,12 +42,12 @@ def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file as hex digits; a file whose digest is known and that has not changed is not read again."""
     place = os.path.realpath(path)
     signature = _signature(place)
-    found = _remembered(place, signature)
+    found = _cached_digest(place, signature)
     if found is not None:
         return found
     began, digest = time.time(), hash_file(place)
     if _signature(place) == signature and began - max(signature[3:]) / 1e9 > SETTLED:
-        _remember(place, signature, digest)
+        _cache_digest(place, signature, digest)
     return digest
 
 
@@ -182,30 +182,30 @@ def _signature(place: str) -> list[int]:
 
 
 # -- cache of digests ---------------------------------------------------------------------
-def _note(place: str) -> Path:
+def _cache_file(place: str) -> Path:
     """Return the path of the file that stores the digest of the file at `place`."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:32]
     return Path(home, "surgery", "digests", f"{name}.json")
 
 
-def _remembered(place: str, signature: list[int]) -> str | None:
+def _cached_digest(place: str, signature: list[int]) -> str | None:
     """Return the cached digest if the file's signature is unchanged, else None."""
     found = _known.get(place)
     if found is None and signature[2] >= LARGE:
         with suppress(OSError, ValueError, TypeError, RecursionError):
-            cached = json.loads(_note(place).read_text(encoding="utf-8"))
+            cached = json.loads(_cache_file(place).read_text(encoding="utf-8"))
             if isinstance(cached, dict) and HEX.fullmatch(sha256 := str(cached.get("sha256"))):
                 found = list(cached.get("signature") or ()), sha256
     return found[1] if found is not None and found[0] == signature else None
 
 
-def _remember(place: str, signature: list[int], digest: str) -> None:
+def _cache_digest(place: str, signature: list[int], digest: str) -> None:
     """Cache a digest, for large files also on disk. Disk errors are ignored: the file is only hashed again."""
     _known[place] = signature, digest
     if signature[2] < LARGE:
         return
-    note = _note(place)
+    note = _cache_file(place)
     partial = note.with_name(f"{note.name}.{os.getpid()}")
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)

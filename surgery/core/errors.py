@@ -17,21 +17,21 @@ class SurgeryError(Exception):
     reported_by_peer = False  # whether another process of this run reports this error
 
 
-class NumbersError(SurgeryError):
+class NumericalError(SurgeryError):
     """A matrix that cannot be factored or fitted (NaN, overflow, singular). `naming` adds the name of the matrix."""
 
 
 @contextmanager
 def naming(matrix: str) -> Iterator[None]:
-    """Prefix any NumbersError raised inside with the name of the matrix."""
+    """Prefix any NumericalError raised inside with the name of the matrix."""
     try:
         yield
-    except NumbersError as error:
+    except NumericalError as error:
         raise SurgeryError(f"{matrix}: {error}") from None
 
 
 class Interrupted(SurgeryError):
-    """An interruption that is no mistake of the user: finished work is kept, and --resume continues."""
+    """An interruption that the user did not cause by a mistake: finished work is kept, and --resume continues."""
 
 
 def suggestion(word: str, valid: Iterable[str], count: int = 1) -> str:

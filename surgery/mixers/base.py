@@ -2,11 +2,11 @@
 
     config = LinearAttention(mask=Gates(), ...)
     mixer = MIXERS[config](config, shape)
-    out_BHTV, state = mixer.mix(inputs, mixer.empty_state(batch, device))    prefill, pieces, steps: one verb
-    out_BHTV, _ = mixer.mix(inputs)                                          training: nothing is remembered
+    out_BHTV, state = mixer.mix(inputs, mixer.empty_state(batch, device))    prefill, chunks or single steps
+    out_BHTV, _ = mixer.mix(inputs)                                          training: no state is kept
     mixer.dense(inputs)                                                      the definition, quadratic
 
-States are values: `mix` returns a new one and leaves the old one as it was, so that a cache can go back.
+States are immutable values: `mix` returns a new state, so a cache can return to an earlier one.
 B batch, T tokens, D model width, H query heads, G key/value heads, J = H / G, K key dim, V value dim.
 """
 
@@ -29,7 +29,7 @@ class AttentionShape:
 
     scaling: factor on q . k. window: the module's own sliding window, None for all tokens. softcap: of the scores.
     rotary: how many of a head's K dims rotate (0: no RoPE), the first ones; pair f of them is (f, f + rotary / 2),
-    or (2 f, 2 f + 1) where `interleaved`. norm: whether a norm stands between the projections and q, k.
+    or (2 f, 2 f + 1) if `interleaved`. norm: whether q and k are normalized after their projections.
     """
 
     dim: int
@@ -48,11 +48,13 @@ class AttentionShape:
 
 @dataclass
 class MixerInputs:
-    """One call. q, k after RoPE if the mixer's `rotated`; x: the hidden states that the projections read.
+    """Inputs of one call.
 
-    valid_BT: False where a token is padding (None: all real); mask_BHTS: the additive or boolean mask the library
-    made for the tokens of this call and, causal, of those before (None: causal, or all); dropout: of weights. rope: (cos, sin)
-    of this call's tokens, (1 or B, T, rotary) each, for mixers that rotate q and k themselves (None: the module gives none).
+    q_BHTK, k_BGTK: after RoPE if the mixer's `rotated` is True, before it otherwise. x_BTD: the hidden states that the
+    projections read. valid_BT: False at padding; None: no padding. mask_BHTS: the additive or boolean mask that
+    transformers made, in causal attention also for earlier tokens; None: only causality, if any. dropout: probability of
+    dropping an attention weight. rope: (cos, sin) of this call's tokens, (1 or B, T, rotary) each, for mixers that rotate q and k
+    themselves; None: the module passes none.
     """
 
     q_BHTK: Tensor
@@ -88,7 +90,7 @@ class MixerState:
         return MixerState(self.seen_B.to(device), {n: t.to(device) for n, t in self.tensors.items()}, self.max_seen)
 
     def nbytes(self) -> int:
-        """Bytes of everything that grows or carries, measured on the tensors."""
+        """Return the size of the tensors in bytes."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
@@ -105,8 +107,10 @@ class MixerCost(NamedTuple):
 
 @dataclass(frozen=True)
 class MixerConfig:
-    """`name` is the word in recipes and checkpoints. Options that are configs themselves are written as mappings
-    with their name: {"mask": {"name": "decay"}}."""
+    """Base class of mixer configs. name: of the mixer, in recipes and checkpoints.
+
+    Options that are configs themselves are written as mappings with their name: {"mask": {"name": "decay"}}.
+    """
 
     name: ClassVar[str]
 
@@ -137,12 +141,14 @@ def from_options(config_type: Any, options: dict[str, Any]) -> Any:
 
 
 class Mixer(nn.Module):
-    """See the module's docstring. Parameters made in __init__ start as an untrained mixer should; `surgery convert`
-    puts calibrated ones in their place."""
+    """Base class of mixers, see the module's docstring.
+
+    __init__ initializes the parameters of an untrained mixer; `surgery convert` then sets calibrated values.
+    """
 
     config_type: ClassVar[type]
-    rotated: bool = True  # wants q and k after RoPE
-    reads_mask: bool = False  # keeps to mask_BHTS where no state is given: masks of one's own
+    rotated: bool = True  # whether q and k come after RoPE
+    reads_mask: bool = False  # whether calls without a state apply mask_BHTS, such as a custom mask
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__()
@@ -157,7 +163,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def forward(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
-        """`mix`, as a call that hooks on modules see (offloading, sharding)."""
+        """Run `mix` as a call of the module, so that hooks (offloading, sharding) apply."""
         return self.mix(inputs, state)
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
@@ -174,8 +180,10 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def mup(self) -> dict[str, MuP]:
-        """Fan-in and fan-out of the mixer's matrices over features, which set their initial scale and their rates. Other
-        parameters have the rate of their kind."""
+        """Return fan-in and fan-out of the mixer's matrices over features, which set initial scales and learning rates.
+
+        Other parameters have the learning rate of their kind.
+        """
         return {}
 
 

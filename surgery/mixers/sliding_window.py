@@ -144,7 +144,7 @@ class WindowAttention(Mixer):
         ]
         return both[0], both[1], s_BS
 
-    def _allowed(self, t_BT1: Tensor, s_B1S: Tensor) -> Tensor:
+    def _visible_pairs(self, t_BT1: Tensor, s_B1S: Tensor) -> Tensor:
         shape, near = self.shape, (t_BT1 - s_B1S).abs()
         allowed = (s_B1S >= 0) & ((near < self.config.window) | (s_B1S < self.config.sinks))
         if shape.causal:
@@ -160,7 +160,7 @@ class WindowAttention(Mixer):
         def attend_pass(start: int, stop: int) -> Tensor:
             part = q[:, :, :, start:stop]
             score = (part.flatten(2, 3) @ k.mT).unflatten(2, part.shape[2:4])
-            allowed = self._allowed(t_BT[:, start:stop, None], s_BS[:, None])[:, None, None]
+            allowed = self._visible_pairs(t_BT[:, start:stop, None], s_BS[:, None])[:, None, None]
             return weighted_values(
                 score, allowed, values, self.shape, None if mask is None else mask[:, :, start:stop], p
             )
@@ -189,7 +189,7 @@ class WindowAttention(Mixer):
         score = torch.einsum(
             "bgjtk,bgsk->bgjts", group_heads(upcast(inputs.q_BHTK), self.shape.groups), upcast(inputs.k_BGTK)
         )
-        allowed = self._allowed(position_BT.unsqueeze(-1), position_BT.unsqueeze(1))
+        allowed = self._visible_pairs(position_BT.unsqueeze(-1), position_BT.unsqueeze(1))
         return dense_weighted_values(score, allowed, valid_BS, inputs, self.shape)
 
     @classmethod

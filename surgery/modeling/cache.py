@@ -74,12 +74,12 @@ class MixerCacheLayer(CacheLayerMixin):
         if self._base is None:
             self._base = state
         self._since.append(inputs)
-        while self._recorded() - self._since[0].q_BHTK.shape[2] >= 2 * MAX_RECORDED:
+        while self._num_recorded() - self._since[0].q_BHTK.shape[2] >= 2 * MAX_RECORDED:
             self._base = _mix_eager(mixer, self._since.pop(0), self._base)[1]
         out, self.state = _mix_eager(mixer, inputs, state)
         return torch.cat([*outs, out], dim=2)
 
-    def _recorded(self) -> int:
+    def _num_recorded(self) -> int:
         return sum(inputs.q_BHTK.shape[2] for inputs in self._since)
 
     # -- interface of CacheLayerMixin ---------------------------------------------------------------------
@@ -129,13 +129,13 @@ class MixerCacheLayer(CacheLayerMixin):
         count = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
         if count >= self.seen:
             self.reset()
-        elif count > self._recorded():
+        elif count > self._num_recorded():
             raise SurgeryError(
-                f"a mixer's state cannot go back {count} tokens: it recorded {self._recorded()}. Call surgery.modeling.cache."
+                f"a mixer's state cannot go back {count} tokens: it recorded {self._num_recorded()}. Call surgery.modeling.cache."
                 f"record_past(cache, model) before the tokens that may be removed (at most {MAX_RECORDED} at once)"
             )
         elif count:
-            self._replay(self._recorded() - count)
+            self._replay(self._num_recorded() - count)
             self.seen -= count
         self._base, self._since = None, []
 

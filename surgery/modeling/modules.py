@@ -64,19 +64,19 @@ class SplitLinear(nn.Module):
         y = torch.cat(ys, dim=-1)
         return y.flatten(-2) if self.heads else y
 
-    def _fused(self, rows: list[Tensor]) -> Tensor:
+    def _fuse(self, rows: list[Tensor]) -> Tensor:
         if not self.heads:
             return torch.cat(rows)
         return torch.cat([r.unflatten(0, (self.heads, -1)) for r in rows], dim=1).flatten(0, 1)
 
     def dense(self) -> Tensor:
         """Return the weight (out, in), with rows in the fused order."""
-        return self._fused([p.dense() if isinstance(p, StructuredLinear) else p.weight for p in self.parts.values()])  # type: ignore[misc]
+        return self._fuse([p.dense() if isinstance(p, StructuredLinear) else p.weight for p in self.parts.values()])  # type: ignore[misc]
 
     def fused_bias(self) -> Tensor | None:
         """Return the bias (out,) in the fused order, or None."""
         biases = [part.bias for part in self.parts.values()]
-        return None if any(b is None for b in biases) else self._fused(biases)  # type: ignore[arg-type]
+        return None if any(b is None for b in biases) else self._fuse(biases)  # type: ignore[arg-type]
 
 
 def build_module(

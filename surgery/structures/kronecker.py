@@ -2,8 +2,8 @@
 
     b,c: block grid (shape of A)   a,d: block shape (shape of B)   r: terms        out = b*a, in = c*d
 
-Rearranged with one row per block, W becomes a matrix of rank r, so the best fit in the Frobenius norm is one SVD (Van Loan &
-Pitsianis 1993, "Approximation with Kronecker Products"). A product with a vector costs min(r (c d a + b c a),
+Rearranged with one row per block, W becomes a matrix of rank r, so one SVD gives the best fit in the Frobenius norm (Van
+Loan & Pitsianis 1993, "Approximation with Kronecker Products"). A product with a vector costs min(r (c d a + b c a),
 r (b c d + b d a)) multiplications, more than the r (b c + a d) stored elements.
 """
 
@@ -106,7 +106,7 @@ class KroneckerLinear(StructuredLinear):
         return int(min(b * c, a * d))
 
     @classmethod
-    def _rearranged(cls, weight_OI: Tensor, config: Any) -> Tensor:
+    def _block_rows(cls, weight_OI: Tensor, config: Any) -> Tensor:
         """Return the blocks as rows, (b c, a d)."""
         (b, c), (a, d) = config.blocks, BTTLinear.block_shape(config, *weight_OI.shape)
         return weight_OI.reshape(b, a, c, d).transpose(1, 2).reshape(b * c, a * d)
@@ -117,7 +117,7 @@ class KroneckerLinear(StructuredLinear):
 
         The metric is ignored, because C does not commute with the rearrangement; `refine` reduces the error in the metric.
         """
-        rows_XY = cls._rearranged(weight_OI, config)
+        rows_XY = cls._block_rows(weight_OI, config)
         if config.rank >= min(rows_XY.shape):
             left_Xr, right_rY = exact_factors(rows_XY)
         else:
@@ -132,7 +132,7 @@ class KroneckerLinear(StructuredLinear):
         cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
     ) -> list[tuple[Any, float]]:
         """Return (config, squared error in the metric) at about `steps` ranks, cheapest first."""
-        tail = tail_energies(cls._rearranged(weight_OI, config))
+        tail = tail_energies(cls._block_rows(weight_OI, config))
         share = (tail / tail[0].clamp_min(1e-30) * metric.squared_norm(weight_OI)).tolist()
         ranks = curve_ranks(cls.full_rank(config, *weight_OI.shape), steps)
         return [(replace(config, rank=r), share[r]) for r in ranks]
@@ -149,9 +149,9 @@ class KroneckerLinear(StructuredLinear):
 
         def solve(core: Tensor, put: Callable[[Tensor], Tensor], take: Callable[[Tensor], Tensor]) -> None:
             def normal(x: Tensor) -> Tensor:
-                return take(self._rearranged(metric.apply(put(x)), self.config))
+                return take(self._block_rows(metric.apply(put(x)), self.config))
 
-            core.copy_(conjugate_gradient(normal, take(self._rearranged(target, self.config)), core.clone(), steps=6))
+            core.copy_(conjugate_gradient(normal, take(self._block_rows(target, self.config)), core.clone(), steps=6))
 
         left, right = self.weight.data, self.right.data
         solve(left, lambda x: self._assemble(x, right), lambda m: (m @ right.flatten(1).mT).mT.view_as(left))

@@ -3,7 +3,7 @@
 cuSOLVER's batched routines fail if GPU memory for the workspace is short (CUSOLVER_STATUS_INTERNAL_ERROR), and float32
 routines fail on some matrices that float64 can factor. Each function returns the result of the first attempt that
 succeeds, in the dtype and on the device of its argument. The first fallback of each function emits a RuntimeWarning.
-NumbersError if the input holds NaN or Inf, or if every attempt fails.
+NumericalError if the input holds NaN or Inf, or if every attempt fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.core.errors import NumbersError
+from surgery.core.errors import NumericalError
 
 _warned: set[str] = set()  # names of the functions that have warned in this process
 
@@ -82,7 +82,7 @@ def _first_that_works(name: str, compute: Callable[..., Any], *given: Tensor, fi
     except RuntimeError as error:  # torch.linalg.LinAlgError is one, as are cuSOLVER's errors and those of memory
         reason = str(error).strip().splitlines()[0][:200]
     if finite and not all(bool(torch.isfinite(tensor).all()) for tensor in given):
-        raise NumbersError(
+        raise NumericalError(
             f"{name} of a matrix of shape {tuple(given[0].shape)}: the matrix holds NaN or Inf, so weights or activations "
             "overflow float32. Check the checkpoint, or leave this matrix dense (a rule with structure: dense)"
         )
@@ -105,7 +105,7 @@ def _first_that_works(name: str, compute: Callable[..., Any], *given: Tensor, fi
                 stacklevel=3,
             )
         return result
-    raise NumbersError(
+    raise NumericalError(
         f"{name} of a matrix of shape {tuple(given[0].shape)} fails on {given[0].device} and on the CPU ({reason}): the matrix is "
         "singular or too badly conditioned. Give more calibration text, or leave this matrix dense"
     )

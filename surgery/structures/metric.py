@@ -1,9 +1,9 @@
 """The metric of a projection: min tr(G (W - B) C (W - B)^T).
 
-C_II is the second moment of the inputs, E[x x^T]; G_OO weighs output directions, E[g g^T] with g the
-gradient of the loss at the output (the Fisher, or Gauss-Newton, factor of K-FAC: Martens & Grosse 2015,
-eq. 13). With both, half the value is the expected rise of the loss in nats per token, to second order;
-with C alone it is the mean squared output error; with neither, the squared Frobenius norm.
+C_II is the second moment of the inputs, E[x x^T]. G_OO weighs output directions: E[g g^T] with g the gradient of the loss at
+the output, the Fisher (or Gauss-Newton) factor of K-FAC (Martens & Grosse 2015, eq. 13). With both, half the value is the
+expected rise of the loss in nats per token, to second order. With C alone it is the mean squared output error. Without C and
+G it is the squared Frobenius norm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.core.errors import NumbersError
+from surgery.core.errors import NumericalError
 from surgery.structures import linalg
 
 
@@ -97,7 +97,7 @@ def spd_factor(matrix: Tensor, ridges: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-
         factor, failed = linalg.cholesky_ex(ridged)
         if not bool(failed.any()):
             return factor
-    raise NumbersError(
+    raise NumericalError(
         "a second moment is not positive semidefinite: activations hold NaN or Inf, or overflow float32 when squared. Check "
         "the checkpoint and the calibration text"
     )

@@ -25,9 +25,12 @@ from surgery.structures.metric import Metric
 class Monarch(StructureConfig):
     """Config of a Monarch matrix.
 
-    blocks: a grid (b, c); or a number b for the published form with b blocks in each factor; or "budget", the largest grid
-    within the budget, with the squarest blocks among equals; or "sqrt" as in BTT. rank: 1, or "full" for blocks of one row,
-    which represent any matrix exactly. With a number of blocks the rank follows from it.
+    blocks: one of
+        (b, c)      a grid
+        b           the published form, with b blocks in each factor; the rank follows from b
+        "budget"    the largest grid within the budget, with the squarest blocks among equals
+        "sqrt"      as in BTT
+    rank: 1, or "full" for blocks of one row, which represent any matrix exactly.
     """
 
     name: ClassVar[str] = "monarch"

@@ -18,8 +18,11 @@ from surgery.training.stages import Batch
 
 @dataclass
 class StepBatch:
-    """One optimizer step's data. batches: of this process, one per forward. num_counted: positions in the loss, and tokens:
-    trained on, both over the global batch. data_state: TrainingData.state after this step."""
+    """Data of one optimizer step.
+
+    batches: of this process, one per forward. num_counted: positions in the loss, over the global batch. tokens: tokens
+    trained on, over the global batch. data_state: TrainingData.state after this step.
+    """
 
     batches: list[Batch]
     num_counted: int
@@ -62,7 +65,7 @@ class BatchLayout:
 
 
 def stack_examples(examples: list[Batch], indices: list[int]) -> Batch:
-    """Stack examples into a batch; `index` (B,) holds their numbers in the data."""
+    """Stack examples into a batch; `index` (B,) holds their indices in the data."""
     together = {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
     return {**together, "index": torch.tensor(indices)}
 

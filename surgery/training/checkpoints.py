@@ -4,7 +4,7 @@ WORK/checkpoints/stage-1-step-000500/
   weights.safetensors      every parameter trained so far, float32, by its name in the model
   optimiser.safetensors    <state>.<parameter>, and ema.<parameter>
   rng-00000.safetensors    one file per process
-  state.json               stage, step, examples and tokens consumed; sha256 of weights.safetensors; notes
+  state.json               stage, step, examples and tokens consumed, sha256 of weights.safetensors, notes
 
 Written into a temporary folder and renamed. Tensors are stored unsharded, so a run may resume on another number of
 devices.

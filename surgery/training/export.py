@@ -183,12 +183,12 @@ def check_exported_tensors(target: Path, source: CheckpointSource, new: dict[str
         raise _differs(target, strange[0], source, new)
     for name, info in source.tensors.items():
         found, trained = written[name], new.get(name)
-        expected = _stored(info) if trained is None else _bytes(read_tensor(trained, DTYPES[info.dtype]))
-        if (found.dtype, found.shape) != (info.dtype, info.shape) or not torch.equal(_stored(found), expected):
+        expected = _stored_bytes(info) if trained is None else _bytes(read_tensor(trained, DTYPES[info.dtype]))
+        if (found.dtype, found.shape) != (info.dtype, info.shape) or not torch.equal(_stored_bytes(found), expected):
             raise _differs(target, name, source, new)
 
 
-def _stored(info: TensorInfo) -> Tensor:
+def _stored_bytes(info: TensorInfo) -> Tensor:
     return read_tensor(replace(info, dtype="U8", shape=(info.nbytes,)), check=False)
 
 

@@ -1,14 +1,14 @@
 """Optimization: learning-rate schedules, weight averaging, parameter groups with structure-aware rates, optimizers.
 
-A core of a structured linear is a (block-diagonal) dense layer with its own fan-in and fan-out (muP), so the rate of the dense
-layer that it replaces would be too low for it. For a linear of shape out x in:
+A core of a structured linear is a (block-diagonal) dense layer with its own fan-in and fan-out (muP). The rate of the dense layer
+that it replaces would be too low for it. For a linear of shape out x in:
 
     adamw, sign    rate_core = rate * width / fan_in                      width: the linear's own in, or base_width
     sgd            rate_core = rate * (fan_out / fan_in) / (out / width)
 
 (Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; for SGD and sign descent Yang et al. 2023, "A
 spectral condition for feature learning".) With base_width the rate is that of a dense layer of that width, so that one
-rate transfers across widths; dense matrices then follow the same rule. Table 2 also divides each rate by the number of cores
+rate transfers across widths. Dense matrices then follow the same rule. Table 2 also divides each rate by the number of cores
 (its delta_i = 1/k, to be tuned); here delta_i is 1, so that `rate` means the same for a core as for a dense matrix.
 The matrices of attention's mixers follow the same rule: factors of bilinear scores by their own fan-in (Kuang et al. 2025,
 eqs. 36 to 38; width: of the hidden states), linears by theirs.
@@ -101,7 +101,7 @@ DECAYED_KINDS = ("structured", "adapters", "dense", "embeddings")
 class OptimizerConfig(StrictModel):
     """Optimizer settings.
 
-    rates: `mup`, structure-aware; `dense`, a core has the rate of the dense layer that it replaces; `same`, one rate for all.
+    rates: `mup` (structure-aware), `dense` (a core has the rate of the dense layer that it replaces) or `same` (one rate for all).
     base_width: width for which `rate` holds, None: each linear's own. momentum: of sgd and sign.
     """
 

@@ -1,4 +1,4 @@
-"""Every family: exact at full rank, whole and split, in every structure; and it still generates."""
+"""Conversions of every family: full rank reproduces the original, for whole and split linears, and converted models generate."""
 
 from __future__ import annotations
 

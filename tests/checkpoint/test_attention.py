@@ -1,4 +1,4 @@
-"""A mixer in an attention module: what it is given, what becomes of the model, its checkpoint, its training."""
+"""Attention modules with a mixer: the inputs of the mixer, and loading, saving and training of the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEXT = [f for f in MIXABLE if f != "vit"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def known():
+def register_mixers():
     with register_test_mixers():
         yield
 
@@ -75,7 +75,7 @@ def test_shapes(family, index, differs):
     assert attention_shape(model, paths[index]) == AttentionShape(**{**PLAIN.__dict__, **differs})
 
 
-def padded(family: str, side: str) -> dict[str, torch.Tensor]:
+def padded_inputs(family: str, side: str) -> dict[str, torch.Tensor]:
     inputs = tiny_inputs(family, 3, 15)
     inputs["attention_mask"] = mask = torch.ones_like(inputs["input_ids"])
     first, last = (slice(None, 6), slice(None, 1)) if side == "left" else (slice(-6, None), slice(-1, None))
@@ -93,7 +93,7 @@ def test_a_mixer_that_is_softmax_changes_nothing(family, side, attention):
         pytest.skip("images have no padding")
     if family == "gemma2" and attention == "sdpa":
         pytest.skip("the library's sdpa leaves out the cap on scores, which a mixer must know of")
-    inputs = tiny_inputs(family, 2, 15) if side == "none" else padded(family, side)
+    inputs = tiny_inputs(family, 2, 15) if side == "none" else padded_inputs(family, side)
     model = random_model(family)
     model.set_attn_implementation(attention)
     expected = model_outputs(model, inputs)
@@ -107,7 +107,7 @@ def test_a_mixer_that_is_softmax_changes_nothing(family, side, attention):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_some_layers_only(family):
-    model, inputs = random_model(family), padded(family, "left")
+    model, inputs = random_model(family), padded_inputs(family, "left")
     expected = model_outputs(model, inputs)
     install(model, {attention_paths(model)[1]: ExactConfig()})
     real = inputs["attention_mask"].bool()
@@ -196,7 +196,7 @@ def test_masks_of_one_s_own_are_refused():
 
 def test_masks_that_nobody_makes():
     """A None that may hide padding is not trusted; our name is no attention for ordinary modules."""
-    model, inputs = random_model_with_mixers("llama", DecayedConfig()), padded("llama", "left")
+    model, inputs = random_model_with_mixers("llama", DecayedConfig()), padded_inputs("llama", "left")
     transformers.AttentionInterface.register("unheard-of", lambda *a, **k: None)
     model.config._attn_implementation_internal = "unheard-of"
     with pytest.raises(SurgeryError, match="'unheard-of' makes no masks"):
@@ -214,7 +214,7 @@ def tensors_of(folder):
 
 @pytest.mark.parametrize("family", MIXABLE)
 def test_saving_and_loading_is_exact(family, tmp_path):
-    """Outputs, tensors and table; in many files too; the int buffer and the one that is not saved."""
+    """Outputs, tensors and table are equal, also with several files; so are the integer buffer and the buffer that is not saved."""
     model, inputs = random_model_with_mixers(family, DecayedConfig(half_life=3), [1]), tiny_inputs(family, 2)
     before = model_outputs(model, inputs)
     model.save_pretrained(tmp_path / "a", max_shard_size="20KB")
@@ -354,7 +354,7 @@ def test_lora_on_queries_and_on_the_folded_output(family):
 @pytest.mark.parametrize("family", ["gemma3", "bert"])
 def test_compiles_whole(family):
     """fullgraph: a graph break in a mixer, or around it, is an error."""
-    model, inputs = random_model_with_mixers(family, ExactConfig()), padded(family, "left")
+    model, inputs = random_model_with_mixers(family, ExactConfig()), padded_inputs(family, "left")
     options = {} if family == "bert" else {"use_cache": False}
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -1,4 +1,4 @@
-"""A converted checkpoint is an ordinary one: it loads, saves, trains, compiles and generates like any other."""
+"""A converted checkpoint loads, saves, trains, compiles and generates like any other."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options}).eval()
 
 
-def structured(model):
+def structured_linears(model):
     return {name: m for name, m in model.named_modules() if isinstance(m, StructuredLinear)}
 
 
-def same_numbers(a, b) -> bool:
+def same_tensors(a, b) -> bool:
     a, b = a.state_dict(), b.state_dict()
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
@@ -73,7 +73,7 @@ def test_every_auto_class_loads_it(family, auto, converted, densified):
     cls = getattr(transformers, auto)
     model, plain = (cls.from_pretrained(f, dtype=torch.float32).eval() for f in (converted(family), densified(family)))
     assert type(model) is type(plain)
-    assert len({m.config.name for m in structured(model).values()}) == len(STRUCTURES.names())
+    assert len({m.config.name for m in structured_linears(model).values()}) == len(STRUCTURES.names())
     inputs = tiny_inputs(family, 2)
     found, expected = model_outputs(model, inputs), model_outputs(plain, inputs)
     assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
@@ -116,7 +116,7 @@ def test_a_fresh_interpreter(converted, tmp_path):
     assert done.returncode == 0, done.stderr
     expected = model_outputs(load(folder), tiny_inputs("llama", 2))
     assert torch.allclose(torch.load(saved), expected, rtol=1e-4, atol=1e-4)  # it may have another number of threads
-    assert same_numbers(load(again), load(folder))
+    assert same_tensors(load(again), load(folder))
     loaded = set(done.stdout.split())
     assert "surgery.modeling.modules" in loaded
     assert not loaded & CONVERTING
@@ -127,14 +127,14 @@ def test_a_fresh_interpreter(converted, tmp_path):
 def test_device_maps(family, device_map, converted):
     mapped = load(converted(family), device_map=device_map)
     plain = load(converted(family)).to(mapped.device)  # a GPU, where there is one
-    assert same_numbers(mapped, plain)
+    assert same_tensors(mapped, plain)
     inputs = {name: value.to(mapped.device) for name, value in tiny_inputs(family, 2).items()}
     assert torch.equal(model_outputs(mapped, inputs), model_outputs(plain, inputs))
 
 
 def test_meta_device_and_disk_offload(converted, tmp_path):
     meta = load(converted("llama"), device_map="meta")
-    assert structured(meta) and all(p.is_meta for p in meta.parameters())
+    assert structured_linears(meta) and all(p.is_meta for p in meta.parameters())
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
     offloaded = load(converted("llama"), device_map=places, offload_folder=str(tmp_path))
@@ -148,10 +148,10 @@ def test_dtypes(dtype, converted, tmp_path):
     """Loaded in a dtype, or cast to it afterwards: the same model; "auto" is what is stored."""
     model = load(converted("llama"), dtype=dtype)
     assert {p.dtype for p in model.parameters() if p.is_floating_point()} == {dtype}
-    assert same_numbers(model, load(converted("llama")).to(dtype))
+    assert same_tensors(model, load(converted("llama")).to(dtype))
     model.save_pretrained(tmp_path / "again")
     again = load(tmp_path / "again", dtype="auto")
-    assert again.dtype == dtype and same_numbers(again, model)
+    assert again.dtype == dtype and same_tensors(again, model)
     inputs, exact = tiny_inputs("llama", 2), model_outputs(load(converted("llama")), tiny_inputs("llama", 2))
     gap = float((model_outputs(model, inputs).float() - exact).norm() / exact.norm())
     assert gap < {torch.float32: 1e-6, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
@@ -191,7 +191,7 @@ def test_a_model_of_remote_code_keeps_its_code(checkpoints, tmp_path):
     inputs, logits = tiny_inputs("llama", 2), []
     for name in ("out", "dense"):
         model = load(tmp_path / name, trust_remote_code=True)
-        assert type(model).__name__ == "OwnForCausalLM" and bool(structured(model)) == (name == "out")
+        assert type(model).__name__ == "OwnForCausalLM" and bool(structured_linears(model)) == (name == "out")
         logits.append(model_outputs(model, inputs))
     assert float((logits[0] - logits[1]).abs().max() / logits[1].abs().max()) < 1e-5
 
@@ -212,12 +212,12 @@ def test_save_pretrained_writes_the_same_checkpoint(family, shard, converted, tm
     assert all(torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in before)
     tables = [json.loads((f / "config.json").read_text())["quantization_config"] for f in (converted(family), tmp_path)]
     assert tables[0] == tables[1]
-    assert same_numbers(model_class(config).from_pretrained(tmp_path), model)
+    assert same_tensors(model_class(config).from_pretrained(tmp_path), model)
 
 
 def test_it_is_copied_and_cast_like_any_model(converted):
     model = load(converted("gpt2"))
-    assert same_numbers(copy.deepcopy(model), model)
+    assert same_tensors(copy.deepcopy(model), model)
     assert model.half().float().dtype == torch.float32
     assert not getattr(model, "is_quantized", False)
 
@@ -261,12 +261,12 @@ def test_training(family, how, converted, tmp_path):
     (with_accelerate if how == "accelerate" else with_trainer)(model, tmp_path, "checkpointing" in how)
     assert loss_of(model) < 0.9 * start
     trained = dict(model.named_parameters())
-    for name, module in structured(before).items():
+    for name, module in structured_linears(before).items():
         for core, value in module.named_parameters():
             if value.requires_grad:
                 assert not torch.equal(trained[f"{name}.{core}"], value), f"{name}.{core} did not move"
     model.save_pretrained(tmp_path / "trained")
-    assert same_numbers(load(tmp_path / "trained"), model)
+    assert same_tensors(load(tmp_path / "trained"), model)
 
 
 def with_trainer(model, folder, checkpointing: bool) -> None:

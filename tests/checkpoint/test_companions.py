@@ -1,4 +1,4 @@
-"""Issue item 4.1: what belongs to a model beside its weights travels with it, and nothing else does."""
+"""Files beside the weights: those that belong to the model are copied with it, and no others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from helpers.small import make_recipe
 from safetensors.torch import load_file, save_file
 
-from surgery.checkpoint.companions import MAX_BYTES, in_subfolders, module_folders
+from surgery.checkpoint.companions import MAX_BYTES, module_folders, subfolder_files
 from surgery.checkpoint.source import open_checkpoint, open_converted_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
@@ -48,7 +48,7 @@ STAYS = (
 )
 
 
-def put(folder: Path, name: str, text: str = "x") -> None:
+def write_file(folder: Path, name: str, text: str = "x") -> None:
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
 
@@ -57,9 +57,9 @@ def put(folder: Path, name: str, text: str = "x") -> None:
 def source(checkpoints, tmp_path):
     folder = shutil.copytree(checkpoints("llama"), tmp_path / "source")
     for name, text in TRAVELS.items():
-        put(folder, name, text)
+        write_file(folder, name, text)
     for name in STAYS:
-        put(folder, name)
+        write_file(folder, name)
     return folder
 
 
@@ -82,14 +82,14 @@ def test_4_1_sub_folders_travel_by_rule(source, tmp_path):
         assert all((folder / name).read_text() == text for name, text in TRAVELS.items())
     assert set(TRAVELS) <= set(report["companions"])
     assert any("old/: it holds weights of another format (weights.bin)" in line for line in said)
-    put(tmp_path / "out", "1_Pooling/config.json", TRAVELS["1_Pooling/config.json"])
+    write_file(tmp_path / "out", "1_Pooling/config.json", TRAVELS["1_Pooling/config.json"])
     pushed = {item.name for item in collect_files(open_converted_checkpoint(str(tmp_path / "out")))}
     assert {"1_Pooling/config.json", "additional_chat_templates/tool_use.jinja"} <= pushed
 
 
 def test_4_1_a_push_takes_no_sub_folder_that_came_later(source, tmp_path):
     convert(str(source), make_recipe(**LOW), tmp_path / "out")
-    put(tmp_path / "out", "notes/mine.txt")
+    write_file(tmp_path / "out", "notes/mine.txt")
     with pytest.raises(SurgeryError, match=r"do not belong to a checkpoint: notes/mine\.txt"):
         collect_files(open_converted_checkpoint(str(tmp_path / "out")))
 
@@ -97,13 +97,13 @@ def test_4_1_a_push_takes_no_sub_folder_that_came_later(source, tmp_path):
 def test_4_1_modules_of_sentence_transformers_keep_their_weights(source, tmp_path):
     """2_Dense/model.safetensors is part of the model where modules.json names it; a pickle instead is told."""
     modules = [{"idx": 0, "name": "0", "path": ""}, {"idx": 1, "path": "2_Dense"}, {"idx": 2, "path": "../2_Dense"}]
-    put(source, "modules.json", json.dumps([*modules, {"path": "3_Dense"}, 5]))
+    write_file(source, "modules.json", json.dumps([*modules, {"path": "3_Dense"}, 5]))
     weights = load_file(source / "model.safetensors")
     for name in ("2_Dense", "4_Dense"):
-        put(source, f"{name}/config.json", "{}")
+        write_file(source, f"{name}/config.json", "{}")
         save_file({"w": next(iter(weights.values()))}, source / name / "model.safetensors")
-    put(source, "2_Dense/pytorch_model.bin")
-    put(source, "3_Dense/pytorch_model.bin")
+    write_file(source, "2_Dense/pytorch_model.bin")
+    write_file(source, "3_Dense/pytorch_model.bin")
     said: list[str] = []
     progress = Progress()
     progress.say = said.append  # type: ignore[method-assign]
@@ -179,16 +179,16 @@ def test_outside_d7_vocabularies_of_every_tokenizer_travel_and_others_are_named(
     wanted = ("source.spm", "target.spm", "entity_vocab.json", "dict.txt", "prophetnet.tokenizer", "emoji.json")
     folder = shutil.copytree(checkpoints("llama"), tmp_path / "source")
     for name in (*wanted, "notes.txt"):
-        put(folder, name)
+        write_file(folder, name)
     source = open_checkpoint(str(folder))
     assert set(wanted) <= {path.name for path in source.companions()}
-    left = in_subfolders(folder).left
+    left = subfolder_files(folder).left
     assert [line for line in left if line.startswith("notes.txt: ")] == left
 
 
 def test_outside_d7_a_module_named_with_a_slash_is_a_module(tmp_path):
     paths = ("", "1_Pooling", "2_Dense/", "./3_Dense", "../out", ".git/")
-    put(tmp_path, "modules.json", json.dumps([{"path": path} for path in paths]))
-    put(tmp_path, "2_Dense/model.safetensors")
+    write_file(tmp_path, "modules.json", json.dumps([{"path": path} for path in paths]))
+    write_file(tmp_path, "2_Dense/model.safetensors")
     assert module_folders(tmp_path) == {"1_Pooling", "2_Dense", "3_Dense"}
-    assert Path("2_Dense/model.safetensors") in in_subfolders(tmp_path).files
+    assert Path("2_Dense/model.safetensors") in subfolder_files(tmp_path).files

@@ -1,4 +1,4 @@
-"""generate() with mixers: what is decoded step by step from the small cache is what the whole forward says."""
+"""`generate()` with mixers: decoding with a cache gives the logits of one forward without a cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def known():
+def register_mixers():
     with register_test_mixers():
         yield
 
@@ -42,7 +42,7 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-def decoded(model, ids, new: int, **options):
+def decode(model, ids, new: int, **options):
     """(tokens, logits of the new ones)"""
     done = model.generate(
         ids, max_new_tokens=new, return_dict_in_generate=True, output_logits=True, **{**GREEDY, **options}
@@ -75,7 +75,7 @@ def layers_of(cache) -> list[str]:
 @pytest.mark.parametrize("mixer", [ExactConfig(), DecayedConfig()], ids=["exact", "decayed"])
 def test_greedy_is_the_argmax_of_the_whole_forward(family, mixer):
     model, new = mixed_model(family, mixer), 12
-    tokens, logits = decoded(model, prompts(), new)
+    tokens, logits = decode(model, prompts(), new)
     assert far(logits, whole(model, tokens, new)) < 1e-5
     assert torch.equal(tokens[:, -new:], logits.argmax(-1))
 
@@ -83,27 +83,27 @@ def test_greedy_is_the_argmax_of_the_whole_forward(family, mixer):
 @pytest.mark.parametrize("family, layer", HYBRIDS)
 def test_hybrids_with_sliding_and_full_softmax_layers(family, layer):
     model, new = mixed_model(family, DecayedConfig(), [layer]), 12
-    tokens, logits = decoded(model, prompts(), new)
+    tokens, logits = decode(model, prompts(), new)
     assert far(logits, whole(model, tokens, new)) < 1e-5
 
 
 def test_two_hundred_tokens_and_a_sabotaged_state(llama, monkeypatch):
     """On a random model tokens may agree by luck; logits do not, if one step's state is a little off."""
-    tokens, logits = decoded(llama, prompts(), 200)
+    tokens, logits = decode(llama, prompts(), 200)
     expected = whole(llama, tokens, 200)
     assert far(logits, expected) < 1e-5 and torch.equal(tokens[:, -200:], expected.argmax(-1))
     assert len(set(tokens[0].tolist())) > 10
     honest, calls = DecayedMixer.mix, []
 
-    def sabotaged(self, inputs, state=None):
+    def perturb_state(self, inputs, state=None):
         out, after = honest(self, inputs, state)
         calls.append(1)
         if after is not None and len(calls) == 21:
             after.tensors["sums"] = after.tensors["sums"] * 0.99
         return out, after
 
-    monkeypatch.setattr(DecayedMixer, "mix", sabotaged)
-    tokens, logits = decoded(llama, prompts(), 20)
+    monkeypatch.setattr(DecayedMixer, "mix", perturb_state)
+    tokens, logits = decode(llama, prompts(), 20)
     assert far(logits, whole(llama, tokens, 20)) > 1e-4
 
 
@@ -124,9 +124,9 @@ def test_a_left_padded_row_is_as_alone(family, layers, attention):
     ids = prompts(3, 12)
     mask = torch.ones_like(ids)
     mask[1, :5], mask[2, :11] = 0, 0
-    _, together = decoded(model, ids.masked_fill(mask == 0, 0), 8, attention_mask=mask)
+    _, together = decode(model, ids.masked_fill(mask == 0, 0), 8, attention_mask=mask)
     for row, pad in ((0, 0), (1, 5), (2, 11)):
-        assert far(together[row], decoded(model, ids[row : row + 1, pad:], 8)[1][0]) < 1e-5
+        assert far(together[row], decode(model, ids[row : row + 1, pad:], 8)[1][0]) < 1e-5
 
 
 @pytest.mark.parametrize("layers", [None, [0]])
@@ -193,11 +193,11 @@ def test_left_padded_pieces(llama):
 
 def test_turns_of_a_chat_and_prefill_in_chunks(llama):
     """generate() goes on from the cache of the last call; and prefills piece by piece."""
-    first, cache = decoded(llama, prompts(1), 6)[0], DynamicCache(config=llama.config)
+    first, cache = decode(llama, prompts(1), 6)[0], DynamicCache(config=llama.config)
     llama.generate(prompts(1), max_new_tokens=6, past_key_values=cache, **GREEDY)
     turn = torch.cat([first, prompts(1, 5, seed=9)], dim=1)
-    assert far(decoded(llama, turn, 6, past_key_values=cache)[1], decoded(llama, turn, 6)[1]) < 1e-5
-    assert far(decoded(llama, turn, 6, prefill_chunk_size=4)[1], decoded(llama, turn, 6)[1]) < 1e-5
+    assert far(decode(llama, turn, 6, past_key_values=cache)[1], decode(llama, turn, 6)[1]) < 1e-5
+    assert far(decode(llama, turn, 6, prefill_chunk_size=4)[1], decode(llama, turn, 6)[1]) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["static", "offloaded", "dynamic"])
@@ -211,8 +211,8 @@ def test_cache_implementations(family, layers, kind):
         model, ids = model.to("cuda"), ids.to("cuda")
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    found = decoded(model, ids, 8, cache_implementation=kind, attention_mask=mask)[1]
-    assert far(found, decoded(model, ids, 8, attention_mask=mask)[1]) < 1e-5
+    found = decode(model, ids, 8, cache_implementation=kind, attention_mask=mask)[1]
+    assert far(found, decode(model, ids, 8, attention_mask=mask)[1]) < 1e-5
 
 
 @torch.no_grad()
@@ -230,14 +230,14 @@ def test_candidates_are_taken_back(family, layers):
         pytest.skip("this transformers cannot crop its own sliding layers")
     model = mixed_model(family, DecayedConfig(), layers)
     ids, end = prompts(1, 6).repeat(1, 4), {"eos_token_id": 1}
-    expected, logits = decoded(model, ids, 24, **end)
-    found, other = decoded(model, ids, 24, prompt_lookup_num_tokens=5, **end)
+    expected, logits = decode(model, ids, 24, **end)
+    found, other = decode(model, ids, 24, prompt_lookup_num_tokens=5, **end)
     same_start(found, expected, other, logits)
     assistant = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in assistant.parameters():
             parameter.add_(0.02 * parameter.abs().mean() * torch.randn_like(parameter))
-    found, other = decoded(model, ids, 24, assistant_model=assistant, **end)
+    found, other = decode(model, ids, 24, assistant_model=assistant, **end)
     same_start(found, expected, other, logits)
 
 
@@ -380,16 +380,16 @@ def test_every_mixer_is_generated_with():
 def test_mixers_generate_and_round_trip(spec, family, tmp_path):
     """Greedy, a padded row, beams, lookup and a state from disk, with the layer beside it as it was on gemma3."""
     model, ids = mixed_model(family, mixer_config(spec), None if family == "llama" else [1]), prompts(2, 12)
-    tokens, logits = decoded(model, ids, 20)
+    tokens, logits = decode(model, ids, 20)
     assert far(logits, whole(model, tokens, 20)) < 1e-5
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
-    assert far(decoded(model, ids, 6, attention_mask=mask)[1][1], decoded(model, ids[1:, 5:], 6)[1][0]) < 1e-5
+    assert far(decode(model, ids, 6, attention_mask=mask)[1][1], decode(model, ids[1:, 5:], 6)[1][0]) < 1e-5
     beams = {**GREEDY, "num_beams": 2, "max_new_tokens": 6}
     assert torch.equal(model.generate(ids, **beams), model.generate(ids, use_cache=False, **beams))
     again = ids[:1, :6].repeat(1, 3)
-    expected, logits = decoded(model, again, 10, eos_token_id=1)
-    found, other = decoded(model, again, 10, prompt_lookup_num_tokens=5, eos_token_id=1)
+    expected, logits = decode(model, again, 10, eos_token_id=1)
+    found, other = decode(model, again, 10, prompt_lookup_num_tokens=5, eos_token_id=1)
     same_start(found, expected, other, logits)
     cache = DynamicCache(config=model.config)
     model.save_pretrained(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Checkpoints and calibration texts from the Hub, whose endpoints stand on this machine."""
+"""Checkpoints and calibration texts from the Hub, simulated by a server on this machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def told(checkpoints, converted, tmp_path_factory):
+def command_results(checkpoints, converted, tmp_path_factory):
     """name -> (exit code, stdout, stderr) of COMMANDS; "served": bytes of weights that plans fetched."""
     import pandas
 
@@ -65,7 +65,7 @@ def told(checkpoints, converted, tmp_path_factory):
     llama = _checkpoint(root / "llama")
     narrow = shutil.copytree(checkpoints("llama-tied"), root / "narrow")
     sharded = root / "sharded"
-    _sharded(llama, sharded)
+    _save_sharded(llama, sharded)
     pickled = shutil.copytree(llama, root / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
     for name in ("lines", "columns"):
@@ -118,55 +118,58 @@ def _ask(process, commands):
     return json.loads(line)
 
 
-def _sharded(source: Path, target: Path) -> None:
+def _save_sharded(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(source).save_pretrained(target, max_shard_size="30KB")
     assert (target / "model.safetensors.index.json").is_file()
 
 
-def data_of(told, name):
-    code, out, err = told[name]
+def data_of(command_results, name):
+    code, out, err = command_results[name]
     assert code == 0, err
     return json.loads(out)
 
 
-def test_a_plan_reads_headers_and_no_weights(told):
-    plain, sharded = data_of(told, "plan"), data_of(told, "plan, sharded")
+def test_a_plan_reads_headers_and_no_weights(command_results):
+    plain, sharded = data_of(command_results, "plan"), data_of(command_results, "plan, sharded")
     assert plain["totals"]["modules"] == 14
     assert plain["rows"] == sharded["rows"]
-    assert data_of(told, "plan, private")["rows"] == plain["rows"]
+    assert data_of(command_results, "plan, private")["rows"] == plain["rows"]
     size = 8000 * 32 * 4 * 2
-    assert 0 < told["served"]["model.safetensors"] < 0.1 * size * len(COMMANDS)
-    snapshots = (told["work"].parent / "home").rglob("snapshots/*/*.safetensors")
+    assert 0 < command_results["served"]["model.safetensors"] < 0.1 * size * len(COMMANDS)
+    snapshots = (command_results["work"].parent / "home").rglob("snapshots/*/*.safetensors")
     assert {path.parts[-4] for path in snapshots} == {"models--org--llama", "models--org--converted"}
 
 
-def test_a_branch_is_another_checkpoint(told):
-    shapes = {row["role"]: row["shape"] for row in data_of(told, "plan, a branch")["rows"]}
-    assert shapes == {row["role"]: row["shape"] for row in data_of(told, "plan")["rows"]}
+def test_a_branch_is_another_checkpoint(command_results):
+    shapes = {row["role"]: row["shape"] for row in data_of(command_results, "plan, a branch")["rows"]}
+    assert shapes == {row["role"]: row["shape"] for row in data_of(command_results, "plan")["rows"]}
     for name, branch in (("convert", "main"), ("convert, a branch", "narrow")):
-        source = data_of(told, name)["report"]["source"]
-        assert (source["name"], source["revision"]) == ("org/llama", told["commit"][branch])
-    fingerprints = {data_of(told, n)["report"]["source"]["fingerprint"] for n in ("convert", "convert, a branch")}
+        source = data_of(command_results, name)["report"]["source"]
+        assert (source["name"], source["revision"]) == ("org/llama", command_results["commit"][branch])
+    fingerprints = {
+        data_of(command_results, n)["report"]["source"]["fingerprint"] for n in ("convert", "convert, a branch")
+    }
     assert len(fingerprints) == 2
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_calibration_on_a_data_set(kind, told):
-    report = data_of(told, f"convert, {kind}")["report"]
+def test_calibration_on_a_data_set(kind, command_results):
+    report = data_of(command_results, f"convert, {kind}")["report"]
     assert report["calibration"]["tokens"] == 128 and report["held_out"]["unit"] == "nats per token"
 
 
-def test_data_sets_of_one_text_calibrate_alike(told):
+def test_data_sets_of_one_text_calibrate_alike(command_results):
     errors = [
-        [m["error"] for m in data_of(told, f"convert, {kind}")["report"]["modules"]] for kind in ("jsonl", "parquet")
+        [m["error"] for m in data_of(command_results, f"convert, {kind}")["report"]["modules"]]
+        for kind in ("jsonl", "parquet")
     ]
     assert errors[0] == errors[1]
 
 
-def test_a_converted_checkpoint_on_the_hub_is_inspected(told):
-    assert data_of(told, "inspect")["checks"]["as_reported"]
+def test_a_converted_checkpoint_on_the_hub_is_inspected(command_results):
+    assert data_of(command_results, "inspect")["checks"]["as_reported"]
 
 
 @pytest.mark.parametrize(
@@ -184,14 +187,14 @@ def test_a_converted_checkpoint_on_the_hub_is_inspected(told):
         ("convert, no such data", "org/nothing"),
     ],
 )
-def test_refusals(name, says, told):
-    code, out, err = told[name]
+def test_refusals(name, says, command_results):
+    code, out, err = command_results[name]
     assert code == 2, err
     assert says in err and "Traceback" not in err and out == ""
     assert err.count("error:") == 1 and len(err) < 500
 
 
-def test_nothing_is_left_and_no_token_is_printed(told):
-    assert {p.name for p in told["work"].iterdir()} == {"plain", "branch", "jsonl", "parquet"}
+def test_nothing_is_left_and_no_token_is_printed(command_results):
+    assert {p.name for p in command_results["work"].iterdir()} == {"plain", "branch", "jsonl", "parquet"}
     for name in COMMANDS:
-        assert not any(TOKEN in text for text in told[name][1:])
+        assert not any(TOKEN in text for text in command_results[name][1:])

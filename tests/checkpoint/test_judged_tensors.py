@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint lacks, has beyond its class, or stores in another shape: one rule for every command."""
+"""Missing tensors, unexpected tensors and wrong shapes: every command applies the same rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PEFT LoRA on structured and split linears: starts at nothing, trains alone, survives saving."""
+"""PEFT LoRA on structured and split linears: an adapter starts at zero, is all that trains, and can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config_of(family: str, **options) -> LoraConfig:
     )
 
 
-def trained(model, steps: int = 8):
+def train(model, steps: int = 8):
     """A few steps; (loss before, loss after)."""
     ids = tiny_inputs("llama", 8, 16)["input_ids"]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -57,7 +57,7 @@ def test_a_fresh_adapter_changes_nothing_and_trains_alone(family, converted):
     assert len(adapted) == 2 * len(TARGETS[family])
     assert all(isinstance(m.get_base_layer(), (StructuredLinear, SplitLinear)) for m in adapted)
     assert torch.equal(model_outputs(model, inputs), expected)
-    first, last = trained(model)
+    first, last = train(model)
     assert last < first
     assert not torch.equal(model_outputs(model, inputs), expected)
     after = {k.replace(".base_layer", ""): v for k, v in model.get_base_model().state_dict().items()}
@@ -70,7 +70,7 @@ def test_a_fresh_adapter_changes_nothing_and_trains_alone(family, converted):
 def test_saved_and_loaded_again(family, converted, tmp_path):
     inputs = tiny_inputs(family, 2)
     model = get_peft_model(base_of(converted(family)), config_of(family))
-    trained(model, 2)
+    train(model, 2)
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(base_of(converted(family)), tmp_path).eval()
     assert torch.equal(model_outputs(again, inputs), model_outputs(model, inputs))
@@ -79,7 +79,7 @@ def test_saved_and_loaded_again(family, converted, tmp_path):
 def test_an_adapter_loads_whichever_library_is_imported_first(converted, tmp_path):
     """`import surgery` is light, and enough: for the checkpoint, and for its adapter."""
     model = get_peft_model(base_of(converted("llama")), config_of("llama"))
-    trained(model, 1)
+    train(model, 1)
     model.save_pretrained(tmp_path / "adapter")
     code = f"""
 import surgery, sys
@@ -106,13 +106,13 @@ def test_transformers_own_adapters(converted):
     expected = model_outputs(model, inputs)
     model.add_adapter(config_of("llama"))
     assert torch.equal(model_outputs(model.eval(), inputs), expected)
-    first, last = trained(model)
+    first, last = train(model)
     assert last < first
 
 
 def test_a_part_of_a_split_linear(converted):
     model = get_peft_model(base_of(converted("gpt2")), config_of("gpt2", target_modules=["c_attn.parts.value"]))
-    first, last = trained(model)
+    first, last = train(model)
     assert last < first
 
 
@@ -121,7 +121,7 @@ def test_merging_is_refused_and_unloading_gives_the_base_back(converted, tmp_pat
     inputs, base = tiny_inputs("llama", 2), base_of(converted("llama"))
     expected = model_outputs(base, inputs)
     model = get_peft_model(base, config_of("llama"))
-    trained(model, 2)
+    train(model, 2)
     adapted = model_outputs(model, inputs)
     model.save_pretrained(tmp_path / "adapter")
     for merge in (model.merge_adapter, model.merge_and_unload):

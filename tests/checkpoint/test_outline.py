@@ -1,5 +1,4 @@
-"""The outline of a decoder against transformers' model class: the same modules, the same attention, the same plan; and no outline
-where they could differ."""
+"""The outline of a decoder against transformers' model class: same modules, attention and plan; no outline if they could differ."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def outcome(model, recipe):
     return repr(plan), json.dumps(plan_dict(plan))
 
 
-def described(model):
+def describe_model(model):
     """Return everything that a plan reads of a model's modules."""
     paths = attention_paths(model)
     return {
@@ -62,7 +61,7 @@ def both_ways(folder: Path) -> None:
     outline, model = read_outline(source), MetaModel(source)
     assert outline is not None
     assert (outline.keys, outline.tied) == (model.keys, model.tied)
-    assert described(outline.model) == described(model.model)
+    assert describe_model(outline.model) == describe_model(model.model)
     for name in model.keys:
         assert outline.tensor_info(name) == model.tensor_info(name)
     for recipe in RECIPES:
@@ -237,7 +236,9 @@ def test_an_outline_of_an_odd_config_is_that_of_the_model_class(family, checkpoi
         outline = build_outline(config)
         if outline is not None:
             built += 1
-            assert described(outline) == described(_transformers_model(config, folder.parent / f"{family}-odd"))
+            assert describe_model(outline) == describe_model(
+                _transformers_model(config, folder.parent / f"{family}-odd")
+            )
     assert built > 10
 
 

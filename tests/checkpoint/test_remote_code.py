@@ -1,4 +1,4 @@
-"""Issue item 2.2: no command runs Python of a checkpoint without --trust-remote-code, whatever stands on stdin."""
+"""No command runs Python code of a checkpoint without --trust-remote-code, whatever stdin answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers that lie, files cut short, numbers that are none: refused with the reason, never a crash."""
+"""Damaged safetensors files (false headers, truncated data, NaN values) are refused with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from surgery.core.errors import SurgeryError
 ANY = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def written(path, header, data=b""):
+def write_file(path, header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
@@ -71,7 +71,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 )
 def test_a_header_that_lies(tmp_path, header, data, says):
     with pytest.raises(SurgeryError, match=says):
-        read_header(written(tmp_path / "x.safetensors", header, data))
+        read_header(write_file(tmp_path / "x.safetensors", header, data))
 
 
 def test_a_header_longer_than_the_file(tmp_path):
@@ -103,7 +103,7 @@ def test_random_bytes_never_crash(tmp_path_factory, data):
     )
 )
 def test_random_headers_never_crash(tmp_path_factory, header):
-    path = written(tmp_path_factory.mktemp("fuzz") / "x.safetensors", header, b"0" * 64)
+    path = write_file(tmp_path_factory.mktemp("fuzz") / "x.safetensors", header, b"0" * 64)
     try:
         for info in read_header(path).values():
             read_tensor(info, check=False)

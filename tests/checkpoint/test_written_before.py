@@ -1,5 +1,8 @@
-"""What version 0.1 wrote still opens: a checkpoint, recipes, reports, an interrupted conversion and an interrupted healing, a saved
-cache, a teacher cache, results of an evaluation. tests/data/written_before was written before the packages got their layout."""
+"""Files written by version 0.1 can still be read.
+
+They are a checkpoint, recipes, reports, an interrupted conversion and healing, a saved cache, a teacher cache, and evaluation
+results, in tests/data/written_before.
+"""
 
 from __future__ import annotations
 

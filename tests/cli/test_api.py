@@ -1,4 +1,4 @@
-"""The commands as functions: what they return is what --json prints, and a notebook shows it as a table."""
+"""The commands as functions: they return what --json prints, and notebooks display them as tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVIL = "<b>[bold]<script>alert(1)</script>"
 MIXED = {"structure": "btt", "blocks": [2, 2], "keep": 0.5}
 
 
-def printed(capsys, *words: object) -> dict:
+def run_json(capsys, *words: object) -> dict:
     """What `surgery .. --json` says."""
     try:
         main([*map(str, words), "--json"])
@@ -33,7 +33,7 @@ def printed(capsys, *words: object) -> dict:
 def test_plan_is_the_command(checkpoints, capsys):
     source = checkpoints("llama")
     told = api.plan(source, "btt-half", keep=0.75, overrides={"blocks": [2, 2]})
-    assert json.loads(json.dumps(told)) == printed(
+    assert json.loads(json.dumps(told)) == run_json(
         capsys, "plan", source, "-r", "btt-half", "--set", "keep=0.75", "--set", "blocks=[2, 2]"
     )
 
@@ -100,11 +100,11 @@ def test_a_pinned_checkpoint_is_loaded(monkeypatch, tmp_path):
             auto, "from_pretrained", lambda name, **how: asked.append((name, how["revision"])) or loaded
         )
 
-    def opened(name, revision):
+    def open_stub(name, revision):
         pinned = revision or source.split_revision(name)[1]
         return SimpleNamespace(name=name, folder=tmp_path, config={}, revision=pinned)
 
-    monkeypatch.setattr(source, "open_converted_checkpoint", opened)
+    monkeypatch.setattr(source, "open_converted_checkpoint", open_stub)
     (tmp_path / "me@home").mkdir()
     for name in ("me/small@v1", "me/small", tmp_path / "me@home"):
         api.load(name)

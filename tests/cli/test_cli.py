@@ -1,4 +1,4 @@
-"""The command line: JSON for machines, one clear sentence and exit code 2 for people's slips."""
+"""The command line: JSON output, and for mistakes of the user one sentence and exit code 2."""
 
 from __future__ import annotations
 

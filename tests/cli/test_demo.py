@@ -1,4 +1,4 @@
-"""`surgery demo`: as a newcomer runs it, and with a quick recipe what it says on the way."""
+"""`surgery demo`, with the default recipe and with a quick one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about a conversion: what it says, that it is safe, and what a browser makes of it."""
+"""The report page: its contents, its safety, and how a browser renders it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Reader(HTMLParser):
             raise AssertionError(tag)
 
 
-def read(path: Path) -> tuple[str, Reader]:
+def parse_page(path: Path) -> tuple[str, Reader]:
     text = path.read_text(encoding="utf-8")
     reader = Reader()
     reader.feed(text)
@@ -93,7 +93,7 @@ def read(path: Path) -> tuple[str, Reader]:
 
 
 def test_everything_is_on_it(out):
-    text, reader = read(write_page(str(out)))
+    text, reader = parse_page(write_page(str(out)))
     assert {"model", "errors", "costs", "training", "measured", "matrices", "recipe"} <= set(reader.ids)
     report = json.loads((out / "surgery_report.json").read_text())
     for record in report["modules"]:
@@ -107,7 +107,7 @@ def test_everything_is_on_it(out):
 
 
 def test_without_healing_and_measurements(converted, tmp_path):
-    _, reader = read(write_page(str(converted("llama")), tmp_path / "page.html"))
+    _, reader = parse_page(write_page(str(converted("llama")), tmp_path / "page.html"))
     assert not {"training", "measured"} & set(reader.ids) and "matrices" in reader.ids
     assert not list(tmp_path.glob(".*"))
 
@@ -122,7 +122,7 @@ def test_what_a_file_says_is_text(out):
     for each in results["rows"]:
         each["task"] = each["metric"]["title"] = EVIL
     (out / "eval" / "results.json").write_text(json.dumps(results))
-    text, _ = read(write_page(str(out)))
+    text, _ = parse_page(write_page(str(out)))
     assert "<img" not in text and text.count("<script") == 1
 
 

@@ -1,4 +1,4 @@
-"""A converted checkpoint to the Hub, whose endpoints for writing stand on this machine."""
+"""`surgery push` to the Hub, simulated by a server on this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hub(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def pushed(monkeypatch, capsys):
+def push_command(monkeypatch, capsys):
     def run(*words: Any, token: str | None = TOKEN) -> tuple[int, str, str]:
         """(exit code, stdout, stderr) of `surgery push ..`."""
         monkeypatch.setenv("HF_TOKEN", token) if token else monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -55,11 +55,11 @@ def pushed(monkeypatch, capsys):
     return run
 
 
-def test_everything_of_a_checkpoint_arrives_and_nothing_else(hub, pushed, out):
+def test_everything_of_a_checkpoint_arrives_and_nothing_else(hub, push_command, out):
     (out / "training").mkdir()
     (out / "training" / "log.jsonl").write_text("{}\n")
     before = sorted(p.relative_to(out) for p in out.rglob("*"))
-    code, said, error = pushed(out, "me/small", "--license", "mit", "--private", "--json")
+    code, said, error = push_command(out, "me/small", "--license", "mit", "--private", "--json")
     assert code == 0, error
     told, there = json.loads(said), hub.files("me/small")
     assert sorted(there) == sorted(file["name"] for file in told["files"]) == sorted(told["uploaded"])
@@ -71,8 +71,8 @@ def test_everything_of_a_checkpoint_arrives_and_nothing_else(hub, pushed, out):
     assert told["url"].endswith("/me/small")
 
 
-def test_paths_of_this_machine_stay_here(hub, pushed, out):
-    pushed(out, "me/small", "--license", "mit")
+def test_paths_of_this_machine_stay_here(hub, push_command, out):
+    push_command(out, "me/small", "--license", "mit")
     report = json.loads((out / "surgery_report.json").read_text())
     source = report["source"]["name"]
     assert source.startswith("/")
@@ -145,70 +145,70 @@ def test_outside_d8_code_of_a_tokenizer_that_is_not_there_is_refused(out):
         prepare_upload(str(out), "me/small", "mit")
 
 
-def test_a_dry_run_sends_nothing_and_needs_no_token(hub, pushed, out):
-    code, said, _ = pushed(out, "me/small", "--license", "mit", "--dry-run", token=None)
+def test_a_dry_run_sends_nothing_and_needs_no_token(hub, push_command, out):
+    code, said, _ = push_command(out, "me/small", "--license", "mit", "--dry-run", token=None)
     assert code == 0 and not hub.repos
     assert "model.safetensors" in said and "license: mit" in said and "## Limits" in said
 
 
-def test_what_broke_off_goes_on(hub, pushed, out):
+def test_what_broke_off_goes_on(hub, push_command, out):
     """Weights that arrived are not sent again; until the end the repository is as it was."""
     whole = (out / "model.safetensors").read_bytes()
     _split(out)
     hub.fail_after = 1
     command = (out, "me/small", "--license", "mit")
-    code, _, said = pushed(*command)
+    code, _, said = push_command(*command)
     assert code == 2 and "again" in said
     assert hub.files("me/small") == {} and len(hub.sent) == 1
     hub.fail_after = None
-    code, _, _ = pushed(*command)
+    code, _, _ = push_command(*command)
     assert code == 0 and len(hub.sent) == len(set(hub.sent)) == 2
     there = hub.files("me/small")
     assert "model.safetensors" not in there and sum(map(len, there.values())) > len(whole)
 
 
-def test_refusals_are_told_in_words(hub, pushed, out):
-    code, _, said = pushed(out, "others/small", "--license", "mit")
+def test_refusals_are_told_in_words(hub, push_command, out):
+    code, _, said = push_command(out, "others/small", "--license", "mit")
     assert code == 2 and "write permission" in said
-    code, _, said = pushed(out, "a/b/c", "--license", "mit")
+    code, _, said = push_command(out, "a/b/c", "--license", "mit")
     assert code == 2 and "not a valid repository name" in said
-    code, _, said = pushed(out, "me/small", "--license", "mit", token="hf_wrong")
+    code, _, said = push_command(out, "me/small", "--license", "mit", token="hf_wrong")
     assert code == 2 and "rejects the token" in said and "hf_wrong" not in said
-    code, _, said = pushed(out, "me/small", "--license", "mit", token=None)
+    code, _, said = push_command(out, "me/small", "--license", "mit", token=None)
     assert code == 2 and "hf auth login" in said
 
 
-def test_a_repository_that_is_there_and_a_branch_of_it(hub, pushed, out):
+def test_a_repository_that_is_there_and_a_branch_of_it(hub, push_command, out):
     again = (out, "me/small", "--license", "mit")
-    assert [pushed(*again)[0], pushed(*again, "--revision", "v2", "-m", "second")[0]] == [0, 0]
+    assert [push_command(*again)[0], push_command(*again, "--revision", "v2", "-m", "second")[0]] == [0, 0]
     assert hub.messages[-1] == "second" and len(hub.sent) == 1
     assert hub.files("me/small", "v2").keys() == hub.files("me/small").keys()
 
 
-def test_what_an_earlier_push_left_is_taken_away(hub, pushed, out):
+def test_what_an_earlier_push_left_is_taken_away(hub, push_command, out):
     """Its other shards would be loaded, its measurements read, beside the new ones; what is not ours stays."""
     again = (out, "me/small", "--license", "mit")
-    assert pushed(*again)[0] == 0
+    assert push_command(*again)[0] == 0
     hub.repos["me/small"]["main"] |= {"eval/table.md": b"old", "notes.md": b"mine"}
     _split(out)
-    code, said, _ = pushed(*again, "--json")
+    code, said, _ = push_command(*again, "--json")
     there = hub.files("me/small")
     assert code == 0 and json.loads(said)["removed"] == ["eval/table.md", "model.safetensors"]
     assert "notes.md" in there and "model.safetensors.index.json" in there and "eval/table.md" not in there
 
 
-def test_another_model_is_not_overwritten(hub, pushed, out):
+def test_another_model_is_not_overwritten(hub, push_command, out):
     hub.repos["me/original"] = {"main": {"model.safetensors": b"the original", "config.json": b"{}"}}
-    code, _, said = pushed(out, "me/original", "--license", "mit")
+    code, _, said = push_command(out, "me/original", "--license", "mit")
     assert code == 2 and "holds another model" in said and "me/original-surgery" in said
-    assert pushed(out, "me/original", "--license", "mit", "--revision", "surgery")[0] == 0
+    assert push_command(out, "me/original", "--license", "mit", "--revision", "surgery")[0] == 0
     assert hub.files("me/original")["model.safetensors"] == b"the original"
     assert hub.files("me/original", "surgery")["model.safetensors"] == (out / "model.safetensors").read_bytes()
 
 
-def test_a_public_repository_does_not_take_what_shall_be_private(hub, pushed, out):
+def test_a_public_repository_does_not_take_what_shall_be_private(hub, push_command, out):
     hub.repos["me/small"] = {"main": {}}
-    code, _, said = pushed(out, "me/small", "--license", "mit", "--private")
+    code, _, said = push_command(out, "me/small", "--license", "mit", "--private")
     assert code == 2 and "public" in said and hub.files("me/small") == {} and not hub.sent
 
 
@@ -308,25 +308,27 @@ def _split(folder: Path) -> None:
 LOCAL = "/home/somebody/models/my llama"
 
 
-def test_2_6_paths_are_cut_from_every_file(hub, pushed, out, tmp_path):
+def test_2_6_paths_are_cut_from_every_file(hub, push_command, out, tmp_path):
     """In configs by key, in reports and logs wherever they stand; labels and tokens that only look like paths stay."""
 
-    def put(name: str, **told: Any) -> None:
+    def update_json(name: str, **told: Any) -> None:
         path = out / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), **told}))
 
     labels = {"0": "/m/09l8g", "1": "/think"}
-    put("config.json", _name_or_path=LOCAL, id2label=labels, task_specific={"cache_dir": "C:\\Users\\me\\cache"})
-    put(
+    update_json(
+        "config.json", _name_or_path=LOCAL, id2label=labels, task_specific={"cache_dir": "C:\\Users\\me\\cache"}
+    )
+    update_json(
         "tokenizer_config.json",
         name_or_path=LOCAL,
         vocab_file=f"{LOCAL}/vocab.txt",
         eos_token="/think",
         extra=str(tmp_path),
     )
-    put("generation_config.json", _name_or_path=LOCAL)
-    put("adapter/adapter_config.json", base_model_name_or_path=LOCAL, peft_type="LORA")
+    update_json("generation_config.json", _name_or_path=LOCAL)
+    update_json("adapter/adapter_config.json", base_model_name_or_path=LOCAL, peft_type="LORA")
     (out / "adapter" / "README.md").write_text(
         f"base_model: {LOCAL}\n\nTrained from {tmp_path}/x.txt, see https://x.org/home/y."
     )
@@ -335,12 +337,12 @@ def test_2_6_paths_are_cut_from_every_file(hub, pushed, out, tmp_path):
     (out / "training" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut off')
     (out / "report.html").write_text(f"<title>{LOCAL}</title><p>from '{tmp_path}/a&amp;b'</p>")
     (out / "eval").mkdir()
-    put("eval/results.json", command=f"surgery eval {tmp_path}/OUT --text {LOCAL}", rows=[])
+    update_json("eval/results.json", command=f"surgery eval {tmp_path}/OUT --text {LOCAL}", rows=[])
     (out / "eval" / "table.md").write_text(f"| {tmp_path}/OUT | 1.0 |\n")
     report = json.loads((out / "surgery_report.json").read_text())
     report["recipe"]["description"] = f"Made with {tmp_path}/recipe.yaml"
     (out / "surgery_report.json").write_text(json.dumps(report))
-    code, _, said = pushed(out, "me/small", "--license", "mit")
+    code, _, said = push_command(out, "me/small", "--license", "mit")
     assert code == 0, said
     there = hub.files("me/small")
     for name, content in there.items():

@@ -1,4 +1,4 @@
-"""The embedded checkpoint: it is what its card says, it retrieves, and its training runs again."""
+"""The embedded checkpoint: its card is true, it retrieves, and its training script runs."""
 
 import importlib.resources
 import json

@@ -1,4 +1,4 @@
-"""Spreading a budget: never exceeded, and as good as the best choice up to the last step."""
+"""Budget allocation: never above the budget, and optimal up to the last step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration: texts become windows as the tokenizer writes them; moments are what the models' own forwards give."""
+"""Calibration: windows are those of the tokenizer, and moments are those of the models' own forwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Issue item 4.5: how a calibration text is decoded, which field of a row is read, and whether it suits the model."""
+"""Calibration texts: decoding, the field of a row that is read, and warnings for unsuitable text."""
 
 from __future__ import annotations
 

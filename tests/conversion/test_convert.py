@@ -1,4 +1,4 @@
-"""Streaming conversion: the same bytes whatever interrupts it; clear refusals that leave nothing behind."""
+"""`convert`: the same bytes after any interruption, and refusals that leave no files."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_sharded_output(deep, tmp_path, monkeypatch):
 
 
 # -- refusals --------------------------------------------------------------------------------------
-def damaged(source: Path, target: Path, how: str) -> Path:
+def copy_damaged(source: Path, target: Path, how: str) -> Path:
     shutil.copytree(source, target)
     shard = sorted(target.glob("*.safetensors"))[0]
     if how == "truncated":
@@ -293,7 +293,7 @@ def damaged(source: Path, target: Path, how: str) -> Path:
 @pytest.mark.parametrize("text", [True, False])
 def test_damaged_sources(deep, tmp_path, how, says, text):
     source, inputs = deep
-    bad = damaged(source, tmp_path / "bad", how)
+    bad = copy_damaged(source, tmp_path / "bad", how)
     recipe = make_recipe(structure="low_rank", **({"calibration": inputs} if text else {}))
     with pytest.raises(SurgeryError, match=says):
         convert(str(bad), recipe, tmp_path / "out")
@@ -393,7 +393,7 @@ def test_hidden_states_spill_to_disk_with_the_same_result(deep, tmp_path, monkey
 
 
 # -- a journal that a stranger wrote ---------------------------------------------------------------
-def interrupted(
+def interrupt_conversion(
     source: Path, recipe, out: Path, monkeypatch, before: str = "assemble", shard_bytes: int = 0
 ) -> list[dict]:
     """OUT.partial of a conversion killed when all pieces were written, or after its first shard; its journal's lines."""
@@ -439,7 +439,7 @@ def low_rank(deep, tmp_path_factory):
 def test_2_1_groups_of_a_journal_remove_and_move_nothing_else(low_rank, tmp_path, monkeypatch, how):
     source, recipe, whole = low_rank
     out, victim = tmp_path / "out", tmp_path / "victim.safetensors"
-    lines = interrupted(source, recipe, out, monkeypatch)
+    lines = interrupt_conversion(source, recipe, out, monkeypatch)
     save_file({"secret": torch.ones(2)}, victim)
     names = [f"{line['piece']}.safetensors" for line in lines if line["step"] == "piece"]
     groups = {
@@ -457,7 +457,7 @@ def test_2_1_groups_of_a_journal_remove_and_move_nothing_else(low_rank, tmp_path
 @pytest.mark.parametrize("name", ["../../victim", "/tmp/victim", "model.layers.9", "", None, 5])
 def test_2_1_a_journal_names_no_piece_that_the_plan_has_not(low_rank, tmp_path, monkeypatch, name):
     source, recipe, whole = low_rank
-    lines = interrupted(source, recipe, tmp_path / "out", monkeypatch)
+    lines = interrupt_conversion(source, recipe, tmp_path / "out", monkeypatch)
     lines[-1] = {**lines[-1], "piece": name}
     rewritten(tmp_path / "out", lines)
     convert(str(source), recipe, tmp_path / "out", resume=True)
@@ -471,7 +471,7 @@ def test_2_1_a_damaged_layer_shard_is_converted_again(low_rank, tmp_path, monkey
     """Also a piece in a journal of an earlier version, whose lines have no SHA-256."""
     source, recipe, whole = low_rank
     out = tmp_path / "out"
-    lines = interrupted(source, recipe, out, monkeypatch)
+    lines = interrupt_conversion(source, recipe, out, monkeypatch)
     pieces = partial_path(out) / "pieces"
     piece, other = (pieces / f"model.layers.{n}.safetensors" for n in (2, 3))
     at = next(i for i, line in enumerate(lines) if line.get("piece") == "model.layers.2")
@@ -501,7 +501,7 @@ def test_2_1_a_damaged_layer_shard_is_converted_again(low_rank, tmp_path, monkey
 def test_2_1_a_finished_shard_is_checked(deep, tmp_path, monkeypatch, how):
     source, out = deep[0], tmp_path / "out"
     recipe = make_recipe(structure="low_rank", keep=0.5)
-    interrupted(source, recipe, out, monkeypatch, before="shard", shard_bytes=150_000)
+    interrupt_conversion(source, recipe, out, monkeypatch, before="shard", shard_bytes=150_000)
     convert(str(source), recipe, tmp_path / "whole")
     shard = min(partial_path(out).glob("model-*.safetensors"))
     data = bytearray(shard.read_bytes())

@@ -1,5 +1,4 @@
-"""Disks that fill up or may not be written, and commands that meet at one place: what was there stays, nothing
-half-written gets a final name, and a sentence says what to do."""
+"""Full and read-only disks, and two commands in one folder: old files stay, no partly written file gets a final name."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Disk:
             monkeypatch.setattr(owner, name, self._asking(getattr(owner, name), name))
 
     def _asking(self, do, name):
-        def asked(what, *rest, **more):
+        def count_write(what, *rest, **more):
             mode = str(more.get("mode", rest[0] if rest and name == "open" else "r"))
             if (name == "fsync" or str(what).startswith(self.home)) and (name != "open" or set("wax+") & set(mode)):
                 self.count += 1
@@ -48,14 +47,14 @@ class Disk:
                     raise OSError(self.number, os.strerror(self.number), None if name == "fsync" else str(what))
             return do(what, *rest, **more)
 
-        return asked
+        return count_write
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def spread(count: int, most: int = 7) -> list[int]:
+def spread_indices(count: int, most: int = 7) -> list[int]:
     """The first, the last, and some between."""
     return sorted({0, 1, count - 1, *range(0, count, -(-count // most))})
 
@@ -66,7 +65,7 @@ def test_a_conversion_on_a_full_disk_goes_on(checkpoints, tmp_path, monkeypatch)
     home.mkdir()
     before, recipe, disk = files_of(source), make_recipe(structure="low_rank"), Disk(monkeypatch, home)
     convert(str(source), recipe, home / "whole")
-    for lets in spread(disk.count):
+    for lets in spread_indices(disk.count):
         disk.left, out = lets, home / f"out-{lets}"
         with pytest.raises(
             SurgeryError, match=r"No space left on device; its disk has [\d.,]+ [kMGT]?B free of .*--resume"
@@ -86,7 +85,7 @@ def test_undoing_it_leaves_nothing(converted, tmp_path, monkeypatch, number):
     home.mkdir()
     before, disk = files_of(source), Disk(monkeypatch, home, number)
     densify(str(source), home / "whole")
-    for lets in spread(disk.count):
+    for lets in spread_indices(disk.count):
         disk.left = lets
         with pytest.raises(SurgeryError, match="cannot be written: " + os.strerror(number)):
             densify(str(source), home / "out")

@@ -1,4 +1,4 @@
-"""Replacing the head unties it from the embedding, and changes nothing else."""
+"""Replacing the LM head unties it from the embedding and changes nothing else."""
 
 from __future__ import annotations
 

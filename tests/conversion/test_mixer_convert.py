@@ -1,4 +1,4 @@
-"""`convert` with mixers: every shipped recipe, every family; what is written loads, runs, generates and is as reported."""
+"""`convert` with mixers, every shipped recipe and family: checkpoints load, run, generate and agree with their report."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def source(folder, family):
     return model
 
 
-def converted(folder, family, recipe):
+def convert_model(folder, family, recipe):
     """(original model, converted model, report)"""
     original = source(folder, family)
     report = convert(str(folder / "source"), recipe, folder / "out")
     return original, type(original).from_pretrained(folder / "out").eval(), report
 
 
-def calibrated(folder, name, *more):
+def calibrated_recipe(folder, name, *more):
     keys = [f"{k}={v}" for k, v in CALIBRATION.items()]
     few = ["attention.steps=2", f"calibration={json.dumps(str(folder / 'inputs.safetensors'))}"]
     return load_recipe(name, [*keys, *few, *SMALL.get(name, []), *more])
@@ -56,7 +56,7 @@ def calibrated(folder, name, *more):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_every_shipped_recipe(name, tmp_path):
-    original, model, report = converted(tmp_path, "llama", calibrated(tmp_path, name))
+    original, model, report = convert_model(tmp_path, "llama", calibrated_recipe(tmp_path, name))
     assert report["mixers"] and report["held_out"]["converted"] < report["held_out"]["original"] * 1.5
     for record in report["mixers"]:
         stages = list(record["errors"].values())
@@ -99,9 +99,9 @@ def test_every_family(family, name, tmp_path):
     if (family, name) in REFUSED:
         source(tmp_path, family)
         with pytest.raises(SurgeryError, match="bidirectional"):
-            convert(str(tmp_path / "source"), calibrated(tmp_path, name), tmp_path / "out")
+            convert(str(tmp_path / "source"), calibrated_recipe(tmp_path, name), tmp_path / "out")
         return
-    original, model, report = converted(tmp_path, family, calibrated(tmp_path, name))
+    original, model, report = convert_model(tmp_path, family, calibrated_recipe(tmp_path, name))
     inputs = tiny_inputs(family, 2, 20, seed=3)
     before, after = model_outputs(original, inputs), model_outputs(model, inputs)
     exact = name.startswith("bilinear")
@@ -136,7 +136,7 @@ def test_every_mask_and_feature_map(options, tmp_path):
     recipe = make_recipe(
         structure="dense", attention=attention, calibration=tmp_path / "inputs.safetensors", **CALIBRATION
     )
-    _, model, report = converted(tmp_path, "llama", recipe)
+    _, model, report = convert_model(tmp_path, "llama", recipe)
     errors = list(report["mixers"][0]["errors"].values())
     assert min(errors) <= errors[0] and errors[0] == errors[0]
     prompt = tiny_inputs("llama", 2, 9, seed=4)["input_ids"]
@@ -153,7 +153,7 @@ def test_linears_and_attention_in_one_recipe(tmp_path):
         calibration=tmp_path / "inputs.safetensors",
         **CALIBRATION,
     )
-    original, model, report = converted(tmp_path, "llama", recipe)
+    original, model, report = convert_model(tmp_path, "llama", recipe)
     assert report["totals"]["kept"] < 0.91 and len(report["mixers"]) == 2
     inputs = tiny_inputs("llama", 2, 20, seed=3)
     densify(str(tmp_path / "out"), tmp_path / "dense")
@@ -166,14 +166,14 @@ def test_linears_and_attention_in_one_recipe(tmp_path):
 def test_hybrids_keep_softmax_where_said(tmp_path):
     source(tmp_path, "llama")
     by_hand = make_recipe(structure="dense", attention={"mixer": "linear", "hybrid": {"layers": [1]}, "steps": 0})
-    _, model, report = converted(tmp_path, "llama", by_hand)
+    _, model, report = convert_model(tmp_path, "llama", by_hand)
     assert [record["name"] for record in report["mixers"]] == ["model.layers.0.self_attn"]
     assert not hasattr(model.model.layers[1].self_attn, "mixer")
 
 
 def test_sensitivity_is_measured_and_reported(tmp_path):
     hybrid = "attention.hybrid={keep: 0.5, by: sensitivity}"
-    _, _, report = converted(tmp_path, "llama", calibrated(tmp_path, "ssd", hybrid))
+    _, _, report = convert_model(tmp_path, "llama", calibrated_recipe(tmp_path, "ssd", hybrid))
     told = report["hybrid"]
     assert set(told["alone"]) == {"model.layers.0", "model.layers.1"} and len(told["softmax"]) == 1
     assert told[told["kept"]]["converted"] == min(told[name]["converted"] for name in ("sensitivity", "every"))
@@ -183,7 +183,7 @@ def test_sensitivity_is_measured_and_reported(tmp_path):
 
 def test_resumed_and_whole_are_the_same_bytes(tmp_path, monkeypatch):
     source(tmp_path, "llama")
-    recipe = calibrated(tmp_path, "log-linear-mamba2")
+    recipe = calibrated_recipe(tmp_path, "log-linear-mamba2")
     convert(str(tmp_path / "source"), recipe, tmp_path / "whole")
     import surgery.conversion.sequential as layerwise
 

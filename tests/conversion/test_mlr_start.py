@@ -1,4 +1,4 @@
-"""The training-free start of MLR attention: what leaving score dims out costs, and which a budget keeps."""
+"""Initialization of MLR attention: the cost of omitting score dimensions, and the dimensions that a budget keeps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPE = AttentionShape(dim=8, heads=4, groups=2, key=8, value=6, scaling=8**-0.5
 EXTENTS = (0, 2, 5, UNLIMITED)
 
 
-def drawn(batch=2, length=13, shape=SHAPE, seed=0):
+def random_inputs(batch=2, length=13, shape=SHAPE, seed=0):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
     inputs = MixerInputs(
@@ -71,7 +71,7 @@ def by_autograd(inputs, grad, shape, extents):
     ids=["causal", "both ways", "window and cap", "interleaved"],
 )
 def test_damage_is_the_derivative_of_the_loss(shape):
-    inputs, grad = drawn(shape=shape)
+    inputs, grad = random_inputs(shape=shape)
     damage = ScoreSensitivity(shape, EXTENTS)
     damage.member_KU = damage.member_KU.double()
     damage.add(inputs, grad, queries=5)
@@ -81,7 +81,7 @@ def test_damage_is_the_derivative_of_the_loss(shape):
 
 
 def test_damage_ignores_padding_and_adds_up():
-    inputs, grad = drawn()
+    inputs, grad = random_inputs()
     valid = torch.tensor([[False] * 4 + [True] * 9, [True] * 11 + [False] * 2])
     together, apart = ScoreSensitivity(SHAPE, EXTENTS), ScoreSensitivity(SHAPE, EXTENTS)
     for damage in (together, apart):
@@ -120,10 +120,10 @@ def test_settling_is_the_optimum_of_small_forms():
                 assert not exact or mine <= values.min() + 1e-9
 
 
-def gathered(layers=2, shape=SHAPE):
+def gather_sensitivities(layers=2, shape=SHAPE):
     damages = []
     for layer in range(layers):
-        inputs, grad = drawn(3, 24, shape, seed=layer)
+        inputs, grad = random_inputs(3, 24, shape, seed=layer)
         inputs.k_BGTK[..., [0, 2]] *= 0.1  # a pair that carries little
         damages.append(ScoreSensitivity(shape, EXTENTS))
         damages[-1].add(
@@ -135,14 +135,14 @@ def gathered(layers=2, shape=SHAPE):
 def key_share(arrangement, shape, length):
     mixer = MIXERS[MLR](arrangement.config, shape)
     arrangement.apply_to(mixer)
-    inputs = drawn(1, length, shape)[0]
+    inputs = random_inputs(1, length, shape)[0]
     tensors = mixer.mix(inputs, mixer.empty_state(1, "cpu"))[1].tensors
     return sum(t.numel() for n, t in tensors.items() if n.startswith("keys")) / (shape.groups * shape.key * length)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, groups=4), replace(SHAPE, rotary=0)], ids=str)
 def test_budgets_are_kept_on_live_caches(shape):
-    damages, length, before = gathered(shape=shape), 24, float("inf")
+    damages, length, before = gather_sensitivities(shape=shape), 24, float("inf")
     for budget in (0.25, 0.6, 1.0):
         layers = allocate_ranks(damages, budget, length)
         shares = [key_share(layer, shape, length) for layer in layers]
@@ -163,7 +163,7 @@ def test_budgets_are_kept_on_live_caches(shape):
 def test_windows_of_layers_may_differ():
     """A layer with a window of its own has a smaller cache to begin with."""
     shapes = SHAPE, replace(SHAPE, window=6)
-    damages = [gathered(1, shape)[0] for shape in shapes]
+    damages = [gather_sensitivities(1, shape)[0] for shape in shapes]
     layers = allocate_ranks(damages, 0.5, 24)
     live = sum(key_share(layer, shape, 24) for layer, shape in zip(layers, shapes))
     assert live <= 0.5 * (1 + 5 / 24) + 1e-6
@@ -172,7 +172,7 @@ def test_windows_of_layers_may_differ():
 
 def test_the_expected_rise_is_of_the_arrangement():
     """By the derivatives of the loss: 1/2 E (what the orders and ranks leave out - near biases)^2, at the best biases."""
-    inputs, grad = drawn(3, 24)
+    inputs, grad = random_inputs(3, 24)
     damage = ScoreSensitivity(SHAPE, EXTENTS)
     damage.member_KU = damage.member_KU.double()
     damage.add(inputs, grad)
@@ -208,7 +208,7 @@ def by_autograd_near(inputs, grad, extents):
 def test_budgets_that_cannot_be_are_refused():
     for budget in (0.0, 1.2):
         with pytest.raises(SurgeryError, match="share of the full key cache"):
-            allocate_ranks(gathered(1), budget, 24)
+            allocate_ranks(gather_sensitivities(1), budget, 24)
 
 
 def test_a_balanced_basis_keeps_products_and_orders_them():

@@ -1,4 +1,4 @@
-"""Texts as people have them: short ones, and tables in UTF-16."""
+"""Unusual calibration texts: short ones, and tables in UTF-16."""
 
 from __future__ import annotations
 

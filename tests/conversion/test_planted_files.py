@@ -1,4 +1,4 @@
-"""Files in OUT.partial that the command did not write are refused, named and never delivered."""
+"""Files in OUT.partial that the command did not write are refused by name and never delivered."""
 
 from __future__ import annotations
 

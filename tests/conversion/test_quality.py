@@ -1,5 +1,7 @@
-"""How close a conversion starts, on real weights, without training: the floors that a change must not sink below.
-The tables, and how they were measured, are in docs/quality.md."""
+"""Lower bounds on the quality of a conversion of real weights, without training.
+
+docs/quality.md has the tables and says how they were measured.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions shared by processes: the bytes that one alone makes, resumed too; an error of one is the end of all."""
+"""Conversions by several processes: the bytes of a single process, also after resuming; an error of one process ends all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(surgery.calibration.partition, "MIN_SHARD_TOKENS", 48)
 
 
-def converted(checkpoint, inputs, out, recipe, count=1, resume=False):
+def run_conversion(checkpoint, inputs, out, recipe, count=1, resume=False):
     keys = recipe if inputs is None else {**recipe, "calibration": inputs}
     run = lambda rank=0: convert(str(checkpoint), make_recipe(**keys), out, device="cpu", resume=resume)  # noqa: E731
     if count == 1:
@@ -61,8 +61,8 @@ def converted(checkpoint, inputs, out, recipe, count=1, resume=False):
 )
 def test_the_same_bytes_as_one_process(recipe, family, count, checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints(family or "llama"), calibration(family) if family else None
-    alone = converted(checkpoint, inputs, tmp_path / "alone", recipe)
-    assert converted(checkpoint, inputs, tmp_path / "shared", recipe, count) == alone
+    alone = run_conversion(checkpoint, inputs, tmp_path / "alone", recipe)
+    assert run_conversion(checkpoint, inputs, tmp_path / "shared", recipe, count) == alone
 
 
 def dying(rank, at, signalled):
@@ -81,14 +81,14 @@ def dying(rank, at, signalled):
 def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints("llama"), calibration("llama")
     recipe, out = make_recipe(**MIXED, calibration=inputs), tmp_path / "out"
-    alone = converted(checkpoint, inputs, tmp_path / "alone", MIXED)  # before forking: all is imported then
+    alone = run_conversion(checkpoint, inputs, tmp_path / "alone", MIXED)  # before forking: all is imported then
 
-    def killed(rank):
+    def kill_conversion(rank):
         dying(1, 1, signal.SIGKILL)
         convert(str(checkpoint), recipe, out, device="cpu")
 
     began = time.monotonic()
-    assert run_processes(2, killed) == [1, -signal.SIGKILL], "the other ends with a sentence"
+    assert run_processes(2, kill_conversion) == [1, -signal.SIGKILL], "the other ends with a sentence"
     assert time.monotonic() - began < 60
     kept = partial_path(out)
     assert (kept / "pieces" / "model.layers.1.safetensors").is_file() and (kept / "journal-1.jsonl").is_file()
@@ -99,7 +99,7 @@ def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibrat
 
     SequentialConverter._convert, before = once, SequentialConverter._convert
     try:
-        resumed = converted(checkpoint, inputs, out, MIXED, count=3, resume=True)
+        resumed = run_conversion(checkpoint, inputs, out, MIXED, count=3, resume=True)
     finally:
         SequentialConverter._convert = before
     assert resumed == alone

@@ -1,4 +1,4 @@
-"""Recipes: every shipped one is valid; a slip is met with the nearest valid word."""
+"""Recipes: every shipped one is valid, and errors name the nearest valid word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of spreads: what they gather, what they score, and when the dearer kind decides."""
+"""Trials of allocations: their statistics, their scores, and when the sequential trial decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`surgery bench`: fair, robust, and honest about what did not run."""
+"""`surgery bench`: fair timing, and notes on what did not run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from surgery.publish.speed_notes import plan_notes, report_notes
 CPU = torch.device("cpu")
 
 
-def raced(*rivals, x=1, **options):
+def run_benchmark(*rivals, x=1, **options):
     race = Benchmark(CPU, budget_ms=1.0, max_ms=options.pop("max_ms", 1000.0), **options)
     return race, race.run(BenchmarkCase("t", x, {}, list(rivals)))
 
@@ -50,30 +50,30 @@ def test_what_goes_wrong_with_one_stops_no_other():
         TimedImplementation("refuses", fails(ValueError("not on Hopper\nsecond line"))),
         TimedImplementation("runs", lambda: lambda: None),
     ]
-    _, rows = raced(*rivals)
+    _, rows = run_benchmark(*rivals)
     assert [row.get("note") for row in rows] == ["out of memory", "ValueError: not on Hopper", None]
     assert rows[2]["ms"] > 0 and rows[2]["runs"] >= 3
 
 
 def test_a_reference_is_not_timed_as_a_kernel():
-    _, rows = raced(TimedImplementation("k", lambda: lambda: None, choice="kernel"))
+    _, rows = run_benchmark(TimedImplementation("k", lambda: lambda: None, choice="kernel"))
     assert rows[0]["note"] == "no kernel" and rows[0]["ms"] is None
 
 
 def test_the_slow_are_left_out_at_larger_sizes():
     slow = TimedImplementation("slow", lambda: lambda: time.sleep(0.02))
-    race, rows = raced(slow, x=10, max_ms=30.0)
+    race, rows = run_benchmark(slow, x=10, max_ms=30.0)
     assert rows[0]["ms"] > 19
     assert race.run(BenchmarkCase("t", 100, {}, [slow]))[0]["note"].startswith("left out")
 
 
 def test_time_is_over_at_once():
-    _, rows = raced(TimedImplementation("r", lambda: lambda: None), deadline=time.monotonic() - 1)
+    _, rows = run_benchmark(TimedImplementation("r", lambda: lambda: None), deadline=time.monotonic() - 1)
     assert rows[0]["note"] == "time limit"
 
 
 def test_several_calls_in_a_run_count_as_several():
-    _, rows = raced(
+    _, rows = run_benchmark(
         TimedImplementation("one", lambda: lambda: time.sleep(0.01)),
         TimedImplementation("ten", lambda: lambda: time.sleep(0.01), times=10),
     )

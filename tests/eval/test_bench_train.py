@@ -1,4 +1,4 @@
-"""`surgery bench train`: our loop beside a bare one."""
+"""`surgery bench train`: the training loop beside a bare one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Issue 17, section 3: what is scored is what was asked for. Data, answers and results are cached by content, never by path."""
+"""Data, answers and results of evaluations are cached by content, never by path."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def written(path: Path, rows: list[dict]) -> Path:
+def write_rows(path: Path, rows: list[dict]) -> Path:
     """JSON lines whose mtime says nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -55,7 +55,7 @@ def questions(root: Path, label: int) -> Path:
     """A mirror of baber/piqa in which every answer is `label`: same header, sizes and mtimes for each."""
     rows = [{"goal": f"find lamp {i}", "sol1": "look", "sol2": "sleep", "label": label} for i in range(4)]
     for split in ("train", "validation"):
-        written(root / f"baber/piqa/{split}.jsonl", rows)
+        write_rows(root / f"baber/piqa/{split}.jsonl", rows)
     (root / "baber/piqa/README.md").write_text(HEADER)
     os.utime(root / "baber/piqa/README.md", (LONG_AGO, LONG_AGO))
     return root
@@ -90,7 +90,7 @@ def test_3_1_training_reads_the_files_as_they_are(tmp_path):
     """Also where a file was replaced by one with its path, size and mtime."""
     said, identities = [], set()
     for text in ("one", "two"):
-        path = written(tmp_path / "data.jsonl", [{"text": text}])
+        path = write_rows(tmp_path / "data.jsonl", [{"text": text}])
         reader = open_data_source(SourceConfig(path=str(path)), 0, "training", 0.0, False)
         said.append(reader.take().content)
         identities.add(reader.identity())
@@ -99,9 +99,9 @@ def test_3_1_training_reads_the_files_as_they_are(tmp_path):
 
 def test_3_1_streamed_rows_have_the_columns_of_their_file(tmp_path):
     """`datasets` keeps columns by path and mtime, and casts the rows of a changed file to them."""
-    path = written(tmp_path / "data.jsonl", [{"text": "one"}])
+    path = write_rows(tmp_path / "data.jsonl", [{"text": "one"}])
     open_data_source(SourceConfig(path=str(path)), 0, "training", 0.0, False)
-    written(path, [{"said": "two"}])
+    write_rows(path, [{"said": "two"}])
     assert list(document_stream(str(path))) == ["two"]
     streamed = open_data_source(SourceConfig(path=str(path), streaming=True, text="said"), 0, "training", 0.0, False)
     assert streamed.take().content == "two"
@@ -151,7 +151,7 @@ def test_3_2_a_damaged_note_costs_hashing_again(tmp_path, monkeypatch, harm):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(digests, "LARGE", 1)
     (tmp_path / "weights").write_bytes(b"some")
-    note = digests._note(str(tmp_path / "weights"))
+    note = digests._cache_file(str(tmp_path / "weights"))
     note.parent.mkdir(parents=True)
     note.write_text(harm)
     assert digests.file_digest(tmp_path / "weights") == digests.hashlib.sha256(b"some").hexdigest()

@@ -1,4 +1,4 @@
-"""The frame around suites, with suites made up here: resuming, breaking, limits, batches, files."""
+"""`surgery eval` with invented suites: resuming, failing, thresholds, batches, files."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def models(monkeypatch, tmp_path):
     """Names stand for checkpoints; `told` lists what ran: (suite, model)."""
     told: list[tuple[str, str]] = []
 
-    def opened(role, name, ranks=None):
+    def open_stub(role, name, ranks=None):
         return OpenedModel(role, name, tmp_path, f"{name}-fingerprint")
 
     @contextmanager
-    def loaded(one, device, dtype, trust, ranks, progress):
+    def load_stub(one, device, dtype, trust, ranks, progress):
         yield EvalModel(
             one.role, one.name, one.folder, one.fingerprint, None, None, device, torch.float32, 64, ranks, progress
         )
@@ -65,8 +65,8 @@ def models(monkeypatch, tmp_path):
     }
     monkeypatch.setattr(suites, "SUITES", made)
     monkeypatch.setattr(suites, "load_suites", lambda: made)
-    monkeypatch.setattr(frame, "open_model", opened)
-    monkeypatch.setattr(frame, "load_eval_model", loaded)
+    monkeypatch.setattr(frame, "open_model", open_stub)
+    monkeypatch.setattr(frame, "load_eval_model", load_stub)
     return told
 
 

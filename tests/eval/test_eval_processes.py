@@ -1,4 +1,4 @@
-"""`surgery eval` in two processes measures what one does."""
+"""`surgery eval` in two processes gives the results of one."""
 
 from __future__ import annotations
 

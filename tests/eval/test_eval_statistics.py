@@ -1,4 +1,4 @@
-"""The interval covers the truth as often as it says; sums agree with those done by hand."""
+"""Confidence intervals have their nominal coverage, and sums agree with sums by hand."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_few_units_have_no_interval():
 
 
 # -- simulation ------------------------------------------------------------------------------------
-def covered(draw, truth: float, top: float | None, shape, monkeypatch) -> float:
+def coverage(draw, truth: float, top: float | None, shape, monkeypatch) -> float:
     monkeypatch.setattr(statistics, "BOOTSTRAP_DRAWS", 400)
     rng = np.random.default_rng(7)
     found = [paired_interval(*draw(rng), top, shape, seed) for seed in range(SIMULATIONS)]
@@ -100,12 +100,12 @@ def losses(rng, n=60):
 
 
 def test_interval_of_losses_covers(monkeypatch):
-    share = covered(losses, 0.1, None, "mean", monkeypatch)
+    share = coverage(losses, 0.1, None, "mean", monkeypatch)
     assert 0.92 <= share <= 0.98, share
 
 
 def test_interval_of_perplexities_covers(monkeypatch):
-    share = covered(losses, math.exp(2.1) - math.exp(2), None, "exp", monkeypatch)
+    share = coverage(losses, math.exp(2.1) - math.exp(2), None, "exp", monkeypatch)
     assert 0.91 <= share <= 0.98, share
 
 
@@ -119,7 +119,7 @@ def test_interval_of_accuracies_covers(lost, gained, monkeypatch):
         base = np.where(u < lost, 1, np.where(u < lost + gained, 0, easy))
         return units(ours), units(base)
 
-    share = covered(draw, gained - lost, 1.0, "mean", monkeypatch)
+    share = coverage(draw, gained - lost, 1.0, "mean", monkeypatch)
     assert share >= 0.925, share
 
 

@@ -1,4 +1,4 @@
-"""The suites of our own on the embedded checkpoint, and on one whose attention sees 64 tokens only."""
+"""The suites of this package, on the embedded checkpoint and on one whose attention sees 64 tokens only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mirror of data sets is built whole or not at all, and suites read it."""
+"""A mirror of data sets is written completely or not at all, and suites read it."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def test_an_empty_answer_is_never_said():
 
 
 def test_a_task_of_lm_eval_by_name(eval_model, tmp_path, monkeypatch):
-    """Of one's own, from a folder; few-shot examples; its data beside the mirror's."""
+    """A task of the user's folder, with few-shot examples and its own data."""
     place = tmp_path / "own" / "quiz"
     place.mkdir(parents=True)
     rows = [{"q": f"{i} and {i} are", "a": str(2 * i)} for i in range(1, 7)]

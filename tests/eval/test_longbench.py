@@ -1,4 +1,4 @@
-"""LongBench: scores by hand after the original's definitions, prompts, and what is cut."""
+"""LongBench: scores by hand from the original's definitions, prompts, and truncation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RULER: filled to the token with any tokenizer, the same samples whatever else runs, scored by the original's rules."""
+"""RULER: prompts of the exact length with any tokenizer, reproducible samples, and the original's scores."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_few_counts_fill_a_prompt(texts):
     a task are equally long, so that batches need no padding."""
     calls = Counter()
 
-    def counted(text: str) -> int:
+    def count_words(text: str) -> int:
         calls["characters"] += len(text)
         return len(text.split())
 
@@ -120,7 +120,7 @@ def test_few_counts_fill_a_prompt(texts):
         calls.clear()
         questions = list(
             task.make_questions(
-                TaskContext(counted, 8192, 0, {**texts, "essays": "Some words make an essay. " * 50}), 2, ()
+                TaskContext(count_words, 8192, 0, {**texts, "essays": "Some words make an essay. " * 50}), 2, ()
             )
         )
         exact = {8192} if name != "cwe" else {8191, 8192}  # a word with its number is two

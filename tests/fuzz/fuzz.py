@@ -1,10 +1,10 @@
-"""Feeds a parser changed documents for as long as one likes, and says which of them it fails on.
+"""Feed mutated documents to a parser for a given time, and report those on which it fails.
 
-    python tests/fuzz/fuzz.py recipe --seconds 600          or `all`, each for so long; --list names the targets
+    python tests/fuzz/fuzz.py recipe --seconds 600          or `all`, each for that long; --list names the targets
     python tests/fuzz/fuzz.py recipe --input crash-recipe-0123abcd
 
-With atheris installed (`pip install atheris`, on Linux) coverage guides the changes; without it they are drawn at
-random. What a parser fails on is written into the working directory as crash-TARGET-HASH, and the exit code is 1.
+With atheris installed (`pip install atheris`, on Linux) coverage guides the mutations; without it they are random. A document on
+which the parser fails is written to the working directory as crash-TARGET-HASH, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def fuzz_with_atheris(atheris: object, name: str, seconds: float, seed: int) -> 
             if getattr(value, "__module__", None) == module.__name__ and hasattr(value, "__code__"):
                 value.__code__ = fuzzer.instrument_func(value).__code__
 
-    def changed(data: bytes, limit: int, seed: int) -> bytes:
+    def mutate_input(data: bytes, limit: int, seed: int) -> bytes:
         rng = random.Random(seed)
         made = mutate(data, rng) if rng.random() < 0.7 else fuzzer.Mutate(data, limit)
         return made[:limit]
@@ -131,7 +131,7 @@ def fuzz_with_atheris(atheris: object, name: str, seconds: float, seed: int) -> 
             raise
 
     words = [sys.argv[0], f"-max_total_time={int(seconds)}", f"-seed={seed + 1}", "-max_len=1000000", str(corpus)]
-    fuzzer.Setup(words, one, custom_mutator=changed)
+    fuzzer.Setup(words, one, custom_mutator=mutate_input)
     fuzzer.Fuzz()
 
 

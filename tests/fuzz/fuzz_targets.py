@@ -353,11 +353,13 @@ def journal(path: Path) -> None:
     for folder in (work, out):
         shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(_interrupted_conversion(), work)
-    (work / "journal.jsonl").write_bytes(b"".join(map(_renewed, path.read_bytes().splitlines(keepends=True))))
+    (work / "journal.jsonl").write_bytes(
+        b"".join(map(_with_valid_checksum, path.read_bytes().splitlines(keepends=True)))
+    )
     convert(str(checkpoint()), make_recipe(**MIXED), out, resume=True)
 
 
-def _renewed(raw: bytes) -> bytes:
+def _with_valid_checksum(raw: bytes) -> bytes:
     from surgery.core.journal import CHECKSUM_KEY, _encode_entry
 
     try:

@@ -28,10 +28,10 @@ def test_changed_documents(name):
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(st.sampled_from(seeds), st.integers(0, 2**32))
-    def fed(seed: bytes, number: int) -> None:
+    def run_target(seed: bytes, number: int) -> None:
         target.run(mutate(seed, random.Random(number)))
 
-    fed()
+    run_target()
 
 
 FOUND = {

@@ -46,13 +46,13 @@ def _set_group_environment(rank: int, count: int, port: int) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.set_num_threads(1)
     if count > 1:
-        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-        os.environ.update({name: str(value) for name, value in told.items()})
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+        os.environ.update({name: str(value) for name, value in environment.items()})
 
 
 def start_command(folder: Path, words: list[str]) -> int:
-    """Start `surgery WORDS` in a forked process that writes its output to folder/said; return the process id.
+    """Start `surgery WORDS` in a forked process that writes its output to folder/output; return the process id.
 
     The process exits with the command's code and handles Ctrl-C (SIGINT) as one that was started in a terminal.
     """
@@ -66,7 +66,11 @@ def start_command(folder: Path, words: list[str]) -> int:
     try:
         torch.set_num_threads(1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with open(folder / "said", "w") as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with (
+            open(folder / "output", "w") as output,
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+        ):
             try:
                 main(words)
                 code = 0
@@ -84,7 +88,7 @@ def run_command(count: int, folder: Path, words: list[str]) -> str:
 
     def run(rank: int) -> None:
         os.chdir(folder)
-        with open(folder / f"said-{rank}", "w") as said, contextlib.redirect_stdout(said):
+        with open(folder / f"output-{rank}", "w") as output, contextlib.redirect_stdout(output):
             try:
                 main(words)
             except SystemExit as left:
@@ -92,4 +96,4 @@ def run_command(count: int, folder: Path, words: list[str]) -> str:
                     raise
 
     assert run_processes(count, run) == [0] * count
-    return (folder / "said-0").read_text()
+    return (folder / "output-0").read_text()

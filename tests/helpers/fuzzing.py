@@ -86,7 +86,7 @@ def _mutate_tree(tree: Any, rng: random.Random) -> Any:
         container[key] = _random_value(rng, words)
     elif how == 4:
         del container[key]
-    elif how == 5:  # what stands elsewhere
+    elif how == 5:  # a value from elsewhere in the tree
         other, name = rng.choice(places)
         container[key] = json.loads(json.dumps(other[name])) if name in _keys(other) else None
     elif how == 6 and isinstance(container[key], (int, float)):

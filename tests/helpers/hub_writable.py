@@ -89,16 +89,16 @@ class _WriteHandler(BaseHTTPRequestHandler):
         self.hub.sent.append(oid)
         self._send(200, {})
 
-    def _create(self, told: dict[str, Any]) -> None:
-        owner = told.get("organization") or "me"
-        repo = f"{owner}/{told['name']}"
+    def _create(self, request: dict[str, Any]) -> None:
+        owner = request.get("organization") or "me"
+        repo = f"{owner}/{request['name']}"
         if owner in self.hub.forbidden_owners:
             self._send(403, {"error": f"You don't have the rights to create a model under the namespace {owner}"})
         elif repo in self.hub.repos:
             self._send(409, {"error": "You already created this model repo", "url": f"{self.hub.endpoint}/{repo}"})
         else:
             self.hub.repos[repo] = {"main": {}}
-            self.hub.private |= {repo} if told.get("private") or told.get("visibility") == "private" else set()
+            self.hub.private |= {repo} if request.get("private") or request.get("visibility") == "private" else set()
             self._send(200, {"url": f"{self.hub.endpoint}/{repo}", "name": repo})
 
     def _branch(self, repo: str, branch: str, body: bytes) -> None:
@@ -120,9 +120,9 @@ class _WriteHandler(BaseHTTPRequestHandler):
         ]
         self._send(200, {"files": files})
 
-    def _batch(self, repo: str, told: dict[str, Any]) -> None:
+    def _batch(self, repo: str, request: dict[str, Any]) -> None:
         objects = []
-        for wanted in told["objects"]:
+        for wanted in request["objects"]:
             entry = {"oid": wanted["oid"], "size": wanted["size"]}
             if wanted["oid"] not in self.hub.stored:
                 entry["actions"] = {"upload": {"href": f"{self.hub.endpoint}/lfs/{wanted['oid']}"}}
@@ -151,8 +151,8 @@ class _WriteHandler(BaseHTTPRequestHandler):
         oid = hashlib.sha1(body).hexdigest()
         self._send(200, {"commitUrl": f"{self.hub.endpoint}/{repo}/commit/{oid}", "commitOid": oid})
 
-    def _send(self, status: int, said: Any) -> None:
-        body = json.dumps(said).encode()
+    def _send(self, status: int, answer: Any) -> None:
+        body = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

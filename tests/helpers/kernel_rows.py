@@ -27,12 +27,12 @@ def patch_tensor_loops(monkeypatch) -> None:
 
     patch = interpreter._patch_lang_tensor
 
-    def patched(tensor, *scope):
+    def set_attributes(tensor, *scope):
         patch(tensor, *scope)
         name, index = "__index__", lambda self: int(self.handle.data.item())
         scope[0].set_attr(tensor, name, index) if scope else setattr(tensor, name, index)
 
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", set_attributes)
 
 
 def log_gates(kind: str, *shape: int) -> torch.Tensor:

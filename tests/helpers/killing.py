@@ -1,7 +1,7 @@
 """Kill conversions with SIGKILL at random moments and resume them, in forked processes, which start without import time.
 
 convert_with_kills(convert, folder, kills)     finished outputs; convert(out, resume) writes one, or is killed while writing
-states(work, home, folder)                     copies of the files that a kill before each file operation would leave
+copy_states(work, home, folder)                 copies of the files that a kill before each file operation would leave
 """
 
 from __future__ import annotations
@@ -71,42 +71,42 @@ def convert_with_kills(
 CHANGING = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
 
 
-def states(work: Callable[[], object], home: Path, folder: Path, since: str = "") -> list[Path]:
+def copy_states(work: Callable[[], object], home: Path, folder: Path, since: str = "") -> list[Path]:
     """Copy the states that a SIGKILL would leave of `home` before each of its file operations into `folder`.
 
     A state is copied only if it differs from the previous one. `work` runs once, in a child process. since: ending of the path whose
     renaming starts the recording.
     """
-    pid = _fork(lambda: watched(work, home, folder, since))
+    pid = _fork(lambda: record_states(work, home, folder, since))
     assert _wait_or_kill(pid, None)
     return sorted(folder.iterdir())
 
 
-def watched(work: Callable[[], object], home: Path, folder: Path, since: str) -> None:
+def record_states(work: Callable[[], object], home: Path, folder: Path, since: str) -> None:
     """Run `work` and record the states of `home`."""
-    begun, busy, before, place = not since, False, None, os.fspath(home)
+    recording, busy, before, place = not since, False, None, os.fspath(home)
 
-    def hear(event: str, told: tuple[object, ...]) -> None:
-        nonlocal begun, busy, before
-        opened = event == "open" and isinstance(told[2], int) and told[2] & (os.O_WRONLY | os.O_RDWR)
+    def audit(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal recording, busy, before
+        opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
         if busy or not (opened or event in CHANGING):
             return
-        paths = [os.fsdecode(path) for path in told[:2] if isinstance(path, (str, bytes, os.PathLike))]
+        paths = [os.fsdecode(path) for path in arguments[:2] if isinstance(path, (str, bytes, os.PathLike))]
         if not any(path.startswith(place) for path in paths) and event not in ("os.remove", "os.rmdir"):
             return
         busy = True
         try:
-            if begun and (now := _files(home)) != before:
+            if recording and (now := _files(home)) != before:
                 before = now
                 shutil.copytree(home, folder / f"{len(os.listdir(folder)):04d}", symlinks=True)
-            begun = begun or (event == "os.rename" and paths[1].endswith(since))
+            recording = recording or (event == "os.rename" and paths[1].endswith(since))
         finally:
             busy = False
 
     folder.mkdir(parents=True, exist_ok=True)
-    sys.addaudithook(hear)
+    sys.addaudithook(audit)
     work()
-    begun = False
+    recording = False
 
 
 def _files(home: Path) -> list[tuple[str, bytes]]:
@@ -116,8 +116,8 @@ def _files(home: Path) -> list[tuple[str, bytes]]:
 def at_a_rename(ending: str) -> None:
     """Kill this process when it is about to rename something to a path with this ending."""
 
-    def hear(event: str, told: tuple[object, ...]) -> None:
-        if event == "os.rename" and os.fspath(told[1]).endswith(ending):  # type: ignore[call-overload]
+    def audit(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "os.rename" and os.fspath(arguments[1]).endswith(ending):  # type: ignore[call-overload]
             os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(hear)
+    sys.addaudithook(audit)

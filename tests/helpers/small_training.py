@@ -124,9 +124,9 @@ def healing_recipe(texts: Path, *stages: dict[str, Any], **keys: Any) -> Any:
 
     data = {"sources": [{"path": str(texts)}], "validation": 0.1, "validation_examples": 4}
     common = {"length": 64, "batch": 4, "rows": 2, "tokens": 1024, "rate": 1e-4}
-    told = {"precision": "float32", "log": 1, "checkpoint": 2, "data": data, "common": common}
-    told |= {"evaluate": 0, "deliver": "last"}  # what the last step leaves is what tests compare
-    return parse_healing_recipe({**told, **keys, "stages": list(stages)})
+    settings = {"precision": "float32", "log": 1, "checkpoint": 2, "data": data, "common": common}
+    settings |= {"evaluate": 0, "deliver": "last"}  # tests compare the state after the last step
+    return parse_healing_recipe({**settings, **keys, "stages": list(stages)})
 
 
 def read_losses(folder: Path) -> list[tuple[int, int, float]]:
@@ -142,16 +142,16 @@ def tensors(out):
     return {(path.parent.name == "adapter", name): t for path in sorted(out.rglob("*.safetensors")) for name, t in load_file(path).items()}  # fmt: skip
 
 
-def same(out, whole):
+def assert_equal_tensors(out, whole):
     """Assert that two results have bit-equal tensors."""
     ours, theirs = tensors(out), tensors(whole)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def spread(rank):
+def set_fsdp_environment(rank):
     """Set, in a child process, the FSDP2 environment of `accelerate launch`."""
-    told = {"USE_FSDP": "true", "FSDP_VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    settings = {"USE_FSDP": "true", "FSDP_VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     names = {"USE_FSDP": "ACCELERATE_USE_FSDP", "AUTO_WRAP_POLICY": "FSDP_AUTO_WRAP_POLICY"}
-    os.environ |= {names.get(key, key): value for key, value in told.items()}
+    os.environ |= {names.get(key, key): value for key, value in settings.items()}
     os.environ |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}

@@ -200,7 +200,7 @@ def check(case: Case, guards: bool = True) -> tuple[int, float]:
 FAR = 2**31 + 2**16
 
 
-def spread(x: torch.Tensor, axis: int) -> torch.Tensor:
+def stride_far(x: torch.Tensor, axis: int) -> torch.Tensor:
     """Return x with one axis strided so far that offsets of its last entries exceed 32 bits.
 
     The memory between entries is never touched, so on a CPU it is not allocated.
@@ -224,11 +224,11 @@ def check_far(case: Case, guards: bool = True) -> tuple[int, float]:
     near = run(case, rows, None, False)
     most, calls, weights = 0.0, 1, weights_of(case, near)
     for axis in range(max(x.dim() for x in case.rows.values()) - 1):  # kernels may decline a layout
-        far = {name: spread(x, axis) if name in case.rows else x for name, x in rows.items()}
+        far = {name: stride_far(x, axis) if name in case.rows else x for name, x in rows.items()}
         if all(far[name] is x for name, x in rows.items()):
             continue
         try:
-            made = run(case, far, [spread(w, axis) for w in weights], False, lambda x: x, declined=True)
+            made = run(case, far, [stride_far(w, axis) for w in weights], False, lambda x: x, declined=True)
             most, calls = max(most, worst(case, made, near, None, True)), calls + 1
         except AssertionError as error:
             raise AssertionError(f"{error}, with axis {axis} far apart") from error
@@ -312,7 +312,7 @@ def positions(B: int, starts: bool) -> torch.Tensor:
     )
 
 
-def gated(grid: str, delta: bool) -> Iterator[Case]:
+def gated_cases(grid: str, delta: bool) -> Iterator[Case]:
     """Yield cases of gated linear attention. delta: with the delta rule."""
     from surgery.mixers.masks.semiseparable import semiseparable
 
@@ -332,12 +332,12 @@ def gated(grid: str, delta: bool) -> Iterator[Case]:
 
 @cases("ssd")
 def _(grid: str) -> Iterator[Case]:
-    return gated(grid, False)
+    return gated_cases(grid, False)
 
 
 @cases("gated_delta")
 def _(grid: str) -> Iterator[Case]:
-    return gated(grid, True)
+    return gated_cases(grid, True)
 
 
 def tree(grid: str, delta: bool) -> Iterator[Case]:
@@ -385,7 +385,7 @@ PACKED = {
 }
 
 
-def packed(grid: str, kind: str) -> Iterator[Case]:
+def packed_cases(grid: str, kind: str) -> Iterator[Case]:
     """Yield cases whose rows are sequences of different lengths, some empty, packed into one row; padding is ignored."""
     from helpers.log_linear_chunks import log_linear_chunks
 
@@ -435,7 +435,7 @@ def packed(grid: str, kind: str) -> Iterator[Case]:
 
 
 for _kind in ("ssd", "gated_delta", "log_linear", "log_linear_delta"):
-    CASES[f"{_kind}_packed"] = lambda grid, kind=_kind: packed(grid, kind)
+    CASES[f"{_kind}_packed"] = lambda grid, kind=_kind: packed_cases(grid, kind)
 
 # B, G, J, F, V, dtype
 STEPS = {
@@ -869,7 +869,7 @@ def _(grid: str) -> Iterator[Case]:
 
 # -- running ---------------------------------------------------------------------------------------------------------
 @contextmanager
-def interpreted() -> Iterator[None]:
+def interpreter_settings() -> Iterator[None]:
     """What Triton's interpreter needs: loops whose bounds are tensors, small tiles."""
     if CUDA:
         yield
@@ -918,7 +918,7 @@ def sweep(
     """One line a case. After a failure on a GPU the process is left: what follows an illegal access means nothing."""
     total, began = Total(), time.monotonic()
     load_kernels()
-    with interpreted():
+    with interpreter_settings():
         for op in only:
             for case in CASES[op](grid):
                 if time.monotonic() - began > seconds:

@@ -1,4 +1,4 @@
-"""Steps captured in a graph generate what single calls do. Where there is no GPU a graph is the recorded function itself."""
+"""Decoding steps captured in a CUDA graph generate what single calls do. Without a GPU the graph is the recorded function itself."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def graphs(monkeypatch):
     """Counts what is recorded."""
     made, real = [], captured.record_graph
 
-    def recorded(step):
+    def record_step(step):
         made.append(step)
         return real(step) if CUDA else step
 
-    monkeypatch.setattr(captured, "record_graph", recorded)
+    monkeypatch.setattr(captured, "record_graph", record_step)
     if not CUDA:
         monkeypatch.setattr(captured, "is_on_one_gpu", lambda model: True)
     return made
@@ -41,7 +41,7 @@ def model_of(config, layers=None):
     return model.to("cuda" if CUDA else "cpu")
 
 
-def generated(model, new=14, **options):
+def generate(model, new=14, **options):
     ids = tiny_inputs("llama", 2, 9, 3)["input_ids"].to(model.device)
     prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     prompt["attention_mask"][0, :3] = 0
@@ -55,9 +55,9 @@ def generated(model, new=14, **options):
 def test_the_same_tokens(config, graphs):
     """Through powers of two, where a log-linear state gets more buckets, and with padding on the left."""
     model = model_of(config)
-    right, logits, plain = generated(model)
+    right, logits, plain = generate(model)
     assert not graphs
-    tokens, ours, cache = generated(model, cache_implementation="static")
+    tokens, ours, cache = generate(model, cache_implementation="static")
     assert len(graphs) == 1 and torch.equal(tokens, right)
     assert (ours - logits).abs().max() < 1e-5 * logits.abs().max()
     for one, other in zip(cache.layers, plain.layers):
@@ -67,19 +67,19 @@ def test_the_same_tokens(config, graphs):
 
 def test_when_it_is_not_asked(graphs):
     model = model_of(MIXERS[0])
-    generated(model, 4, cache_implementation="static", disable_compile=True)
-    generated(model_of(MIXERS[0], layers=[1]), 4, cache_implementation="static")
-    generated(model_of({"mixer": "linear", "mask": "toeplitz"}), 4, cache_implementation="static")
-    generated(model_of({"mixer": "linear", "window": 4}), 4, cache_implementation="static")
+    generate(model, 4, cache_implementation="static", disable_compile=True)
+    generate(model_of(MIXERS[0], layers=[1]), 4, cache_implementation="static")
+    generate(model_of({"mixer": "linear", "mask": "toeplitz"}), 4, cache_implementation="static")
+    generate(model_of({"mixer": "linear", "window": 4}), 4, cache_implementation="static")
     assert not graphs
 
 
 def test_what_cannot_be_captured_runs_step_by_step(monkeypatch, graphs):
-    def refused(step):
+    def refuse_capture(step):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     model = model_of(MIXERS[0])
-    right = generated(model)[0]
-    monkeypatch.setattr(captured, "record_graph", refused)
+    right = generate(model)[0]
+    monkeypatch.setattr(captured, "record_graph", refuse_capture)
     with pytest.warns(UserWarning, match="cannot be captured"):
-        assert torch.equal(generated(model, cache_implementation="static")[0], right)
+        assert torch.equal(generate(model, cache_implementation="static")[0], right)

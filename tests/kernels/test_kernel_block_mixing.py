@@ -1,4 +1,4 @@
-"""Block mixing on the GPU, or in Triton's interpreter: against the mathematics in float64, outputs and gradients."""
+"""Block mixing on a GPU or under Triton's interpreter: outputs and gradients against the definition in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def relative(x, expected):
     return (gap / scale.clamp_min(1e-30)).item()
 
 
-def judged(run, inputs, dtype, kept=(), rounding=0.0):
+def check_kernels(run, inputs, dtype, kept=(), rounding=0.0):
     """run(*inputs) by kernels against the reference in float64: outputs and gradients of every input that has one.
     kept: positions of inputs that stay float32 (parameters, states). rounding: what exponents miss by, being float32."""
     exact, quick = [], []
@@ -89,7 +89,7 @@ def sums_of(batch, groups, per_group, blocks, features, values, components, rate
 @pytest.mark.parametrize("dtype, shape", CASES + ON_CARD)
 def test_scan(dtype, shape):
     inputs = [x.to(DEVICE) for x in sums_of(*shape)]
-    judged(block_scan, inputs, dtype, kept=(1, 2, 3))
+    check_kernels(block_scan, inputs, dtype, kept=(1, 2, 3))
 
 
 @pytest.mark.parametrize("shape", [SMALL[1], pytest.param(LARGE[3], marks=ON_GPU)])
@@ -98,7 +98,7 @@ def test_scan_of_ragged_rows(shape):
     count_B = torch.tensor([shape[3] - 3, 0], device=DEVICE)
     with use_kernels("kernel"):
         assert block_scan(*inputs, count_B)[0][1].abs().max() == 0
-    judged(lambda *given: block_scan(*given, count_B), inputs, torch.float32, kept=(1, 2, 3))
+    check_kernels(lambda *given: block_scan(*given, count_B), inputs, torch.float32, kept=(1, 2, 3))
 
 
 @pytest.mark.parametrize("rates", EXTREME)
@@ -107,22 +107,22 @@ def test_scan_of_extreme_rates(rates, both):
     inputs = [x.to(DEVICE) for x in sums_of(1, 1, 1, 40, 4, 5, 3, rates)]
     rounding = 2**-24 * float(inputs[1].max()) * 40  # of rate x blocks, whose differences are exponents
     if both:
-        judged(
+        check_kernels(
             lambda *given: [block_scan_bidirectional(*given)], inputs[:3], torch.float32, kept=(1, 2), rounding=rounding
         )
     else:
-        judged(block_scan, inputs, torch.float32, kept=(1, 2, 3), rounding=rounding)
+        check_kernels(block_scan, inputs, torch.float32, kept=(1, 2, 3), rounding=rounding)
 
 
 @pytest.mark.parametrize("dtype, shape", CASES + ON_CARD)
 def test_scan_both_ways(dtype, shape):
     inputs = [x.to(DEVICE) for x in sums_of(*shape)[:3]]
-    judged(lambda *given: [block_scan_bidirectional(*given)], inputs, dtype, kept=(1, 2))
+    check_kernels(lambda *given: [block_scan_bidirectional(*given)], inputs, dtype, kept=(1, 2))
 
 
 def test_scan_without_a_state_of_a_view():
     x, rate, weight, _ = (x.to(DEVICE) for x in sums_of(2, 2, 1, 21, 4, 5, 2))
-    judged(lambda x, *given: block_scan(x.transpose(1, 2)[:, :, ::2].transpose(3, 4), *given)[:1],
+    check_kernels(lambda x, *given: block_scan(x.transpose(1, 2)[:, :, ::2].transpose(3, 4), *given)[:1],
            [x.transpose(1, 2).contiguous(), rate, weight], torch.float32, kept=(1, 2))  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def test_causal_attention(dtype, shape):
         *operands, state = given
         return toeplitz_causal(*operands, first_BRGFV=state, start_B=start_B, **place)
 
-    judged(resumed, inputs, dtype, kept=(3, 4, 5))
+    check_kernels(resumed, inputs, dtype, kept=(3, 4, 5))
     if DEVICE == "cpu" and per_group > 1:
         return
     zero_B = torch.zeros_like(start_B)
@@ -167,13 +167,13 @@ def test_causal_attention(dtype, shape):
     def from_zero(*given):
         return toeplitz_causal(*given, first_BRGFV=None, start_B=zero_B, **place)[:1]
 
-    judged(from_zero, inputs[:5], dtype, kept=(3, 4))
+    check_kernels(from_zero, inputs[:5], dtype, kept=(3, 4))
 
 
 @pytest.mark.parametrize("dtype, shape", FEW + ON_CARD_TOKENS)
 def test_attention_both_ways(dtype, shape):
     inputs = [x.to(DEVICE) for x in tokens_of(*shape[:-1])[:5]]
-    judged(lambda *given: [toeplitz_bidirectional(*given, shape[-1])], inputs, dtype, kept=(3, 4))
+    check_kernels(lambda *given: [toeplitz_bidirectional(*given, shape[-1])], inputs, dtype, kept=(3, 4))
 
 
 def test_attention_of_views():
@@ -188,7 +188,7 @@ def test_attention_of_views():
         return [out.transpose(3, 4)]
 
     views = q.permute(0, 3, 1, 2, 4).contiguous(), k.transpose(1, 2).contiguous(), v.permute(0, 3, 2, 1).contiguous()
-    judged(run, (*views, *kernel), torch.float32, kept=(3, 4))
+    check_kernels(run, (*views, *kernel), torch.float32, kept=(3, 4))
 
 
 @ON_GPU
@@ -209,13 +209,13 @@ def test_free_mixing(dtype, shape):
     (_, groups, per_group, length), block = q.shape[:4], shape[-1]
     count = -(-length // block) + 1
     matrix = torch.rand(groups, per_group, count, count, device=DEVICE).softmax(-1)
-    judged(lambda *given: [blocks_bidirectional(*given, block)], (q, k, v, matrix), dtype, kept=(3,))
+    check_kernels(lambda *given: [blocks_bidirectional(*given, block)], (q, k, v, matrix), dtype, kept=(3,))
 
     def causal(q, k, v, matrix):
         out, sums = blocks_from_zero(q, k, v, matrix.tril(), block, chunk=16, keep=True)
         return out, sums[:, : -(-length // block)]
 
-    judged(causal, (q, k, v, matrix), dtype, kept=(3,))
+    check_kernels(causal, (q, k, v, matrix), dtype, kept=(3,))
 
 
 @pytest.mark.parametrize("count", [[37, 0], [16, 31]])
@@ -230,7 +230,7 @@ def test_states_of_ragged_rows(count):
         out, last = toeplitz_causal(*operands, first_BRGFV=state, **place, block=16, chunk=16)
         return out * real.unsqueeze(2), last
 
-    judged(run, (q, k, v, *kernel, state), torch.float32, kept=(3, 4, 5))
+    check_kernels(run, (q, k, v, *kernel, state), torch.float32, kept=(3, 4, 5))
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 5, 3, 2), (3, 2, 2, 9, 17, 4), (64, 12, 1, 64, 65, 8)])

@@ -1,4 +1,4 @@
-"""BTT on the GPU, or in Triton's interpreter: outputs and every gradient against the reference in float64."""
+"""BTT on a GPU or under Triton's interpreter: outputs and gradients against the reference in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def relative(x, expected):
     return float(gap / scale) if scale > 0 else float(gap)
 
 
-def drawn(N, c, d, b, a, s, in_=None, out=None, dtype=torch.float32, bias=True):
+def random_inputs(N, c, d, b, a, s, in_=None, out=None, dtype=torch.float32, bias=True):
     """x, right, left, bias, dy; z and y of about unit size."""
     torch.manual_seed(N + c + s)
     in_, out = in_ or c * d, out or b * a
@@ -40,7 +40,7 @@ def drawn(N, c, d, b, a, s, in_=None, out=None, dtype=torch.float32, bias=True):
     return x, right, left, b_O if bias else None, dy
 
 
-def judged(x, right, left, bias, dy, tolerance, way="kernel"):
+def check_kernel(x, right, left, bias, dy, tolerance, way="kernel"):
     """y and the gradients of x, the cores and the bias by a kernel, within `tolerance` of the reference in float64."""
     out, kernel = dy.shape[-1], next(k for k in btt_linear.kernels if k.implementation == way)
     assert kernel.accepts(x, right, left, bias, out)
@@ -75,19 +75,19 @@ SMALL = [  # N, c, d, b, a, s, in, out
 def test_small(shape, dtype):
     if DEVICE == "cpu" and dtype == torch.float16 and shape not in SMALL[:3]:
         pytest.skip("the interpreter is slow")
-    judged(*drawn(*shape, dtype=dtype, bias=shape[0] != 130), TOLERANCE[dtype])
+    check_kernel(*random_inputs(*shape, dtype=dtype, bias=shape[0] != 130), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("pays", [0, 1e9], ids=["pairs", "dense"])
 @pytest.mark.parametrize("shape", [SMALL[0], SMALL[2]], ids=str)
 def test_either_way_to_the_cores_gradients(shape, pays, monkeypatch):
     monkeypatch.setattr("surgery.kernels.btt.DENSE_ADVANTAGE", pays)
-    judged(*drawn(*shape), 1e-5)
+    check_kernel(*random_inputs(*shape), 1e-5)
 
 
 @pytest.mark.parametrize("shape", [SMALL[1], SMALL[2], (20, 2, 16, 2, 9, 40, 32, 17)], ids=str)
 def test_multiplied_out(shape):
-    judged(*drawn(*shape), 1e-5, way="dense")
+    check_kernel(*random_inputs(*shape), 1e-5, way="dense")
 
 
 LARGE = [
@@ -107,22 +107,22 @@ LARGE = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large(shape, dtype):
-    judged(*drawn(*shape, dtype=dtype, bias=shape[0] % 2 == 0), TOLERANCE[dtype])
+    check_kernel(*random_inputs(*shape, dtype=dtype, bias=shape[0] % 2 == 0), TOLERANCE[dtype])
 
 
 @ON_GPU
 def test_a_ring_goes_round_the_same_every_time():
     """Many slabs, over and over: programs that wait for each other give the same bits."""
-    x, right, left, bias, dy = drawn(65536, 32, 32, 32, 32, 1, dtype=torch.bfloat16)
+    x, right, left, bias, dy = random_inputs(65536, 32, 32, 32, 32, 1, dtype=torch.bfloat16)
     with torch.no_grad(), use_kernels("kernel"):
         first = btt_linear(x, right, left, bias, 1024)
         assert all(torch.equal(btt_linear(x, right, left, bias, 1024), first) for _ in range(20))
-    judged(x, right, left, bias, dy, 1e-2)
+    check_kernel(x, right, left, bias, dy, 1e-2)
 
 
 @pytest.mark.parametrize("N", [3, 20])
 def test_strides_and_leading_dims(N):
-    x, right, left, bias, _ = drawn(2 * N, 2, 16, 16, 3, 2)
+    x, right, left, bias, _ = random_inputs(2 * N, 2, 16, 16, 3, 2)
     views = x.T.contiguous().T.view(2, N, 32), x.view(2, N, 32)[:, :, 1:], x.view(N, 2, 32).transpose(0, 1)[:, ::2]
     for view in views:
         with use_kernels("kernel"):
@@ -133,7 +133,7 @@ def test_strides_and_leading_dims(N):
 
 def test_only_what_is_asked_for():
     """Gradients of x alone, of the cores alone; none of an output that needs none."""
-    x, right, left, _, dy = drawn(20, 2, 16, 3, 16, 2)
+    x, right, left, _, dy = random_inputs(20, 2, 16, 3, 16, 2)
     expected = {}
     for choice in ("reference", "kernel"):
         for wanted in ((0,), (1,), (2,)):
@@ -158,7 +158,7 @@ def test_a_linear_takes_it():
 def test_autocast():
     """A trainer's bf16: parameters stay float32, and so do their gradients."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-    x, right, left, bias, dy = drawn(20, 2, 16, 3, 16, 2)
+    x, right, left, bias, dy = random_inputs(20, 2, 16, 3, 16, 2)
     inputs = [t.requires_grad_() for t in (x, right, left, bias)]
     with use_kernels("kernel"), torch.autocast(DEVICE, dtype):
         y = btt_linear(*inputs, 48)
@@ -174,7 +174,7 @@ def test_high_ranks_are_multiplied_out():
     """By the rule for what was not measured (such as a CPU): a kernel for few tokens or low ranks, the dense product for
     many tokens and high ranks."""
 
-    def chosen(N, d, s):
+    def choose_implementation(N, d, s):
         x, right, left = (
             torch.zeros(1, d).expand(N, -1),
             torch.zeros(64, d // 64, 64, s),
@@ -182,8 +182,8 @@ def test_high_ranks_are_multiplied_out():
         )
         return next(k.implementation for k in btt_linear.kernels if k.is_faster(x, right, left, None, d))
 
-    assert [chosen(8192, 4096, s) for s in (1, 4, 16)] == ["kernel", "kernel", "dense"]
-    assert chosen(1, 4096, 16) == "kernel"
+    assert [choose_implementation(8192, 4096, s) for s in (1, 4, 16)] == ["kernel", "kernel", "dense"]
+    assert choose_implementation(1, 4096, 16) == "kernel"
 
 
 class Compiled:
@@ -229,7 +229,7 @@ def test_a_launch_that_triton_refuses_is_found_again():
 
 
 def test_what_it_declines():
-    x, right, left, bias, _ = drawn(4, 2, 16, 2, 16, 1)
+    x, right, left, bias, _ = random_inputs(4, 2, 16, 2, 16, 1)
     with use_kernels("kernel"):
         assert btt_linear.select_kernel(x.double(), right, left, bias, 32) is None
         assert btt_linear.select_kernel(x[:0], right, left, bias, 32) is None

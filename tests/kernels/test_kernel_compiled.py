@@ -1,4 +1,4 @@
-"""Kernels of gated masks where torch compiles what they are in: nodes that are what they say, in one graph."""
+"""Kernels of gated masks under torch.compile: custom ops with correct metadata, in one graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = [("gates", False, True), ("gates", True, False), ("hierarchical", False,
 pytestmark = pytest.mark.usefixtures("loops_of_tensors")
 
 
-def drawn(delta: bool, state: bool, tree: bool) -> list[torch.Tensor]:
+def random_inputs(delta: bool, state: bool, tree: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 1, 2, 21, 16), torch.randn(2, 1, 21, 16), torch.randn(2, 1, 21, 17)
     gates, beta = -0.1 * torch.rand(2, 1, 21), torch.rand(2, 1, 21) if delta else None
@@ -47,7 +47,7 @@ def gradients(run, given):
 @pytest.mark.parametrize("mask, delta, state", CASES)
 def test_one_graph(mask, delta, state):
     tree = mask == "hierarchical"
-    given = drawn(delta, state, tree)
+    given = random_inputs(delta, state, tree)
     run = lambda *args: call(tree, *args)  # noqa: E731
     torch.compiler.reset()
     with use_kernels("kernel"), record_dispatch() as taken:
@@ -62,7 +62,7 @@ def test_one_graph(mask, delta, state):
 def nodes():
     from surgery.kernels import gated_delta, log_linear, log_linear_delta, ssd
 
-    q, k, v, beta, gates, level, first = drawn(True, True, False)
+    q, k, v, beta, gates, level, first = random_inputs(True, True, False)
     level = torch.rand(2, 21, 1, 2, 6, device=DEVICE).requires_grad_()
     start, tokens = torch.zeros(2, dtype=torch.int64, device=DEVICE), (q, k, v)
     first = first.detach()[:, 0].clone().requires_grad_()
@@ -79,7 +79,7 @@ def packed_nodes():
     """Two sequences packed into one row: a state for each."""
     from surgery.kernels import gated_delta, log_linear, ssd
 
-    q, k, v, beta, gates, level, _ = (None if x is None else x.detach()[:1] for x in drawn(True, True, True))
+    q, k, v, beta, gates, level, _ = (None if x is None else x.detach()[:1] for x in random_inputs(True, True, True))
     ends, first = torch.tensor([0, 8, 21], device=DEVICE), torch.randn(2, 1, 16, 17, device=DEVICE)
     tokens = [x.clone().requires_grad_() for x in (q, k, v)]
     yield ssd.SSD_OP.node, (*tokens, gates, first, ends, ends, 16, False)

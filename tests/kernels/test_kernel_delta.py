@@ -1,4 +1,4 @@
-"""Kernels with the delta rule's scores against the references in float64: outputs and every gradient."""
+"""Kernels with the delta rule's scores: outputs and gradients against the references in float64."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def judge(call, leaves, tolerance, kernel=None):
     assert not wrong, (wrong, errors)
 
 
-def gated(G, chunk):
+def gated_call(G, chunk):
     def call(leaves):
         q, k, v, beta, gates = laid_out(leaves, G)
         operands = q, k, v, beta, gates.unsqueeze(1), leaves.get("weight")
@@ -88,7 +88,7 @@ def check_gated(shape, gates, dtype, first, chunk=64):
     B, G, _, _, F, V, _ = shape
     if first:
         leaves["first"] = torch.randn(B, 1, G, F, V, device=DEVICE)
-    judge(gated(G, chunk), leaves, TOLERANCE[dtype])
+    judge(gated_call(G, chunk), leaves, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("shape, gates", [*zip(SMALL, ["none", "mild", "extreme"])])

@@ -1,4 +1,4 @@
-"""Attention whose terms reach everywhere goes to torch's own: the same numbers, and only where that is so."""
+"""PyTorch's own attention replaces attention whose terms reach every key, with the same outputs, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def kernels():
     load_kernels()
 
 
-def drawn(dtype=torch.bfloat16, extents=(T + 5, T), form="sliding", bias=True):
+def random_terms(dtype=torch.bfloat16, extents=(T + 5, T), form="sliding", bias=True):
     torch.manual_seed(0)
     q, k = torch.randn(B, G, J, T, sum(DIMS), device=DEVICE), torch.randn(B, G, T, sum(DIMS), device=DEVICE)
     v = torch.randn(B, G, T, sum(DIMS), device=DEVICE).to(dtype)
@@ -42,7 +42,7 @@ def shape(window=None, softcap=None):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_it_is_the_same_attention(dtype, tolerance):
-    terms, v = drawn(dtype)
+    terms, v = random_terms(dtype)
     assert attend_library.accepts(terms, v, frame(), shape(window=T))
     leaves = [x.requires_grad_() for term in terms for x in (term.q_BGJTR, term.k_BGSR)] + [v.requires_grad_()]
     got = attend_library.sdpa_attend(terms, v, frame(), shape(window=T))
@@ -62,13 +62,13 @@ def test_it_is_the_same_attention(dtype, tolerance):
 @pytest.mark.parametrize(
     "terms, where, module",
     [
-        (drawn(extents=(T, T - 1)), frame(), shape()),
-        (drawn(form="nested"), frame(), shape()),
-        (drawn(torch.float32), frame(), shape()),
-        (drawn(), frame(queries=1), shape()),
-        (drawn(), frame(holes=True), shape()),
-        (drawn(), frame(), shape(window=T - 1)),
-        (drawn(), frame(), shape(softcap=3.0)),
+        (random_terms(extents=(T, T - 1)), frame(), shape()),
+        (random_terms(form="nested"), frame(), shape()),
+        (random_terms(torch.float32), frame(), shape()),
+        (random_terms(), frame(queries=1), shape()),
+        (random_terms(), frame(holes=True), shape()),
+        (random_terms(), frame(), shape(window=T - 1)),
+        (random_terms(), frame(), shape(softcap=3.0)),
     ],
 )
 def test_what_is_structured_is_left_to_others(terms, where, module):
@@ -76,13 +76,13 @@ def test_what_is_structured_is_left_to_others(terms, where, module):
 
 
 def test_a_bias_that_learns_gets_a_gradient_from_the_kernels():
-    terms, v = drawn()
+    terms, v = random_terms()
     terms[1].bias_GJ.requires_grad_()
     assert not attend_library.accepts(terms, v, frame(), shape())
 
 
 def test_it_is_taken_where_it_was_measured_to_win(monkeypatch):
-    terms, v = drawn()
+    terms, v = random_terms()
     monkeypatch.setattr(measured, "device_key", lambda *_: measured.DeviceKey((9, 0), "bfloat16"))
     for original, way in ((1.0, "original"), (3.0, None)):
         rows = [{"op": "mlr", "pass": "forward", "sizes": {"lanes": 12, "tokens": T, "levels": 1}, "kernel": 2.0}]
@@ -97,6 +97,6 @@ def test_it_is_taken_where_it_was_measured_to_win(monkeypatch):
 
 
 def test_asked_for_a_kernel_it_is_ours():
-    terms, v = drawn()
+    terms, v = random_terms()
     with use_kernels("kernel"):
         assert attend.select_kernel(terms, v, frame(), shape()).implementation == "kernel"

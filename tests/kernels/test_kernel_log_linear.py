@@ -1,4 +1,4 @@
-"""Kernels of log-linear attention against the reference in float64: outputs, buckets and every gradient."""
+"""Kernels of log-linear attention: outputs, buckets and gradients against the reference in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels as a Hopper GPU would run them, on any machine: nothing reads what nobody wrote (kernels/ptxas.py)."""
+"""Machine code of the kernels for a Hopper GPU, compiled on any machine: no read of unwritten registers (kernels/ptxas.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from surgery.kernels import ptxas as assembler
 CODE = Path(__file__).resolve().parents[1] / "helpers" / "machine_code.py"
 
 
-def compiled(folder, *names):
+def compile_kernels(folder, *names):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     done = subprocess.run(
         [sys.executable, str(CODE), *names],
@@ -36,12 +36,12 @@ def compiled(folder, *names):
 
 def test_kernels_read_what_was_written(tmp_path):
     assert assembler.nvidia_knobs() is not None
-    found, last = compiled(tmp_path, "mixing", "mlr")
+    found, last = compile_kernels(tmp_path, "mixing", "mlr")
     assert found == [] and int(last.split()[0]) >= 8
 
 
 def test_what_ptxas_does_wrong_is_seen(tmp_path):
-    found, last = compiled(tmp_path, "two")
+    found, last = compile_kernels(tmp_path, "two")
     assert bool(found) == last.endswith(assembler.BROKEN_VERSION), (found, last)
 
 

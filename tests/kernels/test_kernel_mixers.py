@@ -1,4 +1,4 @@
-"""Linear-type attention through its kernels, whole, in pieces and by steps, against itself in float64."""
+"""Linear attention through its kernels, whole, in pieces and by steps, against float64."""
 
 from __future__ import annotations
 

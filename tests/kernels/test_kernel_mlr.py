@@ -1,4 +1,4 @@
-"""MLR attention's kernels against the definition in float64: outputs, every gradient, steps on a pruned cache."""
+"""MLR attention's kernels against the definition in float64: outputs, gradients, and steps on a pruned cache."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def test_what_is_left_to_the_reference(options):
 
 
 # -- rooms -----------------------------------------------------------------------------------------
-def grown(slots, tokens, keep):
+def grow_cache(slots, tokens, keep):
     """A cache of that many slots, and its states after each of the tokens."""
     state = torch.randn(1, 2, slots, 3)
     states, all_tokens = [state], state
@@ -347,7 +347,7 @@ def grown(slots, tokens, keep):
 
 @pytest.mark.parametrize("keep", [1100, 5000])
 def test_a_room_holds_what_a_copy_would(keep):
-    states, tokens = grown(1100, 80, keep)
+    states, tokens = grow_cache(1100, 80, keep)
     for n, state in enumerate(states):
         assert torch.equal(state, tokens[:, :, : 1100 + n][:, :, -keep:])
     assert len({state.data_ptr() // 4096 for state in states[1:30]}) < 5  # and is not copied at every token
@@ -355,7 +355,7 @@ def test_a_room_holds_what_a_copy_would(keep):
 
 def test_old_states_stay_as_they_were():
     """A second future of one state is written elsewhere; so are those of rows and of deep copies."""
-    states, _ = grown(1100, 5, 2000)
+    states, _ = grow_cache(1100, 5, 2000)
     before = [state.clone() for state in states]
     twin = copy.deepcopy(states[3])
     other = append_slots(states[3], torch.full((1, 2, 1, 3), 7.0), None)
@@ -366,6 +366,6 @@ def test_old_states_stay_as_they_were():
 
 
 def test_a_buffer_is_little_larger_than_its_contents():
-    states, _ = grown(3200, 1, 5000)
+    states, _ = grow_cache(3200, 1, 5000)
     assert isinstance(states[-1].kv_buffer[0], KVBuffer)
     assert states[-1].untyped_storage().nbytes() <= 1.04 * states[-1].numel() * 4

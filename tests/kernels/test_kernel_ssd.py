@@ -1,4 +1,4 @@
-"""Kernels of masks of gates against the reference in float64: outputs, states and every gradient."""
+"""Kernels of gated masks: outputs, states and gradients against the reference in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One token by a kernel against the reference in float64."""
+"""One decoding step by a kernel against the reference in float64."""
 
 from __future__ import annotations
 

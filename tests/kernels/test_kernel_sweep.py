@@ -1,4 +1,4 @@
-"""Issue 17, 1: the sweep over lanes (kernel_sweep.py). On a GPU its reduced grid; elsewhere the driver itself, on a few rows."""
+"""The kernel sweep (kernel_sweep.py): on a GPU its reduced grid, elsewhere its driver on a few rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_kernel_is_swept():
     assert len(ops) > 10 and all(re.search(rf"\b{op}\b", source) for op in ops), ops
 
 
-def doubled(x):
+def twice(x):
     """What the kernels below should do."""
     return [2 * x["x"]]
 
@@ -69,7 +69,7 @@ def writes_beside(x):
 def reads_beside(x):
     """A number behind the end of its input."""
     if len(x["x"]) < 100:
-        return doubled(x)
+        return twice(x)
     return [2 * x["x"] + 0 * x["x"].as_strided((1,), (1,), x["x"].storage_offset() + x["x"].numel())]
 
 
@@ -92,9 +92,9 @@ def is_wrong_everywhere(x):
 )
 def test_the_sweep_finds(kernel):
     rows = {"x": torch.randn(100, 4, device=DEVICE)}
-    check(Case("", F32, 100, rows, doubled, kernel=doubled))
+    check(Case("", F32, 100, rows, twice, kernel=twice))
     with pytest.raises(AssertionError):
-        check(Case("", F32, 100, rows, doubled, kernel=kernel, gradients=kernel is not reads_beside, step=10))
+        check(Case("", F32, 100, rows, twice, kernel=kernel, gradients=kernel is not reads_beside, step=10))
 
 
 def test_guards_see_every_side_and_are_taken_away():

@@ -1,4 +1,4 @@
-"""One token through a whole linear mixer, two launches against the reference in float64."""
+"""One token through a whole linear mixer in two launches, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokens(batch: int, length: int, valid_BT=None, dtype=torch.float64) -> Mixer
     return MixerInputs(*drawn, None if valid_BT is None else torch.tensor(valid_BT, device=DEVICE))
 
 
-def narrowed(state: MixerState) -> MixerState:
+def to_float32(state: MixerState) -> MixerState:
     return MixerState(state.seen_B, {n: t.float() for n, t in state.tensors.items()}, state.max_seen)
 
 
@@ -59,8 +59,8 @@ def test_token(mask, scores):
             right, after = one_token.reference(inputs.q_BHTK, mixer, inputs, state)
             with use_kernels("kernel"):
                 given = tokens(3, 1, step_B1, torch.float32)
-                assert one_token.select_kernel(given.q_BHTK, mixer.float(), given, narrowed(state))
-                ours, left = mixer.mix(given, narrowed(state))
+                assert one_token.select_kernel(given.q_BHTK, mixer.float(), given, to_float32(state))
+                ours, left = mixer.mix(given, to_float32(state))
             mixer.double()
             real_B = torch.tensor([True] * 3 if step_B1 is None else [b for (b,) in step_B1], device=DEVICE)
             assert miss(ours[real_B], right[real_B]) < 2e-6
@@ -79,7 +79,7 @@ def test_half_precision_and_strides():
     exact = MixerInputs(*(x.double() for x in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD)))
     right, after = one_token.reference(exact.q_BHTK, mixer, exact, state)
     with use_kernels("kernel"):
-        ours, left = mixer.float().mix(inputs, narrowed(state))
+        ours, left = mixer.float().mix(inputs, to_float32(state))
     assert ours.dtype == inputs.v_BGTV.dtype and miss(ours, right) < 5e-3
     assert all(miss(left.tensors[n], t) < 1e-5 for n, t in after.tensors.items())
 

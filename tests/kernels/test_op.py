@@ -1,4 +1,4 @@
-"""Kernels stand in for the maths."""
+"""Dispatch: when a kernel replaces its reference."""
 
 from __future__ import annotations
 

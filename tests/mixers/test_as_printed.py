@@ -1,6 +1,7 @@
-"""Equations of the papers as they are printed, in float64, against what runs here; and what docs/papers.md says differs.
+"""Equations of the papers as printed, in float64, against the implementation, and the differences that docs/papers.md lists.
 
-Oracles are written from the paper's formula and use none of this project's functions."""
+Oracles are written from the formula of the paper and call no function of this project.
+"""
 
 from __future__ import annotations
 
@@ -319,7 +320,7 @@ PLACES = {
 WORDS = r"(sections?|eqs?\.|tables?|figures?|appendix) (\w[\d.]*\d|\d+)\w?(?:(-| to | and |, )(\d[\d.]*\d|\d+))?"
 
 
-def cited(text):
+def cited_places(text):
     """Places named in a text: section 3.4, eq 9."""
     for kind, first, joint, last in re.findall(WORDS, text, re.IGNORECASE):
         kind = {"e": "eq", "a": "section"}.get(kind[0].lower(), kind.lower().rstrip("s"))
@@ -348,7 +349,7 @@ def mentions():
 def test_item_4_7_places_cited_exist_and_say_that():
     wrong, seen = [], 0
     for where, author, after, around in mentions():
-        for place in cited(after) if author in PLACES else ():
+        for place in cited_places(after) if author in PLACES else ():
             seen += 1
             word = PLACES[author].get(place)
             if word is None or not re.search(word, around, re.IGNORECASE):

@@ -1,4 +1,4 @@
-"""Bilinear scores x^T M x': two orders of contraction, an exact start beside RoPE, a calibrated one without."""
+"""Bilinear scores x^T M x': both orders of contraction, exact initialization with RoPE, calibrated initialization without."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIGS = {
 RAGGED = ["00000111111111111111111", "11111111111111110000000", "00110110001111110101110"]
 
 
-def made(config, shape=SHAPE):
+def make_mixer(config, shape=SHAPE):
     """Every factor random, so that M is not zero."""
     torch.manual_seed(0)
     mixer = MIXERS[config](config, shape).double()
@@ -46,7 +46,7 @@ def made(config, shape=SHAPE):
     return mixer
 
 
-def drawn(batch=3, length=23, shape=SHAPE, valid=None, seed=1):
+def random_inputs(batch=3, length=23, shape=SHAPE, valid=None, seed=1):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
     return MixerInputs(
@@ -76,7 +76,7 @@ def by_matrix(mixer, inputs):
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.norm == "none"], ids=str)
 def test_a_score_is_x_m_x(config):
-    mixer, inputs = made(config), drawn()
+    mixer, inputs = make_mixer(config), random_inputs()
     assert relative_error(mixer.mix(inputs)[0], by_matrix(mixer, inputs)) < 1e-12
 
 
@@ -133,7 +133,7 @@ PAPER = [
 def test_norm_qk_is_equations_39_and_40(config, shape, causal):
     """Square and ragged grids, several heads a group, causal or not."""
     shape = replace(shape, causal=causal)
-    mixer, inputs = made(config, shape), drawn(2, 11, shape)
+    mixer, inputs = make_mixer(config, shape), random_inputs(2, 11, shape)
     equation = equation_39 if config.name == "bilinear_mlr" else equation_40
     outs = []
     for row in range(2):
@@ -161,8 +161,8 @@ def scores(mixer, inputs):
 def test_every_level_of_norm_qk_is_normalised_on_its_own():
     """One level is what norm `layer` makes of it, but for the constant; a level's score is at most C; twice the weights
     of one level change nothing. Under `layer` they change the others' share."""
-    shape, inputs = replace(SHAPE, groups=4), drawn(shape=replace(SHAPE, groups=4))
-    alone = {norm: made(BilinearMLR((4,), base="own", norm=norm), shape) for norm in ("layer", "qk")}
+    shape, inputs = replace(SHAPE, groups=4), random_inputs(shape=replace(SHAPE, groups=4))
+    alone = {norm: make_mixer(BilinearMLR((4,), base="own", norm=norm), shape) for norm in ("layer", "qk")}
     for mixer in alone.values():
         for name, value in (("left1", 0.7), ("right1", 0.3), ("key_gain", 1.0), ("bias", 0.0)):
             if hasattr(mixer, name):
@@ -173,7 +173,7 @@ def test_every_level_of_norm_qk_is_normalised_on_its_own():
     assert relative_error(scores(alone["qk"], inputs), 8 * scores(alone["layer"], inputs)) < 1e-12
     assert scores(alone["qk"], inputs).abs().max() <= 8
     for norm in ("qk", "layer"):
-        mixer = made(BilinearMLR((4, 2), base="own", norm=norm), shape)
+        mixer = make_mixer(BilinearMLR((4, 2), base="own", norm=norm), shape)
         before = scores(mixer, inputs)
         mixer.left2.data *= 2
         changed = relative_error(scores(mixer, inputs), before)
@@ -193,7 +193,7 @@ OLDER = {  # of what version 0.1.0 computes: configs as its checkpoints hold the
 def test_configs_of_older_checkpoints_mean_what_they_did(name):
     """Without `norm` no layer norm, with norm `layer` the joint one; `scale` is in none of them."""
     options, wanted = OLDER[name]
-    mixer, inputs = made(mixer_config(options)), drawn()
+    mixer, inputs = make_mixer(mixer_config(options)), random_inputs()
     out = mixer.mix(inputs)[0]
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
     assert (out * weights).sum().item() == pytest.approx(wanted, rel=1e-9)
@@ -203,7 +203,7 @@ def test_configs_of_older_checkpoints_mean_what_they_did(name):
 @pytest.mark.parametrize("valid", [None, RAGGED])
 def test_pieces_and_steps_are_the_whole(config, valid, monkeypatch):
     monkeypatch.setattr(engine, "QUERIES_PER_PASS", 9)
-    mixer, inputs = made(config), drawn(valid=valid)
+    mixer, inputs = make_mixer(config), random_inputs(valid=valid)
     whole = mixer.dense(inputs)
     assert relative_error(mixer.mix(inputs)[0], whole, inputs.valid_BT) < 1e-12
     for lengths in ([23], [1] * 23, [10, 1, 1, 11]):
@@ -217,8 +217,8 @@ def test_pieces_and_steps_are_the_whole(config, valid, monkeypatch):
 
 @pytest.mark.parametrize("config", [BilinearMLR((8, 3, 2, 1)), BilinearBTT((4, 3), 2)], ids=["mlr", "btt"])
 def test_both_orders_of_contraction_agree(config):
-    split, query = (made(replace(config, contraction=order)) for order in ("split", "query"))
-    inputs = drawn()
+    split, query = (make_mixer(replace(config, contraction=order)) for order in ("split", "query"))
+    inputs = random_inputs()
     assert relative_error(split.mix(inputs)[0], query.mix(inputs)[0]) < 1e-12
     kept = [m.empty_state(1, "cpu").tensors["keys1"].shape for m in (split, query)]
     assert kept[0][1:] == (2, 0, split.dims(split.config, SHAPE)) and kept[1][1:] == (1, 0, 24)
@@ -231,7 +231,7 @@ def test_both_orders_of_contraction_agree(config):
 @pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.base == "kept"], ids=str)
 def test_beside_rope_the_start_is_exact_and_learns(config):
     torch.manual_seed(0)
-    mixer, inputs = MIXERS[config](config, SHAPE).double(), drawn()
+    mixer, inputs = MIXERS[config](config, SHAPE).double(), random_inputs()
     before = MIXERS[MLR](MLR((8,)), SHAPE).mix(inputs)[0]
     out = mixer.mix(inputs)[0]
     assert relative_error(out, before) < 1e-14
@@ -255,14 +255,14 @@ def test_factors_start_at_mup_s_scale(config):
         assert factor.std().item() == pytest.approx(0.0 if name.startswith("right") else scale.std, rel=0.05)
 
 
-def begun(kind, norm, width, rank):
+def initial_mixer(kind, norm, width, rank):
     """A mixer with a score of its own, as it starts; heads of 4, two a group."""
     shape = AttentionShape(dim=width, heads=width // 4, groups=width // 8, key=4, value=4, scaling=0.5)
     config = BilinearBTT(rank=rank, base="own", norm=norm)
     if kind == "mlr":
         config = BilinearMLR((8 * rank, 4 * rank, 2 * rank), base="own", norm=norm)
     torch.manual_seed(0)
-    return MIXERS[config](config, shape).double(), drawn(1, 32, shape)
+    return MIXERS[config](config, shape).double(), random_inputs(1, 32, shape)
 
 
 SIZES = [(64, 1), (64, 4), (256, 1), (256, 4)]  # width, rank
@@ -287,7 +287,7 @@ def deviation(mixer):
 def test_item_4_6_initial_weights_follow_equations_36_to_38(kind, norm):
     """Features begin with one size at every width and rank: a score's deviation is what its 1 / n alone makes of it."""
     for width, rank in SIZES:
-        mixer, inputs = begun(kind, norm, width, rank)
+        mixer, inputs = initial_mixer(kind, norm, width, rank)
         for side in ("left", "right") if kind == "mlr" or norm == "none" else ("right",):
             assert mixer.features(inputs.x_BTD, side).std().item() == pytest.approx(1, rel=0.1)
         for name, mup in mixer.mup().items():
@@ -320,7 +320,7 @@ def test_item_4_6_one_step_of_adam_moves_scores_alike_at_every_width_and_rank(ki
     stage = parse_healing_recipe({"stages": [told]}).stages[0]
     moved = {}
     for width, rank in SIZES:
-        mixer, inputs = begun(kind, norm, width, rank)
+        mixer, inputs = initial_mixer(kind, norm, width, rank)
         model = torch.nn.ModuleDict({"attention": torch.nn.ModuleDict({"mixer": mixer})})
         names = {n for n, _ in model.named_parameters() if n.rpartition(".")[2].startswith(side)}
         steps = make_optimizer(make_groups(model, names, stage), stage.optimiser)
@@ -374,9 +374,9 @@ def test_kernels_of_mlr_attention_leave_shared_and_scaled_keys_alone():
     from surgery.kernels.mlr_attention import sdpa as attend_library
 
     shape = replace(SHAPE, value=24)
-    values = drawn(1, shape=shape).v_BGTV.bfloat16()
+    values = random_inputs(1, shape=shape).v_BGTV.bfloat16()
     for config in (BilinearBTT((4, 6), base="own"), BilinearBTT((4, 6), base="own", norm="qk")):
-        mixer, inputs = made(config, shape), drawn(1, shape=shape)
+        mixer, inputs = make_mixer(config, shape), random_inputs(1, shape=shape)
         (term,) = mixer.terms(inputs, mixer.cache_entries(inputs))
         term = term._replace(q_BGJTR=term.q_BGJTR.bfloat16(), k_BGSR=term.k_BGSR.bfloat16())
         each = term._replace(k_BGSR=term.k_BGSR.expand(-1, shape.groups, -1, -1))
@@ -389,7 +389,7 @@ def test_kernels_of_mlr_attention_leave_shared_and_scaled_keys_alone():
 
 def test_gradients():
     for config in (CONFIGS["mlr norm"], CONFIGS["btt split"], CONFIGS["mlr qk"], CONFIGS["btt qk"]):
-        mixer, inputs = made(config), drawn(2, 7)
+        mixer, inputs = make_mixer(config), random_inputs(2, 7)
         leaves = [x.requires_grad_() for x in (inputs.x_BTD, inputs.q_BHTK, *mixer.parameters())]
 
         def through(x, q, *_, mixer=mixer, inputs=inputs):
@@ -399,7 +399,7 @@ def test_gradients():
 
 
 # -- from W_Q W_K^T ------------------------------------------------------------------------------------------------
-def pretrained(seed=0):
+def pretrained_weights(seed=0):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
     x_ND = draw(400, 24) * torch.logspace(0, -2, 24, dtype=torch.float64) @ draw(24, 24) + draw(24)
@@ -416,10 +416,10 @@ def attention_of(weight_q, weight_k, bias_q, x_BTD, inputs):
     "config", [BilinearMLR((8,), base="own"), BilinearBTT((1, 1), 8, base="own")], ids=["mlr", "btt"]
 )
 def test_enough_rank_is_exact(config):
-    weight_q, weight_k, bias_q, x_ND = pretrained()
+    weight_q, weight_k, bias_q, x_ND = pretrained_weights()
     mixer = MIXERS[config](config, STILL).double()
     left = fit_bilinear(mixer, weight_q, weight_k, x_ND.mT @ x_ND / 400, x_ND.mean(0), bias_q)
-    inputs = drawn(3, shape=STILL)
+    inputs = random_inputs(3, shape=STILL)
     x_BTD = x_ND[:69].view(3, 23, 24) / 8
     if config.name == "bilinear_btt":  # J = 2 heads share right factors of rank 8 = K: exact too
         assert left < 1e-12
@@ -440,7 +440,7 @@ def test_enough_rank_is_exact(config):
     ],
 )
 def test_more_structure_never_fits_worse_and_descent_helps(small, large):
-    weight_q, weight_k, _, x_ND = pretrained()
+    weight_q, weight_k, _, x_ND = pretrained_weights()
     moment = x_ND.mT @ x_ND / 400
     fits = [
         fit_bilinear(MIXERS[c](c, STILL).double(), weight_q, weight_k, moment, x_ND.mean(0)) for c in (small, large)
@@ -451,7 +451,7 @@ def test_more_structure_never_fits_worse_and_descent_helps(small, large):
 
 def test_the_metric_is_calibrated():
     """Under the data's own moments the error of scores is less than under none."""
-    weight_q, weight_k, _, x_ND = pretrained()
+    weight_q, weight_k, _, x_ND = pretrained_weights()
     target = STILL.scaling * weight_q @ weight_k.repeat_interleave(2, 0).mT
     centred = x_ND - x_ND.mean(0)
     found = []

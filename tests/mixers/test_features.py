@@ -1,4 +1,4 @@
-"""Feature maps: laws over the registry, and what each estimates or is."""
+"""Feature maps: laws over the registry, and the kernel that each computes or estimates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = AttentionShape(dim=24, heads=6, groups=2, key=5, value=7, scaling=5**-0.
 NAMES = ["cosformer", "elu", "favor", "hedgehog", "identity", "lara", "relu", "rfa"]
 
 
-def made(name: str, shape: AttentionShape = SHAPE, **options) -> FeatureMap:
+def make_map(name: str, shape: AttentionShape = SHAPE, **options) -> FeatureMap:
     config = parse_nested_config(FEATURES, {"name": name, **options})
     return FEATURES[config](config, shape).double()
 
@@ -49,7 +49,7 @@ def test_the_registry_has_every_map():
 def test_laws(name):
     """F features each; a token's do not depend on other tokens; products are nonnegative where that is promised;
     configs round-trip; a map made on the meta device has the same tensors."""
-    phi, (q, k, at) = made(name), tokens()
+    phi, (q, k, at) = make_map(name), tokens()
     width = phi.features(phi.config, SHAPE)
     assert phi.queries(q, at).shape == (2, 6, 9, width) and phi.keys(k, at).shape == (2, 2, 9, width)
     for t in (0, 4, 8):
@@ -68,7 +68,7 @@ def test_laws(name):
 def test_a_group_shares_its_map_at_the_start(name):
     """A query equal to a key of its group has the key's features (LARA weighs queries on top; a factor apart)."""
     options = {"queries": "exact"} if name == "favor" else {}
-    phi, (_, k, at) = made(name, **options), tokens()
+    phi, (_, k, at) = make_map(name, **options), tokens()
     q = k.repeat_interleave(3, 1)
     if name != "lara":
         torch.testing.assert_close(phi.queries(q, at), phi.keys(k, at).repeat_interleave(3, 1))
@@ -77,7 +77,7 @@ def test_a_group_shares_its_map_at_the_start(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients(name):
-    phi, (q, k, at) = made(name), tokens(3)
+    phi, (q, k, at) = make_map(name), tokens(3)
     inputs = [t[:1].requires_grad_() for t in (q, k)]
     parameters = list(phi.parameters())
     call = lambda q, k, *_: products(phi, q, k, at[:1])  # noqa: E731
@@ -95,7 +95,7 @@ def test_estimates_are_unbiased(config, sharp):
     q, k = 0.3 * q[:1], 0.3 * k[:1]
     estimates = []
     for seed in range(400):
-        phi = made(**{**to_plain(config), "seed": 2 * seed})
+        phi = make_map(**{**to_plain(config), "seed": 2 * seed})
         estimates.append(products(phi, q, k, at[:1]))
     if sharp:
         q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
@@ -110,7 +110,7 @@ def test_many_features_are_the_exponential():
     q, k, at = tokens(4)
     truth = (0.09 * q @ k.repeat_interleave(3, 1).mT).exp()
     for name, seeds in (("favor", 1), ("lara", 10)):  # 20,000 draws; LARA weighs each by every other of its seed
-        maps = [made(name, features=20000 // seeds, queries="exact", seed=2 * seed) for seed in range(seeds)]
+        maps = [make_map(name, features=20000 // seeds, queries="exact", seed=2 * seed) for seed in range(seeds)]
         estimate = torch.stack([products(phi, 0.3 * q, 0.3 * k, at) for phi in maps]).mean(0).detach()
         assert ((estimate - truth).norm() / truth.norm()) < 0.03, name
 
@@ -118,7 +118,7 @@ def test_many_features_are_the_exponential():
 @pytest.mark.parametrize("name", ["favor", "lara"])
 def test_scaled_queries_differ_by_a_factor_a_query(name):
     """Which a normaliser takes out; and they do not underflow where the exact ones do."""
-    exact, scaled, (q, _, at) = made(name, queries="exact"), made(name), tokens()
+    exact, scaled, (q, _, at) = make_map(name, queries="exact"), make_map(name), tokens()
     ratio = exact.queries(q, at) / scaled.queries(q, at)
     torch.testing.assert_close(ratio, ratio[..., :1].expand_as(ratio))
     assert scaled.float().queries(60 * q.float(), at).amax(-1).min() > 0
@@ -126,7 +126,7 @@ def test_scaled_queries_differ_by_a_factor_a_query(name):
 
 
 def test_favor_keys_stay_inside_float32():
-    phi = made("favor", features=8).float()
+    phi = make_map("favor", features=8).float()
     phi.w_GFK.fill_(30.0)
     key = phi.keys(torch.full((1, 2, 1, 5), 30.0), torch.zeros(1, 1, dtype=torch.long))
     assert torch.isfinite(key @ key.mT).all() and key.max() <= math.exp(MAX_EXPONENT)
@@ -145,7 +145,7 @@ def test_orthogonal_draws():
 
 def test_cosformer_is_the_paper_s():
     """Eq. 9: relu(q) . relu(k) cos(pi/2 (i - j) / M); farther than M it stays nonnegative."""
-    phi, (q, k, at) = made("cosformer", length=16), tokens()
+    phi, (q, k, at) = make_map("cosformer", length=16), tokens()
     distance = at[0].unsqueeze(1) - at[0]
     truth = (q.relu() @ k.relu().repeat_interleave(3, 1).mT) * torch.cos(0.5 * math.pi * distance / 16)
     torch.testing.assert_close(products(phi, q, k, at), truth)
@@ -153,7 +153,7 @@ def test_cosformer_is_the_paper_s():
 
 
 def test_hedgehog_starts_as_softmax_of_both_signs():
-    phi, (_, k, at) = made("hedgehog"), tokens()
+    phi, (_, k, at) = make_map("hedgehog"), tokens()
     torch.testing.assert_close(phi.keys(k, at), torch.cat([k.softmax(-1), (-k).softmax(-1)], -1))
     assert [p.shape[0] for p in phi.parameters()] == [6, 2]
     assert Hedgehog() == parse_nested_config(FEATURES, "hedgehog")

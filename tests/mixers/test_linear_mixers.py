@@ -1,4 +1,4 @@
-"""Linear-type mixers: laws over masks x feature maps x score rules, in float64, and what stands around them."""
+"""Linear mixers: laws over masks x feature maps x score rules, in float64, and their configs and errors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def pairs() -> list[LinearAttention]:
     return kernel + [config_of(mask, "identity", scores="delta") for mask in MASK_NAMES]
 
 
-def named(config: LinearAttention) -> str:
+def config_name(config: LinearAttention) -> str:
     extras = [f"{o}{getattr(config, o)}" for o in ("window", "sinks", "convolution") if getattr(config, o)]
     extras += [config.rope] * (config.rope != "keep") + [config.states] * (config.states != "shared")
     extras += [
@@ -88,7 +88,9 @@ def named(config: LinearAttention) -> str:
     return "-".join([config.mask.name, config.features.name, config.scores, *extras])
 
 
-def made(config: LinearAttention, shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.float64) -> LinearMixer:
+def make_mixer(
+    config: LinearAttention, shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.float64
+) -> LinearMixer:
     """With every parameter moved off its start."""
     torch.manual_seed(1)
     mixer = LinearMixer(config, shape).to(dtype)
@@ -98,7 +100,7 @@ def made(config: LinearAttention, shape: AttentionShape = SHAPE, dtype: torch.dt
     return mixer
 
 
-def drawn(length: int, batch: int = 3, valid_BT: Tensor | None = None, seed: int = 0) -> MixerInputs:
+def random_inputs(length: int, batch: int = 3, valid_BT: Tensor | None = None, seed: int = 0) -> MixerInputs:
     torch.manual_seed(seed)
     sizes = [(SHAPE.heads, length, 6), (SHAPE.groups, length, 6), (SHAPE.groups, length, 5), (length, 12)]
     inputs = MixerInputs(*(torch.randn(batch, *size, dtype=torch.float64) for size in sizes), valid_BT)
@@ -214,12 +216,12 @@ def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
 
 
 # -- laws ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("config", pairs(), ids=named)
+@pytest.mark.parametrize("config", pairs(), ids=config_name)
 def test_dense_chunked_and_step_agree(config):
     """On padded rows, each at its own position; their gradients too."""
     torch.manual_seed(3)
     valid_BT = torch.rand(2, 21) > 0.25
-    mixer, inputs = made(config), drawn(21, 2, valid_BT)
+    mixer, inputs = make_mixer(config), random_inputs(21, 2, valid_BT)
     leaves = [t.requires_grad_() for t in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD)]
     direction = torch.randn(2, 4, 21, 5, dtype=torch.float64)
     truth = mixer.dense(inputs)
@@ -238,16 +240,16 @@ FULL += [
 ]
 
 
-@pytest.mark.parametrize("config", FULL, ids=named)
+@pytest.mark.parametrize("config", FULL, ids=config_name)
 def test_laws(config):
     """The definition; causality; a ragged batch = each alone, however it is padded; pieces = at once; NaN in padding
     stays there; chunks of any length; states are values, and rows of them are sequences."""
-    mixer, length = made(config), 19
+    mixer, length = make_mixer(config), 19
     torch.manual_seed(4)
     valid_BT = torch.rand(4, length) > 0.3
     valid_BT[1] = torch.arange(length) >= 8  # left padding
     valid_BT[2], valid_BT[3] = True, torch.arange(length) < 11  # none; right padding
-    inputs = drawn(length, 4, valid_BT)
+    inputs = random_inputs(length, 4, valid_BT)
     with torch.no_grad():
         whole = mixer.mix(inputs)[0]
         for b in range(4):
@@ -258,7 +260,7 @@ def test_laws(config):
             close(mixer.mix(alone)[0], by_loops(mixer, alone))
         spoilt = replace(inputs, x_BTD=inputs.x_BTD.masked_fill(~valid_BT.unsqueeze(-1), torch.nan))
         close(mixer.mix(spoilt)[0], whole)
-        later = drawn(length, 4, valid_BT, seed=9)
+        later = random_inputs(length, 4, valid_BT, seed=9)
         mixed = [
             torch.cat([a[..., :12, :], b[..., 12:, :]], -2)
             for a, b in zip(vars(inputs).values(), list(vars(later).values())[:4])
@@ -289,14 +291,14 @@ def states_are_values(mixer: LinearMixer, inputs: MixerInputs, whole: Tensor) ->
     "config",
     [config_of(m, "elu") for m in MASK_NAMES]
     + [config_of(), config_of(convolution=4, gate="head", norm="rms", normalise=False)],
-    ids=named,
+    ids=config_name,
 )
 def test_both_ways(config):
     """Bidirectional: dense = chunked, ragged rows = each alone, no state."""
-    mixer, length = made(config, ENCODER), 14
+    mixer, length = make_mixer(config, ENCODER), 14
     valid_BT = torch.arange(length) < torch.tensor([[14], [9]])
     valid_BT[1] = valid_BT[1].flip(0)
-    inputs = drawn(length, 2, valid_BT)
+    inputs = random_inputs(length, 2, valid_BT)
     with torch.no_grad():
         out = mixer.mix(inputs)[0]
         close(out, mixer.dense(inputs))
@@ -311,7 +313,7 @@ def test_both_ways(config):
 def test_both_ways_is_a_pass_each_way_less_the_token_itself(mask, scores):
     """What a token adds to its own output is what a causal pass loses without its value."""
     config, length = config_of(mask, scores=scores), 9
-    causal, inputs = made(config), drawn(length, 1)
+    causal, inputs = make_mixer(config), random_inputs(length, 1)
     turned = MixerInputs(*(t.flip(1 if t.dim() == 3 else 2) for t in list(vars(inputs).values())[:4]))
     with torch.no_grad():
         back = causal.mix(turned)[0]
@@ -320,7 +322,7 @@ def test_both_ways_is_a_pass_each_way_less_the_token_itself(mask, scores):
             without = turned.v_BGTV.clone()
             without[:, :, t] = 0
             truth[:, :, length - 1 - t] -= (back - causal.mix(replace(turned, v_BGTV=without))[0])[:, :, t]
-        close(made(config, ENCODER).mix(inputs)[0], truth)
+        close(make_mixer(config, ENCODER).mix(inputs)[0], truth)
 
 
 @pytest.mark.parametrize("features", ["elu", "hedgehog", "favor", "lara"])
@@ -328,16 +330,16 @@ def test_both_ways_is_a_pass_each_way_less_the_token_itself(mask, scores):
 def test_normalised_rows_sum_to_one(features, extra):
     """v = 1 comes out as 1, where all scores are positive. (relu and cosFormer may see nothing at all.)"""
     for mask in [n for n in MASK_NAMES if n not in SIGNED_MASKS]:
-        mixer, inputs = made(config_of(mask, features, **extra)), drawn(17, 2)
+        mixer, inputs = make_mixer(config_of(mask, features, **extra)), random_inputs(17, 2)
         out = mixer.mix(replace(inputs, v_BGTV=torch.ones_like(inputs.v_BGTV)))[0]
         close(out, torch.ones_like(out), 1e-9)
 
 
-@pytest.mark.parametrize("config", [*FULL[-len(HYBRIDS) :], config_of("hierarchical", scores="delta")], ids=named)
+@pytest.mark.parametrize("config", [*FULL[-len(HYBRIDS) :], config_of("hierarchical", scores="delta")], ids=config_name)
 def test_gradients_by_finite_differences(config):
     """Of outputs in q, k, v, x, every parameter, and the state that the call began with."""
-    mixer, valid_BT = made(config), torch.tensor([[True] * 9, [False] * 3 + [True] * 6])
-    inputs = drawn(9, 2, valid_BT)
+    mixer, valid_BT = make_mixer(config), torch.tensor([[True] * 9, [False] * 3 + [True] * 6])
+    inputs = random_inputs(9, 2, valid_BT)
     with torch.no_grad():
         state = pieces(mixer, inputs, [5])[1]
     rest = piece(inputs, 5, 9)
@@ -354,10 +356,10 @@ def test_gradients_by_finite_differences(config):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("config", FULL, ids=named)
+@pytest.mark.parametrize("config", FULL, ids=config_name)
 def test_against_float64(config, dtype, tolerance):
     """From the same rounded numbers, prefill and steps. States are float32, waiting keys and values as they came."""
-    mixer, inputs = made(config), drawn(40, 1)
+    mixer, inputs = make_mixer(config), random_inputs(40, 1)
     wide, half = ([t.to(dtype).to(d) for t in list(vars(inputs).values())[:4]] for d in (torch.float64, dtype))
     mixer.to(dtype).double()
     rope = {d: tuple(t.to(dtype).to(d) for t in inputs.rope) for d in (torch.float64, dtype)}
@@ -374,11 +376,11 @@ def test_against_float64(config, dtype, tolerance):
         assert t.dtype == (dtype if waits else torch.float32), name
 
 
-@pytest.mark.parametrize("config", FULL, ids=named)
+@pytest.mark.parametrize("config", FULL, ids=config_name)
 def test_cost_is_the_live_state(config):
-    mixer = made(config)
+    mixer = make_mixer(config)
     with torch.no_grad():
-        _, state = pieces(mixer, drawn(19, 1), [19])
+        _, state = pieces(mixer, random_inputs(19, 1), [19])
     cost = LinearMixer.cost(config, SHAPE, 19)
     assert cost.cache == sum(t.numel() for t in state.tensors.values())
     assert cost.params == sum(t.numel() for t in mixer.state_dict().values()) and cost.macs > 0
@@ -386,7 +388,7 @@ def test_cost_is_the_live_state(config):
 
 # -- around ------------------------------------------------------------------------------------------------------
 def test_a_window_over_everything_is_softmax_attention():
-    mixer, inputs = LinearMixer(LinearAttention(window=40, linear_weight=0.0), SHAPE).double(), drawn(23)
+    mixer, inputs = LinearMixer(LinearAttention(window=40, linear_weight=0.0), SHAPE).double(), random_inputs(23)
     k, v = (t.repeat_interleave(2, 1) for t in (inputs.k_BGTK, inputs.v_BGTV))
     truth = F.scaled_dot_product_attention(inputs.q_BHTK, k, v, is_causal=True, scale=SHAPE.scaling)
     close(mixer.mix(inputs)[0], truth)
@@ -438,13 +440,13 @@ def test_rope_of_the_window_is_refused_where_it_means_nothing():
         with pytest.raises(SurgeryError, match=words):
             LinearMixer.check_config(LinearAttention(**options), shape)
     with pytest.raises(SurgeryError, match="rotation from position_embeddings"):
-        LinearMixer(LinearAttention(rope="window", window=4), SHAPE).double().mix(replace(drawn(9), rope=None))
+        LinearMixer(LinearAttention(rope="window", window=4), SHAPE).double().mix(replace(random_inputs(9), rope=None))
     with pytest.raises(SurgeryError, match="block must be a power of two"):
         config_of("hierarchical", block=3)
 
 
 def test_extras_start_as_the_identity():
-    inputs = drawn(23)
+    inputs = random_inputs(23)
     plain = LinearMixer(LinearAttention(mask="decay"), SHAPE).double().mix(inputs)[0]
     for options in ({"gate": "head"}, {"gate": "value"}, {"convolution": 4}):
         mixer = LinearMixer(LinearAttention(mask="decay", **options), SHAPE).double()
@@ -456,9 +458,9 @@ def test_extras_start_as_the_identity():
 
 def test_linear_attention_and_the_delta_rule_are_their_recurrences():
     """Katharopoulos et al. 2020, eqs. 16-20; Yang et al. 2024 (DeltaNet), eq. 3, with gates (Gated DeltaNet, eq. 10)."""
-    inputs, out, out_delta = drawn(15, 1), [], []
-    kernel = made(config_of("ones", "elu"))
-    delta = made(config_of("gates", scores="delta"))
+    inputs, out, out_delta = random_inputs(15, 1), [], []
+    kernel = make_mixer(config_of("ones", "elu"))
+    delta = make_mixer(config_of("gates", scores="delta"))
     gate_TG = delta.mask.signals(inputs.x_BTD)["gate"][0].exp()
     beta_TG = delta.beta_proj(inputs.x_BTD)[0].sigmoid()
     s, z, d = (torch.zeros(2, *size, dtype=torch.float64) for size in ((6, 5), (6,), (5, 6)))
@@ -479,30 +481,30 @@ def test_linear_attention_and_the_delta_rule_are_their_recurrences():
 def test_a_row_of_padding_changes_nothing():
     """And gives zeros, with a window and without."""
     for options in ({}, {"window": 3, "sinks": 2, "convolution": 3, "scores": "delta"}):
-        mixer, inputs = made(config_of("hierarchical", **options)), drawn(6, 2)
+        mixer, inputs = make_mixer(config_of("hierarchical", **options)), random_inputs(6, 2)
         with torch.no_grad():
             _, state = pieces(mixer, inputs, [6])
             for length in (1, 3):
                 valid_BT = torch.tensor([[True] * length, [False] * length])
-                out, after = mixer.mix(drawn(length, 2, valid_BT, seed=5), state)
+                out, after = mixer.mix(random_inputs(length, 2, valid_BT, seed=5), state)
                 assert not out[1].any() and after.seen_B.tolist() == [6 + length, 6]
-                more = drawn(5, 2, seed=6)
+                more = random_inputs(5, 2, seed=6)
                 close(mixer.mix(more, after)[0][1:], mixer.mix(more, state)[0][1:])
 
 
 def test_lengths_around_a_chunk():
     """At the default chunk, T = 1 .. 1000."""
     for options in ({}, {"scores": "delta"}, {"window": 64, "sinks": 4, "features": "hedgehog", "normalise": True}):
-        mixer = made(LinearAttention(**options))
+        mixer = make_mixer(LinearAttention(**options))
         for length in (1, 2, 63, 64, 65, 1000):
-            inputs = drawn(length, 1)
+            inputs = random_inputs(length, 1)
             with torch.no_grad():
                 close(mixer.mix(inputs)[0], mixer.dense(inputs), 1e-10)
 
 
 def test_autocast_leaves_the_sums_alone():
-    inputs = MixerInputs(*(t.float() for t in list(vars(drawn(70)).values())[:4]))
-    mixer = made(config_of("gates", "elu", window=4), dtype=torch.float32)
+    inputs = MixerInputs(*(t.float() for t in list(vars(random_inputs(70)).values())[:4]))
+    mixer = make_mixer(config_of("gates", "elu", window=4), dtype=torch.float32)
     truth = mixer.mix(inputs)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(mixer.mix(inputs)[0], truth)
@@ -510,7 +512,7 @@ def test_autocast_leaves_the_sums_alone():
 
 
 # -- configs -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("config", [*pairs(), *FULL], ids=named)
+@pytest.mark.parametrize("config", [*pairs(), *FULL], ids=config_name)
 def test_configs_round_trip(config):
     data = json.loads(json.dumps(config.to_dict()))
     assert data["mixer"] == "linear" and mixer_config(data) == config and hash(config) is not None
@@ -560,7 +562,7 @@ def test_refused_shapes():
 def test_checkpoints():
     """A mixer made on the meta device takes what another saved, and is it."""
     config = config_of("hierarchical", "lara", window=3, sinks=1, convolution=2, gate="value", norm="rms")
-    mixer, inputs = made(config), drawn(11)
+    mixer, inputs = make_mixer(config), random_inputs(11)
     with torch.device("meta"):
         other = LinearMixer(config, SHAPE)
     assert all(t.is_meta for t in other.state_dict().values())

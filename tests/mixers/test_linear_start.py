@@ -1,4 +1,4 @@
-"""The calibrated start of linear-type attention beside a softmax window: never worse than the window by itself."""
+"""Calibrated initialization of linear attention with a softmax window: never worse than the window alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def softmax(inputs, window=None, sinks=0):
     return (score.masked_fill(~seen, -torch.inf).softmax(-1) @ v).float()
 
 
-def started(config, target=softmax, steps=2):
+def init_mixer(config, target=softmax, steps=2):
     torch.manual_seed(0)
     seat = SimpleNamespace(config=config, shape=SHAPE, fixed={})
     settings = AttentionRecipe(mixer="linear", steps=steps)
@@ -106,7 +106,7 @@ def configs():
             yield {**attention.model_extra, **near}
 
 
-def accepted():
+def valid_configs():
     for options in configs():
         try:
             config = LinearAttention(**options)
@@ -117,10 +117,10 @@ def accepted():
 
 
 @pytest.mark.parametrize(
-    "config", list(accepted()), ids=lambda c: f"{c.mask.name}-{c.features.name}-{c.scores}-{c.normalise}-{c.norm}"
+    "config", list(valid_configs()), ids=lambda c: f"{c.mask.name}-{c.features.name}-{c.scores}-{c.normalise}-{c.norm}"
 )
 def test_item_4_4_a_start_is_never_worse_than_its_own_window(config):
-    found, held = started(config)
+    found, held = init_mixer(config)
     assert relative_error(found.mixer, held) <= own_window(held, config.norm) * (1 + 1e-5)
     assert min(found.errors.values()) == pytest.approx(relative_error(found.mixer, held), rel=1e-5)
     assert found.errors["window"] == pytest.approx(own_window(held, config.norm), rel=1e-4)
@@ -144,7 +144,7 @@ def test_levels_that_the_text_does_not_reach_get_the_last_fitted_lambda(window, 
 
 def test_item_4_4_a_teacher_that_sees_only_the_window_switches_the_linear_part_off():
     config = LinearAttention(mask="ones", features="hedgehog", normalise=True, window=WINDOW, sinks=SINKS)
-    found, held = started(config, lambda inputs: softmax(inputs, WINDOW, SINKS))
+    found, held = init_mixer(config, lambda inputs: softmax(inputs, WINDOW, SINKS))
     assert relative_error(found.mixer, held) < 1e-5
     assert torch.equal(found.mixer.linear_weight_H, torch.zeros(SHAPE.heads))
 

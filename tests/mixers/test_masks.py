@@ -1,5 +1,7 @@
-"""Laws that every mask obeys with either score rule, over the whole registry: dense = chunked = step, pieces = whole
-for rows of any length that start anywhere, gradients of everything. float64 is the judge."""
+"""Laws of every mask with either score rule, over the whole registry, in float64.
+
+dense = chunked = step and pieces = whole, for rows of any length and start position, with all gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks against their papers' own equations, written here token by token from the text, in float64."""
+"""Masks against the equations of their papers, evaluated token by token in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH = 41
 EITHER = pytest.mark.parametrize("scores", ["kernel", "delta"])
 
 
-def chosen(name: str, **options):
+def mask_of(name: str, **options):
     return make_mask(MASKS.config_type(name)(**options))
 
 
@@ -38,7 +38,7 @@ def heads(rows):
         yield (b, g, j), rows.q_BGJTF[b, g, j], rows.k_BGTF[b, g], rows.v_BGTV[b, g], beta
 
 
-def moved(state_FV, k_F, v_V, beta, alpha):
+def next_state(state_FV, k_F, v_V, beta, alpha):
     """One token of gated delta (Yang et al. 2025, eq. 10) or, without beta, of SSD: the state after it."""
     if beta is None:
         return alpha * state_FV + torch.outer(k_F, v_V)
@@ -49,14 +49,14 @@ def moved(state_FV, k_F, v_V, beta, alpha):
 @torch.no_grad()
 @EITHER
 def test_gates_are_the_recurrences_of_ssd_and_gated_delta(scores):
-    mask = chosen("gates")
+    mask = mask_of("gates")
     rows = random_rows(mask, scores, LENGTH, [0, 0], [LENGTH, 30])
     expected = torch.zeros(*rows.q_BGJTF.shape[:4], 3, dtype=torch.float64)
     for at, q, k, v, beta in heads(rows):
         alpha = rows.signals["gate"][at[0], :, at[1]].exp()
         state = torch.zeros(5, 3, dtype=torch.float64)
         for t in range(LENGTH):
-            state = moved(state, k[t], v[t], None if beta is None else beta[t], alpha[t])
+            state = next_state(state, k[t], v[t], None if beta is None else beta[t], alpha[t])
             expected[(*at, t)] = q[t] @ state
     both_forms(mask, rows, expected)
 
@@ -64,7 +64,7 @@ def test_gates_are_the_recurrences_of_ssd_and_gated_delta(scores):
 @torch.no_grad()
 def test_gates_are_ssd_s_quadratic_form():
     """Dao and Gu 2024, eq. 6: L_ts = a_t .. a_s+1, Y = (L . C B^T) X; products taken one by one."""
-    mask = chosen("gates")
+    mask = mask_of("gates")
     rows = random_rows(mask, "kernel", 17, [0], [17])
     alpha = rows.signals["gate"].exp()[0]
     mask_BGJTT = mask.dense(rows.start_B, 17, rows.signals)
@@ -88,7 +88,7 @@ def test_decay_is_retention():
 @torch.no_grad()
 def test_delta_scores_are_products_of_reflections():
     """A_ts = q_t (I - b_t k_t k_t^T) .. (I - b_s+1 k_s+1 k_s+1^T) b_s k_s."""
-    rows = random_rows(chosen("ones"), "delta", 12, [0], [12])
+    rows = random_rows(mask_of("ones"), "delta", 12, [0], [12])
     scores = dense_scores(rows.q_BGJTF, rows.k_BGTF, rows.beta_BGT)
     for at, q, k, _, beta in heads(rows):
         for t in range(12):
@@ -117,7 +117,7 @@ def buckets(t: int) -> dict[int, range]:
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"levels": 3}, {"gates": "decay"}, {"gates": "ones"}])
 def test_hierarchical_entries_are_lambdas_of_fenwick_buckets(options):
-    mask = chosen("hierarchical", **options)
+    mask = mask_of("hierarchical", **options)
     start, length = 21, 50
     rows = random_rows(mask, "kernel", length, [start], [length])
     gates = mask.gates.dense(rows.start_B, length, rows.signals).expand(1, 2, 1, -1, -1)
@@ -136,7 +136,7 @@ def test_hierarchical_entries_are_lambdas_of_fenwick_buckets(options):
 def test_hierarchical_is_log_linear_attention_s_recurrence(scores):
     """Section 3.2 and the appendix's `hattention`: at token t the states up to lssb(t) merge into level lssb(t) + 1,
     all pass the token, and the token is level 0; o_t = sum_l lambda_t^(l) q_t S_t^(l)."""
-    mask = chosen("hierarchical", levels=5)
+    mask = mask_of("hierarchical", levels=5)
     rows = random_rows(mask, scores, LENGTH, [0, 0], [LENGTH, 30])
     expected = torch.zeros(*rows.q_BGJTF.shape[:4], 3, dtype=torch.float64)
     for at, q, k, v, beta in heads(rows):
@@ -149,7 +149,8 @@ def test_hierarchical_is_log_linear_attention_s_recurrence(scores):
                 states[lssb(t) + 1] = sum(low)
             alpha, strength = rows.signals["gate"][b, t, g].exp(), None if beta is None else beta[t]
             states = {
-                n: moved(s, nothing if beta is None else k[t], 0 * v[t], strength, alpha) for n, s in states.items()
+                n: next_state(s, nothing if beta is None else k[t], 0 * v[t], strength, alpha)
+                for n, s in states.items()
             }
             states[0] = (1 if beta is None else beta[t]) * torch.outer(k[t], v[t])
             lambdas = rows.signals["level"][b, t, g, j]
@@ -161,7 +162,7 @@ def test_hierarchical_is_log_linear_attention_s_recurrence(scores):
 @pytest.mark.parametrize("normalise", ["softmax", "sum"])
 def test_blocks_are_explicit_sums_of_blocks(normalise):
     """MHLA: query t of block i reads sum_j<=i W_ij S_j, S_j = sum of k v^T in block j, up to t in its own."""
-    mask = chosen("blocks", block=7, count=6, normalise=normalise)
+    mask = mask_of("blocks", block=7, count=6, normalise=normalise)
     rows = random_rows(mask, "kernel", LENGTH, [0, 0], [LENGTH, 30])
     w = mask.weight_GJMM
     w = w.exp() if normalise == "softmax" else torch.log1p(w.exp())
@@ -194,7 +195,7 @@ def test_blocks_both_ways_mix_all_sums():
 @pytest.mark.parametrize("components", [1, 3, 16])
 def test_toeplitz_blocks_are_sums_of_exponentials(components):
     """TBM: K(delta) = sum_r a_r exp(-lambda_r delta); eq. 4's quotient by a column of ones, any number of blocks."""
-    mask = chosen("toeplitz_blocks", block=7, components=components)
+    mask = mask_of("toeplitz_blocks", block=7, components=components)
     softplus = torch.nn.functional.softplus
     a_RGJ, rate_RG = softplus(mask.amplitude_RGJ), softplus(mask.rate_RG)
     rows = random_rows(mask, "kernel", LENGTH, [0, 0], [LENGTH, 30])
@@ -214,7 +215,7 @@ def test_toeplitz_blocks_are_sums_of_exponentials(components):
 
 @torch.no_grad()
 def test_fourier_entries_are_powers_of_omega():
-    mask = chosen("fourier", period=37)
+    mask = mask_of("fourier", period=37)
     given = mask.dense(torch.tensor([1000]), 20, {})[0, 0, 0]
     omega = cmath.exp(2j * math.pi / 37)
     for t in range(20):
@@ -225,7 +226,7 @@ def test_fourier_entries_are_powers_of_omega():
 
 @torch.no_grad()
 def test_toeplitz_entries_are_coefficients_of_distance():
-    mask = chosen("toeplitz", length=6)
+    mask = mask_of("toeplitz", length=6)
     given = mask.dense(torch.tensor([3]), 20, {})[0]
     for t in range(20):
         for s in range(20):
@@ -235,7 +236,7 @@ def test_toeplitz_entries_are_coefficients_of_distance():
 
 @torch.no_grad()
 def test_a_start_is_what_was_asked_for():
-    mask = chosen("toeplitz_blocks", components=2)
+    mask = mask_of("toeplitz_blocks", components=2)
     a_RGJ, rate_RG = torch.rand(2, 2, 2).double() + 0.1, torch.tensor([[0.5, 0.1], [0.02, 0.0]]).double()
     mask.initialize(a_RGJ, rate_RG)
     distance = torch.arange(5.0).double()

@@ -1,4 +1,4 @@
-"""A packed row is each of its documents alone, for every mixer: outputs and gradients."""
+"""A packed row gives the outputs and gradients of its documents alone, for every mixer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def known():
+def register_mixers():
     with register_test_mixers():
         yield
 
@@ -60,7 +60,7 @@ def model_of(config, family="llama", layers=None, **changes):
     return random_model_with_mixers(family, mixer_config(dict(config)), layers, **changes).double()
 
 
-def packed(lengths=LENGTHS, seed=3):
+def packed_ids(lengths=LENGTHS, seed=3):
     """(ids_BT, position_BT)"""
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(3, 96, (len(lengths), sum(lengths[0])), generator=generator)
@@ -86,7 +86,7 @@ def test_every_mixer_is_among_them():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_packed_row_is_each_document_alone(name):
-    model, (ids, positions) = model_of(CONFIGS[name]), packed()
+    model, (ids, positions) = model_of(CONFIGS[name]), packed_ids()
     got, wanted = model(ids, position_ids=positions, use_cache=False).logits, one_by_one(model, ids, LENGTHS)
     assert far(got, wanted) < 1e-9
     leaking = model(ids, use_cache=False).logits
@@ -95,7 +95,7 @@ def test_a_packed_row_is_each_document_alone(name):
 
 @pytest.mark.parametrize("name", ["ssd", "log-linear delta", "mlr, nested", "bilinear btt", "with a window"])
 def test_gradients_are_those_of_each_document(name):
-    model, (ids, positions) = model_of(CONFIGS[name]), packed()
+    model, (ids, positions) = model_of(CONFIGS[name]), packed_ids()
     weights = torch.randn(*ids.shape, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     grads = []
     for logits in (model(ids, position_ids=positions, use_cache=False).logits, one_by_one(model, ids, LENGTHS)):
@@ -111,7 +111,7 @@ def test_gradients_are_those_of_each_document(name):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_families(family, attention):
     """Softmax in the first layer, where transformers keeps documents apart, a mixer in the second."""
-    model, (ids, positions) = model_of(CONFIGS["ssd"], family, [1]), packed()
+    model, (ids, positions) = model_of(CONFIGS["ssd"], family, [1]), packed_ids()
     if attention == "sdpa" and family == "gemma2":
         pytest.skip("its scores have a cap, which transformers computes in eager attention")
     model.set_attn_implementation(attention)
@@ -121,7 +121,7 @@ def test_families(family, attention):
 
 def test_borders_in_a_mask_of_flex_attention():
     """Which says for any two tokens whether one sees the other."""
-    (_, positions), x_BTD = packed(), torch.zeros(3, 32, 2)
+    (_, positions), x_BTD = packed_ids(), torch.zeros(3, 32, 2)
     number = (positions == 0).cumsum(1)
     apart = SimpleNamespace(mask_mod=lambda b, h, q, k: (q >= k) & (number[b, q] == number[b, k]))
     plain = SimpleNamespace(mask_mod=lambda b, h, q, k: (q >= k) & (b >= 0))
@@ -132,7 +132,7 @@ def test_borders_in_a_mask_of_flex_attention():
 
 @pytest.mark.parametrize("name", ["ssd", "log-linear", "mlr, nested"])
 def test_checkpointed_training(name):
-    model, (ids, positions) = model_of(CONFIGS[name]), packed()
+    model, (ids, positions) = model_of(CONFIGS[name]), packed_ids()
     grads = []
     for again in (False, True):
         model.train().zero_grad()
@@ -144,7 +144,7 @@ def test_checkpointed_training(name):
 
 
 def test_bfloat16_is_as_near_as_alone():
-    model, (ids, positions) = model_of(CONFIGS["delta"]), packed()
+    model, (ids, positions) = model_of(CONFIGS["delta"]), packed_ids()
     exact = one_by_one(model, ids, LENGTHS)
     model.bfloat16()
     alone = far(one_by_one(model, ids, LENGTHS).double(), exact)
@@ -155,7 +155,7 @@ def test_bfloat16_is_as_near_as_alone():
 def test_very_unequal_documents_are_laid_out_in_groups():
     """Never more than twice the tokens, and a few calls."""
     lengths = [(100, *[1] * 60, *[2] * 20), (3, 150, 40, 7)]
-    model, (ids, positions) = model_of(CONFIGS["delta"], max_position_embeddings=256), packed(lengths)
+    model, (ids, positions) = model_of(CONFIGS["delta"], max_position_embeddings=256), packed_ids(lengths)
     documents = PackedDocuments.from_borders(torch.nn.functional.pad(positions[:, 1:] == 0, (1, 0)))
     assert sum(group.index_DU.numel() for group in documents.groups) <= 2 * ids.numel()
     assert 1 < len(documents.groups) <= 8
@@ -166,7 +166,7 @@ def test_very_unequal_documents_are_laid_out_in_groups():
 # -- where positions begin anew and nothing is packed ------------------------------------------------
 def test_padded_batches_stay_as_they_are():
     """Their positions begin anew where padding ends; the mask says that this is no border."""
-    model, ids = model_of(CONFIGS["ssd"]), packed()[0]
+    model, ids = model_of(CONFIGS["ssd"]), packed_ids()[0]
     mask = torch.ones_like(ids)
     mask[0, :7], mask[1, 25:] = 0, 0
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
@@ -179,7 +179,7 @@ def test_padded_batches_stay_as_they_are():
 @pytest.mark.parametrize("name", ["ssd", "mlr"])
 def test_positions_that_jump_under_a_mask_that_does_not(name):
     """Skipped positions (PoSE) with a mask of ones: one document, as transformers has it."""
-    model, (ids, _) = model_of(CONFIGS[name]), packed()
+    model, (ids, _) = model_of(CONFIGS[name]), packed_ids()
     positions = torch.cat([torch.arange(16), torch.arange(30, 46)])[None]
     mask = torch.ones(3, 1, 32, 32).tril().bool()
     with torch.no_grad():
@@ -193,7 +193,7 @@ def test_positions_that_jump_under_a_mask_that_does_not(name):
 @pytest.mark.parametrize("name", ["delta", "mlr"])
 def test_masks_that_say_more_than_documents(name):
     """Documents, and inside one a token that is hidden: read by mixers that read masks, refused by the others."""
-    model, (ids, positions) = model_of(CONFIGS[name], num_hidden_layers=1), packed(LENGTHS[1:2])
+    model, (ids, positions) = model_of(CONFIGS[name], num_hidden_layers=1), packed_ids(LENGTHS[1:2])
     mask = torch.ones(32, 32).tril().bool()
     mask[20:, :20], mask[23:, 22] = False, False
     ask = lambda ids: model(ids, attention_mask=mask[None, None], position_ids=positions, use_cache=False).logits  # noqa: E731
@@ -231,7 +231,7 @@ def test_what_is_remembered_is_of_this_call():
 
 
 def test_inference_mode_and_calls_one_after_the_other():
-    model, (ids, positions) = model_of(CONFIGS["retnet"]), packed()
+    model, (ids, positions) = model_of(CONFIGS["retnet"]), packed_ids()
     wanted = one_by_one(model, ids, LENGTHS)
     with torch.inference_mode():
         for _ in range(2):
@@ -241,7 +241,7 @@ def test_inference_mode_and_calls_one_after_the_other():
 
 
 def test_compiled_models_say_what_they_cannot():
-    model, (ids, positions) = model_of(CONFIGS["retnet"]), packed()
+    model, (ids, positions) = model_of(CONFIGS["retnet"]), packed_ids()
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
@@ -253,7 +253,7 @@ def test_compiled_models_say_what_they_cannot():
 
 def test_a_mask_that_is_kept_from_call_to_call():
     """What is known of it without a cache is nothing for a call with one, which has no packed rows, and the other way."""
-    model, (ids, positions) = model_of(CONFIGS["ssd"]), packed(LENGTHS[1:2])
+    model, (ids, positions) = model_of(CONFIGS["ssd"]), packed_ids(LENGTHS[1:2])
     mask = torch.ones(1, 1, 32, 32).tril().bool()
     mask[..., 20:, :20] = False
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
@@ -265,7 +265,7 @@ def test_a_mask_that_is_kept_from_call_to_call():
 
 
 def test_one_mask_for_all_rows():
-    model, (ids, _) = model_of(CONFIGS["ssd"]), packed()
+    model, (ids, _) = model_of(CONFIGS["ssd"]), packed_ids()
     mask = torch.ones(1, 1, 32, 32).tril().bool()
     ask = lambda: model(ids, attention_mask=mask, use_cache=False).logits  # noqa: E731
     with torch.no_grad():
@@ -278,7 +278,7 @@ def test_one_mask_for_all_rows():
 def test_two_kinds_of_mixers_in_one_model():
     """One that reads masks and one that does not share what is found out about a mask."""
     for kinds in (["mlr", "ssd"], ["ssd", "mlr"]):
-        model, (ids, positions) = model_of({"mixer": ExactConfig.name}), packed()
+        model, (ids, positions) = model_of({"mixer": ExactConfig.name}), packed_ids()
         paths = attention_paths(model)
         install(model, {path: mixer_config(dict(CONFIGS[kind])) for path, kind in zip(paths, kinds)})
         model.double()
@@ -296,7 +296,7 @@ def test_on_a_gpu_whatever_kernels_are_taken(name, dtype, within):
     config = dict(CONFIGS[name])
     if "mask" in config:
         config["mask"] = {key: longer.get(key, value) for key, value in config["mask"].items()}
-    model, (ids, positions) = model_of(config, max_position_embeddings=512), packed(lengths)
+    model, (ids, positions) = model_of(config, max_position_embeddings=512), packed_ids(lengths)
     model = model.to("cuda", dtype)
     ids, positions = ids.cuda(), positions.cuda()
     with torch.no_grad():

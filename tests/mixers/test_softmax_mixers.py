@@ -1,4 +1,4 @@
-"""Softmax attention with a structured score, judged by its definition in float64."""
+"""Softmax attention with a structured score, against its definition in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIGS = {
 RAGGED = ["00000111111111111111111", "11111111111111110000000", "00110110001111110101110", "11111111111111111111111"]
 
 
-def made(config, shape=SHAPE, dtype=torch.float64):
+def make_mixer(config, shape=SHAPE, dtype=torch.float64):
     torch.manual_seed(0)
     mixer = MIXERS[config](config, shape).to(dtype)
     if hasattr(mixer, "order"):
@@ -40,7 +40,7 @@ def made(config, shape=SHAPE, dtype=torch.float64):
     return mixer
 
 
-def drawn(batch=2, length=23, shape=SHAPE, dtype=torch.float64, valid=None, seed=1):
+def random_inputs(batch=2, length=23, shape=SHAPE, dtype=torch.float64, valid=None, seed=1):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
     return MixerInputs(
@@ -79,7 +79,7 @@ SHAPES = {
 )
 @pytest.mark.parametrize("valid", [None, RAGGED])
 def test_mix_is_its_definition(config, shape, valid, queries):
-    mixer, inputs = made(config, shape), drawn(4, shape=shape, valid=valid)
+    mixer, inputs = make_mixer(config, shape), random_inputs(4, shape=shape, valid=valid)
     assert relative_error(mixer.mix(inputs)[0], mixer.dense(inputs), inputs.valid_BT) < 1e-12
 
 
@@ -88,7 +88,7 @@ def test_the_definition_by_hand():
     """eq. 9 pair by pair."""
     shape = replace(SHAPE, heads=1, groups=1)
     for config in LEVELS:
-        mixer, x = made(config, shape), drawn(1, 11, shape)
+        mixer, x = make_mixer(config, shape), random_inputs(1, 11, shape)
         q, k, v = (x.q_BHTK[0, 0][:, mixer.order[0]], x.k_BGTK[0, 0][:, mixer.order[0]], x.v_BGTV[0, 0])
         out = mixer.mix(x)[0][0, 0]
         for t in range(11):
@@ -107,7 +107,7 @@ def test_the_definition_by_hand():
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["window"], SHAPES["capped"]], ids=["causal", "window", "capped"])
 @pytest.mark.parametrize("valid", [None, RAGGED])
 def test_pieces_and_steps_are_the_whole(config, shape, valid, queries):
-    mixer, inputs = made(config, shape), drawn(4, shape=shape, valid=valid)
+    mixer, inputs = make_mixer(config, shape), random_inputs(4, shape=shape, valid=valid)
     whole = mixer.dense(inputs)
     for lengths in ([23], [1] * 23, [10, 1, 1, 7, 4], [7, 16]):
         out, state = run_in_pieces(mixer, inputs, lengths)
@@ -117,7 +117,7 @@ def test_pieces_and_steps_are_the_whole(config, shape, valid, queries):
 
 @pytest.mark.parametrize("config", [*CONFIGS.values(), MLR((8,))], ids=[*CONFIGS, "plain"])
 def test_ragged_rows_are_each_alone(config):
-    mixer, inputs = made(config), drawn(4, valid=RAGGED)
+    mixer, inputs = make_mixer(config), random_inputs(4, valid=RAGGED)
     out = run_in_pieces(mixer, inputs, [9, 14])[0]
     for row in range(4):
         alone = mixer.mix(rows(inputs, row))[0]
@@ -128,7 +128,7 @@ def test_ragged_rows_are_each_alone(config):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_masks_of_the_library_are_kept(config, queries):
     """Packed documents, as booleans and as numbers, beside padding."""
-    mixer, inputs = made(config), drawn(4, valid=RAGGED)
+    mixer, inputs = make_mixer(config), random_inputs(4, valid=RAGGED)
     document = torch.arange(23) // 8
     allowed = (document[:, None] == document).tril()[None, None]
     got = mixer.mix(replace(inputs, mask_BHTS=allowed))[0]
@@ -141,7 +141,7 @@ def test_masks_of_the_library_are_kept(config, queries):
 
 def test_states_are_values():
     """An old state goes on as if nothing had come after it; rows of a state are rows of a batch."""
-    mixer, inputs = made(SLIDING), drawn(4, valid=RAGGED)
+    mixer, inputs = make_mixer(SLIDING), random_inputs(4, valid=RAGGED)
     _, state = mixer.mix(slice_inputs(inputs, 0, 12), mixer.empty_state(4, "cpu"))
     kept = {name: t.clone() for name, t in state.tensors.items()}
     once = mixer.mix(slice_inputs(inputs, 12, 23), state)[0]
@@ -171,7 +171,7 @@ def test_live_key_cache(ranks, share):
     """The paper's shares: over the growth to T where blocks open and close, at T itself where they slide."""
     length, shape = 256, AttentionShape(8, 1, 1, 64, 1, 0.125)
     extents = tuple(length // 2**level for level in range(1, 8))
-    inputs = drawn(1, length, shape, torch.float32)
+    inputs = random_inputs(1, length, shape, torch.float32)
     for form in ("nested", "sliding"):
         mixer = MIXERS[MLR](MLR(ranks, extents, form), shape)
         state, live = mixer.empty_state(1, "cpu"), []
@@ -186,7 +186,7 @@ def test_live_key_cache(ranks, share):
 
 def test_windows_keep_their_windows():
     for config, slots in ((Window(6), 5), (Window(4, sinks=3), 3)):
-        mixer, inputs = made(config), drawn(4, valid=RAGGED)
+        mixer, inputs = make_mixer(config), random_inputs(4, valid=RAGGED)
         tensors = run_in_pieces(mixer, inputs, [13, 1, 9])[1].tensors
         assert tensors["keys"].shape[2] == tensors["values"].shape[2] == slots
         assert tensors["sink_keys"].shape[2] == config.sinks
@@ -195,7 +195,7 @@ def test_windows_keep_their_windows():
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_costs_count_what_is_there(config):
-    mixer, inputs = made(config), drawn(1)
+    mixer, inputs = make_mixer(config), random_inputs(1)
     state = mixer.mix(inputs, mixer.empty_state(1, "cpu"))[1]
     live = sum(t.numel() for t in state.tensors.values())
     blocks = config == NESTED  # counted with their blocks whole
@@ -205,7 +205,7 @@ def test_costs_count_what_is_there(config):
 
 def test_ragged_states_are_tight():
     for config in LEVELS:
-        mixer, inputs = made(config), drawn(4, valid=RAGGED)
+        mixer, inputs = make_mixer(config), random_inputs(4, valid=RAGGED)
         state = run_in_pieces(mixer, inputs, [13, 10])[1]
         assert state.tensors["values"].shape[2] == 23 and key_numbers(state) > 0
         counts = inputs.valid_BT.sum(1)
@@ -217,7 +217,7 @@ def test_ragged_states_are_tight():
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_gradients_go_through_states(config, monkeypatch):
     monkeypatch.setattr(engine, "QUERIES_PER_PASS", 4)
-    mixer, inputs = made(config), drawn(2, 11, valid=["00111111111", "11111111011"])
+    mixer, inputs = make_mixer(config), random_inputs(2, 11, valid=["00111111111", "11111111011"])
     valid = inputs.valid_BT[:, None, :, None]
 
     def through(q, k, v, *_):
@@ -231,11 +231,11 @@ def test_gradients_go_through_states(config, monkeypatch):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 1e-3), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_small_dtypes(config, dtype, tolerance):
-    inputs = drawn(4, dtype=dtype, valid=RAGGED)
+    inputs = random_inputs(4, dtype=dtype, valid=RAGGED)
     exact = replace(inputs, **{n: getattr(inputs, n).double() for n in ("q_BHTK", "k_BGTK", "v_BGTV", "x_BTD")})
-    out, state = run_in_pieces(made(config, dtype=dtype), inputs, [12, 1, 10])
+    out, state = run_in_pieces(make_mixer(config, dtype=dtype), inputs, [12, 1, 10])
     assert out.dtype == dtype and all(t.dtype == dtype for t in state.tensors.values())
-    assert relative_error(out.double(), made(config).dense(exact), inputs.valid_BT) < tolerance
+    assert relative_error(out.double(), make_mixer(config).dense(exact), inputs.valid_BT) < tolerance
 
 
 # -- one level is the library's attention -------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_one_level_under_a_cap_is_bit_equal_to_eager():
 
     shape = replace(SHAPE, softcap=2.5)
     for dtype in (torch.float32, torch.bfloat16):
-        inputs = drawn(2, dtype=dtype)
+        inputs = random_inputs(2, dtype=dtype)
         mask = torch.zeros(1, 1, 23, 23, dtype=dtype).masked_fill(
             ~torch.ones(23, 23, dtype=torch.bool).tril(), torch.finfo(dtype).min
         )

@@ -1,10 +1,10 @@
-"""Toeplitzness of block mixing, and MHLA made TBM."""
+"""How close block mixing is to Toeplitz, and the conversion of MHLA to TBM."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from conversion.test_mixer_convert import calibrated, converted
+from conversion.test_mixer_convert import calibrated_recipe, convert_model
 from helpers.small import model_outputs, tiny_inputs
 
 from surgery.conversion.toeplitz import convert_to_toeplitz
@@ -59,7 +59,7 @@ def test_nonnegative_least_squares_against_every_support():
 
 
 def test_mhla_becomes_tbm(tmp_path):
-    original, model, _ = converted(tmp_path, "llama", calibrated(tmp_path, "mhla"))
+    original, model, _ = convert_model(tmp_path, "llama", calibrated_recipe(tmp_path, "mhla"))
     told = inspect(str(tmp_path / "out"))["toeplitzness"]
     assert set(told) == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
     result = convert_to_toeplitz(str(tmp_path / "out"), tmp_path / "tbm")

@@ -1,4 +1,4 @@
-"""What the package stands on and what it must not do: licences, declared imports, nothing that runs a stranger's code."""
+"""Dependencies (licenses, declarations, imports), and no code that could run untrusted code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COPYLEFT = {"fuzzywuzzy", "dominate", "chardet"}
 PEERS = {"fla"}
 
 
-def declared(table: str) -> list[Requirement]:
+def declared_requirements(table: str) -> list[Requirement]:
     """The requirements of pyproject's `dependencies`, or of all its extras (read as text: tomllib is 3.11's)."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     start = (
@@ -44,11 +44,13 @@ def declared(table: str) -> list[Requirement]:
     return [Requirement(line.replace('\\"', '"')) for line in quoted]
 
 
-EVERY = {canonicalize_name(r.name): r for r in [*declared("dependencies"), *declared("extras")]}
+EVERY = {
+    canonicalize_name(r.name): r for r in [*declared_requirements("dependencies"), *declared_requirements("extras")]
+}
 
 
 def test_the_lists_are_read():
-    assert {"torch", "typer", "matplotlib"} <= {r.name for r in declared("dependencies")}
+    assert {"torch", "typer", "matplotlib"} <= {r.name for r in declared_requirements("dependencies")}
     assert {"lm-eval", "triton", "pytest", "types-pyyaml"} <= set(EVERY)
 
 
@@ -71,7 +73,7 @@ def test_every_dependency_has_a_licence_we_allow(name):
     try:
         licences = licences_of(name)
     except metadata.PackageNotFoundError:
-        assert EVERY[name].marker or name in {canonicalize_name(r.name) for r in declared("extras")}, name
+        assert EVERY[name].marker or name in {canonicalize_name(r.name) for r in declared_requirements("extras")}, name
         pytest.skip(f"{name} is of an extra that is not installed here")
     assert licences and licences <= ALLOWED, f"{name}: {licences - ALLOWED}"
 
@@ -99,7 +101,7 @@ def closure(first: Iterable[Requirement]) -> set[str]:
 
 
 def test_what_they_bring_along_has_one_too():
-    plain, every = closure(declared("dependencies")), closure(EVERY.values())
+    plain, every = closure(declared_requirements("dependencies")), closure(EVERY.values())
     assert {"torch", "jinja2"} <= plain <= every
     wrong = {name: licences_of(name) - ALLOWED for name in every - COPYLEFT - set(READ)}
     assert not {name: licences for name, licences in wrong.items() if licences}
@@ -148,7 +150,10 @@ def test_every_import_is_declared():
 
 def test_what_is_imported_at_once_is_no_extra():
     """Outside eval/ and the kernels, a module's own imports are there after a plain `pip install`."""
-    named, plain = metadata.packages_distributions(), {canonicalize_name(r.name) for r in declared("dependencies")}
+    named, plain = (
+        metadata.packages_distributions(),
+        {canonicalize_name(r.name) for r in declared_requirements("dependencies")},
+    )
     for path in [p for p in FILES if p.relative_to(ROOT).parts[0] in ("surgery", "recipes")]:
         for module in third_parties(iter(tree(path).body)):
             sold_as = {canonicalize_name(d) for d in named.get(module, [module])}
@@ -170,7 +175,7 @@ def dangers(tree: ast.AST) -> list[str]:
         if not isinstance(node, ast.Call):
             continue
         given = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
-        owner, name = _called(node.func)
+        owner, name = _called_name(node.func)
         if owner is None and name in ("eval", "exec", "compile", "__import__"):
             found.append(f"calls {name}")
         if owner == "torch" and name == "load" and given.get("weights_only") is not True:
@@ -184,7 +189,7 @@ def dangers(tree: ast.AST) -> list[str]:
     return found
 
 
-def _called(func: ast.expr) -> tuple[str | None, str]:
+def _called_name(func: ast.expr) -> tuple[str | None, str]:
     if isinstance(func, ast.Attribute):
         return (func.value.id if isinstance(func.value, ast.Name) else ""), func.attr
     return None, func.id if isinstance(func, ast.Name) else ""

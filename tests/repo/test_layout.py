@@ -1,4 +1,4 @@
-"""The layout of the code: who may import whom, which imports wait, and that `import surgery` is light."""
+"""The layout of the code: which package may import which, heavy imports inside functions, and a light `import surgery`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_kernel(path: Path) -> bool:
     return path.relative_to(ROOT).parts[0] == "kernels"
 
 
-def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
+def imported_modules(nodes: Iterator[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -47,7 +47,9 @@ def test_kernels_are_not_imported_by_name():
     """Kernels register themselves; only benchmarks and notes on speed may import one by its name."""
     allowed = ("kernels/", "eval/speed/", "surgery/publish/speed_notes.py", "surgery/cli/")
     below = [path for path in FILES if not str(path.relative_to(ROOT)).startswith(allowed)]
-    wrong = [p for p in below if any(name.startswith("surgery.kernels") for name in imported(ast.walk(tree(p))))]
+    wrong = [
+        p for p in below if any(name.startswith("surgery.kernels") for name in imported_modules(ast.walk(tree(p))))
+    ]
     assert not wrong
 
 
@@ -55,7 +57,7 @@ def test_heavy_modules_wait_for_their_function():
     """Kernels themselves are only imported where Triton is installed, so they may import it at the top."""
     for path in FILES:
         heavy = HEAVY - {"triton"} if is_kernel(path) else HEAVY
-        at_once = {name.split(".")[0] for name in imported(iter(tree(path).body))}
+        at_once = {name.split(".")[0] for name in imported_modules(iter(tree(path).body))}
         assert not heavy & at_once, path
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints and recipes made to harm: refused with a sentence, before anything is built, copied or written."""
+"""Malicious checkpoints and recipes are refused with one sentence, before anything is built, copied or written."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_links_of_the_hub_s_cache_and_inside_the_folder_are_followed(source):
     assert open_checkpoint(str(snapshot)).tensors.keys() == open_checkpoint(str(source.parent / "named")).tensors.keys()
 
 
-def stored(path, header, data=b""):
+def write_file(path, header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
@@ -131,7 +131,7 @@ def entry(start=0, stop=8, shape=(2,), dtype="F32"):
 )
 def test_headers(tmp_path, header, says):
     with pytest.raises(SurgeryError, match=says):
-        read_header(stored(tmp_path / "x.safetensors", header, b"0" * 16))
+        read_header(write_file(tmp_path / "x.safetensors", header, b"0" * 16))
 
 
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 2**40, 100_000_001, 17])
@@ -142,13 +142,13 @@ def test_header_lengths_beyond_the_file(tmp_path, length):
 
 
 def test_a_dtype_nobody_knows(tmp_path):
-    header = read_header(stored(tmp_path / "x.safetensors", {"a": entry(dtype="os.system")}, b"0" * 8))
+    header = read_header(write_file(tmp_path / "x.safetensors", {"a": entry(dtype="os.system")}, b"0" * 8))
     with pytest.raises(SurgeryError, match="which surgery cannot read"):
         read_tensor(header["a"])
 
 
 # -- which weights ---------------------------------------------------------------------------------
-def halved(folder, names=("a.safetensors", "b.safetensors"), scale=1.0):
+def write_two_shards(folder, names=("a.safetensors", "b.safetensors"), scale=1.0):
     """The weights of a folder as two shards with an index, times `scale`; model.safetensors stays."""
     tensors = {name: scale * tensor for name, tensor in load_file(folder / SAFE_WEIGHTS_NAME).items()}
     half = len(tensors) // 2
@@ -166,7 +166,7 @@ def test_2_3_model_safetensors_beside_an_index(source):
         json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, SAFE_WEIGHTS_NAME)})
     )
     assert {t.file.name for t in open_checkpoint(str(source)).tensors.values()} == {SAFE_WEIGHTS_NAME}
-    halved(source, scale=2.0)
+    write_two_shards(source, scale=2.0)
     for read in (open_checkpoint, open_converted_checkpoint):
         with pytest.raises(SurgeryError, match="names other weights; transformers would load the first"):
             read(str(source))
@@ -196,7 +196,7 @@ def test_2_3_a_distributed_checkpoint_beside_whole_weights(source):
 
 
 def test_2_3_a_tensor_in_two_shards_and_an_index_without_metadata(source):
-    halved(source)
+    write_two_shards(source)
     (source / SAFE_WEIGHTS_NAME).unlink()
     index = json.loads((source / SAFE_WEIGHTS_INDEX_NAME).read_text())
     (source / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({"weight_map": index["weight_map"]}))
@@ -209,7 +209,7 @@ def test_2_3_a_tensor_in_two_shards_and_an_index_without_metadata(source):
 
 
 # -- configs ---------------------------------------------------------------------------------------
-def nested(depth):
+def nested_value(depth):
     value: object = 1
     for i in range(depth):
         value = [value] if i % 2 else {"a": value}
@@ -255,7 +255,7 @@ def test_sizes_that_are_none(source, key, value):
         *({"quantization_config": v} for v in ("x", [1], 5, {"quant_method": ["surgery"]})),
         *({"model_type": v} for v in ("../llama", "os", "", "llama\0", 5, None, ["llama"])),
         *({"id2label": v} for v in (5, "x")),
-        *({"extra": nested(depth)} for depth in (60, 500, 900)),
+        *({"extra": nested_value(depth)} for depth in (60, 500, 900)),
     ],
     ids=lambda changes: str(changes)[:40],
 )
@@ -330,7 +330,7 @@ def test_a_model_card_s_head(tmp_path, name):
 
 # -- tensors that are not there --------------------------------------------------------------------
 @pytest.fixture
-def copied(converted, tmp_path):
+def checkpoint_copy(converted, tmp_path):
     return shutil.copytree(converted("llama"), tmp_path / "converted")
 
 
@@ -357,23 +357,23 @@ INCOMPLETE = {
 
 
 @pytest.mark.parametrize("how", INCOMPLETE)
-def test_2_4_nothing_is_invented_in_a_converted_folder(copied, how):
+def test_2_4_nothing_is_invented_in_a_converted_folder(checkpoint_copy, how):
     """By plain transformers, by every class it can be opened as, by our loaders and by densify."""
     change, says = INCOMPLETE[how]
-    change(copied)
+    change(checkpoint_copy)
     for cls in (AutoModelForCausalLM, AutoModel):
         with pytest.raises(SurgeryError, match=says):
-            cls.from_pretrained(copied)
+            cls.from_pretrained(checkpoint_copy)
     device = torch.device("cpu")
     for use in (
-        lambda: surgery.load(copied),
-        lambda: load_from_folder(copied, device, "float32", False),
-        lambda: models.load_causal_lm(models.open_trainable(str(copied)), torch.float32),
-        lambda: densify(str(copied), copied.parent / "dense"),
+        lambda: surgery.load(checkpoint_copy),
+        lambda: load_from_folder(checkpoint_copy, device, "float32", False),
+        lambda: models.load_causal_lm(models.open_trainable(str(checkpoint_copy)), torch.float32),
+        lambda: densify(str(checkpoint_copy), checkpoint_copy.parent / "dense"),
     ):
         with pytest.raises(SurgeryError, match=says):
             use()
-    assert [p.name for p in copied.parent.iterdir()] == ["converted"]
+    assert [p.name for p in checkpoint_copy.parent.iterdir()] == ["converted"]
 
 
 def test_2_4_nothing_is_invented_in_an_ordinary_folder(source):

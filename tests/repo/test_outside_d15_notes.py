@@ -1,4 +1,4 @@
-"""SECURITY.md and CHANGELOG.md say everything once."""
+"""SECURITY.md and CHANGELOG.md repeat nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", ["SECURITY.md", "CHANGELOG.md"])
-def test_outside_d15_no_bullet_or_line_is_there_twice(name):
+def test_no_bullet_or_line_occurs_twice(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     bullets = [" ".join(b.split())[:60] for b in re.split(r"\n(?=- |#)", text) if b.startswith("- ")]

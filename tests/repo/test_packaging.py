@@ -1,4 +1,4 @@
-"""What a source distribution and a wheel contain, and that the wheel works where there is no checkout."""
+"""Contents of the source distribution and the wheel, and that the wheel works without a checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of papers leads to files that name them."""
+"""docs/papers.md: the listed files exist and name their papers."""
 
 from __future__ import annotations
 

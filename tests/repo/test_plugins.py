@@ -1,4 +1,4 @@
-"""Packages that bring structures of their own: found by entry point, and named where they fail."""
+"""Plugins: packages with structures of their own are found by entry point, and named in errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Issue item 2.7: matrices that cannot be factored, or not the fast way, end in a plain sentence or in the right result."""
+"""Matrices that cannot be factored, or only by a fallback: a clear error or a correct result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from surgery.conversion.convert import convert
 from surgery.conversion.fit import Candidate, _fit_result
-from surgery.core.errors import NumbersError, SurgeryError, naming
+from surgery.core.errors import NumericalError, SurgeryError, naming
 from surgery.core.files import os_error_number
 from surgery.structures import linalg
 from surgery.structures.metric import spd_factor
@@ -110,11 +110,11 @@ def test_2_7_a_failing_batched_solver_is_gone_round(monkeypatch, name, works):
 
 
 def test_2_7_what_nobody_can_factor_is_said():
-    with pytest.raises(NumbersError, match=r"eigh of a matrix of shape \(4, 4\): the matrix holds NaN or Inf"):
+    with pytest.raises(NumericalError, match=r"eigh of a matrix of shape \(4, 4\): the matrix holds NaN or Inf"):
         linalg.eigh(torch.full((4, 4), float("inf")))
-    with pytest.raises(NumbersError, match=r"solve of a matrix of shape .* is singular"):
+    with pytest.raises(NumericalError, match=r"solve of a matrix of shape .* is singular"):
         linalg.solve(torch.zeros(4, 4), torch.ones(4, 1))
-    with pytest.raises(NumbersError, match="second moment is not positive semidefinite"):
+    with pytest.raises(NumericalError, match="second moment is not positive semidefinite"):
         spd_factor(torch.full((4, 4), float("nan")))
 
 
@@ -132,7 +132,7 @@ STRUCTURES = ("low_rank", "btt", "monarch", "kronecker", "pivoted_low_rank")
 
 
 @pytest.fixture
-def changed(checkpoints, tmp_path):
+def scaled_checkpoint(checkpoints, tmp_path):
     """changed(tensor, factor) -> a checkpoint with that tensor scaled."""
 
     def make(name: str, factor: float) -> str:
@@ -152,30 +152,34 @@ def text(tmp_path) -> str:
 
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_2_7_weights_of_1e30_are_named(changed, tmp_path, structure, calibrated):
+def test_2_7_weights_of_1e30_are_named(scaled_checkpoint, tmp_path, structure, calibrated):
     calibration = {"calibration": text(tmp_path)} if calibrated else {}
     recipe = make_recipe(structure=structure, keep=0.5, **calibration)
     with pytest.raises(SurgeryError, match=rf"{UP} holds values up to .*e\+\d\d; .*structure: dense"):
-        convert(changed(f"{UP}.weight", 1e30), recipe, tmp_path / "out")
+        convert(scaled_checkpoint(f"{UP}.weight", 1e30), recipe, tmp_path / "out")
 
 
-def test_2_7_the_advice_given_there_works(changed, tmp_path):
+def test_2_7_the_advice_given_there_works(scaled_checkpoint, tmp_path):
     recipe = make_recipe(structure="low_rank", keep=0.5, rules=[{"match": UP, "structure": "dense"}])
-    report = convert(changed(f"{UP}.weight", 1e30), recipe, tmp_path / "out")
+    report = convert(scaled_checkpoint(f"{UP}.weight", 1e30), recipe, tmp_path / "out")
     assert UP not in {record["name"] for record in report["modules"]}
 
 
-def test_2_7_activations_that_overflow_are_named(changed, tmp_path):
+def test_2_7_activations_that_overflow_are_named(scaled_checkpoint, tmp_path):
     recipe = make_recipe(
         structure="low_rank", keep=0.5, curvature="none", allocate="uniform", calibration=text(tmp_path)
     )
     with pytest.raises(SurgeryError, match=r"the input of model\.layers\.0\.self_attn.q_proj.*overflows float32"):
-        convert(changed("model.layers.0.input_layernorm.weight", 1e25), recipe, tmp_path / "out")
+        convert(scaled_checkpoint("model.layers.0.input_layernorm.weight", 1e25), recipe, tmp_path / "out")
 
 
-def test_2_7_nan_is_named_by_tensor(changed, tmp_path):
+def test_2_7_nan_is_named_by_tensor(scaled_checkpoint, tmp_path):
     with pytest.raises(SurgeryError, match=rf"tensor '{UP}.weight' in model.safetensors holds .* NaN or Inf"):
-        convert(changed(f"{UP}.weight", float("nan")), make_recipe(structure="low_rank", keep=0.5), tmp_path / "out")
+        convert(
+            scaled_checkpoint(f"{UP}.weight", float("nan")),
+            make_recipe(structure="low_rank", keep=0.5),
+            tmp_path / "out",
+        )
 
 
 def test_2_7_a_fit_beyond_the_stored_dtype():

@@ -58,7 +58,7 @@ def test_low_rank():
 SHAPE = AttentionShape(dim=16, heads=2, groups=2, key=4, value=4, scaling=0.5)
 
 
-def filled(mixer):
+def fill_random(mixer):
     mixer = mixer.double()
     for i, parameter in enumerate(mixer.parameters()):
         parameter.data = random(*parameter.shape, seed=i)
@@ -67,7 +67,7 @@ def filled(mixer):
 
 def test_bilinear_mlr():
     """Scores x^T M x' with M a sum over levels of block-diagonal low rank, divided by the number of score dims."""
-    mixer = filled(BilinearMLRAttention(BilinearMLR(ranks=(3, 2, 1), base="own"), SHAPE))
+    mixer = fill_random(BilinearMLRAttention(BilinearMLR(ranks=(3, 2, 1), base="own"), SHAPE))
     dims = sum(2**level * rank for level, rank in enumerate((3, 2, 1)))
     for head in range(2):
         levels = []
@@ -78,5 +78,5 @@ def test_bilinear_mlr():
 
 
 def test_bilinear_btt_is_of_full_rank_where_a_head_is_not():
-    mixer = filled(BilinearBTTAttention(BilinearBTT(blocks=(4, 4), rank=1, base="own"), SHAPE))
+    mixer = fill_random(BilinearBTTAttention(BilinearBTT(blocks=(4, 4), rank=1, base="own"), SHAPE))
     assert int(torch.linalg.matrix_rank(mixer.matrix_HDD()[0])) == 16 > SHAPE.key

@@ -1,4 +1,4 @@
-"""Laws that every structure obeys, over the whole registry: a new one is tested on arrival."""
+"""Laws of every structure, over the whole registry, which includes new ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIMS = st.sampled_from([(48, 64), (64, 48), (37, 53), (31, 16), (7, 120), (121, 
 LAWS = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def fitted(name: str, out: int, in_: int, keep: float):
+def fit_config(name: str, out: int, in_: int, keep: float):
     """Return the default config fitted to keep * out * in_ parameters; None where the shape or the budget is refused."""
     config_type = STRUCTURES.config_type(name)
     try:
@@ -39,7 +39,7 @@ def fitted(name: str, out: int, in_: int, keep: float):
         return None
 
 
-def resolved(name: str, out: int, in_: int):
+def resolve_config(name: str, out: int, in_: int):
     """Return the default config resolved for an (out, in) matrix; None where the shape is refused."""
     config_type = STRUCTURES.config_type(name)
     try:
@@ -64,7 +64,7 @@ def moments(out: int, in_: int, seed: int) -> tuple[torch.Tensor, Metric]:
     dims=DIMS, keep=st.sampled_from([0.3, 0.5, 0.8]), seed=st.integers(0, 99), rows=st.sampled_from([(), (1,), (3, 5)])
 )
 def test_forward_is_the_dense_product(name, dims, keep, seed, rows):
-    config = fitted(name, *dims, keep)
+    config = fit_config(name, *dims, keep)
     assume(config is not None)
     weight, metric = moments(*dims, seed)
     linear = STRUCTURES[config].project(weight, config, metric).requires_grad_(False)
@@ -87,7 +87,7 @@ def test_exact_at_full_rank(name, dims, seed, how):
         "diagonal": Metric(metric.c_II, metric.g_OO.diagonal().clone()),
     }[how]
     cls = STRUCTURES[STRUCTURES.config_type(name)]
-    assume(resolved(name, *dims) is not None)
+    assume(resolve_config(name, *dims) is not None)
     config = cls.fit(replace(cls.config_type(), rank="full"), *dims, budget=0)
     assert Metric().relative_error(weight, cls.project(weight, config, metric).dense()) < 2e-6
 
@@ -96,7 +96,7 @@ def test_exact_at_full_rank(name, dims, seed, how):
 @LAWS
 @given(dims=DIMS, keep=st.sampled_from([0.4, 0.7]), seed=st.integers(0, 99))
 def test_projecting_twice_changes_nothing(name, dims, keep, seed):
-    config = fitted(name, *dims, keep)
+    config = fit_config(name, *dims, keep)
     assume(config is not None)
     weight, _ = moments(*dims, seed)
     once = STRUCTURES[config].project(weight, config).dense()
@@ -109,7 +109,7 @@ def test_projecting_twice_changes_nothing(name, dims, keep, seed):
 def test_a_larger_rank_never_fits_worse(name, dims, seed):
     cls = STRUCTURES[STRUCTURES.config_type(name)]
     weight, _ = moments(*dims, seed)
-    start = resolved(name, *dims)
+    start = resolve_config(name, *dims)
     assume(start is not None)
     curve = cls.rank_error_curve(weight, start, Metric())
     errors = [Metric().relative_error(weight, cls.project(weight, config).dense()) for config, _ in curve]
@@ -124,7 +124,7 @@ def test_the_ladder_estimates_the_plain_error(name, dims, seed):
     """Without correlations the estimate is the error of the projection itself."""
     cls = STRUCTURES[STRUCTURES.config_type(name)]
     weight, _ = moments(*dims, seed)
-    start = resolved(name, *dims)
+    start = resolve_config(name, *dims)
     assume(start is not None)
     for config, square in cls.rank_error_curve(weight, start, Metric(), steps=4):
         left = weight - cls.project(weight, config).dense()
@@ -135,7 +135,7 @@ def test_the_ladder_estimates_the_plain_error(name, dims, seed):
 @LAWS
 @given(dims=DIMS, keep=st.sampled_from([0.4, 0.7]), seed=st.integers(0, 99))
 def test_refining_never_hurts(name, dims, keep, seed):
-    config = fitted(name, *dims, keep)
+    config = fit_config(name, *dims, keep)
     assume(config is not None)
     weight, metric = moments(*dims, seed)
     linear = STRUCTURES[config].project(weight, config, metric)
@@ -152,7 +152,7 @@ def test_refining_never_hurts(name, dims, keep, seed):
 @LAWS
 @given(dims=DIMS, keep=st.floats(0.05, 1.0))
 def test_a_budget_is_kept_and_counted_on_what_is_stored(name, dims, keep):
-    config = fitted(name, *dims, keep)
+    config = fit_config(name, *dims, keep)
     assume(config is not None)
     cls = STRUCTURES[config]
     linear = cls(dims[1], dims[0], config, bias=False)
@@ -167,7 +167,7 @@ def test_a_budget_is_kept_and_counted_on_what_is_stored(name, dims, keep):
 def test_save_and_load_is_bit_equal(name, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    config = fitted(name, 48, 64, 0.5)
+    config = fit_config(name, 48, 64, 0.5)
     linear = STRUCTURES[config].project(*[torch.randn(48, 64), config])
     save_file(linear.state_dict(), tmp_path / "a.safetensors")
     again = STRUCTURES[config](64, 48, config_from_dict(config.to_dict()), bias=False)
@@ -179,7 +179,7 @@ def test_save_and_load_is_bit_equal(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_no_weight_looks_dense(name):
     """A library that does not know us must meet a shape that does not fit."""
-    linear = STRUCTURES[(config := fitted(name, 48, 64, 0.5))](64, 48, config)
+    linear = STRUCTURES[(config := fit_config(name, 48, 64, 0.5))](64, 48, config)
     assert linear.weight.dim() >= 3
 
 
@@ -188,7 +188,7 @@ def test_no_weight_looks_dense(name):
 def test_mup_initialisation_keeps_the_scale(name, dims):
     """Outputs of unit inputs have entries of about sqrt(min(1, out/in)), whatever the structure and its rank."""
     torch.manual_seed(0)
-    config = fitted(name, *dims, 0.5)
+    config = fit_config(name, *dims, 0.5)
     linear = STRUCTURES[config](dims[1], dims[0], config, bias=False)
     rms = float(linear(torch.randn(512, dims[1])).square().mean().sqrt())
     assert 0.2 < rms / min(1.0, dims[0] / dims[1]) ** 0.5 < 2.5
@@ -198,7 +198,7 @@ def test_mup_initialisation_keeps_the_scale(name, dims):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
 def test_half_precision(name, dtype, tol):
-    config = fitted(name, 48, 64, 0.5)
+    config = fit_config(name, 48, 64, 0.5)
     linear = STRUCTURES[config].project(torch.randn(48, 64), config)
     x = torch.randn(9, 64)
     expected = x @ linear.dense().mT
@@ -209,7 +209,7 @@ def test_half_precision(name, dtype, tol):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_against_float64_differences(name):
-    config = fitted(name, 12, 18, 0.6)
+    config = fit_config(name, 12, 18, 0.6)
     linear = STRUCTURES[config].project(torch.randn(12, 18), config).double()
     linear.requires_grad_(True)
     x = torch.randn(4, 18, dtype=torch.float64, requires_grad=True)
@@ -224,7 +224,7 @@ def test_gradients_against_float64_differences(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_without_a_graph_break(name):
-    config = fitted(name, 48, 64, 0.5)
+    config = fit_config(name, 48, 64, 0.5)
     linear = STRUCTURES[config](64, 48, config)
     x = torch.randn(5, 64)
     assert torch.allclose(torch.compile(linear, fullgraph=True, backend="aot_eager")(x), linear(x), atol=1e-5)

@@ -1,4 +1,4 @@
-"""Suites on several conversions, and the table and figures of them."""
+"""recipes/papers/healing/suites.py: suites on several conversions, their table and figures."""
 
 from __future__ import annotations
 

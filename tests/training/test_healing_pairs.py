@@ -1,4 +1,4 @@
-"""Every conversion recipe and every healing recipe: whether they fit, as docs/finetune.md says."""
+"""Every conversion recipe with every healing recipe: whether they fit, as docs/finetune.md says."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
     return place
 
 
-def converted(folder, recipe):
+def convert_model(folder, recipe):
     """A random model of that shape with what the recipe puts in, and the roles of its linears."""
     from transformers import LlamaConfig
 
@@ -70,7 +70,7 @@ def verdict(models, roles, name):
 def test_4_3_every_conversion_can_be_healed_and_the_table_says_by_what(folder):
     healing, found = healing_recipe_names(), {}
     for name in sorted(shipped_recipes()):
-        models, roles = converted(folder, load_recipe(name, DECIDED.get(name, [])))
+        models, roles = convert_model(folder, load_recipe(name, DECIDED.get(name, [])))
         found[name] = tuple(verdict(models, roles, other) for other in healing)
     assert [name for name, row in found.items() if row.count("yes") < 2] == []
     lines = [f"| conversion | {' | '.join(healing)} |", "| --- |" + " --- |" * len(healing)]
@@ -99,7 +99,7 @@ def test_4_3_every_mixer_can_be_healed(folder):
     stage = {"kind": "align", "of": ["attention"], "tokens": 64, "rate": 1e-3, "trains": ["new"]}
     aligned = parse_healing_recipe({"stages": [stage]})
     for attention in mixers():
-        models, roles = converted(folder, validate_recipe({"structure": "dense", "attention": attention}, "test"))
+        models, roles = convert_model(folder, validate_recipe({"structure": "dense", "attention": attention}, "test"))
         names = ("standard", "long", "small-attention", "small-linears")
         assert {verdict(models, roles, name) for name in names} == {"yes"}, attention
         new = changed_parameters(aligned, models, roles)
@@ -107,7 +107,7 @@ def test_4_3_every_mixer_can_be_healed(folder):
 
 
 def test_4_3_a_word_that_selects_nothing_is_still_refused(folder):
-    models, roles = converted(folder, load_recipe("sliding-window"))
+    models, roles = convert_model(folder, load_recipe("sliding-window"))
     for trains, said in (
         (["mixers"], r"no parameters of their own. Use trains: \[new\]"),
         (["attention", "structured"], r"whose linears were not converted\. Use --recipe standard"),

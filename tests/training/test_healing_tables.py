@@ -1,4 +1,4 @@
-"""The driver of the healing tables, and the texts it trains on."""
+"""The driver of the healing tables, and its training texts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_story_text_is_a_function_of_the_seed(tmp_path):
 
 
 @pytest.fixture
-def installed(tmp_path):
+def packages(tmp_path):
     """Three packages: one is the scored text's own, one has a file of its in it, one has nothing to do with it."""
     scored = [f"scored_{i} = {i}\n" for i in range(60)]
     other = "".join(f"other_{i} = {i}\n" for i in range(60))
@@ -86,8 +86,8 @@ def installed(tmp_path):
     return tmp_path, "".join(scored)
 
 
-def test_code_has_nothing_in_common_with_the_scored_text(installed):
-    folder, scored = installed
+def test_code_has_nothing_in_common_with_the_scored_text(packages):
+    folder, scored = packages
     found = list(healing_text.code_documents(folder, [scored], 0))
     names = sorted(text.split(" ")[0] for text in found)
     assert names == ["other_0", "third_0"]

@@ -1,4 +1,4 @@
-"""Training from scratch: how models begin, that the loop trains them, that many runs at once are the runs they are alone."""
+"""Training from scratch: initialization, the loop, and stacked runs that equal separate ones."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_a_stacked_run_is_the_run_of_the_loop(text, tmp_path):
     recipe = small(text, data=make_data_config(str(text)).model_dump(mode="json"))
     pretrain(recipe, tmp_path / "out", device="cpu")
     alone = [loss for _, _, loss in read_losses(tmp_path / "out" / "training")]
-    models, stage, batches = begun(recipe, tmp_path / "blank")
+    models, stage, batches = initial_models(recipe, tmp_path / "blank")
     factors = rate_factors(models[0], stage)
     rates = [{name: rate * scale for name, rate in factors.items()} for scale in (0.5, 1.0, 2.0)]
     stack = StackedTraining(models, rates, stage.optimiser, stage.clip, torch.device("cpu"))
@@ -256,7 +256,7 @@ def test_a_stacked_run_is_the_run_of_the_loop(text, tmp_path):
     assert abs(found[-1][0] - alone[-1]) > 1e-3
 
 
-def begun(recipe, blank):
+def initial_models(recipe, blank):
     """(three times the model as it begins, the stage, the batches of the loop)"""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -275,13 +275,13 @@ def test_a_run_that_diverges_leaves_the_others():
     stage, model = make_stage(sizes, "mup"), make_gpt2("btt", 32, 50, sizes, seed=0)
     factors = rate_factors(model, stage)
 
-    def trained(*scales):
+    def train_stack(*scales):
         rates = [{name: rate * scale for name, rate in factors.items()} for scale in scales]
         stack = StackedTraining([model] * len(scales), rates, stage.optimiser, None, torch.device("cpu"))
         batches = ({"input_ids": i.expand(len(scales), -1, -1)} for i in ids)
         return [stack.step({**batch, "labels": batch["input_ids"]}, 1.0) for batch in batches]
 
-    together, alone = trained(1e30, 1e-2), trained(1e-2)
+    together, alone = train_stack(1e30, 1e-2), train_stack(1e-2)
     assert not together[-1][0].isfinite()
     assert torch.allclose(torch.stack(together)[:, 1], torch.stack(alone)[:, 0], atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""The teacher's targets on disk: what is stored, what is refused, and that a killed writer goes on."""
+"""Teacher caches: contents, refusals, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def data_of(tokenizer, text, length=LENGTH, seed=0, **options):
     return make_data(DataConfig(sources=str(text), shuffle=16, **options), tokenizer, length, seed)
 
 
-def written(teacher, data, out, **options):
+def write_cache(teacher, data, out, **options):
     options = {"top_k": K, "examples": COUNT, "per_shard": 8, "rows": 3, **options}
     return write_teacher_cache(teacher, data, out, **options)
 
@@ -59,7 +59,7 @@ def written(teacher, data, out, **options):
 def cache(teacher, tokenizer, text, tmp_path_factory):
     """Not to be changed."""
     out = tmp_path_factory.mktemp("caches") / "cache"
-    written(teacher, data_of(tokenizer, text), out)
+    write_cache(teacher, data_of(tokenizer, text), out)
     return out
 
 
@@ -71,7 +71,7 @@ def files_of(folder):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_targets_are_the_teacher_s(dtype, teacher, tokenizer, text, tmp_path):
     data = data_of(tokenizer, text)
-    written(teacher, data, tmp_path, dtype=dtype)
+    write_cache(teacher, data, tmp_path, dtype=dtype)
     opened = TeacherCache(tmp_path)
     opened.check(data)
     assert len(opened) == COUNT and (opened.top_k, opened.length) == (K, LENGTH)
@@ -123,7 +123,7 @@ def test_a_killed_writer_goes_on_to_the_same_bytes(teacher, tokenizer, text, tmp
 
         target = out.with_name(out.name + ".partial") if out.name.startswith("out") else out
         try:
-            written(teacher, data_of(tokenizer, text), target, per_shard=2, resume=resume or target.exists())
+            write_cache(teacher, data_of(tokenizer, text), target, per_shard=2, resume=resume or target.exists())
         except BaseException:  # a child ends without a word
             traceback.print_exc()
             raise
@@ -148,9 +148,9 @@ def test_more_examples_and_lost_shards(cache, teacher, tokenizer, text, tmp_path
     with pytest.raises(SurgeryError, match=r"targets-00001\.safetensors is missing"):
         opened.targets(9)
     opened.targets(17)
-    written(teacher, data_of(tokenizer, text), copy, resume=True)
+    write_cache(teacher, data_of(tokenizer, text), copy, resume=True)
     assert files_of(copy) == files_of(cache)
-    index = written(teacher, data_of(tokenizer, text), copy, resume=True, examples=30)
+    index = write_cache(teacher, data_of(tokenizer, text), copy, resume=True, examples=30)
     assert [shard["count"] for shard in index["shards"]] == [8, 8, 8, 6] and len(TeacherCache(copy)) == 30
 
 
@@ -160,7 +160,7 @@ def test_two_writers(cache, teacher, tokenizer, text):
     with open(cache / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(SurgeryError, match="another teacher cache is writing"):
-            written(teacher, data_of(tokenizer, text), cache, resume=True)
+            write_cache(teacher, data_of(tokenizer, text), cache, resume=True)
 
 
 # -- what does not belong together -----------------------------------------------------------------
@@ -210,24 +210,24 @@ def test_rows_that_are_not_there(cache, tokenizer, text):
 def test_3_2_a_cache_is_finished_by_the_teacher_that_began_it(teacher, tokenizer, text, tmp_path):
     """A teacher's path says nothing of its weights."""
     data, out = data_of(tokenizer, text), tmp_path / "cache"
-    assert written(teacher, data, out, examples=8, weights="a" * 64)["teacher_digest"] == "a" * 64
+    assert write_cache(teacher, data, out, examples=8, weights="a" * 64)["teacher_digest"] == "a" * 64
     with pytest.raises(SurgeryError, match="begun with another teacher_digest"):
-        written(teacher, data, out, resume=True, weights="b" * 64)
-    assert written(teacher, data, out, examples=16, resume=True, weights="a" * 64)["examples"] == 16
+        write_cache(teacher, data, out, resume=True, weights="b" * 64)
+    assert write_cache(teacher, data, out, examples=16, resume=True, weights="a" * 64)["examples"] == 16
 
 
 def test_people_s_mistakes(cache, teacher, tokenizer, text, tmp_path):
     data = data_of(tokenizer, text)
     with pytest.raises(SurgeryError, match="finish it with --resume"):
-        written(teacher, data, cache)
+        write_cache(teacher, data, cache)
     with pytest.raises(SurgeryError, match="begun with another top_k"):
-        written(teacher, data, cache, resume=True, top_k=4)
+        write_cache(teacher, data, cache, resume=True, top_k=4)
     with pytest.raises(SurgeryError, match="of a vocabulary of 1,536"):
-        written(teacher, data, tmp_path / "a", top_k=5000)
-    with pytest.raises(SurgeryError, match="no teacher cache"):
+        write_cache(teacher, data, tmp_path / "a", top_k=5000)
+    with pytest.raises(SurgeryError, match="is not a teacher cache"):
         TeacherCache(tmp_path / "nothing")
     with pytest.raises(SurgeryError, match="the data ends after"):
-        written(teacher, data_of(tokenizer, text, epochs=1), tmp_path / "b", examples=5000)
+        write_cache(teacher, data_of(tokenizer, text, epochs=1), tmp_path / "b", examples=5000)
     (tmp_path / "c").mkdir()
     for index in ("{", "[]", '{"format": "other"}'):
         (tmp_path / "c" / "index.json").write_text(index)
@@ -241,7 +241,7 @@ def test_people_s_mistakes(cache, teacher, tokenizer, text, tmp_path):
     teacher.config._attn_implementation_internal, before = "flash_attention_2", teacher.config._attn_implementation
     try:
         with pytest.raises(SurgeryError, match="batches of one row only"):
-            written(teacher, data, tmp_path / "d")
+            write_cache(teacher, data, tmp_path / "d")
     finally:
         teacher.config._attn_implementation_internal = before
 
@@ -250,7 +250,7 @@ def test_the_command_and_a_run_without_a_teacher(text, teacher, tmp_path, capsys
     """`surgery teacher-cache` writes what `surgery finetune` asks for; other text is refused before a step."""
     from surgery.cli.main import main
 
-    def said(*words, code=0):
+    def run_command(*words, code=0):
         with pytest.raises(SystemExit) as left:
             main([str(word) for word in words])
         assert (left.value.code or 0) == code
@@ -263,16 +263,18 @@ def test_the_command_and_a_run_without_a_teacher(text, teacher, tmp_path, capsys
         "stages: [{kind: distill, length: 32, batch: 2, rows: 2, tokens: 256, rate: 1e-4, trains: [all]}]\n"
     )
     common = ("--recipe", recipe, "--data", text)
-    assert "8 sequences of 32 tokens" in said("teacher-cache", EMBEDDED, *common, "--out", tmp_path / "c", "--top-k", 4)
-    assert "finish it with --resume" in said("teacher-cache", EMBEDDED, *common, "--out", tmp_path / "c", code=2)
+    assert "8 sequences of 32 tokens" in run_command(
+        "teacher-cache", EMBEDDED, *common, "--out", tmp_path / "c", "--top-k", 4
+    )
+    assert "finish it with --resume" in run_command("teacher-cache", EMBEDDED, *common, "--out", tmp_path / "c", code=2)
     use = ("--set", f"teacher.cache={tmp_path / 'c'}", "--track", "none")
-    assert "distill: 4 steps" in said("finetune", EMBEDDED, *common, *use, "--out", tmp_path / "healed")
+    assert "distill: 4 steps" in run_command("finetune", EMBEDDED, *common, *use, "--out", tmp_path / "healed")
     other = (*use, "--set", "seed=3", "--out", tmp_path / "other")
-    assert "written with another seed" in said("finetune", EMBEDDED, *common, *other, code=2)
+    assert "written with another seed" in run_command("finetune", EMBEDDED, *common, *other, code=2)
     align = tmp_path / "lm.yaml"
     align.write_text("stages: [{kind: lm, length: 32, tokens: 256, rate: 1e-4}]\n")
     words = ("teacher-cache", EMBEDDED, "--recipe", align, "--data", text, "--out", tmp_path / "d")
-    assert "no stage that trains on the teacher's logits" in said(*words, code=2)
+    assert "no stage that trains on the teacher's logits" in run_command(*words, code=2)
 
 
 def test_importing_it_is_light():

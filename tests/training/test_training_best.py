@@ -1,4 +1,4 @@
-"""deliver: best hands back the state of the lowest loss on validation text, wherever in a run it was, and says which."""
+"""`deliver: best` returns the state with the lowest validation loss of the whole run, and names it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import pytest
 import torch
 from helpers import killing
 from helpers.forked import run_processes
-from helpers.small_training import EMBEDDED, LM, LORA, healing_recipe, same, spread, tensors
+from helpers.small_training import (
+    EMBEDDED,
+    LM,
+    LORA,
+    assert_equal_tensors,
+    healing_recipe,
+    set_fsdp_environment,
+    tensors,
+)
 
 from surgery.cli.main import main
 from surgery.publish.hub.model_card import _training_section
@@ -27,7 +35,7 @@ WILD = {**LORA, **FLAT, "tokens": 4 * 64, "rate": 0.1}  # after LONG: better at 
 BEST = {"evaluate": 1, "deliver": "best"}
 
 
-def healed(student, words, out, *stages, **keys):
+def heal(student, words, out, *stages, **keys):
     return finetune(str(student), healing_recipe(words, *stages, **keys), out, **OPTIONS)
 
 
@@ -44,12 +52,12 @@ def healed(student, words, out, *stages, **keys):
 )  # fmt: skip
 def test_4_2_the_best_state_is_delivered(student, words, tmp_path, stages, state, shorter):
     """Tensor by tensor the one that a run leaves which ends there."""
-    record = healed(student, words, tmp_path / "out", *stages, **BEST)
+    record = heal(student, words, tmp_path / "out", *stages, **BEST)
     told = record["delivered"]
     assert told["state"] == state and told["loss"] < told["start"] and told["loss"] <= told["last"]
     assert told["loss"] == record["validation"]["after"]["loss"] and f"{told['start']:.4f}" in told["says"]
-    ended = healed(student, words, tmp_path / "shorter", *shorter)
-    same(tmp_path / "out", tmp_path / "shorter")
+    ended = heal(student, words, tmp_path / "shorter", *shorter)
+    assert_equal_tensors(tmp_path / "out", tmp_path / "shorter")
     assert ended["delivered"]["loss"] == pytest.approx(told["loss"], abs=1e-6)
 
 
@@ -65,7 +73,7 @@ def test_4_2_a_kill_at_any_file_operation_delivers_the_same(student, words, tmp_
             == "step 1 of stage 2"
         )
 
-    states = killing.states(run, home, tmp_path / "states")
+    states = killing.copy_states(run, home, tmp_path / "states")
     shutil.copytree(home / "out", tmp_path / "whole")
     saved = [s for s in states if any(s.rglob("best/*.tmp")) or len(list(s.glob("out.partial/best/stage-*"))) > 1]
     assert len(states) > 80 and len(saved) > 10
@@ -74,7 +82,7 @@ def test_4_2_a_kill_at_any_file_operation_delivers_the_same(student, words, tmp_
         shutil.copytree(state, home, symlinks=True)
         if not (home / "out").exists():
             run(resume=(home / "out.partial").exists())
-        same(home / "out", tmp_path / "whole")
+        assert_equal_tensors(home / "out", tmp_path / "whole")
 
 
 def test_4_2_two_processes_deliver_the_best_state(student, words, tmp_path):
@@ -83,7 +91,7 @@ def test_4_2_two_processes_deliver_the_best_state(student, words, tmp_path):
 
     def run(place, dies=False, resume=False):
         def work(rank):
-            spread(rank)
+            set_fsdp_environment(rank)
             if dies:
                 killing.at_a_rename("best/stage-00-step-0000002")
             finetune(str(student), told, place, resume=resume, **OPTIONS)
@@ -95,8 +103,8 @@ def test_4_2_two_processes_deliver_the_best_state(student, words, tmp_path):
     assert record["spread"] == "FSDP2" and record["delivered"]["state"] == "step 2 of stage 1"
     assert run(tmp_path / "killed", dies=True)[0] == -9
     assert run(tmp_path / "killed", resume=True) == [0, 0]
-    same(tmp_path / "killed", tmp_path / "out")
-    assert healed(student, words, tmp_path / "one", TOO_FAST, **BEST)["delivered"]["state"] == "step 2 of stage 1"
+    assert_equal_tensors(tmp_path / "killed", tmp_path / "out")
+    assert heal(student, words, tmp_path / "one", TOO_FAST, **BEST)["delivered"]["state"] == "step 2 of stage 1"
     ours, theirs = tensors(tmp_path / "out"), tensors(tmp_path / "one")
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3)
@@ -120,7 +128,7 @@ def test_4_2_a_rate_that_ruins_the_model_is_said(words, tmp_path, capsys):
     assert (
         record["state"] == "start" and record["loss"] == record["start"] < record["last"] - 0.3 and not record["worse"]
     )
-    same(out, EMBEDDED)
+    assert_equal_tensors(out, EMBEDDED)
     assert "the start, unchanged" in _training_section(json.loads((out / "surgery_report.json").read_text()))
     shutil.rmtree(out)
     with pytest.raises(SystemExit) as left:
@@ -136,14 +144,14 @@ def test_4_2_what_rounding_makes_worse_than_the_start_is_not_delivered(student, 
 
     losses = iter([2.0, 1.9999, 2.5, 2.0001])  # the start, a step, the last step, that step as it is stored
     monkeypatch.setattr(Validation, "loss", lambda self, run: next(losses))
-    record = healed(student, words, tmp_path / "out", LM, **BEST)
+    record = heal(student, words, tmp_path / "out", LM, **BEST)
     assert record["delivered"]["state"] == "start" and record["validation"]["after"]["loss"] == 2.0
-    same(tmp_path / "out", student)
+    assert_equal_tensors(tmp_path / "out", student)
 
 
 def test_4_2_without_validation_text_the_last_state_and_a_word(student, words, tmp_path):
     data = {"sources": [{"path": str(words)}]}
-    record = healed(student, words, tmp_path / "out", LM, data=data, **BEST)
+    record = heal(student, words, tmp_path / "out", LM, data=data, **BEST)
     assert record["delivered"]["state"] == "last" and "no validation text" in record["delivered"]["says"]
     assert record["delivered"]["loss"] is None and not record["delivered"]["worse"]
 

@@ -1,4 +1,4 @@
-"""Conversations: which tokens are trained on, told by what they decode to."""
+"""Conversations: which tokens are training targets."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(EMBEDDED)
 
 
-def written(rows, path):
+def write_rows(rows, path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
 def examples_of(tokenizer, rows, tmp_path, length=LENGTH, packing="none", **source):
-    path = written(rows, tmp_path / "rows.jsonl")
+    path = write_rows(rows, tmp_path / "rows.jsonl")
     config = DataConfig(sources={"path": path, **source}, packing=packing, shuffle=0, epochs=1)
     return list(make_data(config, tokenizer, length, 0).examples())
 

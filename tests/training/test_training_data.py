@@ -1,4 +1,4 @@
-"""Data for training: what is read, in which order, how it is packed, and that a run goes on where it was."""
+"""Training data: sources, order, packing, and resuming at the same position."""
 
 from __future__ import annotations
 

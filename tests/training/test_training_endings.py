@@ -1,5 +1,7 @@
-"""Killed between the last checkpoint and the rename of the result, at every file operation: what is delivered after
---resume is, tensor by tensor, what a run delivers that nothing stopped."""
+"""Runs killed between the last checkpoint and the rename of the result, at every file operation.
+
+After --resume the delivered tensors are those of an uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from helpers import killing
 from helpers.forked import run_processes
-from helpers.small_training import LM, LORA, healing_recipe, same, spread, tensors
+from helpers.small_training import LM, LORA, assert_equal_tensors, healing_recipe, set_fsdp_environment, tensors
 
 from surgery.core.errors import SurgeryError
 from surgery.training.finetune import finetune
@@ -28,7 +30,7 @@ def every_state_goes_on(home, states, run, whole):
         shutil.copytree(state, home, symlinks=True)
         if not (home / "out").exists():
             run(True)
-        same(home / "out", whole)
+        assert_equal_tensors(home / "out", whole)
         record = json.loads((home / "out" / "surgery_report.json").read_text())["training"]
         assert len(record) == 1 and record[0]["validation"]["after"] == json.loads((whole / "surgery_report.json").read_text())["training"][0]["validation"]["after"]  # fmt: skip
 
@@ -41,7 +43,7 @@ def test_1b_finetune_with_an_adapter(student, words, tmp_path):
     def run(resume=False):
         finetune(str(student), told, home / "out", resume=resume, **OPTIONS)
 
-    states = killing.states(run, home, tmp_path / "states", "stage-02-step-0000000")
+    states = killing.copy_states(run, home, tmp_path / "states", "stage-02-step-0000000")
     shutil.copytree(home / "out", tmp_path / "whole")
     before, after = tensors(student), tensors(tmp_path / "whole")
     assert any(adapter for adapter, _ in after)
@@ -64,7 +66,7 @@ def test_1b_pretrain(words, tmp_path):
     def run(resume=False):
         pretrain(made, home / "out", resume=resume, **OPTIONS)
 
-    states = killing.states(run, home, tmp_path / "states", "stage-01-step-0000000")
+    states = killing.copy_states(run, home, tmp_path / "states", "stage-01-step-0000000")
     shutil.copytree(home / "out", tmp_path / "whole")
     every_state_goes_on(home, states, run, tmp_path / "whole")
 
@@ -79,11 +81,11 @@ def test_1b_sharded(student, words, tmp_path):
 
     def both(resume):
         def work(rank):
-            spread(rank)
+            set_fsdp_environment(rank)
             if rank or resume:
                 run(resume)
             else:
-                killing.watched(run, home, tmp_path / "states", "stage-01-step-0000000")
+                killing.record_states(run, home, tmp_path / "states", "stage-01-step-0000000")
 
         return run_processes(2, work)
 
@@ -99,7 +101,7 @@ def test_1b_sharded(student, words, tmp_path):
     shutil.rmtree(home)
     shutil.copytree(states[3], home, symlinks=True)
     assert both(True) == [0, 0]
-    same(home / "out", tmp_path / "whole")
+    assert_equal_tensors(home / "out", tmp_path / "whole")
 
 
 def test_1b_teacher_cache(student, words, tmp_path):
@@ -117,7 +119,7 @@ def test_1b_teacher_cache(student, words, tmp_path):
         write_teacher_cache(model, data, home / "cache", 4, 10, per_shard=3, resume=resume)
 
     home.mkdir()
-    states = killing.states(run, home, tmp_path / "states")
+    states = killing.copy_states(run, home, tmp_path / "states")
     whole = {path.name: path.read_bytes() for path in (home / "cache").iterdir()}
     assert len(states) > 15 and len(whole) >= 5
     for state in states:

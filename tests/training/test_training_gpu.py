@@ -30,7 +30,7 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(weights(a).values(), weights(b).values()))
 
 
-def healed(model, texts, out, precision, *stages, **options):
+def heal(model, texts, out, precision, *stages, **options):
     keys = options.pop("keys", {})
     told = healing_recipe(texts, *(stages or (STAGE,)), precision=precision, **keys)
     return finetune(str(model), told, out, device="cuda", track="none", **options)
@@ -38,7 +38,7 @@ def healed(model, texts, out, precision, *stages, **options):
 
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
 def test_every_precision_descends_as_the_cpu_does(btt, texts, tmp_path, precision):
-    record = healed(btt, texts, tmp_path / "gpu", precision)
+    record = heal(btt, texts, tmp_path / "gpu", precision)
     assert record["precision"] == {"float32": "no"}.get(precision, precision)
     finetune(str(btt), healing_recipe(texts, STAGE), tmp_path / "cpu", device="cpu", track="none")
     ours, theirs = (torch.tensor([loss for *_, loss in read_losses(tmp_path / w / "training")]) for w in ("gpu", "cpu"))
@@ -50,7 +50,7 @@ def test_every_precision_descends_as_the_cpu_does(btt, texts, tmp_path, precisio
 @pytest.mark.parametrize("kind", ["align", "hidden", "distill", "lm", "lora"])
 def test_every_stage_runs(mixed, texts, tmp_path, kind, precision):
     stage = {"kind": kind, "tokens": 1024, **({} if kind == "lora" else {"trains": ["new"]})}
-    record = healed(mixed, texts, tmp_path / "out", precision, stage, teacher=str(TINY_CHECKPOINT))
+    record = heal(mixed, texts, tmp_path / "out", precision, stage, teacher=str(TINY_CHECKPOINT))
     assert record["stages"][0]["last_loss"] == record["stages"][0]["last_loss"]
 
 
@@ -58,7 +58,7 @@ def test_every_stage_runs(mixed, texts, tmp_path, kind, precision):
 def test_a_run_goes_on_to_the_bit(btt, texts, tmp_path, precision, monkeypatch):
     """The scaler's state is in the checkpoint as well."""
     stage = {**STAGE, "ema": 0.9}
-    healed(btt, texts, tmp_path / "whole", precision, stage)
+    heal(btt, texts, tmp_path / "whole", precision, stage)
     step = TrainingLoop._step
 
     def dying(self, taken):
@@ -68,9 +68,9 @@ def test_a_run_goes_on_to_the_bit(btt, texts, tmp_path, precision, monkeypatch):
 
     monkeypatch.setattr(TrainingLoop, "_step", dying)
     with pytest.raises((KeyboardInterrupt, SurgeryError)):
-        healed(btt, texts, tmp_path / "out", precision, stage)
+        heal(btt, texts, tmp_path / "out", precision, stage)
     monkeypatch.setattr(TrainingLoop, "_step", step)
-    healed(btt, texts, tmp_path / "out", precision, stage, resume=True)
+    heal(btt, texts, tmp_path / "out", precision, stage, resume=True)
     assert read_losses(tmp_path / "out" / "training") == read_losses(tmp_path / "whole" / "training")
     assert same(tmp_path / "out", tmp_path / "whole")
 
@@ -78,29 +78,29 @@ def test_a_run_goes_on_to_the_bit(btt, texts, tmp_path, precision, monkeypatch):
 def poison(monkeypatch, example, factor):
     plain = LMStage.losses
 
-    def poisoned(self, models, batch):
+    def poison_loss(self, models, batch):
         parts = plain(self, models, batch)
         hit = example in batch["index"].tolist()
         return {**parts, "total": parts["total"] * factor} if hit else parts
 
-    monkeypatch.setattr(LMStage, "losses", poisoned)
+    monkeypatch.setattr(LMStage, "losses", poison_loss)
 
 
 def test_a_bad_step_changes_nothing(btt, texts, tmp_path, monkeypatch):
     """The fused optimiser leaves it out by itself: nobody asks the device."""
     stage = {**STAGE, "schedule": {"name": "constant", "warmup": 0}}
-    healed(btt, texts, tmp_path / "two", "bf16", {**stage, "tokens": 512})
+    heal(btt, texts, tmp_path / "two", "bf16", {**stage, "tokens": 512})
     poison(monkeypatch, 9, float("nan"))
-    healed(btt, texts, tmp_path / "three", "bf16", {**stage, "tokens": 768}, skip_bad_steps=True, keys={"log": 4})
+    heal(btt, texts, tmp_path / "three", "bf16", {**stage, "tokens": 768}, skip_bad_steps=True, keys={"log": 4})
     assert same(tmp_path / "two", tmp_path / "three")
     with pytest.raises(SurgeryError, match="step 3: the loss or its gradient is NaN or infinite"):
-        healed(btt, texts, tmp_path / "out", "bf16", {**stage, "tokens": 768}, keys={"log": 4})
+        heal(btt, texts, tmp_path / "out", "bf16", {**stage, "tokens": 768}, keys={"log": 4})
 
 
 def test_a_scaler_lowers_its_scale_and_goes_on(btt, texts, tmp_path, monkeypatch):
     """A gradient beyond half precision's range is how it finds its scale: the step is left out, and no one stops."""
     stage = {**STAGE, "schedule": {"name": "constant", "warmup": 0}}
-    healed(btt, texts, tmp_path / "two", "fp16", {**stage, "tokens": 512})
+    heal(btt, texts, tmp_path / "two", "fp16", {**stage, "tokens": 512})
     seen = []
     clipped = OptimizerStep.clip_gradients
 
@@ -112,7 +112,7 @@ def test_a_scaler_lowers_its_scale_and_goes_on(btt, texts, tmp_path, monkeypatch
         return clipped(self)
 
     monkeypatch.setattr(OptimizerStep, "clip_gradients", overflowing)
-    record = healed(btt, texts, tmp_path / "four", "fp16", {**stage, "tokens": 1024})
+    record = heal(btt, texts, tmp_path / "four", "fp16", {**stage, "tokens": 1024})
     assert seen[3] == seen[2] / 2 and record["stages"][0]["steps"] == 4
     assert all(bool(torch.isfinite(t).all()) for t in weights(tmp_path / "four").values())
 
@@ -121,7 +121,7 @@ def test_the_loop_waits_for_the_device_only_when_it_looks(btt, texts, tmp_path, 
     """What transformers asks (whether rows are packed) is not ours."""
     step, waits = TrainingLoop._step, []
 
-    def watched(self, taken):
+    def record_synchronizations(self, taken):
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -130,8 +130,8 @@ def test_the_loop_waits_for_the_device_only_when_it_looks(btt, texts, tmp_path, 
         if self.at.step > 2:  # the first steps compile kernels
             waits.extend(f"{w.filename}:{w.lineno}" for w in said if "synchroniz" in str(w.message))
 
-    monkeypatch.setattr(TrainingLoop, "_step", watched)
-    healed(btt, texts, tmp_path / "out", "bf16", keys={"log": 8})
+    monkeypatch.setattr(TrainingLoop, "_step", record_synchronizations)
+    heal(btt, texts, tmp_path / "out", "bf16", keys={"log": 8})
     ours = [w for w in waits if f"{os.sep}surgery{os.sep}training{os.sep}" in w]
     assert not ours, sorted(set(ours))
     print(json.dumps(sorted(set(waits))))

@@ -1,4 +1,4 @@
-"""Runs that stop and go on: Ctrl-C, and another number of processes than before."""
+"""Runs that are interrupted by Ctrl-C and resumed, also with another number of processes."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
     log = out.with_name("out.partial") / "log.jsonl"
     deadline = time.monotonic() + 240
     while not (log.is_file() and log.read_text().count('"loss"') >= 2) and time.monotonic() < deadline:
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0), (tmp_path / "said").read_text()
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), (tmp_path / "output").read_text()
         time.sleep(0.05)
     os.kill(pid, signal.SIGINT)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    said = (tmp_path / "said").read_text()
+    said = (tmp_path / "output").read_text()
     assert code == 130, said
     latest = CheckpointManager(out.with_name("out.partial") / "checkpoints", 1).latest()
     assert latest is not None and latest.name in " ".join(said.split()).replace(" ", "") and "--resume" in said
@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_another_number_of_processes(whole, btt, texts, tmp_p
     """Begun by some, gone on with by others: the losses of one that was never interrupted."""
     out, told = tmp_path / "out", healing_recipe(texts, *STAGES, checkpoint=1)
 
-    def begun(rank):
+    def interrupt_run(rank):
         step = TrainingLoop._step
 
         def dying(self, taken):
@@ -71,7 +71,7 @@ def test_a_run_goes_on_with_another_number_of_processes(whole, btt, texts, tmp_p
         TrainingLoop._step = dying
         finetune(str(btt), told, out, device="cpu", track="none")
 
-    assert set(run_processes(before, begun)) <= {9, 1, -6}  # the others lose their peer
+    assert set(run_processes(before, interrupt_run)) <= {9, 1, -6}  # the others lose their peer
     assert CheckpointManager(out.with_name("out.partial") / "checkpoints", 1).latest().name == "stage-00-step-0000002"
     options = {"device": "cpu", "track": "none"}
     assert run_processes(after, lambda _: finetune(str(btt), told, out, resume=True, **options)) == [0] * after
@@ -89,11 +89,11 @@ def test_text_is_tokenised_by_one_process_of_a_machine(whole, btt, texts, tmp_pa
         if rank:
             one, tokenise = [], TextEncoder.encode_texts
 
-            def counted(self, documents):
+            def count_documents(self, documents):
                 one.append(len(documents))
                 return tokenise(self, documents)
 
-            TextEncoder.encode_texts = counted
+            TextEncoder.encode_texts = count_documents
         finetune(str(btt), told, out, device="cpu", track="none")
         assert not rank or sum(one) < 30, "the few for validation"
 

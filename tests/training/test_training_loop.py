@@ -1,4 +1,4 @@
-"""The loop: runs, resumes bit-equal after a kill, refuses, stops at bad steps."""
+"""The training loop: runs, resumes bit-equal after a kill, refuses, stops at bad steps."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_an_interrupted_run_is_not_overwritten(btt, texts, tmp_path):
 
 # -- bad steps ---------------------------------------------------------------------------------------------------
 @pytest.fixture
-def poisoned(monkeypatch):
+def poison_loss(monkeypatch):
     """The loss of the step that begins with this example is no number, in the third layer's MLP or of itself."""
     from surgery.training.stages.lm import LMStage
 
@@ -212,9 +212,9 @@ def poisoned(monkeypatch):
     return poison
 
 
-def test_a_step_of_no_numbers_stops_the_run_before_it_does_harm(btt, texts, tmp_path, poisoned):
+def test_a_step_of_no_numbers_stops_the_run_before_it_does_harm(btt, texts, tmp_path, poison_loss):
     """Though the loop looks only every fourth step; the message names step, module and checkpoint."""
-    poisoned("mlp", 13)  # the fourth step of four rows
+    poison_loss("mlp", 13)  # the fourth step of four rows
     told = healing_recipe(texts, {"kind": "lm", "trains": ["new"], "tokens": 2048}, log=4, checkpoint=2)
     with pytest.raises(SurgeryError, match=r"step 4.*model\.layers\.2\.mlp\b.*step-0000002.*--skip-bad-steps") as error:
         finetune(str(btt), told, tmp_path / "out")
@@ -224,11 +224,11 @@ def test_a_step_of_no_numbers_stops_the_run_before_it_does_harm(btt, texts, tmp_
     assert all(bool(torch.isfinite(t).all()) for t in weights(tmp_path / "out").values())
 
 
-def test_skipping_a_step_is_not_taking_it(btt, texts, tmp_path, poisoned):
+def test_skipping_a_step_is_not_taking_it(btt, texts, tmp_path, poison_loss):
     """Weights after a bad last step are those before it."""
     stage = {"kind": "lm", "trains": ["new"], "schedule": {"name": "constant", "warmup": 0}}
     finetune(str(btt), healing_recipe(texts, {**stage, "tokens": 512}), tmp_path / "two")
-    poisoned("loss", 9)
+    poison_loss("loss", 9)
     finetune(str(btt), healing_recipe(texts, {**stage, "tokens": 768}), tmp_path / "three", skip_bad_steps=True)
     assert all(
         torch.equal(a, b) for a, b in zip(weights(tmp_path / "two").values(), weights(tmp_path / "three").values())
@@ -260,8 +260,8 @@ def test_a_damaged_checkpoint_is_named(btt, texts, tmp_path):
         found.read_position(state.parent)
 
 
-def test_another_recipe_does_not_go_on(btt, texts, tmp_path, poisoned):
-    poisoned("loss", 9)
+def test_another_recipe_does_not_go_on(btt, texts, tmp_path, poison_loss):
+    poison_loss("loss", 9)
     with pytest.raises(SurgeryError, match="NaN or infinite"):
         finetune(str(btt), healing_recipe(texts, {"kind": "lm"}), tmp_path / "out")
     with pytest.raises(SurgeryError, match="another recipe"):

@@ -1,4 +1,4 @@
-"""MOHAWK's first stage: the student's mixing matrix against the teacher's softmax."""
+"""The first stage of MOHAWK: the student's mixing matrix against the teacher's softmax."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def softmax_of(model, inputs):
     return weights
 
 
-def read(model, inputs, place=PLACE):
+def read_matrix(model, inputs, place=PLACE):
     """(B, H, T, T) column by column, through the module's own forward."""
     seen = []
     module = model.get_submodule(place)
@@ -110,7 +110,7 @@ def relative(ours, theirs, valid):
 def test_a_softmax_is_read_as_transformers_has_it(packed):
     model, inputs = llama(), batch(packed=packed)
     with torch.no_grad():
-        torch.testing.assert_close(read(model, inputs), softmax_of(model, inputs)[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(read_matrix(model, inputs), softmax_of(model, inputs)[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3"])
@@ -127,7 +127,9 @@ def test_values_are_found_in_fused_projections(family):
     place = {"gpt2": "transformer.h.0.attn", "gpt_neox": "gpt_neox.layers.0.attention"}.get(family, PLACE)
     inputs = batch()
     with torch.no_grad():
-        torch.testing.assert_close(read(model, inputs, place), softmax_of(model, inputs)[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            read_matrix(model, inputs, place), softmax_of(model, inputs)[0], rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", [n for n in MIXERS if n != "dressed"])
@@ -142,7 +144,7 @@ def test_the_loss_is_the_definition(name):
         mix = type(mixer).mix
         type(mixer).mix = lambda self, given, state=None: (self.dense(given), None)
         try:  # layer 0 alone: the second reads what the teacher's first wrote
-            ours = read(student, inputs)
+            ours = read_matrix(student, inputs)
         finally:
             type(mixer).mix = mix
     first = relative(ours, theirs[0], inputs["valid"])

@@ -1,4 +1,4 @@
-"""Small parts: weight normalisation, the running mean, shares of a batch, the log, devices."""
+"""Weight normalization, moving average, shares of a batch, the log, devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two processes give the losses of one at equal global batch: replicated, and spread with FSDP2."""
+"""Two processes give the losses of one at an equal global batch, replicated and sharded with FSDP2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STAGES = [
 ]
 
 
-def told(texts):
+def recipe_keys(texts):
     data = {"sources": [{"path": str(texts)}], "validation": 0.1, "validation_examples": 3}
     common = {"length": 48, "batch": 4, "rows": 2, "tokens": 384, "rate": 1e-4}
     told = {"precision": "float32", "log": 1, "checkpoint": 1, "evaluate": 0, "deliver": "last"}
@@ -37,11 +37,11 @@ def alone(btt, texts, tmp_path_factory):
     from surgery.training.recipe import parse_healing_recipe
 
     out = tmp_path_factory.mktemp("alone") / "out"
-    return out, finetune(str(btt), parse_healing_recipe(told(texts)), out, teacher=str(TINY_CHECKPOINT))
+    return out, finetune(str(btt), parse_healing_recipe(recipe_keys(texts)), out, teacher=str(TINY_CHECKPOINT))
 
 
-def launched(btt, texts, folder, settings):
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(told(texts)))
+def launch(btt, texts, folder, settings):
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_keys(texts)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,8 +64,8 @@ def launched(btt, texts, folder, settings):
     return json.loads(done.stdout[done.stdout.index("{") :])
 
 
-def forked(btt, texts, folder):
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(told(texts)))
+def run_forked(btt, texts, folder):
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_keys(texts)))
     said = run_command(
         2,
         folder,
@@ -78,9 +78,9 @@ def forked(btt, texts, folder):
 def test_two_are_one(alone, btt, texts, tmp_path, how):
     if how == "fsdp2":  # as a person starts it
         shipped = yaml.safe_load((ROOT / "recipes/accelerate/fsdp2.yaml").read_text())
-        record = launched(btt, texts, tmp_path, {**shipped, "num_processes": 2, "mixed_precision": "no"})
+        record = launch(btt, texts, tmp_path, {**shipped, "num_processes": 2, "mixed_precision": "no"})
     else:
-        record = forked(btt, texts, tmp_path)
+        record = run_forked(btt, texts, tmp_path)
     assert record["processes"] == 2 and (record["spread"] == "FSDP2") == (how == "fsdp2")
     ours, theirs = (
         torch.tensor(read_losses(f / "training"), dtype=torch.float64) for f in (tmp_path / "out", alone[0])

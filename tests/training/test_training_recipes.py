@@ -1,4 +1,4 @@
-"""Recipes are checked whole; the shipped ones run."""
+"""Healing recipes: validation, parameter groups, and that the shipped ones run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run goes on only with the texts that it was begun with."""
+"""A run resumes only with the texts that it was started with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each stage descends, against definitions written out here."""
+"""The loss of each stage, against definitions written out here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from surgery.training.top_k import top_k_log_probs
 pytestmark = pytest.mark.usefixtures("without_curves")
 
 
-def opened(student):
+def open_models(student):
     """(models, roles) of a student and the embedded checkpoint as its teacher."""
     source, original = opening.open_trainable(str(student)), opening.open_trainable(str(TINY_CHECKPOINT))
     model = opening.load_student(source)
@@ -36,7 +36,7 @@ def rows(count=2, length=48, seed=0):
     return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions, "valid": torch.ones_like(ids).bool()}
 
 
-def staged(models, roles, **keys):
+def prepare_stage(models, roles, **keys):
     (config,) = healing_recipe("none.jsonl", {**keys}).stages
     stage = STAGES[config](config)
     stage.prepare(models, roles)
@@ -46,14 +46,14 @@ def staged(models, roles, **keys):
 
 @pytest.mark.parametrize("kind", ["align", "hidden", "distill"])
 def test_the_teacher_itself_has_nothing_to_learn(kind):
-    models, roles = opened(TINY_CHECKPOINT)
-    stage = staged(models, roles, kind=kind, trains=["attention", "mlp"])
+    models, roles = open_models(TINY_CHECKPOINT)
+    stage = prepare_stage(models, roles, kind=kind, trains=["attention", "mlp"])
     assert abs(float(stage.losses(models, rows())["total"])) < 1e-3
 
 
 def test_align_is_each_module_on_the_teacher_s_inputs(btt):
-    models, roles = opened(btt)
-    stage = staged(models, roles, kind="align", of=["mlp"])
+    models, roles = open_models(btt)
+    stage = prepare_stage(models, roles, kind="align", of=["mlp"])
     batch = rows()
     x = models.teacher.model(input_ids=batch["input_ids"], output_hidden_states=True, use_cache=False).hidden_states
     got = stage.losses(models, batch)
@@ -68,17 +68,17 @@ def test_align_is_each_module_on_the_teacher_s_inputs(btt):
     assert list(stage.sizes) == stage.paths and len(stage.paths) == len(models.teacher.model.layers)
     expected = gap / stage.sizes["model.layers.1.mlp"]
     assert expected > 0 and got["total"] > 0
-    alone = staged(models, roles, kind="align", of=["mlp"], trains=["model.layers.1.mlp.*"])
+    alone = prepare_stage(models, roles, kind="align", of=["mlp"], trains=["model.layers.1.mlp.*"])
     torch.testing.assert_close(alone.losses(models, batch)["total"], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_align_trains_modules_independently(btt):
     """A module's gradient is the same whatever else is aligned, up to its share of the mean."""
-    models, roles = opened(btt)
+    models, roles = open_models(btt)
     gradients = []
     for trains in (["new"], ["model.layers.2.mlp.*"]):
         models.student.requires_grad_(True)
-        stage = staged(models, roles, kind="align", trains=trains)
+        stage = prepare_stage(models, roles, kind="align", trains=trains)
         stage.losses(models, rows())["total"].backward()
         core = models.student.model.layers[2].mlp.up_proj.weight
         gradients.append(core.grad * len(stage.paths))
@@ -87,8 +87,8 @@ def test_align_trains_modules_independently(btt):
 
 
 def test_hidden_follows_the_student_s_own_path(btt):
-    models, roles = opened(btt)
-    stage = staged(models, roles, kind="hidden")
+    models, roles = open_models(btt)
+    stage = prepare_stage(models, roles, kind="hidden")
     batch = rows()
     ours, theirs = (
         m(input_ids=batch["input_ids"], output_hidden_states=True, use_cache=False).hidden_states[1:]
@@ -119,12 +119,12 @@ def test_kl_in_parts_is_kl_at_once(btt, monkeypatch):
     """Values and gradients, with temperature and cross-entropy mixed in."""
     from surgery.training.stages import distill
 
-    models, roles = opened(btt)
+    models, roles = open_models(btt)
     models.student.requires_grad_(True)
     found = []
     for size in (2**25, 2**14):
         monkeypatch.setattr(distill, "MAX_LOGITS", size)
-        stage = staged(models, roles, kind="distill", temperature=2.0, ce_weight=0.3, top_k=8)
+        stage = prepare_stage(models, roles, kind="distill", temperature=2.0, ce_weight=0.3, top_k=8)
         total = stage.losses(models, rows())["total"]
         total.backward()
         found.append((total.detach(), models.student.model.layers[0].mlp.up_proj.weight.grad.clone()))
@@ -203,7 +203,7 @@ def test_a_teacher_reads_the_same_tokens(tmp_path):
 
 
 def test_what_neither_changes_is_shared(btt):
-    models, roles = opened(btt)
+    models, roles = open_models(btt)
     changing = {n for n, _ in models.student.named_parameters() if "layers" in n}
     assert opening.share_frozen_tensors(models.student, models.teacher, changing) > 0
     ours, theirs = models.student.get_input_embeddings().weight, models.teacher.get_input_embeddings().weight
@@ -215,7 +215,7 @@ def test_every_stage_multiplies_in_the_recipe_s_precision(btt, texts, tmp_path, 
     seen = []
     plain = LMStage.losses
 
-    def watched(self, models, batch):
+    def record_autocast(self, models, batch):
         hook = models.student.lm_head.register_forward_pre_hook(
             lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
         )
@@ -223,7 +223,7 @@ def test_every_stage_multiplies_in_the_recipe_s_precision(btt, texts, tmp_path, 
         hook.remove()
         return found
 
-    monkeypatch.setattr(LMStage, "losses", watched)
+    monkeypatch.setattr(LMStage, "losses", record_autocast)
     stages = [{"kind": "lm", "tokens": 256, "trains": ["structured"]}] * 2
     finetune(str(btt), healing_recipe(texts, *stages, precision="bf16"), tmp_path / "out")
     assert seen and all(seen)

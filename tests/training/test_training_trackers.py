@@ -1,4 +1,4 @@
-"""--track: TensorBoard for real where it is installed, the others through the calls that their packages get."""
+"""--track: TensorBoard itself if it is installed, the others through stubs of their packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: the losses of one process without it, also after a kill on another number of processes."""
+"""DeepSpeed's ZeRO gives the losses of one process without it, also after a kill and with another number of processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STAGES = [
 ]
 
 
-def told(texts, stages=STAGES, **keys):
+def make_recipe(texts, stages=STAGES, **keys):
     from surgery.training.recipe import parse_healing_recipe
 
     data = {"sources": [{"path": str(texts)}], "validation": 0.1, "validation_examples": 3}
@@ -33,7 +33,7 @@ def told(texts, stages=STAGES, **keys):
     return parse_healing_recipe({**base, "stages": stages, **keys})
 
 
-def grouped(stage):
+def enable_zero(stage):
     """In a child: DeepSpeed's ZeRO of that stage, as `accelerate launch` asks for it; 0: without."""
     if not stage:
         return
@@ -46,7 +46,7 @@ def grouped(stage):
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
 
 
-def healed(btt, recipe, out, stage, count, dies_at=None, **options):
+def heal(btt, recipe, out, stage, count, dies_at=None, **options):
     """Exit codes of `count` processes; dies_at: (stage, step) at which they are gone."""
     from surgery.training.finetune import finetune
     from surgery.training.loop import TrainingLoop
@@ -59,7 +59,7 @@ def healed(btt, recipe, out, stage, count, dies_at=None, **options):
         step(self, taken)
 
     def run(rank):
-        grouped(stage)
+        enable_zero(stage)
         TrainingLoop._step = dying
         finetune(str(btt), recipe, out, teacher=str(TINY_CHECKPOINT), track="none", device="cpu", **options)
 
@@ -69,7 +69,7 @@ def healed(btt, recipe, out, stage, count, dies_at=None, **options):
 @pytest.fixture(scope="module")
 def alone(btt, texts, tmp_path_factory):
     out = tmp_path_factory.mktemp("alone") / "out"
-    assert healed(btt, told(texts), out, 0, 1) == [0]
+    assert heal(btt, make_recipe(texts), out, 0, 1) == [0]
     return out
 
 
@@ -82,7 +82,7 @@ def same_losses(a, b):
 def test_two_are_one(alone, btt, texts, tmp_path, stage):
     from transformers import AutoModelForCausalLM
 
-    assert healed(btt, told(texts), tmp_path / "out", stage, 2) == [0, 0]
+    assert heal(btt, make_recipe(texts), tmp_path / "out", stage, 2) == [0, 0]
     same_losses(tmp_path / "out", alone)
     ours, theirs = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (tmp_path / "out", alone))
     assert ours.keys() == theirs.keys()
@@ -97,9 +97,9 @@ def test_two_are_one(alone, btt, texts, tmp_path, stage):
 )
 def test_a_killed_run_goes_on_elsewhere(alone, btt, texts, tmp_path, first, then):
     """(ZeRO stage, processes) before the kill and after it; the optimiser and the running mean come along."""
-    gone = healed(btt, told(texts), tmp_path / "out", *first, dies_at=(1, 1))
+    gone = heal(btt, make_recipe(texts), tmp_path / "out", *first, dies_at=(1, 1))
     assert all(gone) and not (tmp_path / "out").exists()
-    assert not any(healed(btt, told(texts), tmp_path / "out", *then, resume=True))
+    assert not any(heal(btt, make_recipe(texts), tmp_path / "out", *then, resume=True))
     same_losses(tmp_path / "out", alone)
 
 
@@ -111,16 +111,16 @@ def test_a_bad_step_changes_nothing(btt, texts, tmp_path, monkeypatch, stage):
 
     plain = LMStage.losses
 
-    def poisoned(self, models, batch):
+    def poison_loss(self, models, batch):
         parts = plain(self, models, batch)
         bad = float("nan") if 9 in batch["index"].tolist() else 1.0
         return {**parts, "total": parts["total"] * bad}
 
     flat = {"kind": "lm", "trains": ["new"], "schedule": {"name": "constant", "warmup": 0}}
-    two, three = (told(texts, [{**flat, "tokens": 192 * n}]) for n in (2, 3))
-    assert healed(btt, two, tmp_path / "two", stage, 1) == [0]
-    monkeypatch.setattr(LMStage, "losses", poisoned)
-    assert healed(btt, three, tmp_path / "three", stage, 1, skip_bad_steps=True) == [0]
+    two, three = (make_recipe(texts, [{**flat, "tokens": 192 * n}]) for n in (2, 3))
+    assert heal(btt, two, tmp_path / "two", stage, 1) == [0]
+    monkeypatch.setattr(LMStage, "losses", poison_loss)
+    assert heal(btt, three, tmp_path / "three", stage, 1, skip_bad_steps=True) == [0]
     one, other = (load_file(tmp_path / f / "model.safetensors") for f in ("two", "three"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -130,11 +130,11 @@ def test_a_bad_step_stops_with_a_sentence(btt, texts, tmp_path):
     from surgery.training.stages.lm import LMStage
 
     def run(rank):
-        grouped(2)
+        enable_zero(2)
         plain = LMStage.losses
         LMStage.losses = lambda self, models, batch: {"total": plain(self, models, batch)["total"] * float("inf")}
         with pytest.raises(SurgeryError, match="step 1: the loss or its gradient is NaN or infinite"):
-            finetune(str(btt), told(texts, [{"kind": "lm"}]), tmp_path / "out", track="none", device="cpu")
+            finetune(str(btt), make_recipe(texts, [{"kind": "lm"}]), tmp_path / "out", track="none", device="cpu")
 
     assert run_processes(1, run) == [0]
 
@@ -151,7 +151,7 @@ def test_nothing_of_the_engine_stays(tmp_path, stage):
     from surgery.training.distributed.accelerator import make_accelerator, prepare, unwrap_model
 
     def run(rank):
-        grouped(stage)
+        enable_zero(stage)
         accelerator = make_accelerator("cpu", "float32", "none", tmp_path)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         optimiser = torch.optim.AdamW(model.parameters(), fused=True)

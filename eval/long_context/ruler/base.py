@@ -1,8 +1,8 @@
 """Question type and shared code of RULER's generators.
 
-Prompts, budgets and one-shot examples are those of RULER (Hsieh et al. 2024, arXiv:2404.06654; NVIDIA, Apache-2.0). Differences:
-prompts are filled to the exact number of tokens, every sample has its own seed, and one-shot examples are shortened or left out
-where they do not fit (below 4096 tokens, where RULER is not defined).
+Prompts, budgets and one-shot examples are those of RULER (Hsieh et al. 2024, arXiv:2404.06654; NVIDIA, Apache-2.0). There are
+three differences. Prompts are filled to the exact number of tokens. Every sample has its own seed. One-shot examples that do not
+fit are shortened or left out, below 4096 tokens, where RULER is not defined.
 """
 
 from __future__ import annotations

@@ -89,18 +89,18 @@ class DocumentQATask:
         """Yield questions in the data's order, without those whose own documents are too long."""
         library: DocumentCollection = ctx.texts[self.needs]
 
-        def tried(index: int) -> RulerQuestion | LengthTooShortError:
+        def make_or_fail(index: int) -> RulerQuestion | LengthTooShortError:
             try:
                 return self._make_question(ctx, library, index)
             except LengthTooShortError as error:
                 return error
 
         found, reason = 0, LengthTooShortError("has no questions")
-        for made in parallel_map(tried, range(len(library.questions))):
-            if isinstance(made, LengthTooShortError):
-                reason = made
+        for question in parallel_map(make_or_fail, range(len(library.questions))):
+            if isinstance(question, LengthTooShortError):
+                reason = question
                 continue
-            yield made
+            yield question
             found += 1
             if found == samples:
                 return

@@ -4,8 +4,9 @@ Each row has the best of several base learning rates.
 
 python -m surgery.recipes.papers.mup.bilinear_norms --text calibration.txt --held heldout.txt [--seeds 2] [--steps 200] [--only qk] [--flat]
 
---flat trains the factors at the base rate, independent of their fan-in. Character-level models of two layers of width 64 with
-four heads of 16; 8 windows of 32 characters per step; AdamW with a cosine schedule; the same batches for every score. The loss is
+--flat trains the factors at the base rate, independent of their fan-in. The models are
+character-level, with two layers of width 64 and four heads of 16. A step of AdamW, with a cosine schedule, takes 8 windows of 32
+characters. Every score gets the same batches. The loss is
 in nats per character.
 """
 

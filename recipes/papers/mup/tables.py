@@ -50,7 +50,7 @@ def find_best(losses: Losses) -> BestRate:
 
 
 def mean_losses(losses: Losses) -> tuple[list[float], list[float], set[int]]:
-    """Return (rates, ascending; mean losses; seeds), over the seeds that were run at every rate."""
+    """Return (ascending rates, mean losses, seeds), over the seeds that were run at every rate."""
     rates = sorted(losses)
     seeds = set.intersection(*(set(losses[r]) for r in rates))
     return rates, [sum(losses[r][s] for s in seeds) / max(1, len(seeds)) for r in rates], seeds

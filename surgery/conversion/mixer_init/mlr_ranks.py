@@ -87,7 +87,7 @@ class ScoreSensitivity:
         for start in range(0, length, queries):
             span = slice(start, start + queries)
             t, s = position_BT[:, span, None], position_BT[:, None]
-            allowed = self._allowed(t, s, valid_BT)
+            allowed = self._visible_pairs(t, s, valid_BT)
             g = self._score_gradient(q[:, :, :, span], k, v, grad[:, :, :, span], allowed)
             if valid_BT is not None:
                 g = g * valid_BT[:, None, None, span, None]
@@ -99,7 +99,7 @@ class ScoreSensitivity:
             self.bins_HEE += (bins_HNE.mT @ bins_HNE).double()
         self.tokens += length * len(q) if valid_BT is None else int(valid_BT.sum())
 
-    def _allowed(self, t: Tensor, s: Tensor, valid_BT: Tensor | None) -> Tensor:
+    def _visible_pairs(self, t: Tensor, s: Tensor, valid_BT: Tensor | None) -> Tensor:
         """Return which pairs of query and key positions the attention sees, (B, 1, 1, C, S)."""
         allowed = within_extent("sliding", self.shape.window, t, s)
         allowed = allowed & (s <= t) if self.shape.causal else allowed

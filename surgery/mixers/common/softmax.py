@@ -124,7 +124,7 @@ def dense_attention(terms: list[ScoreTerm], inputs: MixerInputs, shape: Attentio
         product = product if term.scale_BGJS is None else product * term.scale_BGJS.to(product.dtype)[..., None, :]
         product = product if term.bias_GJ is None else product + term.bias_GJ[..., None, None].to(product.dtype)
         score = score + product * within_extent(term.form, term.extent, t, s)[:, None, None]
-    allowed = _allowed(t, s, KVLayout(t, 0, 0, holes=False), shape)
+    allowed = _visible_pairs(t, s, KVLayout(t, 0, 0, holes=False), shape)
     return dense_weighted_values(score, allowed, valid_BS, inputs, shape)
 
 
@@ -166,7 +166,7 @@ def _attend_pass(
             )
             part = part * inside_BCS[:, None, None]
         score = add_score_slice(score, part, near_low - low)
-    allowed_BCS = _allowed(t_BC1, layout.positions(low, high).unsqueeze(1), layout, shape)
+    allowed_BCS = _visible_pairs(t_BC1, layout.positions(low, high).unsqueeze(1), layout, shape)
     mask = None if mask is None else mask[..., start:stop, low:high]
     return weighted_values(score, allowed_BCS[:, None, None], v_BGSV[:, :, low:high], shape, mask, p)
 
@@ -194,7 +194,7 @@ def _term_score(term: ScoreTerm, layout: KVLayout, start: int, stop: int, low: i
     return product * scale
 
 
-def _allowed(t: Tensor, s: Tensor, layout: KVLayout, shape: AttentionShape) -> Tensor:
+def _visible_pairs(t: Tensor, s: Tensor, layout: KVLayout, shape: AttentionShape) -> Tensor:
     allowed = s <= t if shape.causal else torch.ones_like(s <= t)
     if layout.holes:
         allowed &= s >= 0
@@ -217,7 +217,7 @@ def sdpa_attn_mask(
         return mask
     s_BS = layout.positions(0, layout.slots) if valid_BS is None else positions_from_mask(valid_BS)
     t_BT1 = s_BS[:, layout.slots - layout.queries :].unsqueeze(-1)
-    allowed = _allowed(t_BT1, s_BS.unsqueeze(1), layout, shape).unsqueeze(1)
+    allowed = _visible_pairs(t_BT1, s_BS.unsqueeze(1), layout, shape).unsqueeze(1)
     if valid_BS is not None:
         allowed = allowed & valid_BS[:, None, None, :]
     if mask is None:

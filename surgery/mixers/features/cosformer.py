@@ -45,13 +45,13 @@ class CosFormerMap(FeatureMap):
 
     def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
         """Return the features of queries, (B, H, T, F)."""
-        return self._weighted(q_BHTK, position_BT)
+        return self._features(q_BHTK, position_BT)
 
     def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
         """Return the features of keys, (B, G, T, F)."""
-        return self._weighted(k_BGTK, position_BT)
+        return self._features(k_BGTK, position_BT)
 
-    def _weighted(self, x_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+    def _features(self, x_BHTK: Tensor, position_BT: Tensor) -> Tensor:
         share_BT = position_BT.clamp(0, self.config.length).to(x_BHTK.dtype) / self.config.length
         theta_B1T1 = (0.5 * math.pi * share_BT)[:, None, :, None]
         # cos(pi/2) is slightly negative after rounding, and scores must not be.

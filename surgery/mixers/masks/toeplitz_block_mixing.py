@@ -12,7 +12,7 @@ inside a block is causal too, so K(0) X_n is not part of mixed_n in the causal c
 position 0. R components, M blocks; a per query head, lambda per key/value head.
 
 Differences from the paper: equation 6 as printed reads the states of equation 5 one block too early, K(i - 1 - b), and
-leaves out block i; its text and equation 4 have K(i - b), as here. The denominator of equation 4 cancels if the mixer
+leaves out block i. The text of the paper and its equation 4 have K(i - b), as here. The denominator of equation 4 cancels if the mixer
 normalises (a column of ones beside V, equation 1); otherwise the sum is unnormalised as in equation 6.
 """
 

@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from surgery.checkpoint.companions import COPIED, in_subfolders
+from surgery.checkpoint.companions import COPIED, subfolder_files
 from surgery.checkpoint.remote_code import named_code
 from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, CheckpointSource
 from surgery.checkpoint.table import SHIM_NAME
@@ -145,7 +145,7 @@ def _companion_files(source: CheckpointSource) -> set[str]:
     report = read_json(path) if path.is_file() else {}
     listed = report.get("companions", []) if isinstance(report, dict) else []
     copied = set(map(str, listed)) if isinstance(listed, list) else set()
-    return {p.as_posix() for p in in_subfolders(source.folder).files} & copied
+    return {p.as_posix() for p in subfolder_files(source.folder).files} & copied
 
 
 def _eval_files(folder: Path) -> list[UploadFile]:

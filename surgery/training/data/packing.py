@@ -1,7 +1,7 @@
 """Pack token sequences into rows of one length.
 
-documents   several sequences per row by best fit; position_ids restart in each
-stream      all joined and cut; the rest is carried over to the next block
+documents   several sequences per row by best fit, with position_ids that restart in each
+stream      all joined and cut, with the rest carried over to the next block
 none        one sequence per row
 """
 

@@ -27,7 +27,7 @@ class SourceConfig(_FrozenModel):
     """One data source.
 
     path: a .txt, .md, .json, .jsonl, .parquet or .csv file, a folder of such files, or a Hub data set. weight: relative share
-    of the tokens. Columns: `text`; `messages`, conversations of {role, content}; or `prompt` and `completion`.
+    of the tokens. Columns: `text`, or `messages` (conversations of {role, content}), or `prompt` and `completion`.
     train_on: all `answers` of a conversation, the `last` one, or `all` of its text.
     separator: string between the documents of a text file; without it a file is one document.
     """
@@ -69,10 +69,15 @@ class SourceConfig(_FrozenModel):
 class DataConfig(_FrozenModel):
     """All data of a stage.
 
-    packing: `documents`, several per row that do not attend to each other (position_ids restart); `stream`, all documents joined
-    and cut; `none`, one per row, padded. validation: a fraction of the documents, chosen by a hash of their content, or separate
-    sources; at most `validation_examples` are used. shuffle: number of documents shuffled together, 0 keeps their order. epochs:
-    passes over the data, None: as many as needed. rows: use only the first `rows` examples, repeatedly (those of a teacher cache).
+    packing:
+        documents   several per row, which do not attend to each other (position_ids restart)
+        stream      all documents joined and cut
+        none        one per row, padded
+    validation: a fraction of the documents, chosen by a hash of their content, or separate sources; at most
+        `validation_examples` are used.
+    shuffle: number of documents shuffled together; 0 keeps their order.
+    epochs: passes over the data; None: as many as needed.
+    rows: use only the first `rows` examples, repeatedly (those of a teacher cache).
     """
 
     sources: tuple[SourceConfig, ...]

@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO through Accelerate: configure the engine for a stage of a recipe, run optimizer steps, remove the engine.
 
-    ZeRO-1, ZeRO-2    optimizer states, and with 2 gradients, are sharded; every process has all weights
-    ZeRO-3            weights are sharded as well; those of a module are gathered while it runs
+    ZeRO-1    shards optimizer states
+    ZeRO-2    shards optimizer states and gradients; every process has all weights
+    ZeRO-3    shards weights as well; those of a module are gathered while it runs
 
 The engine clips gradients, skips steps with NaN or infinite gradients, and updates the parameters. Learning rates, data, moving
 average and checkpoints are those of this package. Weights stay in float32. DeepSpeed's torch_autocast runs matrix products in

@@ -49,7 +49,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX_NAME
     if not path.is_file():
         raise SurgeryError(
-            f"{folder} is no teacher cache: it has no {INDEX_NAME}. Write one with `surgery teacher-cache`."
+            f"{folder} is not a teacher cache: it has no {INDEX_NAME}. Write one with `surgery teacher-cache`."
         )
     try:
         data = read_json(path)
