@@ -279,6 +279,9 @@ def bench_speed(
         save_plot(result, plot)
 
 
+INTERRUPTED = "interrupted. Run the same command again, with --resume if it has that option; what was finished is kept and not computed again."
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command line.
 
@@ -299,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
     except SystemExit as left:
         if left.code == EXIT_INTERRUPTED:  # Typer has caught the KeyboardInterrupt and printed nothing
             _fail(
-                "interrupted. Finished work is kept; run the same command again (with --resume if it has that option) to continue.",
+                INTERRUPTED,
                 EXIT_INTERRUPTED,
                 settings,
             )
@@ -307,6 +310,8 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:
         sys.exit(1)
     except Exception as error:
+        if _was_interrupted(error):
+            _fail(INTERRUPTED, EXIT_INTERRUPTED, settings)
         if isinstance(error, OSError) and error.errno in USER_ERRNOS:
             _fail(
                 f"{error.strerror}: {error.filename or ''}. Finished work is kept; run the same command with --resume to continue.",
@@ -318,6 +323,15 @@ def main(argv: list[str] | None = None) -> None:
             1,
             settings,
         )
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Return whether a Ctrl-C caused the error: libraries that import lazily raise errors of their own while they handle it."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _fail(message: str, code: int, settings: Settings) -> None:

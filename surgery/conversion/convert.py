@@ -54,6 +54,7 @@ from surgery.checkpoint.writer import (
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
 from surgery.conversion.layer_shards import NON_LAYER, LayerShards, select_valid_entries
+from surgery.conversion.mixer_init.base import MIXER_INITS
 from surgery.conversion.preflight import check_disk_space, check_same_inputs, journal_fingerprint, load_calibration
 from surgery.conversion.replacement import LayerReplacement, load_replacement, stored_module_name
 from surgery.conversion.resolve_attention import resolve_attention_plan
@@ -272,10 +273,8 @@ class Conversion:
     def _convert_data_free(self, budgets: dict[str, float], tick: Tick) -> LayerReplacement:
         """Convert this process's share of the layers that the journal lacks; return the head's replacement."""
         dist, layers = self.ctx.dist, self.ctx.plan.layout.layers
-        self.ctx.progress.say(
-            "[bold yellow]no calibration text[/]: weights are projected in the Frobenius norm, which damages a pretrained "
-            "model badly (docs/quality.md). Give --calibration FILE"
-        )
+        for warning in uncalibrated_warnings(self.ctx):
+            self.ctx.progress.say(f"[bold yellow]warning:[/] {warning}")
         todo = [path for path in layers if self.journal.find("piece", piece=path) is None]
         tick(len(layers) - len(todo))
         own = todo[dist.index :: dist.count]
@@ -373,7 +372,7 @@ class Conversion:
             model_type=ctx.plan.model_type,
             recipe=json.loads(ctx.recipe.model_dump_json()),
             seed=ctx.recipe.seed,
-            notes=list(ctx.plan.notes),
+            notes=[*ctx.plan.notes, *([] if ctx.data is not None else uncalibrated_warnings(ctx))],
             companions=[path.as_posix() for path in source.companions()],
             calibration=self._calibration_report(),
             allocation=AllocationReport.model_validate(non_layer["allocation"]),
@@ -438,3 +437,21 @@ def totals(
         "bytes_before": source.nbytes,
         "bytes_after": sum(t.nbytes for t in stored),
     }
+
+
+def uncalibrated_warnings(ctx: ConversionContext) -> list[str]:
+    """Return what a conversion without calibration text loses: the fit of weights, the calibrated start of mixers."""
+    warnings = []
+    if ctx.plan.replaced_targets():
+        warnings.append(
+            "no calibration text: weights are projected in the Frobenius norm, which damages a pretrained model badly "
+            "(docs/quality.md). Give --calibration FILE"
+        )
+    attention = ctx.recipe.attention
+    fitted = any(type(target.config) in list(MIXER_INITS) for target in ctx.plan.attention_targets.values())
+    if fitted and attention is not None and attention.start == "calibrated":
+        warnings.append(
+            "no calibration text: mixers keep their uncalibrated start (start: copied), from which training takes longer. "
+            "Give --calibration FILE"
+        )
+    return warnings

@@ -8,8 +8,8 @@
     window, sinks    softmax branch over the last `window` and the first `sinks` tokens, linear branch over the tokens
                      between them (common/window_hybrid.py)
 
-Differences from softmax attention: padding (valid_BT) is the only mask applied, and packed documents must arrive as
-separate rows. A sliding window of the original module is dropped: the linear branch sees all tokens. Attention dropout
+Differences from softmax attention: padding (valid_BT) is the only mask applied. A row holds one document: the attention module
+splits packed rows before it calls the mixer (common/packed_documents.py). A sliding window of the original module is dropped: the linear branch sees all tokens. Attention dropout
 is ignored. Bidirectional attention runs a causal mask forwards and backwards (common/bidirectional.py).
 """
 
@@ -61,8 +61,11 @@ class LinearAttention(MixerConfig):
     """Config of the linear attention mixer.
 
     mask, features: configs, their names ("decay") or mappings ({"name": "decay", ..}), as in recipes.
-    rope: q and k after RoPE ("keep"), before it ("drop"); with a softmax branch also before it in the linear branch only
-    ("window"), or both forms side by side there, which doubles its key dims ("both").
+    rope: which q and k the branches read.
+        keep    both branches after RoPE
+        drop    both branches before RoPE
+        window  the softmax branch after RoPE, the linear branch before it
+        both    the softmax branch after RoPE, the linear branch both forms side by side, with twice the key dims
     states: one state per key/value head ("shared"), or a copy of k and v, a state and gates per query head ("per_head").
     chunk: tokens per chunk in training and prefill.
     convolution: width in tokens of a causal convolution on q, k and v (0: none).
@@ -113,7 +116,11 @@ def parse_nested_config(registry: Registry[Any], value: Any) -> Any:
             )
         return value
     options = dict(value)
-    return from_options(registry.config_type(str(options.pop("name", ""))), options)
+    if "name" not in options:
+        raise SurgeryError(
+            f"linear: the options of a {registry.what} need its name (got {value}); for example {{name: {registry.names()[0]}}}"
+        )
+    return from_options(registry.config_type(str(options.pop("name"))), options)
 
 
 def linear_shape(config: LinearAttention, shape: AttentionShape) -> AttentionShape:
@@ -377,8 +384,8 @@ class LinearMixer(Mixer):
         return replace(tokens, q_BTHK=both_q, k_BTGK=both_k)
 
     def _mask_inputs(self, tokens: ProjectedTokens, written: Tensors, signals: Signals, seen_B: Tensor) -> MaskInputs:
-        """Return the inputs of the mask. Entry i holds query i and the token written before it reads: token i, or token
-        i - window if there is a softmax branch."""
+        """Return the inputs of the mask. Entry i holds query i and the key and value written just before query i reads: those of
+        token i, or of token i - window if there is a softmax branch."""
         dtype, length = accumulation_dtype(tokens.q_BTHK), tokens.x_BTD.shape[1]
         position_BT = seen_B.unsqueeze(1) + torch.arange(length, device=seen_B.device)
         root = self.shape.scaling**0.5

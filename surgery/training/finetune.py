@@ -80,7 +80,7 @@ def finetune(
         if run.main:
             latest = CheckpointManager(work / "checkpoints", 1).latest()
             status = f"The last checkpoint is {latest}" if latest else "There is no checkpoint yet"
-            run.progress.say(f"Interrupted. {status}; run the same command with --resume to continue.")
+            run.progress.say(f"{status}.")
         raise
     except SurgeryError:
         has_output = any((work / name).exists() for name in ("checkpoints", LOG_NAME))

@@ -224,3 +224,16 @@ def test_what_happens_meanwhile(error, code, says, run, checkpoints, tmp_path, m
     found, _, err = run("convert", checkpoints("llama"), "-r", "low-rank-half", "--out", tmp_path / "out", "--resume")
     assert found == 0, err
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_interrupt_that_a_library_turned_into_its_own_error_is_an_interrupt(monkeypatch, capsys):
+    def lazy_import(*args, **kwargs):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise ModuleNotFoundError("Could not import module 'AttentionInterface'") from error
+
+    monkeypatch.setattr("surgery.cli.main.app", lazy_import)
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "x"])
+    assert left.value.code == 130 and "interrupted" in capsys.readouterr().err

@@ -68,7 +68,7 @@ class Hierarchical:
 
     @property
     def block_bits(self) -> int:
-        """log2 of the block, the number of levels that share the first lambda beyond level 0."""
+        """log2 of the block: levels 0 to block_bits, which lie within a block, share the first lambda."""
         return self.block.bit_length() - 1
 
 
@@ -167,8 +167,9 @@ class HierarchicalMask(Mask):
 def expand_buckets(sums_BNGFV: Tensor, seen_B: Tensor, bits: int) -> Tensor:
     """Return one bucket per level, (B, bits + N - 1, G, F, V), of a state in which the lowest `bits` share a sum.
 
-    The shared sum becomes the bucket of the lowest set bit of the position. All lower levels have the same lambda, and the
-    bucket merges into a higher one before its own level is written again, so the outputs are the same.
+    The shared sum becomes the bucket of the lowest set bit of the position, and the other low buckets are zeros. Outputs are the
+    same, because these levels have one lambda. For example with bits = 3 at position 6 = 110 in binary, the buckets of bits 1 and 2
+    are both in bucket 1. Tokens 6 and 7 are read with them under the same lambda, and token 7 merges all of them into bucket 3.
     """
     if not bits:
         return sums_BNGFV
