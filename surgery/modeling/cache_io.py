@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from surgery.core.errors import SurgeryError
 from surgery.core.files import atomic_path, explain_disk_errors, parse_json
-from surgery.mixers import Mixer, MixerState
+from surgery.mixers import Mixer, MixerConfig, MixerState, mixer_config
 from surgery.modeling.cache import MixerCacheLayer, mixer_modules
 
 
@@ -92,8 +92,18 @@ def _check_same_shapes(index: int, held: dict[str, Tensor], dims: dict[str, int]
         )
 
 
+def _is_config(saved: Any, config: MixerConfig) -> bool:
+    """Return whether a saved config is `config`. Options that did not exist when it was saved have their defaults."""
+    if saved == json.loads(json.dumps(config.to_dict())):
+        return True
+    try:
+        return isinstance(saved, dict) and mixer_config(saved) == config
+    except SurgeryError:
+        return False
+
+
 def _mixer_layer(entry: dict[str, Any], held: dict[str, Tensor], mixer: Mixer, index: int) -> MixerCacheLayer:
-    if entry["config"] is not None and entry["config"] != json.loads(json.dumps(mixer.config.to_dict())):
+    if entry["config"] is not None and not _is_config(entry["config"], mixer.config):
         raise SurgeryError(f"layer {index} was saved by {entry['config']}; here it is {mixer.config}")
     layer = MixerCacheLayer()
     layer.seen, layer._mixer = entry["seen"], mixer
