@@ -6,8 +6,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # --no-compile: compiling every installed module takes a minute; Python compiles those that it imports.
-# -q: without it pip prints several lines for each of 80 packages. make demo PIP_FLAGS= shows them.
-PIP_FLAGS ?= -q
+# -qq: errors only. Otherwise pip prints several lines for each of 80 packages, and warnings about its configuration. make demo PIP_FLAGS=
+# shows them.
+PIP_FLAGS ?= -qq
 INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-cpu.txt
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
