@@ -54,7 +54,7 @@ from surgery.checkpoint.writer import (
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
 from surgery.conversion.layer_shards import NON_LAYER, LayerShards, select_valid_entries
-from surgery.conversion.mixer_init.base import MIXER_INITS
+from surgery.conversion.mixer_init.base import MixerInit, select_init
 from surgery.conversion.preflight import check_disk_space, check_same_inputs, journal_fingerprint, load_calibration
 from surgery.conversion.replacement import LayerReplacement, load_replacement, stored_module_name
 from surgery.conversion.resolve_attention import resolve_attention_plan
@@ -372,7 +372,7 @@ class Conversion:
             model_type=ctx.plan.model_type,
             recipe=json.loads(ctx.recipe.model_dump_json()),
             seed=ctx.recipe.seed,
-            notes=[*ctx.plan.notes, *([] if ctx.data is not None else uncalibrated_warnings(ctx))],
+            notes=[*ctx.plan.notes, *uncalibrated_warnings(ctx)],
             companions=[path.as_posix() for path in source.companions()],
             calibration=self._calibration_report(),
             allocation=AllocationReport.model_validate(non_layer["allocation"]),
@@ -442,14 +442,13 @@ def totals(
 def uncalibrated_warnings(ctx: ConversionContext) -> list[str]:
     """Return what a conversion without calibration text loses: the fit of weights, the calibrated start of mixers."""
     warnings = []
-    if ctx.plan.replaced_targets():
+    if ctx.data is None and ctx.plan.replaced_targets():
         warnings.append(
             "no calibration text: weights are projected in the Frobenius norm, which damages a pretrained model badly "
             "(docs/quality.md). Give --calibration FILE"
         )
-    attention = ctx.recipe.attention
-    fitted = any(type(target.config) in list(MIXER_INITS) for target in ctx.plan.attention_targets.values())
-    if fitted and attention is not None and attention.start == "calibrated":
+    attention, mixers = ctx.recipe.attention, [target.config for target in ctx.plan.attention_targets.values()]
+    if ctx.data is None and attention and any(type(select_init(m, attention)) is not MixerInit for m in mixers):
         warnings.append(
             "no calibration text: mixers keep their uncalibrated start (start: copied), from which training takes longer. "
             "Give --calibration FILE"

@@ -174,8 +174,8 @@ def expand_buckets(sums_BNGFV: Tensor, seen_B: Tensor, bits: int) -> Tensor:
     if not bits:
         return sums_BNGFV
     at_L = torch.arange(bits, device=seen_B.device)
-    lowest_BL = ((seen_B.unsqueeze(1) >> at_L) & 1).cumsum(1) == 1
-    lowest_BL &= ((seen_B.unsqueeze(1) >> at_L) & 1) == 1
+    bit_BL = (seen_B.unsqueeze(1) >> at_L) & 1
+    lowest_BL = (bit_BL == 1) & (bit_BL.cumsum(1) == 1)
     low_BLGFV = torch.where(lowest_BL[..., None, None, None], sums_BNGFV[:, :1], 0)
     return torch.cat([low_BLGFV, sums_BNGFV[:, 1:]], dim=1)
 

@@ -121,7 +121,7 @@ def _check_code(source: CheckpointSource, items: dict[str, UploadFile]) -> None:
             "Copy it from a new conversion, or undo the changes."
         )
     for config, auto_map in named_code(source.folder, source.config).items():
-        for named in _iter_strings(auto_map):
+        for named in iter_strings(auto_map):
             file = f"{named.partition('.')[0]}.py"
             if "--" not in named and file not in items:
                 raise SurgeryError(
@@ -130,13 +130,13 @@ def _check_code(source: CheckpointSource, items: dict[str, UploadFile]) -> None:
                 )
 
 
-def _iter_strings(value: Any) -> Iterator[str]:
+def iter_strings(value: Any) -> Iterator[str]:
     """Yield all strings among the values of nested dicts and lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _iter_strings(inner)
+            yield from iter_strings(inner)
 
 
 def _companion_files(source: CheckpointSource) -> set[str]:

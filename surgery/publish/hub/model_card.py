@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.table import read_mixers
 from surgery.core.tables import format_count
-from surgery.publish.hub.files import UploadFile
+from surgery.publish.hub.files import UploadFile, iter_strings
 from surgery.publish.hub.license import License, is_hub_id, public_name
 from surgery.publish.tables import format_share
 
@@ -232,15 +231,6 @@ def _recipe_section(report: dict[str, Any]) -> str:
 
 
 def _papers_section(source: CheckpointSource) -> str:
-    named = set(_iter_strings(source.config["quantization_config"]))
+    named = set(iter_strings(source.config["quantization_config"]))
     cited = dict.fromkeys(paper for word, paper in PAPERS.items() if word in named)
     return "\n".join(["## Papers", "", *(f"- {paper}" for paper in cited)]) if cited else ""
-
-
-def _iter_strings(value: Any) -> Iterator[str]:
-    """Yield all strings among the values of nested dicts and lists."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _iter_strings(inner)
