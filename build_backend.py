@@ -1,4 +1,7 @@
-"""The build backend: setuptools', with an editable install that is one line in a .pth file.
+"""The build backend: setuptools', with a wheel that registers with transformers, and an editable install by a .pth file.
+
+Every install contains surgery_startup.pth. Python imports the module that it names at every start, and surgery_startup.py says why.
+setuptools cannot write a .pth file into a wheel, so it is added to the finished one.
 
 setuptools has three ways to install this layout (kernels/, eval/ and recipes/ are packages inside `surgery`) for
 editing. The default is an import hook, which Python asks after the working directory: a script started beside a clone
@@ -16,35 +19,54 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
-from setuptools.build_meta import prepare_metadata_for_build_wheel
 
+STARTUP = {"surgery_startup.pth": b"import surgery_startup\n"}
 ROOT = Path(__file__).resolve().parent
 WHEEL = "Wheel-Version: 1.0\nGenerator: build_backend\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
+) -> str:
+    """Write setuptools' wheel with STARTUP. Return its file name."""
+    wheel = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    path = Path(wheel_directory, wheel)
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
+    _write_wheel(path, {**files, **STARTUP})
+    return wheel
 
 
 def build_editable(
     wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
 ) -> str:
-    """Write a wheel (PEP 660) of the metadata and a .pth file naming the checkout. Return the wheel's file name."""
+    """Write a wheel (PEP 660) of the metadata, STARTUP, and a .pth file naming the checkout. Return the wheel's file name."""
     with tempfile.TemporaryDirectory() as folder:
-        info = prepare_metadata_for_build_wheel(folder, config_settings)
+        info = build_meta.prepare_metadata_for_build_wheel(folder, config_settings)
         files = {
             f"{info}/{path.relative_to(Path(folder, info)).as_posix()}": path.read_bytes()
             for path in sorted(Path(folder, info).rglob("*"))
             if path.is_file()
         }
     release = info.removesuffix(".dist-info")
-    files[f"__editable__.{release}.pth"] = f"{ROOT}\n".encode()
-    files[f"{info}/WHEEL"] = WHEEL.encode()
-    record = f"{info}/RECORD"
+    # Python reads .pth files in the order of their names, and this one must come before STARTUP.
+    files |= {f"__editable__.{release}.pth": f"{ROOT}\n".encode(), **STARTUP, f"{info}/WHEEL": WHEEL.encode()}
+    wheel = f"{release}-0.editable-py3-none-any.whl"
+    _write_wheel(Path(wheel_directory, wheel), files)
+    return wheel
+
+
+def _write_wheel(path: Path, files: dict[str, bytes]) -> None:
+    """Write a wheel of these files, with a new RECORD."""
+    record = next(f"{name.removesuffix('WHEEL')}RECORD" for name in files if name.endswith(".dist-info/WHEEL"))
+    files = {name: content for name, content in files.items() if name != record}
     lines = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in files.items()]
     files[record] = "\n".join([*lines, f"{record},,", ""]).encode()
-    wheel = f"{release}-0.editable-py3-none-any.whl"
-    with zipfile.ZipFile(Path(wheel_directory, wheel), "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
-    return wheel
 
 
 def _digest(content: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from surgery.calibration.data import load_tokenizer
 from surgery.checkpoint.load_model import load_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint, read_config
+from surgery.conversion.live_model import is_library_model, model_device
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.progress import Progress
@@ -24,16 +26,69 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A checkpoint whose headers were read. fingerprint: SHA-256 of its files, see `CheckpointSource.digest`."""
+    """A checkpoint whose headers were read, or a model in memory.
+
+    fingerprint: SHA-256 of its files, see `CheckpointSource.digest`, or of its tensors. live: the model in memory, or None.
+    """
 
     role: Role
     name: str
     folder: Path
     fingerprint: str
+    live: LiveEvalModel | None = None
 
 
-def open_model(role: Role, name: str, ranks: DistContext | None = None) -> OpenedModel:
+@dataclass(frozen=True)
+class LiveEvalModel:
+    """A model in memory to be evaluated as it is: on its device and in its dtype. tokenizer: the model's."""
+
+    model: Any
+    tokenizer: Any
+
+    def name(self) -> str:
+        """Return the name for tables: that which the model was loaded by, and its class."""
+        kind, loaded = type(self.model).__name__, getattr(self.model.config, "name_or_path", "")
+        return f"{kind} of {loaded}" if loaded else kind
+
+    def check_dtype(self, dtype: str | None) -> str:
+        """Return the name of the model's dtype. Raises SurgeryError if another one is asked for."""
+        own = str(self.model.dtype).removeprefix("torch.")
+        if dtype not in (None, "auto", own):
+            raise SurgeryError(
+                f"a model in memory is evaluated in its own dtype, {own} (got dtype={dtype!r}). Convert it first: model.to(torch.{dtype})"
+            )
+        return own
+
+    def digest(self) -> str:
+        """Return the SHA-256 over the config and all tensors, and over the tokenizer's vocabulary."""
+        digest = hashlib.sha256(self.model.config.to_json_string(use_diff=False).encode())
+        digest.update(str(sorted(self.tokenizer.get_vocab().items())).encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def live_eval_model(model: Any, tokenizer: Any) -> LiveEvalModel:
+    """Return a model in memory for evaluation. tokenizer: None takes the one that `surgery.apply` was given."""
+    if not is_library_model(model):
+        raise SurgeryError(
+            f"surgery.evaluate takes language models of transformers (got a {type(model).__name__}), because suites are texts"
+        )
+    tokenizer = getattr(model, "surgery_companions", (None,))[0] if tokenizer is None else tokenizer
+    if tokenizer is None:
+        raise SurgeryError(
+            "a model in memory is evaluated with its tokenizer: surgery.evaluate(model, tokenizer=tokenizer)"
+        )
+    model_device(model)
+    check_dtype(str(model.dtype).removeprefix("torch."))
+    return LiveEvalModel(model, tokenizer)
+
+
+def open_model(role: Role, name: str | LiveEvalModel, ranks: DistContext | None = None) -> OpenedModel:
     """Read the headers of a checkpoint. The main process computes the fingerprint for all processes."""
+    if isinstance(name, LiveEvalModel):
+        return OpenedModel(role, name.name(), Path(), (ranks or DistContext()).on_main(name.digest), name)
     source = open_converted_checkpoint(name)
     return OpenedModel(role, name, source.folder, (ranks or DistContext()).on_main(source.digest))
 
@@ -67,8 +122,15 @@ def load_eval_model(
     progress: Progress,
 ) -> Iterator[EvalModel]:
     """Load a model for the duration of the context, then free its memory: original and converted model need not fit on the
-    device together."""
-    model, tokenizer = load_from_folder(opened.folder, device, dtype, trust_remote_code)
+    device together. A model in memory stays where it is; its training mode is restored."""
+    live = opened.live
+    if live is not None:
+        model, tokenizer, device = live.model, live.tokenizer, live.model.device
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+    else:
+        model, tokenizer = load_from_folder(opened.folder, device, dtype, trust_remote_code)
+        modes = []
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     eval_model = EvalModel(
         opened.role, opened.name, opened.folder, opened.fingerprint, model, tokenizer, device, model.dtype, longest, ranks,
@@ -78,6 +140,9 @@ def load_eval_model(
         yield eval_model
     finally:
         eval_model.model = None
+        for module, training in modes:
+            module.training = training
+        modes.clear()
         del model
         gc.collect()
         if device.type == "cuda":

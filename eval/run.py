@@ -16,7 +16,7 @@ from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import exclusive_lock, explain_disk_errors, is_disk_error
 from surgery.core.progress import Progress
-from surgery.eval.model import OpenedModel, check_dtype, load, load_eval_model, open_model
+from surgery.eval.model import LiveEvalModel, OpenedModel, check_dtype, load, load_eval_model, open_model
 from surgery.eval.results.compare import ComparisonRow, compare_results
 from surgery.eval.results.data_read import describe_data, package_versions, record_reads
 from surgery.eval.results.store import ResultStore, result_key
@@ -82,11 +82,11 @@ class Evaluation:
 
 
 def evaluate(
-    name: str,
+    name: str | LiveEvalModel,
     suites: Sequence[str],
     options: EvalOptions,
     *,
-    compare: str | None = None,
+    compare: str | LiveEvalModel | None = None,
     out: Path | None = None,
     fail_below: Sequence[str] = (),
     device: str | None = None,
@@ -101,7 +101,7 @@ def evaluate(
     read instead of measured again.
 
     Args:
-        name: checkpoint to evaluate (role "converted"): a local folder or a Hub id.
+        name: checkpoint to evaluate (role "converted"): a local folder or a Hub id; or a model in memory.
         suites: names of suites, or of lm-eval tasks.
         compare: checkpoint to compare with (role "base").
         out: folder for results; None writes nothing.
@@ -116,7 +116,7 @@ def evaluate(
     limits = parse_thresholds(fail_below, compare is not None)
     check_dtype(dtype)
     ranks = init_distributed(device)
-    names: list[tuple[Role, str]] = [("converted", name)]
+    names: list[tuple[Role, str | LiveEvalModel]] = [("converted", name)]
     names = [("base", compare), *names] if compare is not None else names
     run = _EvaluationRun(
         chosen,
@@ -131,6 +131,7 @@ def evaluate(
     )
     with ExitStack() as stack:
         if out is not None:
+            stack.callback(run.store.close)
             stack.enter_context(explain_disk_errors(out, "run the same command again to continue with what is missing"))
             ranks.together_or_raise(
                 lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if ranks.main else None

@@ -1,4 +1,4 @@
-"""Repeated launches of one compiled kernel, without the 20 microseconds in which Triton looks it up at each call.
+"""Repeated launches of one compiled kernel, without the Python in which Triton looks it up and calls its hooks at each call.
 
     product = CachedLaunch(product_kernel, grid, sizes, options)        # all arguments but the tensors; kept in a plan
     product(x, core, z)
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 
@@ -31,7 +32,13 @@ class CachedLaunch:
         if torch.compiler.is_compiling():  # traced tensors have no address
             self._launch_by_triton(tensors)
             return None
-        key = (tensors[0].get_device(), *[(t.dtype, t.data_ptr() & 15 == 0) for t in tensors])
+        addresses, dtypes = 0, []
+        for tensor in tensors:
+            addresses |= tensor.data_ptr()
+            dtypes.append(tensor.dtype)
+        key: tuple[Any, ...] = (tensors[0].get_device(), *dtypes)
+        if addresses & 15:
+            key = (*key, *[tensor.data_ptr() & 15 == 0 for tensor in tensors])
         launcher = self.launchers.get(key)
         if launcher is not None:
             try:
@@ -41,9 +48,50 @@ class CachedLaunch:
                 return self._launch_by_triton(tensors)
         compiled = self._launch_by_triton(tensors)
         if compiled is not None:  # the interpreter compiles nothing
-            self.launchers[key] = compiled[self.grid]
+            self.launchers[key] = bind_launcher(compiled, self.grid)
         return None
 
     def _launch_by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
         """Launch through Triton's own lookup and return the compiled kernel."""
         return self.kernel[self.grid](*tensors, *self.sizes, **self.options)
+
+
+def bind_launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """Return a function of the kernel's arguments that launches a compiled kernel as `compiled[grid]` does.
+
+    While no launch hook is registered (profilers register some), it passes no hooks and builds no metadata for them, which Triton 3.4
+    and later do at each launch. Other versions launch through `compiled[grid]`.
+    """
+    by_triton: Callable[..., None] = compiled[grid]
+    runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
+    run, function, packed = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
+    if not _has_hook_chains(runtime) or run is None or function is None or packed is None:
+        return by_triton
+    x, y, z = grid
+
+    def launch(*args: Any) -> None:
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            return by_triton(*args)
+        run(x, y, z, current_stream(), function, packed, None, None, None, *args)
+        return None
+
+    return launch if _takes_stream() else by_triton
+
+
+def _has_hook_chains(runtime: Any) -> bool:
+    """Return whether Triton's launch hooks are lists of functions, as from Triton 3.4 on."""
+    return all(
+        isinstance(getattr(getattr(runtime, name, None), "calls", None), list)
+        for name in ("launch_enter_hook", "launch_exit_hook")
+    )
+
+
+def _takes_stream() -> bool:
+    return all(hasattr(torch._C, name) for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"))
+
+
+def current_stream() -> int:
+    """Return the handle of the current device's current stream."""
+    core: Any = torch._C  # these functions have no types in builds without CUDA
+    stream: int = core._cuda_getCurrentRawStream(core._cuda_getDevice())
+    return stream

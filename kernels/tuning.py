@@ -2,9 +2,9 @@
 
     fastest_measured("btt", "forward", named_sizes(tokens=512, inputs=4096, outputs=4096, rank=4), HOPPER)  ->  "kernel"
 
-A row has the milliseconds of the kernel, of the reference that it replaces, of the dense matrix ("dense", BTT only), and of the
-original layer (a dense linear, SDPA). The original is another function and only a choice where it computes the same
-(kernels/mlr_attention/sdpa.py). `surgery bench` measures rows, and surgery.eval.speed.update_tables writes them.
+A row has the milliseconds of the kernel, of the reference that it replaces, and of the original layer (a dense linear, SDPA). Rows of
+BTT also have those of the dense matrix ("dense") and of two batched products of the library ("products"). The original is another
+function and only a choice where it computes the same (kernels/mlr_attention/sdpa.py). `surgery bench` measures rows, and surgery.eval.speed.update_tables writes them.
 
 Between and beyond the measured sizes, the log of an implementation's time over the kernel's is the rows' mean, weighted by distance^-4
 in log sizes (Shepard 1968, A two-dimensional interpolation function): at a measured size it is the measured value. A GPU's times hold
@@ -19,19 +19,20 @@ import math
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 TABLE = Path(__file__).with_name("tuning.json")
-Implementation = Literal["kernel", "reference", "dense", "original"]
+Implementation = Literal["kernel", "reference", "dense", "products", "original"]
 Pass = Literal["forward", "backward", "step", "captured", "captured step"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("kernel", "reference", "dense")
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("kernel", "reference", "dense", "products")
 MAX_DISTANCE = math.log(8.0)
 CACHE_SIZE = 4096  # remembered choices of an op
 EAGER_PASS: dict[Pass, Pass] = {"captured": "forward", "captured step": "step"}
 NamedSizes = tuple[tuple[str, int], ...]
+Choice = TypeVar("Choice")
 
 
 class DeviceKey(NamedTuple):
@@ -55,7 +56,7 @@ def tables() -> list[dict[str, Any]]:
     """Return the tables of kernels/tuning.json; none if the file cannot be read.
 
     [{"device": .., "capability": [9, 0], "dtype": .., "date": .., "versions": .., "rows": [{"op", "pass", "sizes": {name: integer}, "kernel",
-    "reference", "dense", "original"}]}]. Times are milliseconds of the GPU, or of the CPU's launches if these take longer. Passes: forward,
+    "reference", "dense", "products", "original"}]}]. Times are milliseconds of the GPU, or of the CPU's launches if these take longer. Passes: forward,
     backward (forward included), step (of decoding), captured and captured step (in a CUDA graph, where launches cost nothing).
     """
     try:
@@ -152,21 +153,42 @@ def is_fastest(
 ) -> Callable[..., bool]:
     """Return the `is_faster` of a kernel: whether the table names `implementation` the fastest; `otherwise` decides where the table has no
     answer, and under torch.compile, whose symbolic sizes cannot be looked up."""
-    choices: dict[Hashable, bool] = {}
+
+    def decide(*args: Any, **kwargs: Any) -> bool:
+        fastest = choose_implementation(op, reader.query(*args, **kwargs))
+        return otherwise(*args, **kwargs) if fastest is None else fastest == implementation
+
+    choose = remember(reader.key, decide)
 
     def is_faster(*args: Any, **kwargs: Any) -> bool:
-        if torch.compiler.is_compiling():
-            return otherwise(*args, **kwargs)
-        key = reader.key(*args, **kwargs)
-        chosen = choices.get(key)
+        return otherwise(*args, **kwargs) if torch.compiler.is_compiling() else choose(*args, **kwargs)
+
+    return is_faster
+
+
+def remember(key: Callable[..., Hashable], decide: Callable[..., Choice]) -> Callable[..., Choice]:
+    """Return `decide`, called once for all arguments of one key. Its results must not be None."""
+    choices: dict[Hashable, Choice] = {}
+
+    def choose(*args: Any, **kwargs: Any) -> Choice:
+        at = key(*args, **kwargs)
+        chosen = choices.get(at)
         if chosen is None:
             if len(choices) >= CACHE_SIZE:
                 choices.clear()
-            fastest = choose_implementation(op, reader.query(*args, **kwargs))
-            chosen = choices[key] = otherwise(*args, **kwargs) if fastest is None else fastest == implementation
+            chosen = choices[at] = decide(*args, **kwargs)
         return chosen
 
-    return is_faster
+    return choose
+
+
+def is_measured(op: str, query: TuningQuery, implementation: Implementation) -> bool:
+    """Return whether rows near a call have times of an implementation, so that `choose_implementation` can name it."""
+    place = device_key(query.x.device, query.x.dtype)
+    passes = dict.fromkeys((query.pass_, EAGER_PASS.get(query.pass_, query.pass_)))
+    return any(
+        log_ratio_to_kernel(nearby_rows(op, pass_, query.sizes, place), implementation) is not None for pass_ in passes
+    )
 
 
 def choose_implementation(op: str, query: TuningQuery) -> Implementation | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from surgery.core.version import __version__
@@ -17,20 +19,30 @@ if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
 from surgery.modeling.register import register  # noqa: E402
 
 if TYPE_CHECKING:
+    from surgery.api import apply as apply
+    from surgery.api import bench as bench
     from surgery.api import convert as convert
     from surgery.api import densify as densify
     from surgery.api import evaluate as evaluate
+    from surgery.api import fetch_eval_data as fetch_eval_data
     from surgery.api import finetune as finetune
     from surgery.api import inspect as inspect
     from surgery.api import load as load
     from surgery.api import plan as plan
+    from surgery.api import pretrain as pretrain
     from surgery.api import push as push
+    from surgery.api import recipes as recipes
     from surgery.api import report as report
+    from surgery.api import teacher_cache as teacher_cache
+    from surgery.api import toeplitz as toeplitz
 
 register()
 
 # The commands as functions. api.py is imported on first access, to keep `import surgery` light.
-COMMANDS = ("convert", "densify", "evaluate", "finetune", "inspect", "load", "plan", "push", "report")
+COMMANDS = (
+    *("apply", "bench", "convert", "densify", "evaluate", "fetch_eval_data", "finetune", "inspect", "load", "plan"),
+    *("pretrain", "push", "recipes", "report", "teacher_cache", "toeplitz"),
+)
 __all__ = ["__version__", *COMMANDS]
 
 
@@ -44,4 +56,20 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *COMMANDS])
+    return list(COMMANDS)
+
+
+class _Package(ModuleType):
+    """The class of this module. `recipes` is the command also after the package of that name was imported, which sets an attribute."""
+
+    @property
+    def recipes(self) -> Any:
+        """The command of that name; `import surgery.recipes.tiny` finds the package all the same."""
+        return __getattr__("recipes")
+
+    @recipes.setter
+    def recipes(self, package: ModuleType) -> None:
+        """Ignore the package: the import system sets it as an attribute of this module."""
+
+
+sys.modules[__name__].__class__ = _Package

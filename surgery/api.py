@@ -9,8 +9,13 @@
     surgery.evaluate("HEALED", text="heldout.txt", compare="SRC")
     surgery.push("HEALED", "me/model", dry_run=True)
 
-Each function returns the dict that the command prints with `--json`; notebooks and terminals display it as the command's
-tables. `plan` and `convert` take recipe keys as keywords (`keep=0.75` is `--set keep=0.75`); nested keys go into
+A model in memory is converted in place, and saved by its own method:
+
+    model = surgery.apply(model, "btt-half", calibration=texts, tokenizer=tokenizer)
+    model.save_pretrained("OUT")
+
+`plan`, `inspect`, `evaluate` and `densify` also take a model in memory. Each function returns the dict that the command prints with `--json`; notebooks and terminals display it as the command's
+tables. `plan`, `apply` and `convert` take recipe keys as keywords (`keep=0.75` is `--set keep=0.75`); nested keys go into
 `overrides={"attention.cache": 0.5}`. Errors that the user can correct are `surgery.core.errors.SurgeryError`.
 """
 
@@ -21,9 +26,13 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress, RichProgress
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PathLike = str | os.PathLike[str]
 CONSOLE_WIDTH = 140
@@ -41,6 +50,10 @@ class CommandResult(dict[str, Any]):
         super().__init__(data)
         self._parts = parts
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle stores: a plain dict, because the tables cannot be pickled."""
+        return dict, (dict(self),)
+
     def __repr__(self) -> str:
         from rich.console import Console
 
@@ -54,8 +67,15 @@ class CommandResult(dict[str, Any]):
         return to_html(self._parts())
 
 
+def recipes() -> dict[str, str]:
+    """Return name -> description of the shipped conversion recipes."""
+    from surgery.planning.recipe import shipped_recipes
+
+    return shipped_recipes()
+
+
 def plan(
-    source: PathLike,
+    source: PathLike | nn.Module,
     recipe: Any,
     *,
     overrides: Mapping[str, Any] | None = None,
@@ -67,7 +87,7 @@ def plan(
     """Show what a recipe would replace, from the config and the tensor headers alone; loads no weights.
 
     Args:
-        source: checkpoint, a local folder or a Hub id (org/name or org/name@revision).
+        source: checkpoint, a local folder or a Hub id (org/name or org/name@revision); or a model in memory.
         recipe: name of a shipped recipe, path of a YAML file, dict, or ConversionRecipe.
         overrides: recipe keys by dotted path, e.g. {"attention.cache": 0.5}.
         context: prompt length in tokens that the notes on speed refer to.
@@ -82,10 +102,68 @@ def plan(
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
-    opened = open_checkpoint(str(source), trust_remote_code, weights=False, revision=revision)
-    data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), _load_recipe(recipe, overrides, keys)))
+    settings = _load_recipe(recipe, overrides, keys)
+    if _is_module(source):
+        from surgery.conversion.apply import plan_live
+
+        live, planned = plan_live(source, settings)
+        data = plan_dict(planned)
+        for target in data["targets"]:
+            target["name"] = live.live_path(target["name"])
+    else:
+        name = _checkpoint_name(source, "plan")
+        opened = open_checkpoint(name, trust_remote_code, weights=False, revision=revision)
+        data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), settings))
     data["speed"] = plan_notes(data, context)
     return CommandResult(data, lambda: [*plan_table(data), *data["speed"]])
+
+
+def apply(
+    model: nn.Module,
+    recipe: Any,
+    *,
+    calibration: Any = None,
+    tokenizer: Any = None,
+    overrides: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    seed: int | None = None,
+    scratch: PathLike | None = None,
+    progress: Progress | None = None,
+    **keys: Any,
+) -> Any:
+    """Convert a model in memory, in place, and return it. `model.surgery_report` is the report.
+
+    The model may be any of transformers, or another module, whose nn.Linear are then matched by path. The result has the same bits as that
+    of `convert` on the saved model, with the same inputs and device. `model.save_pretrained("OUT")` writes the folder that `convert`
+    writes. Parts that are not replaced keep their tensors, hooks, training mode, requires_grad, device and dtype; replaced linears take
+    these over. After an error the model is as before.
+
+    Args:
+        model: the model; its weights must lie on one device.
+        recipe, overrides, keys: as in `plan`.
+        calibration: inputs to calibrate on: a list of texts, a datasets.Dataset, batches of inputs (dicts of tensors, a DataLoader), the
+            path or Hub id of a text as in `convert`, or a function. A function gets the model; it returns one of the former, or runs
+            the model on its own inputs, which are recorded. None: the recipe's, else the conversion is data-free.
+        tokenizer: the model's tokenizer, for texts; it is saved with the model.
+        device: where layers run, cpu, cuda, cuda:1; None: where the weights are.
+        seed: random seed; None: the recipe's.
+        scratch: folder of temporary files (curvature, hidden states); None: the system's.
+        progress: progress display; None: bars on a terminal.
+    """
+    from surgery.conversion.apply import apply as run
+    from surgery.conversion.live_model import check_is_module
+
+    check_is_module(model, "apply")
+    keys |= {} if seed is None else {"seed": seed}
+    return run(
+        model,
+        _load_recipe(recipe, overrides, keys),
+        calibration,
+        tokenizer=tokenizer,
+        device=device,
+        scratch=None if scratch is None else Path(scratch),
+        progress=progress or RichProgress(),
+    )
 
 
 def convert(
@@ -119,10 +197,16 @@ def convert(
     from surgery.publish.speed_notes import report_notes
     from surgery.publish.tables import inspect_table
 
+    name = _checkpoint_name(source, "convert", "surgery.apply(model, recipe), which converts it in place")
+    if calibration is not None and not isinstance(calibration, (str, os.PathLike)):
+        raise SurgeryError(
+            f"surgery.convert takes the path or Hub id of a calibration text (got a {type(calibration).__name__}). Write the texts to a "
+            "file, or use surgery.apply(model, recipe, calibration=texts) on a model in memory"
+        )
     given = {"calibration": None if calibration is None else os.fspath(calibration), "seed": seed}
     keys |= {key: value for key, value in given.items() if value is not None}
     report = run(
-        str(source),
+        name,
         _load_recipe(recipe, overrides, keys),
         Path(out),
         device=device,
@@ -158,9 +242,10 @@ def load(
     from surgery.checkpoint.source import open_converted_checkpoint, split_revision
     from surgery.checkpoint.tensor_names import load_checked_model
 
-    source = open_converted_checkpoint(os.fspath(name), revision)
+    name = _checkpoint_name(name, "load")
+    source = open_converted_checkpoint(name, revision)
     check_code_trusted(source.folder, source.name, source.config, trust_remote_code)
-    bare, _ = split_revision(os.fspath(name))
+    bare, _ = split_revision(name)
     commit, trust = source.revision or "main", trust_remote_code
     model = load_checked_model(
         AutoModelForCausalLM, bare, bare, dtype=dtype, device_map=device, revision=commit, trust_remote_code=trust
@@ -168,18 +253,19 @@ def load(
     return model, AutoTokenizer.from_pretrained(bare, revision=commit, trust_remote_code=trust)
 
 
-def inspect(converted: PathLike, *, modules: bool = False) -> CommandResult:
+def inspect(converted: PathLike | nn.Module, *, modules: bool = False) -> CommandResult:
     """Show what a conversion replaced: parameters, multiply-accumulates per token, relative errors.
 
     Args:
-        converted: converted checkpoint, a local folder or a Hub id.
+        converted: converted checkpoint, a local folder or a Hub id; or a model that `apply` converted.
         modules: display one row per module instead of one per role.
     """
+    from surgery.publish.live_summary import inspect_model
     from surgery.publish.speed_notes import report_notes
     from surgery.publish.summary import inspect as run
     from surgery.publish.tables import inspect_table, module_table
 
-    report = run(str(converted))
+    report = inspect_model(converted) if _is_module(converted) else run(_checkpoint_name(converted, "inspect"))
     table = module_table if modules else inspect_table
     return CommandResult(report, lambda: [*table(report), *report_notes(report)])
 
@@ -219,12 +305,12 @@ def finetune(
     from surgery.training.logging import result_table
     from surgery.training.recipe import load_healing_recipe
 
-    given = {**({"data.sources": [{"path": os.fspath(data)}]} if data is not None else {}), **(overrides or {})}
+    name = _checkpoint_name(converted, "finetune", SAVE_FIRST)
     record = run(
-        str(converted),
-        load_healing_recipe(recipe, _to_overrides(given), tiny),
+        name,
+        load_healing_recipe(recipe, _to_overrides(_with_data(data, overrides)), tiny),
         None if out is None else Path(out),
-        teacher=None if teacher is None else str(teacher),
+        teacher=None if teacher is None else _checkpoint_name(teacher, "finetune(teacher=..)"),
         resume=resume,
         skip_bad_steps=skip_bad_steps,
         track=track,
@@ -235,60 +321,259 @@ def finetune(
     return CommandResult(record, lambda: [*result_table(record), f"healed checkpoint: {record['out']}"])
 
 
+def teacher_cache(
+    source: PathLike,
+    recipe: str,
+    out: PathLike,
+    *,
+    data: PathLike | None = None,
+    top_k: int = 64,
+    examples: int | None = None,
+    tiny: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> CommandResult:
+    """Store the teacher's top-k log-probabilities for a recipe's text, so that `finetune` needs no teacher in memory.
+
+    Return the index of the cache. Train with it: `finetune(.., overrides={"teacher.cache": out})`.
+
+    Args:
+        source: the teacher, a local folder or a Hub id.
+        recipe, data, tiny, overrides: as in `finetune`.
+        out: folder of the cache.
+        top_k: log-probabilities stored at each position.
+        examples: sequences to store; None: the recipe's data.rows, else all that the stage trains on.
+        resume: continue an interrupted run.
+        device, trust_remote_code, progress: as in `convert`.
+    """
+    from surgery.core.files import size_text
+    from surgery.training.recipe import load_healing_recipe
+    from surgery.training.teacher_cache.build import build_teacher_cache
+
+    index = build_teacher_cache(
+        _checkpoint_name(source, "teacher_cache"),
+        load_healing_recipe(recipe, _to_overrides(_with_data(data, overrides)), tiny),
+        Path(out),
+        top_k,
+        examples,
+        resume=resume,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        progress=progress or RichProgress(),
+    )
+    size = size_text(sum(shard["bytes"] for shard in index["shards"]))
+    return CommandResult(
+        index, lambda: [f"{index['examples']:,} sequences of {index['length']:,} tokens, {size}: {os.fspath(out)}"]
+    )
+
+
+def pretrain(
+    recipe: str,
+    out: PathLike,
+    *,
+    data: PathLike | None = None,
+    model: PathLike | None = None,
+    tokenizer: PathLike | None = None,
+    tiny: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    skip_bad_steps: bool = False,
+    track: str | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> CommandResult:
+    """Train a model with structured layers from scratch, with muP learning rates. Return the run's record.
+
+    Args:
+        recipe: name of a shipped pretraining recipe or path of a YAML file.
+        out: folder of the trained checkpoint; must not exist unless `resume`.
+        data: text to train on, a file, a folder or a Hub id; None: the recipe's.
+        model: config of the new model, a JSON file or a checkpoint; None: the recipe's.
+        tokenizer: folder or Hub id of the tokenizer; None: the recipe's.
+        tiny, overrides, resume, skip_bad_steps, track, device, progress: as in `finetune`.
+    """
+    from surgery.training.logging import result_table
+    from surgery.training.pretrain.model_config import load_config_keys
+    from surgery.training.pretrain.pretrain import pretrain as run
+    from surgery.training.pretrain.recipe import load_pretrain_recipe
+
+    given = {
+        **({"model": load_config_keys(os.fspath(model))} if model is not None else {}),
+        **_with_data(data, overrides),
+        **({"tokenizer.path": os.fspath(tokenizer)} if tokenizer is not None else {}),
+    }
+    record = run(
+        load_pretrain_recipe(recipe, _to_overrides(given), tiny),
+        Path(out),
+        resume=resume,
+        skip_bad_steps=skip_bad_steps,
+        track=track,
+        device=device,
+        progress=progress or RichProgress(),
+    )
+    labels = (("before", "untrained"), ("after", "trained"))
+    return CommandResult(record, lambda: [*result_table(record, labels), f"trained checkpoint: {record['out']}"])
+
+
 def evaluate(
-    model: PathLike,
+    model: PathLike | nn.Module,
     suites: Sequence[str] = ("ppl",),
     *,
-    compare: PathLike | None = None,
+    tokenizer: Any = None,
+    compare: PathLike | nn.Module | None = None,
     out: PathLike | None = None,
     fail_below: Sequence[str] = (),
     device: str | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     **options: Any,
 ) -> CommandResult:
-    """Evaluate a checkpoint, optionally against another one on the same samples.
+    """Evaluate a checkpoint or a model in memory, optionally against another one on the same samples.
 
     Args:
-        model: checkpoint, converted or not; a local folder or a Hub id.
+        model: checkpoint, converted or not, a local folder or a Hub id; or a model in memory, which runs as it is.
         suites: names of suites, see `surgery eval --list-suites`.
-        compare: checkpoint to compare with, usually the original.
+        tokenizer: the tokenizer of models in memory; None: that which `apply` was given.
+        compare: checkpoint or model to compare with, usually the original.
         out: folder for results, samples and plots; suites already finished there are not run again.
         fail_below: thresholds "name=ratio" on the score relative to `compare`'s, e.g. "ppl=1.05".
-        device, trust_remote_code, progress: as in `convert`.
-        dtype: float32, bfloat16, float16, or auto (that of the stored weights).
+        device, trust_remote_code, progress: as in `convert`; a model in memory runs on its own device.
+        dtype: float32, bfloat16, float16, or auto (that of the stored weights); None: float32, or that of the model in memory.
         options: fields of `surgery.eval.suite.EvalOptions`: text, tokens, length, limit, lengths, depths, tasks,
             batch_size, seed, data_root and more.
     """
-    from surgery.core.errors import SurgeryError, suggestion
+    from surgery.core.errors import suggestion
+    from surgery.eval.model import LiveEvalModel, live_eval_model
     from surgery.eval.results.tables import eval_table
     from surgery.eval.run import evaluate as run
     from surgery.eval.suite import EvalOptions
 
     for unknown in set(options) - set(EvalOptions.model_fields):
         raise SurgeryError(f"evaluate has no option {unknown!r}{suggestion(unknown, EvalOptions.model_fields)}")
+
+    def opened(one: PathLike | nn.Module) -> str | LiveEvalModel:
+        return live_eval_model(one, tokenizer) if _is_module(one) else _checkpoint_name(one, "evaluate")
+
+    first, second = opened(model), None if compare is None else opened(compare)
+    if isinstance(first, LiveEvalModel):
+        device, dtype = device or str(first.model.device), first.check_dtype(dtype)
     done = run(
-        str(model),
+        first,
         list(suites),
         EvalOptions(**options),
-        compare=None if compare is None else str(compare),
+        compare=second,
         out=None if out is None else Path(out),
         fail_below=fail_below,
         device=device,
-        dtype=dtype,
+        dtype=dtype or "float32",
         trust_remote_code=trust_remote_code,
         progress=progress or RichProgress(),
     )
     return CommandResult(done.to_dict(), lambda: eval_table(done))
 
 
-def densify(converted: PathLike, out: PathLike, *, progress: Progress | None = None) -> CommandResult:
-    """Multiply structured weights out, to a dense checkpoint in the folder `out` (must not exist) with the same outputs."""
-    from surgery.conversion.densify import densify as run
+def densify(converted: PathLike | nn.Module, out: PathLike | None = None, *, progress: Progress | None = None) -> Any:
+    """Multiply structured weights out, to a dense checkpoint or model with the same outputs. Mixers stay.
 
-    result = run(str(converted), Path(out), progress=progress or RichProgress())
-    return CommandResult(result, lambda: [f"{result['modules']} linears multiplied out: {out}"])
+    Return the command's result, or the model in memory itself, which is changed in place.
+
+    Args:
+        converted: converted checkpoint, a local folder or a Hub id; or a model in memory.
+        out: folder of the dense checkpoint, must not exist; None for a model in memory.
+        progress: as in `convert`.
+    """
+    from surgery.conversion.densify import densify as run
+    from surgery.conversion.densify import densify_live
+
+    if _is_module(converted):
+        if out is not None:
+            raise SurgeryError(
+                f"surgery.densify changes a model in memory in place and writes no folder (got out={os.fspath(out)!r}). Leave out "
+                "`out`, then model.save_pretrained(folder)"
+            )
+        densify_live(converted)
+        return converted
+    name = _checkpoint_name(converted, "densify")
+    if out is None:
+        raise SurgeryError(f"surgery.densify({name!r}) needs the folder to write to: surgery.densify({name!r}, out)")
+    result = run(name, Path(out), progress=progress or RichProgress())
+    return CommandResult(result, lambda: [f"{result['modules']} linears multiplied out: {os.fspath(out)}"])
+
+
+def toeplitz(converted: PathLike, out: PathLike, *, components: int = 8) -> CommandResult:
+    """Turn block mixing (MHLA) into Toeplitz block mixing (TBM): any length, linear time. Return the fit's R^2 of each layer.
+
+    Args:
+        converted: converted checkpoint with block mixing, a local folder or a Hub id.
+        out: folder of the new checkpoint; must not exist.
+        components: number of exponentials that approximate each Toeplitz kernel, 1 to 16.
+    """
+    from surgery.conversion.toeplitz import convert_to_toeplitz
+
+    if not 1 <= components <= 16:
+        raise SurgeryError(f"toeplitz: components must be from 1 to 16 (got {components!r})")
+    result = convert_to_toeplitz(_checkpoint_name(converted, "toeplitz"), Path(out), components)
+    mean = sum(result["r2"].values()) / len(result["r2"])
+    return CommandResult(result, lambda: [f"{len(result['r2'])} layers, R^2 {mean:.4f}: {os.fspath(out)}"])
+
+
+def bench(
+    what: str,
+    *,
+    sizes: str | None = None,
+    peers: bool = False,
+    only: str | None = None,
+    dtype: str | None = None,
+    out: PathLike | None = None,
+    time_limit: float | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> CommandResult:
+    """Benchmark the kernels against their PyTorch references and torch's own operators. Return the measurements.
+
+    Args:
+        what: linear, attention, decode, model or train.
+        sizes: full, main or small; None: full on a GPU, else small.
+        peers: include other libraries.
+        only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign excludes.
+        dtype: bfloat16, float16 or float32; None: bfloat16 on a GPU, else float32.
+        out: JSON file, written after every case.
+        time_limit: seconds after which no further case starts.
+        device, progress: as in `convert`.
+    """
+    from surgery.eval.speed.run import bench as run
+    from surgery.eval.speed.tables import result_tables
+
+    place = None if out is None else Path(out)
+    shown = progress or RichProgress()
+    result = run(what, sizes, peers, device, time_limit, out=place, only=only, progress=shown, dtype=dtype)
+    return CommandResult(result, lambda: result_tables(result))
+
+
+def fetch_eval_data(
+    folder: PathLike, suites: Sequence[str] = (), *, tasks: Sequence[str] = (), progress: Progress | None = None
+) -> CommandResult:
+    """Download the data sets of `evaluate` to a local mirror; `evaluate(.., data_root=folder)` then needs no network.
+
+    Return {"folder", "fetched": names, "kept": names}.
+
+    Args:
+        folder: folder of the mirror; created if it does not exist.
+        suites: niah, ruler, longbench, retrieval, zeroshot, or any lm-eval task; (): all suites of this package.
+        tasks: download only these LongBench tasks.
+        progress: as in `convert`.
+    """
+    from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch
+
+    sources = dataset_sources(list(suites) or list(SUITE_SOURCES), list(tasks))
+    done = fetch(Path(folder), sources, progress or RichProgress())
+    result = {"folder": os.fspath(folder), **done}
+    line = f"{len(done['fetched'])} data sets downloaded, {len(done['kept'])} already present: {os.fspath(folder)}"
+    return CommandResult(result, lambda: [line])
 
 
 def report(converted: PathLike, *, out: PathLike | None = None, measured: PathLike | None = None) -> Path:
@@ -301,7 +586,11 @@ def report(converted: PathLike, *, out: PathLike | None = None, measured: PathLi
     """
     from surgery.publish.html.page import write_page
 
-    return write_page(str(converted), None if out is None else Path(out), None if measured is None else Path(measured))
+    return write_page(
+        _checkpoint_name(converted, "report"),
+        None if out is None else Path(out),
+        None if measured is None else Path(measured),
+    )
 
 
 def push(
@@ -338,12 +627,40 @@ def push(
     from surgery.publish.tables import upload_table
 
     upload = prepare_upload(
-        str(converted), repo, license or licence, base_model, None if measured is None else Path(measured)
+        _checkpoint_name(converted, "push", SAVE_FIRST),
+        repo,
+        license or licence,
+        base_model,
+        None if measured is None else Path(measured),
     )
     result = {"dry_run": dry_run, **upload.to_dict(), "card": upload.card}
     if not dry_run:
         result |= run(upload, private, revision, message, progress or RichProgress())
     return CommandResult(result, lambda: upload_table(result))
+
+
+SAVE_FIRST = "model.save_pretrained(folder), and give the folder"
+
+
+def _is_module(value: Any) -> bool:
+    """Return whether a value is a model in memory."""
+    from torch import nn
+
+    return isinstance(value, nn.Module)
+
+
+def _checkpoint_name(value: Any, function: str, advice: str = SAVE_FIRST) -> str:
+    """Return a folder or Hub id as a string. Raises SurgeryError for any other value. advice: what to do with a model."""
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    what = f"a model in memory, {type(value).__name__}" if _is_module(value) else f"a {type(value).__name__}"
+    todo = f"Use {advice}" if _is_module(value) else "Give a path or org/name"
+    raise SurgeryError(f"surgery.{function} takes a local folder or a Hub id (got {what}). {todo}")
+
+
+def _with_data(data: PathLike | None, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return overrides of a training recipe, with the text to train on if it is given."""
+    return {**({"data.sources": [{"path": os.fspath(data)}]} if data is not None else {}), **(overrides or {})}
 
 
 def _load_recipe(recipe: Any, overrides: Mapping[str, Any] | None, keys: Mapping[str, Any]) -> Any:
@@ -358,5 +675,8 @@ def _load_recipe(recipe: Any, overrides: Mapping[str, Any] | None, keys: Mapping
 
 
 def _to_overrides(given: Mapping[str, Any]) -> list[str]:
-    """{"attention.cache": 0.5} -> ["attention.cache=0.5"], which is YAML."""
-    return [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    """{"attention.cache": 0.5} -> ["attention.cache=0.5"], which is YAML; text of layer ranges is not quoted, as with --set."""
+    return [
+        f"{key}={value if isinstance(value, str) and key.rpartition('.')[2] == 'layers' else json.dumps(value)}"
+        for key, value in given.items()
+    ]

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class ResultStore:
 
     def __init__(self, folder: Path | None):
         self.folder = folder
+        self.created = False
 
     def open(self) -> None:
         """Create the folder. Raises SurgeryError if it is a file or its parent does not exist."""
@@ -63,7 +65,14 @@ class ResultStore:
             raise SurgeryError(
                 f"--out {self.folder}: {self.folder.absolute().parent} is not a folder. Create it first."
             )
+        self.created = not self.folder.exists()
         self.folder.mkdir(exist_ok=True)
+
+    def close(self) -> None:
+        """Remove the folder if it was created here and is empty: nothing was measured."""
+        if self.folder is not None and self.created:
+            with suppress(OSError):  # it has files
+                self.folder.rmdir()
 
     def result_folder(self, name: str, fingerprint: str, suite: str) -> Path | None:
         """Return the folder of one suite of one model."""

@@ -2,11 +2,13 @@
 
 B = 2 with 48 heads and V = 64; also B = 1 with 8 heads, which fill only part of a GPU. Softmax and block mixing: K = 64 in every
 head. Gates, log-linear attention and the delta rule: K = 128 with one query/key head shared by all values, the setting of Guo et
-al. 2025. Masks are called with given signals (gates, lambdas), MLR attention as the whole mixer.
+al. 2025. Masks are called with given signals (gates, lambdas), MLR attention as the whole mixer. The softmax branch of linear mixers is
+called with windows of 64, 256 and 1,024 tokens and four sinks.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +19,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from surgery.eval.speed.baselines import CallAndLeaves, fla_baselines
-from surgery.eval.speed.roofline import linear_attention_work, softmax_work
+from surgery.eval.speed.roofline import linear_attention_work, softmax_work, window_work
 from surgery.eval.speed.timer import BenchmarkCase, TimedImplementation, WorkEstimate, backward, forward
 from surgery.mixers import MIXERS, MixerInputs
 from surgery.mixers.base import AttentionShape
+from surgery.mixers.common.window_hybrid import RecentAndSinks, local_attention
 from surgery.mixers.linear import LinearAttention
 from surgery.mixers.masks.base import MASKS, MaskInputs
 from surgery.mixers.mlr import MLR
@@ -30,10 +33,13 @@ TOKENS = {
     "main": (4096, 8192, 16384, 32768),
     "small": (64, 128),
 }
+MIXER_WINDOWS = {0: "", 64: ", window 64", 256: ", window 256"}  # of the whole log-linear GDN mixer
+MIXER_HIDDEN = 1024  # hidden size, read by gates and lambdas
 WIDTHS = {"full": (2, 48, 64, 128), "main": (2, 48, 64, 128), "small": (1, 2, 16, 16)}  # B, H, V, K of the linear ones
 FEW_HEADS, FEW_HEADS_TOKENS = (1, 8, 64, 128), (128, 1024, 8192)
 RANKS = (32, 8, 6, 4, 4, 4, 4, 2)
 CHUNK = 64
+LOCAL_WINDOWS, LOCAL_SINKS = (64, 256, 1024), 4
 Widths = tuple[int, int, int, int]
 CallMakers = list[tuple[str, Any, Callable[[], CallAndLeaves], WorkEstimate, str | None, dict[str, int]]]
 
@@ -119,14 +125,29 @@ def _call_makers(tokens: BenchmarkTokens, back: bool, others: bool) -> CallMaker
         ("TBM, R = 8", "toeplitz_blocks", lambda: make_block_masked(tokens, "toeplitz_blocks", components=8), linear(heads, value, 0)),
         ("MHLA", "blocks", lambda: make_block_masked(tokens, "blocks", count=-(-length // CHUNK)), linear(heads, value, 0)),
     ]  # fmt: skip
+    for window in LOCAL_WINDOWS:
+        near = window_work(batch, heads, length, window, value, value, back=back, width=width)
+        ours.append((f"window {window}", "local attention", functools.partial(make_local, tokens, window), near))
     works = [linear(1, key, 1 + levels), linear(1, key, 1), linear(1, key, 2)]
     terms = {"MLR attention, one level": {"levels": 1}, "MLR attention": {"levels": len(ranks)}}
+    terms |= {f"window {window}": {"window": window} for window in LOCAL_WINDOWS}
     return [
         *((name, "measured", lambda b=b: make_sdpa(tokens, b), full, "original", {}) for name, b in torchs.items()),
         *(
             (f"{name}, {way}", way, make, work, op, terms.get(name, {}))
             for name, op, make, work in ours
             for way in ("kernel", "reference")
+        ),
+        *(
+            (
+                f"mixer{tail}",
+                "kernel",
+                functools.partial(make_mixer, tokens, window),
+                linear(heads, value, 2 + levels),
+                None,
+                {},
+            )
+            for window, tail in MIXER_WINDOWS.items()
         ),
         *(
             (name, "measured", make, work, None, {})
@@ -170,6 +191,35 @@ def make_mlr(t: BenchmarkTokens, ranks: tuple[int, ...], extents: tuple[int, ...
     x_BT1 = t.v_BHTV.new_zeros(batch, length, 1)
     inputs = MixerInputs(t.q_BHTV, t.k_BHTV, t.v_BHTV, x_BT1)
     return lambda: mixer(inputs)[0], [t.q_BHTV, t.k_BHTV, t.v_BHTV]
+
+
+def make_local(t: BenchmarkTokens, window: int) -> CallAndLeaves:
+    """Return the call of the softmax branch of a linear mixer whose rows begin with the call, and its leaf tensors."""
+    batch, heads, _, value = t.v_BHTV.shape
+    shape = AttentionShape(1, heads, heads, value, value, value**-0.5)
+    seen_B = torch.zeros(batch, dtype=torch.long, device=t.v_BHTV.device)
+    k, v = (F.pad(x.detach(), (0, 0, window, 0)).requires_grad_() for x in (t.k_BHTV, t.v_BHTV))
+    sinks = [x[:, :, :LOCAL_SINKS].detach().requires_grad_() for x in (t.k_BHTV, t.v_BHTV)]
+    keys, values = RecentAndSinks(k, sinks[0]), RecentAndSinks(v, sinks[1])
+    call = lambda: local_attention(t.q_BHTV.unsqueeze(2), keys, values, seen_B, shape, max(window, 64)).out  # noqa: E731
+    return call, [t.q_BHTV, k, v, *sinks]
+
+
+def make_mixer(t: BenchmarkTokens, window: int) -> CallAndLeaves:
+    """Return the call of a whole log-linear GDN mixer, from queries, keys, values and hidden states to outputs, and its leaf tensors.
+
+    window: tokens of its softmax branch, which has four sinks; 0: no softmax branch.
+    """
+    batch, heads, length, value = t.v_BHTV.shape
+    shape = AttentionShape(MIXER_HIDDEN, heads, heads, value, value, value**-0.5)
+    config = LinearAttention(
+        mask={"name": "hierarchical", "levels": t.level_BTH1L.shape[-1]}, scores="delta",
+        window=window, sinks=LOCAL_SINKS if window else 0,
+    )  # fmt: skip
+    mixer = MIXERS[config](config, shape).to(t.v_BHTV.device, t.v_BHTV.dtype)
+    x_BTD = torch.randn(batch, length, MIXER_HIDDEN, device=t.v_BHTV.device, dtype=t.v_BHTV.dtype)
+    inputs = MixerInputs(t.q_BHTV, t.k_BHTV, t.v_BHTV, x_BTD)
+    return lambda: mixer(inputs)[0], [t.q_BHTV, t.k_BHTV, t.v_BHTV, *(p for p in mixer.parameters() if p.requires_grad)]
 
 
 def make_masked(t: BenchmarkTokens, mask: str, delta: bool = False) -> CallAndLeaves:

@@ -2,13 +2,14 @@
 
 Width 2048, 32 query heads on 8 key/value heads of 64, as in a Llama of 1B parameters. A step is the mixer's whole call, from
 hidden states to output. Tokens per second = 1000 x batch / ms. The full cache is measured as transformers grows it (one copy per
-token) and preallocated.
+token) and preallocated. Linear mixers are also measured with a window of 64 tokens and four sinks. As in a cache, each step may
+overwrite the state of the step before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ BATCHES = {"full": (1, 16), "main": (16,), "small": (1, 2)}
 SHAPES = {"full": (2048, 32, 8, 64), "main": (2048, 32, 8, 64), "small": (32, 4, 2, 16)}  # D, H, G, K = V
 STEPS = 8
 FILL_TOKENS = 4096  # tokens at once while a cache is filled
+WINDOW, SINKS = 64, 4
 
 
 def mixer_choices(key: int, longest: int) -> list[tuple[str, KernelChoice, Any, str, dict[str, int]]]:
@@ -45,9 +47,13 @@ def mixer_choices(key: int, longest: int) -> list[tuple[str, KernelChoice, Any, 
         ("TBM, R = 8", "toeplitz_blocks", LinearAttention(mask=tbm, features="relu", normalise=True)),
     ]
     choices: tuple[KernelChoice, ...] = ("kernel", "reference")
-    levels = {whole: {"levels": 1}, every[1][2]: {"levels": len(ranks)}}
+    sizes = {whole: {"levels": 1}, every[1][2]: {"levels": len(ranks)}}
+    for name, op, config in every[2:6]:
+        hybrid = replace(config, window=WINDOW, sinks=SINKS)
+        every.append((f"{name}, window {WINDOW}", f"window {op}", hybrid))
+        sizes[hybrid] = {"window": WINDOW}
     return [
-        (f"{name}, {choice}", choice, config, op, levels.get(config, {}))
+        (f"{name}, {choice}", choice, config, op, sizes.get(config, {}))
         for name, op, config in every
         for choice in choices
     ]
@@ -130,7 +136,7 @@ def _mixer_step(
     inputs, now, held = mixer_states.inputs(batch, 1), [state], []
 
     def advance() -> None:
-        now[0] = mixer(inputs, now[0])[1]
+        now[0] = mixer(inputs, now[0].donate())[1]
 
     if graph:  # which reads the state it was captured from
         return graph_call([lambda: held.append(now[0]), *STEPS * [forward(advance)]], mixer_states.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,9 +21,12 @@ from surgery.structures.low_rank import LowRank
 SHAPES = {
     "full": ((1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (4096, 11008)),
     "main": ((4096, 4096), (4096, 11008)),
+    "compressed": ((4096, 4096), (8192, 8192), (4096, 11008)),
     "small": ((64, 64), (64, 96)),
 }
-TOKENS = {"full": (1, 16, 512, 8192), "main": (1, 16, 512, 8192), "small": (1, 8)}
+TOKENS = {"full": (1, 16, 512, 8192), "main": (1, 16, 512, 8192), "compressed": (1, 8192), "small": (1, 8)}
+SHARES = {"half": 2, "quarter": 4}  # of the dense parameters, in the sizes "compressed": 1 / share
+RANK_MULTIPLE = 64
 RANKS = (1, 4, 16)  # 16 stores half of the dense parameters at 4,096 x 4,096
 ROTATED_BYTES, MAX_COPIES = (
     2**27,
@@ -33,7 +37,8 @@ ROTATED_BYTES, MAX_COPIES = (
 def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[BenchmarkCase]:
     """Yield the cases of all shapes and numbers of tokens."""
     for in_, out in SHAPES[sizes]:
-        entries = list(linears(in_, out, device, dtype))
+        make = compressed_linears if sizes == "compressed" else linears
+        entries = list(make(in_, out, device, dtype))
         for tokens in TOKENS[sizes]:
             where = {"inputs": in_, "outputs": out, "tokens": tokens}
             title = f"{in_:,} -> {out:,}"
@@ -72,12 +77,35 @@ def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Ite
         )
     for blocks in (4, 16):
         half = random_structured(BTT(blocks=(blocks, blocks)), in_, out, factory)
-        for choice in choices[:2]:
+        ways: tuple[KernelChoice, ...] = ("kernel", "products", "reference")
+        for choice in ways:
             yield LinearEntry(
                 f"BTT {blocks} x {blocks}, half, {choice}", choice, half, half.macs(), "btt", grid_options(half)
             )
     low = random_structured(LowRank(), in_, out, factory)
     yield LinearEntry("low rank, half", "reference", low, low.macs(), "low_rank", {"rank": low.config.rank})
+
+
+def compressed_linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Iterator[LinearEntry]:
+    """Yield dense, and at half and a quarter of its parameters low rank and BTT 4 x 4: the kernel, the library's two products and the
+    reference. Ranks are those of the share, and rounded down to multiples of RANK_MULTIPLE where these differ."""
+    factory: dict[str, Any] = {"device": device, "dtype": dtype}
+    yield LinearEntry("dense", "measured", nn.Linear(in_, out, bias=False, **factory), in_ * out, "original")
+    for name, part in SHARES.items():
+        for config in (LowRank(), BTT(blocks=(4, 4))):
+            exact = STRUCTURES[config].fit(config, out, in_, in_ * out // part)
+            rounded = replace(exact, rank=max(1, exact.rank // RANK_MULTIPLE) * RANK_MULTIPLE)
+            for shown in (exact, rounded) if 0 < rounded.rank < exact.rank else (exact,):
+                linear = STRUCTURES[shown](in_, out, shown, bias=False, **factory)
+                suffix = f"{name}, rank {shown.rank:,}"
+                if isinstance(shown, LowRank):
+                    options = {"rank": linear.config.rank}
+                    yield LinearEntry(f"low rank, {suffix}", "reference", linear, linear.macs(), "low_rank", options)
+                    continue
+                choices: tuple[KernelChoice, ...] = ("kernel", "products", "reference")
+                for choice in choices:
+                    title = f"BTT 4 x 4, {suffix}, {choice}"
+                    yield LinearEntry(title, choice, linear, linear.macs(), "btt", grid_options(linear))
 
 
 def grid_options(btt: Any) -> dict[str, int]:

@@ -63,6 +63,15 @@ def softmax_work(
     return WorkEstimate(3 * moved, 3.5 * flops) if back else WorkEstimate(moved, flops)
 
 
+def window_work(
+    batch: int, heads: int, tokens: int, window: int, key: int, value: int, *, back: bool, width: int
+) -> WorkEstimate:
+    """Return the work of softmax attention over the last `window` tokens. Outputs are float32. Backward as in `softmax_work`."""
+    moved = batch * heads * tokens * ((2 * key + value) * width + 4 * value)
+    flops = 2 * batch * heads * tokens * min(window, tokens) * (key + value)
+    return WorkEstimate(3 * moved, 3.5 * flops) if back else WorkEstimate(moved, flops)
+
+
 def linear_attention_work(
     batch: int, heads: int, groups: int, tokens: int, key: int, value: int, *, back: bool, width: int, extra: int
 ) -> WorkEstimate:

@@ -24,7 +24,7 @@ from surgery.eval.speed.timer import Benchmark, BenchmarkCase, ResultRow, TimedI
 
 KINDS = ("linear", "attention", "decode", "model")
 TRAIN = "train"
-SIZES = ("full", "main", "small")
+SIZES = ("full", "main", "compressed", "small")  # compressed: of linears alone
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -44,7 +44,7 @@ def bench(
 
     Args:
         kind: one of KINDS, or "train".
-        sizes: full, main or small; default: full on a GPU, else small.
+        sizes: full, main, compressed (linears at half and a quarter of the parameters) or small; default: full on a GPU, else small.
         peers: include other libraries.
         time_limit: seconds after which no further case starts.
         only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign
@@ -98,6 +98,10 @@ def _check_options(kind: str, sizes: str, dtype: str | None = None) -> None:
     for what, given, valid in is_selected:
         if given not in valid:
             raise SurgeryError(f"{what} {given!r} is not one of {', '.join(valid)}{suggestion(given, valid)}")
+    if sizes == "compressed" and kind != "linear":
+        raise SurgeryError(
+            f"--sizes compressed are sizes of linears (got bench {kind}). Use --sizes main, or bench linear"
+        )
 
 
 def _benchmark_cases(
@@ -119,7 +123,9 @@ def _select_implementations(case: BenchmarkCase, only: str | None, gpu: bool) ->
         return any(word in name for word in among) and not any(word in name for word in without)
 
     return [
-        r for i, r in enumerate(case.implementations) if (i == 0 or is_selected(r)) and (gpu or r.choice != "kernel")
+        r
+        for i, r in enumerate(case.implementations)
+        if (i == 0 or is_selected(r)) and (gpu or r.choice not in ("kernel", "products"))
     ]
 
 

@@ -46,7 +46,7 @@ class TimedImplementation:
 
     Attributes:
         make: prepares the inputs and returns the run.
-        choice: kernel choice during the run; with "kernel", an implementation for which no kernel runs is not timed, because
+        choice: kernel choice during the run; with "kernel" or "products", an implementation for which none runs is not timed, because
             the reference would be measured in its place.
         times: calls per run.
         op, options: its key in kernels/tuning.json; op "original" is what others replace.
@@ -163,7 +163,7 @@ class Benchmark:
                 call = implementation.make()
                 if not warm:
                     self._time_ms(call)
-            if implementation.choice == "kernel" and not used:
+            if implementation.choice in ("kernel", "products") and not used:
                 row["note"] = "no kernel"
                 return None
             row["kernels"] = sorted(used)

@@ -1,14 +1,18 @@
 """Update kernels/tuning.json and docs/measurements/performance.md from files written by `surgery bench --out`.
 
     python -m surgery.eval.speed.update_tables linear.json attention.json decode.json model.json
+    python -m surgery.eval.speed.update_tables --add compressed.json
 
 Several files of one kind are merged. The first three kinds determine kernels/tuning.json, the fastest implementation by op and
-size (kernels/tuning.py); all go between the <!-- bench --> marks of docs/measurements/performance.md. Run from a clone.
+size (kernels/tuning.py); all go between the <!-- bench --> marks of docs/measurements/performance.md. What the files do not measure stays
+as it was: rows of the table, sections of the page. Linears of `--sizes compressed` have a section of their own. `--add` changes
+kernels/tuning.json alone, for results of a few sizes whose tables should not replace the page's. Run from a clone.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,16 +25,16 @@ BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 
 
 def merge_results(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge results of the same kind and dtype; the first run's row wins."""
-    kinds: dict[tuple[str, str], dict[str, Any]] = {}
+    """Merge results of the same kind, dtype and section of the page; the first run's row wins."""
+    kinds: dict[str, dict[str, Any]] = {}
     for result in results:
-        one = kinds.setdefault((result["kind"], result["dtype"]), {**result, "rows": [], "processes": 0})
+        one = kinds.setdefault(heading(result), {**result, "rows": [], "processes": 0})
         one["processes"] += 1
         known = {(row["table"], row["x"], row["rival"]) for row in one["rows"] if row["ms"]}
         one["rows"] += [row for row in result["rows"] if (row["table"], row["x"], row["rival"]) not in known]
         one["complete"] &= result["complete"]
-    for (kind, dtype), one in kinds.items():
-        dates = sorted({r.get("date", "") for r in results if (r["kind"], r["dtype"]) == (kind, dtype)})
+    for title, one in kinds.items():
+        dates = sorted({r.get("date", "") for r in results if heading(r) == title})
         one["date"] = " to ".join(dict.fromkeys((dates[0], dates[-1])))
         got = {(row["table"], row["x"], row["rival"]) for row in one["rows"] if row["ms"]}
         one["rows"] = [row for row in one["rows"] if row["ms"] or (row["table"], row["x"], row["rival"]) not in got]
@@ -49,6 +53,28 @@ def tuning_tables(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 case = [row for row in result["rows"] if (row["table"], row["x"]) == (table, x) and row["ms"]]
                 into += _case_rows(case, pass_of_table(table), launch_times(result["rows"], pass_of_table(table), x))
     return list(tables.values())
+
+
+def keep_unmeasured(tables: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tables with the rows of the old ones that they do not measure. Old rows of the same device and versions join a
+    table, others stay in a table of their own, before it."""
+    kept = []
+    for before in old:
+        same = [t for t in tables if all(t[name] == before[name] for name in ("capability", "dtype"))]
+        measured = {_row_key(row) for table in same for row in table["rows"]}
+        rows = [row for row in before["rows"] if _row_key(row) not in measured]
+        joined = next((t for t in same if all(t[name] == before[name] for name in ("device", "versions"))), None)
+        if joined is None:
+            kept += [{**before, "rows": rows}] if rows else []
+        elif rows:
+            dates = sorted({date for t in (before, joined) for date in t["date"].split(" to ")})
+            joined["date"] = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+            joined["rows"] = [*rows, *joined["rows"]]
+    return [*kept, *tables]
+
+
+def _row_key(row: dict[str, Any]) -> str:
+    return json.dumps([row["op"], row["pass"], row["sizes"]], sort_keys=True)
 
 
 def launch_times(rows: list[dict[str, Any]], kind: str, x: int) -> dict[str, float]:
@@ -114,27 +140,35 @@ def round_ms(ms: float) -> float:
 
 
 def update_page(text: str, results: list[dict[str, Any]]) -> str:
-    """Return the page with these results between its marks."""
+    """Return the page with these results between its marks. Sections of kinds that the results lack stay."""
     before, _, rest = text.partition(BEGIN)
-    _, mark, after = rest.partition(END)
+    between, mark, after = rest.partition(END)
     assert mark, f"{PAGE} has no marks {BEGIN.strip()} .. {END.strip()}"
-    sections = [f"## {heading(result)}\n\n{markdown(result)}" for result in results]
-    return f"{before}{BEGIN}\n{CELL_LEGEND.capitalize()}.\n\n" + "\n".join(sections) + f"\n{END}{after}"
+    old = [part for part in re.split(r"^(?=## )", between, flags=re.MULTILINE) if part.startswith("## ")]
+    sections = {part.partition("\n")[0]: part.rstrip("\n") + "\n" for part in old}
+    sections |= {f"## {heading(result)}": f"## {heading(result)}\n\n{markdown(result)}" for result in results}
+    return f"{before}{BEGIN}\n{CELL_LEGEND.capitalize()}.\n\n" + "\n".join(sections.values()) + f"\n{END}{after}"
 
 
 def heading(result: dict[str, Any]) -> str:
     """Return a result's section title."""
-    kind = result["kind"].capitalize()
+    kind = result["kind"].capitalize() + (", compressed" if result.get("sizes") == "compressed" else "")
     return kind if result["dtype"] == "bfloat16" else f"{kind}, {result['dtype']}"
 
 
-def main(paths: list[str]) -> None:
-    """Update table and page from these result files."""
+def main(arguments: list[str]) -> None:
+    """Update table and page from these result files; after --add the table alone."""
+    only_table, paths = "--add" in arguments, [path for path in arguments if path != "--add"]
+    if not paths or any(path.startswith("-") for path in paths):
+        raise SystemExit("usage: python -m surgery.eval.speed.update_tables [--add] FILE.json ..")
     results = merge_results([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
     of_ops = [result for result in results if result["kind"] != "model"]
-    TABLE.write_text(format_json(tuning_tables(of_ops)), encoding="utf-8")
-    PAGE.write_text(update_page(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
-    print(f"{TABLE}\n{PAGE}\n{format_conditions(results[0])[0]}")
+    old = json.loads(TABLE.read_text(encoding="utf-8"))["tables"]
+    TABLE.write_text(format_json(keep_unmeasured(tuning_tables(of_ops), old)), encoding="utf-8")
+    if not only_table:
+        PAGE.write_text(update_page(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+    changed = [TABLE] if only_table else [TABLE, PAGE]
+    print("\n".join([*map(str, changed), format_conditions(results[0])[0]]))
 
 
 if __name__ == "__main__":

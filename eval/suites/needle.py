@@ -42,6 +42,12 @@ LENGTHS = (64, 128, 256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
+def share_error(right: float, number: int) -> float:
+    """Return the standard error of a share of right answers, from (right + 1) / (number + 2)."""
+    share = (right + 1) / (number + 2)
+    return float((share * (1 - share) / (number + 2)) ** 0.5)
+
+
 @dataclass(frozen=True)
 class NeedleTable:
     """Shares of correct answers: `accuracy[i][j]` for lengths[i] (tokens) and depths[j] (0 start, 1 end)."""
@@ -54,9 +60,7 @@ class NeedleTable:
     @property
     def errors(self) -> tuple[tuple[float, ...], ...]:
         """Standard errors, from (k + 1) / (n + 2) correct answers: positive even for a cell without a miss."""
-        n = self.samples
-        shares = [[(p * n + 1) / (n + 2) for p in row] for row in self.accuracy]
-        return tuple(tuple((p * (1 - p) / (n + 2)) ** 0.5 for p in row) for row in shares)
+        return tuple(tuple(share_error(share * self.samples, self.samples) for share in row) for row in self.accuracy)
 
     @property
     def worst(self) -> float:

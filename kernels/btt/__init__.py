@@ -12,37 +12,23 @@ n: tokens; c, b: column and row blocks; d, a: their sizes; s: rank. Source: Qiu 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.core.dispatch import register_kernel
+from surgery.core.dispatch import DispatchedOp, register_kernel
 from surgery.kernels.btt import plan
+from surgery.kernels.btt.choice import is_chosen
 from surgery.kernels.btt.decode import TOKENS_PER_PROGRAM, decode_btt
-from surgery.kernels.btt.to_dense import MAX_BLOCK, DenseFunction, from_dense
-from surgery.kernels.tuning import (
-    IMPLEMENTATIONS,
-    CallReader,
-    Implementation,
-    TuningQuery,
-    is_fastest,
-    named_sizes,
-    three_tensor_key,
-    training_pass,
-)
+from surgery.kernels.btt.to_dense import MAX_BLOCK, DenseFunction, from_dense, to_dense
+from surgery.kernels.custom_op import CustomOp
 from surgery.structures.btt import btt_linear
+from surgery.structures.btt_products import backward_products, btt_products, cast_to_autocast, supports_products
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32}
-
-# Rules for sizes that were not measured, from one H200, bfloat16, 2026-11-21, dimensions 1,024 to 11,008, ranks 1 to 16. A multiplication
-# of the kernel takes KERNEL_SLOWDOWN times as long as one of a dense product; building the dense matrix takes as long as the dense
-# product of DENSE_BUILD_ROWS rows. With large blocks the library's batched products are faster up to LARGE_BLOCK_ROWS rows, and blocks
-# smaller than MIN_BLOCK cost as much as those of that size.
-KERNEL_SLOWDOWN, DENSE_BUILD_ROWS, LARGE_BLOCK_ROWS, MIN_BLOCK = 5.6, 500, 4096, 32
-TOO_LARGE_BLOCK = 512  # with larger blocks the reference is faster at any number of rows
 
 MAX_HELD_ELEMENTS = 2**28  # of z in a backward pass; more tokens are processed in several launches
 DENSE_ADVANTAGE = (
@@ -52,51 +38,32 @@ DENSE_ADVANTAGE = (
 
 def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
     """Return whether the kernels compute this call: tensors of one floating-point dtype, or autocast."""
-    dtypes = {x.dtype, right_cdbs.dtype, left_bcsa.dtype, x.dtype if bias is None else bias.dtype}
-    return x.numel() > 0 and dtypes <= DTYPES and (len(dtypes) == 1 or torch.is_autocast_enabled(x.device.type))
+    dtype = x.dtype
+    if dtype is right_cdbs.dtype is left_bcsa.dtype and (bias is None or bias.dtype is dtype):
+        return dtype in DTYPES and x.numel() > 0
+    dtypes = {dtype, right_cdbs.dtype, left_bcsa.dtype, dtype if bias is None else bias.dtype}
+    return x.numel() > 0 and dtypes <= DTYPES and torch.is_autocast_enabled(x.device.type)
 
 
-def tuning_query(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> TuningQuery:
-    """Return the sizes of the call under which kernels/tuning.json lists its timings."""
-    (c, d, b, s), in_ = right_cdbs.shape, x.shape[-1]
-    at = named_sizes(tokens=x.numel() // in_, inputs=in_, outputs=out, rank=s, rows=b, columns=c)
-    implementations: tuple[Implementation, ...] = (
-        IMPLEMENTATIONS if max(d, left_bcsa.shape[3]) <= MAX_BLOCK else ("kernel", "reference")
-    )
-    return TuningQuery(training_pass(x, right_cdbs, left_bcsa), at, x, implementations)
-
-
-CALL_READER = CallReader(tuning_query, three_tensor_key)
-
-
-def is_faster_by_rule(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
-    """Return whether the kernel is expected to be faster where nothing was measured: faster than the dense matrix, or than the
-    reference where blocks are too large for building the dense matrix."""
-    (c, d, b, s), a, in_ = right_cdbs.shape, left_bcsa.shape[3], x.shape[-1]
-    rows, dense = x.numel() // in_, in_ * out
-    if rows <= TOKENS_PER_PROGRAM:
-        return True
-    if max(a, d) > MAX_BLOCK:
-        return rows >= LARGE_BLOCK_ROWS and min(a, d) >= MIN_BLOCK and max(a, d) <= TOO_LARGE_BLOCK
-    return (
-        rows * (KERNEL_SLOWDOWN * b * c * s * (max(a, MIN_BLOCK) + max(d, MIN_BLOCK)) - dense)
-        < DENSE_BUILD_ROWS * dense
-    )
-
-
-@register_kernel(btt_linear, accepts=accepts, is_faster=is_fastest("btt", CALL_READER, otherwise=is_faster_by_rule))
+@register_kernel(btt_linear, accepts=accepts, is_faster=is_chosen("kernel"))
 def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     """Return y (.., out); arguments as in `btt_linear`."""
     if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, right_cdbs, left_bcsa = x.to(dtype), right_cdbs.to(dtype), left_bcsa.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    x_NI = limit_strides(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
-    inputs = x_NI, right_cdbs.contiguous(), left_bcsa.contiguous(), bias
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        y_NO = BTTFunction.apply(*inputs, out)
-    else:
-        y_NO = btt_product(*inputs, out)
+        x, right_cdbs, left_bcsa, bias = cast_to_autocast(x, right_cdbs, left_bcsa, bias)
+    x_NI = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if torch.compiler.is_compiling():
+        y_NO, _ = BTT_OP(x_NI, right_cdbs, left_bcsa, bias, out)
+        return y_NO if x.dim() == 2 else y_NO.view(*x.shape[:-1], out)
+    x_NI = limit_strides(x_NI)
+    right, left = right_cdbs.contiguous(), left_bcsa.contiguous()
+    needs_grad = torch.is_grad_enabled() and (
+        x.requires_grad
+        or right_cdbs.requires_grad
+        or left_bcsa.requires_grad
+        or (bias is not None and bias.requires_grad)
+    )
+    run: Any = BTTFunction.apply if needs_grad else btt_product
+    y_NO = run(x_NI, right, left, bias, out)
     return y_NO if x.dim() == 2 else y_NO.view(*x.shape[:-1], out)
 
 
@@ -115,13 +82,24 @@ def accepts_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor
 @register_kernel(
     btt_linear,
     accepts=accepts_dense,
-    is_faster=is_fastest("btt", CALL_READER, "dense", lambda *args: not is_faster_by_rule(*args)),
+    is_faster=is_chosen("dense"),
     implementation="dense",
 )
 def btt_linear_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     """Return y (.., out) by building the dense matrix and one dense product: for many tokens and high ranks."""
     w_OI = DenseFunction.apply(right_cdbs.contiguous(), left_bcsa.contiguous(), out, x.shape[-1])
     return F.linear(x, w_OI, bias)  # casts to the dtype of autocast
+
+
+def accepts_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
+    """Return whether two batched products compute this call."""
+    return x.numel() > 0 and supports_products(x, right_cdbs, left_bcsa)
+
+
+@register_kernel(btt_linear, accepts=accepts_products, is_faster=is_chosen("products"), implementation="products")
+def btt_linear_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
+    """Return y (.., out) by two batched products of the library: for blocks and ranks that fill its tiles."""
+    return btt_products(x, right_cdbs, left_bcsa, bias, out)
 
 
 def btt_product(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
@@ -149,19 +127,26 @@ class BTTFunction(torch.autograd.Function):
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients that are needed."""
         x_NI, right, left = ctx.saved_tensors
-        dy_NO = limit_strides(dy_NO)
         need_x, need_right, need_left, need_bias, _ = ctx.needs_input_grad
-        dx = torch.empty_like(x_NI) if need_x else None
         dbias = dy_NO.sum(0) if need_bias else None
-        if not (need_right or need_left):
-            dright = dleft = None
-        elif uses_dense_gradient(x_NI, right, left, dy_NO):
-            dright, dleft = from_dense(dy_NO.mT @ x_NI, right, left)
-        else:
-            return *core_gradients(x_NI, right, left, dy_NO, dx), dbias, None
-        if dx is not None:
-            input_gradient(dy_NO, right, left, dx)
-        return dx, dright, dleft, dbias, None
+        return *kernel_gradients(x_NI, right, left, dy_NO, x=need_x, cores=need_right or need_left), dbias, None
+
+
+def kernel_gradients(
+    x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor, *, x: bool, cores: bool
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, right and left by the kernels; None for x or for the cores where they are not wanted."""
+    dy_NO = limit_strides(dy_NO)
+    dx = torch.empty_like(x_NI) if x else None
+    if not cores:
+        dright = dleft = None
+    elif uses_dense_gradient(x_NI, right, left, dy_NO):
+        dright, dleft = from_dense(dy_NO.mT @ x_NI, right, left)
+    else:
+        return core_gradients(x_NI, right, left, dy_NO, dx)
+    if dx is not None:
+        input_gradient(dy_NO, right, left, dx)
+    return dx, dright, dleft
 
 
 def uses_dense_gradient(x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor) -> bool:
@@ -192,3 +177,37 @@ def core_gradients(
         dright += parts[0]
         dleft += parts[1]
     return dx_NI, dright.to(right.dtype), dleft.to(left.dtype)
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+def _op_forward(x_NI: Tensor, right: Tensor, left: Tensor, bias: Tensor | None, out: int) -> tuple[Tensor, Tensor]:
+    """Return y_NO and an empty tensor."""
+    with torch.no_grad():
+        y_NO = btt_linear(x_NI, right, left, bias, out)
+    return y_NO.contiguous(), x_NI.new_empty(0)
+
+
+def _op_fake(x_NI: Tensor, right: Tensor, left: Tensor, bias: Tensor | None, out: int) -> tuple[Tensor, Tensor]:
+    return x_NI.new_empty(x_NI.shape[0], out), x_NI.new_empty(0)
+
+
+def _op_backward(dy_NO: Tensor, _: Tensor, *given: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, right, left and the bias, by the implementation that a call with gradients runs. given: the inputs."""
+    x_NI, right, left, bias, out = given
+    inputs = [t.detach().requires_grad_() for t in (x_NI, right.contiguous(), left.contiguous())]
+    with torch.enable_grad():
+        selected = cast(DispatchedOp, btt_linear).select_kernel(*inputs, bias, out)
+    implementation = "reference" if selected is None else selected.implementation
+    dbias = None if bias is None else dy_NO.sum(0)
+    x_NI, right, left = (t.detach() for t in inputs)
+    if implementation == "kernel":
+        return *kernel_gradients(limit_strides(x_NI), right, left, dy_NO, x=True, cores=True), dbias
+    if implementation == "dense":
+        dcores = from_dense(dy_NO.mT @ x_NI, right, left)
+        return dy_NO @ to_dense(right, left, out, x_NI.shape[1]), *dcores, dbias
+    return *backward_products(x_NI, right, left, dy_NO, z=None, need=(True, True, True)), dbias
+
+
+BTT_OP = CustomOp(
+    "btt", "Tensor x, Tensor right, Tensor left, Tensor? bias, int out", _op_forward, _op_backward, _op_fake
+)

@@ -8,6 +8,7 @@ launch), the second kernel starts while the first one runs, loads its core, and 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -141,15 +142,36 @@ def _launch(product: Product, groups: int, wide: bool, **options: bool) -> Cache
     return CachedLaunch(decode_kernel, grid, (*product, tiles), {**constants, **options})
 
 
-def decode_btt(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
-    """Write y_NO, in two launches."""
-    (tokens, inputs), (step_n, step_i) = x_NI.shape, x_NI.stride()
-    plan = decode_plan(
-        DecodeShape(
-            tokens, inputs, y_NO.shape[1], right_cdbs.shape, left_bcsa.shape, (step_n, step_i, y_NO.stride(0)), x_NI.dtype,
-            bias is not None, supports_early_launch(x_NI.device),
-        )
+MAX_PLANS = 4096
+_plans: dict[Hashable, DecodePlan] = {}
+
+
+def _plan(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> DecodePlan:
+    strides = x_NI.stride(0), x_NI.stride(1), y_NO.stride(0)
+    shape = DecodeShape(
+        x_NI.shape[0], x_NI.shape[1], y_NO.shape[1], right_cdbs.shape, left_bcsa.shape, strides, x_NI.dtype,
+        bias is not None, supports_early_launch(x_NI.device),
     )  # fmt: skip
-    z_NK = x_NI.new_empty(tokens, plan.z)
+    return decode_plan(shape)
+
+
+def decode_btt(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
+    """Write y_NO, whose rows are contiguous, in two launches."""
+    key = (
+        x_NI.shape,
+        y_NO.shape,
+        right_cdbs.shape,
+        left_bcsa.shape,
+        x_NI.stride(),
+        x_NI.dtype,
+        bias is None,
+        x_NI.device,
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _plan(x_NI, right_cdbs, left_bcsa, bias, y_NO)
+    z_NK = x_NI.new_empty(x_NI.shape[0], plan.z)
     plan.first(x_NI, right_cdbs, z_NK, z_NK)
     plan.second(z_NK, left_bcsa, y_NO if bias is None else bias, y_NO)

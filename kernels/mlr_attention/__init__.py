@@ -7,7 +7,7 @@ first. A few queries against a cache go to kernels/mlr_attention/decode.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
+from surgery.kernels.custom_op import CustomOp
 from surgery.kernels.mlr_attention.backward import mlr_keys, mlr_queries
 from surgery.kernels.mlr_attention.decode import MAX_LEVELS, launch_decode
 from surgery.kernels.mlr_attention.forward import mlr_forward
@@ -160,7 +161,7 @@ class MLRAttentionFunction(torch.autograd.Function):
 def join_levels(parts: tuple[Tensor, ...]) -> Tensor:
     """Return the levels concatenated along their dimensions: a view where they are neighbours in memory, else a copy, with zeros in
     the slots that a level does not hold."""
-    first, slots = parts[0], parts[0].shape[2]
+    first = parts[0]
     offset, neighbours = first.storage_offset(), True
     for part in parts:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -169,6 +170,12 @@ def join_levels(parts: tuple[Tensor, ...]) -> Tensor:
     if neighbours and first.stride(-1) == 1:
         size = (*first.shape[:-1], sum(part.shape[-1] for part in parts))
         return first.as_strided(size, first.stride(), first.storage_offset())
+    return pad_levels(parts)
+
+
+def pad_levels(parts: Sequence[Tensor]) -> Tensor:
+    """Return the levels concatenated along their dimensions, with zeros in the slots that a level does not hold."""
+    slots = parts[0].shape[2]
     return torch.cat([F.pad(part, (0, 0, slots - part.shape[2], 0)) for part in parts], -1)
 
 
@@ -254,17 +261,24 @@ def mlr_attend(
     p: float = 0.0,
 ) -> Tensor:
     """Return out_BHTV; arguments as in `attend`."""
-    levels = len(terms)
+    levels, is_compiling = len(terms), torch.compiler.is_compiling()
     ranks = tuple(term.q_BGJTR.shape[-1] for term in terms)
     extents = tuple(int(term.extent or 1) for term in terms[1:])
     nested = levels > 1 and terms[1].form == "nested"
     plan = MLRPlan(ranks, extents, nested, shape.window, shape.softcap, shape.scaling, layout.holes)
     if is_decode_step(terms, v_BGSV, layout):
-        q_BGJTR, keys = join_levels(tuple(term.q_BGJTR for term in terms)), [term.k_BGSR for term in terms]
+        keys = [term.k_BGSR for term in terms]
+        if is_compiling:
+            q_BGJTR = torch.cat([term.q_BGJTR for term in terms], -1)
+            return MLR_DECODE_OP(q_BGJTR, keys, v_BGSV, stack_biases(terms), layout.end_B, *plan_arguments(plan))[0]
+        q_BGJTR = join_levels(tuple(term.q_BGJTR for term in terms))
         return launch_decode(q_BGJTR, keys, v_BGSV, stack_biases(terms), layout.end_B, plan)
     parts, biases = [term.q_BGJTR.flatten(1, 2) for term in terms], cumulative_biases(terms)
     plan, merged = plan.merge_levels(layout.slots)
     biases = None if biases is None else biases[:, merged:].contiguous()
+    if is_compiling:
+        q, k = torch.cat(parts, -1), pad_levels([term.k_BGSR for term in terms])
+        return MLR_OP(q, k, v_BGSV, biases, layout.end_B, *plan_arguments(plan))[0]
     return MLRAttentionFunction.apply(plan, layout.end_B, biases, v_BGSV, *parts, *(term.k_BGSR for term in terms))
 
 
@@ -283,7 +297,7 @@ def stack_biases(terms: list[ScoreTerm]) -> Tensor | None:
         return None
     first = next(bias for bias in given if bias is not None)
     groups, each = first.shape
-    columns = all(
+    columns = not torch.compiler.is_compiling() and all(  # traced tensors have no storage
         bias is not None
         and bias.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         and bias.stride() == (each * len(given), len(given))
@@ -304,3 +318,80 @@ def cumulative_biases(terms: list[ScoreTerm]) -> Tensor | None:
     zero = torch.zeros_like(given)
     each = [zero, *(zero if term.bias_GJ is None else term.bias_GJ for term in terms)]
     return torch.stack(each, -1).flatten(0, 1).float().cumsum(-1)
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+PLAN_SCHEMA = "int[] ranks, int[] extents, bool nested, int? window, float? softcap, float scaling, bool holes"
+
+
+def plan_arguments(plan: MLRPlan) -> tuple[Any, ...]:
+    """Return a plan as arguments of an operator; `_plan` is its inverse."""
+    return list(plan.ranks), list(plan.extents), *plan[2:]
+
+
+def _plan(arguments: Sequence[Any]) -> MLRPlan:
+    ranks, extents, *rest = arguments
+    return MLRPlan(tuple(ranks), tuple(extents), *rest)
+
+
+def _op_inputs(
+    q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, ends: Tensor, plan: MLRPlan
+) -> tuple[AttentionInputs, bool]:
+    """Return the inputs of the kernels, and whether the biases are one number for all scores of a row, which changes no softmax."""
+    constant = biases is not None and len(plan.ranks) == 1 and plan.softcap is None
+    inputs = AttentionInputs(align_rows(q), align_rows(k), align_rows(v), None if constant else biases, ends, plan)
+    return inputs, constant
+
+
+def _op_forward(
+    q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, ends: Tensor, *plan: Any
+) -> tuple[Tensor, Tensor]:
+    inputs, _ = _op_inputs(q, k, v, biases, ends, _plan(plan))
+    out, lse = launch_forward(inputs)
+    return out[..., : v.shape[-1]].contiguous(), lse
+
+
+def _op_backward(dout: Tensor, _: Tensor, *given: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v and biases; the forward's result is computed again. given: the operator's inputs."""
+    q, k, v, biases, ends, *plan = given
+    inputs, constant = _op_inputs(q, k, v, biases, ends, _plan(plan))
+    out, lse = launch_forward(inputs)
+    dq, dk, dv, dbiases = launch_backward(inputs, out, lse, align_rows(dout))
+    if constant and biases is not None:
+        dbiases = torch.zeros_like(biases)
+    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], dbiases
+
+
+def _op_fake(q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, ends: Tensor, *plan: Any) -> tuple[Tensor, Tensor]:
+    B, H, T, _ = q.shape
+    return v.new_empty(B, H, T, v.shape[-1]), v.new_empty(B, H, T, dtype=torch.float32)
+
+
+def _decode_op(
+    q: Tensor, keys: list[Tensor], v: Tensor, biases: Tensor | None, ends: Tensor, *plan: Any
+) -> tuple[Tensor, Tensor]:
+    return launch_decode(q, keys, v, biases, ends, _plan(plan)), v.new_empty(0)
+
+
+def _decode_fake(
+    q: Tensor, keys: list[Tensor], v: Tensor, biases: Tensor | None, ends: Tensor, *plan: Any
+) -> tuple[Tensor, Tensor]:
+    B, G, J, T, _ = q.shape
+    return v.new_empty(B, G * J, T, v.shape[-1]), v.new_empty(0)
+
+
+def _no_gradient(*_: Any) -> Any:
+    raise RuntimeError("decoding steps have no gradients: kernels of calls with gradients are those of prefill")
+
+
+MLR_OP = CustomOp(
+    "mlr",
+    f"Tensor q, Tensor k, Tensor v, Tensor? biases, Tensor ends, {PLAN_SCHEMA}",
+    _op_forward,
+    _op_backward,
+    _op_fake,
+)
+MLR_DECODE_OP = CustomOp(
+    "mlr_decode", f"Tensor q, Tensor[] keys, Tensor v, Tensor? biases, Tensor ends, {PLAN_SCHEMA}",
+    _decode_op, _no_gradient, _decode_fake,
+)  # fmt: skip

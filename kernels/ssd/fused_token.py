@@ -107,7 +107,7 @@ def project_signals(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor
     """Return (log-gates_BG, beta_BG, level_BGJL or None), float32. Of the levels the first `used` are filled; beta is not filled
     for kernel scores."""
     batch, dim = x_BD.shape
-    inner, groups, heads = gates_of(mixer), mixer.shape.groups, mixer.shape.heads
+    inner, groups, heads = gates_of(mixer), mixer.linear_shape.groups, mixer.shape.heads
     tree = mixer.mask if isinstance(mixer.mask, HierarchicalMask) else None
     lambdas = 0 if tree is None else tree.config.levels
     buffer = torch.empty(batch * (2 * groups + heads * lambdas), dtype=torch.float32, device=x_BD.device)

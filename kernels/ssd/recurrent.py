@@ -25,6 +25,84 @@ from surgery.mixers.masks.log_linear import levels_after, log_linear_step
 from surgery.mixers.masks.semiseparable import semiseparable_step
 
 
+@triton.jit
+def advance_levels(
+    q, level, buckets, left, k_K, write_K, v_V, vv_V, fade, at, count, before, after, sqj, slj, sll, sul, left_level,
+    F: tl.constexpr, V: tl.constexpr, J: tl.constexpr, LAST: tl.constexpr, DELTA: tl.constexpr, MORE: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr,
+):  # fmt: skip
+    """Store the states of one row and group behind the token, and return what it reads of them: sum_l lambda^(l) q S_l of each
+    head, (BJ, BV), and the same of the column of ones, (BJ,).
+
+    q, level, buckets, left: pointers to the row and group; left may be buckets. write_K: the key, times beta for the delta rule. at, count:
+    position of the token and whether there is one. left_level: numbers between levels of `left`. MORE: the states have a column
+    V of sums of keys, which the program of the first tile stores. LAST, DELTA and strides as in `step`.
+    """
+    kk_K = tl.arange(0, BK)
+    VS: tl.constexpr = V + 1 if MORE else V
+    tile_KV = kk_K[:, None] * VS + vv_V[None, :]
+    inside_KV = (kk_K < F)[:, None] & (vv_V < V)[None, :]
+    stores_K = (kk_K < F) & (tl.min(vv_V, 0) == 0)
+    token_KV = write_K[:, None] * v_V[None, :]
+    j_J = tl.arange(0, BJ)
+    out_JV = tl.zeros([BJ, BV], tl.float32)
+    more_J = tl.zeros([BJ], tl.float32)
+    if LAST >= 0:
+        turned = at ^ (at + count)  # ones up to the lowest zero bit of the position; 0 without a token
+        into = -1
+        while (turned >> (into + 1)) > 0:
+            into += 1
+    total_KV = token_KV
+    total_K = write_K
+    for i in range(-1 if LAST >= 0 else 0, before):
+        s_KV = token_KV
+        s_K = write_K
+        if i >= 0:
+            from_KV = buckets + (at * 0 + i) * sul + tile_KV
+            s_KV = tl.load(from_KV, mask=inside_KV, other=0.0).to(tl.float32)
+            if DELTA:
+                s_KV -= write_K[:, None] * tl.sum(k_K[:, None] * s_KV, 0)[None, :]
+            s_KV *= fade
+            if LAST < 0:
+                s_KV += token_KV
+            if MORE:
+                s_K = fade * tl.load(buckets + (at * 0 + i) * sul + kk_K * VS + V, mask=kk_K < F, other=0.0).to(
+                    tl.float32
+                )
+                if LAST < 0:
+                    s_K += write_K
+        for j in tl.static_range(J):
+            q_K = tl.load(q + (at * 0 + j) * sqj + kk_K, mask=kk_K < F, other=0.0).to(tl.float32)
+            seen_V = tl.sum(q_K[:, None] * s_KV, 0)
+            of_level = 1.0
+            if LAST >= 0:
+                at_level = (at * 0 + j) * slj + (at * 0 + tl.minimum(i + 1, LAST)) * sll
+                of_level = tl.load(level + at_level).to(tl.float32)
+                seen_V *= of_level
+            out_JV += tl.where((j_J == j)[:, None], seen_V[None, :], 0.0)
+            if MORE:
+                more_J += tl.where(j_J == j, of_level * tl.sum(q_K * s_K, 0), 0.0)
+        if i >= 0:
+            to_KV = left + (at * 0 + i) * left_level + tile_KV
+            if LAST >= 0:
+                total_KV += tl.where(i < into, s_KV, 0.0)
+                s_KV = tl.where(i < into, 0.0, tl.where(i == into, total_KV, s_KV))
+            tl.store(to_KV, s_KV, mask=inside_KV)
+            if MORE:
+                if LAST >= 0:
+                    total_K += tl.where(i < into, s_K, 0.0)
+                    s_K = tl.where(i < into, 0.0, tl.where(i == into, total_K, s_K))
+                tl.store(left + (at * 0 + i) * left_level + kk_K * VS + V, s_K, mask=stores_K)
+    if LAST >= 0:
+        for i in range(before, after):
+            to_KV = left + (at * 0 + i) * left_level + tile_KV
+            tl.store(to_KV, tl.where(i == into, total_KV, 0.0), mask=inside_KV)
+            if MORE:
+                to_K = left + (at * 0 + i) * left_level + kk_K * VS + V
+                tl.store(to_K, tl.where(i == into, total_K, 0.0), mask=stores_K)
+    return out_JV, more_J
+
+
 @triton.jit(do_not_specialize=["before", "after"])
 def step(
     q, k, v, beta, gate, level, buckets, out, left, start_B, count_B, weight, seen_B, root, before, after, G,
@@ -46,8 +124,6 @@ def step(
     g = (tl.program_id(0) % G).to(tl.int64)
     kk_K = tl.arange(0, BK)
     vv_V = tl.program_id(1) * BV + tl.arange(0, BV)
-    tile_KV = kk_K[:, None] * V + vv_V[None, :]
-    inside_KV = (kk_K < F)[:, None] & (vv_V < V)[None, :]
     count = tl.load(count_B + b * scb).to(tl.int64) if COUNT else 1
     there = count > 0
     k_K = root * tl.load(k + b * skb + g * skg + kk_K, mask=(kk_K < F) & there, other=0.0).to(tl.float32)
@@ -58,48 +134,18 @@ def step(
     write_K = k_K
     if DELTA:
         write_K = k_K * tl.load(beta + b * sbb + g * sbg).to(tl.float32)
-    token_KV = write_K[:, None] * v_V[None, :]
+    at = tl.load(start_B + b) if LAST >= 0 else b * 0
+    q += b * sqb + g * sqg
+    level += b * slb + g * slg
+    left += (b * after * G + g) * F * V
+    out_JV, _ = advance_levels(
+        q, level, buckets + b * sub + g * sug, left, k_K, write_K, v_V, vv_V, fade, at, count, before, after,
+        sqj, slj, sll, sul, (b * 0 + G) * F * V, F, V, J, LAST, DELTA, False, BK, BV, BJ,
+    )  # fmt: skip
     j_J = tl.arange(0, BJ)
-    out_JV = tl.zeros([BJ, BV], tl.float32)
-    if LAST >= 0:
-        at = tl.load(start_B + b)
-        turned = at ^ (at + count)  # ones up to the lowest zero bit of the position; 0 without a token
-        into = -1
-        while (turned >> (into + 1)) > 0:
-            into += 1
-    total_KV = token_KV
-    for i in range(-1 if LAST >= 0 else 0, before):
-        s_KV = token_KV
-        if i >= 0:
-            from_KV = buckets + b * sub + (b * 0 + i) * sul + g * sug + tile_KV
-            s_KV = tl.load(from_KV, mask=inside_KV, other=0.0).to(tl.float32)
-            if DELTA:
-                s_KV -= write_K[:, None] * tl.sum(k_K[:, None] * s_KV, 0)[None, :]
-            s_KV *= fade
-            if LAST < 0:
-                s_KV += token_KV
-        for j in tl.static_range(J):
-            q_K = tl.load(q + b * sqb + g * sqg + (b * 0 + j) * sqj + kk_K, mask=kk_K < F, other=0.0).to(tl.float32)
-            seen_V = tl.sum(q_K[:, None] * s_KV, 0)
-            if LAST >= 0:
-                of_level = tl.load(
-                    level + b * slb + g * slg + (b * 0 + j) * slj + (b * 0 + tl.minimum(i + 1, LAST)) * sll
-                )
-                seen_V *= of_level.to(tl.float32)
-            out_JV += tl.where((j_J == j)[:, None], seen_V[None, :], 0.0)
-        if i >= 0:
-            to_KV = left + ((b * after + i) * G + g) * F * V + tile_KV
-            if LAST >= 0:
-                total_KV += tl.where(i < into, s_KV, 0.0)
-                s_KV = tl.where(i < into, 0.0, tl.where(i == into, total_KV, s_KV))
-            tl.store(to_KV, s_KV, mask=inside_KV)
-    if LAST >= 0:
-        for i in range(before, after):
-            to_KV = left + ((b * after + i) * G + g) * F * V + tile_KV
-            tl.store(to_KV, tl.where(i == into, total_KV, 0.0), mask=inside_KV)
     scale_J = tl.full([BJ], 1.0, tl.float32) * root
     if UNIT:
-        at_JK = q + b * sqb + g * sqg + (b * 0 + j_J)[:, None] * sqj + kk_K[None, :]
+        at_JK = q + (b * 0 + j_J)[:, None] * sqj + kk_K[None, :]
         q_JK = root * tl.load(at_JK, mask=(j_J < J)[:, None] & (kk_K < F)[None, :], other=0.0).to(tl.float32)
         scale_J *= 1 / tl.sqrt(tl.sum(q_JK * q_JK, 1) + 1e-6)
     if WEIGHT:

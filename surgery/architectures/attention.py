@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
@@ -10,36 +9,50 @@ from torch import nn
 
 from surgery.architectures import Architecture, get_architecture
 from surgery.architectures.base import known_families
+from surgery.architectures.dry_run import ObservedAttention, library_class, observe_attention, own_attention_reason
+from surgery.architectures.dry_run import uses_attention_interface as _looks_up_attention
 from surgery.architectures.outline import AttentionOutline
+from surgery.architectures.towers import architecture_at, text_config
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import AttentionShape
 
 
 def uses_attention_interface(module: nn.Module) -> bool:
-    """Return whether the forward looks its attention function up in transformers' table, where a mixer can be inserted."""
-    if isinstance(module, AttentionOutline):
-        return True
-    forwards = [inspect.unwrap(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
-    return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
+    """Return whether a mixer can be inserted into the module, because it looks its attention function up in transformers' table."""
+    return isinstance(module, AttentionOutline) or _looks_up_attention(module)
 
 
 def require_architecture(model: Any) -> Architecture:
     """Return the architecture of a model whose attention can be replaced. Raise SurgeryError, with the reason, for others."""
-    kind = model.config.model_type
-    architecture = get_architecture(kind)
-    if architecture is not None and architecture.unmixable:
-        raise SurgeryError(f"{type(model).__name__} cannot be given mixers: {architecture.unmixable}")
-    if not any(uses_attention_interface(module) for module in model.modules()):
-        raise SurgeryError(
-            f"{type(model).__name__} computes attention in its own forward, without transformers' attention functions, so "
-            "mixers cannot replace it. Supported families: llama, qwen2, qwen3, mistral, gemma2, gpt2, .."
-        )
+    architecture = _known_architecture(model)
     if architecture is None:
+        kind = text_config(model).model_type
         raise SurgeryError(
-            f"no architecture of {kind!r}, so it is not known how its attention is scaled, rotated and masked"
+            f"no architecture of {kind!r}, so it is not known which linear computes its values"
             f"{suggestion(kind, known_families())}; to add one, write a small file like surgery/architectures/llama.py"
         )
     return architecture
+
+
+def _known_architecture(model: Any) -> Architecture | None:
+    """Return the architecture of a model, None without one. Raise SurgeryError if its attention cannot be replaced."""
+    architecture = get_architecture(text_config(model).model_type)
+    if architecture is not None and architecture.unmixable:
+        raise SurgeryError(f"{type(model).__name__} cannot be given mixers: {architecture.unmixable}")
+    if not any(uses_attention_interface(module) for module in model.modules()):
+        raise SurgeryError(f"{type(model).__name__} cannot be given mixers: {own_attention_reason(model)}")
+    return architecture
+
+
+def _observed(model: Any) -> dict[str, ObservedAttention]:
+    """Return the self-attention modules of a model without an architecture. Raise SurgeryError if none of them can be replaced."""
+    found = observe_attention(model)
+    if not found:
+        raise SurgeryError(f"{type(model).__name__} cannot be given mixers: its forward ran no self-attention")
+    if all(each.refusal for each in found.values()):
+        path, first = next(iter(found.items()))
+        raise SurgeryError(f"{type(model).__name__} cannot be given mixers: {path}: {first.refusal}")
+    return found
 
 
 def _parent_layer(architecture: Architecture, path: str) -> str | None:
@@ -51,34 +64,54 @@ def _parent_layer(architecture: Architecture, path: str) -> str | None:
 
 
 def attention_paths(model: Any) -> list[str]:
-    """Return the paths of the self-attention modules that mixers can replace."""
-    architecture = require_architecture(model)
+    """Return the paths of the self-attention modules, in order.
+
+    Mixers can replace all of them in a family with an Architecture. In others, a dry run decides: `attention_shape` raises SurgeryError
+    for a module that cannot be replaced, and here one is raised if no module can.
+    """
+    architecture = _known_architecture(model)
+    if architecture is None:
+        return list(_observed(model))
     return [
         n
         for n, m in model.named_modules()
-        if _parent_layer(architecture, n) is not None and uses_attention_interface(m)
+        if _parent_layer(architecture, n) is not None
+        and uses_attention_interface(m)
+        and architecture_at(model, n) is architecture
     ]
 
 
 def output_path(model: Any, path: str) -> str:
-    """Return the path of the output projection of the attention at `path`."""
-    architecture = require_architecture(model)
+    """Return the path of the output projection of the attention at `path`: the first linear that reads the heads' outputs."""
+    architecture = _known_architecture(model)
+    if architecture is None:
+        return _observed(model)[path].output
     place = f"{_parent_layer(architecture, path)}.{architecture.attention[0]}"
     modules = dict(model.named_modules())
     return next(p for p in (f"{place}.{end}" for end in architecture.output.split("|")) if p in modules)
 
 
+def key_value_heads(config: Any, architecture: Architecture | None) -> int:
+    """Return the number of key/value heads: that of query heads where the config names none, or the family does not read the name."""
+    shared = architecture is None or architecture.grouped_heads
+    return int((getattr(config, "num_key_value_heads", None) if shared else None) or config.num_attention_heads)
+
+
 def attention_shape(model: Any, path: str) -> AttentionShape:
-    """Return the shape of the attention at `path`: sizes, scaling, masking and rotation, as a mixer needs them."""
-    architecture, layer = require_architecture(model), None
+    """Return the shape of the attention at `path`: sizes, scaling, masking and rotation, as a mixer needs them.
+
+    Raises SurgeryError, with the property that forbids it, if a mixer cannot replace the module.
+    """
+    architecture, layer = _known_architecture(model), None
+    if architecture is None:
+        return _observed_shape(model, path)
     module = dict(model.named_modules()).get(path)
     if module is not None:
         layer = _parent_layer(architecture, path)
     if module is None or layer is None:
         raise SurgeryError(f"{type(model).__name__} has no attention at {path!r} to replace by a mixer")
     config = getattr(module, "host", module.config)
-    heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
+    heads, groups = config.num_attention_heads, key_value_heads(config, architecture)
     key = getattr(module, architecture.head_dim)
     value_out = _value_width(model, architecture, f"{layer}.{architecture.attention[0]}", (heads, groups, key))
     return AttentionShape(
@@ -95,6 +128,17 @@ def attention_shape(model: Any, path: str) -> AttentionShape:
         interleaved=architecture.rotary == "pairs",
         norm=architecture.qk_norm,
     )
+
+
+def _observed_shape(model: Any, path: str) -> AttentionShape:
+    found = _observed(model).get(path)
+    if found is None:
+        raise SurgeryError(f"{library_class(model).__name__} has no attention at {path!r} to replace by a mixer")
+    if found.shape is None:
+        raise SurgeryError(
+            f"{path} cannot be given a mixer: {found.refusal}. Leave its layer out with attention.layers"
+        )
+    return found.shape
 
 
 def _value_width(model: Any, architecture: Architecture, place: str, sizes: tuple[int, int, int]) -> int:
@@ -122,8 +166,14 @@ def _out_features(linear: Any) -> int:
 
 
 def _window(module: Any, config: Any) -> int | None:
-    """Return the sliding window of the module if it defines one (Qwen, Gemma: None on full layers), else of the config (Mistral, Phi-3)."""
-    return getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    """Return the sliding window of the module if it defines one (Qwen, Gemma: None on full layers), else of the config (Mistral, Phi-3).
+
+    Qwen2-MoE sets the attribute on layers with a window only, and the config's window to 0 if there is none.
+    """
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if not hasattr(module, "sliding_window") and kinds and index is not None and kinds[index] != "sliding_attention":
+        return None
+    return getattr(module, "sliding_window", getattr(config, "sliding_window", None)) or None
 
 
 def _rotary_dims(module: Any, config: Any, architecture: Architecture, key: int) -> int:

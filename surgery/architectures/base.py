@@ -22,6 +22,9 @@ ROLES = (
     "mlp.gate",
     "mlp.up",
     "mlp.down",
+    "expert.gate",
+    "expert.up",
+    "expert.down",
     "head",
 )
 
@@ -83,6 +86,8 @@ class Architecture:
     core: path, below the first attention sublayer, of the module that computes the scores; "" for the sublayer itself.
     head_dim: that module's attribute for the head dimension K. rotary: which dimensions of a head RoPE rotates together,
         "halves" (f, f + half) or "pairs" (2 f, 2 f + 1); "none" without RoPE. How many rotate is read from the config.
+    grouped_heads: whether query heads may share key/value heads, whose number is then the config's num_key_value_heads; False if the
+        family does not read that key, as transformers ignores it too.
     score_softcap: config key of the soft cap on attention scores. unmixable: why its attention cannot be replaced.
     outline: the modules of transformers' class for `surgery plan`; None to import that class for every plan.
     """
@@ -107,6 +112,7 @@ class Architecture:
     core: str = ""
     head_dim: str = "head_dim"
     rotary: Literal["halves", "pairs", "none"] = "halves"
+    grouped_heads: bool = True
     score_softcap: str = ""
     unmixable: str = ""
     outline: OutlineSpec | None = None

@@ -20,4 +20,5 @@ ARCHITECTURE = Architecture(
     core="self",
     head_dim="attention_head_size",
     rotary="none",
+    grouped_heads=False,
 )

@@ -14,4 +14,5 @@ ARCHITECTURE = Architecture(
     residual_attention=("ln_1",),
     residual_mlp=("ln_2",),
     rotary="none",
+    grouped_heads=False,
 )

@@ -14,4 +14,5 @@ ARCHITECTURE = Architecture(
     fused=(FusedLinear("query_key_value", ("attention.query", "attention.key", "attention.value"), "per_head"),),
     head="embed_out|lm_head",
     head_dim="head_size",
+    grouped_heads=False,
 )

@@ -19,4 +19,5 @@ ARCHITECTURE = Architecture(
     residual_mlp=("layer.1.layer_norm", "layer.2.layer_norm"),
     rotary="none",
     unmixable="T5 adds a learned position bias to its scores, which mixers do not support",
+    grouped_heads=False,
 )

@@ -17,4 +17,5 @@ ARCHITECTURE = Architecture(
     residual_mlp=("layernorm_after", "layernorm_after"),
     head="classifier",
     rotary="none",
+    grouped_heads=False,
 )

@@ -6,6 +6,8 @@ from the converted model and, as the target, the outputs of the original heads o
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,12 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.calibration.layer_runner import LayerCall, StopForward
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.mixers import AttentionShape, Mixer, MixerInputs, MixerState
 from surgery.modeling.attention import attach_mixer
 from surgery.planning.attention_plan import AttentionTarget
+
+CAPTURE_NAME = "surgery-head-outputs"  # attention function that records the outputs of the function it stands for
 
 
 @dataclass
@@ -121,18 +127,42 @@ class AttentionSamples:
     def _head_outputs(self, row: int) -> Tensor:
         """Return the outputs of the original heads, (1, H, T, V)."""
         captured: list[Tensor] = []
-
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            captured.append(args[0])
-            raise StopForward
-
-        handle = self.meta_model.module(self.target.output).register_forward_pre_hook(hook)
-        try:
+        with head_outputs_captured(self.meta_model.module(self.target.path), captured):
             run_until_stop(self.call, row)
-        finally:
-            handle.remove()
-        heads: Tensor = torch.unflatten(captured[0], -1, (self.target.shape.heads, -1))
-        return heads.transpose(1, 2)
+        return captured[0].transpose(1, 2)
+
+
+_captures: list[
+    tuple[Any, list[Tensor]]
+] = []  # (attention function, its outputs) of the contexts of head_outputs_captured
+
+
+@contextmanager
+def head_outputs_captured(module: Any, captured: list[Tensor]) -> Iterator[None]:
+    """Append the output (B, T, H, V) of the module's attention function to `captured` inside the context, and raise StopForward.
+
+    The input of the output projection is not always that: some families multiply it by a gate first.
+    """
+    before = module.config
+    default = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(before._attn_implementation, default)
+    module.config = copy.copy(before)
+    module.config._attn_implementation_internal = CAPTURE_NAME
+    _captures.append((function, captured))
+    try:
+        yield
+    finally:
+        _captures.pop()
+        module.config = before
+
+
+def _capture_heads(*args: Any, **kwargs: Any) -> Any:
+    function, captured = _captures[-1]
+    captured.append(function(*args, **kwargs)[0])
+    raise StopForward
+
+
+AttentionInterface.register(CAPTURE_NAME, _capture_heads)
 
 
 def run_until_stop(call: LayerCall, row: int) -> None:

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,28 +31,35 @@ class CalibrationSet:
     """Inputs of the model for calibration.
 
     inputs: keyword arguments of the model's forward, batch axis first. Rows 0:n_fit are fitted to, rows n_fit:rows are held
-    out for measuring the error.
+    out for measuring the error. packed: names of inputs of which the model takes several entries in sequence for each row, such as the
+    patches of an image; they are stored as (rows, entries, ..) and passed to the model as (rows entries, ..).
     """
 
     inputs: dict[str, Tensor]
     n_fit: int
     rows: int
+    packed: frozenset[str] = frozenset()
 
     @classmethod
     def from_inputs(cls, inputs: dict[str, Tensor], holdout: float) -> CalibrationSet:
-        """Return the set with a share `holdout` of the rows held out: at least one row, and at least two if there are four."""
-        rows = len(next(iter(inputs.values())))
+        """Return the set with a share `holdout` of the rows held out: at least one row, and at least two if there are four.
+
+        inputs: as the model takes them; see `count_rows` for the number of rows.
+        """
+        rows = count_rows(inputs, "calibration")
+        packed = frozenset(name for name, x in inputs.items() if len(x) != rows)
+        inputs = {name: x.unflatten(0, (rows, -1)) if name in packed else x for name, x in inputs.items()}
         if rows < 2:
             raise SurgeryError(f"calibration: {rows} window; at least two are needed, one to fit and one to check")
         # Two if possible: a standard error cannot be estimated from one.
         held = min(max(2 if rows >= 4 else 1, round(rows * holdout)), rows - 1)
-        return cls(inputs, rows - held, rows)
+        return cls(inputs, rows - held, rows, packed)
 
     def subset(self, share: float) -> CalibrationSet:
         """Return a set with a share of the rows to fit to, and all held-out rows."""
         kept = max(1, round(self.n_fit * share))
         rows = [*range(kept), *range(self.n_fit, self.rows)]
-        return CalibrationSet({k: v[rows] for k, v in self.inputs.items()}, kept, len(rows))
+        return CalibrationSet({k: v[rows] for k, v in self.inputs.items()}, kept, len(rows), self.packed)
 
     def fit_inputs(self) -> dict[str, Tensor]:
         """Return the inputs of the rows to fit to."""
@@ -61,6 +68,14 @@ class CalibrationSet:
     def mask(self) -> Tensor | None:
         """Return the attention mask (rows, T), nonzero at real tokens; None if the inputs are not padded."""
         return self.inputs.get("attention_mask")
+
+    def token_masks(self, tower: str = "") -> tuple[Tensor, ...]:
+        """Return the masks (rows, T) of the tokens that layers of a tower read: of the input, and of the decoder's input.
+
+        Layers that read images or sound have none.
+        """
+        names = ("attention_mask", "decoder_attention_mask") if tower in ("", "text", "encoder", "decoder") else ()
+        return tuple(self.inputs[name] for name in names if name in self.inputs)
 
     def head_mask(self) -> Tensor | None:
         """Return the mask of the tokens that reach the head: the decoder's if the model has one."""
@@ -79,11 +94,97 @@ class CalibrationSet:
         return digest.hexdigest()
 
 
-def unpadded_rows(x_BTX: Tensor, mask_BT: Tensor | None) -> Tensor:
-    """Return the rows of real tokens, (N, X); all rows if there is no mask, or a mask of another shape."""
-    if mask_BT is None or x_BTX.shape[:2] != mask_BT.shape:
-        return x_BTX.flatten(0, -2)
-    return x_BTX[mask_BT.to(x_BTX.device).bool()]
+def unpadded_rows(x_BTX: Tensor, *masks_BT: Tensor | None) -> Tensor:
+    """Return the rows of real tokens, (N, X), by the first mask of the shape (B, T); all rows if there is none."""
+    for mask_BT in masks_BT:
+        if mask_BT is not None and x_BTX.shape[:2] == mask_BT.shape:
+            return x_BTX[mask_BT.to(x_BTX.device).bool()]
+    return x_BTX.flatten(0, -2)
+
+
+# -- inputs of the model ---------------------------------------------------------------------------
+TOKEN_INPUTS = ("input_ids", "decoder_input_ids", "labels")
+IGNORED_LABEL = -100  # transformers computes no loss there
+
+
+def count_rows(inputs: Mapping[str, Tensor], where: str) -> int:
+    """Return the number of rows of inputs: that of the token ids, else of all tensors.
+
+    Raises SurgeryError if the first axis of a tensor is not a multiple of it, or empty. where: names the inputs in the message.
+    """
+    sizes = {name: len(x) if x.dim() else 0 for name, x in inputs.items()}
+    rows = next((sizes[name] for name in TOKEN_INPUTS if name in sizes), None)
+    rows = min(sizes.values(), default=0) if rows is None else rows
+    several = rows and not any(name in sizes for name in TOKEN_INPUTS) and len(set(sizes.values())) > 1
+    if not rows or several or any(size % rows or not size for size in sizes.values()):
+        raise SurgeryError(
+            f"{where}: every tensor needs the same number of rows, for example pixel_values (64, 3, 224, 224); beside token ids (rows, "
+            f"length), the first axis of images may be a multiple of it (got {sizes})"
+        )
+    return rows
+
+
+def read_labels(inputs: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """Return the inputs of an encoder-decoder with decoder_input_ids in the place of labels; others unchanged.
+
+    decoder_input_ids are the start token and the labels before each position; padded labels (-100) are masked. If both masks or ids
+    have one length, the last position of the decoder is dropped, because padding is found by length.
+    """
+    config = model.config
+    if not getattr(config, "is_encoder_decoder", False):
+        return inputs
+    inputs = dict(inputs)
+    labels_BT = inputs.pop("labels", None)
+    if "decoder_input_ids" not in inputs:
+        if labels_BT is None:
+            raise SurgeryError(
+                f"calibration inputs: {type(model).__name__} is an encoder-decoder and needs labels or decoder_input_ids (got "
+                f"{', '.join(sorted(inputs))}). Give pairs of texts (.jsonl with input and target), or add labels (rows, length)"
+            )
+        if labels_BT.dim() != 2 or labels_BT.is_floating_point():
+            raise SurgeryError(
+                f"calibration inputs: labels must hold token ids, (rows, length) int64 (got {labels_BT.dtype} {list(labels_BT.shape)})"
+            )
+        start, pad = _decoder_token(model, "decoder_start_token_id"), _decoder_token(model, "pad_token_id")
+        real_BT = labels_BT != IGNORED_LABEL
+        first_B1 = torch.full_like(labels_BT[:, :1], start)
+        inputs["decoder_input_ids"] = torch.cat([first_B1, labels_BT.masked_fill(~real_BT, pad)[:, :-1]], dim=1)
+        if not bool(real_BT.all()):
+            ones_B1 = torch.ones_like(first_B1)
+            inputs.setdefault("decoder_attention_mask", torch.cat([ones_B1, real_BT[:, :-1].to(ones_B1)], dim=1))
+    masks = [inputs[name] for name in ("attention_mask", "decoder_attention_mask") if name in inputs]
+    length = inputs["decoder_input_ids"].shape[-1]
+    if masks and "input_ids" in inputs and inputs["input_ids"].shape[-1] == length > 2:
+        for name in ("decoder_input_ids", "decoder_attention_mask"):
+            if name in inputs:
+                inputs[name] = inputs[name][:, :-1].contiguous()
+    return inputs
+
+
+def _decoder_token(model: Any, key: str) -> int:
+    """Return a token id of the model's config or generation config; 0 without one."""
+    places = (model.config, getattr(model, "generation_config", None), model.config.get_text_config())
+    found = next((getattr(place, key) for place in places if getattr(place, key, None) is not None), 0)
+    return int(found)
+
+
+def token_embedding(model: Any) -> Any:
+    """Return the embedding of a model's input ids, or None if it is not known."""
+    try:
+        found = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # models of two towers
+        tokens = [m for path, m in model.named_modules() if path.endswith(("token_embedding", "embed_tokens"))]
+        found = tokens[0] if tokens else None
+    return found if isinstance(found, torch.nn.Embedding) else None
+
+
+PLACEHOLDER_KEYS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+
+
+def placeholder_tokens(config: Any) -> set[int]:
+    """Return the token ids of a config that stand for images, videos or sound, and are replaced by their features."""
+    found = {getattr(config, key, None) for key in (*PLACEHOLDER_KEYS, "audio_token_index")}
+    return {token for token in found if isinstance(token, int)}
 
 
 def check_model_inputs(inputs: dict[str, Tensor], model: Any) -> None:
@@ -91,11 +192,20 @@ def check_model_inputs(inputs: dict[str, Tensor], model: Any) -> None:
     taken = [name for name in inspect.signature(model.forward).parameters if name not in ("labels", "kwargs")]
     for name in inputs:
         if name not in taken:
-            raise SurgeryError(f"calibration inputs: {type(model).__name__} takes no {name!r}{suggestion(name, taken)}")
-    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
+            main = getattr(model, "main_input_name", None)
+            rule = (
+                f"; it reads {main}: give model inputs in a .safetensors file" if name == "input_ids" and main else ""
+            )
+            raise SurgeryError(
+                f"calibration inputs: {type(model).__name__} takes no {name!r}{suggestion(name, taken)}{rule}"
+            )
+    vocabulary = getattr(token_embedding(model), "num_embeddings", None)
     for name, ids in inputs.items():
         if name.endswith("input_ids") and vocabulary is not None:
-            low, high = int(ids.min()), int(ids.max())
+            kept = ids
+            for token in placeholder_tokens(model.config):
+                kept = kept[kept != token]
+            low, high = (int(kept.min()), int(kept.max())) if kept.numel() else (0, 0)
             if ids.dim() != 2 or ids.is_floating_point() or low < 0 or high >= vocabulary:
                 raise SurgeryError(
                     f"calibration inputs: {name} holds {ids.dtype} {list(ids.shape)} from {low} to {high}; it must hold "
@@ -116,7 +226,8 @@ def calibration_inputs(
 ) -> dict[str, Tensor]:
     """Return the model's inputs: `tokens` tokens of the text in windows of `length` tokens, special tokens included.
 
-    An encoder-decoder gets the first half of a window as the encoder's input and the second half as the decoder's.
+    An encoder-decoder gets the first half of a window as the encoder's input and the second half as the decoder's. Pairs and
+    folders of images are read by surgery.calibration.inputs.
 
     text: a file (.txt, .md, .json, .jsonl, .parquet, .csv; .safetensors with ready inputs, for models of images or sound) or
     a Hub data set, "org/name" or "org/name:config:split:column". notes: list to which notes about the text are appended,
@@ -125,13 +236,26 @@ def calibration_inputs(
     path = Path(text)
     if path.suffix == ".safetensors":
         return load_input_tensors(path)
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or length
     documents = document_stream(text, notes)
-    windows_NT = text_windows(
-        documents, load_tokenizer(source_folder, trust_remote_code), tokens, min(length, limit), text
-    )
+    tokenizer = load_tokenizer(source_folder, trust_remote_code)
+    return text_inputs(documents, tokenizer, config, tokens, length, where=text, notes=notes)
+
+
+def text_inputs(
+    documents: Iterator[str],
+    tokenizer: Any,
+    config: Any,
+    tokens: int,
+    length: int,
+    *,
+    where: str,
+    notes: list[str] | None = None,
+) -> dict[str, Tensor]:
+    """Return the model's inputs for a stream of documents, see `calibration_inputs`. where: names the text in messages."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or length
+    windows_NT = text_windows(documents, tokenizer, tokens, min(length, limit), where)
     if notes is not None and windows_NT.numel() < 0.9 * tokens:
-        notes.append(f"{text} gives {windows_NT.numel():,} tokens in whole windows, where {tokens:,} were asked for")
+        notes.append(f"{where} gives {windows_NT.numel():,} tokens in whole windows, where {tokens:,} were asked for")
     if getattr(config, "is_encoder_decoder", False):
         half = windows_NT.shape[1] // 2
         start = torch.full((len(windows_NT), 1), config.decoder_start_token_id)
@@ -147,11 +271,9 @@ def load_input_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise SurgeryError(f"calibration file {path} does not exist")
     inputs = {name: read_tensor(info) for name, info in read_header(path).items()}
-    if not inputs or len({len(t) for t in inputs.values() if t.dim()}) != 1:
-        raise SurgeryError(
-            f"{path}: every tensor needs the same number of rows, for example pixel_values (64, 3, 224, 224)"
-        )
-    return inputs
+    count_rows(inputs, str(path))
+    first = [name for name in TOKEN_INPUTS if name in inputs]
+    return {name: inputs[name] for name in (*first, *(name for name in inputs if name not in first))}
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:

@@ -10,6 +10,7 @@ the gradient of the output is random noise, relative to the output's root mean s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,18 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from surgery.calibration.data import CalibrationSet, unpadded_rows
-from surgery.calibration.layer_runner import LayerCall, LayerRunner, run_phases
+from surgery.calibration.layer_runner import LayerCall, LayerRunner, flatten_call, run_phases
 from surgery.calibration.lm_head import ROWS_PER_PASS, ChunkedLMHead
 from surgery.calibration.partition import MAX_SHARDS, Round
+from surgery.calibration.routing import RoutingRecord
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorSource, read_header, read_tensor, write_shard
 from surgery.core.device import trim_memory
 from surgery.core.errors import naming
 from surgery.planning.allocate import CostPoint
-from surgery.planning.plan import LinearTarget, Plan
+from surgery.planning.plan import LinearTarget, Plan, fit_config_to_budget, has_free_rank
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.weights import target_gram, target_weight
 from surgery.structures import STRUCTURES, Metric
@@ -44,7 +46,9 @@ class GradientHooks:
 
     def __init__(self, fisher_pass: FisherPass, call: LayerCall):
         self.fisher_pass, self.path = fisher_pass, call.path
-        self.paths = list(fisher_pass.plan.targets_in_layer(call.path))
+        self.linears = {path: parts[0].linear for path, parts in fisher_pass.plan.targets_in_layer(call.path).items()}
+        self.paths = list(self.linears)
+        self.routing = RoutingRecord(call.layer, call.path, self.linears.values())
         # Linear -> sum of x x^T, and linear -> sum of g g^T: over the current row shard, in the end over all rows.
         self.moments: dict[str, Tensor] = {}
         self.grams: dict[str, Tensor] = {}
@@ -59,8 +63,10 @@ class GradientHooks:
         for path in self.paths:
             module = self.fisher_pass.meta_model.module(path)
             self._handles.append(module.register_forward_hook(self._hook(path)))
+        self.routing.__enter__()
 
     def __exit__(self, *_: Any) -> None:
+        self.routing.__exit__()
         for handle in self._handles:
             handle.remove()
         self._seen.clear()
@@ -68,8 +74,13 @@ class GradientHooks:
     def _hook(self, path: str) -> Callable[..., None]:
         fisher_pass = self.fisher_pass
 
+        masks_BT = fisher_pass.token_masks(self.path)
+
         def drop_padding(x: Tensor) -> Tensor:
-            return unpadded_rows(x, None if fisher_pass.mask_BT is None else fisher_pass.mask_BT[fisher_pass.rows])
+            masks = [mask_BT[fisher_pass.rows] for mask_BT in masks_BT]
+            if self.routing.is_routed(path):
+                return self.routing.unpadded_expert_rows(path, x, masks[0] if masks else None)
+            return unpadded_rows(x, *masks)
 
         def hook(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             x = args[0].detach()
@@ -85,8 +96,20 @@ class GradientHooks:
         return hook
 
     def _full(self, path: str) -> bool:
-        rule, out = self.fisher_pass.recipe.curvature, self.fisher_pass.plan.targets[path][0].linear.out
-        return rule == "full" or (rule == "auto" and 4 * out <= self.fisher_pass.tokens)
+        linear = self.linears[path]
+        return self._is_full(linear.out, linear.active)
+
+    def _is_full(self, out: int, active: float = 1.0) -> bool:
+        rule = self.fisher_pass.recipe.curvature
+        return rule == "full" or (rule == "auto" and 4 * out <= self.fisher_pass.tokens * active)
+
+    def add_output_gradient(self, grad_BTD: Tensor) -> None:
+        """Add the gradient of the layer's output, which weights its error in a refinement; only if the recipe has one."""
+        if self.paths and self.fisher_pass.recipe.refine and grad_BTD.dim() == 3:
+            masks_BT = (mask_BT[self.fisher_pass.rows] for mask_BT in self.fisher_pass.token_masks(self.path))
+            grad_ND = unpadded_rows(grad_BTD.to(self.fisher_pass.runner.device), *masks_BT)
+            add_outer(self.grams, self.path, grad_ND, self._is_full(grad_ND.shape[1]))
+            self.rows[self.path] = self.rows.get(self.path, 0) + len(grad_ND)
 
     def reduce_round(self, round_: Round) -> None:
         """Add the sums of the row shards of a round, in the order of the shards."""
@@ -94,8 +117,11 @@ class GradientHooks:
         # A process without a row shard has called no linear; it takes names and shapes from the round's first owner.
         own = [{path: tuple(t.shape) for path, t in part.items()} for part in parts], self.shared_input, self.rows
         per_rank = ranks.gather(own)
-        shapes, self.shared_input, _ = per_rank[round_.owners[0]]
-        for owner in round_.owners:
+        shapes: list[dict[str, tuple[int, ...]]] = [{}, {}]
+        for owner in round_.owners:  # an expert may get rows in some processes only
+            for known, found in zip(shapes, per_rank[owner][0]):
+                known |= found
+            self.shared_input |= per_rank[owner][1]
             for path, rows in per_rank[owner][2].items():
                 self.counts[path] = self.counts.get(path, 0) + rows
         for part, total, sizes in zip(parts, self.sums, shapes):
@@ -112,10 +138,31 @@ class GradientHooks:
         for tensor in [*self.moments.values(), *self.grams.values()] if self.fisher_pass.runner.ranks.count > 1 else ():
             self.fisher_pass.runner.ranks.gather_rows_(tensor)
         self.fisher_pass.runner.record_moment_bytes([*self.moments.values(), *self.grams.values()])
-        seen = [path for path in self.paths if path in self.grams]
-        shared = {path: self.fisher_pass.metric(self.moments[path].div_(self.rows[path])) for path in self.moments}
+        seen = [path for path in self.paths if self.rows.get(path)]
+        layer_gram = self.grams.get(self.path)
+        shared = {
+            path: self.fisher_pass.metric(self.moments[path].div_(self.rows[path]))
+            for path in self.moments
+            if self.rows[path]
+        }
         metrics = {path: shared[self.shared_input[path]] for path in seen}
-        self.fisher_pass.store(self.path, metrics, {path: self.grams[path].div_(self.rows[path]) for path in seen})
+        # The gradients of an expert's matrix are summed over its rows and divided by all tokens: the loss is a mean over tokens.
+        real = self.fisher_pass.real_tokens
+        grams = {path: self.grams[path].div_(real if self.linears[path].experts else self.rows[path]) for path in seen}
+        self._add_unreached_experts(metrics, grams, real)
+        extra = {} if layer_gram is None else {self.path: layer_gram.div_(self.rows[self.path])}
+        self.fisher_pass.store(self.path, metrics, grams, extra)
+
+    def _add_unreached_experts(self, metrics: dict[str, Metric], grams: dict[str, Tensor], tokens: int) -> None:
+        """Give an expert that no token reached the statistics of a reached one of the layer, as if one token had reached it."""
+        for path in self.paths:
+            linear = self.linears[path]
+            if path in metrics or not linear.experts:
+                continue
+            like = next(
+                p for p in metrics if (self.linears[p].experts, self.linears[p].roles) == (linear.experts, linear.roles)
+            )
+            metrics[path], grams[path] = metrics[like], grams[like] / max(1, self.rows[like])
 
 
 @torch.no_grad()
@@ -146,8 +193,8 @@ class FisherPass:
         self.meta_model, self.plan, self.recipe, self.runner = meta_model, plan, recipe, runner
         self.folder, self.done = folder, done
         self.options: dict[str, list[CostPoint]] = {}
-        self.tokens = 0
-        self.mask_BT: Tensor | None = None
+        self.tokens = self.real_tokens = 0  # with padding, and without
+        self.samples: CalibrationSet | None = None
         self.head_mask_BT: Tensor | None = None
         self.rows = slice(0)  # the rows in the current backward pass of a layer
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,11 +202,12 @@ class FisherPass:
     def run(self, batch: CalibrationSet) -> dict[str, list[CostPoint]]:
         """Run on the rows to fit to, and return the cost points of each target."""
         inputs = batch.fit_inputs()
-        self.mask_BT, self.head_mask_BT = (
-            None if m is None else m[: batch.n_fit].bool() for m in (batch.mask(), batch.head_mask())
-        )
+        head_mask_BT, self.samples = batch.head_mask(), batch
+        self.head_mask_BT = None if head_mask_BT is None else head_mask_BT[: batch.n_fit].bool()
         rows = next(iter(inputs.values()))
         self.tokens = rows.shape[0] * (rows.shape[1] if rows.dim() == 2 else 1)
+        mask_BT = batch.mask()
+        self.real_tokens = self.tokens if mask_BT is None else int(mask_BT[: batch.n_fit].sum())
         with torch.enable_grad():
             final_BTD = self.runner.run(inputs, self._visit, [(0, batch.n_fit, MAX_SHARDS)])
             all_rows_BTD = final_BTD.detach()
@@ -168,11 +216,13 @@ class FisherPass:
             torch.autograd.backward(final_BTD, self._output_gradient(all_rows_BTD))
         return self.options
 
+    def token_masks(self, layer: str) -> tuple[Tensor, ...]:
+        """Return the masks (rows, T) of the tokens that a layer reads."""
+        assert self.samples is not None
+        return self.samples.token_masks(self.plan.layout.tower(layer))
+
     def _visit(self, call: LayerCall) -> Any:
-        leaves, spec = tree_flatten((call.args, call.kwargs))
-        # The input of the first layer must require a gradient, so that autograd calls the backward of every layer.
-        hidden = call.hidden_BTD
-        hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_(True)
+        hidden, spec, leaves = flatten_call(call)
         recompute: Any = _RecomputedLayer
         return recompute.apply(self, call, spec, hidden, *leaves)
 
@@ -181,7 +231,8 @@ class FisherPass:
         return nullcontext()
 
     def backward_context(self, call: LayerCall) -> Any:
-        """Return the context manager of the backward pass through one layer; it has `reduce_round` and `store_results`."""
+        """Return the context manager of the backward pass through one layer; it has `add_output_gradient`,
+        `reduce_round` and `store_results`."""
         return GradientHooks(self, call)
 
     def _output_gradient(self, final_BTD: Tensor) -> Tensor:
@@ -221,11 +272,17 @@ class FisherPass:
         damp_(moment_II, self.recipe.damping)
         return Metric(moment_II)
 
-    def store(self, unit: str, metrics: dict[str, Metric], grams: dict[str, Tensor]) -> None:
+    def store(
+        self,
+        unit: str,
+        metrics: dict[str, Metric],
+        grams: dict[str, Tensor],
+        extra: dict[str, Tensor] | None = None,
+    ) -> None:
         """Compute the cost points of all targets of a layer and store their output Gram matrices.
 
         unit: the layer or the head. metrics: linear -> metric of its input. grams: linear -> output Gram matrix (O, O), or its
-        diagonal (O,).
+        diagonal (O,). extra: further Gram matrices to store: that of the layer's own output, by the layer's path.
         """
         ranks, targets = (
             self.runner.ranks,
@@ -234,7 +291,7 @@ class FisherPass:
         kept = {target.name: self._output_gram(target_gram(target, grams[target.linear.path])) for target, _ in targets}
         if ranks.main:
             saved = (
-                [TensorSource.from_tensor(name, gram) for name, gram in kept.items()]
+                [TensorSource.from_tensor(name, gram) for name, gram in {**kept, **(extra or {})}.items()]
                 if self.recipe.curvature != "none"
                 else []
             )
@@ -258,16 +315,40 @@ class FisherPass:
 
 
 def cost_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list[CostPoint]:
-    """Return the expected increase of the loss (nats per token) at each number of parameters, dense matrix included."""
+    """Return the expected increase of the loss (nats per token) at each number of parameters, dense matrix included.
+
+    With `round_ranks` these are the numbers of parameters of the ranks that the target may have.
+    """
     found = [CostPoint(target.numel, 0.0)]
     for config in target.configs:
         cls = STRUCTURES[config]
         resolved = cls.resolve(config, target.out, target.in_)
-        for step, error in cls.rank_error_curve(weight_OI, resolved, metric):
+        curve = cls.rank_error_curve(weight_OI, resolved, metric)
+        if target.round_ranks > 1 and has_free_rank(config, (target.out, target.in_)):
+            curve = round_curve(curve, target.round_ranks)
+            uniform = fit_config_to_budget(config, target, target.uniform_budget())
+            if uniform is not None and uniform.rank >= target.round_ranks:  # a smaller rank would be no multiple
+                curve = [point for point in curve if point[0].rank >= target.round_ranks]
+        for step, error in curve:
             params = cls.params(step, target.out, target.in_)
             if params < target.numel:
                 found.append(CostPoint(params, error / 2))
     return found
+
+
+def round_curve(curve: list[tuple[Any, float]], multiple: int) -> list[tuple[Any, float]]:
+    """Return (config, squared error) at the multiples of `multiple` within the curve's ranks, interpolated between its ranks.
+
+    Ranks below `multiple` and the curve's last rank stay. The error is convex in the rank, so interpolation does not
+    underestimate it.
+    """
+    last = curve[-1][0].rank
+    found = [(config, error) for config, error in curve if config.rank < multiple or config.rank == last]
+    for (config, error), (above, less) in itertools.pairwise(curve):
+        for rank in range(-(-config.rank // multiple) * multiple, above.rank, multiple):
+            share = (rank - config.rank) / (above.rank - config.rank)
+            found.append((replace(config, rank=rank), error + share * (less - error)))
+    return sorted(found, key=lambda point: point[0].rank)
 
 
 def load_grams(path: Path, device: torch.device) -> dict[str, Tensor]:
@@ -312,6 +393,7 @@ class _RecomputedLayer(torch.autograd.Function):
             for round_ in fisher_pass.runner.rounds(0, len(ctx.hidden)):
                 for first, last in round_.chunks(step):
                     _backward_rows(ctx, first, last, grad_BTD, out_BTD, grads)
+                    hooks.add_output_gradient(grad_BTD[first:last])
                 hooks.reduce_round(round_)
         hooks.store_results()
         fisher_pass.meta_model.unload_module(call.path)
@@ -325,12 +407,12 @@ def _backward_rows(
 ) -> None:
     call = ctx.call
     args, kwargs = tree_unflatten(ctx.leaves, ctx.spec)
-    kept = LayerCall(call.path, call.layer, call.forward, ctx.hidden, args, kwargs, call.device)
+    kept = replace(call, hidden_BTD=ctx.hidden, args=args, kwargs=kwargs)
     ctx.fisher_pass.rows = slice(first, last)
     with torch.enable_grad():
         hidden, args, kwargs = kept.rows(first, last)
         hidden = hidden.float().requires_grad_(True)
-        out = _as_tuple(kept.forward(hidden, *args, **kwargs))[0]
+        out = _as_tuple(kept.run(hidden, args, kwargs))[0]
         wanted = [i for i, leaf in enumerate(ctx.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         inputs = [hidden, *(ctx.leaves[i] for i in wanted)]
         found = torch.autograd.grad(out, inputs, grad_BTD[first:last].to(out.device), allow_unused=True)

@@ -10,18 +10,22 @@ weights swapped in).
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
 
-from surgery.calibration.data import check_model_inputs
+from surgery.architectures.towers import TEXT, tower_name
+from surgery.calibration.data import check_model_inputs, token_embedding
 from surgery.calibration.partition import Round, RowPartition, Segment
 from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
 from surgery.checkpoint.safetensors_io import read_rows
@@ -49,6 +53,10 @@ class LayerCall:
     """The arguments of a layer's forward for all rows; `apply` runs the forward on some of them.
 
     hidden_BTD may be stored on another device or in a file; rows are moved to `device` for the forward.
+
+    A vision tower may call its layers with several entries of the batch axis for each row: k images (B k, P, D), or the patches of all
+    images in one sequence (B P, D). hidden_BTD then has the entries of a row side by side, (B, k P, D) or (B, P, D). entries: k or P;
+    shape: the axes after the batch axis in the layer's forward, (P, D) or (D,).
     """
 
     path: str
@@ -58,30 +66,83 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     device: torch.device
+    entries: int = 1
+    shape: tuple[int, ...] = ()
 
     def rows(self, first: int, last: int) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for rows first:last. Tensors with the batch as leading axis are sliced."""
-        batch = self.hidden_BTD.shape[0]
+        batch, entries = self.hidden_BTD.shape[0], self.entries
 
-        def slice_rows(value: Any) -> Any:
+        def slice_rows(value: Any, name: str = "") -> Any:
             if isinstance(value, Tensor):
-                if value.dim() > 1 and value.shape[0] == batch > 1:
-                    value = value[first:last]
+                if batch == 1:
+                    return value.to(self.device)
+                if "cu_seqlens" in name and value.dim() == 1:
+                    return _slice_borders(value, first * entries, last * entries, name).to(self.device)
+                if (name == "alibi" or name.endswith("states")) and value.dim() == 3 and value.shape[0] % batch == 0:
+                    each = value.shape[0] // batch  # entries of a row: heads (BLOOM), tiles of an image (Mllama)
+                    return value[first * each : last * each].to(self.device)
+                if value.dim() > 1 and value.shape[0] == batch * entries:
+                    value = value[first * entries : last * entries]
+                elif (
+                    value.dim() > 2 and value.shape[0] in (3, 4) and value.shape[1] == batch
+                ):  # axes of multimodal RoPE
+                    value = value[:, first:last]
                 return value.to(self.device)
             if isinstance(value, (tuple, list)):
                 return type(value)(slice_rows(v) for v in value)
-            return {k: slice_rows(v) for k, v in value.items()} if isinstance(value, dict) else value
+            return {k: slice_rows(v, k) for k, v in value.items()} if isinstance(value, dict) else value
 
         return (
-            slice_rows(self.hidden_BTD),
+            self.hidden_BTD[first:last].to(self.device),
             tuple(slice_rows(a) for a in self.args),
-            {k: slice_rows(v) for k, v in self.kwargs.items()},
+            slice_rows(self.kwargs),
         )
 
     def apply(self, first: int, last: int) -> Any:
         """Return the output of the layer's forward for rows first:last."""
-        hidden, args, kwargs = self.rows(first, last)
-        return self.forward(hidden, *args, **kwargs)
+        return self.run(*self.rows(first, last))
+
+    def run(self, hidden_BTD: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of the layer's forward for some rows; its hidden states have the shape of `hidden_BTD`."""
+        out = self.forward(self.unfold(hidden_BTD), *args, **kwargs)
+        if isinstance(out, Tensor):
+            return self._fold(out, hidden_BTD)
+        return type(out)([self._fold(out[0], hidden_BTD), *out[1:]])
+
+    def unfold(self, hidden_BTD: Tensor) -> Tensor:
+        """Return hidden states with the axes of the layer's forward, (B k, P, D) or (B P, D)."""
+        return hidden_BTD.reshape(-1, *self.shape) if self.shape else hidden_BTD
+
+    def _fold(self, out: Tensor, hidden_BTD: Tensor) -> Tensor:
+        if out.numel() != hidden_BTD.numel():
+            raise SurgeryError(
+                f"calibration: {self.path} returns hidden states of shape {list(out.shape)} for {list(self.unfold(hidden_BTD).shape)}; a "
+                "layer must keep their shape. Leave its tower as it is (towers), or its list of layers dense (rules), or convert without "
+                "calibration"
+            )
+        return out.reshape(hidden_BTD.shape) if self.shape else out
+
+
+def _slice_borders(borders: Tensor, first: int, last: int, name: str) -> Tensor:
+    """Return the borders of the sequences in first:last, from 0. borders: cumulative lengths of the sequences in one row of tokens."""
+    found = borders[(borders >= first) & (borders <= last)]
+    if len(found) < 2 or int(found[0]) != first or int(found[-1]) != last:
+        raise SurgeryError(
+            f"calibration: {name} {borders[:6].tolist()}.. has no border at {first} and {last}, where rows of the calibration inputs begin and "
+            "end. Give images of one size, the same number in every row"
+        )
+    return found - first
+
+
+def flatten_call(call: LayerCall) -> tuple[Tensor, TreeSpec, list[Any]]:
+    """Return (hidden states, structure, leaves) of a call's arguments, for an autograd function that reruns the layer.
+
+    The input of the first layer must require a gradient, so that autograd calls the backward of every layer.
+    """
+    leaves, spec = tree_flatten((call.args, call.kwargs))
+    hidden = call.hidden_BTD
+    return hidden if hidden.requires_grad else hidden.detach().requires_grad_(True), spec, leaves
 
 
 LayerFn = Callable[[LayerCall], Any]
@@ -92,7 +153,8 @@ class LayerRunner:
 
     layers, head: module paths. limit: bytes of hidden states above which they are kept on the CPU, and there in a
     memory-mapped file in the folder `scratch`. ranks: the processes that share the rows; each runs its own rows, but
-    its buffers hold all rows. hidden_bytes, moment_bytes: the peak memory of hidden states and second moments.
+    its buffers hold all rows. Attributes set later: skip: paths of modules that the inputs do not reach, whose weights are not loaded.
+    packed: see CalibrationSet. hidden_bytes, moment_bytes: the peak memory of hidden states and second moments.
     """
 
     def __init__(
@@ -107,6 +169,9 @@ class LayerRunner:
         ranks: DistContext | None = None,
     ):
         self.meta_model, self.layers, self.head, self.device = meta_model, layers, head, device
+        self.skip: tuple[str, ...] = ()
+        self.packed: frozenset[str] = frozenset()
+        self.count = 0  # rows of the current batch
         self.limit, self.scratch, self.ranks = limit or default_buffer_limit(device), scratch, ranks or DistContext()
         self.partition = RowPartition(self.ranks, 1, (), 1)
         self.row = 0  # the first row of the current chunk
@@ -116,7 +181,18 @@ class LayerRunner:
 
     def single_process(self) -> LayerRunner:
         """Return a runner with the same settings that runs all rows in this process."""
-        return LayerRunner(self.meta_model, self.layers, self.head, self.device, limit=self.limit, scratch=self.scratch)
+        return self._like(self.layers, self.skip, DistContext())
+
+    def with_layers(self, layers: tuple[str, ...], skip: tuple[str, ...]) -> LayerRunner:
+        """Return a runner with the same settings for some of the layers. skip: modules that the inputs do not reach."""
+        return self._like(layers, skip, self.ranks)
+
+    def _like(self, layers: tuple[str, ...], skip: tuple[str, ...], ranks: DistContext) -> LayerRunner:
+        runner = LayerRunner(
+            self.meta_model, layers, self.head, self.device, limit=self.limit, scratch=self.scratch, ranks=ranks
+        )
+        runner.skip, runner.packed = skip, self.packed
+        return runner
 
     def chunk_rows(self, length: int) -> int:
         """Return the number of rows of `length` tokens in one forward of a layer."""
@@ -135,9 +211,10 @@ class LayerRunner:
         segments, period: how rows are divided over processes (see `surgery.calibration.partition`). Rows of other processes
         are undefined in the result until `gather_rows` is called.
         """
-        check_model_inputs(inputs, self.meta_model.model)
+        check_model_inputs({k: self._unpack(k, v) for k, v in inputs.items()}, self.meta_model.model)
         assert segments or self.ranks.count == 1
         rows = next(iter(inputs.values()))
+        self.count = len(rows)
         self.partition = RowPartition(self.ranks, rows.shape[1] if rows.dim() == 2 else 256, segments, period)
         self.buffer_device = self._choose_buffer_device(inputs)
         restore = self._prepare(inputs)
@@ -147,12 +224,16 @@ class LayerRunner:
             caught: list[Tensor] = []
             if self.head:
                 restore.append(capture_input(self.meta_model.module(self.head), caught))
-            out = self._call({k: v.to(self.buffer_device) for k, v in inputs.items()})
-            return caught[-1] if caught else out[0]
+            out = self._call({k: self._unpack(k, v).to(self.buffer_device) for k, v in inputs.items()})
+            return caught[-1] if caught else output_features(out)
         finally:
             for undo in reversed(restore):
                 undo()
             self._buffers.clear()
+
+    def _unpack(self, name: str, value: Tensor) -> Tensor:
+        """Return an input as the model takes it: (B k, ..) for a packed one, which is stored as (B, k, ..)."""
+        return value.flatten(0, 1) if name in self.packed else value
 
     def gather_rows(self, x_BTD: Tensor) -> Tensor:
         """Fill in the rows of the other processes, in place, and return x."""
@@ -182,8 +263,17 @@ class LayerRunner:
     def _prepare(self, inputs: dict[str, Tensor]) -> list[Callable[[], None]]:
         """Load all weights but those of layers, head and large embeddings; load large embeddings with only the rows in use."""
         model, meta_model, restore = self.meta_model.model, self.meta_model, []
-        large = [p for p, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight.numel() > 2**20]
-        outside = [*self.layers, *large, *([self.head] if self.head else [])]
+        tokens = token_embedding(model)
+        vocabulary = None if tokens is None else tokens.num_embeddings
+        large = [
+            p
+            for p, m in model.named_modules()
+            if isinstance(m, nn.Embedding) and m.weight.numel() > 2**20 and m.num_embeddings == vocabulary
+        ]
+        large = [
+            p for p in large if not any(p.startswith(f"{layer}.") for layer in self.layers)
+        ]  # a layer loads its own
+        outside = [*self.layers, *self.skip, *large, *([self.head] if self.head else [])]
         meta_model.load_module("", self.buffer_device, skip=outside)
         for path in large:
             restore.append(self._compact_embedding(path, inputs))
@@ -232,13 +322,22 @@ class LayerRunner:
     def _hook_layer(self, path: str, visit: LayerFn) -> Callable[[], None]:
         layer = self.meta_model.module(path)
         forward = layer.forward
+        first = next(iter(inspect.signature(forward).parameters))
+        read_later = tower_name(self.meta_model.model, path) not in ("", TEXT)
 
         def hook(*args: Any, **kwargs: Any) -> Any:
-            hidden, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-            call = LayerCall(path, layer, forward, hidden, rest, kwargs, self.device)
+            hidden, rest = (args[0], args[1:]) if args else (kwargs.pop(first), ())
+            call = self._fold_call(LayerCall(path, layer, forward, hidden, rest, kwargs, self.device))
+            if (
+                read_later
+            ):  # LLaVA and Mllama read hidden states of earlier layers of the vision tower: do not overwrite them
+                self._buffers.clear()
             self.meta_model.load_module(path, self.device)
             try:
-                return visit(call)
+                out = visit(call)
+                if not call.shape:
+                    return out
+                return call.unfold(out) if isinstance(out, Tensor) else type(out)([call.unfold(out[0]), *out[1:]])
             finally:
                 self.meta_model.unload_module(path)
                 trim_memory()
@@ -246,13 +345,27 @@ class LayerRunner:
         layer.forward = hook  # of this instance only
         return lambda: layer.__dict__.pop("forward", None)
 
+    def _fold_call(self, call: LayerCall) -> LayerCall:
+        """Return the call with one entry of the batch axis for each row of the inputs, see LayerCall."""
+        hidden = call.hidden_BTD
+        if len(hidden) == self.count and hidden.dim() > 2:
+            return call
+        if len(hidden) % self.count:
+            raise SurgeryError(
+                f"calibration: {call.path} gets hidden states of shape {list(hidden.shape)} for {self.count} rows of inputs, whose number must "
+                "divide the first axis. Give the same number of images, of one size, in every row; or leave its tower as it is (towers)"
+            )
+        shape, entries = tuple(hidden.shape[1:]), len(hidden) // self.count
+        return replace(call, hidden_BTD=hidden.reshape(self.count, -1, shape[-1]), entries=entries, shape=shape)
+
     def record_moment_bytes(self, tensors: Iterable[Tensor | None]) -> None:
         """Update the peak memory of second moments, for the report."""
         self.moment_bytes = max(self.moment_bytes, sum(t.numel() * t.element_size() for t in tensors if t is not None))
 
     def writable_buffer(self, hidden_BTD: Tensor) -> Tensor:
         """Return a buffer that may be overwritten: the tensor itself if it is one of this runner's buffers, else a copy."""
-        if any(hidden_BTD is buffer for buffer in self._buffers):
+        place = hidden_BTD.data_ptr(), hidden_BTD.shape, hidden_BTD.stride()
+        if any(place == (buffer.data_ptr(), buffer.shape, buffer.stride()) for buffer in self._buffers):
             return hidden_BTD
         buffer = self.copy_hidden(hidden_BTD)
         self._buffers.append(buffer)
@@ -264,11 +377,17 @@ class LayerRunner:
         self.hidden_bytes = max(self.hidden_bytes, size * copies)
         if size * copies <= self.limit:
             return hidden_BTD.to(self.buffer_device, dtype, copy=True)
+        return self.file_tensor(hidden_BTD.shape, dtype).copy_(hidden_BTD)
+
+    def file_tensor(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return an uninitialized CPU tensor in a memory-mapped file in the folder `scratch`."""
+        count = math.prod(shape)
+        size = count * dtype.itemsize
         file = tempfile.NamedTemporaryFile(dir=self.scratch, prefix="hidden-", delete=True)  # noqa: SIM115
         with file:  # unlinked at the end: the mapping keeps its contents, and a killed run leaves no file
             _allocate_file(file.fileno(), size)
-            flat = torch.from_file(file.name, shared=True, size=hidden_BTD.numel(), dtype=dtype)
-        return flat.view(hidden_BTD.shape).copy_(hidden_BTD)
+            flat = torch.from_file(file.name, shared=True, size=count, dtype=dtype)
+        return flat.view(*shape)
 
 
 def _allocate_file(descriptor: int, size: int) -> None:
@@ -282,15 +401,28 @@ def _allocate_file(descriptor: int, size: int) -> None:
 def capture_input(module: nn.Module, caught: list[Tensor]) -> Callable[[], None]:
     """Replace the forward of `module` by one that appends its input to `caught`; return a function that undoes it.
 
-    The new forward returns the first feature of its input, so that no logits are computed.
+    The new forward returns the first feature of the first row of its input, so that no logits are computed.
     """
 
     def forward(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         caught.append(hidden)
-        return hidden[..., :1]
+        return hidden[:1, ..., :1]
 
     module.forward = forward
     return lambda: module.__dict__.pop("forward", None)
+
+
+def output_features(out: Any) -> Tensor:
+    """Return the output that conversions compare, with the rows as first axis: the first tensor of a model's output.
+
+    A model of image and text (CLIP, SigLIP) returns the similarities of all pairs of rows first; its embeddings of images and texts,
+    side by side, are used instead.
+    """
+    pair = [getattr(out, name, None) for name in ("text_embeds", "image_embeds")]
+    if all(isinstance(x, Tensor) and x.dim() == 2 for x in pair) and len(pair[0]) == len(pair[1]):  # type: ignore[arg-type]
+        return torch.cat(pair, dim=-1)[:, None]  # type: ignore[arg-type]
+    found: Tensor = out[0]
+    return found
 
 
 Phase = tuple[int, int, AbstractContextManager[Any]]

@@ -16,6 +16,7 @@ from surgery.checkpoint.safetensors_io import read_rows, read_tensor
 
 # Most elements of a slice of logits, or of the head's weight, in memory at a time.
 MAX_LOGITS = {"cpu": 2**22, "cuda": 2**27}
+OFFSET = "final_logits_bias"  # buffer of a model, beside the bias of its head
 ROWS_PER_PASS = 8192  # hidden states per pass over the head's file
 
 
@@ -31,6 +32,10 @@ class ChunkedLMHead:
         self.bias = None
         if f"{path}.bias" in dict(meta_model.model.named_parameters()):
             self.bias = read_tensor(meta_model.tensor_info(f"{path}.bias"), torch.float32).to(device)
+        self.offset = None  # added to the logits by the models of BART's kind
+        if OFFSET in meta_model.keys:
+            self.offset = read_tensor(meta_model.tensor_info(OFFSET), torch.float32).flatten().to(device)
+            self.bias = self.offset if self.bias is None else self.bias + self.offset
         name = architecture.softcap if architecture else ""
         self.cap = getattr(meta_model.config.get_text_config(), name, None) if name else None
 
@@ -75,7 +80,32 @@ class ChunkedLMHead:
     def linear_logits(self, linear: nn.Module, hidden_ND: Tensor) -> Tensor:
         """Return the logits (N, V) of a module used instead of the stored head."""
         logits_NV: Tensor = linear(hidden_ND)
+        logits_NV = logits_NV if self.offset is None else logits_NV + self.offset
         return logits_NV if self.cap is None else self.cap * torch.tanh(logits_NV / self.cap)
+
+    @torch.no_grad()
+    def divergences(self, hidden_ND: Tensor, other_ND: Tensor) -> Tensor:
+        """Return KL(p || q) of each token in nats, (N,), at least 0. p, q: next-token distributions of the two hidden states.
+
+        KL(p || q) = sum_v p_v (z_v - z'_v) - log sum_v exp z_v + log sum_v exp z'_v for the logits z of p and z' of q. The sums
+        are accumulated over slices of the vocabulary and rescaled when the maximum of z grows.
+        """
+        pairs = zip(torch.split(hidden_ND, ROWS_PER_PASS), torch.split(other_ND, ROWS_PER_PASS))
+        return torch.cat([self._divergences(h.to(self.device), other.to(self.device)) for h, other in pairs])
+
+    def _divergences(self, hidden_ND: Tensor, other_ND: Tensor) -> Tensor:
+        top_N = hidden_ND.new_full((len(hidden_ND),), -torch.inf)
+        mass_N, difference_N, other_total_N = torch.zeros_like(top_N), torch.zeros_like(top_N), top_N.clone()
+        for _, weight, bias in self.slices(len(hidden_ND)):
+            logits_NV, other_NV = self.logits(hidden_ND, weight, bias), self.logits(other_ND, weight, bias)
+            other_total_N = torch.logaddexp(other_total_N, other_NV.logsumexp(-1))
+            higher_N = torch.maximum(top_N, logits_NV.amax(-1))
+            shrink_N = (top_N - higher_N).exp()
+            weight_NV = (logits_NV - higher_N[:, None]).exp()
+            mass_N = mass_N * shrink_N + weight_NV.sum(-1)
+            difference_N = difference_N * shrink_N + (weight_NV * (logits_NV - other_NV)).sum(-1)
+            top_N = higher_N
+        return (difference_N / mass_N - top_N - mass_N.log() + other_total_N).clamp_min(0.0)
 
     @torch.no_grad()
     def output_gradient(self, hidden_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

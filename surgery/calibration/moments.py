@@ -56,6 +56,7 @@ class InputMoments:
     def __init__(self, weights: dict[str, tuple[Tensor, bool]]):
         first = next(iter(weights.values()))[0]
         self.count, self.diverged, self.summing = 0, False, True
+        self.borrowed = 0  # rows of other experts among `count`
         self.cache: dict[Any, Any] = {}  # results of Metric.compute_once, shared by all linears that read this input
         self.targets = {name: OutputMoments(w, residual) for name, (w, residual) in weights.items()}
         self.c_II = first.new_zeros(first.shape[1], first.shape[1])
@@ -102,6 +103,24 @@ class InputMoments:
             self.count, self.diverged = self.count + count, self.diverged or diverged
             for name, energy in found.items():
                 self.targets[name].energy += energy
+
+    def borrow(self, shared: InputMoments, rows: int) -> None:
+        """Add the statistics of `rows` average rows of `shared`, the sums over the rows of all experts of a layer.
+
+        shared: made with `surgery.calibration.routing.shared_weight`, so that it has E[x0 x^T] and E[x0 x0^T].
+        """
+        assert self.summing and shared.cross_II is not None and shared.original_II is not None
+        share = rows / max(1, shared.count)
+        self.count, self.borrowed = self.count + rows, self.borrowed + rows
+        self.diverged = self.diverged or shared.diverged
+        self.c_II.add_(shared.c_II, alpha=share)
+        if self.cross_II is not None and self.original_II is not None:
+            self.cross_II.add_(shared.cross_II, alpha=share)
+            self.original_II.add_(shared.original_II, alpha=share)
+        for target in self.targets.values():
+            if target.k_OI is not None:
+                target.k_OI.addmm_(target.weight_OI, shared.cross_II, alpha=share)
+                target.energy += share * Metric(shared.original_II).squared_norm(target.weight_OI)
 
     def means(self) -> InputMoments:
         """Turn the sums into means, in place, and return self. Raises SurgeryError for NaN or Inf."""

@@ -106,6 +106,19 @@ def subfolder_files(folder: Path) -> CompanionFiles:
     return CompanionFiles(sorted(files), left)
 
 
+def lacks_chat_template(folder: Path) -> bool:
+    """Return whether a folder has a tokenizer, and no chat template in any of the places where transformers looks for one."""
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file() or settings.stat().st_size > MAX_BYTES:
+        return False
+    if any(
+        (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    ):
+        return False
+    table = read_json(settings)
+    return isinstance(table, dict) and not table.get("chat_template")
+
+
 def _left_in_folder(folder: Path) -> list[str]:
     """Return "name: reason" for each small file of the folder itself that is not in COPIED."""
     names = sorted(

@@ -8,11 +8,13 @@ prefix work.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from surgery.architectures.experts import MERGED_DOWN, MERGED_GATE_UP, RoutedExperts, split_experts
 from surgery.checkpoint.safetensors_io import TensorInfo, read_tensor
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.tensor_names import (
@@ -29,14 +31,15 @@ from surgery.core.errors import SurgeryError
 class MetaModel:
     """A model on the meta device, and the tensors of its checkpoint.
 
-    model: parameters on meta, buffers computed. keys: tensor name in the file by parameter name. tied: tied parameters, as
+    model: parameters on meta, buffers computed; experts as linears (surgery/architectures/experts.py). keys: tensor name in the file by parameter name. tied: tied parameters, as
     transformers lists them. unused: tensors that the model's class does not use.
     """
 
     def __init__(self, source: CheckpointSource, trust_remote_code: bool = False):
-        self.source, self.trust_remote_code = source, trust_remote_code
+        self.trust_remote_code = trust_remote_code
         self.config = load_config(source, trust_remote_code)
         self.model = _build_on_meta(self.config, source, trust_remote_code)
+        self.source = source = split_stored_experts(source, self.model)
         self.keys = _parameter_keys(self.model, source)
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         missing, unexpected = missing_and_unexpected(self.model, self.keys)
@@ -130,12 +133,54 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     return transformers.AutoModel
 
 
+def split_stored_experts(source: CheckpointSource, model: Any) -> CheckpointSource:
+    """Return the source with merged tensors of experts listed as a tensor for each linear of the model's RoutedExperts.
+
+    gate_up_proj (E, 2 F, D) holds the rows of gate and up of each expert, down_proj (E, D, F) a matrix of each. Only their
+    locations are listed; nothing is read.
+    """
+    routed = [(path, m) for path, m in model.named_modules() if isinstance(m, RoutedExperts)]
+    tensors = dict(source.tensors)
+    for path, module in routed:
+        bare = path.removeprefix(f"{model.base_model_prefix}.")
+        for base in dict.fromkeys((path, bare)):
+            for merged in (MERGED_GATE_UP, MERGED_DOWN):
+                info = tensors.get(f"{base}.{merged}")
+                if info is not None and len(info.shape) == 3 and info.shape[0] == module.num_experts:
+                    del tensors[info.name]
+                    tensors |= {part.name: part for part in _expert_tensors(info, base, module)}
+    return replace(source, tensors=tensors) if routed else source
+
+
+def _expert_tensors(info: TensorInfo, base: str, module: RoutedExperts) -> list[TensorInfo]:
+    found, names = [], module.names
+    parts = (names.down,) if info.name.endswith(f".{MERGED_DOWN}") else (names.gate, names.up)
+    for index in range(module.num_experts):
+        expert = info.rows(index, index + 1)
+        flat = replace(
+            expert, shape=expert.shape[1:], tensor=None if expert.tensor is None else expert.tensor.squeeze(0)
+        )
+        rows = flat.shape[0] // len(parts)
+        for i, name in enumerate(parts):
+            part = flat.rows(i * rows, (i + 1) * rows)
+            found.append(replace(part, name=f"{base}.{index}.{name}.weight"))
+    return found
+
+
 def _build_on_meta(config: Any, source: CheckpointSource, trust_remote_code: bool) -> Any:
-    """Build the model with parameters on meta and computed buffers (rotary tables), without allocating weights."""
+    model = build_on_meta(model_class(config, trust_remote_code), config, source.name, trust_remote_code)
+    split_experts(model)
+    return model
+
+
+def build_on_meta(cls: Any, config: Any, name: str, trust_remote_code: bool = False) -> Any:
+    """Build a model of a class with parameters on meta and computed buffers (rotary tables), without allocating weights.
+
+    name: of the checkpoint or the model, for errors.
+    """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
-    cls = model_class(config, trust_remote_code)
     try:
         with no_init_weights(), init_empty_weights(include_buffers=False):
             if hasattr(cls, "from_config") and not hasattr(cls, "base_model_prefix"):
@@ -144,7 +189,7 @@ def _build_on_meta(config: Any, source: CheckpointSource, trust_remote_code: boo
                 model = cls._from_config(config)
     except Exception as error:
         raise SurgeryError(
-            f"{source.name}: transformers cannot build {cls.__name__} from its config ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            f"{name}: transformers cannot build {cls.__name__} from its config ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         ) from None
     model.eval()
     model.requires_grad_(False)

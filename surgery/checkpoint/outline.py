@@ -6,10 +6,11 @@ Otherwise MetaModel builds transformers' class, and raises the error for a check
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 from surgery.architectures.outline import build_outline
-from surgery.checkpoint.meta_model import MetaModel, build_unconverted_model
+from surgery.checkpoint.meta_model import MetaModel, bare_model, build_unconverted_model
 from surgery.checkpoint.safetensors_io import TensorInfo
 from surgery.checkpoint.source import CheckpointSource
 
@@ -48,8 +49,31 @@ class CheckpointOutline:
         return tensors[parameter] if parameter in tensors else tensors[self.tied[parameter]]
 
 
+class ConfigOutline:
+    """The model of a config.json without weights, for a plan.
+
+    Attributes: as in ModelDescription; keys is empty.
+    """
+
+    def __init__(self, source: CheckpointSource, trust_remote_code: bool):
+        self.source, self.keys = source, dict[str, str]()
+        self.model = build_outline(source.config) or bare_model(source, trust_remote_code)
+        self.config = self.model.config
+        self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
+
+    def tensor_info(self, parameter: str) -> TensorInfo:
+        """Return the shape of a parameter, in bfloat16; there is no file."""
+        shape = tuple(self.model.get_parameter(parameter).shape)
+        return TensorInfo(parameter, self.source.folder, "BF16", shape, 0, 2 * math.prod(shape))
+
+
 def describe_checkpoint(source: CheckpointSource, trust_remote_code: bool = False) -> ModelDescription:
-    """Return the outline of a checkpoint if it has one, otherwise the MetaModel that transformers' class builds."""
+    """Return the outline of a checkpoint if it has one, otherwise the MetaModel that transformers' class builds.
+
+    Of a source without tensors (a folder with config.json alone) only the config is used.
+    """
+    if not source.tensors:
+        return ConfigOutline(source, trust_remote_code)
     return read_outline(source) or MetaModel(source, trust_remote_code)
 
 

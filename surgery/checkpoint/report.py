@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from surgery.core.errors import SurgeryError
 
@@ -58,6 +58,8 @@ class ModuleReport(ReportModel):
     sweeps: Count | Number = None
     refit: bool = False
     seconds: Number = None
+    rows: Count | None = None
+    shared_rows: Count | None = None
 
 
 class MixerReport(ReportModel):
@@ -88,13 +90,52 @@ class AllocationReport(ReportModel):
 
 
 class HybridReport(ReportModel):
-    """Which layers keep softmax attention, and the scores of the two choices that were compared."""
+    """Which layers keep softmax attention, and the scores of the two choices that were compared.
+
+    sensitivity, alone: with by: sensitivity, its choice, and the score of each mixer alone. With by: restored: its choice;
+    order: the layers in the order of their choice; rounds: in each round, the divergence with each candidate restored;
+    aligned: the divergence without softmax layers; alignment: layer -> its error before and after the alignment; weights:
+    of the tokens; repeated_rows: number of scored rows with a repeated part.
+    """
 
     kept: Text
     softmax: list[Text]
-    alone: dict[str, Any] = {}
-    sensitivity: TrialReport
+    alone: dict[str, Any] | None = None
+    order: list[Text] | None = None
+    rounds: list[dict[str, Annotated[float, Field(ge=0, le=1e30)]]] | None = None
+    aligned: TrialReport | None = None
+    alignment: dict[str, dict[str, Annotated[float, Field(ge=0, le=1e30)]]] | None = None
+    weights: Text | None = None
+    repeated_rows: Count | None = None
+    sensitivity: TrialReport | None = None
+    restored: TrialReport | None = None
     every: TrialReport
+
+    @model_validator(mode="after")
+    def _check_compared(self) -> HybridReport:
+        if (self.sensitivity is None) == (self.restored is None):
+            raise ValueError("either sensitivity or restored must be given, the choice that was compared with every")
+        return self
+
+
+class RefinementReport(ReportModel):
+    """One refinement (surgery.conversion.refine.RefineRecord); start, end: losses on the held-out rows."""
+
+    unit: Text
+    start: Number
+    end: Number
+    rate: Number
+    epoch: Count
+    epochs: Count
+
+
+class RefineReport(ReportModel):
+    """The refinement of a conversion. layers, model: epochs; by_layer: of each layer; whole: of the model."""
+
+    layers: Count
+    model: Count
+    by_layer: dict[str, RefinementReport] = {}
+    whole: RefinementReport | None = None
 
 
 class HeldOutReport(ReportModel):
@@ -171,7 +212,7 @@ class TrainingReport(ReportModel):
 
 
 class Report(ReportModel):
-    """The whole of surgery_report.json."""
+    """The whole of surgery_report.json. unreached: linears left dense, because the calibration inputs do not reach them."""
 
     surgery: Text
     versions: dict[str, Text] = {}
@@ -180,6 +221,7 @@ class Report(ReportModel):
     recipe: dict[str, Any]
     seed: int
     notes: list[Text] = []
+    unreached: list[Text] = []
     companions: list[str] = []
     calibration: CalibrationReport | None
     allocation: AllocationReport
@@ -190,6 +232,7 @@ class Report(ReportModel):
     time: TimeReport
     memory: MemoryReport
     hybrid: HybridReport | None = None
+    refine: RefineReport | None = None
     training: list[TrainingReport] = []
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,10 @@ CHUNK_BYTES = 2**24
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The location of a tensor: bytes start:stop of a file. dtype: its safetensors name."""
+    """The location of a tensor: bytes start:stop of a file. dtype: its safetensors name.
+
+    tensor: the tensor itself if it is in memory (a live model's); `file` is then only a name for messages.
+    """
 
     name: str
     file: Path
@@ -54,6 +57,14 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     stop: int
+    tensor: Tensor | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def in_memory(cls, name: str, tensor: Tensor, owner: str) -> TensorInfo:
+        """Return the location of a tensor in memory, which is neither copied nor changed. owner: its model, for messages."""
+        dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+        size = tensor.numel() * tensor.element_size()
+        return cls(name, Path(owner), dtype, tuple(tensor.shape), 0, size, tensor.detach())
 
     @property
     def numel(self) -> int:
@@ -72,7 +83,9 @@ class TensorInfo:
         """Return the location of rows first:last of the leading axis."""
         row = self.nbytes // self.shape[0]
         shape = (last - first, *self.shape[1:])
-        return TensorInfo(self.name, self.file, self.dtype, shape, self.start + first * row, self.start + last * row)
+        start, stop = self.start + first * row, self.start + last * row
+        tensor = None if self.tensor is None else self.tensor[first:last]
+        return TensorInfo(self.name, self.file, self.dtype, shape, start, stop, tensor)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -183,10 +196,13 @@ def read_tensor(
     """
     if info.dtype not in DTYPES:
         raise SurgeryError(f"tensor {info.name!r} has dtype {info.dtype}, which surgery cannot read")
-    tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-    if info.numel:
-        read_into(tensor, info)
-    tensor = tensor if device is None else tensor.to(device)
+    if info.tensor is not None:  # a contiguous copy, as a file gives
+        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device=device or "cpu").copy_(info.tensor)
+    else:
+        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        if info.numel:
+            read_into(tensor, info)
+        tensor = tensor if device is None else tensor.to(device)
     if check and info.dtype in FLOAT_DTYPES and not is_finite(tensor):
         bad = int((~torch.isfinite(tensor)).sum())
         raise SurgeryError(
@@ -195,9 +211,29 @@ def read_tensor(
                 f"the finished layer file {info.file} is damaged; remove it, then run the same command with --resume"
                 if info.file.parent.name == "pieces"
                 else "the source checkpoint is damaged"
+                if info.tensor is None
+                else "the model's weights must be finite. Load them again"
             )
         )
     return tensor if dtype is None else tensor.to(dtype)
+
+
+def edge_bytes(info: TensorInfo, count: int = 4096) -> bytes:
+    """Return the first and the last `count` bytes of a tensor, without reading the rest; a short tensor's once."""
+    if info.tensor is not None:
+        flat = info.tensor.reshape(-1)
+        step = count // info.tensor.element_size()
+        parts = [flat[start : start + step] for start in sorted({0, max(0, len(flat) - step)})]
+        return b"".join(bytes(_as_bytes(part.cpu().contiguous())) for part in parts)
+    found = b""
+    with source_errors(info.file), open(info.file, "rb") as file:
+        for start in {
+            info.start,
+            max(info.start, info.stop - count),
+        }:  # unsorted: resumed journals hold this order's digest
+            file.seek(start)
+            found += file.read(min(count, info.stop - start))
+    return found
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -247,6 +283,9 @@ class TensorSource:
                 yield _as_bytes(self.tensor)
             return
         assert self.source is not None
+        if self.source.tensor is not None:
+            yield _as_bytes(read_tensor(self.source))
+            return
         # A chunk holds whole elements, so that it can be checked for NaN.
         for start in range(self.source.start, self.source.stop, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, self.source.stop)

@@ -12,7 +12,7 @@ from typing import Any
 
 from surgery.checkpoint.companions import COPIED, SMALL_FILES, folder_files, subfolder_files
 from surgery.checkpoint.remote_code import CONFIGS, check_code_trusted, check_no_outside_code, named_code
-from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorInfo, read_header, source_errors
+from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorInfo, edge_bytes, read_header, source_errors
 from surgery.checkpoint.table import SHIM_NAME
 from surgery.core.digests import files_digest
 from surgery.core.errors import SurgeryError
@@ -54,10 +54,7 @@ class CheckpointSource:
         for name in sorted(self.tensors):
             info = self.tensors[name]
             digest.update(f"{name} {info.dtype} {info.shape}".encode())
-            with source_errors(info.file), open(info.file, "rb") as file:
-                for start in {info.start, max(info.start, info.stop - 4096)}:
-                    file.seek(start)
-                    digest.update(file.read(min(4096, info.stop - start)))
+            digest.update(edge_bytes(info))
         return digest.hexdigest()
 
     def weights_digest(self) -> str:
@@ -93,7 +90,8 @@ class CheckpointSource:
 def open_checkpoint(
     name: str, trust_remote_code: bool = False, weights: bool = True, revision: str | None = None
 ) -> CheckpointSource:
-    """Open a local folder or Hub id for conversion. weights=False downloads only config and headers (for `plan`).
+    """Open a local folder or Hub id for conversion. weights=False downloads only config and headers (for `plan`), and accepts a
+    local folder without weights, which then has no tensors.
 
     Raises SurgeryError, with the reason, for a missing folder or id, pickled weights only, missing or damaged shards, a
     quantized or already converted checkpoint, and remote code without `trust_remote_code`.
@@ -102,8 +100,16 @@ def open_checkpoint(
     config = read_config(folder, name)
     _check_not_quantized(config, name)
     check_code_trusted(folder, name, config, trust_remote_code)
+    if not weights and commit is None and not _has_weights(folder):
+        return CheckpointSource(name, folder, config, {})
     tensors = _read_headers(folder, name) if commit is None or weights else _read_remote_headers(name, commit)
     return CheckpointSource(name, folder, config, tensors, commit)
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether a folder holds weights in any format, or the index of shards."""
+    kinds = ("*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "*.gguf", *PICKLE_PATTERNS)
+    return any(path for pattern in kinds for path in folder.glob(pattern))
 
 
 def _check_no_other_weights(folder: Path, config: dict[str, Any], name: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from surgery.architectures.experts import has_split_experts, is_merge_rule
 from surgery.checkpoint.table import QUANT_METHOD
 from surgery.core.errors import SurgeryError
 from surgery.core.files import is_disk_error
@@ -27,12 +28,15 @@ def map_tensor_names(model: Any, tensors: Iterable[str], name: str) -> dict[str,
     """Return parameter name -> tensor name, by transformers' rules for renamed and prefixed checkpoints.
 
     A tensor that the model does not have is listed under the name that the rules give it. name: the checkpoint's, for
-    errors. Raises SurgeryError if transformers would merge or split a tensor.
+    errors. Linears of RoutedExperts have the names of their tensors. Raises SurgeryError if transformers would merge or split
+    any other tensor.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     rules = get_model_conversion_mapping(model) or []
+    if has_split_experts(model):
+        rules = [rule for rule in rules if not is_merge_rule(rule)]
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     state, keys = model.state_dict(), {}
@@ -40,8 +44,8 @@ def map_tensor_names(model: Any, tensors: Iterable[str], name: str) -> dict[str,
         renamed, merged = rename_source_key(tensor, renamings, converters, model.base_model_prefix, state)
         if merged is not None:
             raise SurgeryError(
-                f"{name}: transformers merges or splits tensor {tensor!r} on loading ({merged}); such checkpoints "
-                "cannot be read layer by layer. Load it with transformers and save_pretrained to a new folder first"
+                f"{name}: transformers merges or splits tensor {tensor!r} on loading ({merged}), so the checkpoint cannot be read "
+                "layer by layer. Load the model with transformers and convert it in memory: surgery.apply(model, recipe)"
             )
         if renamed not in state and tensor in state:
             renamed = tensor

@@ -50,9 +50,13 @@ WORK_FILES = (
     "lock",
     "pieces/*.safetensors",
     "curvature/*.safetensors",
+    "aligned/*.safetensors",
+    "fitted/*.safetensors",
     "hidden-*",
     "pieces/",
     "curvature/",
+    "aligned/",
+    "fitted/",
 )
 RESULT_FILES = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "config.json", SHIM_NAME, REPORT_NAME)
 

@@ -27,6 +27,7 @@ from surgery.cli.pretrain import pretrain
 from surgery.cli.push import push
 from surgery.cli.recipes import read_descriptions
 from surgery.cli.report import report
+from surgery.cli.serve import serve
 from surgery.cli.teacher_cache import teacher_cache
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import is_main_process
@@ -191,6 +192,7 @@ app.command()(pretrain)
 app.command("teacher-cache")(teacher_cache)
 app.command()(report)
 app.command()(push)
+app.command()(serve)
 
 
 app.command(name="eval")(evaluate)

@@ -54,7 +54,7 @@ Context = Annotated[
 Calibration = Annotated[
     str | None,
     typer.Option(
-        help="Calibrate on this text: a file (.txt, .jsonl, .parquet, or .safetensors with prepared model inputs) or a Hub data set (org/name[:config:split:column]). Default: the recipe's, else none."
+        help="Calibrate on this text: a file (.txt, .jsonl, .parquet, or .safetensors with prepared model inputs), a folder of images, or a Hub data set (org/name[:config:split:column]). Default: the recipe's, else none."
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")]
@@ -75,7 +75,7 @@ Peers = Annotated[bool, typer.Option("--peers", help="Also benchmark flash-linea
 Sizes = Annotated[
     str | None,
     typer.Option(
-        help="Benchmark these problem sizes: full, main (fewer) or small (for a CPU). Default: full on a GPU, else small."
+        help="Benchmark these problem sizes: full, main (fewer), compressed (linears at half and a quarter of the parameters) or small (for a CPU). Default: full on a GPU, else small."
     ),
 ]
 Only = Annotated[

@@ -50,9 +50,19 @@ class ConversionContext:
         return self.work_dir / "curvature"
 
     @property
+    def aligned_dir(self) -> Path:
+        """The folder of the aligned attention modules, one file for each layer."""
+        return self.work_dir / "aligned"
+
+    @property
     def shards_dir(self) -> Path:
         """The folder of the layer shards: one file for each finished layer, and one for all other tensors."""
         return self.work_dir / "pieces"
+
+    @property
+    def fitted_dir(self) -> Path:
+        """The folder of the layers as they were fitted, before the refinement of the whole model."""
+        return self.work_dir / "fitted"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 OUT.partial/journal.jsonl     the finished steps
 OUT.partial/pieces/           one layer shard for each finished layer, and one for all other tensors
+OUT.partial/fitted/           with refine: layers as they were fitted, before the whole model is refined
 OUT.partial/curvature/        Gram matrices of the output gradients, one file for each layer
+OUT.partial/aligned/          aligned attention of the layers, for hybrids by: restored
 OUT                           OUT.partial, renamed when it is complete
 """
 
@@ -10,20 +12,22 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich.markup import escape
+from torch import Tensor
 
 from surgery.calibration.layer_runner import LayerRunner
-from surgery.checkpoint.companions import subfolder_files
+from surgery.checkpoint.companions import lacks_chat_template, subfolder_files
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.report import (
     AllocationReport,
@@ -33,13 +37,15 @@ from surgery.checkpoint.report import (
     MemoryReport,
     MixerReport,
     ModuleReport,
+    RefinementReport,
+    RefineReport,
     Report,
     SourceReport,
     TimeReport,
     TotalsReport,
     report_errors,
 )
-from surgery.checkpoint.safetensors_io import TensorSource, read_header, write_shard
+from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_header, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
 from surgery.checkpoint.table import SHIM_NAME
 from surgery.checkpoint.tensor_names import format_tensor_names
@@ -55,7 +61,16 @@ from surgery.conversion.context import ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
 from surgery.conversion.layer_shards import NON_LAYER, LayerShards, select_valid_entries
 from surgery.conversion.mixer_init.base import MixerInit, select_init
-from surgery.conversion.preflight import check_disk_space, check_same_inputs, journal_fingerprint, load_calibration
+from surgery.conversion.preflight import (
+    GIVE_CALIBRATION,
+    check_disk_space,
+    check_same_inputs,
+    journal_fingerprint,
+    load_calibration,
+)
+from surgery.conversion.reached import keep_reached
+from surgery.conversion.refine import TrainedLayer
+from surgery.conversion.refine_model import ModelRefinement, resident_bytes
 from surgery.conversion.replacement import LayerReplacement, load_replacement, stored_module_name
 from surgery.conversion.resolve_attention import resolve_attention_plan
 from surgery.conversion.score import HeldOutScore
@@ -78,7 +93,8 @@ from surgery.core.progress import Progress, Tick
 from surgery.core.version import __version__
 from surgery.modeling.auto_classes import write_shims
 from surgery.planning.plan import make_plan
-from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.recipe import ConversionRecipe, RefineRecipe
+from surgery.planning.refine_budget import resolve_refine
 
 
 def convert(
@@ -125,7 +141,8 @@ def _convert(
 ) -> dict[str, Any]:
     """Run the preflight checks, build the context, and convert while the journal holds its lock."""
     plan, opened = make_plan(model, recipe), model.source
-    for note in plan.notes:
+    noted = plan.notes
+    for note in noted:
         progress.say(f"note: {note}")
     if model.unused:
         progress.say(
@@ -133,6 +150,10 @@ def _convert(
         )
     for name in subfolder_files(opened.folder).left:
         progress.say(f"note: not copied beside the weights: {name}")
+    if lacks_chat_template(opened.folder) and "ForCausalLM" in type(model.model).__name__:
+        progress.say(
+            "note: the tokenizer has no chat template. Text completion works; to chat with the model, put a chat_template.jinja into OUT"
+        )
     text_notes: list[str] = []
     data = load_calibration(opened, model, recipe, text_notes)
     dist.on_main(lambda: check_disk_space(opened, plan, recipe, out))
@@ -143,8 +164,13 @@ def _convert(
     with Journal(work_dir, fingerprint, resume, dist) as journal, fast_float32_matmul(device):
         try:
             dist.on_main(lambda: check_output_path(out, True))  # another conversion may have finished there meanwhile
-            layout = plan.layout
+            layout, packed = plan.layout, data.packed if data else frozenset()
             runner = LayerRunner(model, layout.layers, layout.head, device, scratch=work_dir, ranks=dist)
+            runner.packed = packed
+            if data is not None:
+                plan, runner = keep_reached(plan, runner, data)
+                for note in plan.notes[len(noted) :]:
+                    progress.say(f"[bold yellow]warning[/]: {escape(note)}")
             ctx = ConversionContext(model, plan, plan.recipe, data, runner, work_dir, dist, device, progress)
             conversion = Conversion(ctx, journal, text_notes)
             report = conversion.run(began)
@@ -164,12 +190,15 @@ class Conversion:
     text_notes: warnings about the calibration text, for the report.
     """
 
+    calibration_hint: ClassVar[str] = GIVE_CALIBRATION
+
     def __init__(self, ctx: ConversionContext, journal: Journal, text_notes: list[str]):
         self.ctx, self.journal, self.text_notes = ctx, journal, text_notes
         self.delivered: set[str] = set()  # files of the result, of the process that writes it
         self.text_score: TextScore | None = None
         ctx.shards_dir.mkdir(exist_ok=True)
         self.seconds: dict[str, float] = {}
+        self.refine = RefineRecipe(layers=0, model=0)  # epochs, resolved before the layers are converted
         self.shard_of = {name: self._shard_name(name) for name in ctx.model.keys}
 
     def run(self, began: float) -> dict[str, Any]:
@@ -216,12 +245,13 @@ class Conversion:
             write_shims(work_dir, config, ctx.model.model)
             write_json(work_dir / "config.json", config)
         with report_errors(str(work_dir / REPORT_NAME)):
-            written = self._report(entries, hybrid, weight_map, began).to_dict()
+            stored = [t for name in sorted(set(weight_map.values())) for t in read_header(work_dir / name).values()]
+            written = self._report(entries, hybrid, stored, began).to_dict()
         write_json(work_dir / REPORT_NAME, written)
         source = ctx.model.source
         shim = {SHIM_NAME} if config.get("auto_map") != source.config.get("auto_map") else set()
         self.delivered = {*delivered_files(source, weight_map), REPORT_NAME, *shim}
-        for folder in (ctx.shards_dir, ctx.grams_dir):
+        for folder in (ctx.shards_dir, ctx.fitted_dir, ctx.grams_dir, ctx.aligned_dir):
             shutil.rmtree(folder, ignore_errors=True)
         check_no_unknown_files(work_dir, {*WORK_FILES, *map(glob.escape, self.delivered)}, Interrupted)
         open_converted_checkpoint(str(work_dir))
@@ -265,15 +295,92 @@ class Conversion:
 
         def write(path: str, replacement: LayerReplacement, seconds: float) -> None:
             if self._is_writer(path):
-                self._write_shard(path, replacement, seconds=round(seconds, 3))
+                step = "fitted" if self.refine.model else "piece"
+                self._write_shard(path, replacement, step, seconds=round(seconds, 3))
             tick()
 
-        return SequentialConverter(self.ctx, budgets, finished=self._load_finished, write=write).run()
+        epochs = self.refine = self._resolve_refine()
+        converter = SequentialConverter(
+            self.ctx, budgets, finished=self._load_finished, write=write, refine_epochs=epochs.layers
+        )
+        score, head = converter.run()
+        if epochs.model:
+            original_BTD = converter.original_BTD
+            assert original_BTD is not None
+            self.journal.merge()
+            with self._timer("refine"), self.ctx.progress.bar("refining the model", epochs.model) as done:
+                score = self.ctx.dist.on_main(lambda: self._refine_model(original_BTD, head, score, done))
+        return score, head
+
+    # -- refinement --------------------------------------------------------------------------------
+    def _resolve_refine(self) -> RefineRecipe:
+        """Return the epochs of refinement; the journal has those of an interrupted run."""
+        entry = self.journal.find("refine")
+        if entry is None:
+            ctx = self.ctx
+            epochs = resolve_refine(ctx.plan, ctx.samples.tokens(), ctx.device.type, torch.get_num_threads())
+            entry = self.ctx.dist.broadcast_object({"layers": epochs.layers, "model": epochs.model})
+            self.journal.add("refine", **entry)
+        return RefineRecipe(layers=entry["layers"], model=entry["model"])
+
+    def _refine_model(
+        self, original_BTD: Tensor, head: LayerReplacement, score: HeldOutScore, done: Tick
+    ) -> HeldOutScore:
+        """Refine the whole model, write the layers' shards, and return the held-out score. Process 0 does this alone."""
+        ctx = self.ctx
+        streamed = resident_bytes(ctx.plan) > ctx.runner.limit
+        allocate = (lambda x: ctx.runner.file_tensor(x.shape)) if streamed else torch.empty_like
+        trained = []
+        fitted = {path: self._fitted_layer(path) for path in ctx.plan.layout.layers}
+        for path, (replacement, entries) in [*fitted.items(), ("", (head, head.entries))]:
+            replacement.find_structured()
+            stored = {entry.name: DTYPES[entry.dtype] for entry in entries if entry.dtype in DTYPES}
+            layer = TrainedLayer(ctx.model, path, replacement, stored, allocate)
+            if layer.tensors:
+                trained.append(layer)
+            if streamed:
+                layer.release()
+        refined: dict[str, dict[str, Tensor]] = {}
+        if trained:
+            refinement = ModelRefinement(ctx, trained, original_BTD, streamed)
+            head.refined = refinement.run(self.refine.model, ctx.recipe.seed, done).to_dict()
+            score = refinement.score()
+        for layer in trained:
+            tensors = layer.finish(torch.device("cpu") if layer.path else ctx.device)
+            layer.replacement.set_tensors(tensors) if not layer.path else refined.update({layer.path: tensors})
+            if streamed:
+                layer.release()
+        for path, (replacement, entries) in fitted.items():
+            if self.journal.find("piece", piece=path) is None:
+                self._write_refined(path, replacement, entries, refined.get(path, {}))
+        return score
+
+    def _fitted_layer(self, path: str) -> tuple[LayerReplacement, list[TensorSource]]:
+        """Return a layer as it was fitted, and all tensors of its shard."""
+        entry = self.journal.find("fitted", piece=path)
+        assert entry is not None
+        entries = self._fitted_entries(path)
+        tensors = {t.name: t.source or TensorInfo.in_memory(t.name, t.tensor, path) for t in entries}  # type: ignore[arg-type]
+        return load_replacement(self.ctx.model, self.ctx.plan, entry, tensors, self.ctx.device), entries
+
+    def _fitted_entries(self, path: str) -> list[TensorSource]:
+        header = read_header(self._shards("fitted").path(path))
+        return [TensorSource.from_file(name, info) for name, info in header.items()]
+
+    def _write_refined(
+        self, path: str, replacement: LayerReplacement, entries: list[TensorSource], tensors: dict[str, Tensor]
+    ) -> None:
+        """Write the shard of a layer with refined tensors, by name."""
+        entry = self.journal.find("fitted", piece=path)
+        assert entry is not None
+        replacement.entries = entries
+        replacement.set_tensors(tensors)
+        self._store_entries(path, replacement.entries, replacement, seconds=entry["seconds"])
 
     def _convert_data_free(self, budgets: dict[str, float], tick: Tick) -> LayerReplacement:
         """Convert this process's share of the layers that the journal lacks; return the head's replacement."""
         dist, layers = self.ctx.dist, self.ctx.plan.layout.layers
-        for warning in uncalibrated_warnings(self.ctx):
+        for warning in uncalibrated_warnings(self.ctx, self.calibration_hint):
             self.ctx.progress.say(f"[bold yellow]warning:[/] {warning}")
         todo = [path for path in layers if self.journal.find("piece", piece=path) is None]
         tick(len(layers) - len(todo))
@@ -284,21 +391,28 @@ class Conversion:
         return convert_head(self.ctx, budgets)
 
     # -- layer shards --------------------------------------------------------------------------------
-    def _shards(self) -> LayerShards:
-        return LayerShards(self.ctx.model, self.ctx.plan, self.shard_of, self.ctx.shards_dir)
+    def _shards(self, step: str = "piece") -> LayerShards:
+        folder = self.ctx.fitted_dir if step == "fitted" else self.ctx.shards_dir
+        return LayerShards(self.ctx.model, self.ctx.plan, self.shard_of, folder)
 
     def _drop_damaged_shards(self) -> None:
         """Remove the journal entries of an interrupted run that cannot be reused. Process 0 checks the shards for all."""
-        entries = self.journal.entries
-        before = sum(entry["step"] == "piece" for entry in entries)
+        entries, steps = self.journal.entries, ("piece", "fitted")
+        before = sum(entry["step"] in steps for entry in entries)
         if not before:
             return
-        usable = self.ctx.dist.on_main(lambda: self._shards().select_usable_entries(entries, self.ctx.work_dir))
-        if lost := before - sum(entry["step"] == "piece" for entry in usable):
+        usable = self.ctx.dist.on_main(self._usable_entries)
+        if lost := before - sum(entry["step"] in steps for entry in usable):
             self.ctx.progress.say(
                 f"note: {lost} finished layers are damaged or do not belong to this plan; they are converted again"
             )
         self.journal.keep(usable)
+
+    def _usable_entries(self) -> list[dict[str, Any]]:
+        usable, fitted = self.journal.entries, self._shards("fitted")
+        if any(entry["step"] == "piece" for entry in usable):
+            usable = self._shards().select_usable_entries(usable, self.ctx.work_dir)
+        return [entry for entry in usable if entry["step"] != "fitted" or fitted.is_intact(entry)]
 
     def _is_writer(self, path: str) -> bool:
         """Return whether this process writes the layer, which all processes hold."""
@@ -308,17 +422,15 @@ class Conversion:
         return next((path for path in self.ctx.plan.layout.layers if parameter.startswith(path + ".")), NON_LAYER)
 
     def _load_finished(self, path: str) -> LayerReplacement | None:
-        done = self.journal.find("piece", piece=path)
+        step = "fitted" if self.refine.model else "piece"
+        done = self.journal.find(step, piece=path)
         if done is None:
             return None
-        tensors = read_header(self._shards().path(path))
+        tensors = read_header(self._shards(step).path(path))
         return load_replacement(self.ctx.model, self.ctx.plan, done, tensors, self.ctx.device)
 
-    def _write_shard(self, shard: str, replacement: LayerReplacement, **fields: Any) -> None:
-        """Write a layer shard, replaced and unchanged tensors, and enter it into the journal with `fields`.
-
-        shard: the layer's path, or NON_LAYER.
-        """
+    def _shard_tensors(self, shard: str, replacement: LayerReplacement) -> list[TensorSource]:
+        """Return the replaced and unchanged tensors of a layer shard. shard: the layer's path, or NON_LAYER."""
         model = self.ctx.model
         replaced = {f"{stored_module_name(model, path)}.weight" for path in replacement.modules}
         split = {
@@ -330,17 +442,40 @@ class Conversion:
         for name, key in model.keys.items():
             if self.shard_of[name] == shard and key not in replaced | split:
                 entries.append(TensorSource.from_file(key, model.source.tensors[key]))
+        return entries
+
+    def _write_shard(self, shard: str, replacement: LayerReplacement, step: str = "piece", **fields: Any) -> None:
+        """Write a layer shard and enter it into the journal with `fields`. step: `piece`, or `fitted` before a refinement."""
+        self._store_entries(shard, self._shard_tensors(shard, replacement), replacement, step, **fields)
+
+    def _store_entries(
+        self,
+        shard: str,
+        entries: list[TensorSource],
+        replacement: LayerReplacement,
+        step: str = "piece",
+        **fields: Any,
+    ) -> None:
+        """Write the tensors of a layer shard, and its journal entry."""
         trim_memory()
+        file = self._shards(step).path(shard)
+        file.parent.mkdir(exist_ok=True)
+        self._add_to_journal(shard, write_shard(file, entries), replacement, step, **fields)
+
+    def _add_to_journal(
+        self, shard: str, sha256: str, replacement: LayerReplacement, step: str = "piece", **fields: Any
+    ) -> None:
         done = {
             "piece": shard,
-            "sha256": write_shard(self._shards().path(shard), entries),
+            "sha256": sha256,
             "table": replacement.table,
             "records": replacement.records,
             **({"mixers": replacement.mixer_table} if replacement.mixers else {}),
             **({"mixer_records": replacement.mixer_records} if replacement.mixers else {}),
+            **({"refined": replacement.refined} if replacement.refined else {}),
             **fields,
         }
-        self.journal.add("piece", **json.loads(json.dumps(done)))  # the JSON types that a resumed run reads
+        self.journal.add(step, **json.loads(json.dumps(done)))  # the JSON types that a resumed run reads
 
     # -- the report --------------------------------------------------------------------------------
     @contextmanager
@@ -351,14 +486,19 @@ class Conversion:
         self.seconds[step] = round(self.seconds.get(step, 0.0) + time.perf_counter() - began, 3)
 
     def _report(
-        self, entries: list[dict[str, Any]], hybrid: dict[str, Any] | None, weight_map: dict[str, str], began: float
+        self,
+        entries: list[dict[str, Any]],
+        hybrid: dict[str, Any] | None,
+        stored: Sequence[TensorInfo | TensorSource],
+        began: float,
     ) -> Report:
-        """Return the report. entries: the journal's entries of all layer shards, NON_LAYER last."""
+        """Return the report. entries: the journal's entries of all layer shards, NON_LAYER last. stored: the result's tensors."""
         import transformers
 
         ctx, source, non_layer = self.ctx, self.ctx.model.source, entries[-1]
         records = [record for entry in entries for record in entry["records"]]
         unsplit = [targets[0] for targets in ctx.plan.targets.values() if targets[0].part is None]
+        unreached: dict[str, Any] = {"unreached": list(ctx.plan.unreached)} if ctx.plan.unreached else {}
         refits = {target.name for target in unsplit if not target.configs}  # dense before and after
         replaced = [record for record in records if record["name"] not in refits]
         return Report(
@@ -372,12 +512,13 @@ class Conversion:
             model_type=ctx.plan.model_type,
             recipe=json.loads(ctx.recipe.model_dump_json()),
             seed=ctx.recipe.seed,
-            notes=[*ctx.plan.notes, *uncalibrated_warnings(ctx)],
+            notes=[*ctx.plan.notes, *uncalibrated_warnings(ctx, self.calibration_hint)],
+            **unreached,
             companions=[path.as_posix() for path in source.companions()],
             calibration=self._calibration_report(),
             allocation=AllocationReport.model_validate(non_layer["allocation"]),
             held_out=None if non_layer["held_out"] is None else HeldOutReport.model_validate(non_layer["held_out"]),
-            totals=TotalsReport.model_validate(totals(replaced, source, ctx.work_dir, weight_map)),
+            totals=TotalsReport.model_validate(totals(replaced, source, stored)),
             modules=[ModuleReport.model_validate(record) for record in records],
             mixers=[MixerReport.model_validate(r) for entry in entries for r in entry.get("mixer_records", [])],
             time=TimeReport(
@@ -393,7 +534,20 @@ class Conversion:
                 largest_layer=self._largest_layer(),
             ),
             hybrid=None if hybrid is None else HybridReport.model_validate(hybrid),
+            refine=self._refine_report(entries),
         )
+
+    def _refine_report(self, entries: list[dict[str, Any]]) -> RefineReport | None:
+        epochs = self.journal.find("refine")
+        if epochs is None:
+            return None
+        records = {
+            entry["piece"]: RefinementReport.model_validate(entry["refined"])
+            for entry in entries
+            if entry.get("refined")
+        }
+        whole = records.pop(NON_LAYER, None)
+        return RefineReport(layers=epochs["layers"], model=epochs["model"], by_layer=records, whole=whole)
 
     def _calibration_report(self) -> CalibrationReport | None:
         data = self.ctx.data
@@ -418,13 +572,12 @@ class Conversion:
 
 
 def totals(
-    records: list[dict[str, Any]], source: CheckpointSource, folder: Path, weight_map: dict[str, str]
+    records: list[dict[str, Any]], source: CheckpointSource, stored: Sequence[TensorInfo | TensorSource]
 ) -> dict[str, Any]:
     """Return parameters and bytes of the whole checkpoint as stored, and parameters and MACs of the replaced weights.
 
-    records: of the replaced modules. folder, weight_map: of the converted checkpoint (tensor -> file name).
+    records: of the replaced modules. stored: all tensors of the converted checkpoint.
     """
-    stored = [t for name in sorted(set(weight_map.values())) for t in read_header(folder / name).values()]
     before, after = (sum(r[key] for r in records) for key in ("params_before", "params_after"))
     return {
         "replaced_params_before": before,
@@ -433,24 +586,24 @@ def totals(
         "macs_before": sum(r["macs_before"] for r in records),
         "macs_after": sum(r["macs_after"] for r in records),
         "params_before": sum(t.numel for t in source.tensors.values()),
-        "params_after": sum(t.numel for t in stored),
+        "params_after": sum(math.prod(t.shape) for t in stored),
         "bytes_before": source.nbytes,
         "bytes_after": sum(t.nbytes for t in stored),
     }
 
 
-def uncalibrated_warnings(ctx: ConversionContext) -> list[str]:
-    """Return what a conversion without calibration text loses: the fit of weights, the calibrated start of mixers."""
+def uncalibrated_warnings(ctx: ConversionContext, hint: str) -> list[str]:
+    """Return what a conversion without calibration text loses: the fit of weights, the calibrated start of mixers. hint: what to do."""
     warnings = []
     if ctx.data is None and ctx.plan.replaced_targets():
         warnings.append(
             "no calibration text: weights are projected in the Frobenius norm, which damages a pretrained model badly "
-            "(docs/quality.md). Give --calibration FILE"
+            f"(docs/quality.md). {hint}"
         )
     attention, mixers = ctx.recipe.attention, [target.config for target in ctx.plan.attention_targets.values()]
     if ctx.data is None and attention and any(type(select_init(m, attention)) is not MixerInit for m in mixers):
         warnings.append(
             "no calibration text: mixers keep their uncalibrated start (start: copied), from which training takes longer. "
-            "Give --calibration FILE"
+            f"{hint}"
         )
     return warnings

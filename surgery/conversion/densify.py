@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from surgery.architectures.attention import output_path
 from surgery.checkpoint.meta_model import build_unconverted_model
@@ -16,12 +18,14 @@ from surgery.checkpoint.safetensors_io import DTYPES, TensorSource, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import has_shims, quantization_table, read_mixers, read_table
 from surgery.checkpoint.tensor_names import check_tensors, map_tensor_names, unused_tensors
+from surgery.conversion.live_model import copy_hooks, is_converted, is_library_model, model_device
 from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress, Tick
-from surgery.modeling.modules import SplitLinear, build_module
-from surgery.modeling.quantizer import replace_modules
+from surgery.modeling.applied import remove_table
+from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
+from surgery.modeling.quantizer import replace_modules, split_named_experts
 from surgery.structures import StructuredLinear
 
 MAX_SHARD_BYTES = 2**29  # of the files written on the way: the tensors of one are in memory together
@@ -47,6 +51,75 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     return {"out": str(out), "modules": len(table)}
 
 
+@torch.no_grad()
+def densify_live(model: Any) -> int:
+    """Multiply the structured linears of a model in memory out, in place; return how many. Mixers are not undone.
+
+    Weights keep their dtype, device and requires_grad. All products are computed before the first module is replaced.
+    """
+    if not is_converted(model):
+        raise SurgeryError(
+            f"{type(model).__name__} is not converted: it has no structured linears to multiply out. Give a model that surgery.apply "
+            "or surgery.load returned"
+        )
+    if "BaseTunerLayer" in {cls.__name__ for module in model.modules() for cls in type(module).__mro__}:
+        raise SurgeryError(
+            f"{type(model).__name__} has a PEFT adapter on its linears. Remove the adapter first: model = model.unload()"
+        )
+    model_device(model)
+    config = getattr(model, "config", None) if is_library_model(model) else None
+    table: dict[str, Any] = dict(config.quantization_config.modules) if config is not None else {}
+    mixers = set(config.quantization_config.mixers) if config is not None else set()
+    outputs = {output_path(model, path) for path in mixers}
+    structured = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, (StructuredLinear, SplitLinear, GuardedLinear)) and ".parts." not in path
+    }
+    guarded = {path for path, module in structured.items() if isinstance(module, GuardedLinear)}
+    dense = {
+        path: dense_module(module, bool(table.get(path, {}).get("transposed")), folded=path in outputs)
+        for path, module in structured.items()
+        if not (path in guarded and path in outputs)
+    }
+    for path, module in dense.items():
+        model.set_submodule(path, module)
+    if config is not None:
+        kept = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
+        remove_table(model, kept)
+    elif hasattr(model, "surgery_report"):
+        del model.surgery_report
+    return len(dense)
+
+
+def dense_module(module: Any, transposed: bool, folded: bool) -> nn.Module:
+    """Return the dense linear of a structured one: an nn.Linear, a Conv1D (transposed), or a GuardedLinear (folded)."""
+    bias = module_bias(module)
+    like = next(p for p in module.parameters() if p.is_floating_point() and p is not bias)
+    weight_OI = copy.deepcopy(module).float().dense().to(like.dtype)
+    linear: Any
+    if transposed and not folded:
+        conv1d: Any = Conv1D
+        linear = conv1d(module.out_features, module.in_features)
+        weight_OI, bias = weight_OI.mT, linear.bias if bias is None else bias
+    else:
+        kind = GuardedLinear if folded else nn.Linear
+        linear = kind(module.in_features, module.out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter((weight_OI[None] if folded else weight_OI).contiguous(), like.requires_grad)
+    if bias is not None and not isinstance(bias, nn.Parameter):  # of a split linear
+        bias = nn.Parameter(bias.detach().to(like.dtype), like.requires_grad)
+    linear.bias = bias
+    copy_hooks(module, linear)
+    dense: nn.Module = linear.train(module.training)
+    return dense
+
+
+def module_bias(module: Any) -> Tensor | None:
+    """Return the bias (out,) of a structured linear, fused if it is split."""
+    found: Tensor | None = module.fused_bias() if isinstance(module, SplitLinear) else module.bias
+    return found
+
+
 def check_openable(source: CheckpointSource, name: str) -> None:
     """Raise SurgeryError unless the table, the tensors and their shapes are exactly those of the model of the config.
 
@@ -56,6 +129,7 @@ def check_openable(source: CheckpointSource, name: str) -> None:
     if source.config.get("auto_map") and not has_shims(source.config):
         return
     model = build_unconverted_model(source)
+    split_named_experts(model, source.tensors)
     replace_modules(model, table, mixers)
     check_tensors(model, source.tensors, name, unused_tensors(source.config["quantization_config"]))
     state = model.state_dict()

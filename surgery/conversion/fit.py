@@ -27,6 +27,8 @@ class FitRecord:
     shape: (out, in). error: relative output error on held-out rows, sqrt(E|y* - B x|^2 / E|y*|^2); without calibration the
     relative error of the weights (Frobenius). start: the error after the closed-form projection. sweeps: sweeps accepted
     after it. refit: whether the matrix was fitted to the regression K C^-1, which compensates errors of earlier layers.
+    rows: of a routed expert's matrix, how many calibration rows were routed to the expert. shared_rows: how many average rows
+    of all experts of the layer were added, because these were too few.
     """
 
     name: str
@@ -42,10 +44,13 @@ class FitRecord:
     sweeps: int
     refit: bool
     seconds: float
+    rows: int | None = None
+    shared_rows: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as they stand in the report."""
-        return asdict(self)
+        """Return the fields as they stand in the report; `rows` and `shared_rows` only of a routed expert."""
+        fields = asdict(self)
+        return fields if self.rows is not None else {k: v for k, v in fields.items() if not k.endswith("rows")}
 
 
 @dataclass

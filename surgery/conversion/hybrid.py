@@ -1,4 +1,4 @@
-"""Choose the attention layers that keep softmax in a hybrid model.
+"""Choose the attention layers that keep softmax in a hybrid model, by sensitivity.
 
 Two choices are compared by held-out loss: the layers whose mixer alone raises the loss most, and as many evenly spaced
 layers. A layer's sensitivity is measured on the loss of the whole model, because the layer's own output error predicts
@@ -24,6 +24,7 @@ from surgery.conversion.replacement import broadcast_mixer
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.mixers import Mixer
 from surgery.planning.attention_recipe import HybridRecipe
+from surgery.planning.plan import Plan
 
 TRIAL_STEPS_SHARE = 0.25  # share of the recipe's local training steps that a mixer gets in a trial
 
@@ -68,7 +69,7 @@ class MixerTrial:
         replaced: dict[str, Mixer] = {}
         if attention_target is not None and any(call.path in layers for layers in self.contenders.values()):
             if call.path not in self.mixers:
-                self.mixers[call.path] = self._init_mixer(call)
+                self.mixers[call.path] = init_trial_mixer(self.ctx, call, self.groups)
             replaced = {attention_target.path: self.mixers[call.path]}
         phases: list[Phase] = [(self.groups.original.start, self.groups.original.stop, nullcontext())]
         for layers, rows in zip(self.contenders.values(), self.groups.converted):
@@ -86,18 +87,25 @@ class MixerTrial:
             initialized = broadcast_mixer(self.dist, owner, attention_target, read, self.runner.device)
             self.mixers[layer] = initialized.mixer.eval().requires_grad_(False)
 
-    def _init_mixer(self, call: LayerCall) -> Mixer:
-        """Return the layer's mixer, initialized with TRIAL_STEPS_SHARE of the recipe's training steps."""
-        attention_target, settings = self.plan.attention_targets[call.path], self.ctx.recipe.attention
-        assert settings is not None
-        rotated = build_mixer(attention_target, torch.device("meta")).rotated
-        fit, held = (
-            AttentionSamples(self.ctx.model, call, attention_target, rows, converted_offset=0, rotated=rotated)
-            for rows in (self.groups.fit, self.groups.held_out)
-        )
-        few = settings.model_copy(update={"steps": round(TRIAL_STEPS_SHARE * settings.steps)})
-        initialized = select_init(attention_target.config, few).init(attention_target, few, fit, held)
-        return initialized.mixer.eval().requires_grad_(False)
+
+def init_trial_mixer(ctx: ConversionContext, call: LayerCall, groups: RowGroups) -> Mixer:
+    """Return the mixer of a layer, initialized on the original's inputs with TRIAL_STEPS_SHARE of the recipe's local steps."""
+    attention_target, settings = ctx.plan.attention_targets[call.path], ctx.recipe.attention
+    assert settings is not None
+    rotated = build_mixer(attention_target, torch.device("meta")).rotated
+    fit, held = (
+        AttentionSamples(ctx.model, call, attention_target, rows, converted_offset=0, rotated=rotated)
+        for rows in (groups.fit, groups.held_out)
+    )
+    few = settings.model_copy(update={"steps": round(TRIAL_STEPS_SHARE * settings.steps)})
+    initialized = select_init(attention_target.config, few).init(attention_target, few, fit, held)
+    return initialized.mixer.eval().requires_grad_(False)
+
+
+def evenly_spaced(plan: Plan, hybrid: HybridRecipe) -> set[str]:
+    """Return as many evenly spaced layers as the recipe keeps with softmax."""
+    indices = hybrid.model_copy(update={"by": "every"}).fixed_layers(list(plan.attention_targets.values()))
+    return {layer for layer, target in plan.attention_targets.items() if target.index in indices}
 
 
 def choose_hybrid(ctx: ConversionContext, hybrid: HybridRecipe) -> dict[str, Any]:
@@ -109,9 +117,7 @@ def choose_hybrid(ctx: ConversionContext, hybrid: HybridRecipe) -> dict[str, Any
         alone = trial.run_distributed({layer: {layer} for layer in layers}, tick)
     trial.broadcast_mixers(layers)
     by_sensitivity = set(sorted(layers, key=lambda layer: -alone[layer].converted)[:count])
-    indices = hybrid.model_copy(update={"by": "every"}).fixed_layers(list(plan.attention_targets.values()))
-    evenly = {layer for layer, target in plan.attention_targets.items() if target.index in indices}
-    kept = {"sensitivity": by_sensitivity, "every": evenly}
+    kept = {"sensitivity": by_sensitivity, "every": evenly_spaced(plan, hybrid)}
     with progress.bar("comparing choices of softmax layers", len(plan.layout.layers)) as tick:
         scores = trial.run_distributed({name: set(layers) - softmax for name, softmax in kept.items()}, tick)
     best = min(scores, key=lambda name: scores[name].converted)

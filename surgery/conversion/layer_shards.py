@@ -21,11 +21,14 @@ from surgery.architectures.linears import LinearInfo
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.report import (
     AllocationReport,
+    Count,
     HeldOutReport,
     HybridReport,
     MixerReport,
     ModuleReport,
+    RefinementReport,
     ReportModel,
+    TrialReport,
 )
 from surgery.checkpoint.safetensors_io import FLOAT_DTYPES, file_digest, read_header
 from surgery.checkpoint.writer import concatenate, shard_name
@@ -52,6 +55,7 @@ class _ShardEntry(ReportModel):
     mixers: dict[str, dict[str, Any]] = Field(default_factory=dict)
     mixer_records: list[MixerReport] = Field(default_factory=list)
     seconds: NonNegative = 0.0
+    refined: RefinementReport | None = None
 
 
 class _NonLayerEntry(_ShardEntry):
@@ -68,6 +72,20 @@ class _HybridEntry(ReportModel):
     told: HybridReport
 
 
+class _AlignedEntry(ReportModel):
+    piece: str
+    sha256: str
+    config: dict[str, Any]
+    errors: dict[str, NonNegative]
+
+
+class _RestoredEntry(ReportModel):
+    round: Count
+    given: list[str]
+    before: TrialReport
+    scores: dict[str, TrialReport]
+
+
 class _MixerChoice(ReportModel):
     config: dict[str, Any]
     fixed: dict[str, Any]
@@ -75,6 +93,11 @@ class _MixerChoice(ReportModel):
 
 class _MixerChoicesEntry(ReportModel):
     chosen: dict[str, _MixerChoice]
+
+
+class _RefineEntry(ReportModel):
+    layers: Count
+    model: Count
 
 
 class _OutputShardsEntry(ReportModel):
@@ -89,7 +112,11 @@ class _OutputShardEntry(ReportModel):
 ENTRY_MODELS: dict[str, type[ReportModel]] = {
     "budgets": _BudgetsEntry,
     "hybrid": _HybridEntry,
+    "aligned": _AlignedEntry,
+    "restored": _RestoredEntry,
     "arranged": _MixerChoicesEntry,
+    "refine": _RefineEntry,
+    "fitted": _ShardEntry,
     "shards": _OutputShardsEntry,
     "shard": _OutputShardEntry,
 }
@@ -192,7 +219,7 @@ class LayerShards:
             if entry["step"] == "piece" and entry["piece"] in self.names():
                 shards.setdefault(entry["piece"], entry)
         merged_into = self._intact_output_shards(entries, shards, out)
-        on_disk = {name for name, entry in shards.items() if self._is_intact(entry)}
+        on_disk = {name for name, entry in shards.items() if self.is_intact(entry)}
         merged = {
             name for name, entry in shards.items() if name in merged_into and self._is_in(merged_into[name], entry)
         }
@@ -206,7 +233,8 @@ class LayerShards:
             file.unlink()
         return [*others, *(entry for name, entry in shards.items() if name in on_disk - {NON_LAYER})]
 
-    def _is_intact(self, entry: dict[str, Any]) -> bool:
+    def is_intact(self, entry: dict[str, Any]) -> bool:
+        """Return whether the shard's own file has the journal's SHA-256 and the tensors that the plan expects."""
         path = self.path(entry["piece"])
         return file_digest(path) == entry["sha256"] and _is_true(lambda: self.has_tensors(path, entry, exact=True))
 
@@ -268,6 +296,12 @@ def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
         return set(entry["budgets"]) == names
     if entry["step"] == "hybrid":
         return set(entry["told"]["softmax"]) <= set(plan.attention_targets)
+    if entry["step"] == "fitted":
+        return entry["piece"] in plan.layout.layers
+    if entry["step"] == "aligned":
+        return entry["piece"] in plan.attention_targets
+    if entry["step"] == "restored":
+        return bool(entry["scores"]) and {*entry["given"], *entry["scores"]} == set(plan.attention_targets)
     if entry["step"] == "arranged":
         return all(
             layer in plan.attention_targets and _can_build_mixer(plan.attention_targets[layer], choice)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from pathlib import Path
 from typing import Any
 
-from surgery.calibration.data import CalibrationSet, calibration_inputs, check_model_inputs
+from torch import Tensor
+
+from surgery.calibration.data import CalibrationSet, check_model_inputs, read_labels
+from surgery.calibration.inputs import checkpoint_inputs
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import CheckpointSource
+from surgery.conversion.restored import NEAR
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path, size_text
 from surgery.core.version import __version__
 from surgery.planning.plan import Plan
-from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.recipe import ConversionRecipe, RefineRecipe
+
+GIVE_CALIBRATION = "Give --calibration FILE"  # what to do about missing calibration text, on the command line
+# Keys of recipes that are younger than the first journals: left out at their default, so that conversions begun before them go on.
+ADDED_KEYS = ("round_ranks", "towers", "refine")
 
 
 def load_calibration(
@@ -25,13 +34,9 @@ def load_calibration(
     Raises SurgeryError if the inputs do not suit the model, or if the recipe needs a text and has none.
     """
     if recipe.calibration is None:
-        if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
-            raise SurgeryError(
-                "attention.hybrid by: sensitivity is measured on calibration text, and there is none. Give --calibration FILE, "
-                "or --set attention.hybrid.by=every"
-            )
+        check_needs_no_calibration(recipe)
         return None
-    inputs = calibration_inputs(
+    inputs = checkpoint_inputs(
         recipe.calibration,
         source.folder,
         meta_model.config,
@@ -40,8 +45,42 @@ def load_calibration(
         trust_remote_code=meta_model.trust_remote_code,
         notes=[] if notes is None else notes,
     )
+    if Path(recipe.calibration).is_dir():  # a processor may return more than the model reads
+        taken = inspect.signature(meta_model.model.forward).parameters
+        inputs = {name: x for name, x in inputs.items() if name in taken}
+    inputs = read_labels(inputs, meta_model.model)
     check_model_inputs(inputs, meta_model.model)
+    check_far_context(inputs, recipe)
     return CalibrationSet.from_inputs(inputs, recipe.holdout)
+
+
+def check_far_context(inputs: dict[str, Tensor], recipe: ConversionRecipe) -> None:
+    """Raise SurgeryError if layers are to be ranked by distant context and the windows of text are too short for any."""
+    hybrid = recipe.attention.hybrid if recipe.attention else None
+    if hybrid is None or not hybrid.is_restored:
+        return
+    length, near = inputs["input_ids"].shape[1] if "input_ids" in inputs else None, NEAR.window + NEAR.sinks
+    if hybrid.weights == "far" and length is not None and length <= near:
+        raise SurgeryError(
+            f"attention.hybrid weights: far ranks layers by what is more than {NEAR.window} tokens back, and the windows of the "
+            f"calibration text have {length} tokens. Set length above {near}, or attention.hybrid.weights=even"
+        )
+
+
+def check_needs_no_calibration(recipe: ConversionRecipe, hint: str = GIVE_CALIBRATION) -> None:
+    """Raise SurgeryError if the recipe measures something on calibration text. hint: how the caller gives the text."""
+    if isinstance(recipe.refine, RefineRecipe) and (recipe.refine.layers or recipe.refine.model):
+        raise SurgeryError(f"refine trains on the calibration text, and there is none. {hint}, or set refine to false")
+    if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
+        raise SurgeryError(
+            f"attention.hybrid by: {recipe.attention.hybrid.by} is measured on calibration text, and there is none. {hint}, "
+            "or set attention.hybrid.by to every"
+        )
+
+
+def _default_keys(recipe: ConversionRecipe) -> set[str]:
+    """Return the ADDED_KEYS that the recipe leaves at their default."""
+    return {name for name in ADDED_KEYS if getattr(recipe, name) == type(recipe).model_fields[name].default}
 
 
 def journal_fingerprint(
@@ -51,7 +90,7 @@ def journal_fingerprint(
     return {
         "source": source.fingerprint(),
         "weights_digest": source.weights_digest(),
-        "recipe": recipe.model_dump_json(exclude={"description", "calibration"}),
+        "recipe": recipe.model_dump_json(exclude={"description", "calibration", *_default_keys(recipe)}),
         "version": __version__,
         "seed": recipe.seed,
         "calibration": data.digest() if data else None,
@@ -71,13 +110,24 @@ def check_same_inputs(dist: DistContext, fingerprint: dict[str, Any]) -> None:
 def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRecipe, out: Path) -> None:
     """Raise SurgeryError if the conversion would write more bytes than are free, files of an interrupted run included.
 
-    The estimate adds the tensors that stay (in the stored dtype), the structured ones in float32, and the Gram matrices.
+    The estimate adds the tensors that stay (in the stored dtype), the structured ones in float32, the Gram matrices, and
+    the aligned attention of a hybrid by: restored. The refinement of the whole model doubles it.
     """
     unchanged = source.nbytes - sum(4 * target.numel for target in plan.replaced_targets()) // 2
     needed = max(unchanged, 0) + sum(int(4 * target.uniform_budget()) for target in plan.replaced_targets())
     if recipe.calibration and recipe.curvature != "none":
         limit = recipe.tokens // 4 if recipe.curvature == "auto" else 2**62
         needed += sum(4 * (target.out**2 if target.out <= limit else target.out) for target in plan.replaced_targets())
+    if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_restored:
+        attention = {target.output for target in plan.attention_targets.values()}
+        inside = tuple(f"{target.path}." for target in plan.attention_targets.values())
+        needed += sum(
+            4 * linear.out * linear.in_
+            for linear in plan.layout.linears
+            if linear.path in attention or linear.path.startswith(inside)
+        )
+    if recipe.calibration and recipe.refine and (recipe.refine == "auto" or recipe.refine.model):
+        needed *= 2  # the layers before and after the refinement of the whole model
     work_dir = partial_path(out)
     free = shutil.disk_usage(work_dir if work_dir.exists() else out.parent).free
     free += sum(file.stat().st_size for file in work_dir.rglob("*") if file.is_file())

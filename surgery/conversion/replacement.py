@@ -33,7 +33,9 @@ class LayerReplacement:
     """The replacement of one layer.
 
     modules, mixers: replacement modules and mixers by path. entries: tensors of the layer shard. table, mixer_table:
-    entries of the checkpoint's quantization_config. records, mixer_records: entries of the report.
+    entries of the checkpoint's quantization_config. records, mixer_records: entries of the report. structured: the modules with
+    structured weights as they are stored, where they will be trained (`modules` may hold dense linears with the same weights).
+    refined: the report's entry of the layer's refinement.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -43,6 +45,20 @@ class LayerReplacement:
     mixers: dict[str, Mixer] = field(default_factory=dict)
     mixer_table: dict[str, dict[str, Any]] = field(default_factory=dict)
     mixer_records: list[dict[str, Any]] = field(default_factory=list)
+    structured: dict[str, nn.Module] = field(default_factory=dict)
+    refined: dict[str, Any] | None = None
+
+    def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give entries other tensors, by name; they are cast to the dtype of the entry."""
+        for i, entry in enumerate(self.entries):
+            if entry.name in tensors:
+                self.entries[i] = TensorSource.from_tensor(entry.name, tensors[entry.name].to(DTYPES[entry.dtype]))
+
+    def find_structured(self) -> None:
+        """Set `structured` to the modules with structured weights."""
+        for path, module in self.modules.items():
+            if isinstance(module, (StructuredLinear, SplitLinear)):
+                self.structured[path] = module
 
 
 def densify_module(module: nn.Module) -> nn.Module:
@@ -118,7 +134,7 @@ def add_linear(
         parts = {slice_name(t.part.role): m for t, m in zip(targets, modules) if t.part}
         heads = targets[0].part.heads
         module = SplitLinear(linear.in_, parts, targets[0].part.sizes, heads)
-        spec = {"structure": "split", "parts": dict(zip(parts, specs)), "heads": heads}
+        spec = {"structure": "split", "parts": dict(zip(parts, specs)), "order": list(parts), "heads": heads}
     replacement.modules[linear.path] = module
     replacement.table[linear.path] = {**spec, **_storage_options(base, linear)}
     for name, tensor in module.state_dict().items():
@@ -203,7 +219,7 @@ def load_replacement(
     meta_model: MetaModel, plan: Plan, entry: dict[str, Any], tensors: dict[str, TensorInfo], device: torch.device
 ) -> LayerReplacement:
     """Return the replacement of a finished layer, from its journal entry and the tensors of its layer shard."""
-    replacement = LayerReplacement(table=entry["table"], records=entry["records"])
+    replacement = LayerReplacement(table=entry["table"], records=entry["records"], refined=entry.get("refined"))
     for path, targets in plan.targets_in_layer(entry["piece"]).items():
         linear = targets[0].linear
         spec = entry["table"].get(path) or {**table_entry(targets[0], None), "transposed": linear.transposed}

@@ -10,6 +10,7 @@ from typing import Any
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.hybrid import choose_hybrid
 from surgery.conversion.mixer_init.mlr_allocation import allocate_score_dims, allocated_targets
+from surgery.conversion.restored import choose_restored
 from surgery.core.journal import Journal
 from surgery.planning.plan import Plan
 
@@ -22,7 +23,9 @@ def resolve_attention_plan(ctx: ConversionContext, journal: Journal) -> tuple[Pl
     settings, plan, hybrid_report = ctx.recipe.attention, ctx.plan, None
     if settings is not None and settings.hybrid is not None and settings.hybrid.is_measured:
         if journal.find("hybrid") is None:
-            journal.add("hybrid", told=choose_hybrid(ctx, settings.hybrid))
+            hybrid = settings.hybrid
+            told = choose_restored(ctx, hybrid, journal) if hybrid.is_restored else choose_hybrid(ctx, hybrid)
+            journal.add("hybrid", told=told)
         hybrid_report = _entry(journal, "hybrid")["told"]
         replaced = {
             layer: target for layer, target in plan.attention_targets.items() if layer not in hybrid_report["softmax"]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surgery.architectures.towers import tower_names
+from surgery.calibration.data import placeholder_tokens, unpadded_rows
 from surgery.calibration.fisher import has_lm_head
 from surgery.calibration.lm_head import ChunkedLMHead
 from surgery.checkpoint.meta_model import MetaModel
@@ -42,9 +44,11 @@ class HeldOutScore:
 
 def predicts_next_token(meta_model: MetaModel) -> bool:
     """Return whether the head's logits at position t predict the token at t + 1."""
-    name = type(meta_model.model).__name__
+    model = meta_model.model
+    name = type(model).__name__
     generates = "CausalLM" in name or "LMHead" in name or getattr(meta_model.config, "is_encoder_decoder", False)
-    return generates and has_lm_head(meta_model)
+    writes_text = tower_names(model) and hasattr(model, "can_generate") and model.can_generate()  # of images and text
+    return bool(generates or writes_text) and has_lm_head(meta_model)
 
 
 @torch.no_grad()
@@ -60,13 +64,16 @@ def held_out_score(
     hidden_BTDs, mask_BT = (original_BTD, converted_BTD), data.head_mask()
     real_BT = None if mask_BT is None else mask_BT[held].bool()
     if not (predicts_next_token(ctx.model) and layout.head):
-        before, after = (x if real_BT is None else x[real_BT.to(x.device)] for x in hidden_BTDs)
+        before, after = (unpadded_rows(x, real_BT) if x.dim() > 1 else x[:, None] for x in hidden_BTDs)
         error = float((before - after).norm() / before.norm().clamp_min(1e-30))
         return HeldOutScore("relative output error", 0.0, error, None, before[..., 0].numel())
     head = ChunkedLMHead(ctx.model, layout.head, layout.architecture, ctx.device)
-    ids_BT = data.inputs.get("decoder_input_ids", data.inputs["input_ids"])[held]
+    ids_BT = data.inputs["decoder_input_ids" if "decoder_input_ids" in data.inputs else "input_ids"][held]
     # A loss counts if the token and the one it predicts are both real; a sample counts if any of its losses does.
     counts_BT = torch.ones_like(ids_BT[:, 1:]) if real_BT is None else (real_BT[:, 1:] & real_BT[:, :-1]).long()
+    for token in placeholder_tokens(ctx.model.config):  # stands for a part of an image, which is not predicted
+        counts_BT = counts_BT * (ids_BT[:, 1:] != token)
+    ids_BT = ids_BT.clamp_max(head.weight.shape[0] - 1)
     used_B = counts_BT.sum(1) > 0
     losses = []
     for hidden_BTD, module in zip(hidden_BTDs, (None, head_module)):

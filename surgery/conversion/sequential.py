@@ -9,27 +9,37 @@ comes last, calibrated on the final hidden states.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from surgery.architectures.linears import LinearInfo
 from surgery.calibration.attention_samples import AttentionSamples, all_attention_replaced
 from surgery.calibration.data import CalibrationSet, unpadded_rows
 from surgery.calibration.fisher import load_grams
 from surgery.calibration.layer_runner import LayerCall, Phase, StopForward, run_phases
 from surgery.calibration.moments import InputMoments
 from surgery.calibration.partition import MAX_SHARDS, Round
+from surgery.calibration.routing import (
+    RoutedTokens,
+    real_tokens,
+    routed_arguments,
+    scale_rows,
+    shared_weight,
+)
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorSource
 from surgery.conversion.context import ConversionContext, RowGroups, rows_of
 from surgery.conversion.fit import FitContext, FitResult, fit_linear
 from surgery.conversion.mixer_init.base import build_mixer, select_init
+from surgery.conversion.refine_layer import refine_layer
 from surgery.conversion.replacement import (
     LayerReplacement,
     add_linear,
@@ -54,11 +64,27 @@ class LinearStage:
     """Linears of one layer that read the same input.
 
     paths: their module paths, in order of execution. residual: path, below the layer, of the module whose input is the
-    residual stream that the linear's output is added to; "" if there is none.
+    residual stream that the linear's output is added to; "" if there is none. experts, expert: of linears of a routed expert
+    the path of its RoutedExperts and its index there; is_inner: whether they read the product of gate and up.
     """
 
     paths: list[str]
     residual: str
+    experts: str = ""
+    expert: int = 0
+    is_inner: bool = False
+
+
+class RoutedCalibration:
+    """The tokens that reach the routed experts of one layer, recorded once for all experts.
+
+    fit, held_out: the tokens of the rows to fit and of the held-out rows, by the chunk of rows (first, last). shared: sums over
+    the rows of all experts, by (is_inner, whether of the rows to fit), computed when an expert needs them.
+    """
+
+    def __init__(self, fit: dict[tuple[int, int], RoutedTokens], held_out: dict[tuple[int, int], RoutedTokens]):
+        self.fit, self.held_out = fit, held_out
+        self.shared: dict[tuple[bool, bool], InputMoments] = {}
 
 
 class SequentialConverter:
@@ -66,7 +92,7 @@ class SequentialConverter:
 
     budgets: parameters for each target, by name. finished(path): the saved replacement of a layer when resuming, else
     None. write(path, replacement, seconds): store a layer's replacement. validate: whether each matrix is validated on
-    held-out rows (False for trials, which are scored as a whole).
+    held-out rows (False for trials, which are scored as a whole). refine_epochs: epochs of each layer's refinement.
     """
 
     def __init__(
@@ -77,11 +103,13 @@ class SequentialConverter:
         finished: Callable[[str], LayerReplacement | None],
         write: Callable[[str, LayerReplacement, float], None],
         validate: bool = True,
+        refine_epochs: int = 0,
     ):
         self.ctx, self.budgets, self.groups = ctx, budgets, RowGroups.for_conversion(ctx.samples)
         self.model, self.plan, self.recipe, self.runner = ctx.model, ctx.plan, ctx.recipe, ctx.runner
-        self.mask_BT = ctx.samples.mask()
         self.finished, self.write, self.validate = finished, write, validate
+        self.refine_epochs = refine_epochs
+        self.original_BTD: Tensor | None = None  # what reaches the head in the original, after `run`
         self.diverged = False  # whether any layer so far was converted, so that the two streams differ
 
     @torch.no_grad()
@@ -93,6 +121,7 @@ class SequentialConverter:
             self.runner.run(groups.inputs(samples), self.convert_layer, segments, groups.converted_offset)
         )
         original_BTD, converted_BTD = rows_of(final_BTD, groups.original), rows_of(final_BTD, groups.converted[0])
+        self.original_BTD = original_BTD
         head = convert_head(self.ctx, self.budgets, original_BTD, converted_BTD)
         module = next(iter(head.modules.values()), None)
         held_BTDs = rows_of(original_BTD, groups.held_out), rows_of(converted_BTD, groups.held_out)
@@ -135,6 +164,10 @@ class SequentialConverter:
             self._fit_stages(call, targets, replacement)
         if attention_target is not None:
             fold_output(self.model, self.plan, attention_target, call.device, replacement)
+        if self.refine_epochs:
+            gram = load_grams(self.ctx.grams_dir / f"{call.path}.safetensors", self.runner.device).get(call.path)
+            refine_layer(self.ctx, call, replacement, gram, self.refine_epochs)
+            replacement.structured = {}
         return replacement
 
     def _init_mixer(self, call: LayerCall, attention_target: AttentionTarget, replacement: LayerReplacement) -> None:
@@ -167,6 +200,7 @@ class SequentialConverter:
                 f"{self.ctx.grams_dir} must hold the same files on all machines (this process finds {len(grams)} "
                 "matrices, process 0 another number). Put --out on a file system that all processes share."
             )
+        routed: dict[str, RoutedCalibration] = {}
         for stage in find_stages(self.model, self.plan, call):
             weights = {
                 target.name: (
@@ -177,6 +211,10 @@ class SequentialConverter:
                 for target in targets[path]
             }
             moments_of = partial(self._moments, call, stage, weights, replacement)
+            if stage.experts:
+                if stage.experts not in routed:
+                    routed = {stage.experts: self._record_routing(call, stage.experts, replacement)}
+                moments_of = partial(self._expert_moments, call, stage, weights, replacement, routed[stage.experts])
             fit = moments_of(self.groups.fit)
             # Computed on first use: by then the Cholesky factor of a wide input's C has been freed.
             held_out = cache(partial(moments_of, self.groups.held_out, besides=fit)) if self.validate else None
@@ -192,6 +230,8 @@ class SequentialConverter:
             for path in stage.paths:
                 found = [fitted[target.name] for target in targets[path]]
                 add_linear(self.model, list(targets[path]), found, call.device, replacement)
+                if self.refine_epochs:
+                    replacement.find_structured()
                 replacement.modules[path] = densify_module(replacement.modules[path])
             del fit, held_out, fit_context  # frees this stage's moments before the next stage's are computed
 
@@ -199,7 +239,123 @@ class SequentialConverter:
         self, target: LinearTarget, weight_OI: Tensor, fit_context: FitContext, grams: dict[str, Tensor]
     ) -> FitResult:
         fit_context.gram, fit_context.stored_dtype = grams.get(target.name), stored_dtype(self.model, target)
-        return fit_linear(target, self.budgets[target.name], weight_OI, fit_context)
+        result = fit_linear(target, self.budgets[target.name], weight_OI, fit_context)
+        if target.linear.experts and fit_context.fit is not None:
+            own, shared = fit_context.fit.count - fit_context.fit.borrowed, fit_context.fit.borrowed
+            result.record = replace(result.record, rows=own, shared_rows=shared)
+        return result
+
+    # -- routed experts ----------------------------------------------------------------------------
+    def _record_routing(self, call: LayerCall, experts: str, replacement: LayerReplacement) -> RoutedCalibration:
+        """Record the tokens that reach the experts at the path `experts`, with all linears before them replaced."""
+        found = []
+        for rows in (self.groups.fit, self.groups.held_out):
+            chunks: dict[tuple[int, int], RoutedTokens] = {}
+            for round_ in self.runner.rounds(rows.start, rows.stop):
+                for start, stop in round_.chunks(self.runner.chunk_rows(call.hidden_BTD.shape[1])):
+                    x0, index, weight = self._expert_arguments(call, experts, start, stop, LayerReplacement())
+                    x = x0
+                    if self._streams_differ(replacement):
+                        first, last = self.groups.converted_row(start), self.groups.converted_row(stop)
+                        x, index, weight = self._expert_arguments(call, experts, first, last, replacement)
+                    chunks[start, stop] = RoutedTokens(x, x0, index, weight)
+            found.append(chunks)
+        return RoutedCalibration(*found)
+
+    def _expert_arguments(
+        self, call: LayerCall, experts: str, start: int, stop: int, replacement: LayerReplacement
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the arguments of the experts module for rows start:stop, of real tokens."""
+        caught: list[tuple[Tensor, Tensor, Tensor]] = []
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            caught.append(routed_arguments(args, kwargs))
+            raise StopForward
+
+        with self._replaced_modules(call, replacement):
+            handle = self.model.module(experts).register_forward_pre_hook(hook, with_kwargs=True)
+            try:
+                call.apply(start, stop)
+            except StopForward:
+                pass
+            finally:
+                handle.remove()
+        first, masks_BT = self.groups.sample(start), self.ctx.samples.token_masks(self.plan.layout.tower(call.path))
+        mask_BT = masks_BT[0][first : first + stop - start] if masks_BT else None
+        x, index, weight = (real_tokens(part, mask_BT) for part in caught[0])
+        return x, index, weight
+
+    def _streams_differ(self, replacement: LayerReplacement) -> bool:
+        """Return whether the converted model's activations are to be used, and differ from the original's at this point."""
+        replaced = bool(self.diverged or replacement.modules or replacement.mixers)
+        return self.recipe.calibrate == "sequential" and replaced
+
+    def _expert_moments(
+        self,
+        call: LayerCall,
+        stage: LinearStage,
+        weights: dict[str, tuple[Tensor, bool]],
+        replacement: LayerReplacement,
+        routed: RoutedCalibration,
+        rows: range,
+        *,
+        besides: InputMoments | None = None,
+    ) -> InputMoments:
+        """Return the moments of the linears of one expert over the tokens routed to it.
+
+        An expert with fewer rows than its matrix has inputs gets average rows of all experts of the layer for the rest; of
+        held-out rows it needs fewer, in proportion.
+        """
+        is_fit = rows == self.groups.fit
+        tokens, rounds = routed.fit if is_fit else routed.held_out, self.runner.rounds(rows.start, rows.stop)
+        step, size = self.runner.chunk_rows(call.hidden_BTD.shape[1]), next(iter(weights.values()))[0].shape[1]
+        experts: Any = self.model.module(stage.experts)
+
+        def rows_of(chunk: RoutedTokens, expert: int) -> tuple[Tensor, Tensor]:
+            x, x0, weight_M1 = chunk.rows_of(expert)
+            if stage.is_inner:
+                x, x0 = self._inner_rows(experts, f"{stage.experts}.{expert}", x, x0, replacement)
+            return scale_rows(x, x0, weight_M1)
+
+        def add(moments: InputMoments, round_: Round) -> None:
+            for chunk in round_.chunks(step):
+                moments.add(*rows_of(tokens[chunk], stage.expert))
+            self.runner.record_moment_bytes(moments.tensors() + (besides.tensors() if besides else []))
+
+        def add_all(moments: InputMoments, round_: Round) -> None:
+            for chunk in round_.chunks(step):
+                if stage.is_inner:
+                    for expert in range(experts.num_experts):
+                        moments.add(*rows_of(tokens[chunk], expert))
+                else:
+                    x, x0, weight_N1 = tokens[chunk].rows_of_all()
+                    moments.add(*scale_rows(x, x0, weight_N1))
+                    moments.count += len(x) * (tokens[chunk].index_Nk.shape[1] - 1)
+
+        moments = accumulate_moments(weights, rounds, self.runner.ranks, add)
+        wanted = size if is_fit else math.ceil(size * len(self.groups.held_out) / len(self.groups.fit))
+        if moments.count < wanted:
+            key = (stage.is_inner, is_fit)
+            if key not in routed.shared:
+                like = {"shared": (shared_weight(size, next(iter(weights.values()))[0]), False)}
+                routed.shared[key] = accumulate_moments(like, rounds, self.runner.ranks, add_all)
+            moments.borrow(routed.shared[key], wanted - moments.count)
+        return moments.means()
+
+    def _inner_rows(
+        self, experts: Any, prefix: str, x: Tensor, x0: Tensor, replacement: LayerReplacement
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the expert at `prefix` passes to its down projection, in the converted and in the original model."""
+        expert, names = experts.expert(int(prefix.rpartition(".")[2])), experts.names
+        original = [expert.get_submodule(name) for name in (names.gate, names.up)]
+        inner0 = experts.act_fn(original[0](x0)) * original[1](x0)
+        if not self._streams_differ(replacement):
+            return inner0, inner0
+        gate, up = (
+            replacement.modules.get(f"{prefix}.{name}", module)
+            for name, module in zip((names.gate, names.up), original)
+        )
+        return experts.act_fn(gate(x)) * up(x), inner0
 
     def _moments(
         self,
@@ -218,9 +374,7 @@ class SequentialConverter:
             for start, stop in round_.chunks(step):
                 x0, r0 = self._inputs(call, stage, start, stop, LayerReplacement())
                 x, r = x0, r0
-                if self.recipe.calibrate == "sequential" and (
-                    self.diverged or replacement.modules or replacement.mixers
-                ):
+                if self._streams_differ(replacement):
                     first, last = self.groups.converted_row(start), self.groups.converted_row(stop)
                     x, r = self._inputs(call, stage, first, last, replacement)
                 gap = r0 - r if r0 is not None and r is not None and r is not r0 else None
@@ -262,14 +416,14 @@ class SequentialConverter:
                     handle.remove()
         residual = inputs.get("residual")
         return (
-            self._unpadded_rows(inputs["input"], start, stop),
-            None if residual is None else self._unpadded_rows(residual, start, stop),
+            self._unpadded_rows(call, inputs["input"], start, stop),
+            None if residual is None else self._unpadded_rows(call, residual, start, stop),
         )
 
-    def _unpadded_rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+    def _unpadded_rows(self, call: LayerCall, x: Tensor, start: int, stop: int) -> Tensor:
         """Return the rows of real tokens, (N, X)."""
-        first = self.groups.sample(start)
-        return unpadded_rows(x, None if self.mask_BT is None else self.mask_BT[first : first + stop - start])
+        first, masks_BT = self.groups.sample(start), self.ctx.samples.token_masks(self.plan.layout.tower(call.path))
+        return unpadded_rows(x, *(mask_BT[first : first + stop - start] for mask_BT in masks_BT))
 
 
 def accumulate_moments(
@@ -301,26 +455,50 @@ def find_stages(meta_model: MetaModel, plan: Plan, call: LayerCall) -> list[Line
     """Run one sample through the layer and return its stages: linears that read the same tensor, in order of execution."""
     stages: list[tuple[Tensor, LinearStage]] = []  # with the input of each stage
     handles = []
-    residuals = {linear.path: linear.residual for linear in plan.layout.linears}
+    targets = plan.targets_in_layer(call.path)
+    linears = {path: parts[0].linear for path, parts in targets.items()}
 
     def group_by_input(path: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             for x, stage in stages:
-                if x.data_ptr() == args[0].data_ptr() and x.shape == args[0].shape:
+                if not stage.experts and x.data_ptr() == args[0].data_ptr() and x.shape == args[0].shape:
                     stage.paths.append(path)
                     return
-            stages.append((args[0], LinearStage([path], residuals[path])))
+            stages.append((args[0], LinearStage([path], linears[path].residual)))
 
         return hook
 
-    for path in plan.targets_in_layer(call.path):
-        handles.append(meta_model.module(path).register_forward_pre_hook(group_by_input(path)))
+    def mark_experts(path: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            stages.append((routed_arguments(args, kwargs)[0], LinearStage([], "", path)))
+
+        return hook
+
+    for path in targets:
+        if not linears[path].experts:
+            handles.append(meta_model.module(path).register_forward_pre_hook(group_by_input(path)))
+    for path in dict.fromkeys(linear.experts for linear in linears.values() if linear.experts):
+        handles.append(meta_model.module(path).register_forward_pre_hook(mark_experts(path), with_kwargs=True))
     try:
         call.apply(0, 1)
     finally:
         for handle in handles:
             handle.remove()
-    return [stage for _, stage in stages]
+    return [found for _, stage in stages for found in (_expert_stages(stage, linears) if stage.experts else [stage])]
+
+
+def _expert_stages(marker: LinearStage, linears: dict[str, LinearInfo]) -> list[LinearStage]:
+    """Return the stages of routed experts: gate and up of every expert, then down of every expert.
+
+    A router selects few experts for one sample, so the stages are found by role and not by running the sample.
+    """
+    found: dict[tuple[bool, int], LinearStage] = {}
+    for path, linear in linears.items():
+        if linear.experts == marker.experts:
+            is_inner = "expert.down" in linear.roles
+            stage = LinearStage([], "", linear.experts, linear.expert, is_inner)
+            found.setdefault((is_inner, linear.expert), stage).paths.append(path)
+    return [found[key] for key in sorted(found)]
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from surgery.calibration.data import unpadded_rows
 from surgery.calibration.fisher import FisherPass, load_grams
 from surgery.calibration.layer_runner import LayerCall, Phase, run_phases
 from surgery.calibration.partition import MAX_SHARDS, Round
+from surgery.calibration.routing import RoutingRecord
 from surgery.conversion.context import ConversionContext, RowGroups, rows_of
 from surgery.conversion.fit import FitResult, candidate_configs, quick_fit
 from surgery.conversion.replacement import LayerReplacement, add_linear, broadcast_fits, densify_module, swapped_modules
@@ -51,8 +52,8 @@ def sequential_trial(ctx: ConversionContext, budgets: dict[str, float], done: Ca
 
 
 def limit_sweeps(recipe: ConversionRecipe, **other: Any) -> ConversionRecipe:
-    """Return the recipe with at most one sweep; other: further fields to change."""
-    return recipe.model_copy(update={"sweeps": min(recipe.sweeps, 1), **other})
+    """Return the recipe with at most one sweep and without refinement; other: further fields to change."""
+    return recipe.model_copy(update={"sweeps": min(recipe.sweeps, 1), "refine": None, **other})
 
 
 @dataclass
@@ -131,11 +132,14 @@ class QuickTrial:
             for stage in stages:
                 stage.ordered_reduce(dist, round_, call.hidden_BTD.new_zeros(0, device=call.device))
 
+        linears = [self.plan.targets[path][0].linear for stage in stages for path in stage.paths]
+        self.routing = RoutingRecord(call.layer, call.path, linears)
         handles = [
             self.ctx.model.module(stage.paths[0]).register_forward_pre_hook(self._gram_hook(stage)) for stage in stages
         ]
         try:
-            yield after
+            with self.routing:
+                yield after
         finally:
             for handle in handles:
                 handle.remove()
@@ -148,11 +152,15 @@ class QuickTrial:
             self._fit(call, stages.pop(0), grams, modules)
 
     def _gram_hook(self, stage: _StageGram) -> Callable[..., None]:
-        mask_BT = self.ctx.samples.mask()
+        masks_BT = self.ctx.samples.token_masks(self.plan.layout.tower(stage.paths[0]))
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             x, first = args[0], self.runner.row
-            real_NI = unpadded_rows(x, None if mask_BT is None else mask_BT[first : first + len(x)])
+            if self.routing.is_routed(stage.paths[0]):
+                later_BT = masks_BT[0][first:] if masks_BT else None
+                real_NI = self.routing.unpadded_expert_rows(stage.paths[0], x, later_BT)
+            else:
+                real_NI = unpadded_rows(x, *(mask_BT[first : first + len(x)] for mask_BT in masks_BT))
             if stage.part_II is None:
                 stage.part_II = real_NI.new_zeros(stage.size, stage.size)
             add_moment_(stage.part_II, real_NI)
@@ -164,7 +172,7 @@ class QuickTrial:
         self, call: LayerCall, stage: _StageGram, grams: dict[str, Tensor], modules: list[dict[str, nn.Module]]
     ) -> None:
         """Fit the stage's linears for every contender and add them to `modules`, one dictionary for each contender."""
-        if stage.sum_II is None:
+        if stage.sum_II is None or not stage.rows[1]:  # an expert that no row reached stays dense in the trial
             return
         moment_II = stage.sum_II.div_(stage.rows[1])
         damp_(moment_II, self.recipe.damping)

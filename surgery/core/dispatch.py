@@ -16,23 +16,26 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.import_hooks import run_after_import
 
 P = ParamSpec("P")
 R = TypeVar("R")
-KernelChoice = Literal["measured", "kernel", "reference"]
+KernelChoice = Literal["measured", "kernel", "products", "reference"]
 
 PACKAGE = "surgery.kernels"
-_choice: KernelChoice = "measured"
+VARIABLE = "SURGERY_KERNELS"  # environment variable: the choice outside of `use_kernels`
+_choice: Any = os.environ.get(VARIABLE, "measured")
 _recorded_names: set[str] | None = None
 
 
@@ -69,15 +72,27 @@ class DispatchedOp:
 
     def select_kernel(self, *args: Any, **kwargs: Any) -> RegisteredKernel | None:
         """Return the kernel that a call with these arguments runs, or None for the reference."""
-        if _choice == "reference" or (_choice == "measured" and not _on_gpu(args, kwargs)):
+        forced = None if _choice == "measured" else self._forced_implementation()
+        if forced == "reference" or (forced is None and not _on_gpu(args, kwargs)):
             return None
         load_kernels()
         for kernel in self.kernels:
             if kernel.accepts(*args, **kwargs) and (
-                kernel.implementation == "kernel" if _choice == "kernel" else kernel.is_faster(*args, **kwargs)
+                kernel.is_faster(*args, **kwargs) if forced is None else kernel.implementation == forced
             ):
                 return kernel
         return None
+
+    def _forced_implementation(self) -> str | None:
+        """Return the implementation that every call must run, or None if measurements choose it."""
+        if _choice not in get_args(KernelChoice):
+            raise SurgeryError(
+                f"environment variable {VARIABLE}={_choice!r} is not one of {', '.join(get_args(KernelChoice))}"
+                f"{suggestion(str(_choice), get_args(KernelChoice))}"
+            )
+        if _choice == "products" and load_kernels() and all(k.implementation != "products" for k in self.kernels):
+            return None
+        return str(_choice)
 
 
 def dispatched(reference: Callable[P, R]) -> Callable[P, R]:
@@ -111,7 +126,10 @@ def use_kernels(choice: KernelChoice) -> Iterator[None]:
     choice:
         "measured"     the fastest implementation according to the measurements; the default
         "kernel"       this project's kernel wherever it accepts the arguments, also on the CPU (with TRITON_INTERPRET=1)
+        "products"     PyTorch's batched products for BTT and Monarch linears; other functions as with "measured"
         "reference"    no kernels
+
+    Outside of this context the environment variable SURGERY_KERNELS names the choice.
     """
     global _choice
     before, _choice = _choice, choice

@@ -5,8 +5,8 @@ or damaged is dropped together with all later ones. Resuming requires the same s
 text. Checksums detect accidents, not tampering: anyone who can write to the folder can write an entry. Every entry is
 therefore checked against the plan before use, and no path is taken from an entry.
 
-With several processes, each records the layers it writes in its own file (journal-1.jsonl ..). Rank 0 records all other
-steps, and reads all files.
+With several processes, each records the files it writes (OWN_STEPS) in its own journal file (journal-1.jsonl ..). Rank 0
+records all other steps, and reads all files.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from glob import escape
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -35,6 +36,11 @@ from surgery.core.files import (
 
 JOURNAL_NAME, CHECKSUM_KEY = "journal.jsonl", "crc32"
 ADDED = ("weights_digest", "data_digest")  # keys of a fingerprint that journals written before 0.1.0 lack
+OWN_STEPS = (
+    "piece",
+    "fitted",
+    "aligned",
+)  # steps of one layer (key `piece`), recorded by the process that wrote its file
 FOREIGN = ("wandb",)  # subfolders of a work folder in which other programs create links
 
 
@@ -126,14 +132,14 @@ class Journal:
         for key, value in self.fingerprint.items():
             if start and start.get(key) != value and not (key in ADDED and key not in start):
                 raise SurgeryError(
-                    f"{self.folder} was begun with another {key.replace('_', ' ')} ({_truncate(start.get(key))}, now {_truncate(value)}). "
+                    f"{self.folder} was begun with another {key.replace('_', ' ')} ({_difference(start.get(key), value)}). "
                     "Resume with the original settings, or remove that folder to start again"
                 )
 
     def add(self, step: str, **what: Any) -> None:
-        """Append an entry. Called by all processes; rank 0 writes it to disk, except a piece (layer shard), which its own rank writes."""
+        """Append an entry. Called by all processes; rank 0 writes it to disk, except OWN_STEPS, which the rank that calls this writes."""
         line = {"step": step, **what}
-        if not (self.ranks.main or step == "piece"):
+        if not (self.ranks.main or step in OWN_STEPS):
             self.entries.append(line)
             return
         with open(self.path, "ab", opener=no_link) as file:
@@ -153,9 +159,9 @@ class Journal:
         self.ranks.together_or_raise(lambda: None)  # no process adds an entry before the files are rewritten
 
     def merge(self) -> None:
-        """Make the piece entries of all processes known to every process."""
-        for lines in self.ranks.gather([line for line in self.entries if line["step"] == "piece"]):
-            self.entries += [line for line in lines if self.find("piece", piece=line["piece"]) is None]
+        """Make the entries of OWN_STEPS of all processes known to every process."""
+        for lines in self.ranks.gather([line for line in self.entries if line["step"] in OWN_STEPS]):
+            self.entries += [line for line in lines if self.find(line["step"], piece=line["piece"]) is None]
 
     def move(self, out: Path, delivered: Iterable[str]) -> None:
         """Rename the finished work folder to `out`, without the journal and the lock.
@@ -216,6 +222,17 @@ def raise_unfinished(folder: Path, what: str = "conversion") -> NoReturn:
     raise SurgeryError(
         f"{folder} holds an interrupted {what}; continue it with --resume, or remove that folder to start again"
     )
+
+
+def _difference(before: Any, now: Any) -> str:
+    """Say how two values of a fingerprint differ: of JSON mappings, in which keys."""
+    with suppress(TypeError, ValueError):
+        first, second = json.loads(before), json.loads(now)
+        if isinstance(first, dict) and isinstance(second, dict):
+            keys = [key for key in {**first, **second} if first.get(key) != second.get(key)]
+            found = [f"{key}: {_truncate(first.get(key))}, now {_truncate(second.get(key))}" for key in keys]
+            return "; ".join(found)
+    return f"{_truncate(before)}, now {_truncate(now)}"
 
 
 def _truncate(value: Any) -> str:

@@ -6,10 +6,13 @@ from rich.table import Table
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """Return an empty table: the first column and text columns left-aligned, all others right-aligned."""
+    """Return an empty table: the first column and text columns left-aligned, all others right-aligned.
+
+    Columns of long names wrap; numbers are never cut.
+    """
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for i, column in enumerate(columns):
-        wide = column in ("structures", "structure", "module")
+        wide = column in ("structures", "structure", "module", "mixer")
         table.add_column(column, justify="left" if i == 0 or wide else "right", overflow="fold", no_wrap=not wide)
     return table
 

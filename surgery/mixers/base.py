@@ -6,13 +6,14 @@
     out_BHTV, _ = mixer.mix(inputs)                                          training: no state is kept
     mixer.dense(inputs)                                                      the definition, quadratic
 
-States are immutable values: `mix` returns a new state, so a cache can return to an earlier one.
+States are immutable values: `mix` returns a new state, so a cache can return to an earlier one. Only a state that its holder donates
+(`MixerState.donate`) may be overwritten by a call.
 B batch, T tokens, D model width, H query heads, G key/value heads, J = H / G, K key dim, V value dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -72,11 +73,18 @@ class MixerState:
     """State of a mixer: tensors by name, batch first, and seen_B, the number of real tokens of each row.
 
     max_seen: upper bound of seen_B that needs no device synchronization, or None if no bound is known.
+    donated: whether a call may overwrite the tensors, because nothing reads them after the call. The state that the call returns
+    is not donated.
     """
 
     seen_B: Tensor
     tensors: dict[str, Tensor] = field(default_factory=dict)
     max_seen: int | None = None
+    donated: bool = False
+
+    def donate(self) -> MixerState:
+        """Return the state as one that the next call may overwrite. It and the states that share its tensors are not read again."""
+        return replace(self, donated=True)
 
     def rows(self, index_B: Tensor) -> MixerState:
         """Return the state of the rows in `index_B`; repeats are allowed (beam search)."""

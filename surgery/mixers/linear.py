@@ -40,8 +40,8 @@ from surgery.mixers.common.bidirectional import bidirectional_output, dense_outp
 from surgery.mixers.common.meta_weights import EmptyOnMeta
 from surgery.mixers.common.padding import Unpadder, shift_rows
 from surgery.mixers.common.window_hybrid import (
+    LocalOutput,
     RecentAndSinks,
-    SoftmaxSums,
     Tensors,
     WindowBuffer,
     local_attention,
@@ -66,6 +66,7 @@ class LinearAttention(MixerConfig):
         drop    both branches before RoPE
         window  the softmax branch after RoPE, the linear branch before it
         both    the softmax branch after RoPE, the linear branch both forms side by side, with twice the key dims
+        Attention without RoPE, or with RoPE of interleaved pairs, treats `window` and `both` as `keep`.
     states: one state per key/value head ("shared"), or a copy of k and v, a state and gates per query head ("per_head").
     chunk: tokens per chunk in training and prefill.
     convolution: width in tokens of a causal convolution on q, k and v (0: none).
@@ -127,13 +128,21 @@ def linear_shape(config: LinearAttention, shape: AttentionShape) -> AttentionSha
     """Return the shape of the linear branch: with states: per_head every query head has a key/value head of its own, and
     with rope: both the keys have two forms."""
     groups = shape.heads if config.states == "per_head" else shape.groups
-    return replace(shape, groups=groups, key=2 * shape.key if config.rope == "both" else shape.key)
+    both = resolve_rope(config, shape) == "both"
+    return replace(shape, groups=groups, key=2 * shape.key if both else shape.key)
 
 
 def mask_shape(config: LinearAttention, shape: AttentionShape) -> AttentionShape:
     """Return the shape for the mask: always causal, unless the mask itself supports bidirectional attention."""
     shape = linear_shape(config, shape)
     return shape if config.mask.name in BIDIRECTIONAL_MASKS else replace(shape, causal=True)
+
+
+def resolve_rope(config: LinearAttention, shape: AttentionShape) -> str:
+    """Return which q and k the branches read: `keep` where `window` or `both` needs RoPE in the half-split form and the
+    attention has none."""
+    half_split = shape.rotary and not shape.interleaved
+    return config.rope if half_split or config.rope not in TWO_FORMS else "keep"
 
 
 def check_config(config: LinearAttention, shape: AttentionShape) -> None:
@@ -173,11 +182,6 @@ def check_config(config: LinearAttention, shape: AttentionShape) -> None:
             f"linear: rope: {config.rope} gives the window and the linear branch different q and k, and there is no window; "
             "set window, or use rope: keep or rope: drop"
         )
-    if config.rope in TWO_FORMS and (shape.interleaved or not shape.rotary):
-        kind = "interleaved pairs" if shape.interleaved else "no RoPE"
-        raise SurgeryError(
-            f"linear: rope: {config.rope} needs RoPE in the half-split form, and this attention has {kind}; use rope: keep"
-        )
     MASKS[config.mask].check_config(config.mask, mask_shape(config, shape), config.scores == "delta")
 
 
@@ -216,7 +220,8 @@ class LinearMixer(Mixer):
     def __init__(self, config: LinearAttention, shape: AttentionShape):
         super().__init__(config, shape)
         check_config(config, shape)
-        self.rotated = config.rope == "keep"
+        self.rope = resolve_rope(config, shape)
+        self.rotated = self.rope == "keep"
         self.linear_shape = linear_shape(config, shape)
         self.mask = MASKS[config.mask](config.mask, mask_shape(config, shape))
         self.feature_map = FEATURES[config.features](config.features, self.linear_shape)
@@ -254,15 +259,14 @@ class LinearMixer(Mixer):
             channels, width = self.convolution.channels, self.convolution.width
             tensors["convolution"] = torch.zeros(batch, width - 1, channels, device=device)
         if self.window_buffer is not None:
-            zeros_BWD = torch.zeros(batch, self.window_buffer.window, self.shape.dim, device=device)
-            for name, t in self._written_signals(zeros_BWD, self.mask("signals", zeros_BWD)).items():
+            slots = self.window_buffer.slots
+            zeros_BSD = torch.zeros(batch, slots, self.shape.dim, device=device)
+            for name, t in self._written_signals(zeros_BSD, self.mask("signals", zeros_BSD)).items():
                 tensors[f"ring.{name}"] = torch.zeros_like(t)
             sizes = {"k": self.shape.key, "v": self.shape.value}
-            linear_sizes = {"linear_k": self.linear_shape.key} if self.config.rope in TWO_FORMS else {}
+            linear_sizes = {"linear_k": self.shape.key} if self.rope in TWO_FORMS else {}
             for name, size in {**sizes, **linear_sizes}.items():
-                tensors[f"ring.{name}"] = torch.zeros(
-                    batch, self.window_buffer.window, self.shape.groups, size, device=device
-                )
+                tensors[f"ring.{name}"] = torch.zeros(batch, slots, self.shape.groups, size, device=device)
             for name, size in sizes.items():
                 tensors[f"sink.{name}"] = torch.zeros(
                     batch, self.window_buffer.sinks, self.shape.groups, size, device=device
@@ -327,21 +331,24 @@ class LinearMixer(Mixer):
 
     def _branches(
         self, inputs: MixerInputs, past: MixerState, apply: MaskFn, block: int
-    ) -> tuple[Tensor, SoftmaxSums | None, ProjectedTokens, MixerState]:
+    ) -> tuple[Tensor, LocalOutput | None, ProjectedTokens, MixerState]:
         """Return (linear branch without its weight, softmax branch or None, tokens, state after the tokens)."""
-        tokens, after = self._project_tokens(inputs, past)
+        tokens, after = self.project_tokens(inputs, past)
         unpadder, local = tokens.unpadder, None
         signals = self.mask("signals", tokens.x_BTD)
         written = {"k": tokens.window_k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
-        if self.config.rope in TWO_FORMS:
-            written["linear_k"] = tokens.k_BTGK
+        if self.rope in TWO_FORMS:
+            written["linear_k"] = tokens.k_BTGK[
+                ..., : self.shape.key
+            ]  # the other form of `both` is the window's own key
         if self.window_buffer is not None:
-            queue = self.window_buffer.queue(written, past.tensors)
+            queue = self.window_buffer.queue(written, past.tensors, past.seen_B)
             sinks = {n: self.window_buffer.fill_sinks(n, written[n], past.tensors, past.seen_B, unpadder) for n in "kv"}
-            local = self._local_attention(tokens.window_q_BTHK, queue, sinks, past.seen_B, block)
+            recent = self.window_buffer.recent_tokens(queue)
+            local = self._local_attention(tokens.window_q_BTHK, recent, sinks, past.seen_B, block)
             after = {
                 **after,
-                **self.window_buffer.next_rings(queue, unpadder),
+                **self.window_buffer.next_rings(queue, past.seen_B, unpadder),
                 **{f"sink.{n}": t for n, t in sinks.items()},
             }
             written = self.window_buffer.delayed_tokens(queue)
@@ -351,7 +358,7 @@ class LinearMixer(Mixer):
         after.update({f"mask.{name}": t for name, t in (mask_state or {}).items()})
         return linear_BGJTV, local, tokens, MixerState(past.seen_B + unpadder.count_B, after, max_seen)
 
-    def _project_tokens(self, inputs: MixerInputs, past: MixerState) -> tuple[ProjectedTokens, Tensors]:
+    def project_tokens(self, inputs: MixerInputs, past: MixerState) -> tuple[ProjectedTokens, Tensors]:
         """Return (unpadded and convolved tokens, state of the convolution after them)."""
         x_BTD, heads = inputs.x_BTD, (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
         unpadder = Unpadder.from_mask(inputs.valid_BT, x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
@@ -367,18 +374,18 @@ class LinearMixer(Mixer):
 
     def _with_rope(self, inputs: MixerInputs, tokens: ProjectedTokens) -> ProjectedTokens:
         """Return the tokens with q and k of both branches, of which `tokens` has the form before RoPE."""
-        if self.config.rope not in TWO_FORMS:
+        if self.rope not in TWO_FORMS:
             return tokens
         if inputs.rope is None:
             raise SurgeryError(
-                f"linear: rope: {self.config.rope} reads the rotation from position_embeddings, which this attention does not "
+                f"linear: rope: {self.rope} reads the rotation from position_embeddings, which this attention does not "
                 "get; use rope: keep"
             )
         batch = tokens.x_BTD.shape[0]
         cos_BTR, sin_BTR = (tokens.unpadder.unpad(t.expand(batch, -1, -1), dim=1) for t in inputs.rope)
         q, k = (apply_rope(t, cos_BTR, sin_BTR) for t in (tokens.q_BTHK, tokens.k_BTGK))
         tokens = replace(tokens, window_q_BTHK=q, window_k_BTGK=k)
-        if self.config.rope == "window":
+        if self.rope == "window":
             return tokens
         both_q, both_k = torch.cat([tokens.q_BTHK, q], dim=-1), torch.cat([tokens.k_BTGK, k], dim=-1)
         return replace(tokens, q_BTHK=both_q, k_BTGK=both_k)
@@ -392,6 +399,8 @@ class LinearMixer(Mixer):
         q_BHTF = self.feature_map("queries", tokens.q_BTHK.transpose(1, 2).to(dtype) * root, position_BT)
         copies = self.linear_shape.groups // self.shape.groups
         k, v = written.get("linear_k", written["k"]), written["v"]
+        if self.rope == "both":
+            k = torch.cat([k, written["k"]], dim=-1)
         k, v = (t if copies == 1 else t.repeat_interleave(copies, dim=2) for t in (k, v))
         k_BHTK = k.transpose(1, 2).to(dtype) * root
         k_BGTF = self.feature_map("keys", k_BHTK, position_BT - self.config.window)
@@ -421,16 +430,16 @@ class LinearMixer(Mixer):
         return bidirectional_output(lambda r: apply(r)[0], self.mask, rows, unpadder), None
 
     def _local_attention(
-        self, q_BTHK: Tensor, queue: Tensors, sinks: Tensors, seen_B: Tensor, block: int
-    ) -> SoftmaxSums:
-        q_BGJTK = q_BTHK.transpose(1, 2).unflatten(1, (self.shape.groups, -1)).to(accumulation_dtype(q_BTHK))
-        keys, values = (RecentAndSinks(queue[n].transpose(1, 2), sinks[n].transpose(1, 2)) for n in "kv")
-        return local_attention(q_BGJTK, keys, values, seen_B, self.shape, block)
+        self, q_BTHK: Tensor, recent: Tensors, sinks: Tensors, seen_B: Tensor, block: int
+    ) -> LocalOutput:
+        q_BGJTK = q_BTHK.transpose(1, 2).unflatten(1, (self.shape.groups, -1))
+        keys, values = (RecentAndSinks(recent[n].transpose(1, 2), sinks[n].transpose(1, 2)) for n in "kv")
+        return local_attention(q_BGJTK, keys, values, seen_B, self.shape, block, with_largest=self.config.normalise)
 
     def _combine(
         self,
         linear_BGJTV: Tensor,
-        local: SoftmaxSums | None,
+        local: LocalOutput | None,
         x_BTD: Tensor,
         linear_H: Tensor | None = None,
         local_H: Tensor | None = None,
@@ -446,9 +455,9 @@ class LinearMixer(Mixer):
         if linear_H is not None:
             out = out * branch_weight(linear_H, out, normalise)
         if local is not None and local_H is not None:
-            numerator, denominator = (t.flatten(1, 2).transpose(1, 2) for t in local)
-            softmax = torch.cat([numerator, denominator], dim=-1) if normalise else numerator / denominator
-            out = out + branch_weight(local_H, out, normalise) * softmax
+            # Under one denominator, weights of the softmax branch are exp(score - largest) (LoLCATs, eq. 6).
+            softmax = local.sums() if normalise else local.out
+            out = out + branch_weight(local_H, out, normalise) * softmax.flatten(1, 2).transpose(1, 2)
         if normalise:
             out = out[..., :-1] / out[..., -1:].clamp_min(max(self.feature_map.min_denominator, MIN_DENOMINATOR))
         if self.norm is not None:
@@ -461,7 +470,13 @@ class LinearMixer(Mixer):
         with EmptyOnMeta():
             mixer = cls(config, shape)
         mixer.to("meta")
-        buffers = mixer._empty_buffers(1, "meta")
+        for part in (
+            mixer.mask,
+            mixer.beta_proj,
+        ):  # on meta tensors their functions would import torch._dynamo and sympy
+            if part is not None:
+                empty_on_cpu(part)
+        buffers = mixer._empty_buffers(1, "cpu")
         features, values = mixer._num_features(), shape.value + config.normalise
         local = min(length, config.window + config.sinks)
         state = MASKS[config.mask].state_size(config.mask, mask_shape(config, shape), features, values, length - local)
@@ -474,6 +489,15 @@ class LinearMixer(Mixer):
             macs=macs + mixer.feature_map.macs(config.features, mixer.linear_shape),
             params=sum(t.numel() for t in (*mixer.parameters(), *mixer.buffers())),
         )
+
+
+def empty_on_cpu(module: nn.Module) -> None:
+    """Replace the module's parameters and buffers by uninitialized ones of the same shapes on the CPU."""
+    for part in module.modules():
+        for name, t in part.named_parameters(recurse=False):
+            setattr(part, name, nn.Parameter(torch.empty(t.shape, dtype=t.dtype)))
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 def mix_tokens(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> tuple[Tensor, MixerState]:

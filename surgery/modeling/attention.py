@@ -23,10 +23,18 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from surgery.architectures.attention import attention_paths, attention_shape, output_path
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, Mixer, MixerConfig, MixerInputs
-from surgery.mixers.common.packed_documents import DocumentMemo, PackedDocuments, document_borders, mask_to_bool
+from surgery.mixers.common.packed_documents import (
+    DocumentMemo,
+    PackedDocuments,
+    document_borders,
+    has_one_document_per_row,
+    mask_to_bool,
+)
+from surgery.modeling.attention_weights import record_no_weights, weights_placeholder
 from surgery.modeling.cache import MixerCacheLayer, advance_offloading, mixer_cache_layer, mixer_modules
 from surgery.modeling.generation import MixerGenerationMixin
 from surgery.modeling.modules import GuardedLinear
+from surgery.modeling.padding_positions import derive_positions
 
 ATTENTION_NAME = "surgery"
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
@@ -77,7 +85,12 @@ class MixerAttention:
         documents = self._documents(bound, valid_BT, mask_BHTS, layer)
         offloading = past if getattr(past, "offloading", False) else None
         call = AttentionCall(x_BTD, valid_BT, mask_BHTS, layer, offloading, documents, rope)
-        return super().forward(**bound, surgery=call)  # type: ignore[misc]
+        out = super().forward(**bound, surgery=call)  # type: ignore[misc]
+        if (
+            self.host._attn_implementation == "eager"
+        ):  # others have no weights in any layer, and transformers lists none
+            record_no_weights(out)
+        return out
 
     def _masks(self, mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | None, Tensor | None]:
         implementation = self.host._attn_implementation
@@ -86,6 +99,8 @@ class MixerAttention:
                 f"attention implementation {implementation!r} makes no masks, so padding cannot be distinguished from text; "
                 "use model.set_attn_implementation('sdpa')"
             )
+        if has_one_document_per_row() and not seen:
+            return None, None  # transformers makes a mask during the capture of a graph even where none is needed
         return split_attention_mask(mask, x_BTD, seen)
 
     def _documents(
@@ -96,7 +111,7 @@ class MixerAttention:
         Other masks are passed to mixers that read masks, and raise SurgeryError for all others.
         """
         x_BTD, mask, position_ids = bound["hidden_states"], bound.get("attention_mask"), bound.get("position_ids")
-        if x_BTD.shape[1] == 1 or (layer is not None and layer.seen):
+        if x_BTD.shape[1] == 1 or (layer is not None and layer.seen) or has_one_document_per_row():
             return None
         position_ids = position_ids if layer is None else None  # transformers does not pack rows with a cache
         memo = None if torch.compiler.is_compiling() else DocumentMemo.recall(mask, position_ids)
@@ -165,10 +180,11 @@ def split_attention_mask(mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | 
 def is_plain_mask(
     mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape, documents: PackedDocuments | None
 ) -> bool:
-    """Return whether a mask encodes only padding, the causal order with the window, and document borders."""
+    """Return whether a mask encodes only padding, the causal order, the window, and document borders."""
     T, S = mask_BHTS.shape[-2:]
     behind_TS = torch.arange(T, device=mask_BHTS.device)[:, None] - torch.arange(S, device=mask_BHTS.device)
-    order_TS = (behind_TS >= 0) & (behind_TS < (shape.window or S)) if shape.causal else torch.ones_like(behind_TS > 0)
+    order_TS = behind_TS.abs() < (shape.window or S)
+    order_TS = order_TS & (behind_TS >= 0) if shape.causal else order_TS
     number_BT = torch.zeros_like(valid_BT, dtype=torch.long) if documents is None else documents.number_BT
     mask_BHTS = mask_BHTS.expand(len(valid_BT), -1, -1, -1)
     # Compared in chunks of rows: comparing all at once would need several times the mask's memory.
@@ -186,7 +202,7 @@ def is_plain_mask(
 def mixer_attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> Any:
-    """Attention function of modules with a mixer; returns (output (B, T, H, V), None for the weights)."""
+    """Attention function of modules with a mixer; returns (output (B, T, H, V), None or a placeholder for the weights)."""
     call = kwargs.get("surgery")
     if call is None:
         raise SurgeryError(
@@ -205,7 +221,7 @@ def mixer_attention_forward(
             advance_offloading(call.offloading, module.layer_idx, query.device)
     if call.valid_BT is not None:  # padding may hold any value, even NaN, which must not reach later layers
         out_BHTV = out_BHTV.masked_fill(~call.valid_BT[:, None, :, None], 0.0)
-    return out_BHTV.transpose(1, 2).to(query.dtype), None
+    return out_BHTV.transpose(1, 2).to(query.dtype), weights_placeholder(query)
 
 
 AttentionInterface.register(ATTENTION_NAME, mixer_attention_forward)
@@ -246,6 +262,8 @@ def replace_attention(model: Any, path: str, config: MixerConfig) -> None:
     with torch.device(like.device):
         mixer = kind(config, shape).to(like.dtype)
     attach_mixer(module, mixer.train(module.training))
+    if shape.causal and shape.rotary:
+        derive_positions(model, path)
     if not isinstance(model, MixerModelMixin):
         model.__class__ = mixin_class(model.__class__, MixerModelMixin)
 

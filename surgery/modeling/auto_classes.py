@@ -16,6 +16,11 @@ AUTO_CLASSES = (
     "AutoModelForTokenClassification",
     "AutoModelForQuestionAnswering",
     "AutoModelForImageClassification",
+    "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForAudioClassification",
+    "AutoModelForZeroShotImageClassification",
 )
 
 

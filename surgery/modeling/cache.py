@@ -3,8 +3,9 @@
     cache.layers[i] = MixerCacheLayer()      inserted before generate() starts, or at the first forward with the cache
     out_BHTV = cache.layers[i].advance(mixer, inputs)
 
-States are immutable values, so beam search selects rows of them. To remove tokens, an old state is needed: while past
-recording is on, the layer holds a state and the inputs since then, and `crop` mixes the remaining inputs again.
+A layer holds the only reference to its state and donates it to the next call, which may overwrite it. Beam search selects rows,
+which copies them. To remove tokens, an old state is needed: while past recording is on, no state is donated, the layer holds a
+state and the inputs since then, and `crop` mixes the remaining inputs again.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class MixerCacheLayer(CacheLayerMixin):
             out = self._advance_recording(mixer, inputs, state)
         else:
             self._base, self._since = None, []
-            out, self.state = mixer(inputs, state)
+            out, self.state = mixer(inputs, state.donate())
         self.seen += tokens
         return out
 
@@ -218,6 +219,7 @@ def slice_inputs(inputs: MixerInputs, start: int, stop: int) -> MixerInputs:
         x_BTD=inputs.x_BTD[:, start:stop],
         valid_BT=None if inputs.valid_BT is None else inputs.valid_BT[:, start:stop],
         mask_BHTS=None if mask is None else mask[:, :, start:stop, : mask.shape[-1] - (tokens - stop)],
+        rope=None if inputs.rope is None else (inputs.rope[0][:, start:stop], inputs.rope[1][:, start:stop]),
     )
 
 

@@ -1,5 +1,7 @@
 """Saving a cache to disk: mixer states, and the keys and values of softmax layers.
 
+A file holds the rings of linear mixers with a window in order of position (`rings_to_queues`).
+
 save_cache(output.past_key_values, "prompt.safetensors")
 cache = load_cache("prompt.safetensors", model)             generate(..., past_key_values=cache) continues from it
 """
@@ -10,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from surgery.core.errors import SurgeryError
 from surgery.core.files import atomic_path, explain_disk_errors, parse_json
 from surgery.mixers import Mixer, MixerConfig, MixerState, mixer_config
+from surgery.mixers.common.window_hybrid import queues_to_rings, rings_to_queues
 from surgery.modeling.cache import MixerCacheLayer, mixer_modules
 
 
@@ -32,7 +36,9 @@ def save_cache(cache: Cache, path: str | Path) -> None:
             config = None if layer._mixer is None else layer._mixer.config.to_dict()
             layers.append({"kind": "mixer", "seen": layer.seen, "config": config})
             state = layer.state
-            held = {} if state is None else {"seen_B": state.seen_B, **state.tensors}
+            held = {}
+            if state is not None:
+                held = {"seen_B": state.seen_B, **rings_to_queues(state.tensors, state.seen_B)}
         elif kind in (DynamicLayer, DynamicSlidingWindowLayer):
             layers.append({"kind": "softmax", "seen": int(layer.get_seq_length())})
             held = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
@@ -92,6 +98,24 @@ def _check_same_shapes(index: int, held: dict[str, Tensor], dims: dict[str, int]
         )
 
 
+def _check_seen(index: int, seen_B: Tensor, seen: int) -> None:
+    """Raise SurgeryError unless seen_B counts the tokens of rows, at most `seen` in each."""
+    if seen_B.dtype != torch.int64 or bool(((seen_B < 0) | (seen_B > seen)).any()):
+        raise SurgeryError(
+            f"layer {index} of this cache is damaged: seen_B must be int64, from 0 to {seen} (got {seen_B.tolist()[:8]})"
+        )
+
+
+def _check_waiting_tokens(index: int, held: dict[str, Tensor], fresh: dict[str, Tensor], rows: int) -> None:
+    """Raise SurgeryError unless the rings and sinks have as many rows, and the sizes of the model's own, `fresh`."""
+    for name, tensor in fresh.items():
+        shape = (rows, *tensor.shape[1:])
+        if name.startswith(("ring.", "sink.")) and held[name].shape != shape:
+            raise SurgeryError(
+                f"layer {index} of this cache is damaged: {name} must have the shape {shape} (got {tuple(held[name].shape)})"
+            )
+
+
 def _is_config(saved: Any, config: MixerConfig) -> bool:
     """Return whether a saved config is `config`. Options that did not exist when it was saved have their defaults."""
     if saved == json.loads(json.dumps(config.to_dict())):
@@ -110,7 +134,11 @@ def _mixer_layer(entry: dict[str, Any], held: dict[str, Tensor], mixer: Mixer, i
     if held:
         fresh = mixer.empty_state(1, "cpu")
         _check_same_shapes(index, held, {"seen_B": 1, **{name: tensor.dim() for name, tensor in fresh.tensors.items()}})
-        layer.state, layer.is_initialized = MixerState(held.pop("seen_B"), held, entry["seen"]), True
+        seen_B = held.pop("seen_B")
+        _check_seen(index, seen_B, entry["seen"])
+        _check_waiting_tokens(index, held, rings_to_queues(fresh.tensors, fresh.seen_B), len(seen_B))
+        layer.state = MixerState(seen_B, queues_to_rings(held, seen_B), entry["seen"])
+        layer.is_initialized = True
     return layer
 
 

@@ -2,8 +2,8 @@
 
     model.generate(**prompt, cache_implementation="static", max_new_tokens=500)
 
-This needs one GPU, and a linear mixer with a bounded state in every attention module: state shapes stay constant, and no value
-is read back to the CPU. transformers calls `capture_decode_step` where it would compile a model for a static cache
+This needs one GPU, and a linear mixer with a bounded state in every attention module, with or without a window: state shapes stay
+constant, and no value is read back to the CPU. transformers calls `capture_decode_step` where it would compile a model for a static cache
 (GenerationMixin._sample); disable_compile=True turns the graph off too. All other steps call the model itself.
 """
 
@@ -36,10 +36,7 @@ def capture_decode_step(model: Any, cache: Any, generation_config: Any) -> Captu
     """Return a callable that replaces the model's forward during generation, or None if graphs do not apply."""
     asked = generation_config.cache_implementation == "static" and not generation_config.disable_compile
     layers = getattr(cache, "layers", [])
-    linear = [
-        isinstance(m.mixer, LinearMixer) and m.mixer.mask.has_bounded_state and m.mixer.window_buffer is None
-        for _, m in mixer_modules(model)
-    ]
+    linear = [isinstance(m.mixer, LinearMixer) and m.mixer.mask.has_bounded_state for _, m in mixer_modules(model)]
     own = linear and all(linear) and len(linear) == len(layers) and all(type(x) is MixerCacheLayer for x in layers)
     recording = any(getattr(x, "record_past", False) for x in layers)
     if not (asked and own and is_on_one_gpu(model)) or recording:
@@ -52,10 +49,21 @@ def is_on_one_gpu(model: Any) -> bool:
     return not hasattr(model, "hf_device_map") and all(p.is_cuda for p in model.parameters())
 
 
-def record_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """Capture `step` in a CUDA graph and return a function that replays it on the same tensors."""
+def record_graph(step: Callable[[], None], warmups: int = 0) -> Callable[[], None]:
+    """Capture `step` in a CUDA graph and return a function that replays it on the same tensors.
+
+    warmups: runs of `step` before the capture, on a stream of their own, as backward passes need it. Other threads may
+    use the GPU meanwhile, for example to copy the next batch to pinned memory.
+    """
+    if warmups:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(warmups):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     return graph.replay
 
@@ -109,7 +117,8 @@ class CapturedDecodeStep:
                 assert left is not None and state is not None
                 state.seen_B.copy_(left.seen_B)
                 for name, tensor in state.tensors.items():
-                    tensor.copy_(left.tensors[name])
+                    if left.tensors[name] is not tensor:  # the step may have overwritten the state in place
+                        tensor.copy_(left.tensors[name])
 
         try:
             self.replay = record_graph(step)

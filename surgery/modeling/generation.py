@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from surgery.core.errors import SurgeryError
+from surgery.modeling.attention_weights import placeholders, remove_placeholders
 from surgery.modeling.cache import MixerCacheLayer, mixer_cache_layer, mixer_modules, record_past
 
 
@@ -45,6 +46,12 @@ class MixerGenerationMixin:
         """Return the captured decoding step if there is one, else the compiled forward."""
         step, self._decode_step = self._decode_step, None
         return super().get_compiled_call(compile_config) if step is None else step  # type: ignore[misc]
+
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        """Decode with an assistant; attention weights of mixers are None."""
+        with placeholders():
+            generated = super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
+        return remove_placeholders(generated)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Raise SurgeryError: continuous batching is not supported."""

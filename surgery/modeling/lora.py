@@ -1,7 +1,8 @@
 """PEFT LoRA on structured linears: y = B x + scaling * up(down(x)), with the structured weight B frozen.
 
 The last of PEFT's dispatchers is wrapped, so that both get_peft_model and PeftModel.from_pretrained support structured
-linears; a registration in one config would not survive saving.
+linears; a registration in one config would not survive saving. PEFT's list of `target_modules="all-linear"`, which holds classes of torch, is
+extended by structured and split linears; linears inside mixers (gates) are not adapted.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import warnings
 from typing import Any
 
 import peft.tuners.lora.model as peft_lora
+import peft.tuners.tuners_utils as peft_utils
 from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+from surgery.mixers import Mixer
 from surgery.modeling.modules import SplitLinear
 from surgery.structures import StructuredLinear
 
@@ -62,6 +65,34 @@ def register_lora() -> None:
 
     dispatch.surgery = True  # type: ignore[attr-defined]
     peft_lora.dispatch_default = dispatch
+    include = peft_utils._maybe_include_all_linear_layers
+
+    @functools.wraps(include)
+    def include_structured(peft_config: Any, model: Any) -> Any:
+        given = getattr(peft_config, "target_modules", None)
+        found: Any = include(peft_config, model)
+        if isinstance(given, str) and given.lower() == peft_utils.INCLUDE_LINEAR_LAYERS_SHORTHAND:
+            found.target_modules = all_linears(model, found.target_modules)
+        return found
+
+    peft_utils._maybe_include_all_linear_layers = include_structured
+
+
+def all_linears(model: Any, dense: set[str]) -> set[str]:
+    """Return the linears that "all-linear" adapts: PEFT's choice of dense ones, structured and split ones, and none inside a mixer.
+
+    A structured head is left out, as PEFT leaves out a dense one.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    names = set(dense)
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, (Mixer, SplitLinear, BaseTunerLayer)):
+            inside.append(f"{name}.")
+        base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        if isinstance(base, (StructuredLinear, SplitLinear)) and base is not head:
+            names.add(name)
+    return {name for name in names if not name.startswith(tuple(inside))}
 
 
 register_lora()

@@ -85,14 +85,16 @@ def build_module(
     """Build the module of a table entry.
 
     The entry is {"structure": .., "in_features": .., "out_features": .., "bias": ..}, where the structure may be "dense" or
-    "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "heads": ..}. Raises SurgeryError if it is invalid.
+    "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads": ..}. The order of the
+    parts is a list because transformers sorts the keys of config.json. Raises SurgeryError if the entry is invalid.
     """
     spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
     if spec.get("structure") == "split":
         _check_split_entry(spec)
-        parts = {name: build_module(entry, device, dtype) for name, entry in spec["parts"].items()}
-        sizes = tuple(entry["out_features"] for entry in spec["parts"].values())
-        return SplitLinear(next(iter(spec["parts"].values()))["in_features"], parts, sizes, spec.get("heads", 0))
+        entries = {name: spec["parts"][name] for name in spec.get("order", spec["parts"])}
+        parts = {name: build_module(entry, device, dtype) for name, entry in entries.items()}
+        sizes = tuple(entry["out_features"] for entry in entries.values())
+        return SplitLinear(next(iter(entries.values()))["in_features"], parts, sizes, spec.get("heads", 0))
     _check_entry(spec)
     in_, out, bias = spec.pop("in_features"), spec.pop("out_features"), spec.pop("bias")
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -133,6 +135,11 @@ def _check_split_entry(spec: dict[str, Any]) -> None:
     whole = bool(parts) and all(isinstance(entry, dict) for entry in parts.values())
     if not whole or any(e.get("structure") == "split" or not name.isidentifier() for name, e in parts.items()):
         raise SurgeryError(f"{DAMAGED_TABLE}: a split entry reads {str(spec)[:100]}")
+    order = spec.get("order", list(parts))
+    if not isinstance(order, list) or not all(isinstance(n, str) for n in order) or sorted(order) != sorted(parts):
+        raise SurgeryError(
+            f"{DAMAGED_TABLE}: the order {str(order)[:100]} of a split entry must list its parts {sorted(parts)}"
+        )
     outs = [entry.get("out_features") for entry in parts.values()]
     if type(heads) is not int or heads < 0 or any(type(n) is not int or (heads and n % heads) for n in outs):
         raise SurgeryError(f"{DAMAGED_TABLE}: {heads} heads must divide the parts' outputs {outs}")

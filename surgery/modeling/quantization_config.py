@@ -37,7 +37,23 @@ class SurgeryConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.format, self.surgery_version = format, surgery_version
         self.modules, self.mixers, self.unused = modules or {}, mixers or {}, unused or []
+        if isinstance(self.modules, dict):
+            self.modules = {path: _with_order(entry) for path, entry in self.modules.items()}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an attribute, as transformers reads it from a config that is a dict."""
+        return getattr(self, key, default)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table without empty `mixers` and `unused`, which older versions did not write."""
         return {k: v for k, v in super().to_dict().items() if k not in ("mixers", "unused") or v}
+
+
+def _with_order(entry: Any) -> Any:
+    """Return a table entry with the order of its parts as a list, which older versions did not write.
+
+    transformers sorts the keys of config.json on saving, so the order of the keys would be lost.
+    """
+    if isinstance(entry, dict) and isinstance(entry.get("parts"), dict) and "order" not in entry:
+        return {**entry, "order": list(entry["parts"])}
+    return entry

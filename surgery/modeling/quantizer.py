@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.quantizers.base import HfQuantizer
 
+from surgery.architectures.experts import has_split_experts, is_merge_rule, merged_experts, split_experts
 from surgery.checkpoint.safetensors_io import read_header
 from surgery.checkpoint.table import QUANT_METHOD, has_shims
 from surgery.checkpoint.tensor_names import check_tensors, find_model_class, unused_tensors
@@ -23,6 +26,7 @@ class SurgeryQuantizer(HfQuantizer):
     """Replaces modules on the meta device before transformers loads the weights."""
 
     requires_calibration = False
+    has_split_experts = False  # whether the model that is being loaded has RoutedExperts
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Return True: save_pretrained works."""
@@ -48,14 +52,27 @@ class SurgeryQuantizer(HfQuantizer):
         if not self.pre_quantized:
             raise SurgeryError("models are converted with `surgery convert`, not on loading")
         name, written = model.config.name_or_path or "the checkpoint", _written_as(model)
+        stored = [] if checkpoint_files is None else _tensors_in(checkpoint_files)
+        for one in (model,) if written is None or written is model else (model, written):
+            split_named_experts(one, stored)
         if written is None:
             replace_modules(model, *self._tables(), strict=False)
+            self.has_split_experts = has_split_experts(model)
             return
         replace_modules(written, *self._tables())
         if checkpoint_files is not None:
-            check_tensors(written, _tensors_in(checkpoint_files), name, unused_tensors(self.quantization_config))
+            check_tensors(written, stored, name, unused_tensors(self.quantization_config))
         if written is not model:
             replace_modules(model, *self._tables(), strict=False)
+        self.has_split_experts = has_split_experts(model)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """Return transformers' conversion rules without those that would merge the tensors of split experts.
+
+        model: the model to be loaded; transformers before 5.20 does not pass it.
+        """
+        split = self.has_split_experts if model is None else has_split_experts(model)
+        return [rule for rule in weight_conversions if not (split and is_merge_rule(rule))]
 
     def postprocess_model(self, model: Any, **_: Any) -> Any:
         """Make the loaded model an ordinary one that keeps only its table."""
@@ -83,6 +100,7 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
     # Imported here because this module loads during the import of transformers' models, which attention needs complete.
     from surgery.modeling.attention import replace_attention
 
+    split_named_experts(model, table)
     find, missing, taken = _ModuleFinder(model), 0, set()
     for path, spec in [*table.items(), *mixers.items()]:
         place = find(path)
@@ -102,9 +120,16 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
             replacement = build_module(spec)
             _check_sizes(model.get_submodule(place), replacement, place)
             model.set_submodule(place, replacement)
-            _untie(model, place)
+            untie(model, place)
         else:
             replace_attention(model, place, mixer_config(spec))
+
+
+def split_named_experts(model: Any, paths: Iterable[str]) -> None:
+    """Split the experts of a model into linears if paths, of modules or of stored tensors, name a linear of an expert."""
+    names = "|".join({re.escape(path.rpartition(".")[2]) for path, _ in merged_experts(model)})
+    if names and any(re.search(rf"(^|\.)({names})\.\d+\.", path) for path in paths):
+        split_experts(model)
 
 
 def _check_sizes(linear: Any, replacement: Any, path: str) -> None:
@@ -142,7 +167,7 @@ def _tensors_in(files: list[str]) -> list[str]:
     return [name for file in files for name in read_header(Path(file))]
 
 
-def _untie(model: Any, path: str) -> None:
+def untie(model: Any, path: str) -> None:
     """Untie a replaced module, also where the class ties weights whatever the config says (T5)."""
     weight = f"{path}.weight"
     if weight in (model._tied_weights_keys or {}):  # set on the instance; the class stays unchanged

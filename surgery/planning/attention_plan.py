@@ -51,7 +51,7 @@ def find_attention_targets(
             continue
         layer = next(name for name in layout.layers if path.startswith(f"{name}."))
         shape = attention_shape(meta_model.model, path)
-        config = settings.config_for(shape)
+        config = settings.config_for(shape, index, len(paths))
         try:
             MIXERS[config].check_config(config, shape)
         except SurgeryError as error:
@@ -67,4 +67,18 @@ def find_attention_targets(
     kept = settings.hybrid.fixed_layers(list(targets.values())) if settings.hybrid else set()
     if len(kept) == len(targets):
         raise SurgeryError("attention.hybrid keeps softmax in every selected layer; nothing would be replaced")
-    return {layer: target for layer, target in targets.items() if target.index not in kept}
+    replaced = {layer: target for layer, target in targets.items() if target.index not in kept}
+    for number, rule in enumerate(settings.rules):
+        if not any(is_layer_selected(rule.layers, target.index, len(paths)) for target in replaced.values()):
+            raise SurgeryError(
+                f'attention.rules.{number}: layers "{rule.layers}" selects none of the layers that get a mixer, '
+                f"{[target.index for target in replaced.values()]}"
+            )
+    return replaced
+
+
+def softmax_shapes(meta_model: ModelDescription, targets: dict[str, AttentionTarget]) -> tuple[AttentionShape, ...]:
+    """Return the shapes of the attention modules that are no targets, in order."""
+    replaced = {target.path for target in targets.values()}
+    paths = attention_paths(meta_model.model) if targets else []
+    return tuple(attention_shape(meta_model.model, path) for path in paths if path not in replaced)

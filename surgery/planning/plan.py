@@ -6,18 +6,24 @@ All settings are checked here, before any weight is read.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
+from surgery.architectures import get_architecture
+from surgery.architectures.attention import key_value_heads
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
+from surgery.architectures.towers import select_towers
 from surgery.checkpoint.outline import ModelDescription
 from surgery.checkpoint.source import check_float_dtype
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.registry import validate_config
-from surgery.planning.attention_plan import AttentionTarget, find_attention_targets
+from surgery.mixers import AttentionShape
+from surgery.planning.attention_plan import AttentionTarget, find_attention_targets, softmax_shapes
 from surgery.planning.recipe import ConversionRecipe, LinearSettings
 from surgery.structures import STRUCTURES, StructureConfig
 
@@ -42,7 +48,7 @@ class LinearTarget:
 
     linear: the module. out: output rows. configs: candidate structures, not yet resolved to a budget; () keeps the matrix dense
     (in a split linear). keep: fraction of its parameters to keep. part: its rows in a fused linear, or None. preview: the
-    structure shown in the plan, fitted to a uniform budget.
+    structure shown in the plan, fitted to a uniform budget. round_ranks: ranks chosen by the budget are multiples of it.
     """
 
     linear: LinearInfo
@@ -51,6 +57,7 @@ class LinearTarget:
     configs: tuple[StructureConfig, ...]
     part: FusedSlice | None = None
     preview: StructureConfig | None = None
+    round_ranks: int = 1
 
     @property
     def name(self) -> str:
@@ -82,7 +89,10 @@ class Plan:
     """All replacements of a conversion.
 
     targets: linear targets by path of the linear, in model order. attention_targets: attention modules to be replaced by
-    mixers, by path of their layer. notes: messages for the user.
+    mixers, by path of their layer. softmax_shapes: shapes of all other attention modules, if there are targets. notes: messages
+    for the user. unreached: names of linears that the recipe would replace and that stay dense, because the calibration inputs do not
+    reach them. model_params: parameters of the whole model, a tied pair counted once. untied_params: those that are stored twice
+    after the conversion, because a tied weight is replaced.
     """
 
     source: str
@@ -92,6 +102,16 @@ class Plan:
     targets: dict[str, tuple[LinearTarget, ...]]
     notes: tuple[str, ...]
     attention_targets: dict[str, AttentionTarget] = field(default_factory=dict)
+    softmax_shapes: tuple[AttentionShape, ...] = ()
+    unreached: tuple[str, ...] = ()
+    model_params: int = 0
+    untied_params: int = 0
+
+    @property
+    def measured_softmax_count(self) -> int:
+        """How many of the attention targets will keep softmax attention, chosen by measurements on text during the conversion."""
+        hybrid = self.recipe.attention.hybrid if self.recipe.attention else None
+        return hybrid.softmax_count(len(self.attention_targets)) if hybrid is not None and hybrid.is_measured else 0
 
     def targets_in_layer(self, layer: str) -> dict[str, tuple[LinearTarget, ...]]:
         """Return the targets of one layer by path of the linear."""
@@ -102,10 +122,24 @@ class Plan:
         return [target for targets in self.targets.values() for target in targets if target.configs]
 
     def totals(self) -> dict[str, int]:
-        """Return the number of replaced matrices and their stored parameters before and, under a uniform allocation, after."""
+        """Return the number of replaced matrices, and numbers of parameters before and, under a uniform allocation, after.
+
+        params_*: of the replaced matrices. model_*: of the whole model, without parameters of mixers. active_*: of the whole model
+        for one token, which few of the routed experts compute; only if the model has such experts.
+        """
         targets = self.replaced_targets()
         after = [STRUCTURES[t.preview].params(t.preview, t.out, t.in_) for t in targets]
-        return {"modules": len(targets), "params_before": sum(t.numel for t in targets), "params_after": sum(after)}
+        before = [t.numel for t in targets]
+        totals = {"modules": len(targets), "params_before": sum(before), "params_after": sum(after)}
+        change = sum(after) - sum(before) + self.untied_params
+        totals |= {"model_before": self.model_params, "model_after": self.model_params + change}
+        routed = [linear for linear in self.layout.linears if linear.experts]
+        if routed:
+            idle = sum(linear.out * linear.in_ * (1 - linear.active) for linear in routed)
+            saved = sum((a - b) * t.linear.active for t, a, b in zip(targets, after, before)) + self.untied_params
+            active = self.model_params - idle
+            totals |= {"active_before": round(active), "active_after": round(active + saved)}
+        return totals
 
 
 def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
@@ -113,15 +147,15 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
 
     Raises SurgeryError if a pattern matches no module, a structure cannot tile its matrix, or nothing is replaced.
     """
-    layout = find_linears(meta_model.model)
+    whole = find_linears(meta_model.model)
     model_type = meta_model.config.model_type
+    selected = select_towers(meta_model.model, whole.towers.values(), recipe.towers)
+    layout = replace(whole, layers=tuple(path for path in whole.layers if whole.towers[path] in selected))
     _check_patterns(recipe, layout, model_type)
-    notes = []
-    if layout.architecture is None:
-        notes.append(
-            f"no architecture for model_type {model_type!r}: every nn.Linear of its {len(layout.layers)} layers is replaced "
-            "and matched by its path; rules cannot use roles"
-        )
+    notes = _layout_notes(meta_model, whole, layout)
+    if not meta_model.keys:
+        notes.append("planned from config.json alone: there are no weights to check it against")
+    notes += _merged_notes(meta_model.model, layout)
     attention_targets = find_attention_targets(meta_model, recipe, layout)
     refitted: set[str] = set()  # output projections
     if recipe.attention and recipe.attention.refits_output:
@@ -129,14 +163,21 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     if attention_targets and recipe.attention and (hybrid := recipe.attention.hybrid) and hybrid.is_measured:
         notes.append(
             f"{hybrid.softmax_count(len(attention_targets))} of these {len(attention_targets)} layers keep softmax attention, "
-            "chosen on the calibration text"
+            f"chosen on the calibration text by {hybrid.by}"
         )
     if attention_targets and recipe.attention and recipe.attention.cache is not None:
         notes.append(
             "ranks shown keep the same dimensions everywhere; with --calibration they are chosen layer by layer"
         )
+    if attention_targets and _reads_images_both_ways(meta_model.model, whole):
+        notes.append(
+            "the tokens of one image attend to each other in both directions here (token_type_ids), which mixers do not: the converted "
+            "model reads text, and raises an error for images"
+        )
     targets: dict[str, tuple[LinearTarget, ...]] = {}
     for linear in layout.linears:
+        if linear.layer and linear.layer not in layout.layers:
+            continue  # of a tower that stays as it is
         found = _linear_targets(linear, recipe, meta_model, layout)
         if not found and linear.path in refitted:  # stays dense, but is refitted to the mixer's output
             found = (LinearTarget(linear, linear.out, 1.0, ()),)
@@ -150,7 +191,89 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         )
     if layout.head in targets and f"{layout.head}.weight" in _tied_names(meta_model):
         notes.append(f"{layout.head} is tied to the input embedding; replacing it unties them (the embedding stays)")
-    return Plan(meta_model.source.name, model_type, recipe, layout, targets, tuple(notes), attention_targets)
+    if recipe.round_ranks > 1 and (note := _rounding_note(recipe.round_ranks, targets)):
+        notes.append(note)
+    counted = {
+        name: parameter.numel()
+        for name, parameter in meta_model.model.named_parameters(remove_duplicate=False)
+        if name not in meta_model.tied
+    }
+    is_untied = layout.head in targets and f"{layout.head}.weight" in _tied_names(meta_model)
+    untied = targets[layout.head][0].linear.out * targets[layout.head][0].in_ if is_untied else 0
+    return Plan(
+        meta_model.source.name,
+        model_type,
+        recipe,
+        layout,
+        targets,
+        tuple(notes),
+        attention_targets,
+        softmax_shapes(meta_model, attention_targets),
+        model_params=sum(counted.values()),
+        untied_params=untied,
+    )
+
+
+def _rounding_note(multiple: int, targets: dict[str, tuple[LinearTarget, ...]]) -> str:
+    """Return what `round_ranks` does to the ranks of a plan; "" if no rank is chosen by the budget."""
+    free = [
+        target
+        for found in targets.values()
+        for target in found
+        if target.preview and any(has_free_rank(config, (target.out, target.in_)) for config in target.configs)
+    ]
+    below = sum(getattr(target.preview, "rank", multiple) < multiple for target in free)
+    if not free:
+        return ""
+    rest = f"; {below} matrices whose budget allows less than {multiple} keep the rank that it allows" if below else ""
+    return f"round_ranks: ranks chosen by the budget are rounded down to multiples of {multiple}{rest}"
+
+
+def _reads_images_both_ways(model: Any, layout: ModelLayout) -> bool:
+    """Return whether a model of text and images is told which tokens are of an image, which it masks differently (Gemma 3)."""
+    return len(set(layout.towers.values())) > 1 and "token_type_ids" in inspect.signature(model.forward).parameters
+
+
+def _layout_notes(meta_model: ModelDescription, whole: ModelLayout, layout: ModelLayout) -> list[str]:
+    """Return what the user should know of towers, and of layers without an architecture. whole: with the layers of all towers."""
+    notes = []
+    unknown = sorted({linear.layer for linear in layout.linears if linear.layer in layout.layers and not linear.known})
+    if unknown:
+        towers = sorted({layout.towers[path] for path in unknown})
+        place = f"tower {' and '.join(towers)}, model_type" if any(towers) else "model_type"
+        notes.append(
+            f"no architecture for {place} {meta_model.config.model_type!r}: every nn.Linear of its {len(unknown)} layers is "
+            f"replaced and matched by its path; {_role_limits(layout)}"
+        )
+    left = sorted({whole.towers[path] for path in whole.layers} - {layout.towers[path] for path in layout.layers})
+    if left:
+        notes.append(
+            f"tower {' and '.join(left)} stays as it is; to replace its linears too, set towers=all and calibrate with its inputs (a "
+            "folder of images, or model inputs in a .safetensors file)"
+        )
+    elif len(set(whole.towers.values())) > 1:
+        notes.append(
+            "calibrate with inputs of every tower: linears that the calibration inputs do not reach are left dense and listed"
+        )
+    return notes
+
+
+def _role_limits(layout: ModelLayout) -> str:
+    if any(linear.experts for linear in layout.linears):
+        return "rules can use the roles expert.gate, expert.up and expert.down only"
+    return "rules cannot use roles"
+
+
+def _merged_notes(model: Any, layout: ModelLayout) -> list[str]:
+    """Return a note about merged experts that stay dense, with their share of the model."""
+    if not layout.merged:
+        return []
+    first, count = layout.merged[0], len(layout.merged)
+    params, total = sum(m.params for m in layout.merged), sum(p.numel() for p in model.parameters())
+    return [
+        f"the experts of {count} layers stay dense ({first.kind}: {first.reason}): {params:,} parameters, {params / total:.1%} of the "
+        f"model, {', '.join(m.path for m in layout.merged[:2])}{', ..' if count > 2 else ''}"
+    ]
 
 
 def _tied_names(meta_model: ModelDescription) -> set[str]:
@@ -179,7 +302,7 @@ def _linear_targets(
 
 def _resolve_settings(linear: LinearInfo, role: str, recipe: ConversionRecipe, layout: ModelLayout) -> LinearSettings:
     # A linear of a known family without a role is replaced only by an explicit rule.
-    unnamed = layout.architecture is not None and not linear.roles
+    unnamed = (linear.known and not linear.roles) or linear.router
     index = None if unnamed else linear.index
     return recipe.settings(lambda pattern: matches_pattern(pattern, linear, role), index, linear.count)
 
@@ -194,13 +317,21 @@ def _linear_target(
     fitted, reasons = [], []
     for config in configs:
         try:
-            fitted.append(STRUCTURES[config].fit(config, out, linear.in_, settings.keep * out * linear.in_))
+            budget = settings.keep * out * linear.in_
+            fitted.append(_fitted_config(config, (out, linear.in_), budget, recipe.round_ranks))
         except SurgeryError as error:
             reasons.append(str(error))
     if not fitted:
         raise SurgeryError(f"plan: {linear.path} ({' '.join(linear.roles)}): {reasons[0]}")
     kept = tuple(c for c in configs if any(type(f) is type(c) for f in fitted))
-    return LinearTarget(linear, out, settings.keep, kept, part, fitted[0])
+    return LinearTarget(linear, out, settings.keep, kept, part, fitted[0], recipe.round_ranks)
+
+
+@lru_cache(4096)
+def _fitted_config(config: StructureConfig, shape: tuple[int, int], budget: float, multiple: int) -> StructureConfig:
+    """Return the config with the largest rank within the budget; the experts of a layer have the same shapes."""
+    fitted: StructureConfig = fit_rounded(config, shape, budget, multiple)
+    return fitted
 
 
 def _structure_config(name: str, settings: LinearSettings, auto: bool) -> StructureConfig:
@@ -229,7 +360,7 @@ def fused_sizes(linear: LinearInfo, config: Any) -> tuple[tuple[int, ...], int]:
     if linear.roles[0].startswith("mlp"):
         return (linear.out // len(linear.roles),) * len(linear.roles), 0
     heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
+    groups = key_value_heads(config, get_architecture(config.model_type))
     head_dim = linear.out // (heads + 2 * groups)
     if head_dim * (heads + 2 * groups) != linear.out:
         raise SurgeryError(
@@ -250,8 +381,18 @@ def _check_reachable(linear: LinearInfo, layout: ModelLayout) -> None:
 
 def _check_patterns(recipe: ConversionRecipe, layout: ModelLayout, model_type: str) -> None:
     for rule in recipe.rules:
-        pairs = ((linear, role) for linear in layout.linears for role in linear.roles or ("",))
-        if not any(matches_pattern(rule.match, linear, role) for linear, role in pairs):
+        matched = [
+            linear
+            for linear in layout.linears
+            for role in linear.roles or ("",)
+            if matches_pattern(rule.match, linear, role)
+        ]
+        if matched and all(linear.layer and linear.layer not in layout.layers for linear in matched):
+            raise SurgeryError(
+                f"plan: pattern {rule.match!r} matches only modules of tower {matched[0].tower!r} ({matched[0].path}), which the recipe "
+                f"leaves as it is. Set towers=all, or towers={matched[0].tower}"
+            )
+        if not matched:
             raise SurgeryError(
                 f"plan: pattern {rule.match!r} matches no module of {model_type}; a module looks like "
                 f"{layout.linears[0].path!r}, the roles here are {', '.join(_roles(layout)) or 'none'}"
@@ -265,6 +406,24 @@ def _roles(layout: ModelLayout) -> Iterable[str]:
 def fit_config_to_budget(config: Any, target: LinearTarget, budget: float) -> Any | None:
     """Return the config fitted to a budget of `budget` parameters, or None if no fit exists."""
     try:
-        return STRUCTURES[config].fit(replace(config), target.out, target.in_, budget)
+        return fit_rounded(config, (target.out, target.in_), budget, target.round_ranks)
     except SurgeryError:
         return None
+
+
+def fit_rounded(config: Any, shape: tuple[int, int], budget: float, multiple: int) -> Any:
+    """Return the config of the largest rank within `budget` stored elements, rounded down to a multiple of `multiple`.
+
+    shape: (out, in). Ranks below `multiple` and full rank are not rounded, nor are ranks that the recipe or the structure gives.
+    Raises SurgeryError if rank 1 exceeds the budget.
+    """
+    cls = STRUCTURES[config]
+    fitted = cls.fit(replace(config), *shape, budget)
+    if not has_free_rank(config, shape) or fitted.rank < multiple or fitted.rank == cls.full_rank(fitted, *shape):
+        return fitted
+    return replace(fitted, rank=fitted.rank // multiple * multiple)
+
+
+def has_free_rank(config: Any, shape: tuple[int, int]) -> bool:
+    """Return whether the budget chooses the rank. Monarch's follows from its blocks."""
+    return getattr(STRUCTURES[config].resolve(config, *shape), "rank", 1) is None

@@ -2,6 +2,7 @@
 
 structure: btt        # or auto (choose among candidates), or dense (leave unchanged)
 blocks: [4, 4]
+towers: all           # of a model of text and images: auto (the text tower if it generates text, else all), all, or names
 keep: 0.5             # fraction of the parameters of the replaced weights; or {pattern: fraction}
 rules:                # later rules win; match: a role or a path, with * and ?
   - {match: mlp.down, keep: 0.7}
@@ -58,7 +59,7 @@ class Rule(_StrictModel):
     @classmethod
     def _check_match(cls, pattern: str) -> str:
         is_word = re.fullmatch(r"[a-z_]+(\.[a-z_]+)?", pattern) is not None
-        if is_word and pattern.split(".")[0] in ("attention", "mlp", "head") and pattern not in ROLES:
+        if is_word and pattern.split(".")[0] in ("attention", "mlp", "expert", "head") and pattern not in ROLES:
             raise SurgeryError(f"rules: unknown role {pattern!r}{suggestion(pattern, ROLES)}")
         return pattern
 
@@ -73,6 +74,17 @@ class LinearSettings(BaseModel):
     fused: Literal["whole", "split"] = "whole"
 
 
+class RefineRecipe(_StrictModel):
+    """Epochs of refinement over the calibration text; 0 switches a part off.
+
+    layers: each converted layer, towards the output of the original layer. model: all converted layers together, towards
+    the original's logits.
+    """
+
+    layers: int = Field(20, ge=0, le=1000, strict=True)
+    model: int = Field(20, ge=0, le=1000, strict=True)
+
+
 class ConversionRecipe(_StrictModel):
     """A conversion recipe. `surgery recipes` lists the shipped ones; docs/recipes.md explains every key."""
 
@@ -81,7 +93,9 @@ class ConversionRecipe(_StrictModel):
     keep: Share = 0.5  # or {pattern: share}, see _keep_patterns
     blocks: BlockShape | None = None
     rank: Rank | None = None
+    round_ranks: int = Field(1, ge=1, le=4096, strict=True)  # ranks chosen by the budget are multiples of it
     layers: str = ":"
+    towers: str | tuple[str, ...] = "auto"
     fused: Literal["whole", "split"] = "whole"
     rules: tuple[Rule, ...] = ()
     attention: AttentionRecipe | None = None
@@ -92,6 +106,7 @@ class ConversionRecipe(_StrictModel):
     calibrate: Literal["sequential", "independent"] = "sequential"
     sweeps: int = Field(6, ge=0, le=1000)
     damping: float = Field(0.01, gt=0, le=1)
+    refine: Literal["auto"] | RefineRecipe | None = None
 
     calibration: str | None = None
     tokens: int = Field(16384, ge=64)
@@ -101,6 +116,11 @@ class ConversionRecipe(_StrictModel):
 
     _structure = field_validator("structure")(_check_structure)
     _layers = field_validator("layers", mode="before")(check_layer_range)
+
+    @field_validator("refine", mode="before")
+    @classmethod
+    def _switch_refinement_off(cls, value: Any) -> Any:
+        return None if value is False else value
 
     @field_validator("candidates")
     @classmethod
@@ -202,7 +222,7 @@ def parse_recipe(text: str, where: str, overrides: list[str] | tuple[str, ...] =
         raise SurgeryError(f"recipe {where} must be a mapping of keys to values, not a {type(data).__name__}")
     for override in overrides:
         _apply_override(data, override)
-    return validate_recipe(data, where)
+    return validate_recipe(data, " with override ".join([where, *overrides]))
 
 
 def validate_recipe(data: dict[str, Any], where: str) -> ConversionRecipe:
@@ -218,8 +238,12 @@ def validate_recipe(data: dict[str, Any], where: str) -> ConversionRecipe:
 # Accepted values of keys that have several forms.
 EXPECTED_VALUES = {
     "keep": "a fraction over 0 and at most 1, for example 0.5, or {pattern: fraction}",
+    "attention.hybrid.keep": "a fraction over 0 and at most 1, for example 0.25",
     "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
     "rank": "a whole number over 0, or full",
+    "round_ranks": "a whole number from 1 to 4096, for example 64",
+    "towers": "auto, all, or names of towers, for example [text, vision]",
+    "refine": "auto, false, or epochs from 0 to 1000, for example {layers: 20, model: 20}",
 }
 
 
@@ -231,13 +255,15 @@ def _explain_error(error: Any, data: dict[str, Any]) -> str:
         key = str(loc[-1])
         return f"unknown key {_dotted_path(loc)!r}{suggestion(key, (Rule if len(loc) > 1 else ConversionRecipe).model_fields)}"
     for depth, key in enumerate(loc):
-        if key in EXPECTED_VALUES:
-            return f"{_dotted_path(loc[: depth + 1])}: write {EXPECTED_VALUES[key]} (got {_value_at(data, loc[: depth + 1])!r})"
+        path = _dotted_path(loc[: depth + 1])
+        if expected := EXPECTED_VALUES.get(path) or EXPECTED_VALUES.get(key):
+            return f"{path}: write {expected} (got {_value_at(data, loc[: depth + 1])!r})"
     return f"{_dotted_path(loc)}: {error['msg']}" + (f" (got {error['input']!r})" if error["type"] != "missing" else "")
 
 
 def _dotted_path(loc: list[Any]) -> str:
-    return ".".join(str(part) for part in loc)
+    # Keys are lower-case; pydantic adds the class of each alternative (RefineRecipe), which is no key.
+    return ".".join(str(part) for part in loc if not str(part)[:1].isupper())
 
 
 def _value_at(data: Any, loc: list[Any]) -> Any:

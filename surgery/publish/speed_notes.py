@@ -89,7 +89,7 @@ def graph_note(ratio: float | None) -> str:
 
 
 def _attention_note(mixer: str, context: int) -> str:
-    """mixer: "mlr 32|32 sliding", "linear: gates mask, delta rule"."""
+    """mixer: "mlr 32|32 sliding", "linear: gates mask, delta rule". The tables have no rows with a window."""
     words = mixer.replace(",", "").split()
     op = words[0] if words[0] != "linear:" else words[1] + (" delta" if "delta rule" in mixer else "")
     levels = {"levels": words[1].count("|") + 1} if op == "mlr" else {}
@@ -102,7 +102,8 @@ def _attention_note(mixer: str, context: int) -> str:
     ahead = ", ".join(
         f"in {PASS_LABELS[pass_]} {_break_even(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1
     )
-    return f"{mixer} beside SDPA at a context of {context:,} tokens: {ratios}; ahead {ahead}"
+    without = ", measured without window and sinks," if op != "mlr" and {"window", "sinks"} & set(words[1:]) else ""
+    return f"{mixer}{without} beside SDPA at a context of {context:,} tokens: {ratios}; ahead {ahead}"
 
 
 def _ratio_to_softmax(op: str, pass_: Pass, length: int, levels: dict[str, int]) -> float | None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from surgery.architectures.attention import attention_shape
-from surgery.architectures.linears import ModelLayout, find_linears
+import torch
+
+from surgery.architectures.attention import attention_paths, attention_shape
+from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import read_mixers, read_table
@@ -18,11 +22,15 @@ from surgery.core.files import REPORT_NAME, read_json
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.masks.base import MASKS
 from surgery.planning.plan import LinearTarget, Plan
-from surgery.structures import STRUCTURES
+from surgery.planning.refine_budget import epoch_seconds, resolve_refine
+from surgery.structures import STRUCTURES, StructureConfig
 
 
 def plan_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return one row per role, shape and structure of the planned replacements; parameter counts assume uniform ranks."""
+    """Return one row per role, shape and structure of the planned replacements; parameter counts assume uniform ranks.
+
+    macs: multiply-accumulates per token, which few of the routed experts compute.
+    """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for targets in plan.targets.values():
         for target in targets:
@@ -36,14 +44,26 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _plan_row(target: LinearTarget) -> dict[str, Any]:
-    roles = target.part.role if target.part else " + ".join(target.linear.roles) or target.linear.path.split(".", 3)[-1]
+    roles = target.part.role if target.part else " + ".join(target.linear.roles) or _path_in_layer(target.linear)
     row = {"role": roles, "shape": [target.out, target.in_], "before": target.numel}
     if target.preview is None:
-        return {**row, "structure": "dense", "after": target.numel, "macs": target.numel}
-    cls = STRUCTURES[target.preview]
-    meta = cls(target.in_, target.out, target.preview, bias=False, device="meta")
+        return {**row, "structure": "dense", "after": target.numel, "macs": round(target.numel * target.linear.active)}
     label = describe_structure(target.preview.to_dict()) if len(target.configs) == 1 else "auto"
-    return {**row, "structure": label, "after": cls.params(target.preview, target.out, target.in_), "macs": meta.macs()}
+    params, macs = _structure_cost(target.preview, target.out, target.in_)
+    return {**row, "structure": label, "after": params, "macs": round(macs * target.linear.active)}
+
+
+@lru_cache(4096)
+def _structure_cost(config: StructureConfig, out: int, in_: int) -> tuple[int, int]:
+    """Return (parameters, multiply-accumulates) of a structure; the experts of a layer have the same shapes."""
+    cls = STRUCTURES[config]
+    return cls.params(config, out, in_), cls(in_, out, config, bias=False, device="meta").macs()
+
+
+def _path_in_layer(linear: LinearInfo) -> str:
+    """Return the path of a linear without that of its layer, after the name of its tower."""
+    path = linear.path.split(".", max(3, linear.layer.count(".") + 1))[-1]
+    return f"{linear.tower} {path}" if linear.tower else path
 
 
 def describe_structure(structure: dict[str, Any]) -> str:
@@ -73,9 +93,30 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "cuts": targets,  # the key until 0.1, for scripts that read it
         "totals": plan.totals(),
         "candidates": sorted({config.name for t in plan.replaced_targets() for config in t.configs}),
-        "mixers": mixer_rows((t.path, t.config, t.shape) for t in plan.attention_targets.values()),
+        **attention_costs(
+            ((t.path, t.config, t.shape) for t in plan.attention_targets.values()),
+            plan.softmax_shapes,
+            "mixers",
+            plan.measured_softmax_count,
+        ),
+        "refine": refine_dict(plan),
         "notes": list(plan.notes),
     }
+
+
+def refine_dict(plan: Plan) -> dict[str, Any] | None:
+    """Return the epochs of refinement on this machine, and their estimated seconds; None without refinement."""
+    if plan.recipe.refine is None:
+        return None
+    device, threads, tokens = (
+        "cuda" if torch.cuda.is_available() else "cpu",
+        torch.get_num_threads(),
+        plan.recipe.tokens,
+    )
+    epochs = resolve_refine(plan, tokens, device, threads)
+    seconds = epoch_seconds(plan, tokens, device, threads).total(epochs)
+    where = "one GPU" if device == "cuda" else f"{threads} threads"
+    return {"layers": epochs.layers, "model": epochs.model, "seconds": round(seconds), "where": where}
 
 
 def read_report(folder: Path, name: str) -> dict[str, Any]:
@@ -101,7 +142,8 @@ def inspect(name: str) -> dict[str, Any]:
     if mixers := read_mixers(source.config, name):
         model = describe_unconverted_model(source)
         found = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
-        report["mixer_rows"] = mixer_rows(found)
+        kept = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
+        report |= attention_costs(found, kept, "mixer_rows")
         fits = toeplitz_fits(source)
         report["toeplitzness"] = {path: fit.r2.flatten().tolist() for path, (_, _, fit) in fits.items()}
     return report
@@ -109,14 +151,16 @@ def inspect(name: str) -> dict[str, Any]:
 
 def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str, int] | None:
     """Return multiply-accumulates per token of all linears, before and after; FLOPs are twice that. Attention scores, which
-    depend on the context, are not counted. None for models of remote code."""
+    depend on the context, are not counted. Of routed experts those count that compute a token. None for models of remote code."""
     try:
         layout: ModelLayout = find_linears(describe_unconverted_model(source))
     except SurgeryError:  # a model of remote code
         return None
-    before = sum(linear.out * linear.in_ for linear in layout.linears)
+    before = sum(linear.out * linear.in_ * linear.active for linear in layout.linears)
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
-    return {"before": before, "after": before + change}
+    idle = {linear.path: 1 - linear.active for linear in layout.linears if linear.experts}
+    change -= sum((r["macs_after"] - r["macs_before"]) * idle.get(r["name"], 0) for r in report["modules"])
+    return {"before": round(before), "after": round(before + change)}
 
 
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -159,13 +203,27 @@ def softmax_macs(shape: AttentionShape, length: int) -> int:
     return shape.heads * (shape.key + shape.value) * min(length, shape.window or length)
 
 
-def mixer_rows(found: Iterable[tuple[str, MixerConfig, AttentionShape]]) -> list[dict[str, Any]]:
-    """Return one row per mixer: cache elements and multiply-accumulates of the next token at each of CONTEXTS, summed over its
-    layers, before and after. found: (path, config, shape) of every layer."""
-    rows: dict[str, dict[str, Any]] = {}
-    for path, config, shape in found:
+def attention_costs(
+    found: Iterable[tuple[str, MixerConfig, AttentionShape]],
+    softmax: Iterable[AttentionShape],
+    rows_key: str,
+    chosen: int = 0,
+) -> dict[str, Any]:
+    """Return {rows_key: one row per mixer, "attention_totals": the costs of all attention modules, None without mixers}.
+
+    Costs are cache elements of one sequence and multiply-accumulates of the next token, [before, after] at each of CONTEXTS. A row
+    sums over the layers of its mixer.
+    found: (path, config, shape) of every mixer. softmax: shapes of the modules that keep softmax attention. chosen: how many of
+    the `found` will keep softmax too, chosen by measurements. Which is not known, so every mixer counts by the share of those
+    that remain: exactly, if the mixers are equal, and the mean over all choices otherwise.
+    """
+    modules = list(found)
+    share = Fraction(len(modules) - chosen, len(modules)) if modules else Fraction(1)
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    kept: dict[str, Any] = {"cache": {}, "macs": {}}
+    for path, config, shape in modules:
         row = rows.setdefault(
-            describe_mixer(config),
+            (describe_mixer(config), json.dumps(config.to_dict(), sort_keys=True)),
             {
                 "mixer": describe_mixer(config),
                 "paths": [],
@@ -176,18 +234,47 @@ def mixer_rows(found: Iterable[tuple[str, MixerConfig, AttentionShape]]) -> list
             },
         )
         row["paths"].append(path)
-        for length in CONTEXTS:
-            cost = MIXERS[config].cost(config, shape, length)
-            _add_costs(row["cache"], length, softmax_cache(shape, length), cost.cache)
-            _add_costs(row["macs"], length, softmax_macs(shape, length), cost.macs)
-        row["params"] += cost.params
-    return list(rows.values())
+        _add_costs(row, shape, config, share)
+        _add_costs(kept, shape, None, 1 - share)
+        row["params"] += share * MIXERS[config].cost(config, shape, CONTEXTS[0]).params
+    others = list(softmax)
+    for shape in others:
+        _add_costs(kept, shape, None, Fraction(1))
+    for row in rows.values():
+        row["layers"] = _rounded(share * len(row["paths"]))
+    totals = None
+    if modules:
+        count = len(modules) + len(others)
+        totals = {"layers": count, "softmax_layers": chosen + len(others), "softmax": kept}
+        for name in ("cache", "macs"):
+            totals[name] = {
+                str(n): [sum(part[name][str(n)][i] for part in (kept, *rows.values())) for i in (0, 1)]
+                for n in CONTEXTS
+            }
+    every: dict[str, Any] = _rounded({rows_key: list(rows.values()), "attention_totals": totals})
+    return every
 
 
-def _add_costs(sums: dict[str, list[int]], length: int, before: int, after: int) -> None:
-    total = sums.setdefault(str(length), [0, 0])
-    total[0] += before
-    total[1] += after
+def _add_costs(row: dict[str, Any], shape: AttentionShape, config: MixerConfig | None, share: Fraction) -> None:
+    """Add `share` of the costs of an attention module at each of CONTEXTS. config: of its mixer; None: softmax attention."""
+    for length in CONTEXTS:
+        before = {"cache": softmax_cache(shape, length), "macs": softmax_macs(shape, length)}
+        cost = None if config is None else MIXERS[config].cost(config, shape, length)
+        for name, value in before.items():
+            sums = row[name].setdefault(str(length), [Fraction(0), Fraction(0)])
+            sums[0] += share * value
+            sums[1] += share * (value if cost is None else getattr(cost, name))
+
+
+def _rounded(value: Any) -> Any:
+    """Return nested data with fractions as whole numbers, or, if they are none, as floats with one digit after the point."""
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(part) for part in value]
+    if not isinstance(value, Fraction):
+        return value
+    return int(value) if value.denominator == 1 else round(float(value), 1)
 
 
 def describe_mixer(config: Any) -> str:
@@ -199,6 +286,9 @@ def describe_mixer(config: Any) -> str:
         return " ".join([*words, *([config.form] if hasattr(config, "form") else [])])
     scores = "delta rule" if config.scores == "delta" else f"{config.features.name} features"
     extras = [f"{name} {getattr(config, name)}" for name in ("window", "sinks", "convolution") if getattr(config, name)]
+    extras += [f"block {config.mask.block}"] if getattr(config.mask, "block", 1) > 1 else []
+    extras += [f"rope {config.rope}"] if config.rope != "keep" else []
+    extras += ["states per head"] if config.states == "per_head" else []
     return ", ".join(
         [f"{config.name}: {config.mask.name} mask", scores, *(["normalised"] if config.normalise else []), *extras]
     )

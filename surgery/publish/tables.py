@@ -43,34 +43,109 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
     lines = [
         f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} parameters ({format_share(total['params_after'], total['params_before'])})"
     ]
-    mixers = mixer_tables(plan["mixers"])
+    if total.get("model_before"):
+        lines.append(f"whole model: {_model_shares(total)}")
+    mixers = mixer_tables(plan["mixers"], plan["attention_totals"])
     if any(row["structure"] == "auto" for row in plan["rows"]):
         lines.append("auto: the structure with the lowest error on held-out text, of " + ", ".join(plan["candidates"]))
     if plan["recipe"]["allocate"] != "uniform" and total["modules"]:
         lines.append("ranks shown are uniform; with --calibration the budget is allocated by error reduction")
     linears = [table, *lines] if total["modules"] else []
-    return [*linears, *mixers, *(f"note: {note}" for note in plan["notes"])]
+    return [*linears, *mixers, *refine_plan_lines(plan.get("refine")), *(f"note: {note}" for note in plan["notes"])]
 
 
-def mixer_tables(rows: list[dict[str, Any]]) -> list[Any]:
-    """Return the table of cache sizes (elements per sequence, summed over the layers of a mixer) at several contexts."""
+def refine_plan_lines(refine: dict[str, Any] | None) -> list[str]:
+    """Return a line on the epochs of refinement and their estimated time."""
+    if not refine:
+        return []
+    minutes = refine["seconds"] / 60
+    return [
+        f"refine: {refine['layers']} epochs of each layer and {refine['model']} of the whole model over the calibration text, "
+        f"estimated at {minutes:.1f} minutes on {refine['where']} (needs --calibration)"
+    ]
+
+
+def refine_lines(refine: dict[str, Any] | None) -> list[str]:
+    """Return lines on what a refinement gained on the held-out rows."""
+    if not refine:
+        return []
+    layers, whole, lines = list(refine.get("by_layer", {}).values()), refine.get("whole"), []
+    if layers:
+        better = [r for r in layers if r["epoch"]]
+        lines.append(f"refined layers: {len(better)} of {len(layers)} came closer to the original on held-out text")
+    if whole:
+        change = (
+            f"{whole['start']:.4f} -> {whole['end']:.4f} {whole['unit']}" if whole["epoch"] else "no gain, values kept"
+        )
+        lines.append(f"refined as a whole ({refine['model']} epochs): {change} on held-out text")
+    return lines
+
+
+def _model_shares(total: dict[str, Any]) -> str:
+    """Format the parameters of the whole model, and with routed experts those of one token, before and after."""
+    before, after = total["model_before"], total["model_after"]
+    text = f"{before:,} -> {after:,} parameters ({format_share(after, before)})"
+    if total.get("active_before"):
+        before, after = total["active_before"], total["active_after"]
+        text += f"; active for one token: {before:,} -> {after:,} ({format_share(after, before)})"
+    return text
+
+
+def expert_lines(records: list[dict[str, Any]]) -> list[str]:
+    """Return a line on the calibration rows of routed experts, and one on those with too few rows."""
+    routed = [record for record in records if record.get("rows") is not None]
+    if not routed:
+        return []
+    rows = sorted(record["rows"] for record in routed)
+    few = [record for record in routed if record.get("shared_rows")]
+    lines = [
+        f"experts: {len(routed)} matrices, calibration rows routed to them {rows[0]:,} to {rows[-1]:,}, median {rows[len(rows) // 2]:,}"
+    ]
+    lines.append("MACs of expert roles: of all experts; a token needs those of its experts only")
+    if few:
+        fewest = min(few, key=lambda record: record["rows"])
+        lines.append(
+            f"experts: {len(few)} matrices had fewer rows than inputs and also use average rows of all experts of their layer (fewest: "
+            f"{fewest['name']}, {fewest['rows']:,} of {fewest['rows'] + fewest['shared_rows']:,}); more calibration text lowers this number"
+        )
+    return lines
+
+
+def mixer_tables(rows: list[dict[str, Any]], totals: dict[str, Any] | None) -> list[Any]:
+    """Return the table of cache sizes (elements per sequence, summed over the layers of a row) at several contexts. rows, totals: see
+    `attention_costs`."""
     if not rows:
         return []
     contexts = list(rows[0]["cache"])
     table = new_table("attention", "mixer", "layers", "params", *(f"cache at {format_count(int(c))}" for c in contexts))
+
+    def add_row(label: str, layers: str, params: str, cache: dict[str, list[int]]) -> None:
+        kept = (f"{format_count(before)} -> {format_count(after)}" for before, after in cache.values())
+        table.add_row(label, layers, params, *kept)
+
     for row in rows:
-        kept = (f"{format_count(before)} -> {format_count(after)}" for before, after in row["cache"].values())
-        table.add_row(row["mixer"], str(len(row["paths"])), format_count(row["params"]), *kept)
+        possible = len(row["paths"])
+        layers = str(possible) if row["layers"] == possible else f"{row['layers']} of {possible}"
+        add_row(row["mixer"], layers, format_count(row["params"]), row["cache"])
+    if totals is not None and totals["softmax_layers"]:
+        add_row("softmax, as it was", str(totals["softmax_layers"]), "", totals["softmax"]["cache"])
+    if totals is not None and (totals["softmax_layers"] or len(rows) > 1):
+        add_row("all layers", str(totals["layers"]), "", totals["cache"])
     return [table, *(f"note: {note}" for row in rows for note in row["notes"])]
+
+
+HYBRID_LABELS = {"aligned": "no softmax layer"}
 
 
 def hybrid_lines(hybrid: dict[str, Any] | None) -> list[str]:
     """Return a line on the layers that keep softmax attention, and on the losses that decided it."""
     if not hybrid:
         return []
-    tried = ", ".join(f"{name} {hybrid[name]['converted']:.4f}" for name in ("sensitivity", "every"))
+    names = [name for name in ("aligned", "sensitivity", "restored", "every") if hybrid.get(name)]
+    tried = ", ".join(f"{HYBRID_LABELS.get(name, name)} {hybrid[name]['converted']:.4f}" for name in names)
     kept = ", ".join(hybrid["softmax"])
-    return [f"softmax kept in {kept} ({hybrid['kept']}; held-out loss {tried} {hybrid['every']['unit']})"]
+    lines = [f"softmax kept in {kept} ({hybrid['kept']}; held-out loss {tried} {hybrid['every']['unit']})"]
+    return [*lines, f"restored in this order: {', '.join(hybrid['order'])}"] if hybrid.get("order") else lines
 
 
 def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:
@@ -113,12 +188,13 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
     error_note = f"errors: relative, {kind}; median and worst of the role"
     if all(row["worst_error"] is None for row in rows):
         error_note = "trained from scratch: there are no original weights to compute errors against"
-    linears = [table, error_note] if rows else []
+    linears = [table, error_note, *expert_lines(report["modules"])] if rows else []
     mixers = [
-        *mixer_tables(report.get("mixer_rows", [])),
+        *mixer_tables(report.get("mixer_rows", []), report.get("attention_totals")),
         *init_error_lines(report.get("mixers", [])),
         *hybrid_lines(report.get("hybrid")),
         *toeplitz_lines(report.get("toeplitzness")),
+        *refine_lines(report.get("refine")),
     ]
     return [*linears, *mixers, *_total_lines(report)]
 
@@ -130,7 +206,7 @@ def _format_error(value: float | None, places: int) -> str:
 def _total_lines(report: dict[str, Any]) -> list[str]:
     t = report["totals"]
     lines = [
-        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} parameters, {size_text(t['bytes_before'])} -> {size_text(t['bytes_after'])}",
+        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} parameters ({format_share(t['params_after'], t['params_before'])} kept), {size_text(t['bytes_before'])} -> {size_text(t['bytes_after'])}",
     ]
     if t["replaced_params_before"]:
         before, after = t["replaced_params_before"], t["replaced_params_after"]

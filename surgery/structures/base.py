@@ -12,7 +12,7 @@ minimizes. Arithmetic is float32 on the weight's device.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -225,6 +225,12 @@ class StructuredLinear(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes and the config, for printing the module."""
         return f"in={self.in_features}, out={self.out_features}, {self.config}"
+
+
+def is_exporting() -> bool:
+    """Return whether torch.export is tracing the caller; False before PyTorch 2.7, which cannot tell."""
+    ask: Callable[[], bool] | None = getattr(torch.compiler, "is_exporting", None)
+    return ask is not None and ask()
 
 
 def min_keep(params: int, out: int, in_: int) -> float:

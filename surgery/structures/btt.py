@@ -4,7 +4,7 @@
 
 Low rank, block by block; b = c = 1 is low rank, s = 1 is Monarch (Dao et al. 2022). Qiu et al. 2024,
 "Compute Better Spent", section 2, eq. 2 (whose rows lie in another order: its y[a, b] is row b * |a| + a here, a fixed
-permutation). The product is two batched matrix products.
+permutation). The product is two batched matrix products (`btt_products.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from surgery.structures.base import (
     balance_factors,
     curve_ranks,
     exact_factors,
+    is_exporting,
 )
+from surgery.structures.btt_products import btt_products, supports_products
 from surgery.structures.low_rank import leading_directions, tail_energies
 from surgery.structures.metric import Metric, inner_product, input_root, output_roots, spd_factor, spd_inverse
 
@@ -68,12 +70,17 @@ def btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | 
     """Return B x + bias (..., out) for x (..., in), in <= c d and out <= b a.
 
     x is padded with zeros up to c d, and rows past `out` are dropped. Computes two batched products, or one product
-    with the dense matrix if the intermediate z (b c s elements per row) would cost more.
+    with the dense matrix if the intermediate z (b c s elements per row) would cost more. On a CPU the products are those of
+    `btt_products`, which use x and y in place. In an exported program, whose number of rows is not known, they are always two
+    products.
     """
     (c, d, b, s), a, in_ = right_cdbs.shape, left_bcsa.shape[3], x.shape[-1]
-    rows, numel, macs = x.numel() // in_, out * in_, right_cdbs.numel() + left_bcsa.numel()
-    if rows * (macs + LAUNCH_MACS * b * c * s - numel) > numel * (s + LAUNCH_MACS):
-        return F.linear(x, btt_dense(right_cdbs, left_bcsa)[:out, :in_], bias)
+    if not is_exporting():
+        rows, numel, macs = x.numel() // in_, out * in_, right_cdbs.numel() + left_bcsa.numel()
+        if rows * (macs + LAUNCH_MACS * b * c * s - numel) > numel * (s + LAUNCH_MACS):
+            return F.linear(x, btt_dense(right_cdbs, left_bcsa)[:out, :in_], bias)
+        if x.is_cpu and supports_products(x, right_cdbs, left_bcsa):
+            return btt_products(x, right_cdbs, left_bcsa, bias, out)
     if c * d != in_:
         x = F.pad(x, (0, c * d - in_))
     y_Nba = btt_mvm(x.reshape(-1, c, d), right_cdbs, left_bcsa)

@@ -28,6 +28,7 @@ from surgery.structures.base import (
     balance_factors,
     curve_ranks,
     exact_factors,
+    is_exporting,
 )
 from surgery.structures.btt import BTTLinear
 from surgery.structures.low_rank import leading_directions, tail_energies
@@ -170,10 +171,11 @@ class KroneckerLinear(StructuredLinear):
     def product(self, x: Tensor) -> Tensor:
         """Return B x (..., O) without the bias, for x (..., I).
 
-        Multiplies by the cheaper factor first, or by the dense matrix if x has so many rows that this costs less.
+        Multiplies by the cheaper factor first, or by the dense matrix if x has so many rows that this costs less. An
+        exported program, whose number of rows is not known, always multiplies by the factors.
         """
         (r, b, c), (_, a, d) = self.weight.shape, self.right.shape
-        if x.numel() // (c * d) * (self.macs() - b * a * c * d) > r * b * a * c * d:
+        if not is_exporting() and x.numel() // (c * d) * (self.macs() - b * a * c * d) > r * b * a * c * d:
             return F.linear(x, self.dense())
         x_Ncd = x.reshape(-1, c, d)
         if self._right_first():

@@ -97,8 +97,11 @@ def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, 
     for stage in recipe.stages:
         wants = STAGES[stage](stage).needs_teacher
         if wants == "model" and teacher is None:
+            instead = (
+                " A teacher cache holds logits only, which this stage does not take." if recipe.teacher.cache else ""
+            )
             raise SurgeryError(
-                f"stage {stage.kind} needs a teacher. Give the model that {name} was converted from: --teacher SRC."
+                f"stage {stage.kind} needs a teacher. Give the model that {name} was converted from: --teacher SRC.{instead}"
             )
         if wants == "logits" and teacher is None and recipe.teacher.cache is None:
             raise SurgeryError(
@@ -129,7 +132,7 @@ def _open_journal(source: Any, recipe: HealingRecipe, work: Path, resume: bool) 
         "source": source.fingerprint(),
         "weights_digest": source.weights_digest(),
         "data_digest": data_digest(recipe),
-        "recipe": recipe.model_dump_json(exclude={"description", "log", "keep", "teacher"}),
+        "recipe": recipe.model_dump_json(exclude={"description", "log", "keep", "teacher", "cuda_graph"}),
         "version": __version__,
     }
     return Journal(work, fingerprint, resume, what="run")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from surgery.training.batches import StepBatch, iter_steps, to_device
 from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
+from surgery.training.cuda_graph import capture_micro_batch
 from surgery.training.data.prefetch import PREFETCH_TOKENS, prefetch
 from surgery.training.distributed.accelerator import batch_layout, optimizer_step_class
 from surgery.training.guard import (
@@ -83,6 +84,8 @@ class TrainingLoop:
         self.train_state = TrainState({**context.earlier, **parameters}, self.optimizer_step.optimizer_state, means)
         guard = context.recipe.guard
         self.divergence = DivergenceDetector(guard.diverged, guard.patience, at.notes.get("best"))
+        captures = context.recipe.cuda_graph
+        self.captured = capture_micro_batch(self.accelerator, stage, models, self.optimizer_step) if captures else None
         self.losses: list[dict[str, Tensor]] = []
         self.norms: list[Tensor] = []
         self.seconds, self.waited, self.positions, self.skipped = 0.0, 0.0, 0, 0
@@ -130,7 +133,7 @@ class TrainingLoop:
         totals: dict[str, Any] = {}
         for number, batch in enumerate(step.batches, 1):
             with self.optimizer_step.forward(number == len(step.batches)):
-                parts = self._losses(to_device(batch, self.accelerator.device), step.num_counted)
+                parts = self._losses(batch, step.num_counted)
                 for name, part in parts.items():
                     totals[name] = totals.get(name, 0) + part.detach()
         norm = self.optimizer_step.step()
@@ -147,7 +150,10 @@ class TrainingLoop:
 
     def _losses(self, batch: Batch, num_counted: int) -> dict[str, Tensor]:
         """Return this micro-batch's parts of the mean loss over the step, after their backward pass."""
-        sums = self.stage.losses(self.models, batch)
+        captured = None if self.captured is None else self.captured(batch, num_counted)
+        if captured is not None:
+            return captured
+        sums = self.stage.losses(self.models, to_device(batch, self.accelerator.device))
         parts = {name: part / num_counted for name, part in sums.items()}
         self.optimizer_step.backward(parts["total"])
         return parts

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from helpers.small import make_recipe, model_outputs, run_python, tiny_inputs
+from helpers.small import Logits, make_recipe, model_outputs, run_python, tiny_inputs
 from helpers.small_mixers import DecayedConfig, random_model_with_mixers, register_test_mixers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -81,6 +81,9 @@ def test_every_auto_class_loads_it(family, auto, converted, densified):
 
 FRESH = """
 import sys
+# As where surgery is not installed: without the finder of surgery_startup.py, which an install adds.
+sys.meta_path = [finder for finder in sys.meta_path if "surgery_startup" not in str(finder)]
+sys.modules.pop("surgery_startup", None)
 import transformers
 from helpers.small import tiny_inputs, model_outputs
 import torch
@@ -323,6 +326,22 @@ def test_compiles_whole(family, converted):
         assert torch.equal(compiled(**inputs, **options)[0], model(**inputs, **options)[0])
 
 
+def test_exports_with_any_length(converted):
+    """One program for 3 and for 60 tokens: no structure branches on the number of rows."""
+    model = load(converted("llama")).eval()
+    structures = {type(module).__name__ for module in model.modules()}
+    assert {"BTTLinear", "LowRankLinear"} <= structures
+
+    length = torch.export.Dim("length", min=2, max=64)
+    program = torch.export.export(
+        Logits(model), (tiny_inputs("llama", 2, 9)["input_ids"],), dynamic_shapes=({1: length},)
+    )
+    for tokens in (3, 60):
+        ids = tiny_inputs("llama", 2, tokens)["input_ids"]
+        with torch.no_grad():
+            assert torch.allclose(program.module()(ids), Logits(model)(ids), atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_generates_as_its_densified_self(family, converted, densified):
     auto = transformers.AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
@@ -344,6 +363,39 @@ def test_left_padding_changes_nothing(family, converted):
     together = model.generate(input_ids=batch, attention_mask=mask, **options)
     alone = model.generate(input_ids=short, attention_mask=torch.ones_like(short), **options)
     assert torch.equal(together[1, 4:], alone[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_loaded_config_and_a_state_dict_give_the_model(family, converted):
+    """from_pretrained(None, config=.., state_dict=..), with the config of a loaded model or a copy of it."""
+    model, inputs = load(converted(family)), tiny_inputs(family, 2)
+    for config in (model.config, copy.deepcopy(model.config), type(model.config).from_dict(model.config.to_dict())):
+        again = type(model).from_pretrained(None, config=config, state_dict=model.state_dict()).eval()
+        assert same_tensors(again, model) and torch.equal(model_outputs(again, inputs), model_outputs(model, inputs))
+
+
+def test_a_split_linear_saved_again_keeps_the_order_of_its_parts(converted, tmp_path):
+    """transformers sorts the keys of config.json; tables of older versions have the order in their keys alone."""
+    config = json.loads((converted("phi3") / "config.json").read_text())
+    for older in (False, True):
+        folder = tmp_path / f"older-{older}"
+        shutil.copytree(converted("phi3"), folder)
+        for spec in config["quantization_config"]["modules"].values():
+            assert spec.get("order", list(spec.get("parts", {}))) == list(spec.get("parts", {}))
+            if older:
+                spec.pop("order", None)
+        (folder / "config.json").write_text(json.dumps(config))
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.save_pretrained(folder / "again")
+        again = AutoModelForCausalLM.from_pretrained(folder / "again")
+        inputs = tiny_inputs("phi3", 2)
+        assert torch.equal(model_outputs(again, inputs), model_outputs(model, inputs))
+    name = next(name for name, spec in config["quantization_config"]["modules"].items() if "parts" in spec)
+    for order in (["query"], ["query", "key", "key"], "query", [1, 2, 3], {}):
+        config["quantization_config"]["modules"][name]["order"] = order
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(SurgeryError, match="of a split entry must list its parts"):
+            AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_fused_linears_that_were_split_stay_one_module(converted):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.small import make_recipe
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from surgery.checkpoint.companions import MAX_BYTES, module_folders, subfolder_files
 from surgery.checkpoint.source import open_checkpoint, open_converted_checkpoint
@@ -20,6 +21,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.publish.hub.files import collect_files
 
+TINY = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 TRAVELS = {
     "1_Pooling/config.json": '{"pooling_mode": "mean"}',
     "additional_chat_templates/tool_use.jinja": "{{ messages }}",
@@ -192,3 +194,28 @@ def test_outside_d7_a_module_named_with_a_slash_is_a_module(tmp_path):
     write_file(tmp_path, "2_Dense/model.safetensors")
     assert module_folders(tmp_path) == {"1_Pooling", "2_Dense", "3_Dense"}
     assert Path("2_Dense/model.safetensors") in subfolder_files(tmp_path).files
+
+
+@pytest.mark.parametrize("place", [None, "chat_template.jinja", "tokenizer_config.json"])
+def test_a_missing_chat_template_is_told(place, tmp_path):
+    """Once, where a tokenizer is there that lacks one; the template travels from each place."""
+
+    class Listening(Progress):
+        def __init__(self):
+            self.said: list[str] = []
+
+        def say(self, text: str) -> None:
+            self.said.append(text)
+
+    source = shutil.copytree(TINY, tmp_path / "source", ignore=shutil.ignore_patterns("*.py", "*.txt", "__pycache__"))
+    if place == "chat_template.jinja":
+        (source / place).write_text("{{ messages }}")
+    elif place:
+        settings = json.loads((source / place).read_text()) | {"chat_template": "{{ messages }}"}
+        (source / place).write_text(json.dumps(settings))
+    listening = Listening()
+    rule = {"match": "mlp.down", "layers": "5:6", "structure": "low_rank", "keep": 0.9}
+    convert(str(source), make_recipe(structure="dense", rules=[rule]), tmp_path / "out", progress=listening)
+    assert sum("no chat template" in line for line in listening.said) == (place is None)
+    template = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=False).chat_template
+    assert template == (None if place is None else "{{ messages }}")

@@ -16,12 +16,16 @@ from helpers.small_mixers import (
     random_model_with_mixers,
     register_test_mixers,
 )
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
+from surgery.mixers.linear import LinearAttention
 from surgery.modeling.cache import MAX_RECORDED, mixer_modules, record_past
 from surgery.modeling.cache_io import load_cache, save_cache
+from surgery.modeling.padding_positions import mask_positions
 
 FAMILIES = [f for f in GENERATIVE_FAMILIES if not f.startswith("t5") and f != "llama-tied"]
 HYBRIDS = [("mistral", 0), ("mistral", 1), ("gemma2", 0), ("gemma2", 1), ("gemma3", 1), ("qwen3", 0), ("gpt2", 1)]
@@ -191,6 +195,48 @@ def test_left_padded_pieces(llama):
     assert far(torch.cat(outs, 1)[1, 6:], alone) < 1e-5
 
 
+POSITIONAL = {  # mixers whose output depends on positions themselves, not only on distances
+    "hedgehog": LinearAttention(features="hedgehog", normalise=True, window=3, sinks=1),
+    "toeplitz blocks": LinearAttention(mask={"name": "toeplitz_blocks", "block": 4, "components": 2}, features="elu"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", POSITIONAL.values(), ids=POSITIONAL)
+@pytest.mark.parametrize("family, layers", [("llama", None), ("qwen3", [1]), ("gpt_neox", None)])
+def test_left_padding_without_positions(family, layers, config):
+    """A forward call with a mask alone gives what each row has alone, in one piece and in several, and of embeddings."""
+    model, ids = mixed_model(family, config, layers), prompts(3, 14)
+    mask = torch.ones_like(ids)
+    mask[1, :6], mask[2, :13] = 0, 0
+    pieces = []
+    cache = DynamicCache(config=model.config)
+    for a, b in ((0, 4), (4, 9), (9, 10), (10, 14)):
+        pieces.append(model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits)
+    embedded = model.get_input_embeddings()(ids)
+    for found in (
+        model(ids, attention_mask=mask, use_cache=False).logits,
+        model(inputs_embeds=embedded, attention_mask=mask.bool(), use_cache=False).logits,
+        model.base_model(ids, mask, use_cache=False).last_hidden_state @ model.get_output_embeddings().weight.T,
+        torch.cat(pieces, 1),
+    ):
+        for row, pad in ((0, 0), (1, 6), (2, 13)):
+            assert far(found[row, pad:], model(ids[row : row + 1, pad:], use_cache=False).logits[0]) < 1e-5
+
+
+@torch.no_grad()
+def test_padding_elsewhere_and_positions_of_the_caller_are_left_alone(llama):
+    ids, mask = prompts(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, 9:], mask[1, 4:6] = 0, 0
+    places = torch.arange(12).expand(2, -1)
+    expected = llama(ids, attention_mask=mask, position_ids=places).logits
+    assert torch.equal(llama(ids, attention_mask=mask).logits, expected)
+    mask[1, :6] = 0
+    assert mask_positions(mask, 3).tolist() == [[9, 10, 11], [3, 4, 5]]
+    shifted = llama(ids, attention_mask=mask, position_ids=places + 50).logits
+    assert far(shifted[1, 6:], llama(ids[1:, 6:]).logits[0]) < 1e-4  # distances are the same
+
+
 def test_turns_of_a_chat_and_prefill_in_chunks(llama):
     """generate() goes on from the cache of the last call; and prefills piece by piece."""
     first, cache = decode(llama, prompts(1), 6)[0], DynamicCache(config=llama.config)
@@ -238,6 +284,23 @@ def test_candidates_are_taken_back(family, layers):
         for parameter in assistant.parameters():
             parameter.add_(0.02 * parameter.abs().mean() * torch.randn_like(parameter))
     found, other = decode(model, ids, 24, assistant_model=assistant, **end)
+    same_start(found, expected, other, logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", ["window", "both"])
+def test_candidates_of_a_mixer_that_rotates_itself_are_removed(rope):
+    """Mixers with `rope: window` or `both` get the rotation as an input, which a recording cache cuts like the tokens."""
+    mixer = LinearAttention(mask="gates", scores="delta", rope=rope, window=6, sinks=2)
+    model, ids = mixed_model("llama", mixer), prompts(2, MAX_RECORDED + 40)
+    cache = DynamicCache(config=model.config)
+    record_past(cache, model)
+    model(ids[:, :-5], past_key_values=cache)
+    cache.crop(-7)
+    assert far(model(ids[:, -12:], past_key_values=cache).logits, model(ids).logits[:, -12:]) < 1e-5
+    ids = prompts(1, 6).repeat(1, 16)  # longer than what is recorded
+    expected, logits = decode(model, ids, 12)
+    found, other = decode(model, ids, 12, prompt_lookup_num_tokens=5)
     same_start(found, expected, other, logits)
 
 
@@ -299,6 +362,55 @@ def test_a_saved_state_goes_on_as_the_live_one(family, layers, tmp_path):
         assert torch.equal(
             model(ids[:, a:b], past_key_values=again).logits, model(ids[:, a:b], past_key_values=cache).logits
         )
+
+
+WINDOW = {"mixer": "linear", "mask": "hierarchical", "scores": "delta", "window": 5, "sinks": 2}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seen", [3, 5, 6, 19])
+def test_a_saved_window_is_in_order_of_position(seen, tmp_path):
+    """As it was before states held rings, so that files go either way. Rows may have different lengths."""
+    model, ids = mixed_model("llama", mixer_config(WINDOW)), prompts(2, 30)
+    padding = torch.ones_like(ids)
+    padding[1, :2] = 0
+    cache, path = DynamicCache(config=model.config), tmp_path / "state.safetensors"
+    model(ids[:, :seen], attention_mask=padding[:, :seen], past_key_values=cache)
+    save_cache(cache, path)
+    with safe_open(path, "pt") as file:
+        stored = {name: file.get_tensor(f"0.{name}") for name in ("ring.k", "seen_B")}
+    live = cache.layers[0].state.tensors["ring.k"]
+    assert stored["ring.k"].shape[1] == 5 and live.shape[1] == 6 and stored["seen_B"].tolist() == [seen, seen - 2]
+    for row, count in enumerate(stored["seen_B"].tolist()):
+        for i, position in enumerate(range(count - 5, count)):
+            assert torch.equal(stored["ring.k"][row, i], live[row, position % 6])
+    again = load_cache(path, model)
+    for a, b in ((seen, seen + 1), (seen + 1, 30)):
+        assert torch.equal(
+            model(ids[:, a:b], attention_mask=padding[:, :b], past_key_values=again).logits,
+            model(ids[:, a:b], attention_mask=padding[:, :b], past_key_values=cache).logits,
+        )
+
+
+@torch.no_grad()
+def test_a_saved_window_of_other_sizes_is_refused(tmp_path):
+    model = mixed_model("llama", mixer_config(WINDOW))
+    cache, path = DynamicCache(config=model.config), tmp_path / "state.safetensors"
+    model(prompts(2, 9), past_key_values=cache)
+    save_cache(cache, path)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, change, words in (
+        ("0.ring.k", lambda t: t[:, 1:], r"ring.k must have the shape \(2, 5, "),
+        ("0.ring.beta", lambda t: t[:1], r"ring.beta must have the shape \(2, 5, "),
+        ("1.sink.v", lambda t: t.repeat(1, 2, 1, 1), r"layer 1 .* sink.v must have the shape \(2, 2, "),
+        ("0.seen_B", lambda t: t - 10, r"seen_B must be int64, from 0 to 9 \(got \[-1, -1\]\)"),
+        ("0.seen_B", lambda t: t + 1, r"from 0 to 9 \(got \[10, 10\]\)"),
+        ("0.seen_B", lambda t: t.float(), "must be int64"),
+    ):
+        save_file({**tensors, name: change(tensors[name]).contiguous()}, path, metadata)
+        with pytest.raises(SurgeryError, match=words):
+            load_cache(path, model)
 
 
 @torch.no_grad()
@@ -399,3 +511,24 @@ def test_mixers_generate_and_round_trip(spec, family, tmp_path):
         save_cache(cache, tmp_path / "state")
         live = model(ids[:, 8:], past_key_values=cache).logits
         assert torch.equal(loaded(ids[:, 8:], past_key_values=load_cache(tmp_path / "state", loaded)).logits, live)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_attention_weights_are_aligned_with_the_layers(family):
+    """One entry for each layer, None for a mixer, in a forward, in generate() and with an assistant."""
+    model = mixed_model(family, ExactConfig(), [1])
+    model.set_attn_implementation("eager")
+    ids = prompts()
+    out = model(ids, output_attentions=True, output_hidden_states=True)
+    assert [None if x is None else x.shape for x in out.attentions] == [(2, 4, 10, 10), None]
+    assert len(out.hidden_states) == 3
+    options = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_attentions": True, **GREEDY}
+    done = model.generate(ids[:1], **options)
+    for assistant in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": copy.deepcopy(model)}):
+        assisted = model.generate(ids[:1], **options, **assistant)
+        assert torch.equal(assisted.sequences, done.sequences)
+        for one, other in zip(assisted.attentions, done.attentions):
+            assert len(one) == len(other) == 2 and one[1] is None and other[1] is None
+            assert one[0].shape == other[0].shape
+    model.set_attn_implementation("sdpa")  # which computes no weights in any layer
+    assert not any(x is not None for x in model(ids, output_attentions=True).attentions)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from helpers.small import model_outputs, run_python, tiny_inputs
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM
 
-import surgery  # noqa: F401
+import surgery
 from surgery.conversion.densify import densify
 from surgery.modeling.lora import StructuredLora
 from surgery.modeling.modules import SplitLinear
@@ -152,3 +153,53 @@ def test_registering_twice_wraps_once():
     before = peft.tuners.lora.model.dispatch_default
     register_lora()
     assert peft.tuners.lora.model.dispatch_default is before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_linear_is_every_linear_of_the_layers(family, converted):
+    """Structured, split and dense ones; as often as in the original model. Adding a second adapter finds the same."""
+    model = get_peft_model(base_of(converted(family)), config_of(family, target_modules="all-linear"))
+    adapted = {name for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+    assert len(adapted) == 2 * (7 if family == "llama" else 4)
+    assert not any("head" in name or ".parts." in name for name in adapted)
+    model.add_adapter("second", config_of(family, target_modules="all-linear"))
+    assert {name for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)} == adapted
+    first, last = train(model, 3)
+    assert last < first
+
+
+def test_all_linear_leaves_mixers_alone(checkpoints):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
+    recipe = {"structure": "low_rank", "attention": {"mixer": "linear", "mask": "gates"}}
+    surgery.apply(model, {**recipe, "rules": [{"match": "head", "structure": "low_rank"}]})
+    model = get_peft_model(model, config_of("llama", target_modules="all-linear"))
+    adapted = {name for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+    assert len(adapted) == 14 and not any("mixer" in name or "lm_head" in name for name in adapted)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.IA3Config(target_modules="all-linear", feedforward_modules=[]),
+        peft.OFTConfig(target_modules="all-linear"),
+        peft.BOFTConfig(target_modules="all-linear"),
+        peft.AdaLoraConfig(target_modules="all-linear", total_step=10),
+        peft.LoHaConfig(target_modules="all-linear"),
+        peft.LoKrConfig(target_modules="all-linear"),
+        peft.HRAConfig(target_modules="all-linear"),
+        peft.FourierFTConfig(target_modules="all-linear"),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_other_adapters_name_what_they_refuse(config, converted):
+    """None adapts some linears and leaves the structured ones out without a word."""
+    with pytest.raises((ValueError, TypeError), match=r"Linear.*(?:not supported|only)"):
+        get_peft_model(base_of(converted("llama")), config)
+
+
+@pytest.mark.parametrize(
+    "config", [peft.VeraConfig(target_modules="all-linear"), peft.RandLoraConfig(target_modules="all-linear")]
+)
+def test_adapters_that_look_for_shapes_first_find_none(config, converted):
+    with pytest.raises(ValueError, match="No layers types compatible"):
+        get_peft_model(base_of(converted("llama")), config)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import inspect
 import json
+import os
+import pickle
+import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.small_training import TINY_CHECKPOINT as TINY
 from rich.markup import escape
 
 import surgery
@@ -125,11 +133,50 @@ def test_errors_are_for_people(checkpoints, call, said):
         call(checkpoints("llama"))
 
 
+def test_every_command_is_a_documented_function():
+    """Every argument stands in the docstring, and every command of the terminal but the demo and the server has its function."""
+    from typer.main import get_command
+
+    from surgery.cli.main import app
+
+    commands = {name.replace("-", "_") for name in get_command(app).commands} - {"demo", "serve"}
+    assert {"evaluate" if name == "eval" else name for name in commands} == set(surgery.COMMANDS) - {"apply", "load"}
+    for name in surgery.COMMANDS:
+        function = getattr(surgery, name)
+        parameters = inspect.signature(function).parameters
+        words = set(re.findall(r"\w+", function.__doc__.partition("Args:")[2]))
+        assert not parameters.keys() - words, name
+        assert inspect.signature(function).return_annotation, name
+
+
+def test_results_can_be_pickled(checkpoints):
+    told = api.plan(checkpoints("llama"), MIXED)
+    assert pickle.loads(pickle.dumps(told)) == told and copy.deepcopy(told) == told
+
+
 def test_the_package_has_them_under_the_commands_names():
     """Also after a module of ours was imported that might take such a name."""
     for module in ("conversion", "planning", "publish", "checkpoint"):
         importlib.import_module(f"surgery.{module}")
     assert surgery.plan is api.plan and surgery.convert is api.convert and surgery.load is api.load
-    assert set(surgery.COMMANDS) <= set(dir(surgery))
+    assert sorted(surgery.COMMANDS) == dir(surgery)
+    importlib.import_module("surgery.recipes.tiny.card")  # below the package of the same name as a command
+
+    assert surgery.recipes is api.recipes and "btt-half" in surgery.recipes()
     with pytest.raises(AttributeError, match="no attribute 'pln'"):
         surgery.pln  # noqa: B018
+
+
+def test_layer_ranges_are_text():
+    whole = surgery.plan(TINY, "low-rank-half")["totals"]["modules"]
+    for given in ({"layers": "1:-1"}, {"overrides": {"layers": "1:-1"}}):
+        assert 0 < surgery.plan(TINY, "low-rank-half", **given)["totals"]["modules"] < whole
+
+
+def test_no_number_of_a_table_is_cut():
+    """A pipe has 80 columns: long names wrap."""
+    command = [sys.executable, "-m", "surgery", "plan", str(TINY), "-r", "log-linear"]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    row = next(line for line in done.stdout.splitlines() if "->" in line)
+    assert len(re.findall(r"[\d.]+[kMG] -> [\d.]+[kMG](?=\s|$)", row)) == 3, done.stdout

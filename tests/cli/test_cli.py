@@ -121,6 +121,8 @@ SLIPS = [
     (("plan", "{llama}", "-r", "btt-half", "--set", "kep=0.5"), "unknown key 'kep'; did you mean 'keep'?"),
     (("plan", "{llama}", "-r", "btt-half", "--set", "keep"), "write key=value, for example --set keep=0.75"),
     (("plan", "{llama}", "-r", "btt-half", "--set", "structure=btu"), "unknown structure 'btu'; did you mean 'btt'?"),
+    (("plan", "{llama}", "-r", "btt-half", "--set", "refine.layer=3"), "unknown key 'refine.layer'; did you mean 'layers'?"),
+    (("plan", "{llama}", "-r", "btt-half", "--set", "keep=7"), "btt-half.yaml with override keep=7: keep: write a fraction"),
     (
         ("plan", "{llama}", "-r", "btt-half", "--set", "rules=[{{match: mlp.dwn}}]"),
         "unknown role 'mlp.dwn'; did you mean 'mlp.down'?",

@@ -118,6 +118,8 @@ def test_a_journal_of_something_else_is_refused(deep, tmp_path, checkpoints, mon
     for key, (other_source, other) in others.items():
         with pytest.raises(SurgeryError, match=f"was begun with another ({key}|recipe)"):
             convert(str(other_source), other, tmp_path / "out", resume=True)
+    with pytest.raises(SurgeryError, match=r"another recipe \(keep: 0\.5, now 0\.6\)"):
+        convert(str(source), others["recipe"][1], tmp_path / "out", resume=True)
     assert bytes_of(partial_path(tmp_path / "out") / "pieces") == before
     convert(str(source), recipe, tmp_path / "out", resume=True)
 
@@ -340,17 +342,29 @@ def test_a_disk_too_small_is_noticed_before_anything_is_written(deep, tmp_path, 
 
 
 MEMORY = """
-import contextlib, io, sys
+import contextlib, io, re, threading
+from pathlib import Path
 from surgery.cli.main import main
-from surgery.core.device import peak_rss
 from surgery.calibration.layer_runner import CHUNK_TOKENS
 
+def memory():  # RssAnon leaves out pages of mapped files, which the system takes back when it needs them
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+def watch():
+    while not done.wait(0.002):
+        peaks[-1] = max(peaks[-1], memory())
+
 CHUNK_TOKENS["cpu"] = 256
-for size in ("small", "large"):  # the first brings in all that is imported on the way
-    before = peak_rss()
+peaks, done = [0], threading.Event()
+watcher = threading.Thread(target=watch)
+watcher.start()
+for size in ("small", "large"):
+    peaks.append(0)
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main(["convert", size, "-r", "keys.yaml", "-o", f"{size}-out", "--calibration", f"{size}-calibration.safetensors"])
-print(peak_rss() - before)
+done.set()
+watcher.join()
+print(peaks[2] - peaks[1])
 """
 KEYS = """
 structure: dense
@@ -362,22 +376,23 @@ curvature: diagonal
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="memory is read from /proc")
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path, monkeypatch):
-    """Half a gigabyte goes through a process that grows by a quarter of it. Only the keys are replaced:
-    everything else passes through just the same, and costs less time."""
+    """Converting 24 layers takes hardly more memory than converting 4 of the same size. Only the keys are replaced: everything
+    else passes through just the same, and costs less time."""
     draw = functools.cache(functools.partial(random_llama.random_weight, generator=None))
     monkeypatch.setattr(random_llama, "random_weight", lambda shape, _: draw(shape))  # drawing takes longest
-    monkeypatch.setitem(random_llama.SHAPES, "large", (24, 512, 4608, 8, 2, 200_000, True))
-    monkeypatch.setitem(random_llama.SHAPES, "small", (2, 64, 128, 8, 2, 500, True))
-    for size in ("small", "large"):
+    weights = {}
+    for size, layers in (("small", 4), ("large", 24)):
+        monkeypatch.setitem(random_llama.SHAPES, size, (layers, 512, 6400, 8, 2, 50_000, True))
         random_llama.write_checkpoint(tmp_path / size, size, tokens=32, length=16)
+        weights[size] = sum(p.stat().st_size for p in (tmp_path / size).glob("*.safetensors"))
     (tmp_path / "keys.yaml").write_text(KEYS)
     done = run_python(MEMORY, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "large-out").exists(), done.stderr
-    size = sum(p.stat().st_size for p in (tmp_path / "large").glob("*.safetensors"))
-    assert size > 500e6
+    more = weights["large"] - weights["small"]
+    assert more > 400e6
     grown = int(done.stdout)
-    assert grown < 0.4 * size, f"{size / 1e6:.0f} MB of weights, {grown / 1e6:.0f} MB more memory"
+    assert grown < 0.15 * more, f"{more / 1e6:.0f} MB more weights, {grown / 1e6:.0f} MB more memory"
 
 
 def test_hidden_states_spill_to_disk_with_the_same_result(deep, tmp_path, monkeypatch):

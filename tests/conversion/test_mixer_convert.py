@@ -24,10 +24,14 @@ from surgery.publish.summary import inspect
 CALIBRATION = {"tokens": 64, "length": 32}
 ATTENTION = [name for name in shipped_recipes() if load_recipe(name).attention is not None]
 MIXABLE = [family for family in FAMILIES if not family.startswith("t5")]
+NEAR = ["attention.window=6", "attention.sinks=2"]
 SMALL = {  # what shipped recipes say in hundreds of tokens, for texts of 48
-    "tbm": ["attention.mask.block=8"],
+    "gated-deltanet": NEAR,
+    "hybrid-25": [*NEAR, "attention.hybrid={keep: 0.25, by: restored, weights: even, align_steps: 2}"],
+    "log-linear": NEAR,
+    "tbm": ["attention.mask.block=8", *NEAR],
     "mhla": ["attention.mask.block=8"],
-    "lolcats": ["attention.window=6", "attention.sinks=2"],
+    "lolcats": NEAR,
     "sliding-window": ["attention.window=12", "attention.sinks=2"],
 }
 
@@ -74,7 +78,14 @@ def test_every_shipped_recipe(name, tmp_path):
     assert sum(len(row["paths"]) for row in told["mixer_rows"]) == len(report["mixers"])
 
 
-REFUSED = {("bert", "lolcats"), ("vit", "lolcats")}  # windows are causal
+WINDOWED = (
+    "gated-deltanet",
+    "hybrid-25",
+    "log-linear",
+    "lolcats",
+    "tbm",
+)  # linear attention beside a window, which is causal
+REFUSED = {(family, name) for family in ("bert", "vit") for name in WINDOWED}
 
 
 LINEAR = [name for name in ATTENTION if load_recipe(name).attention.mixer == "linear"]
@@ -284,3 +295,24 @@ def test_without_calibration_the_report_says_what_is_not_fitted(tmp_path):
         report = convert(str(tmp_path / "source"), load_recipe(name, SMALL.get(name, [])), tmp_path / name)
         warnings = [note for note in report["notes"] if "no calibration text" in note]
         assert len(warnings) == len(words) and all(word in note for word, note in zip(words, warnings))
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gpt2"])
+@pytest.mark.parametrize(
+    "keys", [{"structure": "dense", "attention": {"mixer": "linear"}}, {"structure": "low_rank", "fused": "split"}]
+)
+def test_a_stray_number_of_key_value_heads_is_ignored_as_transformers_does(tmp_path, family, keys):
+    """These families have a key/value head for every query head, whatever their config says beside it."""
+    from safetensors.torch import load_file
+
+    source(tmp_path, family)
+    recipe = make_recipe(**keys)
+    convert(str(tmp_path / "source"), recipe, tmp_path / "out")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2}))
+    convert(str(tmp_path / "source"), recipe, tmp_path / "stray")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("stray", "out"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    kind, _ = tiny_config(family)
+    model = kind.from_pretrained(tmp_path / "stray").eval()
+    assert model_outputs(model, tiny_inputs(family, 2)).isfinite().all()

@@ -12,6 +12,7 @@ from helpers.forked import run_processes
 from helpers.small import make_recipe
 
 import surgery.calibration.partition
+from surgery.conversion.aligned import AlignedStudent
 from surgery.conversion.convert import convert
 from surgery.conversion.sequential import SequentialConverter
 from surgery.core.errors import SurgeryError
@@ -35,6 +36,15 @@ HYBRID = {
         "hybrid": {"keep": 0.5, "by": "sensitivity"},
     },
 }
+RESTORED = {
+    "structure": "dense",
+    "attention": {
+        "mixer": "linear",
+        "mask": "gates",
+        "steps": 4,
+        "hybrid": {"keep": 0.5, "by": "restored", "align_steps": 2, "weights": "even"},
+    },
+}
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +66,8 @@ def run_conversion(checkpoint, inputs, out, recipe, count=1, resume=False):
 
 @pytest.mark.parametrize(
     "recipe, family, count",
-    [(MIXED, None, 2), (HYBRID, "llama", 2)],
-    ids=["without text", "hybrid"],
+    [(MIXED, None, 2), (HYBRID, "llama", 2), (RESTORED, "llama", 3)],
+    ids=["without text", "hybrid", "restored"],
 )
 def test_the_same_bytes_as_one_process(recipe, family, count, checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints(family or "llama"), calibration(family) if family else None
@@ -65,13 +75,13 @@ def test_the_same_bytes_as_one_process(recipe, family, count, checkpoints, calib
     assert run_conversion(checkpoint, inputs, tmp_path / "shared", recipe, count) == alone
 
 
-def dying(rank, at, signalled):
-    """Process `rank` ends like this as soon as it has written down its `at`-th piece."""
+def dying(rank, at, signalled, counted="piece"):
+    """Process `rank` ends like this as soon as it has written down its `at`-th piece, or another step."""
     add, pieces = Journal.add, []
 
     def adding(self, step, **what):
         add(self, step, **what)
-        pieces.extend([step] if step == "piece" else [])
+        pieces.extend([step] if step == counted else [])
         if self.ranks.index == rank and len(pieces) == at:
             os.kill(os.getpid(), signalled)
 
@@ -103,6 +113,24 @@ def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibrat
     finally:
         SequentialConverter._convert = before
     assert resumed == alone
+
+
+def test_a_choice_by_restoring_goes_on_after_a_kill(checkpoints, calibration, tmp_path, monkeypatch):
+    """Process 1 dies after it has written its aligned layer, which the next run reads from its journal."""
+    checkpoint, inputs = checkpoints("llama"), calibration("llama")
+    recipe, out = make_recipe(**RESTORED, calibration=inputs), tmp_path / "out"
+    alone = run_conversion(checkpoint, inputs, tmp_path / "alone", RESTORED)
+
+    def kill_conversion(rank):
+        dying(1, 1, signal.SIGKILL, "aligned")
+        convert(str(checkpoint), recipe, out, device="cpu")
+
+    assert run_processes(2, kill_conversion) == [1, -signal.SIGKILL]
+    aligned = partial_path(out) / "aligned"
+    assert sorted(file.name for file in aligned.iterdir()) == [f"model.layers.{i}.safetensors" for i in range(2)]
+    assert (partial_path(out) / "journal-1.jsonl").is_file()
+    monkeypatch.setattr(AlignedStudent, "_align_layer", None)  # both layers are finished
+    assert run_conversion(checkpoint, inputs, out, RESTORED, count=3, resume=True) == alone
 
 
 @pytest.mark.parametrize("refused", [True, False])

@@ -16,6 +16,7 @@ from surgery.planning.recipe import (
     load_recipe,
     parse_recipe,
     shipped_recipes,
+    validate_recipe,
 )
 
 
@@ -31,7 +32,7 @@ def test_shipped_recipes(name):
 
 
 def test_the_list():
-    assert {"btt-half", "low-rank-half", "monarch-half", "auto-half", "ssd", "tbm", "mlr-cache-60"} <= set(
+    assert {"btt-half", "fast-half", "low-rank-half", "monarch-half", "auto-half", "ssd", "tbm", "mlr-cache-60"} <= set(
         shipped_recipes()
     )
 
@@ -52,6 +53,8 @@ def test_the_list():
         ("keep: {mlp.down: 0.7}\nrules: [{match: x, keep: no}]", r"rules.0.keep: write a fraction .* \(got False\)$"),
         ("keep: {3: 0.5}", "keep: 3 is not a pattern"),
         ("keep: {mlp.down: 0.5}\nrules: 1", r"r.yaml: rules: .* \(got 1\)$"),
+        ("round_ranks: 0", r"round_ranks: write a whole number from 1 to 4096, for example 64 \(got 0\)$"),
+        ("round_ranks: 6.4", r"round_ranks: write a whole number from 1 to 4096, for example 64 \(got 6.4\)$"),
         ("blocks: 0", r"r.yaml: blocks: write two whole numbers over 0, .* \(got 0\)$"),
         ("blocks: true", r"r.yaml: blocks: write two whole numbers over 0, .* \(got True\)$"),
         ("blocks: [0, 4]", r"r.yaml: blocks: write two whole numbers over 0, .* \(got \[0, 4\]\)$"),
@@ -178,3 +181,12 @@ def test_any_values_are_a_recipe_or_a_clear_refusal(data):
         make_recipe(**data)
     except SurgeryError as error:
         assert str(error)
+
+
+def test_the_share_of_a_hybrid_is_explained_without_patterns():
+    """`keep` of the recipe may be written per pattern, `keep` of a hybrid may not."""
+    data = {"structure": "dense", "attention": {"mixer": "linear", "hybrid": {"keep": {"mlp.*": 0.2}, "by": "every"}}}
+    with pytest.raises(SurgeryError, match=r"attention\.hybrid\.keep: write a fraction .* for example 0\.25 \(got"):
+        validate_recipe(data, "(given as a dict)")
+    with pytest.raises(SurgeryError, match=r": keep: write a fraction .* or \{pattern: fraction\} \(got 1\.5\)"):
+        validate_recipe({"structure": "btt", "keep": 1.5}, "(given as a dict)")

@@ -12,6 +12,7 @@ import torch
 
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
+from surgery.eval.speed import linear
 from surgery.eval.speed import run as runs
 from surgery.eval.speed import update_tables as publish
 from surgery.eval.speed.roofline import linear_work, softmax_work
@@ -114,6 +115,44 @@ def test_only_some():
     }
 
 
+def test_compressed_linears_become_rows_of_the_table(tmp_path, monkeypatch):
+    """Half and a quarter of the parameters, with and without ranks of whole multiples; their rows join the table by --add."""
+    monkeypatch.setitem(linear.SHAPES, "compressed", ((256, 256), (256, 320)))
+    monkeypatch.setitem(linear.TOKENS, "compressed", (1, 8))
+    out, table, page = tmp_path / "compressed.json", tmp_path / "tuning.json", tmp_path / "performance.md"
+    result = bench("linear", sizes="compressed", device="cpu", out=out, time_limit=60)
+    assert result["complete"] and json.loads(out.read_text())["rows"] == json.loads(json.dumps(result["rows"]))
+    rivals = {row["rival"] for row in result["rows"] if row["sizes"]["outputs"] == 320}
+    assert rivals == {"dense"} | {
+        f"{name}, {share}, rank {rank}{way}"
+        for name, ranks, way in (
+            ("low rank", {"half": (71, 64), "quarter": (35,)}, ""),
+            ("BTT 4 x 4", {"half": (17,), "quarter": (8,)}, ", reference"),
+        )
+        for share, ranks_of in ranks.items()
+        for rank in ranks_of
+    }
+    on_gpu = next(row for row in result["rows"] if row.get("op") == "btt" and row["x"] == 8)
+    result["rows"] += [{**on_gpu, "rival": f"BTT, {way}", "way": way, "ms": 1.0} for way in ("products", "kernel")]
+    out.write_text(json.dumps(result))
+    table.write_text('{"tables": []}')
+    page.write_text(f"{publish.BEGIN}{publish.END}")
+    monkeypatch.setattr(publish, "TABLE", table)
+    monkeypatch.setattr(publish, "PAGE", page)
+    publish.main(["--add", str(out)])
+    rows = json.loads(table.read_text())["tables"][0]["rows"]
+    assert page.read_text() == f"{publish.BEGIN}{publish.END}"
+    (row,) = (row for row in rows if "products" in row)
+    assert row["products"] == row["kernel"] == 1.0 and row["sizes"]["rank"] == on_gpu["options"]["rank"]
+    assert {row["op"] for row in rows} == {"btt", "low_rank"}
+    publish.main([str(out)])
+    assert "## Linear, compressed, float32" in page.read_text()
+    with pytest.raises(SystemExit, match="--add"):
+        publish.main(["--ad", str(out)])
+    with pytest.raises(SurgeryError, match="sizes of linears"):
+        bench("attention", sizes="compressed", device="cpu")
+
+
 def test_bytes_of_a_cache_are_the_state_s():
     rows = bench("decode", sizes="small", device="cpu", only="mlr")["rows"]
     at = {(row["rival"], row["x"]): row["cache"] for row in rows if row["sizes"]["batch"] == 1}
@@ -177,7 +216,7 @@ def test_command(monkeypatch, capsys, tmp_path):
 
 # -- the measured table ------------------------------------------------------------------------------------
 def test_the_table_in_the_repository_is_well_formed():
-    options = {"rank", "rows", "columns", "levels"}
+    options = {"rank", "rows", "columns", "levels", "window"}
     for row in (row for table in measured.tables() for row in table["rows"]):
         assert row["pass"] in get_args(measured.Pass) and set(row["sizes"]) <= {*publish.SIZE_NAMES, *options}
         assert set(measured.IMPLEMENTATIONS) & row.keys() and all(
@@ -308,6 +347,12 @@ def test_what_is_slower_is_said(table):
     assert "features beside SDPA at a context of 1,024 tokens: prefill 0.13x; ahead in prefill from 8,192" in attention
     assert report_notes({"mixer_rows": mixers}, 1024) == [attention] and report_notes({}) == []
     assert report_notes({"mixer_rows": mixers}, 16384) == []
+    mixers[0]["mixer"] += ", window 64, sinks 4"  # the table has no row with a window, and the note says so
+    (attention,) = report_notes({"mixer_rows": mixers}, 1024)
+    assert (
+        "sinks 4, measured without window and sinks, beside SDPA at a context of 1,024 tokens: prefill 0.13x"
+        in attention
+    )
     ranks = [{"structure": {**first, "rank": rank}, "shape": [4096, 4096]} for rank in (4, 3, 1000)]
     assert report_notes({"modules": [*ranks, {"structure": {"structure": "dense"}, "shape": [4096, 4096]}]}) == [linear]
     assert (
@@ -326,6 +371,38 @@ def test_results_become_the_table_and_the_page(tmp_path):
     page = publish.update_page(publish.update_page(text, results), results)
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
     assert page.count("### attention, forward + backward") == 1
+
+
+def test_windows_of_decoding_steps_are_rows_of_the_table():
+    result = bench("decode", sizes="small", device="cpu", only="window 64")
+    rows = publish.tuning_tables([result])[0]["rows"]
+    masks = ("gates", "hierarchical", "gates delta", "hierarchical delta")
+    assert {row["op"] for row in rows} == {f"window {mask}" for mask in masks}
+    assert {row["pass"] for row in rows} == {"step", "captured step"} and all(
+        row["sizes"]["window"] == 64 for row in rows
+    )
+
+
+def test_what_is_not_measured_again_stays():
+    head = {"device": "d", "capability": [9, 0], "dtype": "bfloat16", "versions": {"torch": "2"}}
+    row = {"op": "btt", "pass": "forward", "sizes": {"tokens": 1}, "kernel": 1.0}
+    old = [{**head, "date": "2026-01-01 to 2026-01-03", "rows": [row, {**row, "op": "mlr"}]}]
+    new = {**head, "date": "2026-02-02", "rows": [{**row, "kernel": 2.0}, {**row, "op": "window gates"}]}
+    (joined,) = publish.keep_unmeasured([dict(new)], old)
+    assert joined["date"] == "2026-01-01 to 2026-02-02"
+    assert [(r["op"], r["kernel"]) for r in joined["rows"]] == [("mlr", 1.0), ("btt", 2.0), ("window gates", 1.0)]
+    earlier, later = publish.keep_unmeasured([{**new, "versions": {"torch": "3"}}], old)
+    assert [r["op"] for r in earlier["rows"]] == ["mlr"] and [r["op"] for r in later["rows"]] == ["btt", "window gates"]
+    assert publish.keep_unmeasured([], old) == old
+    assert publish.keep_unmeasured([{**new, "dtype": "float32"}], old)[0] == old[0]
+
+
+def test_sections_of_other_kinds_stay_on_the_page():
+    text = f"{publish.BEGIN}\nlegend\n\n## Attention\n\n### a table\n\n## Linear\n\nold\n{publish.END}after\n"
+    results = [bench("linear", sizes="small", device="cpu", only="low rank", dtype="bfloat16")]
+    page = publish.update_page(text, results)
+    assert page.count("## Attention\n\n### a table\n") == 1 and page.index("## Attention") < page.index("## Linear")
+    assert "old" not in page and page == publish.update_page(page, results)
 
 
 def test_a_call_takes_what_the_cpu_takes_to_launch_it_but_not_in_a_graph():

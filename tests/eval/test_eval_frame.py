@@ -160,6 +160,16 @@ def test_alone_its_error_is_the_answer(models):
         evaluate("good", ["broken"], OPTIONS)
 
 
+def test_a_failure_before_the_first_result_leaves_no_folder(models, tmp_path):
+    with pytest.raises(ValueError, match="no such thing"):
+        evaluate("good", ["broken"], OPTIONS, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ValueError, match="no such thing"):
+        evaluate("good", ["broken"], OPTIONS, out=tmp_path / "mine")
+    assert (tmp_path / "mine").is_dir()
+
+
 @pytest.mark.parametrize(
     "limit, code",
     [

@@ -715,6 +715,24 @@ def ready_inputs(path: Path) -> None:
     CalibrationSet.from_inputs(inputs, 0.125).digest()
 
 
+@fuzz_target("pairs.jsonl", '{"input": "a b", "target": "c"}\n{"input": "d", "target": "e"}\n')
+def pairs(path: Path) -> None:
+    """Pairs of texts as calibration data."""
+    from surgery.calibration.pairs import read_pairs
+
+    for source, target in read_pairs(path) or ():
+        (source + target).encode()
+
+
+@fuzz_target("metadata.jsonl", '{"file_name": "0.png", "text": "a b"}\n')
+def captions(path: Path) -> None:
+    """Captions of calibration images."""
+    from surgery.calibration.images import read_captions
+
+    for text in read_captions(path).values():
+        text.encode()
+
+
 def _input_bytes() -> bytes:
     from helpers.small import tiny_inputs
     from safetensors.torch import save

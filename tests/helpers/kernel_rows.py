@@ -35,6 +35,25 @@ def patch_tensor_loops(monkeypatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", set_attributes)
 
 
+def patch_bfloat16_products(monkeypatch) -> None:
+    """Let Triton 3.6's interpreter multiply bfloat16 matrices. It holds them as 16-bit integers and multiplies those."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    product = interpreter.InterpreterBuilder.create_dot
+
+    def widened(x):
+        if x.dtype.scalar != interpreter.tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), interpreter.tl.float32)
+
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder,
+        "create_dot",
+        lambda self, a, b, *rest: product(self, widened(a), widened(b), *rest),
+    )
+
+
 def log_gates(kind: str, *shape: int) -> torch.Tensor:
     """Return logarithms of gates of a kind: mild, strong and the like."""
     drawn = torch.rand(*shape, device=DEVICE)

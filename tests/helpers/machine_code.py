@@ -1,7 +1,7 @@
 """Compile kernels for a Hopper GPU on a machine without one, and search the machine code for reads of unwritten registers.
 
-    python tests/helpers/machine_code.py two            the least kernel that ptxas 12.8 compiles wrongly, by that ptxas
-    python tests/helpers/machine_code.py mixing mlr     surgery's kernels, forward and backward, by the ptxas that surgery takes
+    python tests/helpers/machine_code.py two                  the least kernel that ptxas 12.8 compiles wrongly, by that ptxas
+    python tests/helpers/machine_code.py mixing mlr local window     surgery's kernels, forward and backward, by the ptxas that surgery takes
 
 prints a line for each kernel that reads a uniform register, which may hold an operand's address, before it is written. Run it as a
 process of its own, because Triton's interpreter must be off.
@@ -178,6 +178,39 @@ def compile_mlr() -> None:
     attend(terms, v[:, :, 0], KVLayout(torch.tensor([length]), length, length, False), shape).sum().backward()
 
 
+def compile_local() -> None:
+    """Compile attention over a window and sinks, with whole tiles and a partial tile of sinks."""
+    from surgery.mixers import AttentionShape
+    from surgery.mixers.common.window_hybrid import RecentAndSinks, local_attention
+
+    q = torch.randn(1, 1, 4, 300, 64, dtype=torch.bfloat16, requires_grad=True)
+    recent, sinks = (torch.randn(1, 1, n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (556, 4))
+    keys, zero_B = RecentAndSinks(recent, sinks), torch.zeros(1, dtype=torch.int64)
+    out = local_attention(q, keys, keys, zero_B, AttentionShape(256, 4, 1, 64, 64, 0.125), 64, with_largest=True)
+    out.sums().sum().backward()
+
+
+def compile_window() -> None:
+    """Compile a decoding step behind a window: log-linear states of the delta rule, and a normalised state."""
+    from surgery.mixers import MIXERS, AttentionShape, MixerInputs
+    from surgery.mixers.linear import LinearAttention
+
+    shape = AttentionShape(256, 8, 2, 64, 64, 0.125)
+    configs = (
+        LinearAttention(mask="hierarchical", scores="delta", window=64, sinks=4),
+        LinearAttention(mask="ones", features="hedgehog", normalise=True, window=64, sinks=4),
+    )
+    for config in configs:
+        mixer = MIXERS[config](config, shape).bfloat16()
+        state = mixer.empty_state(1, "cpu")
+        for name, t in state.tensors.items():
+            waits = name.startswith(("ring.", "sink.")) and name.rpartition(".")[2] in ("k", "v")
+            state.tensors[name] = t.bfloat16() if waits else t
+        sizes = (8, 1, 64), (2, 1, 64), (2, 1, 64), (1, 256)
+        with torch.no_grad():
+            mixer.mix(MixerInputs(*(torch.randn(1, *size, dtype=torch.bfloat16) for size in sizes)), state)
+
+
 def main(names: list[str]) -> None:
     """Compile the named kernels and print a line for each with unwritten reads."""
     from surgery.core.dispatch import use_kernels
@@ -190,12 +223,20 @@ def main(names: list[str]) -> None:
         assembler.set_ptxas(nvidia, next(assembler.sound_ptxas_paths(nvidia)))
     with use_kernels("kernel"):
         for name in names:
-            {"two": compile_two, "mixing": compile_mixing, "mlr": compile_mlr}[name]()
+            COMPILED[name]()
     for name, cubin in gpu.binaries:
         for what in unwritten_reads(disassemble(cubin)):
             print(f"{name}: {what}")
     print(f"{len(gpu.binaries)} kernels, ptxas {nvidia.ptxas.version}")
 
+
+COMPILED = {
+    "two": compile_two,
+    "mixing": compile_mixing,
+    "mlr": compile_mlr,
+    "local": compile_local,
+    "window": compile_window,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -1,6 +1,7 @@
-"""A random Llama of a real one's shape, written a tensor at a time, for measuring conversions.
+"""A random Llama, or a random Qwen3-MoE, of a real one's shape, written a tensor at a time, for measuring conversions.
 
 python tests/helpers/random_llama.py OUT --shape 1b        also OUT-calibration.safetensors with 8,192 tokens
+python tests/helpers/random_llama.py OUT --shape 30b-a3b --layers 1        one layer of a mixture of experts
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ SHAPES = {
     "tiny": (2, 256, 512, 8, 4, 1000, True),
     "1b": (16, 2048, 8192, 32, 8, 128256, True),
     "7b": (32, 4096, 11008, 32, 32, 32000, False),
+    "30b-a3b": (48, 2048, 6144, 32, 4, 151936, False),
 }
+EXPERTS = {"30b-a3b": (128, 8, 768)}  # experts, experts of a token, width of an expert; heads have 128 dimensions
 
 
 def make_config(shape: str) -> dict:
     """Return the config of a shape."""
     layers, width, mlp, heads, groups, vocabulary, tied = SHAPES[shape]
-    return {
+    config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "bfloat16",
@@ -47,13 +50,19 @@ def make_config(shape: str) -> dict:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    if shape in EXPERTS:
+        experts, selected, inner = EXPERTS[shape]
+        config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128}
+        config |= {"num_experts": experts, "num_experts_per_tok": selected, "moe_intermediate_size": inner}
+        config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return config
 
 
 def layer_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of a layer's tensors."""
     width, mlp, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    return {
+    shapes = {
         "self_attn.q_proj": (queries, width),
         "self_attn.k_proj": (keys, width),
         "self_attn.v_proj": (keys, width),
@@ -64,6 +73,15 @@ def layer_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         "input_layernorm": (width,),
         "post_attention_layernorm": (width,),
     }
+    if "num_experts" not in config:
+        return shapes
+    inner = config["moe_intermediate_size"]
+    shapes = {name: shape for name, shape in shapes.items() if not name.startswith("mlp.")}
+    for i in range(config["num_experts"]):
+        shapes |= {f"mlp.experts.{i}.{name}_proj": (inner, width) for name in ("gate", "up")}
+        shapes[f"mlp.experts.{i}.down_proj"] = (width, inner)
+    norms = {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
+    return {**shapes, **norms, "mlp.gate": (config["num_experts"], width)}
 
 
 def shard_shapes(config: dict) -> Iterator[dict[str, tuple[int, ...]]]:

@@ -110,3 +110,14 @@ def run_python(code: str, cwd: Path | None = None, stdin: str = "", **environmen
     process = start_python(code, cwd, **environment)
     out, err = process.communicate(stdin)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+class Logits(torch.nn.Module):
+    """A language model as a function of token ids alone, for exports."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, use_cache=False).logits

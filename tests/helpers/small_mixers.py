@@ -62,10 +62,11 @@ class ExactMixer(Mixer):
         if self.shape.softcap:
             scores = self.shape.softcap * torch.tanh(scores / self.shape.softcap)
         allowed = valid[:, None, None, :]
+        positions = torch.arange(S, device=k.device)
+        behind = positions[S - T :, None] - positions
+        allowed = allowed & (behind.abs() < (self.shape.window or S))
         if self.shape.causal:
-            positions = torch.arange(S, device=k.device)
-            behind = positions[S - T :, None] - positions
-            allowed = allowed & (behind >= 0) & (behind < (self.shape.window or S))
+            allowed = allowed & (behind >= 0)
         weights = torch.softmax(scores.masked_fill(~allowed, -1e30), dim=-1)
         return (weights @ v.repeat_interleave(per, 1)).to(inputs.q_BHTK.dtype), after
 
@@ -129,6 +130,17 @@ def register_test_mixers():
     assert set(before[1]) <= set(MIXERS._by_name)
 
 
+@torch.no_grad()
+def enlarge_parameters(model):
+    """Make a new model's weights large enough that each layer matters; return the model."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(20.0 if "embed" in name or "wte" in name else 4.0)
+        else:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
 def random_model(family: str, **changes):
     """Return a tiny model in eval mode, with weights large enough that layers matter."""
     from helpers.small import tiny_config
@@ -137,14 +149,7 @@ def random_model(family: str, **changes):
     cls, config = tiny_config(family)
     for name, value in changes.items():
         setattr(config, name, value)
-    model = cls(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(20.0 if "embed" in name or "wte" in name else 4.0)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return enlarge_parameters(cls(config).eval())
 
 
 def random_model_with_mixers(family: str, config: MixerConfig, layers=None, **changes):

@@ -593,6 +593,62 @@ def _(grid: str) -> Iterator[Case]:
                        gradients=False)  # fmt: skip
 
 
+# B, query heads, groups, K = F, V, window, sinks, dtype
+WINDOW_STEPS = {
+    "full": [
+        (64, 32, 8, 64, 64, 64, 4, BF16),
+        (9000, 4, 2, 24, 17, 5, 2, F32),
+        (40000, 2, 2, 16, 16, 3, 0, F32),  # 80,000 groups: more than an axis of a grid has but the first
+        (7, 14, 2, 128, 128, 256, 4, BF16),
+    ],
+    "reduced": [(300, 4, 2, 24, 17, 5, 2, F32), (40, 8, 2, 64, 64, 64, 4, BF16)],
+    "tiny": [(3, 4, 2, 24, 17, 5, 2, F32)],
+}
+
+
+@cases("window_step")
+def _(grid: str) -> Iterator[Case]:
+    """Yield steps of `one_token` behind a window, at all positions around its end, some rows without a token."""
+    from surgery.mixers.base import AttentionShape, MixerInputs, MixerState
+    from surgery.mixers.linear import LinearAttention
+
+    lolcats = {"mask": "ones", "features": "hedgehog", "normalise": True}
+    options = [{"mask": mask, "scores": scores} for mask in ("gates", "hierarchical") for scores in ("kernel", "delta")]
+    options += [{"mask": "hierarchical", "scores": "delta", "states": "per_head"}, lolcats]
+    for B, heads, groups, K, V, window, sinks, dtype in sizes_of(WINDOW_STEPS, grid):
+        shape = AttentionShape(dim=64, heads=heads, groups=groups, key=K, value=V, scaling=K**-0.5)
+        for option in options:
+            mixer = mixer_of(LinearAttention(**option, window=window, sinks=sinks), shape)
+            at, rows = of_mixer(mixer), inputs_of(B, 1, shape, dtype)
+            rows["seen"] = (7 * torch.arange(B, device=DEVICE) + 5) % (window + sinks + 16)
+            rows["valid"] = (torch.arange(B, device=DEVICE) % 5 != 4).unsqueeze(1)
+            for name, t in mixer.empty_state(1, "cpu").tensors.items():
+                waits = name in ("ring.k", "ring.v", "sink.k", "sink.v")
+                rows[name] = normal(B, *t.shape[1:], dtype=dtype if waits else F32)
+            for name in {"ring.gate", "ring.beta"} & set(rows):
+                rows[name] = rows[name].sigmoid() - float(name == "ring.gate")
+            come_BS = (torch.arange(sinks, device=DEVICE) < rows["seen"].unsqueeze(1))[..., None, None]
+            rows |= {name: rows[name] * come_BS for name in ("sink.k", "sink.v")}
+            if "mask.buckets" in rows:
+                far = (rows["seen"] - window - sinks).clamp_min(0)
+                full_BL = (far.unsqueeze(1) >> torch.arange(4, device=DEVICE)) & 1
+                rows["mask.buckets"] = normal(B, 4, *rows["mask.buckets"].shape[2:]) * full_BL[..., None, None, None]
+            if "mask.sum" in rows:
+                rows["mask.sum"] *= ((rows["seen"] > window + sinks).float())[:, None, None, None, None]
+            if option is lolcats:
+                rows["mask.sum"].abs_()
+            names = [name for name in rows if "." in name]
+
+            def call(x: Leaves, at: Any = at, names: Any = names, bound: int = window + sinks + 15) -> list[Any]:
+                inputs = MixerInputs(x["q"], x["k"], x["v"], x["x"], x["valid"])
+                state = MixerState(x["seen"], {name: x[name] for name in names}, bound)
+                out, after = at(x["q"]).mix(inputs, state)
+                return [out, after.seen_B, *(after.tensors[name] for name in names)]
+
+            name = f"{B} rows, {heads} heads on {groups} of {K} x {V}, window {window}, {sinks} sinks, {option}"
+            yield Case(name, dtype, B * groups, rows, call, names=("one_token",), gradients=False)
+
+
 PAPER = (32, 8, 6, 4, 4, 4, 4, 2)
 HALVES = tuple(1024 >> i for i in range(1, 8))
 # B, G, J, T, S, ranks, extents, V, dtype, what else
@@ -663,6 +719,51 @@ def _(grid: str) -> Iterator[Case]:
 @cases("mlr_decode")
 def _(grid: str) -> Iterator[Case]:
     return softmax(sizes_of(CACHES, grid), True)
+
+
+# B, G, J, T, window, sinks, K, V, dtype, what else
+WINDOWS = {
+    "full": [
+        (64, 1, 7, 1024, 64, 4, 64, 64, BF16, {}),
+        (16, 8, 2, 1024, 256, 4, 64, 64, BF16, {}),
+        (4, 2, 4, 4097, 1024, 17, 128, 128, BF16, {"seen": True}),
+        (3, 1, 5, 1000, 100, 64, 80, 65, F32, {"softcap": 5.0, "seen": True}),
+        (5000, 15, 2, 33, 12, 2, 16, 16, BF16, {}),  # 75,000 key heads: more than most axes of a grid have
+        (1, 2, 2, 40000, 64, 4, 64, 64, BF16, {"largest": True}),
+        (2100, 8, 4, 1, 64, 4, 64, 64, BF16, {"seen": True}),
+        (2, 1, 2, 300, 128, 4, 256, 256, BF16, {"largest": True}),
+    ],
+    "reduced": [
+        (20, 2, 2, 200, 33, 4, 16, 16, BF16, {"largest": True}),
+        (5, 1, 7, 65, 70, 17, 24, 17, F32, {"softcap": 5.0, "seen": True}),
+        (40, 2, 4, 1, 64, 4, 64, 64, F32, {"seen": True}),
+    ],
+    "tiny": [(2, 1, 2, 21, 6, 3, 16, 17, F32, {"seen": True, "largest": True})],
+    "far": [(3, 3, 3, 3, 2, 3, 16, 16, F32, {"seen": True}), (2, 1, 1, 5, 3, 3, 16, 17, F32, {"largest": True})],
+}
+
+
+@cases("local_attention")
+def _(grid: str) -> Iterator[Case]:
+    from surgery.mixers.base import AttentionShape
+    from surgery.mixers.common.window_hybrid import RecentAndSinks, local_attention
+
+    for B, G, J, T, window, sinks, K, V, dtype, more in sizes_of(WINDOWS, grid):
+        torch.manual_seed(B + T)
+        largest, step = more.get("largest", False), T == 1
+        shape = AttentionShape(8, G * J, G, K, V, K**-0.5, softcap=more.get("softcap"))
+        sizes = {"q": (T, G, J, K), "k": (window + T, G, K), "v": (window + T, G, V), "sink_k": (sinks, G, K)}
+        sizes["sink_v"] = (sinks, G, V)
+        rows = {name: normal(B, *size, dtype=dtype) for name, size in sizes.items()}
+        rows["seen"] = positions(B, more.get("seen", False))
+
+        def call(x: Leaves, shape: Any = shape, largest: bool = largest) -> list[Any]:
+            k, v, sink_k, sink_v = (x[name].transpose(1, 2) for name in ("k", "v", "sink_k", "sink_v"))
+            q, keys, values = x["q"].permute(0, 2, 3, 1, 4), RecentAndSinks(k, sink_k), RecentAndSinks(v, sink_v)
+            return [*local_attention(q, keys, values, x["seen"], shape, 64, with_largest=largest)]
+
+        name = f"{B} x {G} x {J} heads, {T} tokens of {K} x {V}, window {window}, {sinks} sinks, {more or 'plain'}"
+        yield Case(name, dtype, B * G * -(-T * J // 64), rows, call, names=("local_attention",), gradients=not step)
 
 
 @cases("slots")
@@ -867,6 +968,11 @@ def _(grid: str) -> Iterator[Case]:
     return linears(grid, "dense")
 
 
+@cases("btt_products")
+def _(grid: str) -> Iterator[Case]:
+    return linears(grid, "products")
+
+
 # -- running ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def interpreter_settings() -> Iterator[None]:
@@ -878,7 +984,8 @@ def interpreter_settings() -> Iterator[None]:
     from helpers.kernel_rows import patch_tensor_loops
     from triton.runtime import interpreter
 
-    from surgery.kernels import mlr_attention
+    from surgery.kernels import local_attention, mlr_attention
+    from surgery.kernels.local_attention import plan as local_attention_plan
     from surgery.kernels.mlr_attention import decode as mlr_attention_decode
 
     def bounds(*args: Any) -> range:
@@ -890,6 +997,10 @@ def interpreter_settings() -> Iterator[None]:
         tiles = mlr_attention.AttentionTiles(16, 16, 4, 1, run=2, hold=True)
         patch.setattr(mlr_attention, "forward_tiles", lambda *_: tiles)
         patch.setattr(mlr_attention, "backward_tiles", lambda *_: (tiles, tiles))
+        near_tiles = local_attention_plan.LocalTiles(16, 16, 4, 1)
+        patch.setattr(local_attention, "forward_tiles", lambda _: near_tiles)
+        patch.setattr(local_attention, "backward_tiles", lambda _: near_tiles)
+        patch.setattr(local_attention_plan, "MIN_SPAN", 16)
         patch.setattr(mlr_attention_decode, "TILE_SLOTS", 16)
         patch.setattr(mlr_attention_decode, "TARGET_PROGRAMS", 6)
         # An integer that does not fit its 32 bits is an error; tensors on a CPU are not copied back to where they are.

@@ -17,6 +17,9 @@ MIXERS = [
     {"mixer": "linear", "mask": "hierarchical"},
     {"mixer": "linear", "mask": "gates", "scores": "delta"},
     {"mixer": "linear", "mask": "hierarchical", "scores": "delta", "convolution": 3, "gate": "value", "norm": "rms"},
+    {"mixer": "linear", "window": 4},
+    {"mixer": "linear", "mask": "hierarchical", "scores": "delta", "window": 5, "sinks": 2, "rope": "both"},
+    {"mixer": "linear", "mask": "ones", "features": "hedgehog", "normalise": True, "window": 3, "sinks": 12},
 ]
 
 
@@ -70,7 +73,6 @@ def test_when_it_is_not_asked(graphs):
     generate(model, 4, cache_implementation="static", disable_compile=True)
     generate(model_of(MIXERS[0], layers=[1]), 4, cache_implementation="static")
     generate(model_of({"mixer": "linear", "mask": "toeplitz"}), 4, cache_implementation="static")
-    generate(model_of({"mixer": "linear", "window": 4}), 4, cache_implementation="static")
     assert not graphs
 
 

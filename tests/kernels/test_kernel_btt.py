@@ -186,6 +186,87 @@ def test_high_ranks_are_multiplied_out():
     assert choose_implementation(1, 4096, 16) == "kernel"
 
 
+HALF = (4, 1024, 4, 1024, 256)  # c, d, b, a, s: half of the parameters at width 4,096
+
+
+def chosen(N, c, d, b, a, s):
+    """The implementation that a call on a GPU without measurements runs."""
+    x, right, left = torch.zeros(1, 1).expand(N, c * d), torch.empty(c, d, b, s), torch.empty(b, c, s, a)
+    return next((k.implementation for k in btt_linear.kernels if k.is_faster(x, right, left, None, b * a)), "reference")
+
+
+def test_large_products_are_the_library_s():
+    """By arithmetic where nothing was measured: every side 128 or more, 64 rows or more, ranks from 16."""
+    assert [chosen(N, *HALF) for N in (1, 63, 64, 8192)] == ["kernel", "reference", "products", "products"]
+    assert chosen(8192, 16, 256, 16, 256, 64) == "products"
+    assert chosen(8192, 4, 1024, 4, 1024, 8) == "reference", "a small rank"
+    assert chosen(8192, 64, 64, 64, 64, 4) == "kernel", "small blocks"
+
+
+def test_measured_products_follow_the_measurements(monkeypatch):
+    """A row with times of the products decides, for them and against them; a row without leaves the rule in force."""
+    from surgery.kernels import tuning
+    from surgery.kernels.btt import choice
+
+    place = tuning.DeviceKey((9, 0), "bfloat16")
+    sizes = {"tokens": 8192, "inputs": 4096, "outputs": 4096, "rank": 256, "rows": 4, "columns": 4}
+    row = {"op": "btt", "pass": "forward", "sizes": sizes, "kernel": 0.45, "reference": 0.6}
+    monkeypatch.setattr(tuning, "device_key", lambda *_: place)
+    for products, expected in ((0.2, "products"), (0.9, "kernel"), (None, "products")):
+        rows = [{**row, **({"products": products} if products else {})}]
+        table = {"device": "X1", "capability": [9, 0], "dtype": "bfloat16", "rows": rows}
+        monkeypatch.setattr(tuning, "tables", lambda table=table: [table])
+        for cached in (tuning.fastest_measured, tuning.device_rows):
+            cached.cache_clear()
+        monkeypatch.setattr(choice, "remembered_choice", tuning.remember(tuning.three_tensor_key, choice._decide))
+        assert chosen(8192, *HALF) == expected
+    for cached in (tuning.fastest_measured, tuning.device_rows):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [SMALL[1], SMALL[2]], ids=str)
+def test_products_on_this_device(shape):
+    check_kernel(*random_inputs(*shape), 1e-5, way="products")
+
+
+def test_products_by_choice():
+    x, right, left, bias, _ = random_inputs(*SMALL[1])
+    with use_kernels("products"):
+        assert btt_linear.select_kernel(x, right, left, bias, 48).implementation == "products"
+    with use_kernels("kernel"):
+        assert btt_linear.select_kernel(x, right, left, bias, 48).implementation == "kernel"
+
+
+@pytest.mark.parametrize("way, autocast", [("kernel", False), ("products", False), ("products", True)])
+def test_compiled_in_one_graph(way, autocast, monkeypatch):
+    """A model's BTT linear on a GPU is one operator of the graph, which runs what an eager call would."""
+    monkeypatch.setattr("surgery.core.dispatch._on_gpu", lambda *_: True)  # torch.compile asks as it would on a GPU
+    monkeypatch.setattr("surgery.kernels.btt.choice.remembered_choice", lambda *_: way)
+    linear = STRUCTURES[BTT](30, 20, BTT(blocks=(3, 4), rank=2)).to(DEVICE)
+    torch.nn.init.normal_(linear.bias)
+    results, inputs = [], (torch.randn(2, 3, 30, device=DEVICE), torch.randn(2, 2, 30, device=DEVICE))
+    torch.compiler.reset()
+    compiled = torch.compile(linear, fullgraph=True, dynamic=True, backend="aot_eager")
+    half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    for call in (linear, compiled):
+        for x in inputs:
+            x = x.detach().requires_grad_()
+            with torch.autocast(DEVICE, half, enabled=autocast):
+                y = call(x)
+            results.append([y, *torch.autograd.grad(y.float().square().sum(), [x, *linear.parameters()])])
+    for eager, ours in zip(results[:2], results[2:]):
+        for a, b in zip(eager, ours):
+            assert a.dtype == b.dtype and a.shape == b.shape and relative(b, a) < (1e-2 if autocast else 1e-5)
+
+
+def test_the_operator_is_what_it_says():
+    from surgery.kernels.btt import BTT_OP
+
+    *inputs, _ = random_inputs(9, 2, 16, 3, 16, 2)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(BTT_OP.node, (*[t.requires_grad_() for t in inputs], 48), test_utils=tests)
+
+
 class Compiled:
     """Stands for a kernel of Triton: counts launches found anew and launches of what was compiled."""
 
@@ -226,6 +307,36 @@ def test_a_launch_that_triton_refuses_is_found_again():
     for _ in range(4):
         launch(torch.zeros(4))
     assert len(kernel.found) == 4 and not kernel.again
+
+
+class Hooks:
+    """Triton's launch hooks: functions that profilers add."""
+
+    def __init__(self):
+        self.calls = []
+
+
+def test_a_launch_passes_hooks_only_when_there_are_some(monkeypatch):
+    """Without hooks the compiled kernel's own `run` is called directly; with hooks Triton's launcher builds what they read."""
+    from types import SimpleNamespace
+
+    from surgery.kernels import launch
+
+    runtime = SimpleNamespace(launch_enter_hook=Hooks(), launch_exit_hook=Hooks())
+    monkeypatch.setattr(launch.triton, "knobs", SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(launch, "_takes_stream", lambda: True)
+    monkeypatch.setattr(launch, "current_stream", lambda: 7)
+    direct, compiled = [], Compiled()
+    compiled.run, compiled.function, compiled.packed_metadata = lambda *args: direct.append(args), 5, (4, 1, 0)
+    launcher = launch.bind_launcher(compiled, (3, 2, 1))
+    launcher("x", 8)
+    assert direct == [(3, 2, 1, 7, 5, (4, 1, 0), None, None, None, "x", 8)] and not compiled.again
+    runtime.launch_exit_hook.calls.append(print)
+    launcher("x", 8)
+    assert len(direct) == 1 and compiled.again == [((3, 2, 1), ("x", 8))]
+    monkeypatch.setattr(launch.triton, "knobs", SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=None)))
+    launch.bind_launcher(compiled, (3, 2, 1))("x", 8)
+    assert len(direct) == 1 and len(compiled.again) == 2, "another version of Triton launches its own way"
 
 
 def test_what_it_declines():

@@ -285,6 +285,41 @@ def test_steps_into_rooms(monkeypatch):
     assert "write_slots" in taken
 
 
+COMPILED = [
+    {"B": 1, "G": 1, "J": 2, "T": 9, "ranks": (16, 8, 6), "extents": (6, 3), "V": 13},
+    {"B": 2, "G": 1, "J": 1, "T": 7, "ranks": (16, 16), "extents": (4,), "V": 16, "form": "nested", "ends": [7, 4]},
+    {"B": 1, "G": 1, "J": 1, "T": 9, "ranks": (16, 8), "extents": (64,), "V": 16, "window": 5},  # one level is left
+]
+
+
+@pytest.mark.parametrize("options", COMPILED, ids=str)
+def test_compiled_in_one_graph(options):
+    """Under torch.compile the kernels are an operator with the same outputs and gradients."""
+    case = Case(**options)
+    given = [case.q, case.k, case.v, *([] if case.bias is None else [case.bias])]
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    run = lambda q, k, v, bias=None: attend(case.terms(q, k, bias), v, case.frame, case.shape)  # noqa: E731
+    torch.compiler.reset()
+    results = []
+    with use_kernels("kernel"):
+        for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+            out = call(*leaves)
+            results.append([out * case.real, *torch.autograd.grad((out * case.weight).sum(), leaves)])
+    for got, want in zip(*reversed(results)):
+        assert got.shape == want.shape and error(got, want.double()) < 1e-5
+
+
+def test_compiled_steps():
+    """A decoding step on a cache is one operator too."""
+    case = Case(B=2, G=1, J=2, T=1, S=40, ranks=(16, 8), extents=(10,), V=16)
+    run = lambda q, k, v, bias: attend(case.terms(q, k, bias), v, case.frame, case.shape)  # noqa: E731
+    torch.compiler.reset()
+    with torch.no_grad(), use_kernels("kernel"), record_dispatch() as taken:
+        want = run(case.q, case.k, case.v, case.bias)
+        got = torch.compile(run, fullgraph=True, backend="aot_eager")(case.q, case.k, case.v, case.bias)
+    assert "attend" in taken and error(got, want.double()) < 1e-6
+
+
 @GPU
 @pytest.mark.parametrize("form", ["sliding", "nested"])
 @pytest.mark.parametrize("heads, groups", [(8, 2), (4, 4)])

@@ -84,7 +84,7 @@ def test_half_precision_and_strides():
     assert all(miss(left.tensors[n], t) < 1e-5 for n, t in after.tensors.items())
 
 
-@pytest.mark.parametrize("options", [{"features": "relu"}, {"window": 4}, {"convolution": 3}, {"gate": "head"}])
+@pytest.mark.parametrize("options", [{"features": "relu"}, {"sinks": 4}, {"convolution": 3}, {"gate": "head"}])
 @torch.no_grad()
 def test_what_is_left_to_the_reference(options):
     mixer = mixer_of(LinearAttention(**options)).float()

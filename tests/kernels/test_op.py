@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
 import sys
 
 import pytest
@@ -64,6 +66,34 @@ def test_ways_that_are_not_ours_speak_first_and_are_no_kernels(monkeypatch):
         assert torch.equal(triple(LARGE), 3 * LARGE + 0.5)
     monkeypatch.setattr("surgery.core.dispatch._on_gpu", lambda *_: True)
     assert torch.equal(triple(LARGE), 3 * LARGE + 1) and torch.equal(triple(SMALL), 3 * SMALL + 0.5)
+
+
+def test_products_are_taken_where_there_are_some(monkeypatch):
+    """ "products" forces an implementation of that name; functions without one choose as they do by default."""
+
+    @dispatched
+    def triple(x):
+        return 3 * x
+
+    register_kernel(triple, accepts=lambda x: True)(lambda x: 3 * x + 0.5)
+    register_kernel(triple, accepts=lambda x: True, is_faster=lambda x: False, implementation="products")(
+        lambda x: 3 * x + 1
+    )
+    with use_kernels("products"):
+        assert torch.equal(triple(LARGE), 3 * LARGE + 1) and torch.equal(double(LARGE), 2 * LARGE)
+        monkeypatch.setattr("surgery.core.dispatch._on_gpu", lambda *_: True)
+        assert torch.equal(double(LARGE), 2 * LARGE + 0.5) and torch.equal(double(SMALL), 2 * SMALL)
+
+
+def test_the_environment_names_the_choice():
+    """A word that is no choice is refused at the first call."""
+    code = (
+        "import torch\nfrom surgery.structures.btt import btt_linear\nx, core = torch.ones(1, 4), torch.ones(2, 2, 2, 2)\n"
+        "btt_linear(x, core, core, None, 4)"
+    )
+    environment = {**os.environ, "SURGERY_KERNELS": "product"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "SURGERY_KERNELS='product' is not one of" in done.stderr and "did you mean 'products'" in done.stderr
 
 
 def test_an_op_says_what_it_is():

@@ -431,18 +431,21 @@ def test_rope_in_the_window_is_the_models_own_rotation():
                 close(rest, original(ids[:1]).logits[:, 9:], 1e-6)
 
 
-def test_rope_of_the_window_is_refused_where_it_means_nothing():
-    for shape, options, words in (
-        (SHAPE, {"rope": "window"}, "there is no window"),
-        (replace(SHAPE, rotary=0), {"rope": "both", "window": 4}, "has no RoPE"),
-        (replace(SHAPE, interleaved=True), {"rope": "window", "window": 4}, "interleaved pairs"),
-    ):
-        with pytest.raises(SurgeryError, match=words):
-            LinearMixer.check_config(LinearAttention(**options), shape)
+def test_rope_of_the_window_needs_a_window():
+    with pytest.raises(SurgeryError, match="there is no window"):
+        LinearMixer.check_config(LinearAttention(rope="window"), SHAPE)
     with pytest.raises(SurgeryError, match="rotation from position_embeddings"):
         LinearMixer(LinearAttention(rope="window", window=4), SHAPE).double().mix(replace(random_inputs(9), rope=None))
     with pytest.raises(SurgeryError, match="block must be a power of two"):
         config_of("hierarchical", block=3)
+
+
+@pytest.mark.parametrize("shape", [replace(SHAPE, rotary=0), replace(SHAPE, interleaved=True)], ids=["none", "pairs"])
+def test_two_forms_need_rope_in_halves_and_else_both_branches_read_the_same(shape):
+    for rope in ("window", "both"):
+        mixer = LinearMixer(LinearAttention(rope=rope, window=4), shape)
+        assert mixer.rope == "keep" and mixer.rotated
+        assert mixer.linear_shape.key == shape.key
 
 
 def test_extras_start_as_the_identity():

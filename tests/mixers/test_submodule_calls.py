@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import accelerate
@@ -62,7 +62,10 @@ def all_configs() -> dict[str, MixerConfig]:
         configs[f"parts-{gate}"] = LinearAttention(mask="hierarchical", gate=gate, **parts)
     for path in sorted(RECIPES.glob("*.yaml")):
         if "attention" in read_yaml(path.read_text()):
-            configs[f"recipe-{path.stem}"] = mixer_config(recipe_options(path))
+            config = mixer_config(recipe_options(path))
+            if isinstance(config, LinearAttention) and config.window:  # texts here have a few tokens
+                config = replace(config, window=3, sinks=2)
+            configs[f"recipe-{path.stem}"] = config
     return configs
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IMPORT_EACH = """
 import importlib, os, sys
 import torch, transformers
-assert not any(name.startswith("surgery") for name in sys.modules)
+assert "surgery" not in sys.modules
 failed = False
 for name in sys.argv[1:]:
     if (child := os.fork()) == 0:

@@ -22,7 +22,6 @@ from surgery.checkpoint.source import (
     open_converted_checkpoint,
 )
 from surgery.cli.demo import demo
-from surgery.cli.teacher_cache import build_teacher_cache
 from surgery.conversion import convert as conversion
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
@@ -39,6 +38,7 @@ from surgery.publish.hub.license import read_local_card
 from surgery.training import models
 from surgery.training.finetune import finetune
 from surgery.training.recipe import load_healing_recipe, parse_healing_recipe
+from surgery.training.teacher_cache.build import build_teacher_cache
 
 
 @pytest.fixture

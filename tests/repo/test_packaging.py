@@ -23,7 +23,9 @@ BESIDE = (
     "Makefile",
     "constraints-cpu.txt",
     "build_backend.py",
+    "surgery_startup.py",
 )
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 BUILD = """
 import pathlib, build_backend
 build_backend.build_sdist("dist")
@@ -31,6 +33,13 @@ pathlib.Path("editable").mkdir()
 build_backend.build_editable("editable")
 """
 WORKS = """
+import site, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "__module__", "") != "surgery_startup"]
+sys.modules.pop("surgery_startup", None)  # of an install in this environment
+site.addsitedir(sys.argv[1])  # as Python does at its start: reads the .pth files
+assert "surgery_startup" in sys.modules and "surgery" not in sys.modules
+import transformers.quantizers.auto as auto
+assert "surgery" in auto.AUTO_QUANTIZER_MAPPING, "nobody imported surgery"
 import surgery, surgery.eval.run, surgery.kernels, surgery.recipes.tiny.train
 from surgery.planning.recipe import shipped_recipes
 assert "site" in surgery.__file__, surgery.__file__
@@ -75,7 +84,7 @@ def in_the_checkout(room: str) -> set[str]:
 
 def test_everything_is_in_the_wheel(wheel):
     """Modules, recipes, the embedded checkpoint, the page's style, timings, the small mirror of data sets."""
-    ours = set().union(*(in_the_checkout(room) for room in PACKAGES))
+    ours = {"surgery_startup.py", "surgery_startup.pth"}.union(*(in_the_checkout(room) for room in PACKAGES))
     assert len(ours) > 300 and ours <= names_in(wheel), ours - names_in(wheel)
 
 
@@ -105,7 +114,9 @@ def test_an_editable_install_is_a_path(sdist):
     (built,) = (place / "editable").glob("*.whl")
     archive = zipfile.ZipFile(built)
     inside = {name: archive.read(name).decode() for name in archive.namelist() if "dist-info" not in name}
-    assert [Path(text.strip()) for text in inside.values()] == [place] and next(iter(inside)).endswith(".pth")
+    first, second = inside.items()
+    assert Path(first[1].strip()) == place and first[0].endswith(".pth")
+    assert second == ("surgery_startup.pth", "import surgery_startup\n") and first[0] < second[0]
 
 
 def test_a_folder_of_that_name_does_not_hide_an_editable_install(sdist, tmp_path):
@@ -118,9 +129,8 @@ def test_a_folder_of_that_name_does_not_hide_an_editable_install(sdist, tmp_path
     clone.mkdir(parents=True)
     (clone / "README.md").write_text("a clone")
     code = f"import site; site.addsitedir({str(site)!r}); import surgery; print(surgery.__file__)"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=clone.parent, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=clone.parent, env=ENVIRONMENT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_file()
@@ -131,8 +141,8 @@ def test_it_works_without_a_checkout(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{WORKS}"],
-        cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{WORKS}", str(site)],
+        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {"btt-half", "low-rank-half", "monarch-half", "auto-half"} <= set(done.stdout.split())

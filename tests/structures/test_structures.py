@@ -230,6 +230,18 @@ def test_compiles_without_a_graph_break(name):
     assert torch.allclose(torch.compile(linear, fullgraph=True, backend="aot_eager")(x), linear(x), atol=1e-5)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_exports_with_any_number_of_rows(name):
+    """One exported program serves one row and many."""
+    config = fit_config(name, 48, 64, 0.5)
+    linear = STRUCTURES[config](64, 48, config)
+    rows = torch.export.Dim("rows", min=1, max=4096)
+    program = torch.export.export(linear, (torch.randn(7, 64),), dynamic_shapes=({0: rows},))
+    for count in (1, 500):
+        x = torch.randn(count, 64)
+        assert torch.allclose(program.module()(x), linear(x), atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("N, c, d, b, a, s", [(64, 16, 64, 16, 64, 4), (63, 5, 7, 3, 11, 1), (1, 1, 9, 4, 2, 2)])
 def test_btt_mvm(N, c, d, b, a, s, dtype, tol):

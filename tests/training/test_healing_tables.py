@@ -8,13 +8,29 @@ import sys
 import pytest
 from helpers.small_training import TINY_CHECKPOINT
 
+from surgery.core.errors import SurgeryError
 from surgery.eval import stories
 from surgery.recipes.papers.healing import plot as healing_plot
+from surgery.recipes.papers.healing import recovery as healing_recovery
 from surgery.recipes.papers.healing import run as healing
 from surgery.recipes.papers.healing import text as healing_text
 
 RUN = {"tokens": 2_500_000, "seconds": 61.4, "tokens_per_second": 81_234.0}
 ASKED = {"mean": 0.5, "errors": [[0.1, 0.1], [0.1, 0.1]]}
+
+
+def test_documents_with_repetitions_repeat_lines_far_apart():
+    lines = [f"value_{n} = compute(argument_{n})" for n in range(1500)]
+    documents = healing_text.repeat_documents("\n".join([*lines, "short", ""]), 0, characters=4000)
+    for _ in range(3):
+        rows = next(documents).split("\n")
+        places = {row: [i for i, other in enumerate(rows) if other == row] for row in rows}
+        assert sum(map(len, rows)) + len(rows) >= 4000 and set(rows) <= set(lines)
+        assert 0.3 < sum(len(p) - 1 for p in places.values()) / len(rows) < 0.6
+        apart = [b - p[0] for p in places.values() for b in p[1:]]
+        assert min(apart) >= healing_text.MIN_LINES_BETWEEN
+    with pytest.raises(SurgeryError, match="1,000 are needed"):
+        next(healing_text.repeat_documents("a line of a text", 0))
 
 
 def test_cells_say_what_was_measured():
@@ -48,6 +64,7 @@ def test_a_row_for_each_of_what_is_varied(tmp_path, monkeypatch, capsys):
     }  # fmt: skip
     words = [str(word) for pair in told.items() for word in pair]
     words += ["--tiny", "--vary", "stages.0.rate=3e-5", "--vary", "stages.0.rate=1e-5 stages.0.trains=[structured]"]
+    words += ["--length", "96", "--ranked", "128", "--cache", "16", "--far-off"]
     words += ["--set", "stages.0.batch=4", "--set", "stages.0.rows=4", "--set", "evaluate=1"]
     monkeypatch.setattr(sys, "argv", ["healing", str(TINY_CHECKPOINT), *words])
     healing.main()
@@ -57,10 +74,44 @@ def test_a_row_for_each_of_what_is_varied(tmp_path, monkeypatch, capsys):
     for row in rows[2:]:
         assert row["training"]["stages"][0]["positions"] == 512 and row["perplexity"] < rows[1]["perplexity"]
         assert row["curve"][0][0] == 0 and len(row["curve"]) == 3
+        assert set(row["lengths"]) == {"96"} and row["lengths"]["96"]["ratio"]["ratio"] > 0.5
+        assert row["ranked"]["128"]["questions"] == 5 and row["cache_bytes"]["16"] == rows[0]["cache_bytes"]["16"]
     monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path / "curves.png"), str(tmp_path / "rows.json")])
     healing_plot.main()
     assert (tmp_path / "curves.png").stat().st_size > 5000
     assert rows[2]["perplexity"] != rows[3]["perplexity"] and (tmp_path / "work" / "low-rank-half-copied").is_dir()
+
+
+def test_far_recovery_is_the_share_of_what_the_window_loses():
+    def rows(recipe, seed, near, far):
+        healed = {"recipe": recipe, "seed": seed, "training": {"tokens": 100}, "ratio": {"ratio": near}}
+        return {**healed, "lengths": {"2048": {"ratio": {"ratio": far}}}, "cache_bytes": {"2048": 25}, "ranked": {}}
+
+    original = {"model": "original", "perplexity": 5.0, "windows": 1, "cache_bytes": {"2048": 100}, "ranked": {}}
+    found = healing_recovery.table(
+        [[original, rows("near", 0, 1.21, 1.44)], [original, rows("far", 0, 1.1, 1.2), rows("far", 1, 1.1, 1.2)]],
+        "near",
+    )
+    assert found.splitlines()[-1].startswith("| far | 100 | 2 | 1.100 ± 0.000, 50% | 1.200 ± 0.000, 50% |")
+    assert found.splitlines()[-1].endswith("| 25.0% |") and "1.210, 0%" in found
+    for files, said in (
+        ([[original]], "no healed rows"),
+        ([[original, rows("near", 0, 1.21, 1.44)], [{**original, "perplexity": 6.0}]], "different originals"),
+    ):
+        with pytest.raises(SurgeryError, match=said):
+            healing_recovery.table(files, "near")
+
+
+def test_pairs_bind_names_that_come_again():
+    text = "\n".join(
+        f"name{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)} = value of it {i}" for i in range(1500)
+    )
+    first, again = (next(healing_text.pair_documents(text, seed)) for seed in (3, 3))
+    lines = first.splitlines()
+    repeated = [line for line in set(lines) if lines.count(line) > 1]
+    assert first == again and len(first) >= 8000 and len(repeated) >= 4
+    with pytest.raises(SurgeryError, match="pairs: the text has 2 different lines"):
+        next(healing_text.pair_documents("a line of its own\nanother line here", 0))
 
 
 def test_story_text_is_a_function_of_the_seed(tmp_path):

@@ -8,7 +8,7 @@ python -m surgery.recipes.papers.healing.run SRC --recipe btt-half --healing sma
     healed       after `surgery finetune --recipe HEALING`, once for every --seed
 
 Training, calibration and scored text must be three different texts. Perplexity is computed over adjacent windows, and its ratio to
-the original's perplexity from pairs of windows. --needles also runs the suite of eval/suites/needle.py.
+the original's perplexity from pairs of windows. --needles and --ranked also run the suite of eval/suites/needle.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -31,13 +32,24 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path
 from surgery.eval.suite import EvalOptions, SuiteResult
 from surgery.eval.suites import perplexity as ppl
-from surgery.eval.suites.needle import needle_accuracy
+from surgery.eval.suites.needle import (
+    RankingQuestion,
+    Vocabulary,
+    make_ranking_question,
+    needle_accuracy,
+    score_rankings,
+    share_error,
+)
+from surgery.eval.suites.speed import cache_bytes
+from surgery.modeling.cache import mixer_modules
 from surgery.planning.recipe import load_recipe
 from surgery.training import models as opening
 from surgery.training.finetune import finetune
 from surgery.training.recipe import HealingRecipe, load_healing_recipe
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+HAYSTACK_CHARACTERS = 150_000  # of the scored text, around the facts of needle-rank
+RANKED_BATCH = 24
 COLUMNS = ("model", "seed", "tokens", "perplexity", "ratio to the original", "needles, %", "training")
 
 
@@ -48,15 +60,20 @@ def load(name: str, device: Any) -> tuple[Any, Any]:
 
 
 class Scorer:
-    """Measures every checkpoint of a table on the same windows and needles. needles: lengths; empty for none."""
+    """Measures every checkpoint of a table on the same windows and needles.
 
-    def __init__(
-        self, source: str, text: str, tokens: int, length: int, needles: list[int], *, samples: int, device: Any
-    ):
-        self.needles, self.samples, self.device = tuple(needles), samples, device
+    lengths: of the windows; the first is that of the table, the others are under "lengths". needles, ranked: lengths of
+    the questions of `needle` and of `needle-rank`, which hides its facts in the scored text. caches: lengths of prompts
+    whose cache is measured, in bfloat16. far_off: also score the model with the linear branch of its mixers off.
+    """
+
+    def __init__(self, source: str, arguments: argparse.Namespace, device: Any):
+        self.arguments, self.device = arguments, device
         model, tokenizer = load(source, device)
-        self.options = EvalOptions(text=text, tokens=tokens, length=length)
-        self.base: SuiteResult | None = None
+        self.base: dict[int, SuiteResult] = {}
+        self.questions: dict[int, list[RankingQuestion]] = {}
+        if arguments.ranked:
+            self.questions = ranking_questions(tokenizer, arguments)
         self.original = {"model": "original", **self._scores(model, tokenizer)}
 
     def __call__(self, folder: Path) -> dict[str, Any]:
@@ -65,13 +82,68 @@ class Scorer:
 
     def _scores(self, model: Any, tokenizer: Any) -> dict[str, Any]:
         """Score a model. The first model scored is the original, which later ones are compared with."""
-        measured = ppl.measure(model, tokenizer, self.options)
-        found = ppl.summarize(measured, self.base)
-        self.base = self.base or measured
-        if self.needles:
-            table = needle_accuracy(model, tokenizer, self.needles, DEPTHS, self.samples)
+        lengths = self.arguments.length
+        found = self._perplexity(model, tokenizer, lengths[0])
+        if lengths[1:]:
+            found["lengths"] = {n: self._perplexity(model, tokenizer, n) for n in lengths[1:]}
+        if self.arguments.needles:
+            table = needle_accuracy(model, tokenizer, self.arguments.needles, DEPTHS, self.arguments.samples)
             found["needles"] = table.to_dict()
+        if self.questions:
+            found["ranked"] = {n: rank_answers(model, questions) for n, questions in self.questions.items()}
+        if self.arguments.far_off and (branches := linear_branch_weights(model)):
+            with torch.no_grad():
+                for weight_H in branches:
+                    weight_H.zero_()
+            found["far_off"] = {n: self._perplexity(model, tokenizer, n)["ratio"] for n in lengths}
+        if self.arguments.caches:
+            found["cache_bytes"] = {n: prompt_cache_bytes(model.bfloat16(), n) for n in self.arguments.caches}
         return found
+
+    def _perplexity(self, model: Any, tokenizer: Any, length: int) -> dict[str, Any]:
+        options = EvalOptions(text=self.arguments.text, tokens=self.arguments.score, length=length)
+        measured = ppl.measure(model, tokenizer, options)
+        found = ppl.summarize(measured, self.base.get(length))
+        self.base.setdefault(length, measured)
+        return found
+
+
+def ranking_questions(tokenizer: Any, arguments: argparse.Namespace) -> dict[int, list[RankingQuestion]]:
+    """Return the questions of `needle-rank` by length: --samples at each depth, in the first tokens of the scored text."""
+    vocabulary = Vocabulary(tokenizer)
+    text = Path(arguments.text).read_text(encoding="utf-8")[:HAYSTACK_CHARACTERS]
+    ids = vocabulary.ids(text)
+    return {
+        length: [
+            make_ranking_question(vocabulary, length, depth, Random(f"needle-rank 0 {length} {depth} {i}"), ids)
+            for depth in DEPTHS
+            for i in range(arguments.samples)
+        ]
+        for length in arguments.ranked
+    }
+
+
+def rank_answers(model: Any, questions: list[RankingQuestion]) -> dict[str, float]:
+    """Return the share of right answers and its standard error."""
+    batches = [questions[i : i + RANKED_BATCH] for i in range(0, len(questions), RANKED_BATCH)]
+    right = sum(row["accuracy"] for batch in batches for row in score_rankings(model, batch))
+    number = len(questions)
+    return {"accuracy": right / number, "se": share_error(right, number), "questions": number}
+
+
+def linear_branch_weights(model: Any) -> list[torch.Tensor]:
+    """Return the weights of the linear branches of mixers that also have a softmax branch."""
+    mixers = [module.mixer for _, module in mixer_modules(model)]
+    weights = [getattr(m, "linear_weight_H", None) for m in mixers if getattr(m, "window_buffer", None) is not None]
+    return [weight for weight in weights if weight is not None]
+
+
+@torch.inference_mode()
+def prompt_cache_bytes(model: Any, length: int) -> int:
+    """Return the bytes of the cache after a prompt of one row of random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids_1T = torch.randint(model.config.get_text_config().vocab_size, (1, length), generator=generator)
+    return cache_bytes(model(input_ids=ids_1T.to(model.device), use_cache=True, logits_to_keep=1).past_key_values)
 
 
 # -- formatting -------------------------------------------------------------------------------
@@ -112,7 +184,7 @@ def convert_once(arguments: argparse.Namespace, name: str, folder: Path, device:
     if out.exists():
         return out
     text = [f"calibration={json.dumps(arguments.calibration)}", f"tokens={arguments.calibrate}"]
-    text += [f"length={arguments.length}"]
+    text += [f"length={arguments.length[0]}"]
     recipe = load_recipe(name, [*text, *arguments.convert])
     if arguments.start == "copied":
         changes = ["attention.start=copied"] if recipe.attention else ["calibration=null"]
@@ -123,7 +195,11 @@ def convert_once(arguments: argparse.Namespace, name: str, folder: Path, device:
 
 def healing_recipe(arguments: argparse.Namespace, seed: int, varied: str) -> HealingRecipe:
     """Return the recipe of a run. --tokens is the total of all stages, divided as the recipe divides its own."""
-    sources = [{"path": path, "separator": arguments.separator} for path in arguments.data]
+    weights = arguments.weight or [1.0] * len(arguments.data)
+    sources = [
+        {"path": path, "separator": arguments.separator, "weight": weight}
+        for path, weight in zip(arguments.data, weights)
+    ]
     given = [f"data.sources={json.dumps(sources)}", f"seed={seed}", "checkpoint=0", "data.packing=stream"]
     given += ["data.shuffle=64", f"data.validation={json.dumps([{'path': arguments.text}])}"]
     given += [f"data.validation_examples={arguments.validation}", *arguments.overrides]
@@ -192,15 +268,7 @@ def validation_curve(record: dict[str, Any], log: str) -> list[list[float]]:
 def run_table(arguments: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
     """Return the rows of the table, one per conversion, start, seed and variation."""
     device = choose_device(arguments.device)
-    scorer = Scorer(
-        arguments.source,
-        arguments.text,
-        arguments.score,
-        arguments.length,
-        arguments.needles,
-        samples=arguments.samples,
-        device=device,
-    )
+    scorer = Scorer(arguments.source, arguments, device)
     table = [scorer.original]
     show(table)
     with ExitStack() as stack:
@@ -235,13 +303,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--healing", default="standard", help="Healing recipe. Default: standard.")
     parser.add_argument("--tiny", action="store_true", help="Apply the `tiny` block of the healing recipe.")
     parser.add_argument("--data", action="append", required=True, help="Text file to train on. Repeatable.")
+    parser.add_argument(
+        "--weight",
+        type=float,
+        action="append",
+        help="Share of the --data at the same place. Repeatable. Default: equal.",
+    )
     parser.add_argument("--separator", help="String between the documents of the text files, e.g. '<|endoftext|>'.")
     parser.add_argument("--calibration", required=True, help="Calibration text.")
     parser.add_argument("--calibrate", type=int, default=16384, help="Tokens of the calibration text. Default: 16384.")
     parser.add_argument("--text", required=True, help="Text to score; it is not trained on.")
     parser.add_argument("--score", type=int, default=65536, help="Tokens of the scored text. Default: 65536.")
     parser.add_argument(
-        "--length", type=int, default=1024, help="Length in tokens of the windows of both texts. Default: 1024."
+        "--length",
+        type=int,
+        action="append",
+        help="Length in tokens of the scored windows. Repeatable; the first is also that of the calibration. Default: 1024.",
     )
     parser.add_argument("--start", choices=("calibrated", "copied"), default="calibrated", help="Initialization.")
     parser.add_argument("--tokens", type=int, help="Training tokens of all stages together. Default: the recipe's.")
@@ -270,6 +347,24 @@ def parse_arguments() -> argparse.Namespace:
         help="Score needles at this length. Repeatable.",
     )
     parser.add_argument(
+        "--ranked",
+        type=int,
+        action="append",
+        default=[],
+        metavar="LENGTH",
+        help="Score needle-rank, in the scored text, at this length. Repeatable.",
+    )
+    parser.add_argument(
+        "--cache",
+        type=int,
+        action="append",
+        default=[],
+        dest="caches",
+        metavar="LENGTH",
+        help="Measure the cache after this many tokens. Repeatable.",
+    )
+    parser.add_argument("--far-off", action="store_true", help="Also score with the mixers' linear branches off.")
+    parser.add_argument(
         "--samples", type=int, default=40, help="Needle questions at each length and depth. Default: 40."
     )
     parser.add_argument(
@@ -279,7 +374,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="Keep the healed checkpoints in this folder.")
     parser.add_argument("--device", help="Compute on this device. Default: a GPU if there is one.")
     parser.add_argument("--json", type=Path, help="Write the rows to this file.")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.length = arguments.length or [1024]
+    if arguments.weight and len(arguments.weight) != len(arguments.data):
+        parser.error(f"--weight is given {len(arguments.weight)} times, and --data {len(arguments.data)} times")
+    return arguments
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Table of docs/quality.md: perplexity after converting every linear of the layers, by structure and method, without training.
 
-python -m surgery.recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--json OUT]
+python -m surgery.recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--refine 20 20] [--json OUT]
 
     plain        no calibration text: Frobenius norm
     whitened     closed form in the metric of the inputs, each layer separately, the same share of parameters everywhere
@@ -92,19 +92,35 @@ def main() -> None:
     add("--step", choices=STEPS, action="append", help="Method to measure. Repeatable. Default: all.")
     add("--tokens", type=int, default=16384, help="Tokens of each text. Default: %(default)s.")
     add("--length", type=int, default=1024, help="Length of the windows in tokens. Default: %(default)s.")
+    add("--score", type=int, help="Tokens of --text to score. Default: as --tokens.")
+    add(
+        "--refine",
+        type=int,
+        nargs=2,
+        metavar=("LAYERS", "MODEL"),
+        help="Epochs of refinement of each layer and of the whole model. Default: no refinement.",
+    )
     add("--device", help="Compute on this device. Default: a GPU if there is one.")
     add("--json", type=Path, help="Write the rows to this file.")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
-    options = EvalOptions(text=arguments.text, tokens=arguments.tokens, length=arguments.length)
+    options = EvalOptions(text=arguments.text, tokens=arguments.score or arguments.tokens, length=arguments.length)
     base = measure_checkpoint(arguments.source, options, device)
     rows = [{"structure": "original", **ppl.summarize(base)}]
     print(format_line(rows[0]), flush=True)
     text = {"calibration": arguments.calibration, "tokens": arguments.tokens, "length": arguments.length}
+    refine = {} if arguments.refine is None else {"refine": dict(zip(("layers", "model"), arguments.refine))}
     for keep in arguments.keep or [0.75, 0.5]:
         for structure in arguments.structure or list(STRUCTURES):
             for step in structure_steps(structure, arguments.step or list(STEPS)):
-                choices = {**text, "structure": structure, "keep": keep, **STRUCTURES[structure], **STEPS[step]}
+                choices = {
+                    **text,
+                    **refine,
+                    "structure": structure,
+                    "keep": keep,
+                    **STRUCTURES[structure],
+                    **STEPS[step],
+                }
                 found = {"structure": structure, "step": step, "keep": keep}
                 try:
                     found |= convert_and_measure(arguments.source, choices, options, base, device)

@@ -117,6 +117,9 @@ class ScoreRecorder:
     def __exit__(self, *_: Any) -> None:
         self.stack.close()
 
+    def add_output_gradient(self, grad_BTD: Tensor) -> None:
+        """Do nothing: the gradient of the layer's output is not read."""
+
     def reduce_round(self, round_: Round) -> None:
         """Do nothing: a single process runs all samples and accumulates as they run."""
 

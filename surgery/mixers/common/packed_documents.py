@@ -10,7 +10,9 @@ D documents of a group, U slots (the length of the longest document in the group
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,6 +104,26 @@ class PackedDocuments:
             outs.append(out_DHUV.transpose(1, 2).flatten(0, 1))
         out_BTHV: Tensor = torch.cat(outs).index_select(0, self.back_N).unflatten(0, (B, T))
         return out_BTHV.transpose(1, 2)
+
+
+_ONE_DOCUMENT: ContextVar[bool] = ContextVar("one_document_per_row", default=False)
+
+
+@contextmanager
+def one_document_per_row() -> Iterator[None]:
+    """Within the context, calls without a cache have one document per row and no padding that a token sees, known to the caller:
+    masks and position_ids are not searched for borders, which the capture of a CUDA graph does not allow.
+    """
+    token = _ONE_DOCUMENT.set(True)
+    try:
+        yield
+    finally:
+        _ONE_DOCUMENT.reset(token)
+
+
+def has_one_document_per_row() -> bool:
+    """Return whether the caller is within `one_document_per_row`; never under torch.compile, which cannot read the context."""
+    return not torch.compiler.is_compiling() and _ONE_DOCUMENT.get()
 
 
 @dataclass

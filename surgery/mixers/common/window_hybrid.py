@@ -4,13 +4,18 @@ Softmax branch: query t attends to the last `window` tokens, itself included, an
 Zhang et al. 2025, eq. 6; StreamingLLM, Xiao et al. 2024). Scores of T queries take T x (2 window + sinks) elements per
 head.
 
-    numerator_t = sum over those s of exp(score_ts - max) v_s      denominator_t = sum over them of exp(score_ts - max)
+    out_t = sum over those s of exp(score_ts - lse_t) v_s      lse_t = log sum over them of exp(score_ts)
 
 Linear branch: at token t it reads the state after token t - window, and the first `sinks` tokens never enter its state.
-Tokens that are not written to it yet are part of the mixer's state, (B, T, ..) each:
+Tokens that are not written to it yet are part of the mixer's state:
 
-    ring.*    keys, values and written signals of the last `window` tokens, the latest token last
-    sink.*    keys and values of the first `sinks` tokens, zeros before they arrive
+    ring.*    keys, values and written signals of the last tokens, (B, window + 1, ..): the token at position p is in slot
+              p mod (window + 1), zeros before it arrives
+    sink.*    keys and values of the first `sinks` tokens, (B, sinks, ..): the token at position p is in slot p, zeros
+              before it arrives
+
+A ring has one slot more than the window. A decoding step can then write its token while the token that leaves the window is
+still read: they have different slots, so a kernel needs no order between its programs.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.core.dispatch import dispatched
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.common.padding import Unpadder, gather_rowwise, shift_rows, zero_outside
 from surgery.mixers.masks.base import MaskInputs
@@ -31,22 +37,42 @@ Tensors = dict[str, Tensor]  # by name: "k", "v" and the written signals
 
 @dataclass(frozen=True)
 class WindowBuffer:
-    """Sizes of the rings and sinks in tokens, and the operations on them."""
+    """Sizes of the window and the sinks in tokens, and the operations on rings and sinks."""
 
     window: int
     sinks: int
 
-    def queue(self, new: Tensors, past: Tensors) -> Tensors:
-        """Return the rings joined with the call's tokens, (B, window + T, ..) each."""
-        return {name: torch.cat([past[f"ring.{name}"].to(t.dtype), t], dim=1) for name, t in new.items()}
+    @property
+    def slots(self) -> int:
+        """Slots of a ring: one more than the window, none without a window."""
+        return self.window + 1 if self.window else 0
+
+    def queue(self, new: Tensors, past: Tensors, seen_B: Tensor) -> Tensors:
+        """Return the rings in order of position joined with the call's tokens, (B, slots + T, ..) each: entry i is the token at
+        position seen - slots + i."""
+        index_BS = oldest_first(seen_B, self.slots)
+        return {
+            name: torch.cat([gather_rowwise(past[f"ring.{name}"].to(t.dtype), index_BS, dim=1), t], dim=1)
+            for name, t in new.items()
+        }
+
+    def recent_tokens(self, queue: Tensors) -> Tensors:
+        """Return the last `window` tokens before the call and its own, (B, window + T, ..) each."""
+        return {name: t[:, self.slots - self.window :] for name, t in queue.items()}
 
     def delayed_tokens(self, queue: Tensors) -> Tensors:
         """Return the tokens that enter the linear branch in this call: entry i just before query i reads."""
-        return {name: t[:, : t.shape[1] - self.window] for name, t in queue.items()}
+        return {name: t[:, : t.shape[1] - self.window] for name, t in self.recent_tokens(queue).items()}
 
-    def next_rings(self, queue: Tensors, unpadder: Unpadder) -> Tensors:
-        """Return the rings after the call's tokens, under their names in the state."""
-        return {f"ring.{name}": unpadder.latest(t, self.window, dim=1) for name, t in queue.items()}
+    def next_rings(self, queue: Tensors, seen_B: Tensor, unpadder: Unpadder) -> Tensors:
+        """Return the rings after the call's tokens, under their names in the state. Slot s holds the latest position p with
+        p mod slots = s."""
+        if not self.slots:
+            return {f"ring.{name}": t[:, :0] for name, t in queue.items()}
+        slot_S = torch.arange(self.slots, device=seen_B.device)
+        last_B1 = (seen_B + unpadder.count_B - 1).unsqueeze(1)
+        index_BS = unpadder.count_B.unsqueeze(1) + self.slots - 1 - (last_B1 - slot_S) % self.slots
+        return {f"ring.{name}": gather_rowwise(t, index_BS, dim=1) for name, t in queue.items()}
 
     def fill_sinks(self, name: str, new_BTGK: Tensor, past: Tensors, seen_B: Tensor, unpadder: Unpadder) -> Tensor:
         """Return the sinks `name` after the call's tokens, (B, sinks, G, K): slot j holds the token at position j."""
@@ -80,6 +106,33 @@ class WindowBuffer:
         return moved, offset_B
 
 
+def oldest_first(seen_B: Tensor, slots: int) -> Tensor:
+    """Return the slots of a ring in order of position, (B, slots): entry i holds the token at position seen - slots + i."""
+    index_BS = seen_B.unsqueeze(1) + torch.arange(slots, device=seen_B.device)
+    return index_BS % slots if slots else index_BS
+
+
+def rings_to_queues(tensors: Tensors, seen_B: Tensor) -> Tensors:
+    """Return a mixer's state as files store it: ring.* hold the last `window` tokens, (B, window, ..), the latest token last."""
+    stored = dict(tensors)
+    for name, t in tensors.items():
+        if name.startswith("ring.") and t.shape[1]:
+            stored[name] = gather_rowwise(t, oldest_first(seen_B, t.shape[1])[:, 1:], dim=1)
+    return stored
+
+
+def queues_to_rings(stored: Tensors, seen_B: Tensor) -> Tensors:
+    """Return the tensors of a mixer's state from those in a file; the inverse of `rings_to_queues`."""
+    tensors = dict(stored)
+    for name, t in stored.items():
+        if name.startswith("ring.") and t.shape[1]:
+            slots = t.shape[1] + 1
+            all_BS = torch.cat([torch.zeros_like(t[:, :1]), t], dim=1)  # the extra slot is written before it is read
+            index_BS = (torch.arange(slots, device=seen_B.device) - seen_B.unsqueeze(1)) % slots
+            tensors[name] = gather_rowwise(all_BS, index_BS, dim=1)
+    return tensors
+
+
 class RecentAndSinks(NamedTuple):
     """Keys or values of the softmax branch. recent: of the ring and the call, (B, G, window + T, .); sinks: (B, G, sinks, .)."""
 
@@ -87,25 +140,45 @@ class RecentAndSinks(NamedTuple):
     sinks: Tensor
 
 
-class SoftmaxSums(NamedTuple):
-    """Output of the softmax branch before the division: numerator (B, G, J, T, V) and denominator (B, G, J, T, 1)."""
+class LocalOutput(NamedTuple):
+    """Output of the softmax branch, float32 (float64 of float64 inputs).
 
-    numerator: Tensor
-    denominator: Tensor
+    out: softmax-weighted values, (B, G, J, T, V). lse: log-sum-exp of the scores of each query, (B, G, J, T). largest: largest
+    score of each query, (B, G, J, T), or None if it was not asked for.
+    """
+
+    out: Tensor
+    lse: Tensor
+    largest: Tensor | None
+
+    def sums(self) -> Tensor:
+        """Return sum exp(score - largest) v and, as the last column, sum exp(score - largest): (B, G, J, T, V + 1)."""
+        assert self.largest is not None, "the largest scores are missing; call local_attention with with_largest=True"
+        total_BGJT1 = torch.exp(self.lse - self.largest).unsqueeze(-1)
+        return torch.cat([self.out * total_BGJT1, total_BGJT1], dim=-1)
 
 
+@dispatched
 def local_attention(
-    q_BGJTK: Tensor, keys: RecentAndSinks, values: RecentAndSinks, seen_B: Tensor, shape: AttentionShape, block: int
-) -> SoftmaxSums:
-    """Return the output of the softmax branch in q's dtype.
+    q_BGJTK: Tensor,
+    keys: RecentAndSinks,
+    values: RecentAndSinks,
+    seen_B: Tensor,
+    shape: AttentionShape,
+    block: int,
+    *,
+    with_largest: bool = False,
+) -> LocalOutput:
+    """Return the output of the softmax branch.
 
     seen_B: tokens of each row before this call. block: queries per block; each block attends to window + block keys.
+    with_largest: also return the largest scores. A kernel may replace this function.
     """
-    length, dtype = q_BGJTK.shape[3], q_BGJTK.dtype
+    length, dtype = q_BGJTK.shape[3], torch.promote_types(q_BGJTK.dtype, torch.float32)
     window, sinks = keys.recent.shape[2] - length, keys.sinks.shape[2]
     block = min(length, block)
     count = -(-length // block)
-    q_BGJNCK = _pad_length(q_BGJTK, count * block).unflatten(3, (count, block)) * shape.scaling
+    q_BGJNCK = _pad_length(q_BGJTK.to(dtype), count * block).unflatten(3, (count, block)) * shape.scaling
     k_BGNXK, v_BGNXV = (
         _pad_length(t.recent.to(dtype), window + count * block).unfold(2, window + block, block).mT
         for t in (keys, values)
@@ -114,11 +187,13 @@ def local_attention(
     sink_BGJNCS = torch.einsum("bgjnck,bgsk->bgjncs", q_BGJNCK, keys.sinks.to(dtype))
     seen_BNCX = _visible_slots(seen_B, window, sinks, count, block)
     score = apply_softcap(torch.cat([sink_BGJNCS, band_BGJNCX], dim=-1), shape.softcap)
-    weight = masked_exp(score, seen_BNCX[:, None, None])
+    weight, largest = masked_exp(score, seen_BNCX[:, None, None])
     out = torch.einsum("bgjncx,bgnxv->bgjncv", weight[..., sinks:], v_BGNXV)
     out = out + torch.einsum("bgjncs,bgsv->bgjncv", weight[..., :sinks], values.sinks.to(dtype))
     total = weight.sum(-1, keepdim=True)
-    return SoftmaxSums(out.flatten(3, 4)[:, :, :, :length], total.flatten(3, 4)[:, :, :, :length])
+    parts = (out / total, largest + total.log(), largest)
+    out, lse, largest = (t.flatten(3, 4)[:, :, :, :length] for t in parts)
+    return LocalOutput(out, lse.squeeze(-1), largest.squeeze(-1) if with_largest else None)
 
 
 def _visible_slots(seen_B: Tensor, window: int, sinks: int, count: int, block: int) -> Tensor:
@@ -133,11 +208,11 @@ def _visible_slots(seen_B: Tensor, window: int, sinks: int, count: int, block: i
     return torch.cat([sink_BNCS, band_BNCX], dim=-1)
 
 
-def masked_exp(score: Tensor, seen: Tensor) -> Tensor:
-    """Return exp(score - the row's maximum over visible keys), and 0 for keys that are not visible."""
+def masked_exp(score: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (exp(score - the row's maximum over visible keys), and 0 for keys that are not visible; that maximum)."""
     score = score.masked_fill(~seen, -torch.inf)
-    largest = score.amax(-1, keepdim=True)
-    return torch.exp(score - largest.clamp_min(torch.finfo(score.dtype).min))
+    largest = score.amax(-1, keepdim=True).clamp_min(torch.finfo(score.dtype).min)
+    return torch.exp(score - largest), largest
 
 
 def apply_softcap(score: Tensor, softcap: float | None) -> Tensor:

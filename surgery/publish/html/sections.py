@@ -45,15 +45,21 @@ def _cell_html(cell: Any, column: int, text_columns: int) -> str:
 
 
 def headline_figures(data: PageData) -> str:
-    """Return the headline: share of parameters, bytes, cache and FLOPs, and the change of perplexity or loss."""
+    """Return the headline: shares of the replaced matrices, of the model, its bytes, cache and FLOPs, and the change of perplexity or loss."""
     total = data.report["totals"]
     text = [
         (
             format_share(total["params_after"], total["params_before"]),
-            f"of {format_count(total['params_before'])} parameters are stored",
+            f"of the model's {format_count(total['params_before'])} parameters are stored",
         ),
         (format_share(total["bytes_after"], total["bytes_before"]), f"of {size_text(total['bytes_before'])} on disk"),
     ]
+    if total["replaced_params_before"]:
+        kept = format_share(total["replaced_params_after"], total["replaced_params_before"])
+        text.insert(
+            0,
+            (kept, f"of {format_count(total['replaced_params_before'])} parameters in the replaced matrices are kept"),
+        )
     if data.costs:
         cache, macs = data.costs[HEADLINE_CONTEXT]["cache"], data.costs[HEADLINE_CONTEXT]["macs"]
         if cache[0] != cache[1]:

@@ -49,7 +49,7 @@ def plan_new_model(folder: Path, recipe: ConversionRecipe) -> Plan:
     name = f"a new {config['model_type']}"
     if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
         raise SurgeryError(
-            "attention.hybrid: by: sensitivity needs a trained model, and a new model has no trained weights. Use by: every, or layers: [..]."
+            f"attention.hybrid: by: {recipe.attention.hybrid.by} needs a trained model, and a new model has no trained weights. Use by: every, or layers: [..]."
         )
     state = bare_model(CheckpointSource(name, folder, config, {})).state_dict()
     tensors = {
@@ -100,7 +100,12 @@ def _module_entry(targets: tuple[LinearTarget, ...]) -> dict[str, Any] | None:
         entry = specs[0]
     else:
         names = [slice_name(target.part.role) for target in targets if target.part]
-        entry = {"structure": "split", "parts": dict(zip(names, specs)), "heads": targets[0].part.heads}
+        entry = {
+            "structure": "split",
+            "parts": dict(zip(names, specs)),
+            "order": names,
+            "heads": targets[0].part.heads,
+        }
     return {**entry, **({"transposed": True} if linear.transposed else {})}
 
 

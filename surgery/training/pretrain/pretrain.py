@@ -162,7 +162,7 @@ def initial_report(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str
     weights to compare with."""
     stored = open_converted_checkpoint(str(folder))
     records = [_module_record(target) for target in plan.replaced_targets()]
-    counts = totals(records, stored, folder, {name: info.file.name for name, info in stored.tensors.items()})
+    counts = totals(records, stored, list(stored.tensors.values()))
     saved = counts["replaced_params_before"] - counts["replaced_params_after"]
     counts |= {"params_before": counts["params_after"] + saved, "bytes_before": counts["bytes_after"] + 4 * saved}
     return {

@@ -86,6 +86,7 @@ class Stage:
     """Base class of the stages; see the module for the order of calls."""
 
     config_type: ClassVar[type]
+    fits_cuda_graph: ClassVar[bool] = False  # whether the losses can be captured: no value is read back to the CPU
 
     def __init__(self, config: Any):
         self.config = config
@@ -124,7 +125,8 @@ class Stage:
 def model_inputs(batch: Batch) -> dict[str, Any]:
     """Return the arguments of a model's call. Causal models with padding at the end need no attention mask; packed documents
     are separated by position_ids that restart at 0."""
-    return {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    named: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    return {**named, "use_cache": False}
 
 
 def next_token_targets(batch: Batch) -> tuple[Tensor, Tensor]:

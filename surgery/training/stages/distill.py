@@ -4,6 +4,7 @@
 
 top_k: the teacher's k most likely tokens individually, all others as one event (the KL of the coarser distributions, a
 lower bound of the full KL). The teacher is a model in memory, or a cache of its top-k log-probabilities at temperature 1.
+far_weight: tokens count more whose prediction needs distant context (surgery/training/stages/far_weight.py).
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 
-from surgery.core.config import Real
+from surgery.core.config import Count, Real
 from surgery.core.errors import SurgeryError
 from surgery.training.stages.base import (
     STAGES,
@@ -27,6 +28,7 @@ from surgery.training.stages.base import (
     model_inputs,
     next_token_targets,
 )
+from surgery.training.stages.far_weight import NearTeacher, token_weights
 from surgery.training.stages.lm import cross_entropy
 from surgery.training.top_k import log_remaining_mass, top_k_log_probs
 
@@ -34,13 +36,41 @@ MAX_LOGITS = 2**25  # logits compared at a time
 
 
 class DistillConfig(StageConfig):
-    """Keys of a `distill` stage; see the module for the loss. top_k: None uses the whole vocabulary."""
+    """Keys of a `distill` stage; see the module for the loss. top_k: None uses the whole vocabulary.
+
+    far_weight: weight a token's loss by 1 + far_weight * KL(teacher || teacher that sees near tokens only), in nats, divided by
+    the mean over the row; 0 weights all tokens alike. far_window, far_sinks: number of last and of first tokens that are near.
+    """
 
     name: ClassVar[str] = "distill"
     temperature: Annotated[Real, Field(gt=0)] = 1.0
     top_k: Annotated[int, Field(ge=1)] | None = None
     kl_weight: Annotated[Real, Field(ge=0)] = 1.0
     ce_weight: Annotated[Real, Field(ge=0)] = 0.0
+    far_weight: Annotated[Real, Field(ge=0)] = 0.0
+    far_window: Annotated[Count, Field(ge=1)] = 64
+    far_sinks: Annotated[Count, Field(ge=0)] = 4
+
+    @model_serializer(mode="wrap")
+    def _omit_unread_options(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the fields without those of far_weight if it is 0, which keeps recipes in reports and journals as they were."""
+        values: dict[str, Any] = to_dict(self)
+        return {name: value for name, value in values.items() if self.far_weight or not name.startswith("far_")}
+
+    @model_validator(mode="after")
+    def _check_far_options(self) -> DistillConfig:
+        unread = [name for name in ("far_window", "far_sinks") if name in self.model_fields_set]
+        if unread and not self.far_weight:
+            raise SurgeryError(
+                f"stage distill: {unread[0]} is read only if far_weight is above 0. Set far_weight, for example to 1, or leave "
+                f"{unread[0]} out."
+            )
+        if self.far_weight and self.far_window >= self.length:
+            raise SurgeryError(
+                f"stage distill: far_window {self.far_window} holds a whole row of {self.length} tokens, so no token is weighted. Set "
+                "far_window below length, or far_weight to 0."
+            )
+        return self
 
 
 def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
@@ -65,32 +95,67 @@ class DistillStage(Stage):
     """Trains the student on the teacher's logits, from a model in memory or a teacher cache."""
 
     config: DistillConfig
+    fits_cuda_graph = True
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.near_teacher: NearTeacher | None = None
 
     @property
-    def needs_teacher(self) -> Literal["logits"]:
-        """The teacher's logits; a teacher cache suffices."""
-        return "logits"
+    def needs_teacher(self) -> Literal["model", "logits"]:
+        """The teacher's logits, for which a teacher cache suffices; with far_weight the model, which runs a second time."""
+        return "model" if self.config.far_weight else "logits"
 
     def prepare(self, models: StageModels, roles: Roles) -> None:
-        """Raise SurgeryError for a teacher cache with another temperature than 1."""
-        if models.cache is not None and self.config.temperature != 1:
+        """Raise SurgeryError for a teacher cache with another temperature than 1, or a teacher that far_weight cannot cut."""
+        if self.config.far_weight:
+            self.near_teacher = NearTeacher(models.teacher, self.config.far_window, self.config.far_sinks)
+        elif models.cache is not None and self.config.temperature != 1:
             raise SurgeryError(
                 f"stage distill: temperature must be 1 with a teacher cache (got {self.config.temperature:g}). Cached targets "
                 "have temperature 1; set it to 1, or give --teacher without a cache."
             )
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
-        """Return `total`, `kl` and, with ce_weight, `ce`, in nats, summed over counted positions."""
+        """Return `total`, `kl` and, with ce_weight, `ce`, in nats, summed over counted positions, by weight with far_weight.
+
+        With far_weight also `far`, the divergence of the teacher without distant context from itself.
+        """
         counts_BT, next_BT = next_token_targets(batch)
-        targets = self._targets(models, batch)
+        parts: dict[str, Tensor] = {}
+        weight_BT = counts_BT.float()
+        if self.near_teacher is None:
+            targets = self._targets(models, batch)
+        else:
+            teacher_BTV = models.teacher_output(batch).logits.to(counts_BT.device)
+            gap_BT = self._far_gap(models, batch, teacher_BTV)
+            parts["far"] = (gap_BT * counts_BT).sum()
+            weight_BT = token_weights(gap_BT, counts_BT, self.config.far_weight)
+            targets = self._of_logits(teacher_BTV)
         logits_BTV = models.run(**model_inputs(batch)).logits
-        kl = self._kl(logits_BTV, targets, counts_BT) * self.config.temperature**2
-        parts = {"kl": kl.detach()}
+        kl = self._kl(logits_BTV, targets, weight_BT) * self.config.temperature**2
+        parts["kl"] = kl.detach()
         total = self.config.kl_weight * kl
         if self.config.ce_weight:
-            ce = cross_entropy(logits_BTV, next_BT)
+            ce = cross_entropy(logits_BTV, next_BT, None if self.near_teacher is None else weight_BT)
             parts["ce"], total = ce.detach(), total + self.config.ce_weight * ce
         return {"total": total, **parts}
+
+    @torch.no_grad()
+    def _far_gap(self, models: StageModels, batch: Batch, teacher_BTV: Tensor) -> Tensor:
+        """Return KL(teacher || teacher that sees near tokens only), (B, T) in nats."""
+        assert self.near_teacher is not None
+        ids_BT = batch["input_ids"]
+        if self.near_teacher.window >= ids_BT.shape[1]:
+            return torch.zeros(ids_BT.shape, device=teacher_BTV.device)
+        position_BT = batch.get("position_ids")
+        if position_BT is None:
+            position_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        with self.near_teacher.cut(position_BT):
+            near_BTV = models.teacher_output(batch).logits.to(teacher_BTV.device)
+        rows = max(1, MAX_LOGITS // teacher_BTV.shape[-1])
+        pairs = zip(near_BTV.flatten(0, 1).split(rows), teacher_BTV.flatten(0, 1).split(rows))
+        return torch.cat([kl_divergence(near_NV, full_NV, 1.0) for near_NV, full_NV in pairs]).view(ids_BT.shape)
 
     def _targets(self, models: StageModels, batch: Batch) -> tuple[Tensor, ...]:
         """Return the teacher's (logits,) or (tokens, log-probabilities, rest), each (B, T, ..)."""
@@ -102,19 +167,22 @@ class DistillStage(Stage):
             k = self.config.top_k or top.shape[-1]
             top = top.float()[..., :k]
             return tokens.long()[..., :k], top, rest.float() if k >= stored[0][1].shape[-1] else log_remaining_mass(top)
-        logits_BTV = models.teacher_output(batch).logits
-        if self.config.top_k is None:
-            return (logits_BTV.to(device),)
-        return tuple(t.to(device) for t in top_k_log_probs(logits_BTV, self.config.top_k, self.config.temperature))
+        return tuple(t.to(device) for t in self._of_logits(models.teacher_output(batch).logits))
 
-    def _kl(self, logits_BTV: Tensor, targets: tuple[Tensor, ...], counts_BT: Tensor) -> Tensor:
-        """Return the sum of the KL in chunks of rows, recomputed in the backward pass so that log-probabilities are not stored."""
+    def _of_logits(self, logits_BTV: Tensor) -> tuple[Tensor, ...]:
+        """Return the targets of `_targets` from the teacher's logits."""
+        if self.config.top_k is None:
+            return (logits_BTV,)
+        return top_k_log_probs(logits_BTV, self.config.top_k, self.config.temperature)
+
+    def _kl(self, logits_BTV: Tensor, targets: tuple[Tensor, ...], weight_BT: Tensor) -> Tensor:
+        """Return the weighted sum of the KL in chunks of rows, recomputed in the backward pass so that log-probabilities are not stored."""
         student, others = logits_BTV.flatten(0, 1), [t.flatten(0, 1) for t in targets]
         if len(others) == 1 and others[0].shape[-1] != student.shape[-1]:  # embeddings padded differently
             size = min(others[0].shape[-1], student.shape[-1])
             student, others = student[:, :size], [others[0][:, :size]]
         rows = max(1, MAX_LOGITS // student.shape[-1])
-        weight_N = counts_BT.flatten().float()
+        weight_N = weight_BT.flatten()
         parts = zip(student.split(rows), weight_N.split(rows), *(t.split(rows) for t in others))
         sums = [self._checkpointed_kl_sum(part) if len(student) > rows else self._kl_sum(*part) for part in parts]
         return torch.stack(sums).sum()
@@ -122,7 +190,7 @@ class DistillStage(Stage):
     def _checkpointed_kl_sum(self, part: tuple[Any, ...]) -> Tensor:
         from torch.utils.checkpoint import checkpoint
 
-        return checkpoint(self._kl_sum, *part, use_reentrant=False)
+        return checkpoint(self._kl_sum, *part, use_reentrant=False, preserve_rng_state=False)
 
     def _kl_sum(self, student_NV: Tensor, weight_N: Tensor, *targets: Tensor) -> Tensor:
         kl: Callable[..., Tensor] = kl_divergence if len(targets) == 1 else top_k_kl_divergence

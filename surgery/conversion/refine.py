@@ -1,0 +1,258 @@
+"""Refinement: train the new parameters of converted layers by Adam, on the calibration text alone (block reconstruction).
+
+    surgery.conversion.refine_layer     one layer, towards the output of the original layer (AA-SVD, arXiv 2604.02119)
+    surgery.conversion.refine_model     all layers, towards the original's logits
+
+Trained are the cores of structured linears and the parameters of mixers. A step of Adam moves a tensor by at most about
+`rate` times its root mean square, so that one scale of rates suits cores of every structure and size. The rate is found for
+each refinement: every rate of RATES runs a short trial, and the one with the lowest loss on the held-out rows is used. It
+falls with a cosine over the epochs. After an epoch that does not lower the held-out loss, the values return to those of
+the best epoch and the rate is halved. If no trial lowers the loss, the values stay as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adam import adam
+
+from surgery.calibration.attention_samples import all_attention_replaced
+from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
+from surgery.conversion.replacement import LayerReplacement, stored_module_name, swapped_modules
+from surgery.planning.refine_budget import BATCH_TOKENS, RATES, TRIAL_STEPS
+from surgery.structures import StructuredLinear
+
+MIN_STEPS = 4  # fewest steps of an epoch: a short text is cut into smaller batches
+MIN_SCALE = 1e-3  # root mean square that a tensor counts with at least, for tensors that start at zero
+FAILED_FACTOR = 0.5  # on the rate after an epoch that did not lower the held-out loss
+MAX_FAILED = 4  # such epochs in a row that end a refinement
+BETAS, EPSILON = (0.9, 0.95), 1e-12
+
+Allocate = Callable[[Tensor], Tensor]  # returns an uninitialized tensor like its argument, in memory or in a file
+
+
+@dataclass(frozen=True)
+class RefineRecord:
+    """The report's entry of one refinement.
+
+    unit: of `start` and `end`, the losses on the held-out rows before and after it. rate: the rate of the trial that won,
+    0 if none lowered the loss. epoch: the epoch whose values were kept, 0 for the values before it. epochs: of the training.
+    """
+
+    unit: str
+    start: float
+    end: float
+    rate: float
+    epoch: int
+    epochs: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as they stand in the report; numbers that are not finite become None."""
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+
+
+@dataclass
+class _TrainedTensor:
+    """One trained tensor. module, leaf: where it belongs. stored: dtype in the files. value: in float32. saved: the values
+    to return to. first, second: Adam's moments. scale: root mean square of the values before the training."""
+
+    module: nn.Module
+    leaf: str
+    stored: torch.dtype
+    value: Tensor
+    saved: Tensor
+    first: Tensor
+    second: Tensor
+    scale: float
+
+
+class TrainedLayer:
+    """The new parameters of one converted layer (or of the head) while they are trained.
+
+    stored: dtype of each tensor in the files, by name. tensors: by the same names.
+    """
+
+    def __init__(
+        self,
+        meta_model: MetaModel,
+        path: str,
+        replacement: LayerReplacement,
+        stored: Mapping[str, torch.dtype],
+        allocate: Allocate = torch.empty_like,
+    ):
+        self.meta_model, self.path, self.replacement, self.steps = meta_model, path, replacement, 0
+        self.tensors: dict[str, _TrainedTensor] = {}
+        for name, (module, leaf) in trained_parameters(meta_model, replacement).items():
+            value = module.get_parameter(leaf).detach()
+            current, saved = (allocate(value).copy_(value) for _ in range(2))
+            first, second = (allocate(value).zero_() for _ in range(2))
+            scale = max(float(value.double().square().mean().sqrt()), MIN_SCALE)
+            self.tensors[name] = _TrainedTensor(module, leaf, stored[name], current, saved, first, second, scale)
+
+    @property
+    def count(self) -> int:
+        """The number of trained values."""
+        return sum(tensor.value.numel() for tensor in self.tensors.values())
+
+    def parameters(self, device: torch.device, *, trained: bool) -> list[Tensor]:
+        """Put the values into the modules, on `device`, and return them as leaves of autograd.
+
+        trained: whether they require gradients; if not, they are rounded to the dtype of the files, as they will be loaded.
+        """
+        leaves: list[Tensor] = []
+        for tensor in self.tensors.values():
+            value = tensor.value if trained else tensor.value.to(tensor.stored).float()
+            set_module_tensor(tensor.module, tensor.leaf, value.to(device))
+            leaves.append(tensor.module.get_parameter(tensor.leaf).requires_grad_(trained))
+        return leaves
+
+    def release(self) -> None:
+        """Remove the values from the modules."""
+        for tensor in self.tensors.values():
+            set_module_tensor(tensor.module, tensor.leaf, torch.empty_like(tensor.value, device="meta"))
+
+    @torch.no_grad()
+    def update(self, leaves: list[Tensor], gradients: list[Tensor | None], rate: float) -> None:
+        """Make one step of Adam. leaves: of `parameters`. rate: of this step, relative to the root mean square."""
+        self.steps += 1
+        for tensor, leaf, gradient in zip(self.tensors.values(), leaves, gradients):
+            if gradient is None:
+                continue
+            device, steps = leaf.device, [torch.tensor(float(self.steps - 1))]
+            first, second = tensor.first.to(device), tensor.second.to(device)
+            adam(
+                [leaf], [gradient], [first], [second], [], steps,
+                foreach=False, amsgrad=False, maximize=False, weight_decay=0.0,
+                beta1=BETAS[0], beta2=BETAS[1], lr=rate * tensor.scale, eps=EPSILON,
+            )  # fmt: skip
+            for kept, new in ((tensor.value, leaf), (tensor.first, first), (tensor.second, second)):
+                if kept.data_ptr() != new.data_ptr():
+                    kept.copy_(new)
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Save the values, rounded to the dtype of the files."""
+        for tensor in self.tensors.values():
+            tensor.saved.copy_(tensor.value.to(tensor.stored))
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Return to the saved values, and forget Adam's moments."""
+        self.steps = 0
+        for tensor in self.tensors.values():
+            tensor.value.copy_(tensor.saved)
+            tensor.first.zero_()
+            tensor.second.zero_()
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Swap the layer's replacement into the model inside the context."""
+        layer, modules = self.meta_model.module(self.path), {**self.replacement.modules, **self.replacement.structured}
+        with (
+            swapped_modules(layer, self.path, modules),
+            all_attention_replaced(self.meta_model, self.replacement.mixers),
+        ):
+            yield
+
+    def finish(self, device: torch.device) -> dict[str, Tensor]:
+        """Put the saved values into the modules, frozen and on `device`; return them by name, in float32."""
+        self.reset()
+        self.parameters(device, trained=False)
+        return {name: tensor.module.get_parameter(tensor.leaf).detach() for name, tensor in self.tensors.items()}
+
+
+def trained_parameters(meta_model: MetaModel, replacement: LayerReplacement) -> dict[str, tuple[nn.Module, str]]:
+    """Return the parameters that a refinement trains: name in the files -> (module, name in the module)."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for path, module in replacement.structured.items():
+        base = stored_module_name(meta_model, path)
+        for inner, part in module.named_modules():
+            if isinstance(part, StructuredLinear):
+                names = [name for name, _ in part.named_parameters(recurse=False) if name != "bias"]
+                found |= {".".join(filter(None, (base, inner, name))): (part, name) for name in names}
+    for path, mixer in replacement.mixers.items():
+        found |= {f"{path}.mixer.{name}": (mixer, name) for name, _ in mixer.named_parameters()}
+    return found
+
+
+class Refinement(ABC):
+    """One refinement: trained layers, batches, a loss on each batch, and the loss on the held-out rows.
+
+    layers: what is trained. unit: of the held-out loss.
+    """
+
+    layers: list[TrainedLayer]
+    unit: str
+
+    @abstractmethod
+    def batches(self) -> list[range]:
+        """Return the rows of each step of an epoch."""
+
+    @abstractmethod
+    def step(self, rows: range, rate: float) -> None:
+        """Make one step on these rows."""
+
+    @abstractmethod
+    def held_out_loss(self) -> float:
+        """Return the loss on the held-out rows with values rounded as they are stored."""
+
+    def run(self, epochs: int, seed: int, done: Callable[[], None] = lambda: None) -> RefineRecord:
+        """Find the rate, train, and leave the best values saved in the layers. done: called after each epoch."""
+        start = self.held_out_loss()
+        rate, trial = 0.0, start
+        for candidate in RATES:
+            self._train(candidate, TRIAL_STEPS, seed)
+            if (loss := self.held_out_loss()) < trial:
+                rate, trial = candidate, loss
+            self._reset()
+        best, epoch, failed, in_a_row, order = start, 0, 0, 0, self._order(epochs, seed)
+        per_epoch = len(self.batches())
+        for i, rows in enumerate(order if rate else []):
+            self.step(rows, rate * FAILED_FACTOR**failed * _cosine(i, len(order)))
+            if (i + 1) % per_epoch:
+                continue
+            if (loss := self.held_out_loss()) < best:
+                best, epoch, in_a_row = loss, (i + 1) // per_epoch, 0
+                for layer in self.layers:
+                    layer.save()
+            else:
+                failed, in_a_row = failed + 1, in_a_row + 1
+                self._reset()
+            done()
+            if in_a_row == MAX_FAILED:
+                break
+        self._reset()
+        return RefineRecord(self.unit, start, best, rate, epoch, epochs)
+
+    def _reset(self) -> None:
+        for layer in self.layers:
+            layer.reset()
+
+    def _train(self, rate: float, steps: int, seed: int) -> None:
+        per_epoch = len(self.batches())
+        order = self._order(-(-steps // per_epoch), seed)
+        for i, rows in enumerate(order[:steps]):
+            self.step(rows, rate * _cosine(i, steps))
+
+    def _order(self, epochs: int, seed: int) -> list[range]:
+        """Return the batches of all steps: each epoch has every batch once, in an order drawn with the seed."""
+        generator, batches = torch.Generator().manual_seed(seed), self.batches()
+        return [batches[i] for _ in range(epochs) for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def _cosine(step: int, steps: int) -> float:
+    """Return the factor on the rate: it falls from 1 towards 0."""
+    return (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def split_rows(rows: range, length: int) -> list[range]:
+    """Return `rows` in batches of about BATCH_TOKENS tokens, at least MIN_STEPS batches if there are as many rows."""
+    size = max(1, min(BATCH_TOKENS // max(1, length), len(rows) // MIN_STEPS))
+    return [range(first, min(first + size, rows.stop)) for first in range(rows.start, rows.stop, size)]

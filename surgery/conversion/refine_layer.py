@@ -1,0 +1,120 @@
+"""Refine one converted layer: train its new parameters so that its output on the converted stream matches the original's.
+
+    loss = sum_n (y_n - y*_n)^T G (y_n - y*_n)
+
+y*: output of the original layer on the original's inputs. y: output of the converted layer on the outputs of the converted
+layers below. G (D, D), or its diagonal: second moment of the gradient of the loss in the layer's output, measured by the
+Fisher pass; the identity if there is none. n: real tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.data import unpadded_rows
+from surgery.calibration.layer_runner import LayerCall
+from surgery.checkpoint.safetensors_io import DTYPES
+from surgery.conversion.context import ConversionContext, RowGroups
+from surgery.conversion.refine import Refinement, TrainedLayer, split_rows, trained_parameters
+from surgery.conversion.replacement import LayerReplacement, densify_module
+from surgery.structures.metric import damp_output_gram, spd_factor
+
+
+class LayerRefinement(Refinement):
+    """The refinement of one layer. gram: G, its diagonal, or None."""
+
+    unit = "relative error of the layer's output"
+
+    def __init__(
+        self, ctx: ConversionContext, call: LayerCall, groups: RowGroups, layer: TrainedLayer, gram: Tensor | None
+    ):
+        self.call, self.groups, self.layer, self.layers = call, groups, layer, [layer]
+        self.masks_BT, self.runner = ctx.samples.token_masks(ctx.plan.layout.tower(call.path)), ctx.runner
+        damped = damp_output_gram(gram)
+        self.root = damped if damped is None else damped.sqrt() if damped.dim() == 1 else spd_factor(damped)
+        self.wanted_BTD = self._original_outputs()
+        self.energy = sum(
+            float(self._weighted(self._wanted(rows)).square().sum(dtype=torch.float64))
+            for rows in split_rows(groups.held_out, call.hidden_BTD.shape[1])
+        )
+        self.scale = 1.0
+
+    def batches(self) -> list[range]:
+        """Return the rows of each step of an epoch: rows of the original's stream."""
+        return split_rows(self.groups.fit, self.call.hidden_BTD.shape[1])
+
+    def step(self, rows: range, rate: float) -> None:
+        """Make one step on these rows."""
+        leaves = self.layer.parameters(self.call.device, trained=True)
+        with torch.enable_grad():
+            error_NX = self._error(rows)
+            loss = error_NX.square().sum() * (self.scale / len(error_NX))
+            gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        self.layer.update(leaves, list(gradients), rate)
+
+    def held_out_loss(self) -> float:
+        """Return the relative error on the held-out rows."""
+        self.layer.parameters(self.call.device, trained=False)
+        total, tokens = 0.0, 0
+        for rows in split_rows(self.groups.held_out, self.call.hidden_BTD.shape[1]):
+            error_NX = self._error(rows)
+            total, tokens = total + float(error_NX.square().sum(dtype=torch.float64)), tokens + len(error_NX)
+        if total > 0:  # so that Adam's epsilon is small beside the gradients of every layer
+            self.scale = tokens / total
+        return float((total / max(self.energy, 1e-30)) ** 0.5)
+
+    def _error(self, rows: range) -> Tensor:
+        """Return the weighted error of the converted layer's output, (N, D), N real tokens."""
+        first, last = self.groups.converted_row(rows.start), self.groups.converted_row(rows.stop - 1) + 1
+        with self.layer.swapped_in():
+            out = self.call.apply(first, last)
+        out_ND = self._real(out if isinstance(out, Tensor) else out[0], rows)
+        return self._weighted(out_ND - self._wanted(rows))
+
+    def _weighted(self, error_ND: Tensor) -> Tensor:
+        if self.root is None:
+            return error_ND
+        return error_ND * self.root if self.root.dim() == 1 else error_ND @ self.root
+
+    def _wanted(self, rows: range) -> Tensor:
+        return self._real(self.wanted_BTD[rows.start : rows.stop].to(self.call.device), rows)
+
+    def _real(self, x_BTD: Tensor, rows: range) -> Tensor:
+        return unpadded_rows(x_BTD, *(mask_BT[rows.start : rows.stop] for mask_BT in self.masks_BT))
+
+    def _original_outputs(self) -> Tensor:
+        """Return the outputs of the original layer for all samples, (B, T, D)."""
+        original = self.groups.original
+        wanted_BTD = self.runner.copy_hidden(self.call.hidden_BTD[original.start : original.stop])
+        for rows in split_rows(original, wanted_BTD.shape[1]):
+            out = self.call.apply(rows.start, rows.stop)
+            wanted_BTD[rows.start : rows.stop] = (out if isinstance(out, Tensor) else out[0]).to(wanted_BTD.device)
+        return wanted_BTD
+
+
+def refine_layer(
+    ctx: ConversionContext, call: LayerCall, replacement: LayerReplacement, gram: Tensor | None, epochs: int
+) -> None:
+    """Refine the new parameters of one layer in place. gram: of the layer's output, or its diagonal, or None.
+
+    One process trains and gives the values to all others.
+    """
+    if not trained_parameters(ctx.model, replacement):
+        return
+    stored = {entry.name: DTYPES[entry.dtype] for entry in replacement.entries if entry.dtype in DTYPES}
+    layer, groups = TrainedLayer(ctx.model, call.path, replacement, stored), RowGroups.for_conversion(ctx.samples)
+    ctx.runner.gather_rows(call.hidden_BTD)
+    seed = ctx.recipe.seed + ctx.plan.layout.layers.index(call.path)
+
+    def train() -> dict[str, object] | None:
+        if not ctx.dist.main:
+            return None
+        return LayerRefinement(ctx, call, groups, layer, gram).run(epochs, seed).to_dict()
+
+    replacement.refined = ctx.dist.on_main(train)
+    tensors = layer.finish(call.device)
+    for name in sorted(tensors):
+        ctx.dist.broadcast_(tensors[name], 0)
+    replacement.set_tensors(tensors)
+    replacement.modules |= {path: densify_module(module) for path, module in replacement.structured.items()}

@@ -1,0 +1,304 @@
+"""Refine a converted model as a whole: train the new parameters of all layers towards the original's logits.
+
+    loss = sum_n KL(p_n || q_n)      p: next-token distribution of the original, q: of the converted model, n: real tokens
+
+A model without a language-model head is trained towards its last hidden state, sum_n |h_n - h*_n|^2. The original is not run
+again: what reaches its head was computed by the conversion (B, T, D), and the head is applied to it batch by batch.
+
+The graph of a step is held in memory if the model fits there. Otherwise the step is streamed: each layer is one autograd function
+that keeps only its input. Its backward pass loads the layer again, repeats the forward pass, and makes the layer's step of
+Adam at once, so that memory holds one layer, its gradients and the inputs of all layers. The trained values and Adam's
+moments then lie in memory-mapped files. Both ways compute the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from surgery.calibration.data import unpadded_rows
+from surgery.calibration.fisher import has_lm_head
+from surgery.calibration.layer_runner import LayerCall, flatten_call
+from surgery.calibration.lm_head import MAX_LOGITS, ChunkedLMHead
+from surgery.conversion.context import ConversionContext
+from surgery.conversion.refine import Refinement, TrainedLayer, split_rows
+from surgery.conversion.score import HeldOutScore, held_out_score
+from surgery.planning.plan import Plan
+from surgery.planning.refine_budget import BATCH_TOKENS
+from surgery.structures import STRUCTURES
+
+STATES = 4  # copies of each trained tensor: its value, the saved value, Adam's two moments
+
+
+class ModelRefinement(Refinement):
+    """The refinement of all layers together.
+
+    layers: of the model's layers, in any order, and at path "" that of a replaced head. original_BTD: what reaches the head in
+    the original, for all samples. streamed: whether each step is streamed.
+    """
+
+    def __init__(
+        self,
+        ctx: ConversionContext,
+        layers: list[TrainedLayer],
+        original_BTD: Tensor,
+        streamed: bool,
+    ):
+        self.ctx, self.original_BTD, self.streamed = ctx, original_BTD, streamed
+        self.layers = layers
+        self.by_path = {layer.path: layer for layer in layers}
+        self.runner, self.device = ctx.runner.single_process(), ctx.device
+        layout, data = ctx.plan.layout, ctx.samples
+        self.head: ChunkedLMHead | None = None
+        if layout.head and has_lm_head(ctx.model):
+            self.head = ChunkedLMHead(ctx.model, layout.head, layout.architecture, ctx.device)
+        self.unit = "nats of KL divergence per token" if self.head else "relative error of the last hidden state"
+        self.mask_BT = data.head_mask()
+        self.length = next(iter(data.inputs.values())).shape[1] if data.inputs else 1
+        if next(iter(data.inputs.values())).dim() != 2:
+            self.length = original_BTD.shape[1]
+        self.leaves: dict[str, list[Tensor]] = {}
+        self.rate = 0.0
+
+    # -- one step ----------------------------------------------------------------------------------
+    def batches(self) -> list[range]:
+        """Return the rows of each step of an epoch."""
+        return split_rows(range(self.ctx.samples.n_fit), self.length)
+
+    def step(self, rows: range, rate: float) -> None:
+        """Make one step on these rows."""
+        self.rate = rate
+        self.leaves = (
+            {} if self.streamed else {p: u.parameters(self.device, trained=True) for p, u in self.by_path.items()}
+        )
+        with torch.enable_grad():
+            final_BTD = self._run(rows, self._visit_streamed if self.streamed else self._visit)
+        _, grad_BTD, head_gradients = self._loss(final_BTD.detach(), rows, gradient=True)
+        if self.streamed:
+            torch.autograd.backward(final_BTD, grad_BTD)
+        else:
+            paths = [path for path in self.leaves if path]
+            leaves = [leaf for path in paths for leaf in self.leaves[path]]
+            gradients = iter(torch.autograd.grad(final_BTD, leaves, grad_BTD, allow_unused=True))
+            del final_BTD
+            for path in paths:
+                own = self.leaves[path]
+                self.by_path[path].update(own, [next(gradients) for _ in own], rate)
+        if "" in self.by_path:
+            self.by_path[""].update(self.leaves[""], head_gradients, rate)
+            if self.streamed:
+                self.by_path[""].release()
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Return the mean KL divergence, or the relative error of the last hidden state, on the held-out rows."""
+        data, total, tokens, energy = self.ctx.samples, 0.0, 0, 0.0
+        for rows in split_rows(range(data.n_fit, data.rows), self.length):
+            final_BTD = self._converted_outputs(rows)
+            loss, _, _ = self._loss(final_BTD, rows, gradient=False)
+            wanted_ND = self._wanted(rows)
+            total, tokens, energy = (
+                total + loss,
+                tokens + len(wanted_ND),
+                energy + float(wanted_ND.double().square().sum()),
+            )
+        if self.head is None:
+            return float((total / max(energy, 1e-30)) ** 0.5)
+        return total / max(tokens, 1)
+
+    @torch.no_grad()
+    def score(self) -> HeldOutScore:
+        """Return the held-out score of the model with the saved values, which `run` leaves in the layers."""
+        data = self.ctx.samples
+        parts = [self._converted_outputs(rows).cpu() for rows in split_rows(range(data.n_fit, data.rows), self.length)]
+        original_BTD = self.original_BTD[data.n_fit : data.rows]
+        module = next(iter(self.by_path[""].replacement.modules.values()), None) if "" in self.by_path else None
+        if module is not None:
+            self.by_path[""].parameters(self.device, trained=False)
+        return held_out_score(self.ctx, original_BTD, torch.cat(parts).to(original_BTD.device), head_module=module)
+
+    def _run(self, rows: range, visit: Callable[[LayerCall], Any]) -> Tensor:
+        inputs = {name: x[rows.start : rows.stop] for name, x in self.ctx.samples.inputs.items()}
+        return self.runner.run(inputs, visit)
+
+    def _converted_outputs(self, rows: range) -> Tensor:
+        """Return what reaches the head in the converted model, with values rounded as they are stored, (B, T, D)."""
+
+        def visit(call: LayerCall) -> Any:
+            layer = self.by_path.get(call.path)
+            if layer is None:
+                return call.apply(0, len(call.hidden_BTD))
+            layer.parameters(self.device, trained=False)
+            with layer.swapped_in():
+                out = call.apply(0, len(call.hidden_BTD))
+            if self.streamed:
+                layer.release()
+            return out
+
+        return self._run(rows, visit)
+
+    def _visit(self, call: LayerCall) -> Any:
+        layer = self.by_path.get(call.path)
+        with nullcontext() if layer is None else layer.swapped_in():
+            return call.apply(0, len(call.hidden_BTD))
+
+    def _visit_streamed(self, call: LayerCall) -> Any:
+        hidden, spec, leaves = flatten_call(call)
+        streamed: Any = _StreamedLayer
+        return streamed.apply(self, call, spec, hidden, *leaves)
+
+    # -- the loss ----------------------------------------------------------------------------------
+    def _wanted(self, rows: range) -> Tensor:
+        return self._real(self.original_BTD[rows.start : rows.stop].to(self.device), rows).flatten(0, -2).float()
+
+    def _real(self, x_BTD: Tensor, rows: range) -> Tensor:
+        return unpadded_rows(x_BTD, None if self.mask_BT is None else self.mask_BT[rows.start : rows.stop])
+
+    def _loss(self, final_BTD: Tensor, rows: range, *, gradient: bool) -> tuple[float, Tensor, list[Tensor | None]]:
+        """Return (the summed loss, its mean's gradient (B, T, D), the gradients of the head's parameters).
+
+        Without `gradient` the gradients are empty.
+        """
+        wanted_ND = self._wanted(rows)
+        with torch.enable_grad():
+            leaf_BTD = final_BTD.to(self.device).detach().requires_grad_(gradient)
+            real_ND = self._real(leaf_BTD, rows).flatten(0, -2).float()
+        found_ND = real_ND.detach()
+        head_gradients: list[Tensor | None] = []
+        if self.head is None:
+            error_ND = found_ND - wanted_ND
+            loss = float(error_ND.square().sum(dtype=torch.float64))
+            scale = float(wanted_ND.square().mean().clamp_min(1e-30)) * wanted_ND.numel()
+            grad_ND = 2 * error_ND / scale
+        elif "" in self.by_path:
+            loss, grad_ND, head_gradients = self._replaced_head_loss(found_ND, wanted_ND, gradient)
+        else:
+            loss, grad_ND = divergence_gradient(self.head, found_ND, wanted_ND)
+            grad_ND = grad_ND / len(found_ND)
+        if not gradient:
+            return loss, grad_ND, head_gradients
+        (grad_BTD,) = torch.autograd.grad(real_ND, leaf_BTD, grad_ND)
+        return loss, grad_BTD.to(final_BTD.device), head_gradients
+
+    def _replaced_head_loss(
+        self, found_ND: Tensor, wanted_ND: Tensor, gradient: bool
+    ) -> tuple[float, Tensor, list[Tensor | None]]:
+        """Return (summed KL, gradient of the mean (N, D), gradients of the head's cores) with the replacement of the head."""
+        assert self.head is not None
+        layer, head = self.by_path[""], self.head
+        module = next(iter({**layer.replacement.modules, **layer.replacement.structured}.values()))
+        leaves = layer.parameters(self.device, trained=gradient)
+        self.leaves[""] = leaves
+        step = max(1, MAX_LOGITS.get(self.device.type, 2**22) // head.weight.shape[0])
+        loss, grads, sums = 0.0, [], [torch.zeros_like(leaf) for leaf in leaves]
+        for found, wanted in zip(found_ND.split(step), wanted_ND.split(step)):
+            p_NV = torch.cat([head.logits(wanted, w, b) for _, w, b in head.slices(len(wanted))], -1).log_softmax(-1)
+            with torch.enable_grad():
+                hidden = found.detach().requires_grad_(gradient)
+                q_NV = head.linear_logits(module, hidden).log_softmax(-1)
+                kl = torch.nn.functional.kl_div(q_NV, p_NV, reduction="sum", log_target=True)
+                if gradient:
+                    grad, *own = torch.autograd.grad(kl / len(found_ND), [hidden, *leaves])
+                    grads.append(grad)
+                    sums = [total + part for total, part in zip(sums, own)]
+            loss += float(kl.detach())
+        return loss, torch.cat(grads) if grads else found_ND, list(sums)
+
+
+@torch.no_grad()
+def divergence_gradient(head: ChunkedLMHead, found_ND: Tensor, wanted_ND: Tensor) -> tuple[float, Tensor]:
+    """Return (sum_n KL(p_n || q_n) in nats, its gradient (N, D) in the hidden states of q).
+
+    found_ND, wanted_ND: hidden states of q and of p. With logits z' = W h + b of q the gradient is (q - p) W, computed in two
+    passes over slices of the vocabulary, or in one if there is one slice.
+    """
+    slices = head.slices(len(found_ND))
+    first = next(slices)
+    is_one = len(first[1]) == head.weight.shape[0]
+
+    def parts() -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        return iter([first]) if is_one else head.slices(len(found_ND))
+
+    p_total_N = found_ND.new_full((len(found_ND),), -torch.inf)
+    q_total_N, logits = p_total_N.clone(), (found_ND[:, :0], found_ND[:, :0])
+    for _, weight_VD, bias_V in parts():
+        logits = head.logits(wanted_ND, weight_VD, bias_V), head.logits(found_ND, weight_VD, bias_V)
+        p_total_N = torch.logaddexp(p_total_N, logits[0].logsumexp(-1))
+        q_total_N = torch.logaddexp(q_total_N, logits[1].logsumexp(-1))
+    loss, grad_ND = 0.0, torch.zeros_like(found_ND)
+    for _, weight_VD, bias_V in parts():
+        if not is_one:
+            logits = head.logits(wanted_ND, weight_VD, bias_V), head.logits(found_ND, weight_VD, bias_V)
+        log_p_NV, log_q_NV = logits[0] - p_total_N[:, None], logits[1] - q_total_N[:, None]
+        p_NV = log_p_NV.exp()
+        loss += float((p_NV * (log_p_NV - log_q_NV)).sum(dtype=torch.float64))
+        slope_NV = log_q_NV.exp() - p_NV
+        if head.cap is not None:
+            slope_NV = slope_NV * (1 - (logits[1] / head.cap).square())
+        grad_ND = torch.addmm(grad_ND, slope_NV, weight_VD)
+    return max(loss, 0.0), grad_ND
+
+
+class _StreamedLayer(torch.autograd.Function):
+    """A layer as one autograd function: it is loaded and run again in the backward pass, which also updates its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, refinement: ModelRefinement, call: LayerCall, spec: Any, hidden: Tensor, *leaves: Any) -> Any:
+        ctx.refinement, ctx.call, ctx.spec, ctx.hidden = refinement, call, spec, hidden.detach()
+        # Of a layer's other arguments only the hidden states of another stack (the encoder's) need a gradient.
+        ctx.leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
+        layer = refinement.by_path.get(call.path)
+        if layer is not None:
+            layer.parameters(refinement.device, trained=True)
+        with nullcontext() if layer is None else layer.swapped_in():
+            out = replace(call, hidden_BTD=ctx.hidden).apply(0, len(hidden))
+        if layer is not None:
+            layer.release()
+        ctx.mark_non_differentiable(*(t for t in _as_tuple(out)[1:] if isinstance(t, Tensor)))
+        return out if isinstance(out, Tensor) else tuple(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTD: Tensor, *_: Any) -> Any:
+        refinement, call = ctx.refinement, ctx.call
+        layer = refinement.by_path.get(call.path)
+        ctx.refinement.runner.meta_model.load_module(call.path, call.device)
+        parameters = [] if layer is None else layer.parameters(refinement.device, trained=True)
+        args, kwargs = tree_unflatten(ctx.leaves, ctx.spec)
+        with torch.enable_grad():
+            hidden = ctx.hidden.requires_grad_(True)
+            again = LayerCall(call.path, call.layer, call.forward, hidden, args, kwargs, call.device)
+            with nullcontext() if layer is None else layer.swapped_in():
+                out = _as_tuple(again.apply(0, len(hidden)))[0]
+            wanted = [i for i, leaf in enumerate(ctx.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            inputs = [hidden, *(ctx.leaves[i] for i in wanted), *parameters]
+            found = torch.autograd.grad(out, inputs, grad_BTD.to(out.device), allow_unused=True)
+        if layer is not None:
+            layer.update(parameters, list(found[1 + len(wanted) :]), refinement.rate)
+            layer.release()
+        refinement.runner.meta_model.unload_module(call.path)
+        grads: list[Tensor | None] = [None] * len(ctx.leaves)
+        for i, grad in zip(wanted, found[1:]):
+            grads[i] = grad
+        return (None, None, None, found[0], *grads)
+
+
+def _as_tuple(out: Any) -> tuple[Any, ...]:
+    return (out,) if isinstance(out, Tensor) else tuple(out)
+
+
+def resident_bytes(plan: Plan) -> int:
+    """Return the estimated bytes of a step that is not streamed: weights in float32, states of the trained tensors, activations."""
+    rows, trained = 0, 0
+    for linear in plan.layout.linears:
+        rows += linear.in_ + linear.out
+    weights = sum(linear.in_ * linear.out for linear in plan.layout.linears)
+    for target in plan.replaced_targets():
+        if target.preview is not None:
+            trained += STRUCTURES[target.preview].params(target.preview, target.out, target.in_)
+    return 4 * (weights + (STATES + 1) * trained + 3 * BATCH_TOKENS * rows)

@@ -1,0 +1,61 @@
+"""Positions of left-padded rows, for models called with an attention mask and no position_ids.
+
+transformers then counts positions from the first padding token. Softmax attention with RoPE depends only on distances, so its
+outputs do not change; features of a rotated query (Hedgehog, Toeplitz exponentials) depend on the position itself. Generation
+passes positions that begin at the first real token; here every other call gets the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+NEEDED = {"attention_mask", "position_ids"}
+
+
+@cache
+def _argument_names(cls: type) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def mask_positions(mask_BS: Tensor, tokens: int) -> Tensor:
+    """Return the positions of the last `tokens` tokens, (B, T), counted from each row's first real token; 0 for those before it.
+
+    Padding elsewhere in a row keeps its place, as it does without this.
+    """
+    left_B1 = mask_BS.ne(0).long().cumsum(-1).eq(0).sum(-1, keepdim=True)
+    place_S = torch.arange(mask_BS.shape[1], device=mask_BS.device)
+    return (place_S - left_B1).clamp(min=0)[:, -tokens:]
+
+
+def add_positions(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook: pass position_ids that follow from a 2-D attention mask, unless the caller gives some."""
+    cls: Any = type(module)
+    given = {**dict(zip(_argument_names(cls), args)), **kwargs}
+    mask_BS = given.get("attention_mask")
+    inputs = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if given.get("position_ids") is not None or not isinstance(mask_BS, Tensor) or mask_BS.dim() != 2 or inputs is None:
+        return None
+    if mask_BS.shape[1] < inputs.shape[1]:  # transformers explains what is wrong with it
+        return None
+    given["position_ids"] = mask_positions(mask_BS, inputs.shape[1]).to(inputs.device)
+    return (), given
+
+
+def derive_positions(model: Any, path: str) -> None:
+    """Add the hook to the innermost transformers model around the attention at `path` that takes a mask and positions."""
+    parts = path.split(".")
+    for end in range(len(parts) - 1, -1, -1):
+        module = model.get_submodule(".".join(parts[:end]))
+        cls: Any = type(module)
+        if isinstance(module, PreTrainedModel) and set(_argument_names(cls)) >= NEEDED:
+            if add_positions not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(add_positions, with_kwargs=True)
+            return

@@ -1,0 +1,76 @@
+"""Epochs of `refine: auto`, and the estimated time of a refinement.
+
+The estimate counts multiply-accumulates and divides them by a fixed speed of each kind of device. It reads no clock, so that
+the same conversion has the same epochs, and the same bytes, on machines with equal devices and thread counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from surgery.planning.plan import Plan
+from surgery.planning.recipe import RefineRecipe
+from surgery.structures import STRUCTURES
+
+BUDGET_SECONDS = {"cpu": 300.0, "cuda": 540.0}  # of `auto`
+# Multiply-accumulates per second, in float32: on a CPU of each thread.
+SPEED = {"cpu": 8e9, "cuda": 15e12}
+MAX_EPOCHS = 20
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)  # movement of a tensor per step, relative to its root mean square
+TRIAL_STEPS = 8  # Adam steps of the trial of one rate
+BATCH_TOKENS = 1024  # tokens of one step, in whole rows
+
+
+@dataclass(frozen=True)
+class EpochSeconds:
+    """Estimated seconds of one epoch of each part of a refinement. trials: of the rates, in epochs."""
+
+    layers: float
+    model: float
+    trials: float
+
+    def total(self, epochs: RefineRecipe) -> float:
+        """Return the estimated seconds of a refinement."""
+        return sum(
+            seconds * (count + self.trials)
+            for seconds, count in ((self.layers, epochs.layers), (self.model, epochs.model))
+            if count
+        )
+
+
+def epoch_seconds(plan: Plan, tokens: int, device: str, threads: int) -> EpochSeconds:
+    """Return the estimated seconds of an epoch. tokens: of the calibration text. device: `cpu` or `cuda`.
+
+    A step costs three forward passes of the converted linears. That of the whole model has also five products with the
+    head's matrix.
+    """
+    replaced = plan.replaced_targets()
+    inside = sum(linear.out * linear.in_ for linear in plan.layout.linears if linear.path != plan.layout.head)
+    for target in replaced:
+        if target.linear.path != plan.layout.head and target.preview is not None:
+            inside += STRUCTURES[target.preview].params(target.preview, target.out, target.in_) - target.numel
+    head = sum(linear.out * linear.in_ for linear in plan.layout.linears if linear.path == plan.layout.head)
+    speed = SPEED.get(device, SPEED["cpu"]) * (1 if device == "cuda" else threads)
+    trials = len(RATES) * TRIAL_STEPS * BATCH_TOKENS / tokens
+    return EpochSeconds(3 * tokens * inside / speed, tokens * (3 * inside + 5 * head) / speed, trials)
+
+
+def resolve_refine(plan: Plan, tokens: int, device: str, threads: int) -> RefineRecipe:
+    """Return the epochs of a recipe's `refine`, those of `auto` so that they fit into BUDGET_SECONDS.
+
+    The whole model comes first: at equal time it gains more than its layers one by one (docs/quality.md).
+    """
+    refine = plan.recipe.refine
+    if refine is None:
+        return RefineRecipe(layers=0, model=0)
+    if refine != "auto":
+        return refine
+    seconds, budget = epoch_seconds(plan, tokens, device, threads), BUDGET_SECONDS.get(device, BUDGET_SECONDS["cpu"])
+    model = _epochs_within(budget, seconds.model, seconds.trials)
+    left = budget - seconds.total(RefineRecipe(layers=0, model=model))
+    return RefineRecipe(layers=_epochs_within(left, seconds.layers, seconds.trials), model=model)
+
+
+def _epochs_within(budget: float, seconds: float, trials: float) -> int:
+    """Return the number of epochs of `seconds` each, with their trials, that fit into the budget, at most MAX_EPOCHS."""
+    return max(0, min(MAX_EPOCHS, int(budget / max(seconds, 1e-9) - trials)))

@@ -1,0 +1,54 @@
+"""The report of a model that `surgery.apply` converted in memory, as `surgery inspect` shows it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from surgery.architectures.attention import attention_paths, attention_shape
+from surgery.architectures.linears import is_linear
+from surgery.core.errors import SurgeryError
+from surgery.modeling.attention import MixerAttention
+from surgery.modeling.modules import GuardedLinear, SplitLinear
+from surgery.publish.summary import attention_costs
+from surgery.structures import StructuredLinear
+
+
+def inspect_model(model: Any) -> dict[str, Any]:
+    """Return the report of a model that `surgery.apply` converted, compared with its tensors and extended by costs, as `inspect` does."""
+    report = copy.deepcopy(getattr(model, "surgery_report", None))
+    if report is None:
+        raise SurgeryError(
+            f"{type(model).__name__} has no surgery_report, which surgery.apply sets. Of a model loaded from a converted checkpoint, "
+            "inspect the folder: surgery.inspect(folder)"
+        )
+    tensors = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
+    stored, linears = sum(tensors.values()), list(_iter_linears(model))
+    structured = sum(isinstance(m, (StructuredLinear, SplitLinear, GuardedLinear)) for m in linears)
+    as_reported = stored == report["totals"]["params_after"]
+    report["checks"] = {"stored_params": stored, "as_reported": as_reported, "structured_linears": structured}
+    before = sum(_linear_macs(module) for module in linears)
+    change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
+    report["macs_per_token"] = {"before": before, "after": before + change}
+    if found := [(p, m.mixer.config, m.mixer.shape) for p, m in model.named_modules() if isinstance(m, MixerAttention)]:
+        mixers = {path for path, _, _ in found}
+        kept = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
+        report |= attention_costs(found, kept, "mixer_rows")
+    return report
+
+
+def _iter_linears(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield all linears, structured or not; a split linear as one."""
+    if is_linear(module) or isinstance(module, (StructuredLinear, SplitLinear, GuardedLinear)):
+        yield module
+        return
+    for child in module.children():
+        yield from _iter_linears(child)
+
+
+def _linear_macs(module: Any) -> int:
+    size: int = module.weight.numel() if is_linear(module) else module.in_features * module.out_features
+    return size

@@ -1,0 +1,136 @@
+"""Loss and gradients of a micro-batch, captured in one CUDA graph.
+
+Small models are bound by the time that the CPU takes to launch kernels. A graph launches teacher, student, loss and backward pass at
+once; clipping and the optimizer run as always. The captured kernels are those of an ordinary step, on static copies of the batch.
+
+    captured = capture_micro_batch(accelerator, stage, models, optimizer_step)       None where a graph does not apply
+    parts = captured(batch, num_counted)                                             as TrainingLoop._losses; gradients in `.grad`
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.mixers.common.packed_documents import one_document_per_row
+from surgery.modeling.cuda_graph import is_on_one_gpu, record_graph
+from surgery.training.batches import to_device
+from surgery.training.distributed.step import OptimizerStep
+from surgery.training.stages import Batch, Stage, StageModels
+
+WARMUP_BATCHES = 3  # run without a graph, so that kernels are compiled and libraries have their workspaces
+
+
+def capture_micro_batch(
+    accelerator: Any, stage: Stage, models: StageModels, optimizer_step: OptimizerStep
+) -> CapturedMicroBatch | None:
+    """Return the callable that replaces a micro-batch's losses and backward pass, or None if a graph does not apply.
+
+    It needs a `distill` stage, one process, student and teacher on one GPU each with the same device, no loss scale, activations that are kept and a
+    teacher in memory: only then every value that a step reads lies at the same place in each step.
+    """
+    known = stage.fits_cuda_graph and type(optimizer_step) is OptimizerStep and not optimizer_step.uses_loss_scale
+    single = accelerator.num_processes == 1 and models.run is models.student and models.cache is None
+    if not (known and single and stage.config.memory == "keep" and is_on_one_gpu(models.student)):
+        return None
+    teacher = models.teacher
+    if teacher is not None and not (is_on_one_gpu(teacher) and device_of(teacher) == device_of(models.student)):
+        return None
+    return CapturedMicroBatch(accelerator, stage, models, optimizer_step)
+
+
+def device_of(model: Any) -> torch.device:
+    """Return the device of the model's first parameter."""
+    device: torch.device = next(model.parameters()).device
+    return device
+
+
+class CapturedMicroBatch:
+    """A micro-batch's losses and backward pass, replayed from a graph after WARMUP_BATCHES ordinary ones."""
+
+    def __init__(self, accelerator: Any, stage: Stage, models: StageModels, optimizer_step: OptimizerStep):
+        self.accelerator, self.stage, self.models, self.optimizer_step = accelerator, stage, models, optimizer_step
+        self.replay: Callable[[], None] | None = None
+        self.static: Batch = {}
+        self.share = torch.zeros(())
+        self.parts: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.seen, self.disabled = 0, False
+
+    def __call__(self, batch: Batch, num_counted: int) -> dict[str, Tensor] | None:
+        """Return this micro-batch's parts of the mean loss over the step, after their backward pass.
+
+        Returns None, with nothing done, if the batch must run without the graph: rows of several documents, another shape, or the
+        first batches.
+        """
+        if self.disabled or not is_plain_batch(batch):
+            return None
+        self.seen += 1
+        if self.seen <= WARMUP_BATCHES:
+            return None
+        if self.replay is None:
+            self._capture(batch)
+        if self.replay is None or any(self.static[name].shape != batch[name].shape for name in self.static):
+            return None
+        for name, tensor in self.static.items():
+            tensor.copy_(batch[name], non_blocking=True)
+        self.share.fill_(1.0 / num_counted)
+        self.replay()
+        self._accumulate()
+        return {name: part.clone() for name, part in self.parts.items()}
+
+    def _capture(self, batch: Batch) -> None:
+        """Capture the step on static copies of `batch`. If that fails, warn, and train without a graph."""
+        on_device = to_device(batch, self.accelerator.device)
+        # Without position_ids transformers counts from 0, and does not look for documents in them, which would wait for the GPU.
+        self.static = {name: t.clone() for name, t in on_device.items() if name not in ("position_ids", "index")}
+        self.share = torch.ones((), device=self.accelerator.device)
+        parameters = self.optimizer_step.parameters
+        before = {name: p.grad for name, p in parameters.items()}
+        try:
+            with one_document_per_row():
+                self.replay = record_graph(self._run_without_gradients, warmups=1)
+            self.gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        except RuntimeError as error:
+            self.disabled = True
+            warnings.warn(
+                f"the steps of stage {self.stage.config.kind} cannot be captured in a CUDA graph, so they run one by one: {error}",
+                stacklevel=2,
+            )
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
+
+    def _run_without_gradients(self) -> None:
+        """Run the step with no gradients to add to: those of the warm-up are dropped, and the graph makes its own."""
+        for parameter in self.optimizer_step.parameters.values():
+            parameter.grad = None
+        self._run()
+
+    def _run(self) -> None:
+        sums = self.stage.losses(self.models, self.static)
+        parts = {name: part * self.share for name, part in sums.items()}
+        self.optimizer_step.backward(parts["total"])
+        self.parts = {name: part.detach() for name, part in parts.items()}
+
+    def _accumulate(self) -> None:
+        """Add the graph's gradients to those of the step's earlier micro-batches."""
+        accumulates = self.optimizer_step.layout.accumulation_steps > 1
+        for name, parameter in self.optimizer_step.parameters.items():
+            if (gradient := self.gradients.get(name)) is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient.clone() if accumulates else gradient
+            else:
+                parameter.grad.add_(gradient)
+
+
+def is_plain_batch(batch: Batch) -> bool:
+    """Return whether every row is one document that begins at position 0, on the CPU or from memory without synchronizing."""
+    position_BT = batch.get("position_ids")
+    if position_BT is None or position_BT.is_cuda:
+        return False
+    return bool((position_BT == torch.arange(position_BT.shape[1])).all())

@@ -1,0 +1,235 @@
+"""Structured linears in vLLM's models: the table of a checkpoint as a quantization config, and the methods of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+from surgery.checkpoint.table import QUANT_METHOD
+from surgery.core.errors import SurgeryError
+from surgery.modeling.quantization_config import SurgeryConfig
+from surgery.vllm.packed_linear import PackedLinear, Shard, Side
+from surgery.vllm.servable import check_checkpoint
+
+
+class SurgeryTable(QuantizationConfig):
+    """The table of replaced linears. modules: entries by the path of the linear; found: the paths that layers have taken."""
+
+    def __init__(self, modules: dict[str, Any]):
+        super().__init__()
+        self.modules, self.found = modules, set[str]()
+
+    def get_name(self) -> str:
+        """Return the quant_method of config.json."""
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes in which models run."""
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the least CUDA capability, times ten: that of vLLM itself."""
+        return 70
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return [], because config.json holds the table."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> SurgeryTable:
+        """Return the table of config.json's `quantization_config`."""
+        return cls(dict(SurgeryConfig(**config).modules))
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Raise SurgeryError unless the checkpoint's files hold exactly the tensors of its table and config.
+
+        vLLM calls this while it makes its config, before a model is built.
+        """
+        if Path(model_name).is_dir():
+            with current_config(hf_config):
+                check_checkpoint(model_name)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Rename the paths as the model class renames its modules."""
+        self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return the method of a layer: structured, dense, or None for layers that are no linears.
+
+        Raises SurgeryError for structured layers that are not served, and with several processes.
+        """
+        check_one_process()
+        head, _, name = prefix.rpartition(".")
+        paths = [f"{head}.{part}" if head else part for part in self.packed_modules_mapping.get(name, [name])]
+        paths = [prefix] if prefix in self.modules else paths
+        entries = [self.modules.get(path) for path in paths]
+        if isinstance(layer, (LinearBase, ParallelLMHead)):
+            self.found.update(path for path, entry in zip(paths, entries) if entry)
+            if not any(entries):
+                return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else UnquantizedEmbeddingMethod()
+            return (
+                HeadMethod(self, entries, prefix)
+                if isinstance(layer, ParallelLMHead)
+                else LinearMethod(self, entries, prefix)
+            )
+        below = [path for path in self.modules if path == prefix or path.startswith(f"{prefix}.")]
+        if below and type(layer).__name__ in ("RoutedExperts", "FusedMoE", "VocabParallelEmbedding"):
+            raise SurgeryError(
+                f"{below[0]} is structured and lies in a {type(layer).__name__}, which vLLM computes by kernels of its own. Use "
+                "`transformers serve`, or densify"
+            )
+        return None
+
+    def check_found(self) -> None:
+        """Raise SurgeryError if an entry of the table has not become a layer."""
+        if left := sorted(self.modules.keys() - self.found):
+            raise SurgeryError(
+                f"vLLM's model has no linear for {len(left)} entries of the surgery table, such as {left[0]!r}. Serve it through the "
+                "Transformers backend (--model-impl transformers), or with `transformers serve`"
+            )
+
+
+@contextmanager
+def current_config(hf_config: Any) -> Iterator[None]:
+    """Give vLLM a current config without compilation: classes that an earlier engine's Transformers backend has decorated ask for one
+    when a model is built on meta."""
+    config = VllmConfig()
+    config.compilation_config.mode = CompilationMode.NONE
+    config.model_config = SimpleNamespace(hf_config=hf_config)
+    with set_current_vllm_config(config):
+        yield
+
+
+def check_one_process() -> None:
+    """Raise SurgeryError if the model is spread over several processes."""
+    if (count := get_tensor_model_parallel_world_size()) > 1:
+        raise SurgeryError(
+            f"converted checkpoints are served without tensor parallelism (got {count} processes): it has not been run inside vLLM. "
+            "Use --tensor-parallel-size 1"
+        )
+    if (count := get_pp_group().world_size) > 1:
+        raise SurgeryError(
+            f"converted checkpoints are served without pipeline parallelism (got {count} processes). Use --pipeline-parallel-size 1"
+        )
+
+
+class LinearMethod(LinearMethodBase):
+    """Method of a linear of which at least one part is structured: its tensors, their loading, and the product.
+
+    Every tensor is a parameter of the layer with a `weight_loader` of its own, under its name in the checkpoint. Names with dots, of
+    fused linears whose roles were replaced apart, become modules.
+    """
+
+    def __init__(self, table: SurgeryTable, entries: list[dict[str, Any] | None], path: str):
+        self.table, self.entries, self.path = table, entries, path
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Register the tensors of all parts as parameters of the layer. The sizes are those of one process."""
+        side: Side = "in" if isinstance(layer, RowParallelLinear) else "out"
+        local = input_size_per_partition if side == "in" else sum(output_partition_sizes)
+        count = (input_size if side == "in" else output_size) // local
+        shard = Shard(getattr(layer, "tp_rank", 0) if count > 1 else 0, count, side)
+        outs = [size * (count if side == "out" else 1) for size in self.part_sizes(layer, output_partition_sizes)]
+        self.packed = PackedLinear(self.entries, input_size, tuple(outs), params_dtype, shard)
+        self.ids: list[Any] = list(range(len(self.entries)))
+        if isinstance(layer, QKVParallelLinear) and len(self.entries) == 3:
+            self.ids = ["q", "k", "v"]
+        for name, (size, dtype) in self.packed.tensors.items():
+            flat: Any = nn.Parameter(torch.zeros(size, dtype=dtype), requires_grad=False)
+            flat.weight_loader = self.loader(name)
+            register(layer, name, flat)
+
+    def part_sizes(self, layer: Any, output_partition_sizes: list[int]) -> list[int]:
+        """Return the outputs of each part on one process."""
+        if len(self.entries) == 1:
+            return [sum(output_partition_sizes)]
+        return list(output_partition_sizes)
+
+    def loader(self, name: str) -> Any:
+        """Return the function with which vLLM loads a tensor of that name into its parameter."""
+
+        def load(param: Tensor, loaded: Tensor, shard_id: Any = None) -> None:
+            part = 0 if shard_id is None and len(self.ids) == 1 else self.ids.index(shard_id)
+            try:
+                self.packed.copy_part(param, name, part, loaded)
+            except SurgeryError as error:
+                raise SurgeryError(f"{self.path}: {error}") from None
+
+        return load
+
+    def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
+        """Return the layer's parameters by their name in the checkpoint."""
+        return {name: attrgetter(name)(layer) for name in self.packed.tensors}
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Raise SurgeryError if a tensor of this layer, or a layer of the table, is missing."""
+        self.packed.check_complete(self.path, self.tensors(layer))
+        self.table.check_found()
+        if self.packed.has_biases and getattr(layer, "bias", None) is not None:
+            layer.get_parameter("bias").data.zero_()  # the parts hold the biases; vLLM's own was not loaded
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the linear map of x: (.., in) -> (.., out)."""
+        y = self.packed(self.tensors(layer), x)
+        return y if bias is None else y + bias
+
+
+class HeadMethod(LinearMethod):
+    """Method of a structured lm_head. vLLM pads the vocabulary; logits of the padding are dropped after the product."""
+
+    def part_sizes(self, layer: Any, output_partition_sizes: list[int]) -> list[int]:
+        """Return the outputs of the head without padding."""
+        return [int(layer.org_vocab_size)]
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the logits of x: (.., in) -> (.., padded vocabulary)."""
+        y = self.packed(self.tensors(layer), x)
+        y = F.pad(y, (0, int(layer.num_embeddings_per_partition) - y.shape[-1]))
+        return y if bias is None else y + bias
+
+    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+        """Raise SurgeryError: the head of this checkpoint has weights of its own."""
+        raise SurgeryError(
+            f"{self.path} is structured, and config.json ties it to the embedding (tie_word_embeddings): they do not belong together. "
+            "Convert the checkpoint again"
+        )
+
+
+def register(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register a parameter under a name that may have dots, with modules for the parts before the last dot."""
+    *parents, leaf = name.split(".")
+    for parent in parents:
+        if not hasattr(layer, parent):
+            layer.add_module(parent, nn.Module())
+        layer = getattr(layer, parent)
+    layer.register_parameter(leaf, parameter)

@@ -1,0 +1,120 @@
+"""The model class that serves checkpoints with mixers: vLLM's Transformers backend with states in place of key caches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.models.interfaces import IsHybrid
+from vllm.model_executor.models.transformers import TransformersForCausalLM
+
+from surgery.architectures.attention import attention_shape
+from surgery.checkpoint.table import read_mixers
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS, mixer_config
+from surgery.mixers.linear import LinearMixer
+from surgery.vllm.mixer_layer import ATTENTION_NAME, OPERATOR, MixerLayer
+from surgery.vllm.mixer_state import StateLayout
+from surgery.vllm.servable import check_mixer
+
+
+class SurgeryForCausalLM(TransformersForCausalLM, IsHybrid):
+    """Any causal model of transformers, with mixers where the checkpoint's table has them. Structured linears are served too."""
+
+    is_hybrid = True
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        check_engine(vllm_config)
+        operators = vllm_config.compilation_config.splitting_ops
+        if operators is not None and f"vllm::{OPERATOR}" not in operators:
+            operators.append(f"vllm::{OPERATOR}")  # compiled graphs end at a mixer, as at attention
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def _create_attention_instances(self, prefix: str = "") -> None:
+        """Make vLLM's attention layers, then replace those of the table by mixers."""
+        super()._create_attention_instances(prefix)
+        context, dtype = self.compilation_config.static_forward_context, self.model_config.dtype
+        size = self.get_mamba_state_shape_from_config(self.vllm_config)[0][0]
+        host = copy.copy(self.text_config)
+        host._attn_implementation_internal = ATTENTION_NAME
+        for path, mixer in build_mixers(self.vllm_config).items():
+            module = self.get_submodule(path)
+            del context[module.attn.layer_name]
+            del module.attn
+            module.config, module.mixer = (
+                host,
+                mixer.to(device=self.device_config.device, dtype=dtype).requires_grad_(False),
+            )
+            module.attn = MixerLayer(module.mixer, f"{path}.attn", size)
+            module.register_forward_pre_hook(pass_mixer_inputs, with_kwargs=True)
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of a request's row: the largest of all layers, because vLLM allocates one size."""
+        longest = vllm_config.model_config.max_model_len
+        return ((max(StateLayout(mixer, longest).size for mixer in build_mixers(vllm_config).values()),),)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:
+        """Return the dtype of a request's row."""
+        return (torch.float32,)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> Any:
+        """Return the functions with which prefix caching copies the states."""
+        return (get_temporal_copy_spec,)
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raise SurgeryError for options of the engine with which mixers would give wrong tokens."""
+    if vllm_config.speculative_config is not None:
+        raise SurgeryError(
+            "speculative decoding is refused for checkpoints with mixers: vLLM would leave rejected draft tokens in their states, and the "
+            "output would be wrong. Leave out --speculative-config"
+        )
+    if (mode := vllm_config.cache_config.mamba_cache_mode) not in ("none", "align"):
+        raise SurgeryError(f"--mamba-cache-mode must be none or align for checkpoints with mixers (got {mode})")
+
+
+def build_mixers(vllm_config: Any) -> dict[str, LinearMixer]:
+    """Return the untrained mixers of the checkpoint's table, on the CPU in float32, by attention path."""
+    model_config = vllm_config.model_config
+    table = model_config.hf_config.quantization_config
+    data = table if isinstance(table, dict) else table.to_dict()
+    config = copy.deepcopy(model_config.hf_config)
+    del config.quantization_config
+    config._attn_implementation = "sdpa"
+    from transformers import AutoModelForCausalLM
+
+    # The Transformers backend decorates the model's class, which from then on asks for the current config.
+    with set_current_vllm_config(vllm_config), torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    mixers: dict[str, LinearMixer] = {}
+    with torch.device("cpu"):
+        for path, entry in read_mixers({"quantization_config": data}, str(model_config.model)).items():
+            mixer = check_mixer(mixer_config(entry), path)
+            shape = attention_shape(skeleton, path)
+            MIXERS[mixer].check_config(mixer, shape)
+            dtype = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float32)
+            try:
+                built: Any = MIXERS[mixer](mixer, shape)
+            finally:
+                torch.set_default_dtype(dtype)
+            mixers[path] = built
+    return mixers
+
+
+def pass_mixer_inputs(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before an attention module's forward: hand hidden states and rotation on to the mixer, and withhold RoPE if it wants none."""
+    rope = kwargs.get("position_embeddings")
+    hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    kwargs = {**kwargs, "surgery": (hidden_states, rope)}
+    if rope is not None and not module.mixer.rotated:
+        kwargs["position_embeddings"] = (torch.ones_like(rope[0]), torch.zeros_like(rope[1]))
+    return args, kwargs

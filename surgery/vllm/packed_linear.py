@@ -1,0 +1,188 @@
+"""Several linears of one input, such as q, k and v, whose outputs lie side by side: what a fused linear of vLLM holds.
+
+    packed = PackedLinear([spec_q, spec_k, None], in_features=64, out_features=(64, 32, 32), dtype=torch.float32)
+    packed.tensors                                  name -> (number of elements, dtype) of the tensors to allocate
+    packed.copy_part(flat, "right", 1, tensor)      tensor `right` of part 1, from the checkpoint, into the flat tensor `right`
+    packed.check_complete("model.layers.0.self_attn.qkv_proj", {"weight": .., "right": ..})
+    packed({"weight": .., "right": ..}, x)          (.., in) -> (.., sum of out)
+
+Every part is a structure with a rank of its own, or dense. Tensors of all parts that have the same name lie one after another in one
+flat tensor, because vLLM's loaders address a tensor by the name of the fused linear and a part's number. This module does not
+import vLLM.
+
+With tensor parallelism each process holds a slice of every part: see `slice_spec`.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from surgery.core.errors import SurgeryError
+from surgery.modeling.modules import build_module
+from surgery.structures import StructuredLinear
+
+Side = Literal["out", "in"]
+SLICED = ("low_rank", "btt", "monarch", "dense", "folded")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The slice of a linear that one process of `count` holds. side: "out" (column parallel) or "in" (row parallel)."""
+
+    rank: int = 0
+    count: int = 1
+    side: Side = "out"
+
+
+class PackedLinear:
+    """Parts side by side; see the module's docstring.
+
+    specs: table entries of the parts, None for a dense part. in_features, out_features: sizes of the whole linear, one of out_features
+    for each part. Raises SurgeryError if an entry has other sizes, or cannot be cut into `shard.count` slices.
+    """
+
+    def __init__(
+        self,
+        specs: list[dict[str, Any] | None],
+        in_features: int,
+        out_features: tuple[int, ...],
+        dtype: torch.dtype,
+        shard: Shard | None = None,
+    ):
+        self.shard = shard or Shard()
+        self.modules = []
+        self.cuts: list[dict[str, tuple[int, int]]] = []  # of each part: tensor -> (axis, slices), for sliced tensors
+        self.shapes: list[dict[str, tuple[int, ...]]] = []  # of each part: tensor -> shape in the checkpoint
+        for spec, out in zip(specs, out_features, strict=True):
+            entry = {"structure": "dense"} if spec is None else dict(spec)
+            entry = {"in_features": in_features, "out_features": out, **entry}
+            given = entry["in_features"], entry["out_features"]
+            if entry["structure"] != "split" and given != (in_features, out):
+                raise SurgeryError(
+                    f"the table in config.json maps {given[0]} features to {given[1]}, where the model has a linear from {in_features} "
+                    f"to {out}. Its config and its table do not belong together; download or convert the checkpoint again"
+                )
+            whole = build_module(without_bias(entry), "meta", dtype)
+            self.shapes.append({name: tuple(t.shape) for name, t in whole.state_dict().items()})
+            local, cuts = slice_spec(entry, self.shard)
+            self.modules.append(build_module(without_bias(local), "meta", dtype))
+            self.cuts.append(cuts)
+        self.places: list[dict[str, tuple[int, tuple[int, ...]]]] = [{} for _ in self.modules]
+        self.tensors: dict[str, tuple[int, torch.dtype]] = {}
+        for place, module in zip(self.places, self.modules):
+            for name, t in module.state_dict().items():
+                start, _ = self.tensors.get(name, (0, t.dtype))
+                place[name] = (start, tuple(t.shape))
+                self.tensors[name] = (start + t.numel(), t.dtype)
+        self.has_biases = any(name.rpartition(".")[2] == "bias" for name in self.tensors)
+        self.missing = {(part, name) for part, place in enumerate(self.places) for name in place}
+
+    def copy_part(self, flat: Tensor, name: str, part: int, loaded: Tensor) -> None:
+        """Copy a tensor of the checkpoint, or this process's slice of it, into the flat tensor `name`.
+
+        Raises SurgeryError if the part has no such tensor, or one of another shape, or got it before.
+        """
+        if not 0 <= part < len(self.places) or name not in self.places[part]:
+            raise SurgeryError(
+                f"the checkpoint has a tensor {name!r} for part {part}, which its table does not describe"
+            )
+        if tuple(loaded.shape) != self.shapes[part][name]:
+            raise SurgeryError(
+                f"tensor {name!r} of part {part} has shape {list(loaded.shape)} in the checkpoint, and "
+                f"{list(self.shapes[part][name])} by its table: config.json and weights do not belong together"
+            )
+        if (part, name) not in self.missing:
+            raise SurgeryError(f"the checkpoint has tensor {name!r} of part {part} twice")
+        if name in self.cuts[part]:
+            axis, count = self.cuts[part][name]
+            loaded = loaded.chunk(count, dim=axis)[self.shard.rank]
+        start, shape = self.places[part][name]
+        flat.data[start : start + prod(shape)].copy_(loaded.reshape(-1))
+        self.missing.discard((part, name))
+
+    def check_complete(self, path: str, flats: dict[str, Tensor]) -> None:
+        """Raise SurgeryError if a tensor was not loaded or is invalid, such as an index table that is no permutation."""
+        if self.missing:
+            part, name = min(self.missing)
+            raise SurgeryError(
+                f"{path}: the checkpoint lacks {len(self.missing)} of its tensors, such as {name!r} of part {part}. Download or convert it "
+                "again"
+            )
+        for module, tensors in zip(self.modules, self._parts(flats)):
+            filled = copy.deepcopy(module)
+            filled.load_state_dict(tensors, assign=True)
+            for linear in filled.modules():
+                if isinstance(linear, StructuredLinear):
+                    linear.check_loaded()
+
+    def _parts(self, flats: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        return [
+            {name: flats[name][start : start + prod(shape)].view(shape) for name, (start, shape) in place.items()}
+            for place in self.places
+        ]
+
+    def __call__(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
+        """Return the parts' outputs side by side, (.., sum of out), for x (.., in)."""
+        outs = [functional_call(module, tensors, (x,)) for module, tensors in zip(self.modules, self._parts(flats))]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+
+
+def without_bias(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the table entry without its bias: vLLM's linears make and add their own. The parts of a split entry keep theirs."""
+    return spec if spec.get("structure") == "split" else {**spec, "bias": False}
+
+
+def slice_spec(spec: dict[str, Any], shard: Shard) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+    """Return (the table entry of one process's slice, tensor -> (axis, slices) of the tensors that are cut; others are copies).
+
+    Column parallel slices own rows of the matrix (outputs), row parallel slices own columns (inputs, whose products are summed over
+    the processes). Low rank W = left right: `out` cuts left and copies right, `in` cuts right and copies left. BTT and Monarch: `out`
+    cuts the b block rows of both cores, `in` the c block columns. Raises SurgeryError where the sizes do not divide.
+    """
+    structure, count, out = spec["structure"], shard.count, shard.side == "out"
+    if count == 1:
+        return spec, {}
+    if structure not in SLICED:
+        raise SurgeryError(
+            f"{structure} matrices are not cut over processes (tensor parallelism is for {', '.join(SLICED)}). Use one process, or densify"
+        )
+    size = "out_features" if out else "in_features"
+    if spec[size] % count:
+        raise SurgeryError(
+            f"{count} processes must divide the {spec[size]} {size.replace('_', ' ')} of a {structure} matrix"
+        )
+    local = {**spec, size: spec[size] // count}
+    if structure == "low_rank":
+        check_rank(spec["rank"], local)
+        return local, {"weight": (1, count)} if out else {"right": (1, count)}
+    if structure in ("dense", "folded"):
+        axis = (0 if out else 1) + (structure == "folded")
+        return local, {"weight": (axis, count)}
+    grid = list(build_module(without_bias(spec)).state_dict()["weight"].shape[:2])
+    which = 0 if out else 1
+    if grid[which] % count or spec[size] % grid[which]:
+        raise SurgeryError(
+            f"{count} processes must divide the {grid[which]} blocks along {size.split('_')[0]} of a {structure} matrix, which must tile its "
+            f"{spec[size]} {size.replace('_', ' ')} without padding. Use one process, or other blocks"
+        )
+    grid[which] //= count
+    rank = build_module(without_bias(spec)).state_dict()["weight"].shape[2]
+    local = {key: local[key] for key in ("in_features", "out_features", "bias")}
+    local |= {"structure": "btt", "blocks": grid, "rank": rank}
+    return local, {"weight": (0, count), "right": (2, count)} if out else {"weight": (1, count), "right": (0, count)}
+
+
+def check_rank(rank: int, local: dict[str, Any]) -> None:
+    """Raise SurgeryError if a slice would have fewer rows or columns than its rank, which the table's rules refuse."""
+    least = min(local["in_features"], local["out_features"])
+    if rank > least:
+        raise SurgeryError(
+            f"a low_rank matrix of rank {rank} cannot be cut into slices of {least} features; use fewer processes"
+        )

@@ -1,0 +1,122 @@
+"""What can be served from a converted checkpoint, decided from config.json and the tensor headers before anything is allocated.
+
+    table = check_config(config, "OUT")          the table, or SurgeryError for what vLLM would not run correctly
+    check_files(folder, "OUT")                   the tensors are exactly those that config and table describe
+
+This module does not import vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from surgery.checkpoint.meta_model import build_unconverted_model
+from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
+from surgery.checkpoint.table import QUANT_METHOD, read_mixers, read_table
+from surgery.checkpoint.tensor_names import check_tensors
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS, MixerConfig, mixer_config
+from surgery.mixers.linear import LinearAttention
+from surgery.mixers.masks.base import MASKS
+from surgery.modeling.modules import build_module
+from surgery.modeling.quantization_config import SurgeryConfig
+from surgery.modeling.quantizer import replace_modules, split_named_experts
+
+# Model classes of vLLM that keep the order of rows of Hugging Face's fused linears, tested token for token. Others are served
+# through vLLM's Transformers backend, which runs transformers' own forward.
+OWN_CLASSES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+TRANSFORMERS_CLASS = "TransformersForCausalLM"  # vLLM's Transformers backend
+BOUNDED_MASKS = ("ones", "decay", "gates", "hierarchical", "toeplitz_blocks")
+
+
+@dataclass(frozen=True)
+class ServedTable:
+    """The table of a converted checkpoint. modules: linear entries by path. mixers: mixer configs by attention path."""
+
+    modules: dict[str, dict[str, Any]]
+    mixers: dict[str, MixerConfig]
+
+
+def is_converted(config: dict[str, Any]) -> bool:
+    """Return whether config.json is of a checkpoint written by `surgery convert`."""
+    table = config.get("quantization_config")
+    return isinstance(table, dict) and table.get("quant_method") == QUANT_METHOD
+
+
+def check_config(config: dict[str, Any], name: str) -> ServedTable:
+    """Return the table of a config.json. Raise SurgeryError if it is damaged, or has an entry that vLLM would not serve correctly."""
+    modules, mixers = read_table(config, name), read_mixers(config, name)
+    SurgeryConfig(**config["quantization_config"])  # checks the format
+    architectures = config.get("architectures")
+    classes = architectures if isinstance(architectures, list) else []
+    if not any(isinstance(c, str) and c.endswith(("ForCausalLM", "LMHeadModel")) for c in classes):
+        raise SurgeryError(
+            f"{name} is a {', '.join(map(str, classes)) or 'model without architectures'}; vLLM serves converted checkpoints of causal language "
+            "models (..ForCausalLM) only. Load it with transformers"
+        )
+    if "GPTNeoXForCausalLM" in classes:
+        raise SurgeryError(
+            f"{name} is a GPTNeoXForCausalLM, whose head has the name embed_out: vLLM's Transformers backend knows lm_head only, and vLLM's own "
+            "class has another order of fused rows. Use `transformers serve`, or `surgery serve`, which chooses it"
+        )
+    for path, entry in modules.items():
+        if not path.isascii() or "" in path.split("."):
+            raise SurgeryError(
+                f"{name}: the surgery table in config.json has an entry with the path {path[:100]!r}; it is damaged"
+            )
+        if entry.get("transposed"):
+            raise SurgeryError(
+                f"{name}, {path}: vLLM's classes of models with transposed linears (GPT-2's Conv1D) expect other weights. Use "
+                "`transformers serve`, or `surgery serve`, which chooses it"
+            )
+        try:
+            build_module(dict(entry))
+        except SurgeryError as error:
+            raise SurgeryError(f"{name}, {path}: {error}") from None
+    return ServedTable(
+        modules, {path: check_mixer(mixer_config(entry), f"{name}, {path}") for path, entry in mixers.items()}
+    )
+
+
+def check_mixer(config: MixerConfig, where: str) -> MixerConfig:
+    """Return the config of a mixer. Raise SurgeryError, with the reason, if vLLM cannot keep its state."""
+    MIXERS[config]  # raises for unknown mixers
+    if not isinstance(config, LinearAttention):
+        raise SurgeryError(
+            f"{where}: mixer {config.name!r} keeps keys or scores of its own, for which vLLM has no cache. vLLM serves linear mixers; "
+            "use `transformers serve`, or `surgery serve`, which chooses it"
+        )
+    mask = config.mask.name
+    if mask not in BOUNDED_MASKS or not MASKS[config.mask].has_bounded_state:
+        raise SurgeryError(
+            f"{where}: the state of mask {mask!r} grows with the context, and vLLM allocates states of one size. Servable masks: "
+            f"{', '.join(BOUNDED_MASKS)}. Use `transformers serve`, or for MHLA `surgery toeplitz`"
+        )
+    return config
+
+
+def check_files(source: CheckpointSource) -> None:
+    """Raise SurgeryError unless the files hold exactly the tensors that config.json and its table describe.
+
+    vLLM itself does not notice a missing tensor of a quantized model, and drops unknown biases.
+    """
+    model = build_unconverted_model(source)
+    table = SurgeryConfig(**source.config["quantization_config"])
+    split_named_experts(model, source.tensors)
+    replace_modules(model, table.modules, table.mixers)
+    check_tensors(model, source.tensors, source.name, table.unused)
+
+
+def check_checkpoint(name: str) -> ServedTable:
+    """Check the config and the tensor headers of a local folder or a cached Hub id; return its table."""
+    source = open_converted_checkpoint(name)
+    table = check_config(source.config, source.name)
+    check_files(source)
+    return table

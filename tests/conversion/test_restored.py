@@ -1,0 +1,298 @@
+"""Hybrids by: restored: the divergences that rank layers, the rows they are measured on, and whole conversions."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conversion.test_convert import bytes_of
+from helpers.small import make_recipe, tiny_config, tiny_inputs
+from helpers.small_training import EMBEDDED, copy_first_layers
+from safetensors.torch import save_file
+from torch.nn.functional import kl_div
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from surgery.calibration import lm_head
+from surgery.calibration.data import CalibrationSet
+from surgery.calibration.lm_head import ChunkedLMHead
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.source import open_checkpoint
+from surgery.conversion import preflight
+from surgery.conversion.convert import convert
+from surgery.conversion.restored import NEAR, DivergenceScorer, scored_rows
+from surgery.core.errors import SurgeryError
+from surgery.core.files import partial_path
+from surgery.core.journal import Journal
+from surgery.planning.attention_recipe import HybridRecipe
+from surgery.planning.plan import make_plan
+from surgery.publish.summary import inspect
+from surgery.publish.tables import hybrid_lines
+
+
+# -- divergences -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_divergences_are_those_of_the_whole_logits(family, tmp_path, monkeypatch):
+    """The vocabulary comes in several slices, with the soft cap of Gemma 2."""
+    torch.manual_seed(0)
+    cls, config = tiny_config(family)
+    config.vocab_size, config.pad_token_id = 600, 0
+    model = cls(config)
+    model.get_output_embeddings().weight.data.mul_(60)  # logits large enough that a lost maximum would overflow
+    model.save_pretrained(tmp_path)
+    meta_model = MetaModel(open_checkpoint(str(tmp_path)), False)
+    layout = make_plan(meta_model, make_recipe(structure="low_rank")).layout
+    monkeypatch.setattr(lm_head, "MAX_LOGITS", {"cpu": 1})
+    monkeypatch.setattr(lm_head, "ROWS_PER_PASS", 5)
+    head = ChunkedLMHead(meta_model, layout.head, layout.architecture, torch.device("cpu"))
+    assert len(list(head.slices(7))) == 3
+    hidden_ND, other_ND = torch.randn(2, 13, config.hidden_size) * 3
+    weight_VD, bias = model.get_output_embeddings().weight.detach(), None
+    p, q = (head.logits(x.double(), weight_VD.double(), bias).log_softmax(-1) for x in (hidden_ND, other_ND))
+    wanted_N = kl_div(q, p, reduction="none", log_target=True).sum(-1)
+    assert torch.allclose(head.divergences(hidden_ND, other_ND).double(), wanted_N, rtol=1e-4, atol=1e-4)
+    assert head.divergences(hidden_ND, hidden_ND).max() < 1e-5
+
+
+# -- scored rows -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_scored_rows_end_with_a_copy_from_far_back(side):
+    ids_BT = torch.arange(12 * 160).view(12, 160)
+    mask_BT = torch.ones_like(ids_BT)
+    mask_BT[4:, slice(150, None) if side == "right" else slice(10)] = 0
+    mask_BT[5, :100] = 0  # at most 60 real tokens: no room for a copy
+    samples = CalibrationSet({"input_ids": ids_BT, "attention_mask": mask_BT}, 2, 12)
+    scored, changed = scored_rows(samples, 0.5, seed=3)
+    assert (scored.rows, scored.n_fit, changed) == (10, 0, 5) and samples.inputs["input_ids"] is ids_BT
+    assert torch.equal(ids_BT, torch.arange(12 * 160).view(12, 160))
+    found_BT, differs = scored.inputs["input_ids"], []
+    for row, (before_T, after_T, real_T) in enumerate(zip(ids_BT[2:], found_BT, mask_BT[2:].bool())):
+        assert torch.equal(before_T[~real_T], after_T[~real_T])
+        before_N, after_N = before_T[real_T], after_T[real_T]
+        if torch.equal(before_N, after_N):
+            continue
+        differs.append(row)
+        count = (len(before_N) - NEAR.window) // 4
+        start = int((before_N == after_N[-count]).nonzero())
+        assert torch.equal(after_N[-count:], before_N[start : start + count])
+        assert torch.equal(after_N[:-count], before_N[:-count])
+        assert len(before_N) - count - start > NEAR.window
+    assert differs == [0, 1, 2, 4, 5]
+    assert torch.equal(scored_rows(samples, 0.5, seed=3)[0].inputs["input_ids"], found_BT)
+    assert not torch.equal(scored_rows(samples, 0.5, seed=4)[0].inputs["input_ids"], found_BT)
+    assert scored_rows(samples, 0.0, seed=3)[1] == 0 and scored_rows(samples, 1.0, seed=3)[1] == 9
+
+
+def test_rows_without_token_ids_or_of_two_stacks_stay():
+    images = CalibrationSet({"pixel_values": torch.randn(4, 3, 16, 16)}, 2, 4)
+    assert scored_rows(images, 1.0, seed=0)[1] == 0
+    pair = CalibrationSet({"input_ids": torch.arange(400).view(4, 100), "decoder_input_ids": torch.ones(4, 3)}, 2, 4)
+    assert scored_rows(pair, 1.0, seed=0)[1] == 0
+
+
+class Norms:
+    """A head whose divergence of a token is the squared difference of the hidden states."""
+
+    def divergences(self, hidden_ND, other_ND):
+        return (hidden_ND - other_ND).square().sum(-1)
+
+
+def test_weights_are_the_gap_and_a_score_is_a_weighted_mean():
+    scorer = object.__new__(DivergenceScorer)
+    scorer.head, scorer.unit, scorer.weight_BT = Norms(), "nats", None
+    scorer.mask_BT = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    original_BTD, near_BTD, student_BTD = torch.randn(3, 2, 4, 5)
+    even = scorer.score(original_BTD, student_BTD)
+    real_BT = scorer.mask_BT.bool()
+    found_N = (original_BTD - student_BTD).square().sum(-1)[real_BT].double()
+    assert even.tokens == 7 and even.converted == pytest.approx(float(found_N.mean()))
+    near_BTD[0, 3] = torch.nan  # padding
+    assert scorer.weight_by_gap(original_BTD, near_BTD)
+    gap_N = (original_BTD - near_BTD).square().sum(-1)[real_BT].double()
+    assert float(scorer.weight_BT[real_BT].mean()) == pytest.approx(1) and float(scorer.weight_BT[0, 3]) == 0
+    wanted = float((gap_N * found_N).sum() / gap_N.sum())
+    assert scorer.score(original_BTD, student_BTD).converted == pytest.approx(wanted)
+    student_BTD[1, 2, 0] = torch.nan
+    overflowed = scorer.score(original_BTD, student_BTD)
+    assert overflowed.converted <= 1e30 and json.loads(json.dumps(overflowed.to_dict())) == overflowed.to_dict()
+    assert not scorer.weight_by_gap(original_BTD, original_BTD) and scorer.weight_BT is None
+
+
+# -- conversions -----------------------------------------------------------------------------------
+WINDOWED = {"mixer": "linear", "mask": "decay", "window": 16, "sinks": 2, "steps": 4}
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory):
+    """Six rows of 160 tokens of the embedded checkpoint's calibration text, two of them held out."""
+    file = tmp_path_factory.mktemp("stories") / "inputs.safetensors"
+    text = (EMBEDDED / "calibration.txt").read_text(encoding="utf-8")[:8000]
+    ids = AutoTokenizer.from_pretrained(EMBEDDED)(text)["input_ids"][: 6 * 160]
+    save_file({"input_ids": torch.tensor(ids).view(6, 160)}, file)
+    return file
+
+
+def stories_recipe(stories, mixer=WINDOWED, **hybrid):
+    keys = {"by": "restored", **hybrid}
+    return make_recipe(structure="dense", attention={**mixer, "hybrid": keys}, calibration=stories)
+
+
+def test_the_same_choice_twice_and_after_an_interruption(stories, tmp_path, monkeypatch):
+    recipe, source = stories_recipe(stories, keep=0.6, align_steps=2), tmp_path / "source"
+    copy_first_layers(source, 3)
+    report = convert(str(source), recipe, tmp_path / "whole")
+    told = report["hybrid"]
+    layers = [f"model.layers.{i}" for i in range(3)]
+    assert len(told["order"]) == len(told["softmax"]) == len(told["rounds"]) == 2 and told["repeated_rows"] == 1
+    assert sorted(told["restored"]["softmax"]) == sorted(told["order"]) and told["weights"] == "far"
+    assert list(told["rounds"][0]) == layers and set(told["rounds"][1]) == {*layers} - {told["order"][0]}
+    for chosen, scores in zip(told["order"], told["rounds"]):
+        assert scores[chosen] == min(scores.values())
+    assert told["restored"]["converted"] == told["rounds"][1][told["order"][1]] < told["aligned"]["converted"]
+    assert told[told["kept"]]["converted"] == min(told[name]["converted"] for name in ("restored", "every"))
+    assert all(errors["aligned"] < errors["start"] for errors in told["alignment"].values())
+    shown = hybrid_lines(inspect(str(tmp_path / "whole"))["hybrid"])
+    assert f"restored in this order: {', '.join(told['order'])}" in shown and "no softmax layer" in shown[0]
+
+    add, steps = Journal.add, []
+
+    def stop_after(step, count):
+        def adding(self, done, **what):
+            add(self, done, **what)
+            steps.append((done, what.get("piece", what.get("round"))))
+            if [s for s, _ in steps].count(step) == count:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Journal, "add", adding)
+
+    for step, count in (("aligned", 2), ("aligned", 3), ("restored", 1)):
+        stop_after(step, count)
+        resume = partial_path(tmp_path / "out").exists()
+        with pytest.raises(KeyboardInterrupt):
+            convert(str(source), recipe, tmp_path / "out", resume=resume)
+        if count == 3:  # a damaged file is trained anew
+            file = partial_path(tmp_path / "out") / "aligned" / "model.layers.1.safetensors"
+            file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
+    stop_after("none", 1)
+    convert(str(source), recipe, tmp_path / "out", resume=True)
+    assert bytes_of(tmp_path / "whole") == bytes_of(tmp_path / "out")
+    done = [what for name, what in steps if name == "aligned"]
+    assert done == [*layers, layers[1]]
+    assert [what for name, what in steps if name == "restored"] == [0, 1]
+
+
+def local_copy(folder, layer):
+    """The embedded checkpoint as a Qwen2, whose layer `layer` sees the last 8 tokens only."""
+    llama = AutoModelForCausalLM.from_pretrained(EMBEDDED)
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps",
+            "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id")  # fmt: skip
+    kinds = ["sliding_attention" if i == layer else "full_attention" for i in range(6)]
+    config = Qwen2Config(
+        **{name: getattr(llama.config, name) for name in kept},
+        rope_parameters=llama.config.rope_parameters,
+        layer_types=kinds,
+        use_sliding_window=True,
+        sliding_window=8,
+    )
+    model = Qwen2ForCausalLM(config)
+    state = {name: torch.zeros_like(t) for name, t in model.state_dict().items() if name.endswith("bias")}
+    model.load_state_dict({**llama.state_dict(), **state})
+    model.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("weights", ["far", "even"])
+def test_a_layer_that_is_local_already_is_restored_last(weights, stories, tmp_path):
+    """Layer 3 comes first in the whole model; once it sees 8 tokens only, the student's window of 16 does all it does."""
+    recipe = stories_recipe(stories, {"mixer": "window", "window": 16}, keep=0.9, weights=weights, align_steps=0)
+    local_copy(tmp_path / "source", 3)
+    told = convert(str(tmp_path / "source"), recipe, tmp_path / "out")["hybrid"]
+    assert len(told["order"]) == 5 and "model.layers.3" not in told["order"]
+    before = [told["aligned"]["converted"], *(scores[layer] for scores, layer in zip(told["rounds"], told["order"]))]
+    assert [scores["model.layers.3"] for scores in told["rounds"]] == pytest.approx(before[:-1], rel=1e-4)
+    assert before[-1] < 1e-5 < before[0]  # all other layers are restored: the original
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "bert", "vit"])
+def test_families(family, checkpoints, calibration, tmp_path):
+    """Sliding windows and soft caps, fused projections, an output projection outside of the attention module, images."""
+    hybrid = {"keep": 0.5, "by": "restored", "align_steps": 2, "weights": "far" if family == "vit" else "even"}
+    attention = {"mixer": "linear", "mask": "decay", "steps": 4, "hybrid": hybrid}
+    recipe = make_recipe(structure="dense", attention=attention, calibration=calibration(family))
+    told = convert(str(checkpoints(family)), recipe, tmp_path / "out")["hybrid"]
+    assert told["weights"] == "even" and len(told["softmax"]) == 1
+    assert 0 < told["restored"]["converted"] < told["aligned"]["converted"]
+    assert all(errors["aligned"] < 1e30 for errors in told["alignment"].values())
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_changes_nothing(side, tmp_path):
+    torch.manual_seed(0)
+    cls, config = tiny_config("llama")
+    config.max_position_embeddings = 256
+    cls(config).save_pretrained(tmp_path / "source")
+    ids_BT = tiny_inputs("llama", 6, 96)["input_ids"]
+    mask_BT = torch.ones_like(ids_BT)
+    mask_BT[:, slice(90, None) if side == "right" else slice(6)] = 0
+    hybrid = {"keep": 0.5, "by": "restored", "align_steps": 3}
+    told = []
+    for filler in (3, 50):
+        inputs = {"input_ids": ids_BT.masked_fill(mask_BT == 0, filler), "attention_mask": mask_BT}
+        save_file(inputs, tmp_path / "inputs.safetensors")
+        recipe = make_recipe(
+            structure="dense",
+            attention={"mixer": "linear", "mask": "decay", "steps": 4, "hybrid": hybrid},
+            calibration=tmp_path / "inputs.safetensors",
+        )
+        told.append(convert(str(tmp_path / "source"), recipe, tmp_path / f"out{filler}")["hybrid"])
+    assert told[0]["rounds"][0] == pytest.approx(told[1]["rounds"][0], rel=1e-4)
+    assert told[0]["alignment"]["model.layers.0"] == pytest.approx(told[1]["alignment"]["model.layers.0"], rel=1e-3)
+    assert told[0]["repeated_rows"] == 1 and told[0]["restored"]["tokens"] == 2 * 90
+
+
+# -- recipes ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "hybrid, said",
+    [
+        ({"keep": 0.5, "align_steps": 5}, "by: restored"),
+        ({"layers": [0], "by": "restored", "weights": "far"}, "chosen by layers"),
+        ({"keep": 0.5, "by": "restored", "repeated": 1.5}, "repeated"),
+        ({"keep": 0.5, "by": "restored", "repeated": float("nan")}, "repeated"),
+        ({"keep": 0.5, "by": "restored", "weights": "near"}, "weights"),
+        ({"keep": 0.5, "by": "restored", "align_steps": -1}, "align_steps"),
+    ],
+)
+def test_options_that_do_not_apply_are_refused(hybrid, said):
+    with pytest.raises(SurgeryError, match=said):
+        make_recipe(structure="dense", attention={**WINDOWED, "hybrid": hybrid})
+
+
+def test_windows_too_short_for_distant_context_are_refused(checkpoints, calibration, tmp_path):
+    hybrid = {"keep": 0.5, "by": "restored"}
+    recipe = make_recipe(structure="dense", attention={**WINDOWED, "hybrid": hybrid}, calibration=calibration("llama"))
+    with pytest.raises(SurgeryError, match=r"have 24 tokens\. Set length above 68"):
+        convert(str(checkpoints("llama")), recipe, tmp_path / "out")
+    assert not partial_path(tmp_path / "out").exists()
+
+
+def test_recipes_of_other_choices_are_written_as_before():
+    """Journals and reports hold the recipe, and are compared with it."""
+    assert HybridRecipe(keep=0.5).model_dump() == {"keep": 0.5, "by": "sensitivity", "layers": None}
+    restored = HybridRecipe(keep=0.5, by="restored").model_dump()
+    assert restored == HybridRecipe(**restored).model_dump() and restored["align_steps"] == 100
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_the_aligned_layers_count_as_bytes_to_write(family, checkpoints, calibration, monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight, "size_text", str)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    wanted = {}
+    for by in ("sensitivity", "restored"):
+        hybrid = {"keep": 0.5, "by": by, **({"weights": "even"} if by == "restored" else {})}
+        attention = {"mixer": "linear", "mask": "decay", "hybrid": hybrid}
+        recipe = make_recipe(structure="dense", attention=attention, calibration=calibration(family))
+        with pytest.raises(SurgeryError, match="writes up to") as error:
+            convert(str(checkpoints(family)), recipe, tmp_path / "out")
+        wanted[by] = int(str(error.value).split("up to ")[1].split(".")[0])
+    assert wanted["restored"] - wanted["sensitivity"] == 4 * 2 * 4 * 32 * 32  # bytes x layers x projections

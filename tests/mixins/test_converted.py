@@ -1,0 +1,117 @@
+"""transformers' own ModelTesterMixin over converted models: llama and qwen3, six recipes.
+
+`make test-mixins` fetches the mixins and runs this file; without them it is skipped. Every class of a run converts itself as it is made from
+a config, and is otherwise the library's class. A test that fails is listed in EXPECTED with its reason; any other failure is a defect. One run takes about half a minute of one core.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import unittest
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.small import DECODER
+
+import surgery
+from mixins.fetch import FOLDER
+from surgery.core.progress import Progress
+from surgery.planning.recipe import load_recipe
+
+sys.path.insert(0, str(FOLDER))
+pytest.importorskip("parameterized")
+ModelTesterMixin = pytest.importorskip("transformers_mixins.test_modeling_common").ModelTesterMixin
+GenerationTesterMixin = pytest.importorskip("transformers_mixins.generation.test_utils").GenerationTesterMixin
+
+pytestmark = pytest.mark.slow
+FAMILIES = {
+    "llama": ("LlamaConfig", "LlamaModel", "LlamaForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3Model", "Qwen3ForCausalLM"),
+}
+RECIPES = ("low-rank-half", "btt-half", "monarch-half", "mlr-cache-60", "gated-deltanet", "log-linear")
+MIXERS = ("mlr-cache-60", "gated-deltanet", "log-linear")
+NO_WEIGHTS = "a mixer has no attention weights, so its entry of `attentions` is None, and the test reads a tensor there"
+# Test -> (recipes with which it fails, reason).
+EXPECTED: dict[str, tuple[tuple[str, ...], str]] = {
+    "test_from_pretrained_no_checkpoint": (
+        RECIPES,
+        "it gives from_pretrained the converted model's state dict with the config from before the conversion, which has no table",
+    ),
+    "test_model_weights_reload_no_missing_tied_weights": (
+        RECIPES,
+        "it expects random weights for missing tensors; a converted checkpoint without its tensors is refused",
+    ),
+    "test_attention_outputs": (MIXERS, NO_WEIGHTS),
+    "test_retain_grad_hidden_states_attentions": (MIXERS, NO_WEIGHTS),
+    "test_init_weights_can_init_buffers": (
+        ("mlr-cache-60",),
+        "it compares with a model made from a config without values, which the classes of this file cannot convert: mixers' buffers are missing",
+    ),
+    "test_sdpa_can_dispatch_non_composite_models": (
+        ("mlr-cache-60",),
+        "it reads `config._attn_implementation` of modules named ..Attention; the config of MLRAttention is the mixer's own",
+    ),
+}
+
+
+def converting(cls: type, recipe: str) -> type:
+    """Return a class of the same name whose instances are converted without calibration text when they are made from a config."""
+
+    def __init__(self, config, *args, **kwargs):
+        if torch.empty(0).is_meta:  # from_pretrained: surgery's quantizer replaces the modules
+            cls.__init__(self, config, *args, **kwargs)
+            return
+        config = copy.deepcopy(config)
+        if hasattr(config, "quantization_config"):  # of a model that was made from this config before
+            del config.quantization_config
+        cls.__init__(self, config, *args, **kwargs)
+        self.__class__ = cls  # the conversion makes a copy of the class without weights
+        surgery.apply(self, load_recipe(recipe, ["calibration=null"]), progress=Progress())
+        self.__class__ = made
+
+    made: Any = type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
+    return made
+
+
+class ModelTester:
+    """What the mixin asks of a model: its config and inputs."""
+
+    batch_size, seq_length, is_training = 4, 7, True
+    num_hidden_layers, hidden_size, num_attention_heads = 2, DECODER["hidden_size"], DECODER["num_attention_heads"]
+
+    def __init__(self, config: str):
+        self.config = config
+
+    def get_config(self):
+        return getattr(transformers, self.config)(**DECODER)
+
+    def prepare_config_and_inputs_for_common(self):
+        ids = torch.randint(3, DECODER["vocab_size"], (self.batch_size, self.seq_length))
+        return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def case(family: str, recipe: str) -> type:
+    """Return the TestCase of one run."""
+    config, *classes = FAMILIES[family]
+
+    def setUp(self):
+        self.model_tester = ModelTester(config)
+
+    models = tuple(converting(getattr(transformers, name), recipe) for name in classes)
+    made = type(
+        f"{family}_{recipe}",
+        (ModelTesterMixin, GenerationTesterMixin, unittest.TestCase),
+        {"setUp": setUp, "all_model_classes": models},
+    )
+    for name, (recipes, reason) in EXPECTED.items():
+        if recipe in recipes and hasattr(made, name):
+            setattr(made, name, pytest.mark.xfail(reason=reason, strict=True)(getattr(made, name)))
+    return made
+
+
+for _family in FAMILIES:
+    for _recipe in RECIPES:
+        globals()[f"Test_{_family}_{_recipe.replace('-', '_')}"] = case(_family, _recipe)

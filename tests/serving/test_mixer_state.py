@@ -1,0 +1,129 @@
+"""Mixers in a server's cache: any schedule of pieces and steps, in any row, gives the output of the whole sequence. Needs no vLLM."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
+from surgery.planning.recipe import load_recipe
+from surgery.vllm.mixer_state import Batch, StateLayout, Tokens, mix_batch
+from surgery.vllm.servable import check_mixer
+
+SHAPE = AttentionShape(dim=24, heads=4, groups=2, key=8, value=8, scaling=0.35, rotary=8)
+RECIPES = (
+    *("log-linear", "log-linear-gdn", "log-linear-mamba2", "hybrid-25", "gated-deltanet", "ssd", "retnet", "tbm"),
+    *("lolcats", "hedgehog"),
+)
+LENGTHS = (37, 20, 3)
+SMALLER = {"window": 6, "sinks": 2}  # than the shortest sequences
+
+
+def recipe_mixer(name: str):
+    """Return the mixer of a shipped recipe, with random parameters and a window and blocks that short sequences leave."""
+    data = load_recipe(name, []).attention.config_for(SHAPE, 0, 1).to_dict()
+    data |= {k: v for k, v in SMALLER.items() if data.get(k)}
+    if data["mask"].get("block", 1) > 1:
+        data["mask"] = {**data["mask"], "block": 4}
+    torch.manual_seed(0)
+    mixer = MIXERS[mixer_config(data)](mixer_config(data), SHAPE)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return mixer.requires_grad_(False).eval()
+
+
+def random_tokens(length: int) -> Tokens:
+    angle = torch.arange(length)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03]).repeat(2)
+    heads = (torch.randn(length, n, 8) for n in (SHAPE.heads, SHAPE.groups, SHAPE.groups))
+    return Tokens(*heads, torch.randn(length, SHAPE.dim), (angle.cos(), angle.sin()))
+
+
+def joined(parts: list[Tokens]) -> Tokens:
+    rope = (torch.cat([p.rope[0] for p in parts]), torch.cat([p.rope[1] for p in parts]))
+    return Tokens(*(torch.cat([p[i] for p in parts]) for i in range(4)), rope)
+
+
+def piece(tokens: Tokens, start: int, stop: int) -> Tokens:
+    return Tokens(*(t[start:stop] for t in tokens[:4]), (tokens.rope[0][start:stop], tokens.rope[1][start:stop]))
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def served(request):
+    mixer = recipe_mixer(request.param)
+    torch.manual_seed(1)
+    sequences = [random_tokens(length) for length in LENGTHS]
+    whole = [mixer.mix(tokens.of_request(0, len(tokens.x_ND)))[0][0].transpose(0, 1) for tokens in sequences]
+    return mixer, StateLayout(mixer, max(LENGTHS)), sequences, whole
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_every_schedule_gives_the_output_of_the_whole_sequence(served, data):
+    mixer, layout, sequences, whole = served
+    rows = data.draw(st.permutations(range(5)))
+    cache = torch.full((5, layout.size), float("nan"))  # a row that is read before it is written spoils the output
+    seen = [0] * len(sequences)
+    outs: list[list[torch.Tensor]] = [[] for _ in sequences]
+    while any(n < len(s.x_ND) for n, s in zip(seen, sequences)):
+        left = [i for i, s in enumerate(sequences) if seen[i] < len(s.x_ND)]
+        chosen = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
+        counts = {i: data.draw(st.sampled_from([1, 2, 7, 40])) for i in chosen}
+        counts = {i: min(n, len(sequences[i].x_ND) - seen[i]) for i, n in counts.items()}
+        steps = [i for i in chosen if counts[i] == 1 and seen[i]]
+        order = steps + [i for i in chosen if i not in steps]
+        parts = [piece(sequences[i], seen[i], seen[i] + counts[i]) for i in order]
+        starts = [0, *torch.tensor([counts[i] for i in order]).cumsum(0).tolist()]
+        lengths = [seen[i] + counts[i] for i in order]
+        batch = Batch(len(steps), starts, lengths, torch.tensor([rows[i] for i in order], dtype=torch.int32))
+        out = mix_batch(mixer, layout, cache, batch, joined(parts))
+        for number, i in enumerate(order):
+            outs[i].append(out[starts[number] : starts[number + 1]])
+            seen[i] += counts[i]
+    for got, wanted in zip(outs, whole):
+        torch.testing.assert_close(torch.cat(got), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
+
+
+def test_a_restarted_request_does_not_read_its_old_row(served):
+    mixer, layout, sequences, whole = served
+    cache = torch.zeros(2, layout.size)
+    for _ in range(2):
+        batch = Batch(0, [0, 20], [20], torch.tensor([1]))
+        out = mix_batch(mixer, layout, cache, batch, piece(sequences[1], 0, 20))
+        torch.testing.assert_close(out, whole[1], rtol=0, atol=2e-4 * float(whole[1].abs().max()))
+
+
+def test_the_state_of_log_linear_attention_grows_by_one_sum_for_each_doubling():
+    mixer = recipe_mixer("log-linear-mamba2")
+    sizes = [StateLayout(mixer, 2**bits).size for bits in (4, 5, 6)]
+    assert sizes[1] - sizes[0] == sizes[2] - sizes[1] == SHAPE.groups * 8 * 8
+    layout = StateLayout(mixer, 8)
+    cache = torch.zeros(1, layout.size)
+    torch.manual_seed(1)
+    with pytest.raises(SurgeryError, match="longer than the 4 sums"):
+        mix_batch(mixer, layout, cache, Batch(0, [0, 20], [20], torch.tensor([0])), random_tokens(20))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"mixer": "window"}, "mixer 'window' keeps keys or scores of its own"),
+        ({"mixer": "mlr", "ranks": [4, 4], "extents": [8]}, "mixer 'mlr' keeps keys"),
+        ({"mixer": "linear", "mask": "toeplitz"}, "state of mask 'toeplitz' grows"),
+        ({"mixer": "linear", "mask": "blocks"}, "state of mask 'blocks' grows"),
+        ({"mixer": "linear", "mask": "fourier"}, "state of mask 'fourier' grows"),
+    ],
+)
+def test_mixers_without_a_bounded_state_are_refused(entry, message):
+    with pytest.raises(SurgeryError, match=message):
+        check_mixer(mixer_config(entry), "layer")
+
+
+def test_inputs_keep_their_axes():
+    tokens = random_tokens(5)
+    one: MixerInputs = tokens.one_each(3)
+    assert one.q_BHTK.shape == (3, 4, 1, 8) and one.rope[0].shape == (3, 1, 8)
+    assert tokens.of_request(1, 4).k_BGTK.shape == (1, 2, 3, 8)

@@ -1,0 +1,157 @@
+"""Fused linears with parts of different structure: products, loading, and slices for several processes. Needs no vLLM."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.forked import run_processes
+
+from surgery.core.errors import SurgeryError
+from surgery.modeling.modules import build_module
+from surgery.vllm.packed_linear import PackedLinear, Shard
+
+IN = 48
+SHIPPED = {
+    "low_rank": {"structure": "low_rank", "rank": 8},
+    "pivoted_low_rank": {"structure": "pivoted_low_rank", "rank": 8},
+    "btt": {"structure": "btt", "blocks": [4, 4], "rank": 3},
+    "monarch": {"structure": "monarch", "blocks": [4, 6], "rank": 1},
+    "kronecker": {"structure": "kronecker", "blocks": [4, 4], "rank": 3},
+    "folded": {"structure": "folded"},
+    "dense": {"structure": "dense"},
+}
+
+
+def entry(structure: str, out: int, in_: int = IN) -> dict:
+    return {**SHIPPED[structure], "in_features": in_, "out_features": out, "bias": False}
+
+
+def random_module(spec: dict) -> torch.nn.Module:
+    module = build_module(spec, "cpu")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+        if spec["structure"] == "pivoted_low_rank":
+            module.place.copy_(torch.randperm(spec["out_features"]))
+    return module
+
+
+def fill(packed: PackedLinear, modules: list, skip: tuple = ()) -> dict[str, torch.Tensor]:
+    flats = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in packed.tensors.items()}
+    for part, module in enumerate(modules):
+        for name, tensor in module.state_dict().items():
+            if (part, name) not in skip:
+                packed.copy_part(flats[name], name, part, tensor)
+    return flats
+
+
+@pytest.mark.parametrize("structure", SHIPPED)
+def test_one_part_is_its_module(structure):
+    module, x = random_module(entry(structure, 32)), torch.randn(5, IN)
+    packed = PackedLinear([entry(structure, 32)], IN, (32,), torch.float32)
+    flats = fill(packed, [module])
+    packed.check_complete("layer", flats)
+    assert torch.equal(packed(flats, x), module(x))
+
+
+def test_parts_of_different_structure_rank_and_dtype_lie_side_by_side():
+    outs = (32, 16, 16, 8, 24, 32, 16)
+    specs = [entry(name, out) for name, out in zip(SHIPPED, outs)]
+    modules, x = [random_module(spec) for spec in specs], torch.randn(2, 3, IN)
+    packed = PackedLinear([*specs[:-1], None], IN, outs, torch.float32)
+    flats = fill(packed, modules)
+    packed.check_complete("layer", flats)
+    assert flats["place"].dtype == torch.int32
+    torch.testing.assert_close(packed(flats, x), torch.cat([module(x) for module in modules], -1), rtol=0, atol=1e-5)
+
+
+def test_a_split_linear_keeps_its_order_and_biases():
+    parts = {"query": {**entry("btt", 32), "bias": True}, "key": {**entry("low_rank", 16), "bias": True}}
+    spec = {"structure": "split", "parts": parts, "order": ["query", "key"], "heads": 4}
+    module, x = build_module(spec, "cpu"), torch.randn(5, IN)
+    packed = PackedLinear([spec], IN, (48,), torch.float32)
+    flats = fill(packed, [module])
+    packed.check_complete("layer", flats)
+    assert packed.has_biases and torch.equal(packed(flats, x), module(x))
+
+
+def test_every_missing_tensor_is_noticed():
+    specs = [entry("btt", 32), entry("pivoted_low_rank", 16), None]
+    modules = [random_module(spec) for spec in [*specs[:2], entry("dense", 16)]]
+    packed = PackedLinear(specs, IN, (32, 16, 16), torch.float32)
+    for part, name in sorted(packed.missing):
+        fresh = copy.deepcopy(packed)
+        flats = fill(fresh, modules, skip=((part, name),))
+        with pytest.raises(SurgeryError, match=f"lacks 1 of its tensors.*'{name}' of part {part}"):
+            fresh.check_complete("layer", flats)
+
+
+def test_unmatched_misshapen_and_repeated_tensors_are_refused():
+    packed = PackedLinear([entry("low_rank", 32)], IN, (32,), torch.float32)
+    flat = torch.zeros(packed.tensors["right"][0])
+    with pytest.raises(SurgeryError, match="'scale' for part 0, which its table does not describe"):
+        packed.copy_part(flat, "scale", 0, torch.zeros(3))
+    with pytest.raises(SurgeryError, match=r"shape \[48, 8\] in the checkpoint, and \[8, 48\]"):
+        packed.copy_part(flat, "right", 0, torch.zeros(48, 8))
+    packed.copy_part(flat, "right", 0, torch.zeros(8, 48))
+    with pytest.raises(SurgeryError, match="twice"):
+        packed.copy_part(flat, "right", 0, torch.zeros(8, 48))
+    with pytest.raises(SurgeryError, match="maps 48 features to 32, where the model has a linear from 48 to 40"):
+        PackedLinear([entry("low_rank", 32)], IN, (40,), torch.float32)
+
+
+def test_an_index_table_that_is_no_permutation_is_refused():
+    spec = entry("pivoted_low_rank", 16)
+    module = random_module(spec)
+    module.place.zero_()
+    packed = PackedLinear([spec], IN, (16,), torch.float32)
+    flats = fill(packed, [module])
+    with pytest.raises(SurgeryError, match="permutation"):
+        packed.check_complete("layer", flats)
+
+
+def run_slices(rank: int, count: int) -> None:
+    """Run column and row parallel products on this process's slices, joined over gloo, and compare with the whole."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    for structure in ("low_rank", "btt", "dense", "folded"):
+        outs = (32, 16)
+        specs = [entry(structure, out) for out in outs]
+        modules, x = [random_module(spec) for spec in specs], torch.randn(5, IN)
+        packed = PackedLinear(specs, IN, outs, torch.float32, Shard(rank, count, "out"))
+        local = packed(fill(packed, modules), x)
+        gathered = [torch.empty_like(local) for _ in range(count)]
+        dist.all_gather(gathered, local)
+        halves = [part.split([out // count for out in outs], -1) for part in gathered]
+        for number, module in enumerate(modules):
+            whole = torch.cat([half[number] for half in halves], -1)
+            torch.testing.assert_close(whole, module(x), rtol=0, atol=1e-4)
+        packed = PackedLinear(specs[:1], IN, outs[:1], torch.float32, Shard(rank, count, "in"))
+        partial = packed(fill(packed, modules[:1]), x.chunk(count, -1)[rank])
+        dist.all_reduce(partial)
+        torch.testing.assert_close(partial, modules[0](x), rtol=0, atol=1e-4)
+        assert sum(size for size, _ in packed.tensors.values()) < sum(t.numel() for t in modules[0].parameters())
+    dist.destroy_process_group()
+
+
+def test_two_processes_compute_the_whole_product():
+    assert run_processes(2, lambda rank: run_slices(rank, 2)) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("structure", "out", "count", "side", "message"),
+    [
+        ("low_rank", 33, 2, "out", "2 processes must divide the 33 out features"),
+        ("btt", 32, 3, "out", "3 processes must divide the 32 out features"),
+        ("btt", 36, 3, "out", "3 processes must divide the 4 blocks along out"),
+        ("kronecker", 32, 2, "out", "kronecker matrices are not cut"),
+        ("pivoted_low_rank", 32, 2, "in", "pivoted_low_rank matrices are not cut"),
+        ("low_rank", 8, 2, "out", "rank 8 cannot be cut into slices of 4"),
+    ],
+)
+def test_cuts_that_do_not_divide_are_refused(structure, out, count, side, message):
+    with pytest.raises(SurgeryError, match=message):
+        PackedLinear([entry(structure, out)], IN, (out,), torch.float32, Shard(0, count, side))

@@ -1,0 +1,117 @@
+"""Structured linears in vLLM's engine: the same greedy tokens as transformers, and nothing missing or unmatched passes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.served import converted, expected, ragged_prompts, random_checkpoint
+from safetensors.torch import load_file, save_file
+from serving.engines import apart, check_equal, engine, generate, needs_vllm
+
+pytestmark = needs_vllm
+
+ALL_STRUCTURES = {
+    "structure": "btt",
+    "blocks": [4, 4],
+    "rules": [
+        {"match": "attention.query", "structure": "low_rank", "keep": 0.5},
+        {"match": "attention.key", "structure": "dense"},
+        {"match": "attention.value", "structure": "pivoted_low_rank", "keep": 0.4},
+        {"match": "mlp.gate", "structure": "monarch", "keep": 0.5},
+        {"match": "mlp.up", "structure": "kronecker", "keep": 0.6},
+        {"match": "mlp.down", "structure": "low_rank", "keep": 0.7},
+        {"match": "head", "structure": "low_rank", "keep": 0.6},
+    ],
+}
+WHOLE = {"structure": "btt", "blocks": [4, 4], "rules": [{"match": "head", "structure": "low_rank", "keep": 0.6}]}
+# family -> the recipe and the class of vLLM that serves it
+SERVED = {
+    "llama": (ALL_STRUCTURES, "LlamaForCausalLM"),
+    "mistral": (ALL_STRUCTURES, "MistralForCausalLM"),
+    "qwen2": (ALL_STRUCTURES, "Qwen2ForCausalLM"),
+    "qwen3": (ALL_STRUCTURES, "Qwen3ForCausalLM"),
+    "gemma2": (ALL_STRUCTURES, "TransformersForCausalLM"),
+    "phi3": (WHOLE, "Phi3ForCausalLM"),
+    "phi3-split": ({**WHOLE, "fused": "split"}, "Phi3ForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_tokens_equal_those_of_transformers(name, tmp_path):
+    recipe, cls = SERVED[name]
+    out = apart(
+        converted, apart(random_checkpoint, tmp_path / "SRC", name.partition("-")[0]), tmp_path / "OUT", **recipe
+    )
+    prompts = ragged_prompts()
+    wanted = apart(expected, out, prompts, 16)
+    with engine(out) as llm:
+        assert llm.llm_engine.vllm_config.model_config.architecture == cls
+        check_equal(generate(llm, prompts, 16), wanted)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    return apart(converted, apart(random_checkpoint, folder / "SRC"), folder / "OUT", **ALL_STRUCTURES)
+
+
+@pytest.mark.parametrize(
+    "options", [{"model_impl": "transformers"}, {"max_num_batched_tokens": 48, "max_num_seqs": 4}], ids=str
+)
+def test_tokens_are_equal_through_the_transformers_backend_and_in_pieces(llama, options):
+    prompts = ragged_prompts()
+    with engine(llama, **options) as llm:
+        check_equal(generate(llm, prompts, 8), apart(expected, llama, prompts, 8))
+
+
+def test_speculation_by_prompt_lookup_is_exact_without_mixers(llama):
+    prompts = ragged_prompts()
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    with engine(llama, speculative_config=speculative) as llm:
+        check_equal(generate(llm, prompts, 8), apart(expected, llama, prompts, 8))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ("model.layers.1.self_attn.q_proj.right", "right"),
+        ("model.layers.1.mlp.up_proj.weight", "up_proj"),
+        ("model.norm.weight", "norm"),
+        ("model.layers.0.self_attn.k_proj.weight", "k_proj"),
+    ],
+)
+def test_a_missing_tensor_stops_the_engine(llama, tmp_path, tensor, message):
+    broken = shutil.copytree(llama, tmp_path / "OUT")
+    tensors = load_file(broken / "model.safetensors")
+    tensors.pop(tensor)
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Exception, match=message), engine(broken):
+        pass
+
+
+def test_an_unknown_bias_stops_the_engine(llama, tmp_path):
+    broken = shutil.copytree(llama, tmp_path / "OUT")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.bias"] = torch.ones(128)
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Exception, match=r"down_proj\.bias"), engine(broken):
+        pass
+
+
+def test_an_entry_without_a_module_stops_the_engine(llama, tmp_path):
+    broken = shutil.copytree(llama, tmp_path / "OUT")
+    config = json.loads((broken / "config.json").read_text())
+    modules = config["quantization_config"]["modules"]
+    modules["model.layers.9.mlp.up_proj"] = modules["model.layers.0.mlp.up_proj"]
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Exception, match=r"layers\.9\.mlp\.up_proj"), engine(broken):
+        pass
+
+
+def test_tensor_parallelism_is_refused(llama):
+    with pytest.raises(Exception, match=r"tensor parallel|world size|CPU"), engine(llama, tensor_parallel_size=2):
+        pass

@@ -1,0 +1,90 @@
+"""Micro-batches captured in a CUDA graph train as ordinary ones. Without a GPU the graph is the captured function itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.small_training import TINY_CHECKPOINT, convert_tiny, healing_recipe, read_losses, tensors
+
+from surgery.training import cuda_graph
+from surgery.training.finetune import finetune
+
+CUDA = torch.cuda.is_available()
+STAGES = [
+    {"kind": "align", "of": ["attention"], "trains": ["attention", "mixers"], "length": 32, "tokens": 512, "batch": 4, "rows": 2, "rate": 1e-3},
+    {"kind": "distill", "trains": ["all"], "length": 32, "tokens": 1024, "batch": 2, "rows": 2, "rate": 1e-3},
+]  # fmt: skip
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Return a list that gets one entry per replay."""
+    entries, record = [], cuda_graph.record_graph
+
+    def counted(step, **options):
+        replay = record(step, **options) if CUDA else step
+
+        def run():
+            entries.append(1)
+            replay()
+
+        return run
+
+    monkeypatch.setattr(cuda_graph, "record_graph", counted)
+    if not CUDA:
+        monkeypatch.setattr(cuda_graph, "is_on_one_gpu", lambda model: True)
+    return entries
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory):
+    return convert_tiny(
+        tmp_path_factory.mktemp("captured"), "log-linear-gdn", "attention.steps=2", "attention.window=8"
+    )
+
+
+def train(student, texts, out, **keys):
+    """Return (losses by stage and step, tensors) of a run of both stages on rows of one document."""
+    recipe = healing_recipe(texts, *STAGES, **keys)
+    recipe = recipe.model_copy(update={"data": {**recipe.data, "packing": "stream"}})
+    device = "cuda" if CUDA else "cpu"
+    finetune(str(student), recipe, out, teacher=str(TINY_CHECKPOINT), device=device, track="none")
+    return read_losses(out / "training"), tensors(out)
+
+
+def test_the_same_training(student, texts, tmp_path, replays, without_curves):
+    """Two stages, one with two micro-batches a step: the same losses and weights, bit for bit without a GPU.
+
+    On a GPU transformers gives captured softmax layers a mask, so that they run another bfloat16 kernel.
+    """
+    plain, weights = train(student, texts, tmp_path / "plain")
+    assert not replays
+    captured, ours = train(student, texts, tmp_path / "captured", cuda_graph=True)
+    assert len(replays) == 16 - cuda_graph.WARMUP_BATCHES  # align stages are not captured
+    assert [row[:2] for row in captured] == [row[:2] for row in plain]
+    assert [loss for *_, loss in captured] == pytest.approx([loss for *_, loss in plain], rel=5e-3 if CUDA else 1e-5)
+    for name, tensor in weights.items():
+        assert torch.allclose(ours[name].float(), tensor.float(), atol=5e-3 if CUDA else 1e-6), name
+
+
+def test_packed_documents_run_without_a_graph(student, texts, tmp_path, replays, without_curves):
+    recipe = healing_recipe(texts, STAGES[1], cuda_graph=True)
+    finetune(
+        str(student),
+        recipe,
+        tmp_path / "out",
+        teacher=str(TINY_CHECKPOINT),
+        device="cuda" if CUDA else "cpu",
+        track="none",
+    )
+    assert len(replays) < 16 - cuda_graph.WARMUP_BATCHES
+
+
+def test_a_step_that_cannot_be_captured_runs_as_always(student, texts, tmp_path, replays, monkeypatch, without_curves):
+    def refuse(step, **options):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(cuda_graph, "record_graph", refuse)
+    with pytest.warns(UserWarning, match="stage distill cannot be captured in a CUDA graph, so they run one by one"):
+        captured, _ = train(student, texts, tmp_path / "captured", cuda_graph=True)
+    assert captured == train(student, texts, tmp_path / "plain")[0]
