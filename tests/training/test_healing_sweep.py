@@ -24,9 +24,11 @@ def fake_run(folder: Path, name: str, seconds: float = 0.0, converted: str = "a"
     code = f"""
 import json, pathlib, time
 file, rows = pathlib.Path({str(file)!r}), {HEALED!r}
-file.write_text(json.dumps(rows[:1])); time.sleep(0.3)
-file.write_text(json.dumps(rows[:2])); time.sleep({seconds})
-file.write_text(json.dumps(rows))
+for count, seconds in (1, 0.3), (2, {seconds}), (3, 0):
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(rows[:count]))
+    partial.replace(file)
+    time.sleep(seconds)
 """
     return sweep.Run(file, folder / converted, [sys.executable, "-S", "-c", code])
 
@@ -83,6 +85,13 @@ def test_a_stopped_sweep_goes_on_with_what_is_missing(tmp_path, monkeypatch):
     assert [run.file.stem for run in left] == ["slow"] and runs[1].process.poll() is not None
     again = [fake_run(tmp_path, "quick", seconds=60), fake_run(tmp_path, "slow", converted="b")]
     assert sweep.run_all(again, 2, time.monotonic() + 30) == [] and again[0].process is None
+
+
+def test_a_damaged_file_of_rows_is_named(tmp_path):
+    run = fake_run(tmp_path, "a")
+    run.file.write_text("[{")
+    with pytest.raises(SurgeryError, match="is not the JSON of a run"):
+        sweep.run_all([run], 1, time.monotonic() + 30)
 
 
 def test_a_failing_run_is_reported(tmp_path, monkeypatch, capsys):

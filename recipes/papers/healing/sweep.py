@@ -18,7 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -59,9 +59,18 @@ class Run:
 
     def is_done(self) -> bool:
         """Return whether the file has a healed row, or says why there is none."""
+        return any("training" in row or "refused" in row for row in self.rows())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows that the process has written so far. It replaces the file whole, so half of one is an error."""
         if not self.file.exists():
-            return False
-        return any("training" in row or "refused" in row for row in json.loads(self.file.read_text(encoding="utf-8")))
+            return []
+        try:
+            return json.loads(self.file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise SurgeryError(
+                f"{self.file} is not the JSON of a run: {error}. Delete it to run this row again."
+            ) from None
 
 
 def load_plan(path: Path) -> Plan:
@@ -111,7 +120,7 @@ def is_converting(run: Run) -> bool:
     """Return whether a process is still at its conversion, which others of the same recipe wait for."""
     if run.process is None or run.process.poll() is not None:
         return False
-    return not run.file.exists() or len(json.loads(run.file.read_text(encoding="utf-8"))) < 2
+    return len(run.rows()) < 2
 
 
 def run_all(runs: list[Run], jobs: int, deadline: float) -> list[Run]:
