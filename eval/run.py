@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -17,6 +17,7 @@ from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import exclusive_lock, explain_disk_errors, is_disk_error
 from surgery.core.progress import Progress
 from surgery.eval.model import LiveEvalModel, OpenedModel, check_dtype, load, load_eval_model, open_model
+from surgery.eval.results.averages import AverageRow, average_rows
 from surgery.eval.results.compare import ComparisonRow, compare_results
 from surgery.eval.results.data_read import describe_data, package_versions, record_reads
 from surgery.eval.results.store import ResultStore, result_key
@@ -37,6 +38,8 @@ class Evaluation:
     """Result of `evaluate`: suite results by role, comparison rows, and files written.
 
     Attributes:
+        averages: averages over tasks, as papers report them.
+        notes: averages that cannot be given -> why, by suite.
         broken: suites or tasks that could not be measured -> reason; the others were measured.
         verdicts: results of --fail-below.
         exit_code: the same in every process: 0 success, 1 a threshold was missed, 2 something could not be measured.
@@ -46,6 +49,8 @@ class Evaluation:
     options: EvalOptions
     results: dict[str, dict[Role, SuiteResult]]
     rows: list[ComparisonRow] = field(default_factory=list)
+    averages: list[AverageRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
     verdicts: list[ThresholdResult] = field(default_factory=list)
     plots: list[Path] = field(default_factory=list)
@@ -75,6 +80,8 @@ class Evaluation:
             "options": redact_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
             "suites": suites,
             "rows": [row.to_dict() for row in self.rows],
+            "averages": [row.to_dict() for row in self.averages],
+            "notes": self.notes,
             "broken": self.broken,
             "limits": [verdict.to_dict() for verdict in self.verdicts],
             "plots": [path.name for path in self.plots],
@@ -311,6 +318,7 @@ class _EvaluationRun:
                     {"converted": suite.combine(by_role["base"], by_role["converted"])} if suite.combine else by_role
                 )
                 done.rows += compare_results(suite.name, shown, same, self.options.seed)
+                self._add_averages(done, suite, shown, same)
                 done.results[suite.name] = by_role
                 done.plots += self._plot(suite, by_role)
             except SurgeryError as error:
@@ -322,6 +330,14 @@ class _EvaluationRun:
             done.exit_code = 2 if done.broken else int(not all(verdict.held for verdict in done.verdicts))
         finally:  # results are written even if a threshold names an unknown task
             self._write(done)
+
+    def _add_averages(self, done: Evaluation, suite: Suite, results: Mapping[Role, SuiteResult], same: bool) -> None:
+        if suite.averages is None:
+            return
+        base, itself = ("base" if "base" in results else None), (["converted"] if same else [])
+        rows, notes = average_rows(suite.name, suite.averages, results, base, itself, seed=self.options.seed)
+        done.averages += rows
+        done.notes += [f"{suite.name}: {note}" for note in notes]
 
     def _check_samples(self, done: Evaluation) -> None:
         """Raise SurgeryError if --samples names a task that was not measured, which would otherwise go unnoticed."""

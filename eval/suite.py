@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import json
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # torch is imported only when something is measured
 
     from surgery.core.distributed import DistContext
     from surgery.core.progress import Progress
+    from surgery.eval.averages import SuiteAverages
 
 Role = Literal["base", "converted"]
 
@@ -199,6 +200,7 @@ class Suite:
         run_pair: measures both models alternately while both are loaded, e.g. for timings.
         plot: writes figures for {role: result} into a folder and returns their paths; None: curves by length and heat maps by
             length and depth, where samples have these groups.
+        averages: declares averages over the suite's tasks, given the lengths of its samples (eval/averages.py).
     """
 
     name: str
@@ -207,6 +209,7 @@ class Suite:
     combine: Callable[[SuiteResult, SuiteResult], SuiteResult] | None = None
     run_pair: Callable[[list[EvalModel], EvalOptions], list[SuiteResult]] | None = None
     plot: Callable[[Mapping[str, SuiteResult], Path], list[Path]] | None = None
+    averages: Callable[[Sequence[int | None]], SuiteAverages] | None = None
 
 
 SUITES: dict[str, Suite] = {}

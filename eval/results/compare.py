@@ -64,8 +64,7 @@ def compare_results(suite: str, results: Mapping[Role, SuiteResult], same: bool,
     Raises SurgeryError if the samples of both models differ.
     """
     first = next(iter(results.values()))
-    samples = {role: _index_samples(result.samples) for role, result in results.items()}
-    keys = _shared_keys(suite, samples)
+    keys, samples = shared_samples(suite, results)
     whole = Counter(task for task, _, _ in keys)
     found = []
     for task, group, chosen in _iterate_groups(keys):
@@ -79,6 +78,12 @@ def compare_results(suite: str, results: Mapping[Role, SuiteResult], same: bool,
                 picked = {role: [samples[role][k] for k in held] for role in results}
                 found.append(_make_row(suite, task, metric, group, picked, floor=floor, same=same, seed=seed))
     return found
+
+
+def shared_samples(suite: str, results: Mapping[Any, SuiteResult]) -> tuple[list[Key], dict[Any, dict[Key, Sample]]]:
+    """Return (keys, samples by model and key). Raises SurgeryError if the samples of the models differ."""
+    samples = {role: _index_samples(result.samples) for role, result in results.items()}
+    return _shared_keys(suite, samples), samples
 
 
 def _index_samples(samples: Iterable[Sample]) -> dict[Key, Sample]:

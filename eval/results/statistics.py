@@ -19,6 +19,7 @@ and Price 2012 for proportions: Laplace's rule for pairs). Without them the inte
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -102,14 +103,25 @@ def mcnemar(a_N: np.ndarray, b_N: np.ndarray) -> float:
 def _bootstrap(a: Units, b: Units, shape: Transform, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Return BOOTSTRAP_DRAWS changes and their standard errors."""
     n, columns, squares = len(a), _columns(a, b), _squares(a, b)
+    parts = [_changes_and_errors(c_RU @ columns, c_RU @ squares, n, shape) for c_RU in _draw_counts(n, rng)]
+    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+
+
+def draw_values(units: Sequence[Units], rng: np.random.Generator) -> list[np.ndarray]:
+    """Return BOOTSTRAP_DRAWS values (R,) of each model. Every draw takes the same units of all models."""
+    n = len(units[0])
+    columns = np.stack([column for u in units for column in (u.sums_U, u.weights_U)], axis=1)
+    sums_R = np.concatenate([counts_RU @ columns for counts_RU in _draw_counts(n, rng)])
+    return [sums_R[:, 2 * i] / sums_R[:, 2 * i + 1] for i in range(len(units))]
+
+
+def _draw_counts(n: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Yield how often each of n units is drawn, (rows, n), for BOOTSTRAP_DRAWS rows in all."""
     step = max(1, min(BOOTSTRAP_DRAWS, CHUNK_ELEMENTS // n))
-    parts = []
     for first in range(0, BOOTSTRAP_DRAWS, step):
         rows = min(step, BOOTSTRAP_DRAWS - first)
         chosen_RU = rng.integers(0, n, size=(rows, n)) + n * np.arange(rows)[:, None]
-        counts_RU = np.bincount(chosen_RU.ravel(), minlength=rows * n).reshape(rows, n).astype(np.float64)
-        parts.append(_changes_and_errors(counts_RU @ columns, counts_RU @ squares, n, shape))
-    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+        yield np.bincount(chosen_RU.ravel(), minlength=rows * n).reshape(rows, n).astype(np.float64)
 
 
 def _columns(a: Units, b: Units) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from surgery.eval.results.averages import AverageRow
 from surgery.eval.results.compare import ComparisonRow
 from surgery.eval.results.statistics import Interval
 
@@ -18,14 +19,42 @@ HEADERS = ("suite", "task", "n", "base", "converted", "difference", "95% interva
 def table_lines(done: Evaluation) -> list[list[str]]:
     """Return the cells of the table: a line per task and metric, and for a suite's main metric a line per length."""
     compared = "base" in done.models
-    lines, before = [], ""
-    for row in done.rows:
-        several = len(row.group) == 1 and set(row.group) <= LINE_GROUPS and row.metric == done.main_metric(row.suite)
-        if row.is_summary or several:
-            line = _format_line(row, compared)
-            lines.append([row.suite if row.suite != before else "", *line])
-            before = row.suite
+    lines = []
+    for suite in done.results:
+        each = []
+        for row in (row for row in done.rows if row.suite == suite):
+            several = len(row.group) == 1 and set(row.group) <= LINE_GROUPS and row.metric == done.main_metric(suite)
+            if row.is_summary or several:
+                each.append(_format_line(row, compared))
+        each += [_average_line(row, compared) for row in done.averages if row.suite == suite]
+        lines += [[suite if i == 0 else "", *line] for i, line in enumerate(each)]
     return lines
+
+
+def _average_line(row: AverageRow, compared: bool) -> list[str]:
+    values = [format_average(row, role) for role in (("base", "converted") if compared else ("converted",))]
+    samples = str(row.samples) if row.samples else ""
+    if not compared:
+        return [row.label, samples, *values]
+    found = row.differences.get("converted")
+    change = "" if found is None else f"{found.change:+.4g}"
+    return [row.label, samples, *values, change, _format_interval(found), ""]
+
+
+def format_average(row: AverageRow, model: str) -> str:
+    """Format the value of an average with its 95% interval, "91.6 [90.2, 93.0]"."""
+    value, interval = row.values[model], row.intervals[model]
+    show = format_tokens if row.unit == "tokens" else lambda number: f"{number:.4g}"
+    return show(value) + ("" if interval is None else f" [{show(interval[0])}, {show(interval[1])}]")
+
+
+def format_tokens(count: float) -> str:
+    """Format a length as people write it: 512, 4K, 128K, 1M; "none" for 0."""
+    number = round(count)
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if number and number % size == 0:
+            return f"{number // size}{unit}"
+    return str(number) if number else "none"
 
 
 def headers(done: Evaluation) -> list[str]:
@@ -74,6 +103,8 @@ def table_notes(done: Evaluation) -> list[str]:
     said = [
         f"{flag}: {_flagged_rows(flag, spoken)}" for flag in dict.fromkeys(flag for row in spoken for flag in row.flags)
     ]
+    said += [f"{row.suite} {row.label}: without {', '.join(row.missing)}" for row in done.averages if row.missing]
+    said += done.notes
     for suite, by_role in done.results.items():
         said += [f"{suite}: {note}" for note in dict.fromkeys(n for r in by_role.values() for n in r.notes)]
     said += [f"{suite} could not be measured: {why}" for suite, why in done.broken.items()]

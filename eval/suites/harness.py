@@ -5,6 +5,7 @@ lm-eval is imported only when one of them runs.
 
 from __future__ import annotations
 
+from surgery.eval.averages import longbench_averages, retrieval_averages, ruler_averages, zeroshot_averages
 from surgery.eval.long_context import run_niah, run_ruler
 from surgery.eval.long_context.longbench import run_longbench
 from surgery.eval.long_context.retrieval import run_retrieval
@@ -12,17 +13,37 @@ from surgery.eval.suite import FALLBACKS, Suite, register
 from surgery.eval.task_names import find_lm_eval_suite, run_named, run_zeroshot
 
 register(Suite("niah", "needles in a haystack by length and depth, with generated answers", run_niah))
-register(Suite("ruler", "the thirteen tasks of RULER, prompts filled to the exact length", run_ruler))
+register(
+    Suite(
+        "ruler",
+        "the thirteen tasks of RULER, prompts filled to the exact length",
+        run_ruler,
+        averages=ruler_averages,
+    )
+)
 register(
     Suite(
         "longbench",
         "LongBench: fourteen tasks of the log-linear attention paper; --tasks all: all twenty-one",
         run_longbench,
+        averages=longbench_averages,
     )
 )
 register(
-    Suite("retrieval", "SWDE, SQuAD, FDA, TriviaQA, DROP and NQ in contexts truncated to given lengths", run_retrieval)
+    Suite(
+        "retrieval",
+        "SWDE, SQuAD, FDA, TriviaQA, DROP and NQ in contexts truncated to given lengths",
+        run_retrieval,
+        averages=retrieval_averages,
+    )
 )
-register(Suite("zeroshot", "lm-eval's WikiText, LAMBADA, PIQA, HellaSwag, WinoGrande and ARC", run_zeroshot))
+register(
+    Suite(
+        "zeroshot",
+        "lm-eval's WikiText, LAMBADA, PIQA, HellaSwag, WinoGrande and ARC",
+        run_zeroshot,
+        averages=zeroshot_averages,
+    )
+)
 register(Suite("lm-eval", "tasks, groups or tags of lm-eval by name: --tasks boolq,mmlu", run_named))
 FALLBACKS.append(find_lm_eval_suite)
