@@ -29,6 +29,7 @@ class OpenedModel:
     """A checkpoint whose headers were read, or a model in memory.
 
     fingerprint: SHA-256 of its files, see `CheckpointSource.digest`, or of its tensors. live: the model in memory, or None.
+    parameters: number of stored parameters, tied ones once; None if unknown.
     """
 
     role: Role
@@ -36,6 +37,7 @@ class OpenedModel:
     folder: Path
     fingerprint: str
     live: LiveEvalModel | None = None
+    parameters: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,13 @@ def live_eval_model(model: Any, tokenizer: Any) -> LiveEvalModel:
 def open_model(role: Role, name: str | LiveEvalModel, ranks: DistContext | None = None) -> OpenedModel:
     """Read the headers of a checkpoint. The main process computes the fingerprint for all processes."""
     if isinstance(name, LiveEvalModel):
-        return OpenedModel(role, name.name(), Path(), (ranks or DistContext()).on_main(name.digest), name)
+        count = sum(parameter.numel() for parameter in name.model.parameters())
+        return OpenedModel(role, name.name(), Path(), (ranks or DistContext()).on_main(name.digest), name, count)
     source = open_converted_checkpoint(name)
-    return OpenedModel(role, name, source.folder, (ranks or DistContext()).on_main(source.digest))
+    count = sum(tensor.numel for tensor in source.tensors.values())
+    return OpenedModel(
+        role, name, source.folder, (ranks or DistContext()).on_main(source.digest), parameters=count or None
+    )
 
 
 def check_dtype(dtype: str) -> None:

@@ -101,6 +101,7 @@ def evaluate(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     command: Sequence[str] = (),
+    comparison_files: bool = True,
 ) -> Evaluation:
     """Run suites on one model, or on two and compare them.
 
@@ -115,6 +116,7 @@ def evaluate(
         fail_below: thresholds NAME=SHARE (eval/results/thresholds.py); they need `compare`.
         dtype: one of eval.model.DTYPES.
         command: the command line's arguments, recorded in results.json.
+        comparison_files: whether results.json, the table and the figures are written beside the results of the suites.
     """
     chosen = [find_suite(suite) for suite in dict.fromkeys(suites)]
     for suite in chosen:
@@ -135,6 +137,7 @@ def evaluate(
         progress=progress or Progress(),
         out=out,
         command=command,
+        comparison_files=comparison_files,
     )
     with ExitStack() as stack:
         if out is not None:
@@ -183,7 +186,9 @@ class _EvaluationRun:
         progress: Progress,
         out: Path | None,
         command: Sequence[str] = (),
+        comparison_files: bool = True,
     ):
+        self.comparison_files = comparison_files
         self.suites, self.options, self.dtype, self.trust_remote_code, self.ranks = (
             suites,
             options,
@@ -211,6 +216,7 @@ class _EvaluationRun:
                 "dtype": self.dtype,
                 "device": device_name(self.device),
                 "processes": self.ranks.count,
+                "parameters": one.parameters,
             }
         two = len({one.fingerprint for one in opened}) == 2
         paired = [suite for suite in self.suites if two and suite.run_pair is not None]
@@ -251,7 +257,7 @@ class _EvaluationRun:
         return load_eval_model(one, self.device, self.dtype, self.trust_remote_code, self.ranks, self.progress)
 
     def _key(self, one: OpenedModel, suite: Suite, pair: tuple[str, ...]) -> dict[str, Any]:
-        key = result_key(one.fingerprint, suite.name, self.options, self.device.type, self.dtype)
+        key = result_key(one.fingerprint, suite.name, self.options, self.device.type, self.dtype, version=suite.version)
         return key | ({"pair": list(pair)} if pair else {})
 
     def _load_stored(self, one: OpenedModel, suite: Suite, pair: tuple[str, ...] = ()) -> bool:
@@ -282,7 +288,15 @@ class _EvaluationRun:
         result.info.setdefault("longest", eval_model.longest)
         result.reads = reads
         data = describe_data(reads, self.options.data_root)
-        result.provenance = {**self.provenance, "date": utc_timestamp(), "model": one.fingerprint, "data": data}
+        result.provenance = {
+            **self.provenance,
+            "date": utc_timestamp(),
+            "model": one.fingerprint,
+            "name": redact_secrets(one.name),
+            "parameters": one.parameters,
+            "options": redact_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
+            "data": data,
+        }
         self.results[suite.name][one.role] = self.cache[one.fingerprint, suite.name] = result
         self.broken |= {f"{suite.name} {task}": f"{why} ({one.name})" for task, why in result.broken.items()}
         if self.ranks.main:
@@ -354,7 +368,7 @@ class _EvaluationRun:
 
     def _plot(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:
         """Draw the suite's figures. A failure is reported, and never loses the results."""
-        if self.store.folder is None:
+        if self.store.folder is None or not self.comparison_files:
             return []
         try:
             from surgery.eval.results.plots import plot_by_group
@@ -369,5 +383,7 @@ class _EvaluationRun:
     def _write(self, done: Evaluation) -> None:
         from surgery.eval.results.tables import markdown
 
+        if not self.comparison_files:
+            return
         self.store.write(RESULTS, json.dumps(done.to_dict(), indent=1, ensure_ascii=False, default=str) + "\n")
         self.store.write(TABLE, markdown(done))

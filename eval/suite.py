@@ -201,6 +201,7 @@ class Suite:
         plot: writes figures for {role: result} into a folder and returns their paths; None: curves by length and heat maps by
             length and depth, where samples have these groups.
         averages: declares averages over the suite's tasks, given the lengths of its samples (eval/averages.py).
+        version: raised whenever the same options give other prompts or scores, so that results are not mixed.
     """
 
     name: str
@@ -210,6 +211,7 @@ class Suite:
     run_pair: Callable[[list[EvalModel], EvalOptions], list[SuiteResult]] | None = None
     plot: Callable[[Mapping[str, SuiteResult], Path], list[Path]] | None = None
     averages: Callable[[Sequence[int | None]], SuiteAverages] | None = None
+    version: int = 1
 
 
 SUITES: dict[str, Suite] = {}

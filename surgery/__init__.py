@@ -21,6 +21,7 @@ from surgery.modeling.register import register  # noqa: E402
 if TYPE_CHECKING:
     from surgery.api import apply as apply
     from surgery.api import bench as bench
+    from surgery.api import compare as compare
     from surgery.api import convert as convert
     from surgery.api import densify as densify
     from surgery.api import evaluate as evaluate
@@ -40,8 +41,8 @@ register()
 
 # The commands as functions. api.py is imported on first access, to keep `import surgery` light.
 COMMANDS = (
-    *("apply", "bench", "convert", "densify", "evaluate", "fetch_eval_data", "finetune", "inspect", "load", "plan"),
-    *("pretrain", "push", "recipes", "report", "teacher_cache", "toeplitz"),
+    *("apply", "bench", "compare", "convert", "densify", "evaluate", "fetch_eval_data", "finetune", "inspect"),
+    *("load", "plan", "pretrain", "push", "recipes", "report", "teacher_cache", "toeplitz"),
 )
 __all__ = ["__version__", *COMMANDS]
 

@@ -476,6 +476,41 @@ def evaluate(
     return CommandResult(done.to_dict(), lambda: eval_table(done))
 
 
+def compare(
+    folders: Sequence[PathLike],
+    *,
+    base: PathLike | None = None,
+    out: PathLike | None = None,
+    quality: str | None = None,
+    seed: int = 0,
+) -> CommandResult:
+    """Compare many models whose results are finished; measures nothing. Return rows, averages and Pareto charts.
+
+    Results that are not comparable are left out; `refused` says which and why.
+
+    Args:
+        folders: folders written by `evaluate(out=..)`.
+        base: results folder of the model that the others are compared with; None: the base that all results name, if there is one.
+        out: folder for tables, figures and comparison.json; or a file .md, .tex, .csv or .json.
+        quality: task, suite or average in the Pareto charts; None: perplexity if measured, else the first average or task.
+        seed: of the bootstrap.
+    """
+    from surgery.core.files import explain_disk_errors
+    from surgery.eval.results.model_tables import check_out, comparison_table, write_comparison
+    from surgery.eval.results.models import compare_folders
+
+    if isinstance(folders, (str, os.PathLike)):
+        raise SurgeryError(f"surgery.compare takes a list of folders (got {os.fspath(folders)!r})")
+    place = None if out is None else Path(out)
+    if place is not None:
+        check_out(place)
+    done = compare_folders([Path(f) for f in folders], None if base is None else Path(base), quality=quality, seed=seed)
+    if place is not None:
+        with explain_disk_errors(place):
+            done.notes += write_comparison(done, place)
+    return CommandResult(done.to_dict(), lambda: comparison_table(done))
+
+
 def densify(converted: PathLike | nn.Module, out: PathLike | None = None, *, progress: Progress | None = None) -> Any:
     """Multiply structured weights out, to a dense checkpoint or model with the same outputs. Mixers stay.
 

@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 
 from surgery.core.errors import SurgeryError
-from surgery.eval.results.statistics import Interval, Transform, Units, estimate, mcnemar, paired_interval
+from surgery.eval.results.statistics import (
+    Interval,
+    Transform,
+    Units,
+    estimate,
+    mcnemar,
+    paired_interval,
+    wilson_interval,
+)
 from surgery.eval.suite import EvalMetric, Role, Sample, SuiteResult
 
 Key = tuple[str, tuple[tuple[str, Any], ...], str]  # task, group, id
@@ -29,6 +37,7 @@ class ComparisonRow:
 
     Attributes:
         values, errors: value and standard error by role, scaled for display.
+        intervals: Wilson's 95% interval by role, scaled, for accuracies; empty for others.
         difference: converted - base, scaled.
         ratio: converted / base.
         p: McNemar's exact p-value, for accuracies.
@@ -46,6 +55,7 @@ class ComparisonRow:
     difference: Interval | None = None
     ratio: Interval | None = None
     p: float | None = None
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
 
     @property
@@ -84,6 +94,11 @@ def shared_samples(suite: str, results: Mapping[Any, SuiteResult]) -> tuple[list
     """Return (keys, samples by model and key). Raises SurgeryError if the samples of the models differ."""
     samples = {role: _index_samples(result.samples) for role, result in results.items()}
     return _shared_keys(suite, samples), samples
+
+
+def sample_keys(result: SuiteResult) -> set[Key]:
+    """Return what identifies the samples of a result."""
+    return set(_index_samples(result.samples))
 
 
 def _index_samples(samples: Iterable[Sample]) -> dict[Key, Sample]:
@@ -164,6 +179,9 @@ def _make_row(
         {role: metric.scale * value for role, (value, _) in shown.items()},
         {role: None if error is None else metric.scale * error for role, (_, error) in shown.items()},
     )  # fmt: skip
+    if metric.kind == "accuracy":
+        shares = {role: wilson_interval(held) for role, held in units.items()}
+        row.intervals = {role: (metric.scale * low, metric.scale * high) for role, (low, high) in shares.items()}
     if "base" in shown and floor is not None and metric.higher_is_better:
         value, error = shown["base"]
         if value - 1.96 * (error or 0) <= floor:

@@ -1,50 +1,136 @@
-"""Figures of comparisons: curves, and heat maps side by side. The colors are distinguishable in gray and with color
-blindness.
+"""Figures of comparisons: curves with error bands, heat maps side by side, and quality against cost.
+
+A model has one color, line and marker in all figures, those of the report page (surgery/publish/html/page.css). They can be told apart
+in gray and with color blindness. Sizes are chosen so that text is legible when a figure is as wide as a phone.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgery.eval.suite import EvalMetric, SuiteResult
+from surgery.eval.results.compare import collect_units
+from surgery.eval.results.pareto import ParetoChart
+from surgery.eval.results.statistics import Z_95, estimate, wilson_interval
+from surgery.eval.results.tables import format_tokens
+from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 
 MAX_TASKS = 4  # a suite with more tasks gets one figure for all
+MAX_TICKS = 8
+HEAT_MAPS_PER_ROW = 2
+FONT_POINTS, DPI = 12, 150
+BASE_COLOR = "#6b7280"
+COLORS = ("#0f766e", "#c2570c", "#6d28d9", "#0072b2", "#b8860b", "#be185d", "#1c2330")
+LINES, MARKERS = ("-", "-.", ":"), ("o", "s", "^", "D", "v", "P", "X")
 
-COLORS = {"base": "#0072b2", "converted": "#d55e00"}
-Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve: points, and the ends of their 95% intervals, or empty."""
+
+    xs: Sequence[float]
+    ys: Sequence[float]
+    lows: Sequence[float] = ()
+    highs: Sequence[float] = ()
 
 
-def _figure(columns: int = 1, width: float = 7.0) -> tuple[Any, Any]:
+@dataclass(frozen=True)
+class Style:
+    """How a model is drawn, in every figure."""
+
+    color: str
+    line: str
+    marker: str
+
+
+def model_styles(names: Sequence[str], base: str | None) -> dict[str, Style]:
+    """Return the style of every model. The base is gray and dashed; the others take COLORS in order."""
+    others = [name for name in names if name != base]
+    found = {
+        name: Style(COLORS[i % len(COLORS)], LINES[i // len(COLORS) % len(LINES)], MARKERS[i % len(MARKERS)])
+        for i, name in enumerate(others)
+    }
+    return found | ({base: Style(BASE_COLOR, "--", "o")} if base is not None else {})
+
+
+def _figure(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 4.3) -> tuple[Any, list[Any]]:
     import matplotlib
 
     matplotlib.use("Agg", force=False)
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, 4), layout="constrained")
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def _set_font_sizes(figure: Any) -> None:
+    for axes in figure.axes:
+        axes.title.set_fontsize(FONT_POINTS)
+        for text in (axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels()):
+            text.set_fontsize(FONT_POINTS - 1)
 
 
 def _save_figure(figure: Any, path: Path) -> Path:
+    _set_font_sizes(figure)
     new = path.with_name(f".{path.name}")
-    figure.savefig(new, dpi=150, format="png")
+    figure.savefig(new, dpi=DPI, format="png")
     new.replace(path)
     return path
 
 
-def plot_lines(path: Path, series: Series, x: str, y: str, title: str, log: bool = False) -> Path:
-    """Draw one curve per model and return the path."""
-    figure, (axes,) = _figure()
-    for role, (xs, ys) in series.items():
-        style = "--" if role == "base" else "-"
-        axes.plot(xs, ys, style, color=COLORS.get(role), label=role, marker="o" if len(xs) < 20 else None)
+def _legend(axes: Any, count: int) -> None:
+    axes.legend(fontsize=FONT_POINTS - 2, ncols=1 if count <= 4 else 2, framealpha=0.8)
+
+
+def _thin(values: Sequence[float]) -> list[float]:
+    """Return at most MAX_TICKS of the values, the last included."""
+    every = -(-len(values) // MAX_TICKS)
+    return list(values)[::-1][::every][::-1]
+
+
+def _token_ticks(axes: Any, xs: Sequence[float], log: bool) -> None:
+    """Label the axis with token counts as people write them: at the measured lengths, or at multiples of a power of two."""
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
     if log:
         axes.set_xscale("log", base=2)
-    axes.set(xlabel=x, ylabel=y, title=title)
+        axes.xaxis.set_minor_locator(NullLocator())
+        chosen = _thin(sorted(set(xs)))
+    else:
+        step = 2 ** max(0, round(math.log2(max(max(xs), 1) / 6)))
+        chosen = [step * i for i in range(int(max(xs) // step) + 1)]
+    axes.set_xticks(chosen)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: "0" if x == 0 else format_tokens(x)))
+
+
+def plot_lines(
+    path: Path,
+    series: Mapping[str, Curve],
+    x: str,
+    y: str,
+    title: str,
+    *,
+    log: bool = False,
+    base: str | None = "base",
+) -> Path:
+    """Draw one curve per model, with its 95% band, over a number of tokens; return the path. base: which model is the base."""
+    figure, (axes,) = _figure()
+    styles = model_styles(list(series), base if base in series else None)
+    for name, curve in series.items():
+        style, few = styles[name], len(curve.xs) < 20
+        axes.plot(
+            curve.xs, curve.ys, style.line, color=style.color, label=_plain(name), marker=style.marker if few else None
+        )
+        if len(curve.lows):
+            axes.fill_between(curve.xs, curve.lows, curve.highs, color=style.color, alpha=0.18, linewidth=0)
+    _token_ticks(axes, [x for curve in series.values() for x in curve.xs], log)
+    axes.set(xlabel=x, ylabel=_plain(y), title=_plain(title))
     axes.grid(alpha=0.3)
-    axes.legend()
+    _legend(axes, len(series))
     return _save_figure(figure, path)
 
 
@@ -56,59 +142,149 @@ def plot_heat_maps(
     title: str,
     longest: int | None = None,
 ) -> Path:
-    """Draw one heat map per model with a common scale, 0 to 1, and return the path.
+    """Draw one heat map per model, two in a row, with a common scale of 0 to 100 percent; return the path.
 
-    tables[role][x, y] is the value; x values beyond `longest` are marked with *.
+    tables[model][x, y] is a share in [0, 1]; x is a number of tokens, y a depth in [0, 1]. Lengths beyond `longest` are marked with *.
     """
-    figure, every = _figure(len(tables), 1.0 + 4.5 * len(tables))
+    columns = min(HEAT_MAPS_PER_ROW, len(tables))
+    rows = -(-len(tables) // columns)
+    depths = max(len({key[1] for key in table}) for table in tables.values())
+    figure, every = _figure(rows, columns, 4.0 * columns, rows * max(2.6, 1.4 + 0.36 * depths))
     image = None
-    for axes, (role, table) in zip(every, tables.items()):
+    for index, (axes, (name, table)) in enumerate(zip(every, tables.items())):
         xs, ys = (sorted({key[i] for key in table}) for i in (0, 1))
-        grid = [[table.get((a, b), float("nan")) for a in xs] for b in ys]
-        image = axes.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-        axes.set_xticks(range(len(xs)), [f"{a:,g}" + ("*" if longest and a > longest else "") for a in xs])
-        axes.set_yticks(range(len(ys)), [f"{b:g}" for b in ys])
-        axes.set(xlabel=x, ylabel=y, title=role)
+        grid = [[100 * table.get((a, b), float("nan")) for a in xs] for b in ys]
+        image = axes.imshow(grid, vmin=0, vmax=100, cmap="cividis", aspect="auto")
+        shown = _thin(xs)
+        marks = [format_tokens(a) + ("*" if longest and a > longest else "") for a in shown]
+        axes.set_xticks([xs.index(a) for a in shown], marks, rotation=45 if len(shown) > 6 else 0)
+        axes.set_yticks(range(len(ys)), [f"{100 * b:.3g}%" for b in ys])
+        axes.set(xlabel=x, title=_plain(name))
+        if index % columns == 0:
+            axes.set_ylabel(y)
+        else:
+            axes.tick_params(labelleft=False)
+        size = min(FONT_POINTS - 1, 110 / max(1, len(xs)) / (1.0 if len(xs) < 8 else 1.2))
         for i, row in enumerate(grid):
             for j, value in enumerate(row):
-                colour = "black" if value > 0.6 else "white"
-                axes.text(j, i, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
-    figure.colorbar(image, ax=list(every))
-    figure.suptitle(title + (f" (*: beyond the model's longest input, {longest:,} tokens)" if longest else ""))
+                if math.isfinite(value):
+                    color = "black" if value > 60 else "white"
+                    axes.text(j, i, f"{value:.0f}", ha="center", va="center", color=color, fontsize=size)
+    for axes in every[len(tables) :]:
+        axes.set_visible(False)
+    figure.colorbar(image, ax=every, format="%.0f%%", ticks=range(0, 101, 25))
+    beyond = f"\n(*: beyond the model's longest input, {longest:,} tokens)" if longest else ""
+    figure.suptitle(_plain(title) + beyond, fontsize=FONT_POINTS)
     return _save_figure(figure, path)
 
 
-def plot_by_group(suite: str, results: Mapping[str, SuiteResult], folder: Path) -> list[Path]:
+def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str | None) -> Path:
+    """Draw quality against cost: labeled points with 95% intervals, and the Pareto front. names: of all models, for their colors."""
+    figure, (axes,) = _figure(width=7.0, height=4.8)
+    styles = model_styles(names, base)
+    ordered = sorted(chart.points, key=lambda name: (chart.points[name].cost, chart.points[name].quality))
+    for index, name in enumerate(ordered):
+        point, style = chart.points[name], styles[name]
+        bars = {
+            "xerr": _bar(point.cost, point.cost_interval),
+            "yerr": _bar(point.quality, point.quality_interval),
+        }
+        axes.errorbar(
+            point.cost, point.quality, fmt=style.marker, color=style.color, capsize=3, markersize=8,
+            markerfacecolor=style.color if name in chart.front else "white", **bars,
+        )  # fmt: skip
+        offset = (8, 8) if index % 2 == 0 else (8, -16)
+        axes.annotate(
+            _plain(name), (point.cost, point.quality), offset, textcoords="offset points", fontsize=FONT_POINTS - 2
+        )
+    front = [chart.points[name] for name in chart.front]
+    axes.plot(
+        [p.cost for p in front], [p.quality for p in front], drawstyle="steps-post", color="#1c2330", linewidth=1,
+        linestyle="--", zorder=0, label="Pareto front",
+    )  # fmt: skip
+    costs = [p.cost for p in chart.points.values() if p.cost > 0]
+    if len(costs) == len(chart.points) and max(costs) > 8 * min(costs):
+        axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda x, _: _format_cost(x))
+    axes.margins(x=0.22, y=0.15)
+    better = "higher is better" if chart.higher_is_better else "lower is better"
+    axes.set(xlabel=_plain(chart.cost), ylabel=_plain(f"{chart.quality}\n({better})"))
+    axes.grid(alpha=0.3)
+    _legend(axes, 1)
+    return _save_figure(figure, path)
+
+
+def _bar(value: float, interval: tuple[float, float] | None) -> list[list[float]] | None:
+    return None if interval is None else [[max(0.0, value - interval[0])], [max(0.0, interval[1] - value)]]
+
+
+def _format_cost(value: float) -> str:
+    """Format with three digits and a unit: 1234567 -> 1.23M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _plain(text: str) -> str:
+    """Return text that matplotlib draws as it is: a pair of dollar signs would be a formula, and a leading _ hides a label."""
+    return text.replace("$", r"\$") if not text.startswith("_") else "\u200b" + text.replace("$", r"\$")
+
+
+def plot_by_group(
+    suite: str, results: Mapping[str, SuiteResult], folder: Path, base: str | None = "base"
+) -> list[Path]:
     """Draw per task heat maps (length x depth) and curves by length, where samples have these groups; return the paths."""
     first = next(iter(results.values()))
     longest = first.info.get("longest")
+    longest = longest if isinstance(longest, int) else None
     tasks: list[str | None] = list(dict.fromkeys(s.task for s in first.samples))
     metrics = [m for i, m in enumerate(first.metrics.values()) if i == 0 or not m.pooled]
     written = []
     for task in tasks if len(tasks) <= MAX_TASKS else [None]:
         for metric in metrics:
             name = (task or suite) + (f"-{metric.name}" if len(metrics) > 1 else "")
-            cells = {role: _cell_means(r, task, metric, ("length", "depth")) for role, r in results.items()}
+            file = "".join(c if c.isalnum() or c in "-_." else "-" for c in name).lstrip(".")[:100]
+            cells = {role: _cell_values(r, task, metric, ("length", "depth")) for role, r in results.items()}
             if all(cells.values()) and (metric.kind == "accuracy" or metric.top == 1):
+                shares = {role: {k: v[0] / metric.scale for k, v in table.items()} for role, table in cells.items()}
                 beyond = longest if any(x > (longest or x) for table in cells.values() for x, _ in table) else None
                 title = f"{name}, {metric.label}, percent"
-                written.append(plot_heat_maps(folder / f"{name}.png", cells, "length, tokens", "depth", title, beyond))
-            curves = {role: _cell_means(r, task, metric, ("length",)) for role, r in results.items()}
+                written.append(plot_heat_maps(folder / f"{file}.png", shares, "length, tokens", "depth", title, beyond))
+            curves = {role: _cell_values(r, task, metric, ("length",)) for role, r in results.items()}
             if all(len(curve) > 1 for curve in curves.values()):
-                series = {role: ([k[0] for k in sorted(c)], [c[k] for k in sorted(c)]) for role, c in curves.items()}
+                series = {role: _curve(cells) for role, cells in curves.items()}
                 label = metric.label + (f", {metric.unit}" if metric.unit else "")
                 written.append(
-                    plot_lines(folder / f"{name}-length.png", series, "length, tokens", label, name, log=True)
+                    plot_lines(
+                        folder / f"{file}-length.png", series, "length, tokens", label, name, log=True, base=base
+                    )
                 )
     return written
 
 
-def _cell_means(result: SuiteResult, task: str | None, metric: EvalMetric, names: tuple[str, ...]) -> dict[Any, float]:
-    """Return weighted means by cell; scaled for display, except for shares."""
-    cells: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+def _curve(cells: Mapping[tuple[float, ...], tuple[float, float, float]]) -> Curve:
+    keys = sorted(cells)
+    ys, lows, highs = zip(*(cells[k] for k in keys))
+    return Curve([k[0] for k in keys], ys, lows, highs)
+
+
+def _cell_values(
+    result: SuiteResult, task: str | None, metric: EvalMetric, names: tuple[str, ...]
+) -> dict[Any, tuple[float, float, float]]:
+    """Return (value, low, high) by cell, scaled for display: Wilson's interval of accuracies, else 1.96 standard errors."""
+    cells: dict[Any, list[Sample]] = defaultdict(list)
     for sample in result.samples:
         if task in (None, sample.task) and all(n in sample.group for n in names) and metric.name in sample.metrics:
-            key = tuple(sample.group[name] for name in names)
-            cells[key].append((sample.weight, sample.metrics[metric.name]))
-    scale = 1.0 if len(names) > 1 else metric.scale
-    return {k: scale * sum(w * v for w, v in each) / sum(w for w, _ in each) for k, each in cells.items()}
+            cells[tuple(sample.group[name] for name in names)].append(sample)
+    return {key: _interval(held, metric) for key, held in cells.items()}
+
+
+def _interval(samples: list[Sample], metric: EvalMetric) -> tuple[float, float, float]:
+    units, scale = collect_units(samples, metric.name), metric.scale
+    if metric.kind == "accuracy":
+        low, high = wilson_interval(units)
+        return scale * units.value, scale * low, scale * high
+    value, error = estimate(units, metric.top, "exp" if metric.kind == "ppl" else "mean")
+    half = Z_95 * (error or 0.0)
+    return scale * value, scale * (value - half), scale * (value + half)

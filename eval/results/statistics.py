@@ -27,6 +27,7 @@ import numpy as np
 
 BOOTSTRAP_DRAWS, CHUNK_ELEMENTS = 2000, 2**22
 MIN_LOSS_UNITS = 5  # fewest units for an interval of losses: with fewer, draws estimate their own errors badly
+Z_95 = 1.959963984540054
 Transform = Literal["mean", "exp"]
 
 
@@ -89,6 +90,21 @@ def paired_interval(a: Units, b: Units, top: float | None, shape: Transform, see
     whole = np.isfinite(drawn_R) & (errors_R > 1e-12 * se)  # leave out draws of equal units: their error is zero
     low, high = np.quantile((drawn_R[whole] - change) / errors_R[whole], (0.025, 0.975))
     return Interval(change, change - float(high) * se, change - float(low) * se)
+
+
+def wilson_interval(units: Units) -> tuple[float, float]:
+    """Return Wilson's 95% interval of a share of zeros and ones (Wilson 1927), in [0, 1].
+
+    n is the effective number of samples, p (1 - p) / se^2: the number of samples if these are the units, and less if a unit has
+    several that agree. At p = 0 or 1, where that is undefined, it is (sum W)^2 / sum W^2 over units.
+    """
+    p, weights_U = units.value, units.weights_U
+    residual_U = (units.sums_U - p * weights_U) / weights_U.sum()
+    squares = float(residual_U @ residual_U)
+    n = p * (1 - p) / squares if squares > 1e-12 else float(weights_U.sum() ** 2 / (weights_U @ weights_U))
+    middle = (p + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
+    half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(max(0.0, p * (1 - p) / n) + Z_95**2 / (4 * n * n))
+    return max(0.0, min(p, middle - half)), min(1.0, max(p, middle + half))
 
 
 def mcnemar(a_N: np.ndarray, b_N: np.ndarray) -> float:

@@ -34,7 +34,7 @@ RESULT, SAMPLES, ARRAYS = "result.json", "samples.jsonl", "arrays.safetensors"
 LM_EVAL = "lm_eval.json"  # same schema as lm-eval's results file, for tools that read it
 
 
-class _StoredResult(BaseModel):
+class StoredResult(BaseModel):
     """Schema of result.json."""
 
     key: dict[str, Any]
@@ -45,6 +45,32 @@ class _StoredResult(BaseModel):
     seconds: float
     reads: dict[str, str] | None = None  # None: written by a version that did not record it
     provenance: dict[str, Any] = {}
+
+
+def read_stored_result(place: Path) -> StoredResult:
+    """Read result.json of one suite of one model. Raises ValueError if it is damaged."""
+    stored = StoredResult.model_validate_json((place / RESULT).read_bytes(), strict=True)
+    if not all(name == metric.name for name, metric in stored.metrics.items()):
+        raise ValueError("its metrics have other names than their keys")
+    return stored
+
+
+def read_samples(place: Path, stored: StoredResult) -> SuiteResult:
+    """Read the samples and arrays that belong to a result.json. Raises ValueError if they are damaged."""
+    from safetensors import SafetensorError
+
+    read, samples = TypeAdapter(Sample), []
+    with open(place / SAMPLES, "rb") as file:
+        for line in file:
+            samples.append(read.validate_json(line.rstrip(b"\n"), strict=True))
+    if not all(0 <= sample.weight < math.inf for sample in samples):
+        raise ValueError(f"{SAMPLES} has a weight that is negative or not finite")
+    found = SuiteResult(samples, **{name: getattr(stored, name) for name in StoredResult.model_fields if name != "key"})
+    try:
+        found.arrays = _load_arrays(place / ARRAYS)
+    except SafetensorError as error:
+        raise ValueError(f"{ARRAYS}: {error}") from None
+    return found
 
 
 class ResultStore:
@@ -83,23 +109,14 @@ class ResultStore:
 
     def load(self, place: Path | None, key: dict[str, Any], options: EvalOptions | None = None) -> SuiteResult | None:
         """Return the stored result if it was measured with the same key and its data is unchanged; otherwise None."""
-        from safetensors import SafetensorError
-
         if place is None or not (place / RESULT).is_file():
             return None
         try:
-            stored = _StoredResult.model_validate_json((place / RESULT).read_bytes(), strict=True)
+            stored = read_stored_result(place)
             if stored.key != key or stored.reads is None or not is_unchanged(stored.reads, options or EvalOptions()):
                 return None
-            read = TypeAdapter(Sample)
-            samples = [read.validate_json(line, strict=True) for line in (place / SAMPLES).read_bytes().splitlines()]
-            found = SuiteResult(
-                samples, **{name: getattr(stored, name) for name in _StoredResult.model_fields if name != "key"}
-            )
-            found.arrays = _load_arrays(place / ARRAYS)
-            named = all(name == metric.name for name, metric in found.metrics.items())
-            return found if named and all(0 <= s.weight < math.inf for s in samples) else None
-        except (ValueError, RecursionError, OSError, SafetensorError):
+            return read_samples(place, stored)
+        except (ValueError, RecursionError, OSError):
             return None  # damaged: measure again
 
     def save(self, place: Path | None, key: dict[str, Any], result: SuiteResult) -> None:
@@ -139,8 +156,10 @@ class ResultStore:
                 file.write(text)
 
 
-def result_key(fingerprint: str, suite: str, options: EvalOptions, device: str, dtype: str) -> dict[str, Any]:
-    """Return what a result depends on, compared before it is used again."""
+def result_key(
+    fingerprint: str, suite: str, options: EvalOptions, device: str, dtype: str, *, version: int = 1
+) -> dict[str, Any]:
+    """Return what a result depends on, compared before it is used again. The suite's version is there from 2 on."""
     return {
         "surgery": __version__,
         "fingerprint": fingerprint,
@@ -148,6 +167,7 @@ def result_key(fingerprint: str, suite: str, options: EvalOptions, device: str, 
         "options": options.digest(),
         "device": device,
         "dtype": dtype,
+        **({"version": version} if version > 1 else {}),
     }
 
 

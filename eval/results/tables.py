@@ -85,8 +85,13 @@ def _format_line(row: ComparisonRow, compared: bool) -> list[str]:
 def _format_value(row: ComparisonRow, role: Any) -> str:
     if role not in row.values:
         return ""
-    error = row.errors[role]
-    value = row.values[role]
+    return format_number(row.values[role], row.errors[role], row.intervals.get(role))
+
+
+def format_number(value: float, error: float | None, interval: tuple[float, float] | None) -> str:
+    """Format a value with its interval, "75 [53.1, 88.8]", or with its standard error, "2.35 ± 0.04"."""
+    if interval is not None:
+        return f"{value:.4g} [{interval[0]:.3g}, {interval[1]:.3g}]"
     exact = error is None or error < 1e-9 * abs(value)  # e.g. bytes
     return f"{value:.4g}" + ("" if exact else f" ± {error:.2g}")
 

@@ -106,9 +106,12 @@ ListSuites = Annotated[bool, typer.Option("--list-suites", help="List the suites
 def evaluate(
     context: typer.Context,
     converted: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="Checkpoint to measure, converted or not: a local folder or a Hub id."),
-    ] = "",
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL..",
+            help="Checkpoint to measure, converted or not: a local folder or a Hub id. Several need --out and are compared at the end.",
+        ),
+    ] = None,
     suite: Suites = None,
     compare: Base = None,
     out: Out = None,
@@ -156,16 +159,38 @@ def evaluate(
         gen_kwargs=_parse_pairs(gen_kwargs), metadata=_parse_json("--metadata", metadata), include_path=include_path,
         apply_chat_template=apply_chat_template, samples=_parse_json("--samples", samples), use_cache=use_cache,
     )  # fmt: skip
-    done = run(
-        converted, chosen, eval_options, compare=compare, out=out, fail_below=fail_below or [], device=device, dtype=dtype,
-        trust_remote_code=trust_remote_code, progress=progress(as_json), command=command_words(context),
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "compare": compare, "out": out, "fail_below": fail_below or [], "device": device, "dtype": dtype,
+        "trust_remote_code": trust_remote_code, "progress": progress(as_json), "command": command_words(context),
+    }  # fmt: skip
+    if len(converted) > 1:
+        exit_code = evaluate_several(converted, chosen, eval_options, settings, as_json)
+        if exit_code:
+            raise typer.Exit(exit_code)
+        return
+    done = run(converted[0], chosen, eval_options, **settings)
     if is_main_process():
         print(json.dumps(done.to_dict(), indent=2, default=str)) if as_json else show(eval_table(done))
         if out is not None and not as_json:
             show([f"results: {out}"])
     if done.exit_code:
         raise typer.Exit(done.exit_code)
+
+
+def evaluate_several(
+    models: list[str], suites: list[str], eval_options: Any, settings: dict[str, Any], as_json: bool
+) -> int:
+    """Evaluate several models into one folder and print their comparison; return the exit code."""
+    from surgery.eval.results.model_tables import comparison_table
+    from surgery.eval.several import evaluate_models
+
+    done = evaluate_models(models, suites, eval_options, **settings)
+    if is_main_process() and done.comparison is not None:
+        if as_json:
+            print(json.dumps(done.to_dict(), indent=2, default=str))
+        else:
+            show([*comparison_table(done.comparison), *done.messages, f"results: {settings['out']}"])
+    return done.exit_code
 
 
 def command_words(context: typer.Context) -> list[str]:

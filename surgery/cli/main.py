@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from surgery.cli import options
+from surgery.cli.compare import compare
 from surgery.cli.console import progress as _progress
 from surgery.cli.console import show as _show
 from surgery.cli.eval import evaluate
@@ -196,6 +197,7 @@ app.command()(serve)
 
 
 app.command(name="eval")(evaluate)
+app.command()(compare)
 app.command(name="fetch-eval-data")(fetch_eval_data)
 
 

@@ -139,7 +139,10 @@ def test_files(models, tmp_path):
         {"limit": "right=0.5", "task": "right", "metric": "accuracy", "ratio": 0.75, "held": True}
     ]
     table = (tmp_path / "out" / "table.md").read_text()
-    assert "| right | right, accuracy | 20 | 100 ± " in table and "- right: a note" in table
+    assert (
+        "| right | right, accuracy | 20 | 100 [83.9, 100] | 75 [53.1, 88.8] | -25 |" in table
+        and "- right: a note" in table
+    )
     line = json.loads((tmp_path / "out" / folders[1] / "samples.jsonl").read_text().splitlines()[3])
     assert line["metrics"] == {"accuracy": 0} and line["id"] == "3" and line["group"] == {"length": 8}
 

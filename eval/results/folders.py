@@ -1,0 +1,248 @@
+"""Read finished results, folders of `surgery eval --out`, which someone else may have written.
+
+Everything is checked: only regular files below the folders are read, up to a size; every line has the type that `surgery eval` writes;
+names are plain text; numbers that become axes are finite. A folder that breaks a rule is refused, with the file and the rule.
+"""
+
+from __future__ import annotations
+
+import math
+import stat
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from surgery.core.errors import SurgeryError
+from surgery.core.files import read_json
+from surgery.eval.results.store import ARRAYS, RESULT, SAMPLES, StoredResult, read_samples, read_stored_result
+from surgery.eval.suite import SuiteResult
+
+RESULTS, COMPARISON = "results.json", "comparison.json"
+MAX_BYTES = {RESULT: 2**28, SAMPLES: 2**32, ARRAYS: 2**32, RESULTS: 2**28, COMPARISON: 2**28}
+MAX_NAME = 300  # characters of a name of a task, metric or group
+AXES = ("length", "depth", "position")  # groups that are axes of figures
+KEY_TYPES = {"fingerprint": str, "suite": str, "options": str, "device": str, "dtype": str, "surgery": str}
+
+
+@dataclass
+class StoredSuite:
+    """The result of a suite of one model. key: what it depends on, see `store.result_key`."""
+
+    key: dict[str, Any]
+    result: SuiteResult
+    place: Path
+
+    @property
+    def version(self) -> int:
+        """Version of the suite."""
+        return int(self.key.get("version", 1))
+
+
+@dataclass
+class StoredModel:
+    """A model with finished results.
+
+    Attributes:
+        name: unique among the models that are compared.
+        parameters: number of stored parameters; None if its results do not say.
+        suites: by name.
+    """
+
+    name: str
+    fingerprint: str
+    dtype: str
+    parameters: int | None = None
+    suites: dict[str, StoredSuite] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What identifies a model: its content, and the precision it ran in."""
+        return self.fingerprint, self.dtype
+
+
+def read_models(folders: Sequence[Path]) -> list[StoredModel]:
+    """Return the models of all folders, each once: results of the same model in several folders are put together.
+
+    A folder is one of `surgery eval --out`, with all models in it, or one model's folder in it. Raises SurgeryError for a folder
+    without results, and for damaged results.
+    """
+    found: dict[tuple[str, str], StoredModel] = {}
+    for folder in folders:
+        for place in model_folders(folder):
+            for model in _read_model(place):
+                known = found.setdefault(model.key, model)
+                for suite, stored in model.suites.items():
+                    known.suites.setdefault(suite, stored)
+                known.parameters = known.parameters or model.parameters
+    models = list(found.values())
+    _make_names_unique(models)
+    return models
+
+
+def model_folders(folder: Path) -> list[Path]:
+    """Return the folders of models in a results folder, or the folder itself if it is one. Raises SurgeryError without any."""
+    if not folder.is_dir():
+        raise SurgeryError(f"{folder} is not a folder. Give a folder that `surgery eval MODEL --out DIR` wrote.")
+    if _suite_folders(folder):
+        return [folder]
+    found = [place for place in sorted(folder.iterdir()) if _is_folder(place) and _suite_folders(place)]
+    if not found:
+        raise SurgeryError(f"{folder} has no results. Write them with `surgery eval MODEL --out {folder}`.")
+    return found
+
+
+def named_base(folders: Sequence[Path]) -> str | None:
+    """Return the fingerprint of the model that all folders' results.json or comparison.json name as their base; None unless there is exactly one."""
+    found = {_role_fingerprint(folder, "base") for folder in folders} - {None}
+    return found.pop() if len(found) == 1 else None
+
+
+def base_of_folder(folder: Path) -> str:
+    """Return the fingerprint of the model that `--base FOLDER` means: the only one in it, or the one that it was written for."""
+    models = {model.fingerprint for place in model_folders(folder) for model in _read_model(place)}
+    if len(models) == 1:
+        return models.pop()
+    if (meant := _role_fingerprint(folder, "converted")) in models and meant is not None:
+        return meant
+    raise SurgeryError(f"--base {folder} has {len(models)} models. Give the folder of one of them, a subfolder of it.")
+
+
+def _role_fingerprint(folder: Path, role: str) -> str | None:
+    """Return the fingerprint of a role's model in results.json, or of the base in comparison.json; None if neither says."""
+    for name in (RESULTS, COMPARISON):
+        path = folder / name
+        if not path.exists():
+            continue
+        _check_file(path, name)
+        read = read_json(path)
+        try:
+            models = read["models"]
+            if name == COMPARISON:
+                named = [m for m in models if m["name"] == read["base"]] if role == "base" else []
+                models = {role: named[0]} if named else {}
+            found = models[role]["fingerprint"]
+        except (KeyError, TypeError, IndexError):
+            continue
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def _is_folder(place: Path) -> bool:
+    return place.is_dir() and not place.is_symlink() and not place.name.startswith(".")
+
+
+def _suite_folders(place: Path) -> list[Path]:
+    return [each for each in sorted(place.iterdir()) if _is_folder(each) and (each / RESULT).exists()]
+
+
+def _read_model(place: Path) -> list[StoredModel]:
+    """Return the model of a folder; several if its suites were measured in several precisions."""
+    models: dict[tuple[str, str], StoredModel] = {}
+    for folder in _suite_folders(place):
+        stored = _read_suite(folder)
+        key, told = stored.key, stored.result.provenance
+        name, parameters = told.get("name"), told.get("parameters")
+        shown = name if isinstance(name, str) and name else place.name.rpartition("-")[0] or place.name
+        model = StoredModel(_checked_name(Path(shown).name or shown, folder), key["fingerprint"], key["dtype"])
+        model = models.setdefault(model.key, model)
+        if isinstance(parameters, int) and not isinstance(parameters, bool) and parameters > 0:
+            model.parameters = parameters
+        model.suites[key["suite"]] = stored
+    return list(models.values())
+
+
+def _read_suite(folder: Path) -> StoredSuite:
+    for name in (RESULT, SAMPLES):
+        _check_file(folder / name, name)
+    if (folder / ARRAYS).exists() or (folder / ARRAYS).is_symlink():
+        _check_file(folder / ARRAYS, ARRAYS)
+    try:
+        stored = read_stored_result(folder)
+        _check_key(stored)
+        result = read_samples(folder, stored)
+        _check_result(result, folder)
+    except (ValueError, RecursionError, OSError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise SurgeryError(
+            f"{folder} is not a result of `surgery eval`, or is damaged: {why}. Measure it again with the same command."
+        ) from None
+    return StoredSuite(stored.key, result, folder)
+
+
+def _check_file(path: Path, name: str) -> None:
+    """Raise SurgeryError unless the path is a regular file of at most MAX_BYTES."""
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise SurgeryError(f"cannot read {path}: {error.strerror}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise SurgeryError(f"{path} is not a regular file (links are not followed). Copy the results themselves.")
+    if found.st_size > MAX_BYTES[name]:
+        raise SurgeryError(f"{path} must have at most {MAX_BYTES[name]:,} bytes (got {found.st_size:,})")
+
+
+def _check_key(stored: StoredResult) -> None:
+    for name, kind in KEY_TYPES.items():
+        if not isinstance(stored.key.get(name), kind):
+            raise ValueError(f"the key of {RESULT} has no {name}")
+        _checked_name(stored.key[name], Path(RESULT))
+    if not isinstance(stored.key.get("version", 1), int):
+        raise ValueError(f"the version in {RESULT} must be a whole number")
+    for metric in stored.metrics.values():
+        for text in (metric.name, metric.title, metric.unit):
+            _checked_name(text, Path(RESULT), empty=True)
+        numbers = [metric.scale, *(x for x in (metric.top, metric.floor) if x is not None)]
+        if not all(math.isfinite(x) for x in numbers) or metric.scale <= 0 or (metric.top or 1) <= 0:
+            raise ValueError(
+                f"the metric {metric.name} needs a finite scale above 0, and a finite top above 0 and floor"
+            )
+
+
+def _check_result(result: SuiteResult, folder: Path) -> None:
+    if not result.samples:
+        raise ValueError(f"{SAMPLES} is empty")
+    for sample in result.samples:
+        _checked_name(sample.task, folder)
+        for name, value in sample.group.items():
+            _checked_name(name, folder)
+            if isinstance(value, str) and name not in AXES:
+                _checked_name(value, folder)
+            elif isinstance(value, (str, bool)) or not math.isfinite(value):
+                raise ValueError(f"a sample has the {name} {value!r}, which must be a finite number")
+        unknown = [name for name in sample.metrics if name not in result.metrics]
+        if unknown:
+            raise ValueError(f"a sample has the metric {unknown[0]!r}, which {RESULT} does not describe")
+    if not sum(sample.weight for sample in result.samples) > 0:
+        raise ValueError("the weights of its samples add up to 0")
+    losses = result.arrays.get("loss_NT")
+    if losses is not None and (losses.ndim != 2 or 0 in losses.shape or not losses.is_floating_point()):
+        raise ValueError(f"loss_NT in {ARRAYS} must be a matrix of losses (got {losses.dtype} {tuple(losses.shape)})")
+
+
+def _checked_name(text: str, place: Path, empty: bool = False) -> str:
+    """Return a name that is printed in tables; raise SurgeryError if it is empty, long or has control characters."""
+    plain = all(unicodedata.category(c)[0] != "C" for c in text)
+    if not plain or len(text) > MAX_NAME or not (text or empty):
+        raise SurgeryError(
+            f"{place}: a name in the results must be plain text of 1 to {MAX_NAME} characters (got {text[:40]!r})"
+        )
+    return text
+
+
+def _make_names_unique(models: Iterable[StoredModel]) -> None:
+    """Add the precision, then the beginning of the fingerprint, to names that several models have."""
+    held = list(models)
+    for added in (lambda m: m.dtype, lambda m: m.fingerprint[:8]):
+        counts: dict[str, list[StoredModel]] = {}
+        for model in held:
+            counts.setdefault(model.name, []).append(model)
+        for same in (each for each in counts.values() if len(each) > 1):
+            if len({added(m) for m in same}) > 1:
+                for model in same:
+                    model.name += f" ({added(model)})"
+    for i, model in enumerate(held):  # a stranger may give two models equal digests' beginnings and names
+        if any(model.name == other.name for other in held[:i]):
+            model.name += f" ({i + 1})"

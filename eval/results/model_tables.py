@@ -1,0 +1,281 @@
+"""The comparison of many models as a table: for the terminal, Markdown, LaTeX (booktabs) and CSV, and its figures.
+
+In the first three a line is a measurement and a column a model; CSV has one line for each measurement of each model, with all numbers.
+All text from results is escaped for its format.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.files import atomic_write, check_not_dangling
+from surgery.core.tables import format_count
+from surgery.eval.results.averages import AverageRow
+from surgery.eval.results.folders import COMPARISON
+from surgery.eval.results.models import PARAMETERS, ModelComparison, ModelRow
+from surgery.eval.results.pareto import ParetoChart
+from surgery.eval.results.statistics import Interval
+from surgery.eval.results.tables import LINE_GROUPS, format_average, format_number
+from surgery.eval.suite import SUITES
+
+LEGEND = (
+    "± is the standard error and [low, high] a 95% interval: Wilson's for accuracies, of a bootstrap for averages. In parentheses: "
+    "difference from the base, for perplexities the ratio (x); * if its 95% interval excludes no change"
+)
+CSV_COLUMNS = (
+    *("suite", "task", "length", "depth", "position", "metric", "n", "units", "model", "value", "standard_error", "low", "high"),
+    *("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high", "mcnemar_p", "remarks"),
+)  # fmt: skip
+SUFFIXES = {".md": "markdown", ".csv": "csv", ".tex": "latex", ".json": "json"}
+
+
+def headers(done: ModelComparison) -> list[str]:
+    """Return the column titles."""
+    names = [f"{name} (base)" if name == done.base else name for name in done.names]
+    return ["suite", "task", "n", *names]
+
+
+def lines(done: ModelComparison) -> list[list[str]]:
+    """Return the cells: stored parameters, then summaries, lengths of each suite's main metric, and averages."""
+    counts = ["" if m.parameters is None else format_count(m.parameters) for m in done.models]
+    found = [["model", PARAMETERS, "", *counts]] if any(counts) else []
+    for suite in dict.fromkeys(row.suite for row in done.rows):
+        each: list[list[str]] = []
+        for row in (row for row in done.rows if row.suite == suite):
+            several = len(row.group) == 1 and set(row.group) <= LINE_GROUPS and row.metric == done.main_metric(suite)
+            if row.is_summary or several:
+                each.append([row.label, str(row.samples), *(_cell(row, name) for name in done.names)])
+        for average in (row for row in done.averages if row.suite == suite):
+            count = str(average.samples) if average.samples else ""
+            each.append([average.label, count, *(_average_cell(average, name) for name in done.names)])
+        found += [[suite if i == 0 else "", *line] for i, line in enumerate(each)]
+    return found
+
+
+def _cell(row: ModelRow, name: str) -> str:
+    if name not in row.values:
+        return ""
+    text = format_number(row.values[name], row.errors[name], row.intervals.get(name))
+    if row.metric.kind == "ppl":
+        return text + _change(row.ratios.get(name), 1.0, "x {:.4g}")
+    return text + _change(row.differences.get(name), 0.0, "{:+.4g}")
+
+
+def _average_cell(row: AverageRow, name: str) -> str:
+    return format_average(row, name) + _change(row.differences.get(name), 0.0, "{:+.4g}") if name in row.values else ""
+
+
+def _change(found: Interval | None, none: float, form: str) -> str:
+    if found is None:
+        return ""
+    sure = found.low is not None and found.high is not None and not found.low <= none <= found.high
+    return f" ({form.format(found.change)}{'*' if sure else ''})"
+
+
+def notes(done: ModelComparison) -> list[str]:
+    """Return what stands below the table: legend, refused results, flags and remarks."""
+    found = [LEGEND, *(f"REFUSED: {text}" for text in done.refused)]
+    flags: dict[str, list[str]] = {}
+    for row in done.rows:
+        for flag in row.flags if row.is_summary else ():
+            flags.setdefault(flag, []).append(f"{row.task} {row.metric.label}")
+    found += [f"{flag}: {', '.join(rows[:8])}{' and more' if len(rows) > 8 else ''}" for flag, rows in flags.items()]
+    found += [f"{row.suite} {row.label}: without {', '.join(row.missing)}" for row in done.averages if row.missing]
+    return found + list(dict.fromkeys(done.notes))
+
+
+def comparison_table(done: ModelComparison) -> list[Any]:
+    """Return rich renderables: the table and its notes."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for i, header in enumerate(headers(done)):
+        table.add_column(escape(header), justify="left" if i < 2 else "right", overflow="fold", no_wrap=i in (0, 2))
+    for line in lines(done):
+        table.add_row(*map(escape, line))
+    return [table, *map(escape, notes(done))]
+
+
+def to_markdown(done: ModelComparison) -> str:
+    """Return the table and its notes in Markdown."""
+    body = [[_escape_markdown(line[0]), _escape_markdown(line[1]), *line[2:]] for line in lines(done)]
+    rows = [map(_escape_markdown, headers(done)), ["---", "---", *["---:"] * (len(done.names) + 1)], *body]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    remarks = [note if note == LEGEND else _escape_markdown(note) for note in notes(done)]
+    return table + "\n\n" + "".join(f"- {note}\n" for note in remarks)
+
+
+def to_latex(done: ModelComparison) -> str:
+    """Return a tabular environment for the package booktabs, with the notes as comments."""
+    head, body = headers(done), lines(done)
+    rows = [r"\begin{tabular}{ll" + "r" * (len(head) - 2) + "}", r"\toprule", _latex_row(head), r"\midrule"]
+    for i, line in enumerate(body):
+        rows += [r"\addlinespace"] if i and line[0] else []
+        rows.append(_latex_row(line))
+    comments = [f"% {' '.join(note.split())}" for note in notes(done)]
+    return "\n".join([*comments, *rows, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def to_csv(done: ModelComparison) -> str:
+    """Return all measurements and averages as CSV, one line for each model."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n", restval="")
+    writer.writeheader()
+    for model in done.models:
+        if model.parameters is not None:
+            writer.writerow(_plain({"task": PARAMETERS, "model": model.name, "value": model.parameters}))
+    for row in done.rows:
+        for name in row.values:
+            writer.writerow(_plain(_csv_row(row, name)))
+    for average in done.averages:
+        for name in average.values:
+            writer.writerow(_plain(_csv_average(average, name)))
+    return file.getvalue()
+
+
+def _csv_row(row: ModelRow, name: str) -> dict[str, Any]:
+    low, high = row.intervals.get(name, ("", ""))
+    return {
+        "suite": row.suite, "task": row.task, **{axis: row.group.get(axis, "") for axis in ("length", "depth", "position")},
+        "metric": row.metric.label, "n": row.samples, "units": row.units, "model": name, "value": row.values[name],
+        "standard_error": row.errors[name], "low": low, "high": high, **_csv_interval("difference", row.differences.get(name)),
+        **_csv_interval("ratio", row.ratios.get(name)), "mcnemar_p": row.p.get(name, ""), "remarks": "; ".join(row.flags),
+    }  # fmt: skip
+
+
+def _csv_average(row: AverageRow, name: str) -> dict[str, Any]:
+    low, high = row.intervals[name] or ("", "")
+    missing = f"without {', '.join(row.missing)}" if row.missing else ""
+    return {
+        "suite": row.suite, "task": row.name, "length": row.length, "metric": row.metric, "n": row.samples or "",
+        "model": name, "value": row.values[name], "low": low, "high": high,
+        **_csv_interval("difference", row.differences.get(name)), "remarks": missing,
+    }  # fmt: skip
+
+
+def _csv_interval(name: str, found: Interval | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+    return {name: found.change, f"{name}_low": found.low, f"{name}_high": found.high}
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a CSV row in which no text is a formula of a spreadsheet: those begin with = + - @."""
+    return {
+        key: f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+        for key, value in row.items()
+    }
+
+
+def _escape_markdown(text: str) -> str:
+    """Return text without Markdown's or HTML's meaning: links, emphasis, tags and cell borders."""
+    escaped = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(text.split()))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "<": r"\textless{}", ">": r"\textgreater{}",
+}  # fmt: skip
+
+
+def _latex_row(cells: list[str]) -> str:
+    # The braces keep a "[" at the beginning from being read as an argument of the \\ before it.
+    return (
+        " & ".join(
+            ("{}" if cell.startswith(("[", "*")) else "") + "".join(LATEX.get(c, c) for c in cell) for cell in cells
+        )
+        + r" \\"
+    )
+
+
+def _to_json(done: ModelComparison) -> str:
+    return json.dumps(done.to_dict(), indent=1, ensure_ascii=False, default=str) + "\n"
+
+
+FORMATS: dict[str, Callable[[ModelComparison], str]] = {
+    "markdown": to_markdown,
+    "latex": to_latex,
+    "csv": to_csv,
+    "json": _to_json,
+}
+FILES = {"table.md": to_markdown, "table.tex": to_latex, "table.csv": to_csv}
+
+
+def check_format(form: str) -> None:
+    """Raise SurgeryError for an unknown format."""
+    if form not in FORMATS:
+        raise SurgeryError(f"--format {form!r} is not known{suggestion(form, ['table', *FORMATS])}")
+
+
+def format_comparison(done: ModelComparison, form: str) -> str:
+    """Return the comparison as text. form: one of FORMATS."""
+    check_format(form)
+    return FORMATS[form](done)
+
+
+def check_out(out: Path) -> None:
+    """Raise SurgeryError if the comparison cannot be written to `out`, a folder or a file .md, .csv, .tex or .json."""
+    check_not_dangling(out)
+    if not out.absolute().parent.is_dir():
+        raise SurgeryError(f"--out {out}: {out.absolute().parent} is not a folder. Create it first.")
+    if out.suffix in SUFFIXES and out.is_dir():
+        raise SurgeryError(f"--out {out} is a folder. Give a file, or a folder without the ending {out.suffix}.")
+    if out.suffix not in SUFFIXES and out.exists() and not out.is_dir():
+        raise SurgeryError(f"--out {out} is a file. Give a folder, or a file ending in {', '.join(SUFFIXES)}.")
+
+
+def write_comparison(done: ModelComparison, out: Path) -> list[str]:
+    """Write one file in the format of its ending, or a folder with comparison.json, tables and figures.
+
+    Return reasons why figures could not be drawn; they never lose the tables.
+    """
+    if out.suffix in SUFFIXES:
+        with atomic_write(out, "w") as file:
+            file.write(format_comparison(done, SUFFIXES[out.suffix]))
+        return []
+    out.mkdir(exist_ok=True)
+    failed = _draw(done, out)
+    for name, make in {**FILES, COMPARISON: _to_json}.items():
+        with atomic_write(out / name, "w") as file:
+            file.write(make(done))
+    return failed
+
+
+def _draw(done: ModelComparison, out: Path) -> list[str]:
+    from surgery.eval.results.plots import plot_by_group
+    from surgery.eval.suites.per_position import plot as plot_positions
+
+    failed: list[str] = []
+
+    jobs: list[tuple[str, Callable[[], list[Path]]]] = []
+    for chart in done.charts:
+        name = "pareto-" + re.sub(r"\W+", "-", chart.cost.partition(",")[0])
+        jobs.append((name, partial(_draw_pareto, out / f"{name}.png", chart, done)))
+    for suite, results in done.results.items():
+        ordered = {name: results[name] for name in done.names if name in results}
+        if suite == "per-position":
+            jobs.append((suite, partial(plot_positions, ordered, out, done.base)))
+        elif suite not in SUITES or SUITES[suite].plot is None:
+            jobs.append((suite, partial(plot_by_group, suite, ordered, out, done.base)))
+    for what, draw in jobs:
+        try:
+            done.plots += draw()
+        except Exception as error:  # a figure of strange numbers; the tables matter more
+            failed.append(f"no figure of {what}: {type(error).__name__}: {error}")
+    return failed
+
+
+def _draw_pareto(path: Path, chart: ParetoChart, done: ModelComparison) -> list[Path]:
+    from surgery.eval.results.plots import plot_pareto
+
+    return [plot_pareto(path, chart, done.names, done.base)]
