@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surgery.core.tables import format_tokens
 from surgery.eval.results.compare import collect_units
 from surgery.eval.results.pareto import ParetoChart
 from surgery.eval.results.statistics import Z_95, estimate, wilson_interval
-from surgery.eval.results.tables import format_tokens
 from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 
 MAX_TASKS = 4  # a suite with more tasks gets one figure for all

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from surgery.core.tables import format_tokens
 from surgery.eval.results.averages import AverageRow
 from surgery.eval.results.compare import ComparisonRow
 from surgery.eval.results.statistics import Interval
@@ -46,15 +47,6 @@ def format_average(row: AverageRow, model: str) -> str:
     value, interval = row.values[model], row.intervals[model]
     show = format_tokens if row.unit == "tokens" else lambda number: f"{number:.4g}"
     return show(value) + ("" if interval is None else f" [{show(interval[0])}, {show(interval[1])}]")
-
-
-def format_tokens(count: float) -> str:
-    """Format a length as people write it: 512, 4K, 128K, 1M; "none" for 0."""
-    number = round(count)
-    for unit, size in (("M", 2**20), ("K", 2**10)):
-        if number and number % size == 0:
-            return f"{number // size}{unit}"
-    return str(number) if number else "none"
 
 
 def headers(done: Evaluation) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rich tables in one style, and counts with a unit."""
+"""Rich tables in one style, counts with a unit, and lengths in tokens as people write them."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def format_count(number: int) -> str:
         if number >= size:
             return f"{number / size:.{max(0, 3 - len(str(number // size)))}f}{unit}"
     return str(number)
+
+
+def format_tokens(count: float) -> str:
+    """Format a length as people write it: 512, 4K, 128K, 1M; "none" for 0."""
+    number = round(count)
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if number and number % size == 0:
+            return f"{number // size}{unit}"
+    return str(number) if number else "none"

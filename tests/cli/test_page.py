@@ -143,6 +143,122 @@ def test_results_that_are_none_are_refused(out, tmp_path):
         write_page(str(out), measured=tmp_path)
 
 
+def comparison(names: list[str]) -> dict:
+    """The content of comparison.json for models of these names, the first of which is the base."""
+
+    def line(task: str, group: dict, **more) -> dict:
+        metric = {
+            "name": "accuracy",
+            "title": "",
+            "kind": "accuracy",
+            "scale": 100.0,
+            "top": None,
+            "pooled": True,
+            "unit": "%",
+        }
+        return {
+            "suite": "s", "task": task, "group": group, "samples": 40, "metric": {**metric, **more},
+            "values": {name: 90.0 - 10 * i for i, name in enumerate(names)}, "errors": dict.fromkeys(names, 0.5),
+            "intervals": {name: [50.0, 95.0] for name in names}, "ratios": {},
+            "differences": {name: {"change": -10.0, "low": -12.0, "high": -8.0} for name in names[1:]},
+        }  # fmt: skip
+
+    points = {
+        name: {"cost": 3.0 - i, "cost_interval": None, "quality": 90.0 - 10 * i, "quality_interval": [50, 95]}
+        for i, name in enumerate(names)
+    }
+    rows = [line("needle", {})]
+    rows += [line("needle", {"length": n, "depth": d}) for n in (4096, 8192) for d in (0.0, 0.5)]
+    rows += [line("per-position", {"position": n}, kind="mean") for n in (64, 1024, 8192)]
+    average = {
+        "suite": "ruler",
+        "name": "average of the 13 tasks",
+        "length": 8192,
+        "unit": "",
+        "missing": [],
+        "samples": 130,
+    }
+    average |= {"values": dict.fromkeys(names, 91.6), "intervals": {name: [90, 93] for name in names}}
+    return {
+        "models": [{"name": name, "parameters": 1_500_000} for name in names], "base": names[0], "rows": rows,
+        "averages": [average], "refused": ["ppl of x: other samples"], "notes": ["a remark"],
+        "charts": [
+            {"cost": "stored parameters", "quality": "needle", "higher_is_better": True, "points": points, "front": names}
+        ],
+    }  # fmt: skip
+
+
+def test_many_models_are_on_it(out):
+    names = ["original", *(f"model {i}" for i in range(8))]
+    (out / "eval" / "comparison.json").write_text(json.dumps(comparison(names)))
+    text, reader = parse_page(write_page(str(out)))
+    assert "models" in reader.ids and text.count('class="point') == 9 and 'class="front"' in text
+    words = (
+        "original (base)",
+        "1.50M",
+        "80 [50, 95] (-10)",
+        "91.6 [90, 93]",
+        "8K tokens",
+        ">4K<",
+        ">50%<",
+        "Refused: ppl of x",
+    )
+    for word in words:
+        assert word in text, word
+    assert 'class="line m6"' in text and text.count("accuracy in percent by length in tokens and depth") == 2 + 9
+
+
+def test_a_comparison_of_a_stranger_is_text_or_damaged(out):
+    place = out / "eval" / "comparison.json"
+    evil = comparison(["a", EVIL])
+    for row in evil["rows"]:
+        row["task"] = row["metric"]["title"] = row["metric"]["unit"] = EVIL
+    evil["charts"][0]["cost"] = evil["charts"][0]["quality"] = evil["averages"][0]["name"] = EVIL
+    evil["notes"] = [EVIL]
+    place.write_text(json.dumps(evil))
+    text, _ = parse_page(write_page(str(out)))
+    assert "<img" not in text and text.count("<script") == 1
+    broken = ({"models": 3}, {"charts": [{}]}, {"averages": [{"length": float("inf")}]}, {"rows": [3]})
+    for each in broken:
+        place.write_text(json.dumps({**comparison(["a", "b"]), **each}))
+        with pytest.raises(SurgeryError, match="are damaged"):
+            write_page(str(out))
+
+
+def test_a_folder_of_a_comparison_alone_is_enough(out, tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "comparison.json").write_text(json.dumps(comparison(["a", "b"])))
+    _, reader = parse_page(write_page(str(out), tmp_path / "page.html", tmp_path / "c"))
+    assert "models" in reader.ids and "measured" not in reader.ids
+
+
+def test_averages_of_an_evaluation_are_on_it(out):
+    results = json.loads((out / "eval" / "results.json").read_text())
+    average = comparison(["base", "converted"])["averages"][0]
+    average |= {"differences": {"converted": {"change": -1.5, "low": -2.0, "high": -1.0}}, "source": "RULER, table 3"}
+    length = average | {
+        "name": "effective length",
+        "length": None,
+        "unit": "tokens",
+        "values": {"base": 8192, "converted": 0},
+    }
+    results["averages"] = [
+        average,
+        length | {"intervals": {"base": [4096, 8192], "converted": None}, "differences": {}},
+    ]
+    (out / "eval" / "results.json").write_text(json.dumps(results))
+    text, _ = parse_page(write_page(str(out)))
+    for word in (
+        "average of the 13 tasks, 8K tokens",
+        "91.6 [90, 93]",
+        "-1.5",
+        "RULER, table 3",
+        "8K [4K, 8K]",
+        ">none<",
+    ):
+        assert word in text, word
+
+
 def test_outside_d16_a_link_to_nothing_is_refused(out, tmp_path):
     link = tmp_path / "page.html"
     link.symlink_to(tmp_path / "gone" / "page.html")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from surgery.core.tables import format_tokens
 from surgery.eval.averages import (
     LONGBENCH,
     RULER_LENGTHS,
@@ -19,7 +20,6 @@ from surgery.eval.long_context.retrieval import TASKS as RETRIEVAL
 from surgery.eval.long_context.ruler import TASKS
 from surgery.eval.results import statistics
 from surgery.eval.results.averages import average_rows
-from surgery.eval.results.tables import format_tokens
 from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 
 SCORE = EvalMetric("score", "mean", scale=100.0, top=1.0)

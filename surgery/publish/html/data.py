@@ -35,7 +35,7 @@ class PageData:
 
     report: surgery_report.json. mixing: path of an attention module -> description of its token mixing. costs: context length in
     tokens -> {"cache": (before, after), "macs": (before, after)}: elements in the cache of one sequence, and multiply-accumulates
-    of the next token. log: entries of the training log. results: of `surgery eval --out`. notes: remarks to show on the page.
+    of the next token. log: entries of the training log. results: of `surgery eval --out`. comparison: of `surgery compare --out`. notes: remarks to show on the page.
     """
 
     name: str
@@ -45,6 +45,7 @@ class PageData:
     costs: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
     log: list[dict[str, Any]] = field(default_factory=list)
     results: dict[str, Any] | None = None
+    comparison: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -84,8 +85,8 @@ def module_role(record: dict[str, Any]) -> str:
 def load_page_data(name: str, measured: Path | None = None) -> PageData:
     """Load the data of a converted checkpoint, a folder or Hub id.
 
-    measured: folder of `surgery eval --out`; None: eval/ in the checkpoint's folder, if it exists. Raises SurgeryError if a given
-    folder has no results.
+    measured: folder of `surgery eval --out` or `surgery compare --out`; None: eval/ in the checkpoint's folder, if it exists.
+    Raises SurgeryError if a given folder has no results.
     """
     source = open_converted_checkpoint(name)
     report = read_report(source.folder, name)
@@ -96,7 +97,9 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
     place = measured or source.folder / "eval"
     if (place / "results.json").is_file():
         data.results = _read_results(place / "results.json")
-    elif measured is not None:
+    if (place / "comparison.json").is_file():
+        data.comparison = _read_results(place / "comparison.json")
+    if measured is not None and data.results is None and data.comparison is None:
         raise SurgeryError(
             f"{measured} has no results.json. Write one with `surgery eval {name} --compare SRC --out {measured}`."
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from surgery.core.errors import SurgeryError
 from surgery.core.files import atomic_write, check_not_dangling, explain_disk_errors
 from surgery.core.version import __version__
-from surgery.publish.html import sections
+from surgery.publish.html import models, sections
 from surgery.publish.html.data import PageData, load_page_data
 
 PAGE_NAME = "report.html"
@@ -22,6 +22,7 @@ SECTIONS = (
     ("costs", "Costs", sections.cost_section),
     ("training", "Healing", sections.training_section),
     ("measured", "Before and after", sections.eval_section),
+    ("models", "Many models", models.models_section),
     ("matrices", "Matrices", sections.matrix_section),
 )
 
@@ -35,7 +36,7 @@ def write_page(converted: str, out: Path | None = None, measured: Path | None = 
     try:
         data = load_page_data(converted, measured)
         text = render_page(data)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise SurgeryError(
             f"the report or the results of {converted} are damaged ({type(error).__name__}: {error}). Write them again with "
             "`surgery convert` and `surgery eval`."

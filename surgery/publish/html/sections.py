@@ -7,9 +7,9 @@ from html import escape
 from typing import Any
 
 from surgery.core.files import size_text
-from surgery.core.tables import format_count
+from surgery.core.tables import format_count, format_tokens
 from surgery.publish.html.data import PageData, layer_index, module_role, structure_class, structure_text
-from surgery.publish.html.svg import Axis, MatrixBox, Series, format_si, heat_map, layer_diagram, line_chart
+from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart
 from surgery.publish.tables import format_share
 
 HEADLINE_CONTEXT = 4096  # context length, in tokens, of the headline figures
@@ -232,13 +232,48 @@ def eval_section(data: PageData) -> str:
         "remarks",
     ]
     parts = ["<h2 id=measured>Before and after</h2>", table_html("Original and converted", heads, body, text_columns=2)]
+    parts.append(averages_table(data.results.get("averages") or [], roles))
     return "".join([*parts, needle_maps(data.results["rows"], roles), position_chart(data.results["rows"], roles)])
+
+
+def averages_table(rows: list[dict[str, Any]], roles: Sequence[str]) -> str:
+    """Return the table of averages over tasks, with 95% intervals; "" without averages."""
+    body = []
+    for row in rows:
+        tokens = row.get("unit") == "tokens"
+        change = (row.get("differences") or {}).get("converted") or {}
+        low, high = change.get("low"), change.get("high")
+        where = "" if row["length"] is None else f", {format_tokens(row['length'])} tokens"
+        body.append(
+            [
+                f"{row['suite']}, {row['name']}{where}",
+                *(average_cell(row, role, tokens) for role in roles),
+                "-" if change.get("change") is None else (f"{change['change']:+.4g}", change["change"]),
+                "-" if low is None else f"{low:+.4g} to {high:+.4g}",
+                f"without {', '.join(map(str, row['missing']))}" if row["missing"] else str(row.get("source") or ""),
+            ]
+        )
+    if not body:
+        return ""
+    names = ("original" if role == "base" else role for role in roles)
+    return table_html("Averages over tasks", ["average", *names, "difference", "95% interval", "remarks"], body)
+
+
+def average_cell(row: dict[str, Any], model: str, tokens: bool) -> Any:
+    """Return the cell of an average: value and interval, and the value to sort by."""
+    value, interval = row["values"].get(model), row["intervals"].get(model)
+    if value is None:
+        return "-"
+    show = format_tokens if tokens else "{:.4g}".format
+    return (show(value) + ("" if interval is None else f" [{show(interval[0])}, {show(interval[1])}]"), value)
 
 
 def _format_value(row: dict[str, Any], role: str) -> Any:
     value, error = row["values"].get(role), (row.get("errors") or {}).get(role)
     if value is None:
         return "-"
+    if interval := (row.get("intervals") or {}).get(role):
+        return (f"{value:.4g} [{interval[0]:.3g}, {interval[1]:.3g}]", value)
     return (f"{value:.4g}" + (f" ± {error:.2g}" if error is not None else ""), value)
 
 
@@ -258,10 +293,12 @@ def needle_maps(rows: list[dict[str, Any]], roles: list[str]) -> str:
             scale = float(cells[0]["metric"].get("scale") or 1.0)
             shares = [[None if (v := known.get((n, d))) is None else v / scale for d in depths] for n in lengths]
             name = "original" if role == "base" else role
-            drawn = heat_map(f"{task}, {name}", [format_si(n) for n in lengths], [f"{d:g}" for d in depths], shares)
+            drawn = heat_map(
+                f"{task}, {name}", [format_tokens(n) for n in lengths], [f"{100 * d:.3g}%" for d in depths], shares
+            )
             parts.append(
                 figure_html(
-                    drawn, f"{escape(name)}: accuracy in percent by length in tokens and depth (0: start, 1: end)"
+                    drawn, f"{escape(name)}: accuracy in percent by length in tokens and depth (0%: start, 100%: end)"
                 )
             )
         parts.append("</div>")
@@ -279,7 +316,9 @@ def position_chart(rows: list[dict[str, Any]], roles: list[str]) -> str:
         )
         for role in roles
     ]
-    drawn = line_chart("Loss by position", series, Axis("position in the text", log=True), Axis("nats per token"))
+    drawn = line_chart(
+        "Loss by position", series, Axis("position in the text", log=True, tokens=True), Axis("nats per token")
+    )
     return (
         "<h3>Loss by position</h3>" + figure_html(drawn, "Mean loss around each position; lower is better.")
         if drawn

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from surgery.core.tables import format_tokens
+
 WIDTH, HEIGHT = 440, 270  # text stays at ten points on a phone
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 46
 MAX_POINTS, MAX_VISIBLE_DOTS = 300, 12  # per line: points that are drawn, and up to how many dots are visible
@@ -16,7 +18,7 @@ SCROLL_WIDTH = 480  # wider pictures scroll instead of shrinking
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart. kind: CSS class, one of base, converted, healed, third; points: (x, y)."""
+    """A line of a chart. kind: CSS class: base, converted, healed, third, or m0 to m6 of many models; points: (x, y)."""
 
     name: str
     kind: str
@@ -25,10 +27,22 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """Label and scale of an axis."""
+    """Label and scale of an axis. tokens: its values are lengths in tokens, which are written 512, 8K, 128K."""
 
     label: str
     log: bool = False
+    tokens: bool = False
+
+    def format(self, value: float) -> str:
+        """Format a value of the axis."""
+        return format_tokens(value) if self.tokens and value else format_si(value)
+
+    def ticks(self, low: float, high: float) -> list[float]:
+        """Return about five values between `low` and `high`: round ones, or powers of two of tokens."""
+        if not (self.tokens and self.log):
+            return ticks(low, high, self.log)
+        powers = range(math.ceil(math.log2(low) - 0.01), math.floor(math.log2(high) + 0.01) + 1)
+        return [2.0**power for power in powers[:: max(1, -(-len(powers) // 6))]] or [low, high]
 
 
 def format_si(value: float) -> str:
@@ -106,13 +120,13 @@ def _thin_out(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _grid(across: AxisScale, up: AxisScale, x: Axis, y: Axis) -> str:
     parts = []
-    for tick in ticks(up.low, up.high, y.log):
+    for tick in y.ticks(up.low, up.high):
         at = up(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{at + 4:.1f}">{format_si(tick)}</text>')
-    for tick in ticks(across.low, across.high, x.log):
+        parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{at + 4:.1f}">{y.format(tick)}</text>')
+    for tick in x.ticks(across.low, across.high):
         parts.append(
-            f'<text class="tick mid" x="{across(tick):.1f}" y="{HEIGHT - BOTTOM + 18}">{format_si(tick)}</text>'
+            f'<text class="tick mid" x="{across(tick):.1f}" y="{HEIGHT - BOTTOM + 18}">{x.format(tick)}</text>'
         )
     parts.append(f'<text class="tick mid" x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 6}">{escape(x.label)}</text>')
     middle = (TOP + HEIGHT - BOTTOM) / 2
@@ -123,6 +137,54 @@ def _grid(across: AxisScale, up: AxisScale, x: Axis, y: Axis) -> str:
 def _legend(series: Sequence[Series]) -> str:
     items = "".join(f'<li><span class="key {s.kind}"></span>{escape(s.name)}</li>' for s in series)
     return f'<ul class="legend">{items}</ul>'
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model in a scatter chart. x_range, y_range: 95% intervals, or None; filled: whether it is on the Pareto front."""
+
+    name: str
+    kind: str
+    x: float
+    y: float
+    x_range: tuple[float, float] | None = None
+    y_range: tuple[float, float] | None = None
+    filled: bool = True
+
+
+def scatter_chart(title: str, points: Sequence[Point], front: Sequence[str], x: Axis, y: Axis) -> str:
+    """Return a chart of labeled points with intervals, and a step line through the points named by `front`; "" without points.
+
+    Points and ends of intervals that are not finite are left out.
+    """
+    kept = [p for p in points if _is_drawable((p.x, p.y), x, y)]
+    if not kept:
+        return ""
+    xs = [v for p in kept for v in (p.x, *(p.x_range or ())) if math.isfinite(v)]
+    ys = [v for p in kept for v in (p.y, *(p.y_range or ())) if math.isfinite(v)]
+    across = AxisScale(xs, False, LEFT + 14, WIDTH - RIGHT - 90)  # room for a label at the right
+    up = AxisScale(ys, False, HEIGHT - BOTTOM - 12, TOP + 16)
+    marks = [_grid(across, up, x, y)]
+    steps = [(across(p.x), up(p.y)) for name in front for p in kept if p.name == name]
+    path = [
+        point for (a, b), last in zip(steps, [None, *steps]) for point in ([(a, last[1])] if last else []) + [(a, b)]
+    ]
+    if len(path) > 1:
+        marks.append(f'<polyline class="front" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in path)}"/>')
+    for index, p in enumerate(sorted(kept, key=lambda p: (p.x, p.y))):
+        a, b = across(p.x), up(p.y)
+        for ends, at in ((p.x_range, lambda v, b=b: (across(v), b)), (p.y_range, lambda v, a=a: (a, up(v)))):
+            if ends is not None and all(math.isfinite(v) for v in ends):
+                (x1, y1), (x2, y2) = at(ends[0]), at(ends[1])
+                marks.append(f'<line class="line {p.kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>')
+        label = p.name if len(p.name) <= 20 else p.name[:19] + "…"
+        kind = f"point {p.kind}" + ("" if p.filled else " open")
+        marks.append(
+            f'<g><title>{escape(p.name)}: {format_si(p.y)} at {format_si(p.x)}</title><circle class="{kind}" cx="{a:.1f}" '
+            f'cy="{b:.1f}" r="5"/><text x="{a + 8:.1f}" y="{b + (-6 if index % 2 == 0 else 16):.1f}">{escape(label)}</text></g>'
+        )
+    text = "; ".join(f"{p.name}: {format_si(p.y)} at {format_si(p.x)}" for p in kept)
+    return _chart(title, f"{title}: {text}. On the Pareto front: {', '.join(front)}.", "".join(marks), WIDTH, HEIGHT)
 
 
 def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]]) -> str:

@@ -37,7 +37,7 @@ CHECKPOINT_FILES = (
 EXTRA_FILES = (
     *("training/log.jsonl", "training/curve.png"),
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),
-    *("eval/results.json", "eval/*.png", "eval/table.md"),
+    *("eval/results.json", "eval/*.png", "eval/table.md", "eval/comparison.json", "eval/table.csv", "eval/table.tex"),
 )
 LOCAL_FILES = ("eval/*/**", "eval/lock", "training/tensorboard/**", ".cache/huggingface/**", ".gitattributes")
 # Tokens of the Hub, GitHub and OpenAI, keys of Amazon and Google, private keys.
@@ -195,6 +195,9 @@ FREE_TEXT_FILES = (
     "adapter/README.md",
     "eval/results.json",
     "eval/table.md",
+    "eval/comparison.json",
+    "eval/table.csv",
+    "eval/table.tex",
 )
 # Configs of the model and its tokenizer: strings are labels, tokens and templates; only some keys hold paths.
 CONFIG_FILES = (

@@ -1,0 +1,158 @@
+"""Section of the report page about many models: the comparison that `surgery compare --out` wrote."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from surgery.core.tables import format_count, format_tokens
+from surgery.publish.html.data import PageData
+from surgery.publish.html.sections import average_cell, figure_html, table_html
+from surgery.publish.html.svg import Axis, Point, Series, heat_map, line_chart, scatter_chart
+
+COLORS = 7  # CSS classes m0 to m6, in the order of surgery/eval/results/plots.py
+MAX_LINES = 400  # lines of the table
+
+
+def models_section(data: PageData) -> str:
+    """Return the table of all models, quality against costs, needle maps and curves; "" without a comparison."""
+    if data.comparison is None:
+        return ""
+    found = data.comparison
+    names, base = [str(model["name"]) for model in found["models"]], found["base"]
+    kinds = model_classes(names, base)
+    parts = ["<h2 id=models>Many models</h2>", _table(found, names, base)]
+    remarks = [*(f"Refused: {text}" for text in found["refused"]), *found["notes"]]
+    parts += ["<ul>" + "".join(f"<li>{escape(str(text))}</li>" for text in remarks) + "</ul>"] if remarks else []
+    parts += [_pareto(chart, kinds) for chart in found["charts"]]
+    parts += [_needle_maps(found["rows"], names), _curves(found["rows"], kinds)]
+    return "".join(parts)
+
+
+def model_classes(names: list[str], base: str | None) -> dict[str, str]:
+    """Return the CSS class of each model, which sets its color in all charts: "base", or m0 to m6 in order."""
+    others = [name for name in names if name != base]
+    return {name: f"m{i % COLORS}" for i, name in enumerate(others)} | ({} if base is None else {base: "base"})
+
+
+def _table(found: dict[str, Any], names: list[str], base: str | None) -> str:
+    counts = [model.get("parameters") for model in found["models"]]
+    body: list[list[Any]] = []
+    if any(counts):
+        body.append(["stored parameters", "", *("-" if c is None else (format_count(int(c)), int(c)) for c in counts)])
+    for row in found["rows"]:
+        pooled = row["metric"]["pooled"]
+        if bool(row["group"]) == bool(pooled) or len(row["group"]) > 1:
+            continue
+        where = "".join(f", {name} {value}" for name, value in row["group"].items())
+        label = f"{row['task']}{where}, {row['metric']['title'] or row['metric']['name']}"
+        body.append([label, str(row["samples"]), *(_cell(row, name) for name in names)])
+    for row in found["averages"]:
+        where = "" if row["length"] is None else f", {format_tokens(row['length'])} tokens"
+        missing = f" (without {', '.join(map(str, row['missing']))})" if row["missing"] else ""
+        cells = [average_cell(row, name, row["unit"] == "tokens") for name in names]
+        body.append([f"{row['suite']}, {row['name']}{where}{missing}", str(row["samples"] or ""), *cells])
+    heads = ["measurement", "samples", *(f"{name} (base)" if name == base else name for name in names)]
+    return table_html("All models: value, and its 95% interval or standard error (±)", heads, body[:MAX_LINES])
+
+
+def _cell(row: dict[str, Any], name: str) -> Any:
+    value = row["values"].get(name)
+    if value is None:
+        return "-"
+    error, interval = row["errors"].get(name), row["intervals"].get(name)
+    text = f"{value:.4g}"
+    if interval is not None:
+        text += f" [{interval[0]:.3g}, {interval[1]:.3g}]"
+    elif error is not None:
+        text += f" ± {error:.2g}"
+    ratio, change = row["ratios"].get(name), row["differences"].get(name)
+    if row["metric"]["kind"] == "ppl" and ratio is not None:
+        text += f" (x {ratio['change']:.4g})"
+    elif change is not None:
+        text += f" ({change['change']:+.4g})"
+    return (text, value)
+
+
+def _pareto(chart: dict[str, Any], kinds: dict[str, str]) -> str:
+    points = [
+        Point(
+            name, kinds[name], float(p["cost"]), float(p["quality"]), _range(p["cost_interval"]), _range(p["quality_interval"]),
+            filled=name in chart["front"],
+        )
+        for name, p in chart["points"].items()
+    ]  # fmt: skip
+    title = f"{chart['quality']} against {chart['cost']}"
+    better = "higher" if chart["higher_is_better"] else "lower"
+    drawn = scatter_chart(
+        title, points, [str(n) for n in chart["front"]], Axis(str(chart["cost"])), Axis(str(chart["quality"]))
+    )
+    caption = (
+        f"{escape(title)}, with 95% intervals. {better.capitalize()} is better. Filled points are on the Pareto front."
+    )
+    return figure_html(drawn, caption)
+
+
+def _range(ends: Any) -> tuple[float, float] | None:
+    return None if ends is None else (float(ends[0]), float(ends[1]))
+
+
+def _needle_maps(rows: list[dict[str, Any]], names: list[str]) -> str:
+    """Return one needle map per task and model, side by side."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        metric = row["metric"]
+        if set(row["group"]) == {"depth", "length"} and (metric["kind"] == "accuracy" or metric["top"] == 1):
+            found.setdefault((str(row["task"]), str(metric["title"] or metric["name"])), []).append(row)
+    first: dict[str, tuple[str, str]] = {}
+    for key in found:
+        first.setdefault(key[0], key)
+    parts = []
+    for task, key in first.items():
+        cells = found[key]
+        lengths = sorted({float(row["group"]["length"]) for row in cells})
+        depths = sorted({float(row["group"]["depth"]) for row in cells})
+        parts.append(f'<h3>{escape(task)}</h3><div class="pair">')
+        for name in names:
+            scale = float(cells[0]["metric"]["scale"])
+            known = {
+                (float(r["group"]["length"]), float(r["group"]["depth"])): float(r["values"][name]) / scale
+                for r in cells
+                if name in r["values"]
+            }
+            if known:
+                shares = [[known.get((n, d)) for d in depths] for n in lengths]
+                columns = [f"{100 * d:.3g}%" for d in depths]
+                drawn = heat_map(f"{task}, {name}", [format_tokens(n) for n in lengths], columns, shares)
+                parts.append(
+                    figure_html(drawn, f"{escape(name)}: {escape(key[1])} in percent by length in tokens and depth")
+                )
+        parts.append("</div>")
+    return "".join(parts)
+
+
+def _curves(rows: list[dict[str, Any]], kinds: dict[str, str]) -> str:
+    """Return loss by position of all models, and each suite's measurements by length if there are several lengths."""
+    charts: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if len(row["group"]) == 1 and (axis := next(iter(row["group"]))) in ("position", "length"):
+            name = str(row["metric"]["title"] or row["metric"]["name"])
+            charts.setdefault((str(row["task"]), name, axis), []).append(row)
+    parts = []
+    for (task, metric, axis), found in charts.items():
+        if len(found) < 2:
+            continue
+        series = [
+            Series(
+                name,
+                kind,
+                sorted((float(r["group"][axis]), float(r["values"][name])) for r in found if name in r["values"]),
+            )
+            for name, kind in kinds.items()
+        ]
+        where = "position in the text" if axis == "position" else "length, tokens"
+        unit = str(found[0]["metric"]["unit"])
+        y = Axis(f"{metric}, {unit}" if unit else metric)
+        drawn = line_chart(f"{task}, {metric}", series, Axis(where, log=True, tokens=True), y)
+        parts.append(figure_html(drawn, f"{escape(task)}: {escape(metric)} by {axis}"))
+    return "".join(parts)
