@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from surgery.eval.lm_eval.samples import (
 from surgery.eval.lm_eval.tasks import OwnTask
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult
 
+BOOTSTRAP_DRAWS = 1000  # of lm-eval's own standard errors of perplexities and corpus scores
 FEWSHOT_SEED = 1234  # lm-eval's default; --seed is added
 
 
@@ -188,16 +190,17 @@ def _evaluate(
     for task in tasks:
         _configure_task(task, options)
     wanted = _selected_documents(tasks, options)
-    found = evaluate(
-        lm,
-        {"tasks": {task.config.task: task for task in tasks}, "groups": groups or {}},
-        limit=None if wanted else options.limit,
-        samples=wanted or None,
-        bootstrap_iters=0,  # intervals are computed in eval/results/statistics.py
-        log_samples=True,
-        apply_chat_template=chat,
-        fewshot_as_multiturn=chat,
-    )
+    with _no_worker_processes(), contextlib.redirect_stdout(io.StringIO()):
+        found = evaluate(
+            lm,
+            {"tasks": {task.config.task: task for task in tasks}, "groups": groups or {}},
+            limit=None if wanted else options.limit,
+            samples=wanted or None,
+            bootstrap_iters=BOOTSTRAP_DRAWS,  # for lm_eval.json; our intervals are computed in eval/results/statistics.py
+            log_samples=True,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
+        )
     fill_stderrs(found, tasks)
     found["cut"] = dict(lm.truncated)
     found["config"] = {
@@ -215,6 +218,20 @@ def _evaluate(
         "model_dtype": str(lm.eval_model.dtype),
     }
     return to_json_value(found)
+
+
+@contextlib.contextmanager
+def _no_worker_processes() -> Iterator[None]:
+    """Let lm-eval bootstrap its standard errors in this process: its pool would fork a process that holds a model."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before
 
 
 def _selected_documents(tasks: list[Any], options: EvalOptions) -> dict[str, list[int]]:

@@ -192,6 +192,10 @@ def _make_row(
         row.flags.append("not a finite number")
     if len(first) < MIN_UNITS:
         row.flags.append(f"fewer than {MIN_UNITS} units")
+    elif metric.kind != "accuracy" and (few := min(held.effective for held in units.values())) < MIN_UNITS:
+        row.flags.append(
+            f"documents of very unequal length count as {few:.0f} of equal length: the interval may be too narrow"
+        )
     return row
 
 

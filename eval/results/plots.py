@@ -22,7 +22,7 @@ from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 MAX_TASKS = 4  # a suite with more tasks gets one figure for all
 MAX_TICKS = 8
 HEAT_MAPS_PER_ROW = 2
-FONT_POINTS, DPI = 12, 150
+FONT_POINTS, DPI = 13, 150
 BASE_COLOR = "#6b7280"
 COLORS = ("#0f766e", "#c2570c", "#6d28d9", "#0072b2", "#b8860b", "#be185d", "#1c2330")
 LINES, MARKERS = ("-", "-.", ":"), ("o", "s", "^", "D", "v", "P", "X")

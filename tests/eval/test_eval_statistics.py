@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from surgery.core.errors import SurgeryError
 from surgery.eval.results import statistics
 from surgery.eval.results.compare import collect_units, compare_results
-from surgery.eval.results.statistics import Units, estimate, mcnemar, paired_interval
+from surgery.eval.results.statistics import Units, estimate, mcnemar, paired_interval, student_quantile, wilson_interval
 from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 
 SIMULATIONS = 400
@@ -107,6 +107,73 @@ def test_interval_of_losses_covers(monkeypatch):
 def test_interval_of_perplexities_covers(monkeypatch):
     share = coverage(losses, math.exp(2.1) - math.exp(2), None, "exp", monkeypatch)
     assert 0.91 <= share <= 0.98, share
+
+
+def unequal(sigma: float, differences):
+    """Return a function that draws documents with lognormal lengths, and what is lost in each."""
+
+    def draw(rng, n):
+        tokens = rng.lognormal(5, sigma, n).round() + 1
+        base = rng.gamma(4, 0.5, n)
+        return units(base + differences(rng, n), tokens), units(base, tokens)
+
+    return draw
+
+
+DIFFERENCES = {  # each has the mean 0.1
+    "gamma": (lambda rng, n: 0.1 * rng.gamma(2, 0.5, n), 0.925),
+    "normal": (lambda rng, n: rng.normal(0.1, 0.1, n), 0.935),
+    "lognormal": (lambda rng, n: 0.1 * rng.lognormal(-0.5, 1, n), 0.86),
+}
+
+
+@pytest.mark.parametrize("n, sigma", [(10, 1.5), (20, 1.0)])
+def test_interval_of_documents_of_unequal_length_covers(n, sigma, monkeypatch):
+    """A bootstrap-t interval without leverages covers 0.87 and 0.91."""
+    draw = unequal(sigma, DIFFERENCES["gamma"][0])
+    share = coverage(lambda rng: draw(rng, n), 0.1, None, "mean", monkeypatch)
+    assert 0.92 <= share <= 0.99, share
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIFFERENCES)
+@pytest.mark.parametrize("n", [10, 20, 50])
+@pytest.mark.parametrize("sigma", [0.0, 0.5, 1.0, 1.5])
+def test_interval_of_documents_of_any_length_covers(name, n, sigma, monkeypatch):
+    monkeypatch.setitem(globals(), "SIMULATIONS", 1500)
+    differences, least = DIFFERENCES[name]
+    share = coverage(lambda rng: unequal(sigma, differences)(rng, n), 0.1, None, "mean", monkeypatch)
+    assert least <= share <= 0.99, share
+
+
+def test_documents_of_very_unequal_length_are_flagged():
+    metric = EvalMetric("nll", "ppl", higher_is_better=False)
+    samples = [Sample("a", str(i), {"nll": 1.0 + i / 40}, weight=1000.0 if i == 0 else 10.0) for i in range(30)]
+    (row,) = compare_results("s", {"base": SuiteResult(samples, {"nll": metric})}, same=False)
+    assert row.flags == ["documents of very unequal length count as 2 of equal length: the interval may be too narrow"]
+
+
+@pytest.mark.parametrize("freedom, expected", [(1, 12.7062), (2, 4.3027), (9, 2.2622), (29, 2.0452), (1e6, 1.95996)])
+def test_student_s_quantile(freedom, expected):
+    assert student_quantile(freedom) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "right, n, low, high",
+    [(0, 10, 0, 0.2775), (10, 10, 0.7225, 1), (15, 20, 0.5313, 0.8881), (81, 263, 0.2553, 0.3662)],
+)
+def test_wilson(right, n, low, high):
+    """81 of 263 is the example of Newcombe 1998, table I."""
+    found = wilson_interval(units([1.0] * right + [0.0] * (n - right)))
+    assert found == pytest.approx((low, high), abs=1e-4)
+
+
+def test_wilson_counts_units():
+    """Ten equal answers about one document count as one; answers that vary within documents count each."""
+    rng = np.random.default_rng(0)
+    right = rng.integers(0, 2, 30)
+    copies = [Sample("t", f"{i} {j}", {"m": float(r)}, unit=str(i)) for i, r in enumerate(right) for j in range(10)]
+    assert wilson_interval(collect_units(copies, "m")) == pytest.approx(wilson_interval(units(right)))
 
 
 @pytest.mark.parametrize("lost, gained", [(0.15, 0.05), (0.04, 0.0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,6 +185,8 @@ def test_zeroshot(eval_model):
     accuracy = [s.metrics["acc"] for s in found.samples if s.task == "piqa"]
     assert found.info["results"]["piqa"]["acc,none"] == pytest.approx(sum(accuracy) / len(accuracy))
     assert found.info["results"]["piqa"]["acc_stderr,none"] > 0
+    assert found.info["results"]["lambada_openai"]["perplexity_stderr,none"] > 0  # lm-eval's own bootstrap
+    assert "DISABLE_MULTIPROC" not in os.environ
     assert {"results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "config"} <= set(found.info)
     json.dumps(found.info)
 

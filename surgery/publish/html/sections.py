@@ -231,7 +231,15 @@ def eval_section(data: PageData) -> str:
         "samples",
         "remarks",
     ]
-    parts = ["<h2 id=measured>Before and after</h2>", table_html("Original and converted", heads, body, text_columns=2)]
+    parts = [
+        "<h2 id=measured>Before and after</h2>",
+        table_html(
+            "Original and converted: value, and its 95% interval [low, high] or standard error (±)",
+            heads,
+            body,
+            text_columns=2,
+        ),
+    ]
     parts.append(averages_table(data.results.get("averages") or [], roles))
     return "".join([*parts, needle_maps(data.results["rows"], roles), position_chart(data.results["rows"], roles)])
 
