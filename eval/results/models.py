@@ -18,6 +18,7 @@ from surgery.eval.results.compare import ComparisonRow, compare_results, sample_
 from surgery.eval.results.folders import StoredModel, StoredSuite, base_of_folder, named_base, read_models
 from surgery.eval.results.pareto import CostPoint, ParetoChart, pareto_front
 from surgery.eval.results.statistics import Z_95, Interval
+from surgery.eval.results.tables import command_line
 from surgery.eval.suite import SUITES, EvalMetric, SuiteResult, load_suites
 
 REMARKED = ("surgery", "torch", "transformers", "lm_eval", "datasets")  # packages whose other versions are remarked
@@ -158,6 +159,7 @@ def compare_models(
             f"the models have no results in common that can be compared. {'; '.join(done.refused)}".strip()
         )
     done.charts = _charts(done, quality)
+    done.notes += _reproduction_notes(models)
     return done
 
 
@@ -315,6 +317,16 @@ def _shared_lengths(suite: str, results: Mapping[str, SuiteResult], notes: list[
             notes.append(f"{suite} of {name}: {len(result.samples) - len(kept)} samples that others lack are left out")
         found[name] = replace(result, samples=kept)
     return found if shared else {}
+
+
+def _reproduction_notes(models: Sequence[StoredModel]) -> list[str]:
+    """Return the commands that measured the models, each once, with the suites that it measured."""
+    commands: dict[str, dict[str, None]] = {}
+    for model in models:
+        for stored in model.suites.values():
+            if line := command_line(stored.result.provenance.get("command")):
+                commands.setdefault(line[:2000], {})[model.name] = None
+    return [f"reproduce {', '.join(names)} with: {line}" for line, names in commands.items()]
 
 
 # -- quality against costs ---------------------------------------------------------------------------

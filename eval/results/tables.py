@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +111,16 @@ def table_notes(done: Evaluation) -> list[str]:
     for v in done.verdicts:
         ratio = "no ratio to the base" if v.ratio is None else f"{v.ratio:.4g} of the base"
         said.append(f"limit {v.limit}: {'held' if v.held else 'MISSED'}, {v.task} {v.metric} is {ratio}")
+    if line := command_line(done.provenance.get("command")):
+        said.append(f"reproduce with: {line}")
     return said
+
+
+def command_line(words: Any) -> str:
+    """Return the words of a recorded command as a line for a shell; "" if there are none or they are not plain text."""
+    if not (isinstance(words, list) and words and all(isinstance(word, str) and word.isprintable() for word in words)):
+        return ""
+    return shlex.join(words)
 
 
 def _flagged_rows(flag: str, rows: list[ComparisonRow]) -> str:

@@ -191,6 +191,18 @@ def test_timings_of_another_device_are_refused_and_lengths_that_did_not_fit_are_
     assert any("6 samples that others lack are left out" in note for note in done.notes)
 
 
+def test_the_table_says_how_to_reproduce_it(tmp_path):
+    for name, words in (("a", ["surgery", "eval", "my model", "--limit", "3"]), ("b", ["evil\x1b[2J"]), ("c", 3)):
+        result = needle(3)
+        save(tmp_path / name, name, {"needle": result})
+        (path,) = (tmp_path / name).rglob("result.json")
+        stored = json.loads(path.read_text())
+        stored["provenance"]["command"] = words
+        path.write_text(json.dumps(stored))
+    found = notes(compare_folders([tmp_path / name for name in "abc"]))
+    assert [note for note in found if "reproduce" in note] == ["reproduce a with: surgery eval 'my model' --limit 3"]
+
+
 # -- Pareto ------------------------------------------------------------------------------------------
 def test_pareto_front():
     points = {

@@ -128,7 +128,15 @@ def test_damaged_results_are_measured_again(models, tmp_path, name, harm):
 
 
 def test_files(models, tmp_path):
-    done = evaluate("worse", ["right"], OPTIONS, compare="good", out=tmp_path / "out", fail_below=["right=0.5"])
+    done = evaluate(
+        "worse",
+        ["right"],
+        OPTIONS,
+        compare="good",
+        out=tmp_path / "out",
+        fail_below=["right=0.5"],
+        command=["surgery", "eval"],
+    )
     names = sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file())
     folders = ["good-good-fin/right", "worse-worse-fi/right"]
     files = ["arrays.safetensors", "result.json", "samples.jsonl"]
@@ -143,6 +151,7 @@ def test_files(models, tmp_path):
         "| right | right, accuracy | 20 | 100 [83.9, 100] | 75 [53.1, 88.8] | -25 |" in table
         and "- right: a note" in table
     )
+    assert "- reproduce with: surgery eval\n" in table
     line = json.loads((tmp_path / "out" / folders[1] / "samples.jsonl").read_text().splitlines()[3])
     assert line["metrics"] == {"accuracy": 0} and line["id"] == "3" and line["group"] == {"length": 8}
 

@@ -221,7 +221,11 @@ def test_the_chain_can_be_followed(words):
         for name, of in re.findall(r"VAR (\w+) = VAR (\w+)", asked):
             held |= {name} if of in held else set()  # a chain is told in its order
         assert held == set(question.answers) and len(held) == 5
-        assert value in question.prefix and "5 variables are assgined" in question.prefix
+        assert (
+            value in question.prefix
+            and "5 variables are assigned" in question.prefix
+            and "assgined" not in question.prompt
+        )
         example = question.prompt[: question.prompt.rindex("Memorize and track")]
         assert example.count("VAR ") == 9 and value not in example and not question.note
 
@@ -316,7 +320,7 @@ def test_prompts_agree_with_lm_eval():
     assert fwe_utils.TEMPLATE == counting.FREQUENT + counting.FREQUENT_PREFIX
     assert questions.TEMPLATE.replace("{question}", "{query}") == qa_utils.TEMPLATE
     ours = (tracking.TEMPLATE + tracking.PREFIX).replace("{value}", "{query}").replace("{number}", "{num_v}")
-    assert ours == vt_utils.TEMPLATE
+    assert ours == vt_utils.TEMPLATE.replace("assgined", "assigned")  # RULER mended it in 4a216f4
     assert (cwe_utils.CONFIG["tokens_to_generate"], fwe_utils.CONFIG["tokens_to_generate"]) == (120, 50)
     assert qa_utils.CONFIG["tokens_to_generate"] == 32
     assert vt_utils.CONFIG["variable_tracking"]["tokens_to_generate"] == 30

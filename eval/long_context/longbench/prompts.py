@@ -37,7 +37,8 @@ _SINGLE = (
     'answered based on the information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", '
     '"no", or "unanswerable". Do not provide any explanation.'
 )
-_CONCISE = "as concisely as you can, using a single phrase if possible. Do not provide any explanation."
+# "asconcisely" is LongBench's own, in this task only; published scores were measured with it.
+_CONCISE = "asconcisely as you can, using a single phrase if possible. Do not provide any explanation."
 
 TASKS: dict[str, LongBenchTask] = {
     "narrativeqa": LongBenchTask(

@@ -16,9 +16,9 @@ TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all "
     "variables that are assigned the value {value} in the text above."
 )
-# "assgined" is RULER's own; published scores were measured with it.
+# RULER wrote "assgined" until its commit 4a216f4 of 2025-05-13, and so does lm-eval; scores before it were measured with that word.
 PREFIX = (
-    " Answer: According to the chain(s) of variable assignment in the text above, {number} variables are assgined the value "
+    " Answer: According to the chain(s) of variable assignment in the text above, {number} variables are assigned the value "
     "{value}, they are: "
 )
 EXAMPLE_TOKENS = 500
