@@ -13,9 +13,8 @@ import torch
 
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
-from surgery.eval.speed import linear
+from surgery.eval.speed import linear, timer
 from surgery.eval.speed import run as runs
-from surgery.eval.speed import timer
 from surgery.eval.speed import update_tables as publish
 from surgery.eval.speed.roofline import linear_work, softmax_work
 from surgery.eval.speed.run import KINDS, bench
