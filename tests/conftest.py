@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import random
+import shutil
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -24,6 +27,11 @@ settings.load_profile("repeatable")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as kernels are imported: here they run on the CPU
+
+# transformers copies the code of checkpoints here by the name of their folder. Each test process has a place of its own: two that
+# load folders of one name at the same time would take each other's code.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="surgery-tests-modules-")  # read as transformers is imported
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 # torch makes its threads anew in a forked process when they are first asked for; where several ask at once, as they do that
 # load a checkpoint's weights, all but one find none ("Invalid thread pool!").
