@@ -53,6 +53,28 @@ HYBRIDS = [
     {"mask": "hierarchical", "block": 2, "features": "elu"},
     {"mask": "hierarchical", "block": 8, "states": "per_head", "window": 2},
 ]
+HYBRIDS += [
+    {"near": "chunks", **options}
+    for options in (
+        {"window": 4},
+        {"window": 3, "sinks": 2, "mask": "ones", "features": "elu"},
+        {"window": 4, "sinks": 1, "mask": "decay", "features": "hedgehog", "normalise": True},
+        {"window": 3, "sinks": 1, "mask": "toeplitz_blocks", "features": "elu", "normalise": True},
+        {"window": 4, "mask": "toeplitz_blocks", "scores": "delta", "states": "per_head"},
+        {"window": 2, "sinks": 1, "mask": "hierarchical", "features": "favor", "normalise": True},
+        {"window": 4, "sinks": 2, "mask": "hierarchical", "block": 4, "scores": "delta", "rope": "both"},
+        {"window": 2, "mask": "hierarchical", "block": 8, "scores": "delta", "rope": "window"},
+        {"window": 4, "mask": "hierarchical", "block": 2, "states": "per_head", "sinks": 3},
+        {"window": 1, "mask": "hierarchical", "features": "cosformer"},
+        {"window": 5, "sinks": 3, "scores": "delta", "convolution": 3, "gate": "value", "norm": "rms"},
+        {"window": 3, "mask": "blocks", "features": "elu", "normalise": True},
+        {"window": 2, "sinks": 2, "mask": "blocks", "scores": "delta"},
+        {"window": 3, "sinks": 1, "mask": "toeplitz", "features": "elu", "mask_length": 5},
+        {"window": 4, "mask": "toeplitz", "scores": "delta"},
+        {"window": 3, "mask": "fourier", "sinks": 1},
+        {"window": 30, "sinks": 2, "mask": "gates"},
+    )
+]
 
 
 def small(name: str) -> dict:
@@ -68,6 +90,7 @@ def config_of(mask: str = "gates", features: str = "identity", **options) -> Lin
         )
         options["normalise"] = may
     mask_options = {**small(mask), **({"block": options.pop("block")} if "block" in options else {})}
+    mask_options |= {"length": options.pop("mask_length")} if "mask_length" in options else {}
     map_options = small(features)
     if features in ("favor", "lara") and not options["normalise"]:
         map_options["queries"] = "exact"
@@ -79,9 +102,18 @@ def pairs() -> list[LinearAttention]:
     return kernel + [config_of(mask, "identity", scores="delta") for mask in MASK_NAMES]
 
 
+def chunk_pairs() -> list[LinearAttention]:
+    """Every mask with softmax over chunks, under both score rules."""
+    near = {"near": "chunks", "window": 4, "sinks": 1}
+    kernel = [config_of(mask, "elu", **near) for mask in MASK_NAMES]
+    decayed = LinearAttention(mask={"name": "hierarchical", "levels": 4, "gates": "decay"}, chunk=8, **near)
+    return [*kernel, *(config_of(mask, scores="delta", **near) for mask in MASK_NAMES), decayed]
+
+
 def config_name(config: LinearAttention) -> str:
     extras = [f"{o}{getattr(config, o)}" for o in ("window", "sinks", "convolution") if getattr(config, o)]
     extras += [config.rope] * (config.rope != "keep") + [config.states] * (config.states != "shared")
+    extras += [config.near] * (config.near != "sliding")
     extras += [
         f"{part}{n}" for part in ("block",) if config.mask.name == "hierarchical" and (n := config.mask.block) > 1
     ]
@@ -156,6 +188,27 @@ def scores_by_loops(mixer: LinearMixer, q_HTF: Tensor, k_GTF: Tensor, beta_TG: T
     return a_HTT
 
 
+def read_by_loops(
+    mixer: LinearMixer, q_HF: Tensor, k_GnF: Tensor, x_1TD: Tensor, beta_TG: Tensor | None, t: int
+) -> Tensor:
+    """Weights (H, n) with which query t reads the state after the n tokens behind the sinks: M's row of the last of them, and of
+    the hierarchical mask the row of a token that would follow without a gate."""
+    groups, n, _ = k_GnF.shape
+    sinks, tree = mixer.config.sinks, mixer.config.mask.name == "hierarchical"
+    signals = {}
+    for name, s in mixer.mask.signals(x_1TD).items():
+        signals[name] = s[:, sinks : sinks + n] if name in mixer.mask.written_signals else s[:, t : t + 1]
+        if name in mixer.mask.written_signals:
+            signals[name] = torch.cat([signals[name], torch.zeros_like(s[:, :1])], 1) if tree else signals[name]
+        else:
+            signals[name] = signals[name].expand(-1, n + tree, *s.shape[2:])
+    m_1GJnn = mixer.mask.dense(torch.zeros(1, dtype=torch.long), n + tree, signals)
+    m_Hn = m_1GJnn.expand(1, groups, SHAPE.heads // groups, -1, -1).flatten(0, 2)[:, -1, :n]
+    beta_nG = None if beta_TG is None else beta_TG[sinks : sinks + n]
+    queries_HnF = q_HF[:, None].expand(-1, n, -1)
+    return m_Hn * scores_by_loops(mixer, queries_HnF, k_GnF, beta_nG)[:, -1]
+
+
 def rotated_by_loops(x_HTK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """RoPE of one row, pair by pair: dims f and f + 3 turn by the angle of pair f."""
     out = x_HTK.clone()
@@ -183,10 +236,19 @@ def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
     beta_TG = None
     if config.scores == "delta":
         q_HTF, k_GTF, beta_TG = l2_normalize(q_HTF), l2_normalize(k_GTF), mixer.beta_proj(x_1TD)[0].sigmoid()
+    block_T = (torch.arange(length) - sinks) // max(window, 1)  # of near: chunks
+    by_block = config.near == "chunks"
     count = max(length - window - sinks, 0)  # queries window + sinks .. read keys sinks .. length - window
     lag, write = slice(length - count, None), slice(sinks, sinks + count)
     far_HTT = torch.zeros(SHAPE.heads, length, length, dtype=torch.float64)
-    if count:
+    if by_block:
+        for t in range(length):
+            done = window * (int(block_T[t]) - 1)
+            if done > 0:
+                far_HTT[:, t, sinks : sinks + done] = read_by_loops(
+                    mixer, q_HTF[:, t], k_GTF[:, sinks : sinks + done], x_1TD, beta_TG, t
+                )
+    elif count:
         signals = mixer.mask.signals(x_1TD)
         signals = {n: t[:, write if n in mixer.mask.written_signals else lag] for n, t in signals.items()}
         m_HTT = mixer.mask.dense(torch.zeros(1, dtype=torch.long), count, signals)
@@ -195,7 +257,8 @@ def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
         far_HTT[:, lag, write] = m_HTT * scores_by_loops(mixer, q_HTF[:, lag], k_GTF[:, write], beta_TG)
     v_HTV, k_HTK = (t.repeat_interleave(SHAPE.heads // SHAPE.groups, 0) for t in (v_GTV, k_GTK))
     score_HTT, distance_TT = q_HTK @ k_HTK.mT * SHAPE.scaling, at_1T.mT - at_1T
-    near_TT = (distance_TT >= 0) & ((distance_TT < window) | (at_1T < sinks))
+    near_TT = distance_TT < window if not by_block else block_T.unsqueeze(0) >= block_T.unsqueeze(1) - 1
+    near_TT = (distance_TT >= 0) & (near_TT | (at_1T < sinks))
     score_HTT = score_HTT.masked_fill(~near_TT, -torch.inf)
     near = linear = torch.ones(())
     if mixer.near_weight_H is not None:
@@ -216,7 +279,7 @@ def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
 
 
 # -- laws ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("config", pairs(), ids=config_name)
+@pytest.mark.parametrize("config", [*pairs(), *chunk_pairs()], ids=config_name)
 def test_dense_chunked_and_step_agree(config):
     """On padded rows, each at its own position; their gradients too."""
     torch.manual_seed(3)
@@ -258,6 +321,7 @@ def test_laws(config):
             assert not whole[b, :, ~valid_BT[b]].any()
         if not (config.convolution or config.gate or config.norm):
             close(mixer.mix(alone)[0], by_loops(mixer, alone))
+            close(mixer.mix(row(inputs, 2))[0], by_loops(mixer, row(inputs, 2)))
         spoilt = replace(inputs, x_BTD=inputs.x_BTD.masked_fill(~valid_BT.unsqueeze(-1), torch.nan))
         close(mixer.mix(spoilt)[0], whole)
         later = random_inputs(length, 4, valid_BT, seed=9)
