@@ -459,7 +459,8 @@ class LinearMixer(Mixer):
         q_BHTK = tokens.q_BTHK.transpose(1, 2).to(accumulation_dtype(tokens.q_BTHK)) * self.shape.scaling**0.5
         q_BHTF = self.feature_map("queries", q_BHTK, token_positions(tokens, seen_B))
         q_BHTF = q_BHTF if self.beta_proj is None else l2_normalize(q_BHTF)
-        return q_BHTF.unflatten(1, (self.linear_shape.groups, -1))
+        q_BGJTF: Tensor = q_BHTF.unflatten(1, (self.linear_shape.groups, -1))
+        return q_BGJTF
 
     def _branch_of_blocks(
         self,
@@ -476,16 +477,18 @@ class LinearMixer(Mixer):
         before = {n.removeprefix("mask."): t for n, t in past.tensors.items() if n.startswith("mask.")}
         far_B = buffer.far_tokens_of_rows(seen_B)
         ends_block_B = buffer.far_tokens_of_rows(seen_B + tokens.unpadder.count_B) > far_B
+        out_BGJTV: Tensor
         if before and length == 1 and not bool(ends_block_B.any()):
-            out_BGJTV: Tensor = self.mask("read", self._query_features(tokens, seen_B), far_B, signals, before)
+            out_BGJTV = self.mask("read", self._query_features(tokens, seen_B), far_B, signals, before)
             return out_BGJTV, before
         entries = length if past.max_seen == 0 else length + buffer.window - 1
         written, position_BL = buffer.written_tokens(queue, seen_B, entries)
         rows = replace(self._assemble_inputs(tokens, written, signals, seen_B, position_BL), max_seen=max_seen)
         names = self.mask.written_signals
         rows, place_B = buffer.align_queries(rows, [name for name in signals if name not in names])
-        out_BGJLV, mask_state = apply(zero_padding_writes(rows, names))
-        return shift_rows(out_BGJLV, place_B, dim=3)[:, :, :, :length], mask_state
+        out_BGJTV, mask_state = apply(zero_padding_writes(rows, names))
+        out_BGJTV = shift_rows(out_BGJTV, place_B, dim=3)[:, :, :, :length]
+        return out_BGJTV, mask_state
 
     def _linear_branch(self, rows: MaskInputs, apply: MaskFn, unpadder: Unpadder) -> tuple[Tensor, Tensors | None]:
         """Return (out_BGJTV of the linear branch, state of the mask)."""

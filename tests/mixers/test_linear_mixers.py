@@ -450,6 +450,81 @@ def test_cost_is_the_live_state(config):
     assert cost.params == sum(t.numel() for t in mixer.state_dict().values()) and cost.macs > 0
 
 
+# -- near: chunks, and one normaliser for both branches ----------------------------------------------------------
+@pytest.mark.parametrize("near", ["sliding", "chunks"])
+@pytest.mark.parametrize("mask", [name for name in MASK_NAMES if name not in SIGNED_MASKS])
+def test_near_and_far_tokens_share_one_normaliser(mask, near):
+    """LoLCATs (Zhang et al. 2025), eq. 6, with scores far beyond the range of exp: the largest near score is subtracted."""
+    config = config_of(mask, "hedgehog", normalise=True, window=4, sinks=1, near=near)
+    mixer, inputs = make_mixer(config), random_inputs(19, 1)
+    inputs.q_BHTK.mul_(500)
+    with torch.no_grad():
+        truth = by_loops(mixer, inputs)
+        close(mixer.mix(inputs)[0], truth)
+        close(pieces(mixer, inputs, [7, 8, 9, 14, 15, 16, 19])[0], truth)
+        far = mixer.linear_weight_H.clone()
+        mixer.linear_weight_H.zero_()
+        assert (mixer.mix(inputs)[0] - truth).norm() > 1e-3 * truth.norm()  # the far tokens count
+        mixer.linear_weight_H.copy_(far)
+        single = MixerInputs(*(t.float() for t in list(vars(inputs).values())[:4]))
+        close(mixer.float().mix(single)[0].double(), truth, 1e-2)
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_chunks_are_the_queries_block_and_the_one_before(sinks):
+    """Exact softmax over 5 to 8 tokens and the sinks; a far token enters the state when its block is two behind, for each length of
+    the prefill."""
+    mixer, inputs = (
+        LinearMixer(LinearAttention(window=4, sinks=sinks, near="chunks"), SHAPE).double(),
+        random_inputs(22),
+    )
+    with torch.no_grad():
+        mixer.linear_weight_H.zero_()
+        k, v = (t.repeat_interleave(2, 1) for t in (inputs.k_BGTK, inputs.v_BGTV))
+        t = torch.arange(22)
+        block = (t - sinks) // 4
+        near = (block >= block[:, None] - 1) & (t >= sinks) | (t < sinks)
+        near = near & (t <= t[:, None])
+        assert near[:, sinks:].sum(1)[sinks + 4 :].unique().tolist() == [5, 6, 7, 8]
+        truth = F.scaled_dot_product_attention(inputs.q_BHTK, k, v, attn_mask=near, scale=SHAPE.scaling)
+        close(mixer.mix(inputs)[0], truth)
+        mixer.linear_weight_H.fill_(1.0)
+        whole = mixer.mix(inputs)[0]
+        for first in range(1, 22):
+            out, state = pieces(mixer, inputs, [first, *range(first + 1, 23)])
+            close(out, whole)
+            assert state.tensors["ring.k"].shape[1] == 8
+
+
+def test_chunks_that_cannot_be():
+    for options, message in (
+        ({"near": "chunk", "window": 4}, r"near must be one of sliding, chunks \(got 'chunk'\)"),
+        ({"near": "chunks"}, "needs the number of tokens of a block, and window is 0"),
+        ({"near": "chunks", "sinks": 4}, "window is 0"),
+        ({"near": "chunks", "window": 48, "mask": "hierarchical"}, r"power of two \(got 48\).*for example window: 32"),
+        ({"near": "chunks", "window": 4, "normalise": True}, "identity scores may be negative"),
+    ):
+        with pytest.raises(SurgeryError, match=message):
+            LinearMixer.check_config(LinearAttention(**options), SHAPE)
+    with pytest.raises(SurgeryError, match="need causal attention"):
+        LinearMixer.check_config(LinearAttention(near="chunks", window=4), ENCODER)
+
+
+def test_the_fused_step_and_captured_decoding_leave_chunks_to_the_reference():
+    from surgery.modeling.cuda_graph import can_capture
+
+    sliding, chunks = (LinearMixer(LinearAttention(window=4, near=near), SHAPE) for near in ("sliding", "chunks"))
+    assert can_capture(sliding) and not can_capture(chunks)
+    pytest.importorskip("triton")
+    from surgery.kernels import window_step
+
+    inputs = MixerInputs(*(t.bfloat16() for t in list(vars(random_inputs(1)).values())[:4]))
+    with torch.no_grad():
+        for mixer in (sliding.bfloat16(), chunks.bfloat16()):
+            state = mixer.mix(inputs, mixer.empty_state(3, "cpu"))[1]
+            assert window_step.accepts(inputs.q_BHTK, mixer, inputs, state) is (mixer is sliding)
+
+
 # -- around ------------------------------------------------------------------------------------------------------
 def test_a_window_over_everything_is_softmax_attention():
     mixer, inputs = LinearMixer(LinearAttention(window=40, linear_weight=0.0), SHAPE).double(), random_inputs(23)

@@ -260,14 +260,17 @@ def visible_terms(mixer: LinearMixer, tokens: int) -> list[int]:
     number, which longer texts would then meet.
     """
     mask, buffer, config = mixer.mask, mixer.window_buffer, mixer.config
-    by_block = isinstance(buffer, ChunkBuffer)
-    far = buffer.far_tokens(tokens - 1) if by_block else tokens - config.window - config.sinks
+    far, lowest = tokens - config.window - config.sinks, 0
+    highest = (far - 1).bit_length()
+    if isinstance(
+        buffer, ChunkBuffer
+    ):  # states after blocks of 2^w tokens have buckets w .. only, which are levels w + 1 ..
+        far = buffer.far_tokens(tokens - 1)
+        lowest, highest = config.window.bit_length(), far.bit_length()
     if far < 1:
         return []
     if not isinstance(mask, HierarchicalMask):
         return list(range(mask.config.components if isinstance(mask, ToeplitzBlocksMask) else 1))
-    # Over blocks of 2^w tokens, states have buckets w .. only, which are levels w + 1 ..
-    lowest, highest = (config.window.bit_length(), far.bit_length()) if by_block else (0, (far - 1).bit_length())
     bits, last = mask.config.block_bits, mask.config.levels - 1
     return sorted({min(max(0, level - bits), last) for level in range(lowest, highest + 1)})
 
