@@ -198,8 +198,8 @@ class Suite:
         run: measures one model.
         combine: computes samples that need both results, e.g. an encoder's cosine similarity to the original.
         run_pair: measures both models alternately while both are loaded, e.g. for timings.
-        plot: writes figures for {role: result} into a folder and returns their paths; None: curves by length and heat maps by
-            length and depth, where samples have these groups.
+        plot: plot(results, folder, base=..) writes figures for {model: result} into a folder and returns their paths; base: which model
+            is the base, or None. Without it: curves by length and heat maps by length and depth, where samples have these groups.
         averages: declares averages over the suite's tasks, given the lengths of its samples (eval/averages.py).
         version: raised whenever the same options give other prompts or scores, so that results are not mixed.
     """
@@ -209,7 +209,7 @@ class Suite:
     run: Callable[[EvalModel, EvalOptions], SuiteResult]
     combine: Callable[[SuiteResult, SuiteResult], SuiteResult] | None = None
     run_pair: Callable[[list[EvalModel], EvalOptions], list[SuiteResult]] | None = None
-    plot: Callable[[Mapping[str, SuiteResult], Path], list[Path]] | None = None
+    plot: Callable[..., list[Path]] | None = None
     averages: Callable[[Sequence[int | None]], SuiteAverages] | None = None
     version: int = 1
 

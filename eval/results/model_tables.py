@@ -253,7 +253,6 @@ def write_comparison(done: ModelComparison, out: Path) -> list[str]:
 
 def _draw(done: ModelComparison, out: Path) -> list[str]:
     from surgery.eval.results.plots import plot_by_group
-    from surgery.eval.suites.per_position import plot as plot_positions
 
     failed: list[str] = []
 
@@ -263,13 +262,12 @@ def _draw(done: ModelComparison, out: Path) -> list[str]:
         jobs.append((name, partial(_draw_pareto, out / f"{name}.png", chart, done)))
     for suite, results in done.results.items():
         ordered = {name: results[name] for name in done.names if name in results}
-        if suite == "per-position":
-            jobs.append((suite, partial(plot_positions, ordered, out, done.base)))
-        elif suite not in SUITES or SUITES[suite].plot is None:
-            jobs.append((suite, partial(plot_by_group, suite, ordered, out, done.base)))
-    for what, draw in jobs:
+        own = SUITES[suite].plot if suite in SUITES else None
+        draw = partial(own, ordered, out) if own is not None else partial(plot_by_group, suite, ordered, out)
+        jobs.append((suite, partial(draw, base=done.base)))
+    for what, job in jobs:
         try:
-            done.plots += draw()
+            done.plots += job()
         except Exception as error:  # a figure of strange numbers; the tables matter more
             failed.append(f"no figure of {what}: {type(error).__name__}: {error}")
     return failed

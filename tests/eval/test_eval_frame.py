@@ -109,6 +109,30 @@ def test_side_by_side(models, tmp_path):
     assert models[3:] == [("both", "good other"), ("both", "good")]
 
 
+def test_several_models_share_the_base_and_are_compared(models, tmp_path):
+    from surgery.eval.several import evaluate_models
+
+    out = tmp_path / "out"
+    evaluate("old", ["right"], OPTIONS, out=out)
+    done = evaluate_models(
+        ["worse", "other", "worse"], ["right", "loss"], OPTIONS, out=out, compare="good", fail_below=["right=0.9"]
+    )
+    assert models[1:] == [(suite, model) for model in ("good", "worse", "other") for suite in ("right", "loss")]
+    assert (
+        done.comparison.names == ["good", "worse", "other"] and done.comparison.base == "good" and done.exit_code == 1
+    )
+    row = next(row for row in done.comparison.rows if row.task == "right")
+    assert row.values == {"good": 100, "worse": 75, "other": 100} and row.differences["worse"].change == -25
+    assert any("worse: limit right=0.9 MISSED" in message for message in done.messages)
+    assert {"comparison.json", "table.md", "table.csv", "table.tex"} <= {path.name for path in out.iterdir()}
+    assert json.loads((out / "results.json").read_text())["models"]["converted"]["name"] == "old"
+    assert done.to_dict()["limits"]["other"][0]["held"]
+    with pytest.raises(SurgeryError, match="Give --out DIR"):
+        evaluate_models(["worse", "other"], ["right"], OPTIONS, out=None)
+    with pytest.raises(SurgeryError, match="one and the same"):
+        evaluate_models(["worse", "worse"], ["right"], OPTIONS, out=tmp_path / "one")
+
+
 HARMS = [("result.json", harm) for harm in ("", "{", "[]", "3", "null", '"x"', '{"key": {}}', "[" * 100_000)]
 HARMS += [
     ("samples.jsonl", '{"task": 3'),
