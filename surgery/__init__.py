@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from surgery.api import bench as bench
     from surgery.api import convert as convert
     from surgery.api import densify as densify
+    from surgery.api import drafter as drafter
     from surgery.api import evaluate as evaluate
     from surgery.api import fetch_eval_data as fetch_eval_data
     from surgery.api import finetune as finetune
@@ -40,8 +41,8 @@ register()
 
 # The commands as functions. api.py is imported on first access, to keep `import surgery` light.
 COMMANDS = (
-    *("apply", "bench", "convert", "densify", "evaluate", "fetch_eval_data", "finetune", "inspect", "load", "plan"),
-    *("pretrain", "push", "recipes", "report", "teacher_cache", "toeplitz"),
+    *("apply", "bench", "convert", "densify", "drafter", "evaluate", "fetch_eval_data", "finetune", "inspect", "load"),
+    *("plan", "pretrain", "push", "recipes", "report", "teacher_cache", "toeplitz"),
 )
 __all__ = ["__version__", *COMMANDS]
 
