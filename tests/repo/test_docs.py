@@ -29,7 +29,16 @@ DOCS = ROOT / "docs"
 MEASUREMENTS = DOCS / "measurements"  # results, whose commands take hours
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TAUGHT = [page for page in PAGES if page.parent != MEASUREMENTS]
-NEED_OUT = {"benchmarks.md", "checkpoint.md", "evaluate.md", "finetune.md", "push.md", "report.md", "serve.md"}
+NEED_OUT = {
+    "benchmarks.md",
+    "checkpoint.md",
+    "evaluate.md",
+    "finetune.md",
+    "push.md",
+    "report.md",
+    "serve.md",
+    "speculation.md",
+}
 TEXTS = ("calibration.txt", "heldout.txt")
 # Enough to run every command, in little time: layers of the checkpoint, tokens that it reads, and of each text over two
 # windows of them.
