@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from surgery.api import compare as compare
     from surgery.api import convert as convert
     from surgery.api import densify as densify
+    from surgery.api import drafter as drafter
     from surgery.api import evaluate as evaluate
     from surgery.api import fetch_eval_data as fetch_eval_data
     from surgery.api import finetune as finetune
@@ -41,8 +42,8 @@ register()
 
 # The commands as functions. api.py is imported on first access, to keep `import surgery` light.
 COMMANDS = (
-    *("apply", "bench", "compare", "convert", "densify", "evaluate", "fetch_eval_data", "finetune", "inspect"),
-    *("load", "plan", "pretrain", "push", "recipes", "report", "teacher_cache", "toeplitz"),
+    *("apply", "bench", "compare", "convert", "densify", "drafter", "evaluate", "fetch_eval_data", "finetune"),
+    *("inspect", "load", "plan", "pretrain", "push", "recipes", "report", "teacher_cache", "toeplitz"),
 )
 __all__ = ["__version__", *COMMANDS]
 

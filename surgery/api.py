@@ -567,11 +567,14 @@ def bench(
     time_limit: float | None = None,
     device: str | None = None,
     progress: Progress | None = None,
+    model: PathLike | None = None,
+    drafter: Any = None,
+    text: PathLike | None = None,
 ) -> CommandResult:
     """Benchmark the kernels against their PyTorch references and torch's own operators. Return the measurements.
 
     Args:
-        what: linear, attention, decode, model or train.
+        what: linear, attention, decode, model, train or draft.
         sizes: full, main or small; None: full on a GPU, else small.
         peers: include other libraries.
         only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign excludes.
@@ -579,14 +582,62 @@ def bench(
         out: JSON file, written after every case.
         time_limit: seconds after which no further case starts.
         device, progress: as in `convert`.
+        model, drafter, text: for draft: the checkpoint, the recipe or folder of its drafter (None: sliding-window), and the text of the prompts.
     """
     from surgery.eval.speed.run import bench as run
     from surgery.eval.speed.tables import result_tables
 
     place = None if out is None else Path(out)
     shown = progress or RichProgress()
+    if what == "draft":
+        from surgery.eval.speed.draft import bench_draft, draft_tables
+
+        measured = bench_draft(model, drafter, text, sizes, device=device, dtype=dtype, out=place, progress=shown)
+        return CommandResult(measured, lambda: draft_tables(measured))
+    for name, value in {"model": model, "drafter": drafter, "text": text}.items():
+        if value is not None:
+            raise SurgeryError(f"{name} is an option of bench draft (got bench {what}). Leave it out")
     result = run(what, sizes, peers, device, time_limit, out=place, only=only, progress=shown, dtype=dtype)
     return CommandResult(result, lambda: result_tables(result))
+
+
+def drafter(
+    model: nn.Module,
+    recipe: Any = "sliding-window",
+    *,
+    calibration: Any = None,
+    tokenizer: Any = None,
+    overrides: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+    **keys: Any,
+) -> Any:
+    """Return a drafter for a model: `drafter.generate(input_ids, max_new_tokens=..)` writes the model's own text in fewer of its forwards.
+
+    The drafter is a conversion of the model that shares the weights it does not replace; `drafter.extra_bytes` counts the others. A recipe
+    that only gives all layers a window, as "sliding-window" does, shares all weights and the model's key/value cache. The model itself
+    is not changed. See docs/speculation.md.
+
+    Args:
+        model: the original, a causal language model of transformers.
+        recipe: how the drafter is made: a recipe as in `plan`, the folder of a converted checkpoint, or a converted model in memory.
+        calibration, tokenizer: as in `apply`, for recipes that are calibrated.
+        overrides, keys: as in `plan`, for example overrides={"attention.window": 512}.
+        device, progress: as in `apply`.
+    """
+    from surgery.speculation.drafter import make_drafter
+
+    source = recipe
+    if not _is_module(recipe):
+        is_folder = isinstance(recipe, (str, os.PathLike)) and (Path(recipe) / "config.json").is_file()
+        if is_folder and (keys or overrides or calibration is not None):
+            raise SurgeryError(
+                f"{os.fspath(recipe)} is a converted checkpoint; recipe keys and calibration are for recipes. Leave them out"
+            )
+        source = Path(recipe) if is_folder else _load_recipe(recipe, overrides, keys)
+    return make_drafter(
+        model, source, calibration, tokenizer=tokenizer, device=device, progress=progress or RichProgress()
+    )
 
 
 def fetch_eval_data(

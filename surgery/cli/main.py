@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -256,7 +256,7 @@ def demo(
 @app.command(name="bench")
 def bench_speed(
     what: Annotated[
-        str, typer.Argument(metavar="WHAT", help="Benchmark to run: linear, attention, decode, model or train.")
+        str, typer.Argument(metavar="WHAT", help="Benchmark to run: linear, attention, decode, model, train or draft.")
     ],
     peers: options.Peers = False,
     sizes: options.Sizes = None,
@@ -267,6 +267,9 @@ def bench_speed(
     time_limit: options.TimeLimit = None,
     device: options.Device = None,
     as_json: options.Json = False,
+    model: options.DraftModel = None,
+    drafter: options.DrafterName = None,
+    text: options.DraftText = None,
 ) -> None:
     """Benchmark the kernels against their PyTorch references and torch's own operators.
 
@@ -275,6 +278,13 @@ def bench_speed(
     from surgery.eval.speed.run import bench
     from surgery.eval.speed.tables import result_tables, save_plot
 
+    if what == "draft" or model or drafter or text:
+        from surgery import api
+
+        asked: dict[str, Any] = {"sizes": sizes, "dtype": dtype, "out": out, "device": device}
+        shown = api.bench(what, **asked, model=model, drafter=drafter, text=text, progress=_progress(as_json))
+        print(json.dumps(shown, indent=2)) if as_json else _show(list(shown._parts()))
+        return
     result = bench(what, sizes, peers, device, time_limit, out=out, only=only, progress=_progress(as_json), dtype=dtype)
     if not is_main_process():
         return

@@ -96,6 +96,18 @@ TimeLimit = Annotated[
     typer.Option("--time-limit", metavar="SECONDS", help="Stop after this many seconds and show the results so far."),
 ]
 
+DraftModel = Annotated[
+    str | None, typer.Option("--model", metavar="SRC", help="With draft: the checkpoint, a local folder or a Hub id.")
+]
+DrafterName = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter",
+        help="With draft: the drafter, a conversion recipe or the folder of a converted checkpoint. Default: sliding-window.",
+    ),
+]
+DraftText = Annotated[Path | None, typer.Option("--text", help="With draft: take the prompts from this text file.")]
+
 # -- surgery finetune
 HealingName = Annotated[
     str,

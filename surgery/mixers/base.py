@@ -178,6 +178,15 @@ class Mixer(nn.Module):
         """Return (out_BHTV, the state after these tokens, or None without a state). Outputs of padding are arbitrary."""
         raise NotImplementedError
 
+    def next_state(self, inputs: MixerInputs, state: MixerState) -> MixerState:
+        """Return the state after these tokens, without their outputs. A cache recomputes states with it after tokens were removed.
+
+        Mixers whose state holds keys and values need no scores for it.
+        """
+        after = self.mix(inputs, state)[1]
+        assert after is not None
+        return after
+
     def dense(self, inputs: MixerInputs) -> Tensor:
         """Return out_BHTV of whole sequences by the definition, in quadratic time, in the dtype of the inputs."""
         raise NotImplementedError

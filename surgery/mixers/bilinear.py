@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape, Mixer, MixerConfig, MixerCost, MixerInputs, MixerState
-from surgery.mixers.common.kv_layout import append_slots, last_slots, left_pad, make_kv_layout
+from surgery.mixers.common.kv_layout import KVLayout, append_slots, last_slots, left_pad, make_kv_layout
 from surgery.mixers.common.padding import gather_rowwise
 from surgery.mixers.common.softmax import ScoreTerm, attend, dense_attention, group_heads, upcast
 from surgery.structures import linalg
@@ -339,11 +339,19 @@ class Bilinear(Mixer):
         mask = padded.mask_BHTS if state is None else None
         out = attend(terms, cache["values"], layout, self.shape, mask, padded.dropout)
         out = out if back is None else gather_rowwise(out, back, 2)
-        if state is None:
-            return out, None
+        return out, None if state is None else self._next_state(layout, cache, count_B)
+
+    def next_state(self, inputs: MixerInputs, state: MixerState) -> MixerState:
+        """Return the state after these tokens, without their outputs."""
+        padded, _ = left_pad(inputs)
+        layout, count_B = make_kv_layout(padded, state, state.tensors["values"].shape[2])
+        cache = {name: append_slots(state.tensors[name], x, count_B) for name, x in self.cache_entries(padded).items()}
+        return self._next_state(layout, cache, count_B)
+
+    def _next_state(self, layout: KVLayout, cache: dict[str, Tensor], count_B: Tensor | None) -> MixerState:
         slots = layout.slots if count_B is None else int(layout.end_B.max())
         slots = slots if self.shape.window is None else min(slots, self.shape.window - 1)
-        return out, MixerState(layout.end_B, {name: last_slots(x, slots) for name, x in cache.items()})
+        return MixerState(layout.end_B, {name: last_slots(x, slots) for name, x in cache.items()})
 
     def dense(self, inputs: MixerInputs) -> Tensor:
         """Return out_BHTV by the definition, in quadratic time."""

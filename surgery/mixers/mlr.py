@@ -194,6 +194,15 @@ class MLRAttention(Mixer):
         out = out if back is None else gather_rowwise(out, back, 2)
         return out, None if state is None else self._next_state(layout, keys, values, count_B)
 
+    def next_state(self, inputs: MixerInputs, state: MixerState) -> MixerState:
+        """Return the state after these tokens, without their outputs."""
+        padded, _ = left_pad(inputs)
+        layout, count_B = make_kv_layout(padded, state, state.tensors["values"].shape[2])
+        levels = self.levels(padded.k_BGTK)
+        olds = [state.tensors[f"keys{level}"] for level in range(len(levels))]
+        *keys, values = append_all_slots([*olds, state.tensors["values"]], [*levels, padded.v_BGTV], count_B)
+        return self._next_state(layout, keys, values, count_B)
+
     def attend_terms(
         self, terms: list[ScoreTerm], values: Tensor, layout: KVLayout, mask: Tensor | None, p: float
     ) -> Tensor:

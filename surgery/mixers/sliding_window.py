@@ -124,6 +124,14 @@ class WindowAttention(Mixer):
         out = out if back is None else gather_rowwise(out, back, 2)
         return out, None if state is None else self._next_state(state, layout, keys, values, padded)
 
+    def next_state(self, inputs: MixerInputs, state: MixerState) -> MixerState:
+        """Return the state after these tokens, without their outputs."""
+        padded, _ = left_pad(inputs)
+        layout, count_B = make_kv_layout(padded, state, state.tensors["values"].shape[2])
+        olds, news = [state.tensors["keys"], state.tensors["values"]], [padded.k_BGTK, padded.v_BGTV]
+        keys, values = append_all_slots(olds, news, count_B)
+        return self._next_state(state, layout, keys, values, padded)
+
     def _prepend_sinks(
         self, state: MixerState, keys: Tensor, values: Tensor, s_BS: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:

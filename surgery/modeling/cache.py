@@ -5,7 +5,9 @@
 
 A layer holds the only reference to its state and donates it to the next call, which may overwrite it. Beam search selects rows,
 which copies them. To remove tokens, an old state is needed: while past recording is on, no state is donated, the layer holds a
-state and the inputs since then, and `crop` mixes the remaining inputs again.
+state and the inputs since then, and `crop` recomputes the state from the inputs that remain. Of a prompt the last tokens are recorded,
+later calls whole. In assisted decoding, where every draft is followed by `crop`, these are the tokens of one draft: the cost
+does not depend on the context.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers import Mixer, MixerInputs, MixerState
+from surgery.mixers.common.kv_layout import drop_later_slots
 
-MAX_RECORDED = 64  # tokens that can always be removed while past recording is on
+MAX_RECORDED = 64  # tokens that can always be removed while past recording is on, unless a draft is longer
 
 
 class MixerCacheLayer(CacheLayerMixin):
@@ -38,10 +41,12 @@ class MixerCacheLayer(CacheLayerMixin):
         self.state: MixerState | None = None
         self.seen = 0
         self.record_past = False
+        self.max_recorded = MAX_RECORDED
         self.static_length = 0
         self._mixer: Mixer | None = None  # the model's mixer, set at every forward
         self._base: MixerState | None = None
         self._since: list[MixerInputs] = []
+        self._held = False
 
     # -- one call of the model ---------------------------------------------------------------------
     def advance(self, mixer: Mixer, inputs: MixerInputs) -> Tensor:
@@ -61,22 +66,24 @@ class MixerCacheLayer(CacheLayerMixin):
             out = self._advance_recording(mixer, inputs, state)
         else:
             self._base, self._since = None, []
-            out, self.state = mixer(inputs, state.donate())
+            out, self.state = mixer(inputs, state if self._held else state.donate())
+            self._held = False
         self.seen += tokens
         return out
 
     def _advance_recording(self, mixer: Mixer, inputs: MixerInputs, state: MixerState) -> Tensor:
-        """Mix the next tokens like `advance`, and keep what `crop` needs: of a long input only its last tokens."""
-        outs, head = [], inputs.q_BHTK.shape[2] - MAX_RECORDED
+        """Mix the next tokens like `advance`, and keep what `crop` needs: of a prompt only its last tokens."""
+        outs, tokens = [], inputs.q_BHTK.shape[2]
+        head = tokens - self.max_recorded if self.seen == 0 else 0
         if head > 0:
             out, state = _mix_eager(mixer, slice_inputs(inputs, 0, head), state)
             outs.append(out)
-            inputs, self._base, self._since = slice_inputs(inputs, head, head + MAX_RECORDED), state, []
+            inputs, self._base, self._since = slice_inputs(inputs, head, tokens), state, []
         if self._base is None:
             self._base = state
         self._since.append(inputs)
-        while self._num_recorded() - self._since[0].q_BHTK.shape[2] >= 2 * MAX_RECORDED:
-            self._base = _mix_eager(mixer, self._since.pop(0), self._base)[1]
+        while self._num_recorded() - self._since[0].q_BHTK.shape[2] >= 2 * self.max_recorded:
+            self._base = _next_state(mixer, self._since.pop(0), self._base)
         out, self.state = _mix_eager(mixer, inputs, state)
         return torch.cat([*outs, out], dim=2)
 
@@ -133,7 +140,7 @@ class MixerCacheLayer(CacheLayerMixin):
         elif count > self._num_recorded():
             raise SurgeryError(
                 f"a mixer's state cannot go back {count} tokens: it recorded {self._num_recorded()}. Call surgery.modeling.cache."
-                f"record_past(cache, model) before the tokens that may be removed (at most {MAX_RECORDED} at once)"
+                f"record_past(cache, model, tokens) before the tokens that may be removed (of a prompt the last {self.max_recorded})"
             )
         elif count:
             self._replay(self._num_recorded() - count)
@@ -142,14 +149,27 @@ class MixerCacheLayer(CacheLayerMixin):
 
     def _replay(self, kept: int) -> None:
         """Recompute the state after the first `kept` recorded tokens, in the original chunks."""
-        assert self._mixer is not None and self._base is not None
+        assert self._mixer is not None and self._base is not None and self.state is not None
         state = self._base
+        drop_later_slots(state, self.state)
         for inputs in self._since:
             tokens = min(kept, inputs.q_BHTK.shape[2])
             if tokens:
-                state = _mix_eager(self._mixer, slice_inputs(inputs, 0, tokens), state)[1]
+                state = _next_state(self._mixer, slice_inputs(inputs, 0, tokens), state)
             kept -= tokens
         self.state = state
+
+    def hold(self) -> tuple[MixerState | None, int]:
+        """Return what `go_back` takes. The next call does not overwrite the state."""
+        self._held = True
+        return self.state, self.seen
+
+    def go_back(self, held: tuple[MixerState | None, int]) -> None:
+        """Return to a held state; the states since then are dropped. It stays held, so that it can be returned to again."""
+        state, seen = held
+        if state is not None and self.state is not None and state is not self.state:
+            drop_later_slots(state, self.state)
+        self.state, self.seen, self._held = state, seen, True
 
     def reset(self) -> None:
         """Empty the layer."""
@@ -204,6 +224,13 @@ def _mix_eager(mixer: Mixer, inputs: MixerInputs, state: MixerState) -> tuple[Te
     out, after = mixer(inputs, state)
     assert after is not None
     return out, after
+
+
+def _next_state(mixer: Mixer, inputs: MixerInputs, state: MixerState) -> MixerState:
+    """Return the state after the inputs. Mixers with hooks (offloading, sharding) are called, because hooks act on calls only."""
+    if hasattr(mixer, "_hf_hook") or mixer._forward_pre_hooks or mixer._forward_hooks:
+        return _mix_eager(mixer, inputs, state)[1]
+    return mixer.next_state(inputs, state)
 
 
 def slice_inputs(inputs: MixerInputs, start: int, stop: int) -> MixerInputs:
@@ -266,9 +293,13 @@ def mixer_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((n, m) for n, m in model.named_modules() if isinstance(getattr(m, "mixer", None), Mixer))
 
 
-def record_past(cache: Cache, model: nn.Module) -> None:
-    """Turn on past recording in all layers, so that the cache can be cropped."""
+def record_past(cache: Cache, model: nn.Module, tokens: int = 0) -> None:
+    """Turn on past recording in all layers, so that the cache can be cropped.
+
+    tokens: how many tokens a crop may remove of a prompt, or of tokens that were fed one by one; at least MAX_RECORDED.
+    """
     for _, module in mixer_modules(model):
-        mixer_cache_layer(cache, module.layer_idx).record_past = True
+        layer = mixer_cache_layer(cache, module.layer_idx)
+        layer.record_past, layer.max_recorded = True, max(tokens, MAX_RECORDED)
     if hasattr(cache, "activate_past_recording"):  # missing in transformers 5.10
         cache.activate_past_recording()

@@ -31,7 +31,7 @@ class MixerGenerationMixin:
                 layer.static_length = fixed[0] if fixed else 0  # all layers share one mask
             assisted = getattr(generation_mode, "value", "") == "assisted_generation"
             if assisted or getattr(generation_config, "is_assistant", False):
-                record_past(cache, self)  # type: ignore[arg-type]
+                record_past(cache, self, _draft_tokens(generation_config))  # type: ignore[arg-type]
         return done
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
@@ -49,6 +49,9 @@ class MixerGenerationMixin:
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         """Decode with an assistant; attention weights of mixers are None."""
+        assistant, cache = kwargs.get("assistant_model"), kwargs.get("past_key_values")
+        if assistant is not None and cache is not None:
+            record_past(cache, self, _draft_tokens(assistant.generation_config))  # type: ignore[arg-type]
         with placeholders():
             generated = super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
         return remove_placeholders(generated)
@@ -59,3 +62,10 @@ class MixerGenerationMixin:
             "continuous batching stores keys and values in pages, which cannot hold mixer states; "
             "use model.generate(**tokenizer(prompts, padding=True, return_tensors='pt')) in batches"
         )
+
+
+def _draft_tokens(generation_config: Any) -> int:
+    """Return how many tokens the first draft may have that a config asks for: of prompt lookup, or of an assistant."""
+    names = ["prompt_lookup_num_tokens", "num_assistant_tokens"]
+    names += ["max_new_tokens"] if getattr(generation_config, "is_assistant", False) else []
+    return 1 + max(int(getattr(generation_config, name, None) or 0) for name in names)

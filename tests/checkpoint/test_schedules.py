@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small_mixers import random_model_with_mixers
+from helpers.small_mixers import MIXER_SPECS, random_model_with_mixers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
@@ -23,26 +23,6 @@ from surgery.mixers import mixer_config
 from surgery.modeling.cache import record_past
 from surgery.modeling.cache_io import load_cache, save_cache
 
-SHIPPED = {"features": "hedgehog", "rope": "both", "gate": "value", "window": 5, "sinks": 2, "chunk": 8}
-MIXERS: dict[str, dict[str, Any]] = {
-    "mlr": {"mixer": "mlr", "ranks": [4, 2, 2], "extents": [16, 5], "form": "nested"},
-    "window": {"mixer": "window", "window": 6, "sinks": 2},
-    "global window": {"mixer": "global_window", "ranks": [4, 4], "window": 6},
-    "bilinear": {"mixer": "bilinear_btt", "norm": "qk"},
-    "retnet": {"mixer": "linear", "mask": "decay", "chunk": 8},
-    "ssd": {"mixer": "linear", "mask": "gates", "chunk": 8, "convolution": 3},
-    "gated deltanet": {"mixer": "linear", "scores": "delta", **SHIPPED},
-    "log-linear": {"mixer": "linear", "mask": {"name": "hierarchical", "block": 4}, "scores": "delta", **SHIPPED},
-    "log-linear mamba-2": {"mixer": "linear", "mask": "hierarchical", "chunk": 8, "states": "per_head"},
-    "toeplitz blocks": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, **SHIPPED, "normalise": True, "rope": "window"},
-    "mhla": {"mixer": "linear", "mask": {"name": "blocks", "block": 8, "count": 8}, "features": "relu", "normalise": True, "chunk": 8},
-    "lolcats": {"mixer": "linear", "mask": "ones", "features": "hedgehog", "normalise": True, "window": 4, "sinks": 1, "chunk": 8},
-    "gated deltanet behind chunks": {"mixer": "linear", "scores": "delta", **SHIPPED, "near": "chunks", "convolution": 2},
-    "log-linear behind chunks": {"mixer": "linear", "mask": {"name": "hierarchical", "block": 4}, "scores": "delta", **SHIPPED, "window": 4, "near": "chunks"},
-    "tbm behind chunks": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, **SHIPPED, "normalise": True, "near": "chunks"},
-    "toeplitz behind chunks": {"mixer": "linear", "mask": {"name": "toeplitz", "length": 9}, "window": 3, "near": "chunks", "states": "per_head"},
-    "mhla behind chunks": {"mixer": "linear", "mask": {"name": "blocks", "block": 6, "count": 11}, "scores": "delta", "window": 4, "near": "chunks"},
-}  # fmt: skip
 LIMIT = 64  # tokens of a row, mhla's longest
 COUNT = int(os.environ.get("SURGERY_SCHEDULES", "0"))
 
@@ -50,7 +30,7 @@ COUNT = int(os.environ.get("SURGERY_SCHEDULES", "0"))
 @functools.cache
 def model_with(name: str, hybrid: bool) -> Any:
     """A two-layer model in float64; in a hybrid the first layer keeps softmax."""
-    model = random_model_with_mixers("llama", mixer_config(MIXERS[name]), [1] if hybrid else None)
+    model = random_model_with_mixers("llama", mixer_config(MIXER_SPECS[name]), [1] if hybrid else None)
     return model.double().eval()
 
 
@@ -144,9 +124,9 @@ STEPS = st.one_of(
 SCHEDULES = st.lists(STEPS, min_size=1, max_size=10)
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", MIXER_SPECS)
 @settings(
-    max_examples=max(1, COUNT // len(MIXERS)) if COUNT else 12,
+    max_examples=max(1, COUNT // len(MIXER_SPECS)) if COUNT else 12,
     derandomize=not COUNT,
     deadline=None,
     database=None,

@@ -4,12 +4,34 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from surgery.mixers import MIXERS, Mixer, MixerConfig, MixerState
+
+# Specs of every kind of mixer with the options of shipped recipes, small enough for heads of 8 dims.
+SHIPPED = {"features": "hedgehog", "rope": "both", "gate": "value", "window": 5, "sinks": 2, "chunk": 8}
+MIXER_SPECS: dict[str, dict[str, Any]] = {
+    "mlr": {"mixer": "mlr", "ranks": [4, 2, 2], "extents": [16, 5], "form": "nested"},
+    "window": {"mixer": "window", "window": 6, "sinks": 2},
+    "global window": {"mixer": "global_window", "ranks": [4, 4], "window": 6},
+    "bilinear": {"mixer": "bilinear_btt", "norm": "qk"},
+    "retnet": {"mixer": "linear", "mask": "decay", "chunk": 8},
+    "ssd": {"mixer": "linear", "mask": "gates", "chunk": 8, "convolution": 3},
+    "gated deltanet": {"mixer": "linear", "scores": "delta", **SHIPPED},
+    "log-linear": {"mixer": "linear", "mask": {"name": "hierarchical", "block": 4}, "scores": "delta", **SHIPPED},
+    "log-linear mamba-2": {"mixer": "linear", "mask": "hierarchical", "chunk": 8, "states": "per_head"},
+    "toeplitz blocks": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, **SHIPPED, "normalise": True, "rope": "window"},
+    "mhla": {"mixer": "linear", "mask": {"name": "blocks", "block": 8, "count": 8}, "features": "relu", "normalise": True, "chunk": 8},
+    "lolcats": {"mixer": "linear", "mask": "ones", "features": "hedgehog", "normalise": True, "window": 4, "sinks": 1, "chunk": 8},
+    "gated deltanet behind chunks": {"mixer": "linear", "scores": "delta", **SHIPPED, "near": "chunks", "convolution": 2},
+    "log-linear behind chunks": {"mixer": "linear", "mask": {"name": "hierarchical", "block": 4}, "scores": "delta", **SHIPPED, "window": 4, "near": "chunks"},
+    "tbm behind chunks": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, **SHIPPED, "normalise": True, "near": "chunks"},
+    "toeplitz behind chunks": {"mixer": "linear", "mask": {"name": "toeplitz", "length": 9}, "window": 3, "near": "chunks", "states": "per_head"},
+    "mhla behind chunks": {"mixer": "linear", "mask": {"name": "blocks", "block": 6, "count": 11}, "scores": "delta", "window": 4, "near": "chunks"},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

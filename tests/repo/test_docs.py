@@ -38,6 +38,7 @@ NEED_OUT = {
     "push.md",
     "report.md",
     "serve.md",
+    "speculation.md",
 }
 TEXTS = ("calibration.txt", "heldout.txt")
 # Enough to run every command, in little time: layers of the checkpoint, tokens that it reads, and of each text over two

@@ -126,6 +126,14 @@ def _location(view: Tensor) -> tuple[KVBuffer | None, int, int]:
     return location
 
 
+def drop_later_slots(kept: MixerState, dropped: MixerState) -> None:
+    """Let `kept` grow in place again, in the buffers that it shares with `dropped`, a later state that is not read again."""
+    for name, view in kept.tensors.items():
+        buffer, _, stop = _location(view)
+        if buffer is not None and name in dropped.tensors and buffer is _location(dropped.tensors[name])[0]:
+            buffer.n_written = stop
+
+
 @dispatched
 def write_slots(new_BGTX: Tensor, buffers: list[Tensor], starts: list[int], news: list[Tensor]) -> None:
     """Write each tensor of `news` into its buffer from slot `start` on, in one kernel launch if there is a kernel.

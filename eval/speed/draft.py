@@ -1,0 +1,185 @@
+"""`surgery bench draft`: how many drafts of a drafter its original accepts, and the bound on the speedup that follows.
+
+Prompts are windows of a text; both models continue each greedily. Beside the acceptance stands, for contexts T and batches B, the bound
+
+    speedup <= tokens(a, k) (W + B C(T)) / (k (W_d + B C_d(T)) + W + B C(T)),    tokens(a, k) = (1 - a^(k+1)) / (1 - a)
+
+with W, C(T): bytes of the weights and of one row's cache that a step of the original reads, W_d, C_d(T): those of the drafter,
+a: the measured probability that a draft is accepted, k: drafts per round, the best from 0 to 16 (surgery/speculation/bound.py).
+On a GPU the two loops are also timed side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.data import document_stream, load_tokenizer, text_windows
+from surgery.checkpoint.load_model import load_model
+from surgery.checkpoint.source import open_checkpoint
+from surgery.core.device import choose_device
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.files import explain_disk_errors, size_text, write_json
+from surgery.core.progress import Progress
+from surgery.eval.speed.run import DTYPES, describe_environment
+from surgery.planning.recipe import load_recipe
+from surgery.speculation.bound import best_length, speedup
+from surgery.speculation.decode import SpeculativeOutput
+from surgery.speculation.drafter import Drafter, make_drafter
+
+SIZES = {
+    "small": (2, 384, 24),
+    "main": (16, 2048, 64),
+    "full": (64, 8192, 128),
+}  # prompts, their tokens, tokens written
+CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)
+BATCHES = (1, 16, 64)
+DRAFTS = 4  # per round, while acceptance is measured
+TIMED = 5  # runs of each loop on a GPU
+
+
+def bench_draft(
+    model: str | os.PathLike[str] | None,
+    drafter: str | os.PathLike[str] | None,
+    text: str | os.PathLike[str] | None,
+    sizes: str | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    out: Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure a drafter on a checkpoint and a text. Return JSON data, written to `out`.
+
+    Args:
+        model: checkpoint of the original, a local folder or a Hub id.
+        drafter: name or file of a conversion recipe that needs no calibration, or the folder of a converted checkpoint.
+        text: text file, or Hub data set, of the prompts.
+        sizes: small, main or full; None: main on a GPU, else small.
+        device, dtype: as in `bench`.
+        out: JSON file.
+        progress: progress display.
+    """
+    if model is None or text is None:
+        raise SurgeryError("bench draft needs a checkpoint and a text: surgery bench draft --model SRC --text FILE")
+    place = choose_device(device)
+    sizes = sizes or ("main" if place.type == "cuda" else "small")
+    for what, given, valid in (("--sizes", sizes, tuple(SIZES)), ("--dtype", dtype or DTYPES[0], DTYPES)):
+        if given not in valid:
+            raise SurgeryError(f"{what} {given!r} is not one of {', '.join(valid)}{suggestion(given, valid)}")
+    count, prompt, new = SIZES[sizes]
+    number = getattr(torch, dtype or ("bfloat16" if place.type == "cuda" else "float32"))
+    source = open_checkpoint(os.fspath(model))
+    original = load_model(source, number).to(place).eval()
+    name = os.fspath(drafter or "sliding-window")
+    made = make_drafter(
+        original, Path(name) if (Path(name) / "config.json").is_file() else load_recipe(name), progress=progress
+    )
+    tokenizer = load_tokenizer(source.folder)
+    ids_NP = text_windows(document_stream(os.fspath(text)), tokenizer, count * prompt, prompt, str(text)).to(place)
+    result = {
+        "kind": "draft",
+        "sizes": sizes,
+        **describe_environment(place),
+        "dtype": str(number).removeprefix("torch."),
+    }
+    result |= {
+        "model": os.fspath(model),
+        "drafter": name,
+        "prompts": len(ids_NP),
+        "prompt_tokens": prompt,
+        "new_tokens": new,
+    }
+    result["window"] = made.sight.window if made.sight else None
+    result |= {"extra_bytes": made.extra_bytes, "acceptance": measure_acceptance(made, ids_NP, new)}
+    result["bounds"] = bounds(made, result["acceptance"]["probability"])
+    if place.type == "cuda":
+        result["timing"] = time_loops(made, ids_NP, new)
+    if out is not None:
+        with explain_disk_errors(out):
+            write_json(out, result)
+    return result
+
+
+def measure_acceptance(drafter: Drafter, ids_NP: Tensor, new: int) -> dict[str, float]:
+    """Return the statistics of greedy drafts, summed over the prompts."""
+    options = {"max_new_tokens": new, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    total = SpeculativeOutput(ids_NP)
+    for ids_1P in ids_NP.split(1):
+        found = drafter.generate(ids_1P, torch.ones_like(ids_1P), draft_tokens=DRAFTS, **options)
+        for name in ("drafted", "accepted", "tested", "rounds", "forwards", "draft_forwards", "generated"):
+            setattr(total, name, getattr(total, name) + getattr(found, name))
+    return total.to_dict()
+
+
+def bounds(drafter: Drafter, probability: float) -> list[dict[str, Any]]:
+    """Return, for each context and batch, the bytes of a step of both models, the best number of drafts and the bound."""
+    rows = []
+    for context in CONTEXTS:
+        for batch in BATCHES:
+            whole, draft = drafter.step_bytes(context, batch)
+            best = best_length(probability, draft / whole)
+            row = {"context": context, "batch": batch, "original_bytes": whole, "draft_bytes": draft}
+            rows.append({**row, "drafts": best, "bound": speedup(probability, best, draft / whole)})
+    return rows
+
+
+def time_loops(drafter: Drafter, ids_NP: Tensor, new: int) -> dict[str, float]:
+    """Return the median seconds of `generate` of the original and of the drafter on one prompt, run in turns on a GPU."""
+    ids, options = ids_NP[:1], {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    calls = {
+        "original": lambda: drafter.model.generate(ids, attention_mask=torch.ones_like(ids), **options),
+        "drafter": lambda: drafter.generate(ids, torch.ones_like(ids), draft_tokens=DRAFTS, **options),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(TIMED + 1):
+        for name, call in calls.items():
+            synchronize(ids.device)
+            began = time.perf_counter()
+            call()
+            synchronize(ids.device)
+            seconds[name].append(time.perf_counter() - began)
+    return {name: sorted(times[1:])[TIMED // 2] for name, times in seconds.items()}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def draft_tables(result: dict[str, Any]) -> list[Any]:
+    """Return the result as rich tables and lines."""
+    from rich.table import Table
+
+    found = result["acceptance"]
+    table = Table(
+        title="bound on the speedup (drafts per round)",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("context")
+    for batch in BATCHES:
+        table.add_column(f"batch {batch}", justify="right", no_wrap=True)
+    for context in CONTEXTS:
+        cells = [f"{r['bound']:.2f}x ({r['drafts']})" for r in result["bounds"] if r["context"] == context]
+        table.add_row(f"{context:,}", *cells)
+    lines = [
+        f"{result['drafter']} drafts for {result['model']}: {size_text(result['extra_bytes'])} of extra weights",
+        f"{found['acceptance']:.1%} of {found['drafted']} drafts accepted, {found['probability']:.1%} of those that were reached; "
+        f"{found['mean_run']:.2f} per round of {DRAFTS}; {found['generated']} tokens in {found['forwards']} forwards of the original",
+    ]
+    if result["window"] and result["window"] >= result["prompt_tokens"] + result["new_tokens"]:
+        lines.append("the whole text fits into the drafter's window, so the acceptance says nothing about longer texts")
+    if "timing" in result:
+        times = result["timing"]
+        lines.append(f"{times['original']:.3f} s alone, {times['drafter']:.3f} s with the drafter")
+    where = f"{result['device']}, {result['dtype']}, {result['prompts']} prompts of {result['prompt_tokens']} tokens, {result['date']}"
+    return [*lines, "", table, "bytes read per step: weights once, cache of each row", where]

@@ -1,0 +1,1 @@
+"""Speculative decoding: a drafter proposes tokens, the original model verifies them in one forward."""
