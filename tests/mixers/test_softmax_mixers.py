@@ -12,8 +12,10 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
 from surgery.mixers.common import softmax as engine
+from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.mlr import MLR
 from surgery.mixers.sliding_window import GlobalWindow, Window
+from surgery.mixers.softmax import Softmax
 
 SHAPE = AttentionShape(dim=24, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=8)
 NESTED = MLR(ranks=(3, 2, 2), extents=(8, 3), form="nested")
@@ -25,6 +27,8 @@ CONFIGS = {
     "window": Window(6),
     "sinks": Window(4, sinks=3),
     "global window": GlobalWindow((3, 4), 6),
+    "softmax": Softmax(),
+    "heads": HeadHybrid((1,), Window(4, sinks=3)),
 }
 # A row of left padding, one of right padding, one with holes, one whole.
 RAGGED = ["00000111111111111111111", "11111111111111110000000", "00110110001111110101110", "11111111111111111111111"]
@@ -79,6 +83,8 @@ SHAPES = {
 )
 @pytest.mark.parametrize("valid", [None, RAGGED])
 def test_mix_is_its_definition(config, shape, valid, queries):
+    if isinstance(config, HeadHybrid):  # chooses among key/value heads
+        shape = replace(shape, groups=max(2, shape.groups))
     mixer, inputs = make_mixer(config, shape), random_inputs(4, shape=shape, valid=valid)
     assert relative_error(mixer.mix(inputs)[0], mixer.dense(inputs), inputs.valid_BT) < 1e-12
 
