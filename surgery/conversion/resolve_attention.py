@@ -13,7 +13,7 @@ from surgery.conversion.hybrid import choose_heads, choose_hybrid
 from surgery.conversion.mixer_init.mlr_allocation import allocate_score_dims, allocated_targets
 from surgery.conversion.restored import choose_restored
 from surgery.core.journal import Journal
-from surgery.planning.attention_plan import keep_heads
+from surgery.planning.attention_plan import keep_heads, keep_layers
 from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.plan import Plan
 
@@ -31,7 +31,7 @@ def resolve_attention_plan(ctx: ConversionContext, journal: Journal) -> tuple[Pl
         if settings.hybrid.of_heads:
             replaced = keep_heads(plan.attention_targets, told["heads"])
         else:
-            replaced = {layer: t for layer, t in plan.attention_targets.items() if layer not in told["softmax"]}
+            replaced = keep_layers(plan.attention_targets, told["softmax"])
         plan = replace(plan, attention_targets=replaced)
     if settings is not None and settings.cache is not None:
         if journal.find("arranged") is None:

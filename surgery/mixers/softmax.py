@@ -40,32 +40,39 @@ MIN_TRAINED = 2  # tokens: the logarithm of the trained length must be positive
 
 @dataclass(frozen=True)
 class Softmax(MixerConfig):
-    """Config of softmax attention. rope, scale: see the module's docstring. trained: L in tokens, read by scale: length only."""
+    """Config of softmax attention. rope, scale: see the module's docstring. trained_length: L in tokens, read by scale: length only."""
 
     name: ClassVar[str] = "softmax"
     rope: Literal["keep", "drop"] = "keep"
     scale: Literal["none", "length"] = "none"
-    trained: int = 0
+    trained_length: int = 0
 
     def __post_init__(self) -> None:
         if self.rope not in ("keep", "drop"):
             raise SurgeryError(f"softmax: rope must be keep or drop (got {self.rope!r})")
         if self.scale not in ("none", "length"):
             raise SurgeryError(f"softmax: scale must be none or length (got {self.scale!r})")
-        if self.scale == "length" and self.trained < MIN_TRAINED:
+        if self.scale == "length" and self.trained_length < MIN_TRAINED:
             raise SurgeryError(
                 f"softmax: scale: length needs the length of the sequences that the model was trained on, {MIN_TRAINED} or more "
-                f"tokens (got trained: {self.trained})"
+                f"tokens (got trained_length: {self.trained_length})"
             )
-        if self.scale == "none" and self.trained:
+        if self.scale == "none" and self.trained_length:
             raise SurgeryError(
-                f"softmax: trained is read by scale: length only (got trained: {self.trained}, scale: none)"
+                f"softmax: trained_length is read by scale: length only (got trained_length: {self.trained_length}, scale: none)"
             )
 
     @property
     def is_plain(self) -> bool:
         """Whether this is the model's own attention."""
         return self.rope == "keep" and self.scale == "none"
+
+
+def describe_softmax(config: Softmax) -> str:
+    """Format the options of softmax attention, for example "no RoPE, logits scaled beyond 4,096 tokens"."""
+    words = ["no RoPE"] if config.rope == "drop" else []
+    words += [f"logits scaled beyond {config.trained_length:,} tokens"] if config.scale == "length" else []
+    return ", ".join(words) or "as it was"
 
 
 def length_factor(position_BT: Tensor, trained: int) -> Tensor:
@@ -126,7 +133,9 @@ class SoftmaxAttention(Mixer):
         wide = torch.promote_types(q_BHTK.dtype, torch.float32)
         scaled_BHTK = q_BHTK.to(wide)
         if self.config.scale == "length":
-            scaled_BHTK = scaled_BHTK * length_factor(position_BT, self.config.trained).to(wide)[:, None, :, None]
+            scaled_BHTK = (
+                scaled_BHTK * length_factor(position_BT, self.config.trained_length).to(wide)[:, None, :, None]
+            )
         if self.sharpness_H is not None:
             scaled_BHTK = scaled_BHTK * self.sharpness_H.to(wide)[:, None, None]
         return replace(inputs, q_BHTK=scaled_BHTK.to(q_BHTK.dtype))

@@ -22,9 +22,16 @@ from surgery.core.config import check_layer_range, is_layer_selected
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.head_hybrid import OTHER_MIXERS
+from surgery.mixers.softmax import MIN_TRAINED, Softmax
 
 CHOICE_OPTIONS = {"restored": ("align_steps", "weights", "repeated"), "gates": ("gate_steps", "repeated")}  # by choice
-ADDED_OPTIONS = ("of", "heads")  # younger than the first reports and journals: left out of them at their defaults
+ADDED_OPTIONS = (
+    "of",
+    "heads",
+    "rope",
+    "scale",
+    "trained_length",
+)  # younger than the first reports and journals: left out of them at their defaults
 
 
 class HybridRecipe(BaseModel):
@@ -36,6 +43,9 @@ class HybridRecipe(BaseModel):
     most (surgery.conversion.restored); "every" keeps evenly spaced layers. layers: numbers of the layers that keep it,
     instead of keep and by. Of heads, "sensitivity" keeps those whose own replacement changes their layer's output most, and "every" evenly
     spaced ones in the order of layers and heads. heads: layer -> numbers of its key/value heads that keep softmax, instead of keep and by.
+
+    rope, scale, trained_length: options of the softmax that is kept (surgery.mixers.softmax). rope: "drop" uses q and k before RoPE. scale: "length"
+    scales the logits of queries beyond the trained length, which is `trained_length` tokens, by default the config's max_position_embeddings.
 
     "gates" trains a gate between softmax and mixer in each layer or head, all together, and keeps softmax where the gates are largest
     (surgery.conversion.gates).
@@ -54,6 +64,9 @@ class HybridRecipe(BaseModel):
     layers: tuple[int, ...] | None = None
     of: Literal["layers", "heads"] = "layers"
     heads: dict[Annotated[int, Field(ge=0)], tuple[Annotated[int, Field(ge=0)], ...]] | None = None
+    rope: Literal["keep", "drop"] = "keep"
+    scale: Literal["none", "length"] = "none"
+    trained_length: int | None = Field(None, ge=MIN_TRAINED)
     align_steps: int = Field(100, ge=0, le=10_000)
     gate_steps: int = Field(200, ge=1, le=100_000)
     weights: Literal["far", "even"] = "far"
@@ -83,6 +96,10 @@ class HybridRecipe(BaseModel):
             raise SurgeryError(
                 "attention.hybrid: by: restored restores whole layers. Use by: sensitivity, by: every or heads for a choice of heads"
             )
+        if self.trained_length is not None and self.scale == "none":
+            raise SurgeryError(
+                "attention.hybrid: trained_length is an option of scale: length. Set that too, or leave it out"
+            )
         for name in CHOICE_OPTIONS["restored"] + CHOICE_OPTIONS["gates"]:
             if name in self.model_fields_set and name not in self._read_options:
                 readers = " or ".join(f"by: {choice}" for choice, names in CHOICE_OPTIONS.items() if name in names)
@@ -109,6 +126,18 @@ class HybridRecipe(BaseModel):
     def is_restored(self) -> bool:
         """Whether the layers are chosen by restoring softmax in an aligned student."""
         return self.keep is not None and self.by == "restored"
+
+    def softmax(self, max_positions: int | None) -> Softmax:
+        """Return the config of the softmax that is kept. max_positions: of the model's config, None if it has none."""
+        if self.scale == "none":
+            return Softmax(self.rope)
+        trained = self.trained_length or max_positions
+        if trained is None or trained < MIN_TRAINED:
+            raise SurgeryError(
+                f"attention.hybrid scale: length needs the length of the sequences that the model was trained on, and its config has no "
+                f"max_position_embeddings (got {trained}). Set attention.hybrid.trained_length, for example to 4096"
+            )
+        return Softmax(self.rope, "length", trained)
 
     @property
     def is_gated(self) -> bool:

@@ -23,6 +23,7 @@ from surgery.checkpoint.source import check_float_dtype
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.registry import validate_config
 from surgery.mixers import AttentionShape
+from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import AttentionTarget, find_attention_targets, keep_heads, softmax_shapes
 from surgery.planning.recipe import ConversionRecipe, LinearSettings
 from surgery.structures import STRUCTURES, StructureConfig
@@ -178,6 +179,12 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         notes.append(
             f"{hybrid.softmax_count(count)} of these {count} {units}{where} keep softmax attention, chosen on the calibration text by {hybrid.by}"
         )
+    if attention_targets and recipe.attention and recipe.attention.hybrid:
+        softmax = next(iter(attention_targets.values())).softmax
+        if not softmax.is_plain:
+            notes.append(
+                f"the softmax that is kept: {describe_softmax(softmax)}; heads and layers are chosen by softmax as it was"
+            )
     if attention_targets and recipe.attention and recipe.attention.cache is not None:
         notes.append(
             "ranks shown keep the same dimensions everywhere; with --calibration they are chosen layer by layer"

@@ -22,6 +22,7 @@ from surgery.core.files import REPORT_NAME, read_json
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
+from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.refine_budget import epoch_seconds, resolve_refine
 from surgery.structures import STRUCTURES, StructureConfig
@@ -289,7 +290,10 @@ def describe_mixer(config: Any) -> str:
     """Format a mixer config, for example "linear: gates mask, hedgehog features" or "mlr 32|16|16 sliding"."""
     if isinstance(config, HeadHybrid):
         heads = "key/value head" if len(config.kept) == 1 else "key/value heads"
-        return f"softmax in {len(config.kept)} {heads} of a layer; {describe_mixer(config.others)}"
+        options = "" if config.softmax.is_plain else f" ({describe_softmax(config.softmax)})"
+        return f"softmax in {len(config.kept)} {heads} of a layer{options}; {describe_mixer(config.others)}"
+    if isinstance(config, Softmax):
+        return f"softmax: {describe_softmax(config)}"
     if not hasattr(config, "mask"):
         words = [config.name]
         if ranks := getattr(config, "ranks", None):

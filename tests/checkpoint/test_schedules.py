@@ -36,9 +36,9 @@ MIXERS: dict[str, dict[str, Any]] = {
     "log-linear mamba-2": {"mixer": "linear", "mask": "hierarchical", "chunk": 8, "states": "per_head"},
     "toeplitz blocks": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, **SHIPPED, "normalise": True, "rope": "window"},
     "mhla": {"mixer": "linear", "mask": {"name": "blocks", "block": 8, "count": 8}, "features": "relu", "normalise": True, "chunk": 8},
-    "softmax": {"mixer": "softmax"},
+    "softmax": {"mixer": "softmax", "rope": "drop", "scale": "length", "trained_length": 6},
     "heads": {"mixer": "head_hybrid", "kept": [1], "others": {"mixer": "linear", "mask": {"name": "hierarchical", "block": 4}, "scores": "delta", **SHIPPED}},
-    "heads, gates": {"mixer": "head_hybrid", "kept": [0], "others": {"mixer": "linear", "chunk": 8, "convolution": 3, "rope": "drop"}},
+    "heads, gates": {"mixer": "head_hybrid", "kept": [0], "others": {"mixer": "linear", "chunk": 8, "convolution": 3}, "softmax": {"rope": "drop", "scale": "length", "trained_length": 6}},
     "heads, window": {"mixer": "head_hybrid", "kept": [1], "others": {"mixer": "window", "window": 6, "sinks": 2}},
     "lolcats": {"mixer": "linear", "mask": "ones", "features": "hedgehog", "normalise": True, "window": 4, "sinks": 1, "chunk": 8},
 }  # fmt: skip

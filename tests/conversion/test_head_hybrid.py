@@ -9,7 +9,9 @@ import pytest
 import torch
 from conversion.test_convert import bytes_of
 from helpers.small import make_recipe, model_outputs, tiny_config, tiny_inputs
+from helpers.small_mixers import random_model_with_mixers
 from helpers.small_training import EMBEDDED, copy_first_layers
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, DynamicCache
 
@@ -20,6 +22,7 @@ from surgery.conversion.hybrid import HeadTrial
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
 from surgery.mixers.common.rope import apply_rope
+from surgery.modeling.cache_io import load_cache, save_cache
 from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.plan import make_plan
 from surgery.publish.summary import inspect, plan_dict
@@ -30,6 +33,9 @@ SHAPE = AttentionShape(dim=24, heads=6, groups=3, key=8, value=6, scaling=8**-0.
 SMALL = {"mixer": "linear", "mask": "gates", "chunk": 8, "steps": 2}
 WINDOWED = {"mixer": "linear", "mask": {"name": "hierarchical", "block": 8}, "scores": "delta", "window": 6, "sinks": 2,
             "rope": "both", "steps": 2}  # fmt: skip
+
+
+WINDOWED_MIXER = {name: value for name, value in WINDOWED.items() if name != "steps"}
 
 
 def mixer_inputs(length=20, rope=True):
@@ -316,7 +322,7 @@ def test_a_head_s_error_is_that_of_a_model_with_it_alone(tmp_path, monkeypatch):
 
 def test_an_interrupted_choice_and_a_damaged_one_give_the_same_bytes(tmp_path, sources, monkeypatch):
     from surgery.core.files import partial_path
-    from surgery.core.journal import Journal
+    from surgery.core.journal import JOURNAL_NAME, Journal, _encode_entry, _parse_entry
 
     folder, recipe = sources(), calibrated(tmp_path, {"keep": 0.5, "of": "heads"})
     convert(str(folder), recipe, tmp_path / "whole")
@@ -331,12 +337,29 @@ def test_an_interrupted_choice_and_a_damaged_one_give_the_same_bytes(tmp_path, s
     with pytest.raises(KeyboardInterrupt):
         convert(str(folder), recipe, tmp_path / "out")
     monkeypatch.setattr(Journal, "add", add)
-    journal = next(partial_path(tmp_path / "out").glob("journal*"))
-    lines = journal.read_text().splitlines()
-    damaged = [
-        line.replace('"model.layers.0": [', '"model.layers.0": [9, ', 1) if '"hybrid"' in line else line
-        for line in lines
-    ]
-    journal.write_text("\n".join(damaged) + "\n")
+    file = partial_path(tmp_path / "out") / JOURNAL_NAME
+    entries = [_parse_entry(line) for line in file.read_bytes().splitlines(keepends=True)]
+    next(entry for entry in entries if entry["step"] == "hybrid")["told"]["heads"]["model.layers.0"] = [9]
+    file.write_bytes(b"".join(map(_encode_entry, entries)))
     convert(str(folder), recipe, tmp_path / "out", resume=True)
     assert bytes_of(tmp_path / "whole") == bytes_of(tmp_path / "out")
+
+
+def test_damaged_caches_of_softmax_heads_are_refused(tmp_path):
+    model = random_model_with_mixers(
+        "llama", mixer_config({"mixer": "head_hybrid", "kept": [1], "others": WINDOWED_MIXER})
+    )
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tiny_inputs("llama", 2, 9)["input_ids"], past_key_values=cache)
+    save_cache(cache, tmp_path / "cache")
+    with safe_open(tmp_path / "cache", "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    for damaged in (
+        tensors["0.softmax.values"][:, :, :5],
+        tensors["0.softmax.values"].repeat(1, 2, 1, 1),
+        tensors["0.softmax.values"][:1],
+    ):
+        save_file({**tensors, "0.softmax.values": damaged.contiguous()}, tmp_path / "damaged", metadata=metadata)
+        with pytest.raises(SurgeryError, match=r"softmax.values must have the shape \(2, 1, 9, 8\)"):
+            load_cache(tmp_path / "damaged", model)

@@ -37,7 +37,7 @@ CONFIGS = {
         "rope": "both",
         "states": "per_head",
     },
-    "softmax": {"mixer": "softmax"},
+    "softmax": {"mixer": "softmax", "scale": "length", "trained_length": 4},
     "heads": {
         "mixer": "head_hybrid",
         "kept": [1],

@@ -10,6 +10,7 @@ from torch import Tensor
 from surgery.calibration.attention_samples import AttentionSample, AttentionSamples
 from surgery.conversion.mixer_init.base import MIXER_INITS, InitializedMixer, MixerInit, build_mixer, select_init
 from surgery.mixers.head_hybrid import HeadHybrid, HeadHybridAttention, query_heads, select_heads
+from surgery.mixers.softmax import SoftmaxAttention
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.attention_recipe import AttentionRecipe
 
@@ -46,16 +47,23 @@ class HeadSamples(AttentionSamples):
 
 @MIXER_INITS.register(HeadHybrid)
 class HeadHybridInit(MixerInit):
-    """Initialization of a hybrid by heads. Its errors are those of the heads without softmax, relative to their original outputs."""
+    """Initialization of a hybrid by heads. Its errors are those of the heads without softmax, relative to their original outputs, and those
+    of the softmax heads if these have no RoPE."""
 
     def init(
         self, target: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples
     ) -> InitializedMixer:
-        """Return the mixer with the other heads' part initialized."""
+        """Return the mixer with its parts initialized."""
         mixer = build_mixer(target, fit[0].inputs.q_BHTK.device)
         assert isinstance(mixer, HeadHybridAttention)
         samples = HeadSamples(fit, mixer, False), HeadSamples(held, mixer, False)
         others = samples[0].target
         initialized = select_init(others.config, settings).init(others, settings, *samples)
-        mixer.others = initialized.mixer
-        return InitializedMixer(mixer, initialized.errors)
+        mixer.others, errors = initialized.mixer, dict(initialized.errors)
+        if mixer.softmax.sharpness_H is not None:
+            kept = HeadSamples(fit, mixer, True), HeadSamples(held, mixer, True)
+            softmax = select_init(kept[0].target.config, settings).init(kept[0].target, settings, *kept)
+            assert isinstance(softmax.mixer, SoftmaxAttention)
+            mixer.softmax = softmax.mixer
+            errors |= {f"softmax heads, {stage}": error for stage, error in softmax.errors.items()}
+        return InitializedMixer(mixer, errors)
