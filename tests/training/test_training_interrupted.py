@@ -26,14 +26,13 @@ STAGES = [
 def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
     """The command itself: 130, a sentence, and --resume goes on from the step that was being taken."""
     out = tmp_path / "out"
-    told = ["--set", f"data.sources=[{{path: {texts}}}]", "--set", "stages.*.tokens=65536", "--set", "log=1"]
+    told = ["--set", f"data.sources=[{{path: {texts}}}]", "--set", "stages.*.tokens=16777216", "--set", "log=1"]
     told += ["--set", "stages.*.length=64", "--set", "stages.*.batch=4", "--set", "stages.*.rows=4"]
     words = ["finetune", str(btt), "--teacher", str(TINY_CHECKPOINT), "--out", str(out), "--recipe", "weights-only"]
     words += ["--tiny", *told, "--device", "cpu", "--track", "none"]
     pid = start_command(tmp_path, words)
     log = out.with_name("out.partial") / "log.jsonl"
-    deadline = time.monotonic() + 240
-    while not (log.is_file() and log.read_text().count('"loss"') >= 2) and time.monotonic() < deadline:
+    while not (log.is_file() and log.read_text().count('"loss"') >= 2):  # until the test's own time limit
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), (tmp_path / "output").read_text()
         time.sleep(0.05)
     os.kill(pid, signal.SIGINT)
