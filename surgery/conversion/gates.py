@@ -120,6 +120,7 @@ class GateTraining:
         assert hybrid.keep is not None
         self.keep = hybrid.softmax_count(len(self.units)) / len(self.units)
         self.layers: dict[str, GatedLayer] = {}
+        self.saved: dict[str, dict[str, Any]] = {}  # journal entries of intact mixers, by layer
         self.price, self.first_loss = 0.0, 0.0
 
     def run(self) -> dict[str, Any]:
@@ -175,10 +176,10 @@ class GateTraining:
     def _init_layers(self) -> Tensor:
         """Set `layers`, with mixers from their files where the journal has them; return the original's final states (B, T, D)."""
         ctx, layers = self.ctx, list(self.targets)
-        usable = [entry for entry in self.journal.entries if entry["step"] != "gated" or self._is_intact(entry)]
-        self.journal.keep(usable)
+        # The journal is only added to here: removing entries takes all processes, and this is process 0 alone.
+        self.saved = {e["piece"]: e for e in self.journal.entries if e["step"] == "gated" and self._is_intact(e)}
         groups = RowGroups.for_trial(self.source.samples, 0)
-        todo = [layer for layer in layers if self.journal.find("gated", piece=layer) is None]
+        todo = [layer for layer in layers if layer not in self.saved]
         with ctx.progress.bar("initializing the mixers of gated layers", len(ctx.plan.layout.layers)) as tick:
 
             def visit(call: LayerCall) -> Any:
@@ -214,9 +215,7 @@ class GateTraining:
 
     def _gated_layer(self, layer: str, allocate: Allocate) -> GatedLayer:
         target, tensors = self.targets[layer], read_header(self._path(layer))
-        entry = self.journal.find("gated", piece=layer)
-        assert entry is not None
-        mixer = load_mixer(entry["config"], target, tensors, self.ctx.device)
+        mixer = load_mixer(self.saved[layer]["config"], target, tensors, self.ctx.device)
         gated = GatedAttention(mixer, target.shape.groups if self.hybrid.of_heads else 1).to(self.ctx.device)
         replacement = LayerReplacement(mixers={target.path: gated.eval()})
         stored = {f"{target.path}.mixer.{name}": torch.float32 for name, _ in gated.named_parameters()}
@@ -232,7 +231,8 @@ class GateTraining:
         path = self.targets[layer].path
         tensors = [TensorSource.from_tensor(f"{path}.mixer.{n}", t) for n, t in mixer.state_dict().items()]
         digest = write_shard(self._path(layer), tensors)
-        self.journal.add("gated", piece=layer, sha256=digest, config=mixer.config.to_dict())
+        self.saved[layer] = {"piece": layer, "sha256": digest, "config": mixer.config.to_dict()}
+        self.journal.add("gated", **self.saved[layer])
 
     def _is_intact(self, entry: dict[str, Any]) -> bool:
         """Return whether the layer's file has the journal's SHA-256 and the tensors of the entry's mixer."""
@@ -288,7 +288,6 @@ class GateTraining:
 
     def _save_state(self, step: int, losses: list[float]) -> None:
         """Write the state after `step` steps, then its journal entry, and remove the state before."""
-        before = [entry for entry in self.journal.entries if entry["step"] == "gates"]
         entries = [
             TensorSource.from_tensor(f"{kind}.{name}", getattr(tensor, kind))
             for layer in self.layers.values()
@@ -298,10 +297,9 @@ class GateTraining:
         entry = {"done": step, "sha256": write_shard(self._state_path(step), entries), "price": self.price,
                  "first_loss": self.first_loss, "losses": losses}  # fmt: skip
         self.journal.add("gates", **entry)
-        self.journal.keep([each for each in self.journal.entries if each not in before])
-        for each in before:
-            if each["done"] != step:
-                self._state_path(each["done"]).unlink(missing_ok=True)
+        for file in self.ctx.gates_dir.glob("step-*.safetensors"):
+            if file != self._state_path(step):
+                file.unlink()
 
     def _load_state(self) -> tuple[int, list[float]]:
         """Load the journal's last state, if it is intact; return (steps done, losses so far)."""
@@ -329,7 +327,8 @@ class GateTraining:
 
 
 class GateRefinement(ModelRefinement):
-    """Steps of all gated layers together. before_update: called with the KL divergence of a step, in nats per token, before its backward pass."""
+    """Steps of all gated layers together. before_update: called with the loss of a step, before its backward pass: the KL
+    divergence in nats per token, or the squared error of the last hidden state relative to its energy."""
 
     def __init__(
         self,
@@ -349,7 +348,9 @@ class GateRefinement(ModelRefinement):
     def _loss(self, final_BTD: Tensor, rows: range, *, gradient: bool) -> tuple[float, Tensor, list[Tensor | None]]:
         loss, grad_BTD, head = super()._loss(final_BTD, rows, gradient=gradient)
         if gradient:
-            self.last_loss = loss / max(1, len(self._wanted(rows)))
+            wanted_ND = self._wanted(rows)  # the gradients are those of a mean, or of an error relative to the energy
+            scale = len(wanted_ND) if self.head is not None else float(wanted_ND.double().square().sum())
+            self.last_loss = loss / max(scale, 1e-30)
             self.before_update(self.last_loss)
         return loss, grad_BTD, head
 
