@@ -70,9 +70,10 @@ class MixerReport(ReportModel):
 
 
 class TrialReport(ReportModel):
-    """The held-out score of a trial; softmax: the layers that keep softmax attention, for a hybrid."""
+    """The held-out score of a trial; for a hybrid softmax: the layers that keep softmax attention, or heads: the key/value heads by layer."""
 
     softmax: list[Text] = []
+    heads: dict[str, list[Count]] | None = None
     unit: Text = ""
     original: Number = None
     converted: Annotated[float, Field(ge=-1e30, le=1e30)]
@@ -95,11 +96,16 @@ class HybridReport(ReportModel):
     sensitivity, alone: with by: sensitivity, its choice, and the score of each mixer alone. With by: restored: its choice;
     order: the layers in the order of their choice; rounds: in each round, the divergence with each candidate restored;
     aligned: the divergence without softmax layers; alignment: layer -> its error before and after the alignment; weights:
-    of the tokens; repeated_rows: number of scored rows with a repeated part.
+    of the tokens; repeated_rows: number of scored rows with a repeated part. Of a hybrid by heads, heads: the key/value heads that keep
+    softmax, by layer; head_errors: the error of each head's replacement at the output of its layer; softmax: layers that keep it in all heads.
+    With by: gates, gates: its choice; gate_values: the trained gates of each layer or of its heads; gate_losses: the KL divergence during
+    the training, in nats per token.
     """
 
     kept: Text
     softmax: list[Text]
+    heads: dict[str, list[Count]] | None = None
+    head_errors: dict[str, list[Annotated[float, Field(ge=0, le=1e30)]]] | None = None
     alone: dict[str, Any] | None = None
     order: list[Text] | None = None
     rounds: list[dict[str, Annotated[float, Field(ge=0, le=1e30)]]] | None = None
@@ -109,12 +115,17 @@ class HybridReport(ReportModel):
     repeated_rows: Count | None = None
     sensitivity: TrialReport | None = None
     restored: TrialReport | None = None
+    gates: TrialReport | None = None
+    gate_values: dict[str, list[Annotated[float, Field(ge=0, le=1)]]] | None = None
+    gate_losses: list[Annotated[float, Field(ge=0, le=1e30)]] | None = None
     every: TrialReport
 
     @model_validator(mode="after")
     def _check_compared(self) -> HybridReport:
-        if (self.sensitivity is None) == (self.restored is None):
-            raise ValueError("either sensitivity or restored must be given, the choice that was compared with every")
+        if [self.sensitivity, self.restored, self.gates].count(None) != 2:
+            raise ValueError(
+                "one of sensitivity, restored and gates must be given, the choice that was compared with every"
+            )
         return self
 
 

@@ -51,11 +51,13 @@ WORK_FILES = (
     "pieces/*.safetensors",
     "curvature/*.safetensors",
     "aligned/*.safetensors",
+    "gates/*.safetensors",
     "fitted/*.safetensors",
     "hidden-*",
     "pieces/",
     "curvature/",
     "aligned/",
+    "gates/",
     "fitted/",
 )
 RESULT_FILES = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "config.json", SHIM_NAME, REPORT_NAME)

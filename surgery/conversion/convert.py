@@ -5,6 +5,7 @@ OUT.partial/pieces/           one layer shard for each finished layer, and one f
 OUT.partial/fitted/           with refine: layers as they were fitted, before the whole model is refined
 OUT.partial/curvature/        Gram matrices of the output gradients, one file for each layer
 OUT.partial/aligned/          aligned attention of the layers, for hybrids by: restored
+OUT.partial/gates/            mixers and gates in training, for hybrids by: gates
 OUT                           OUT.partial, renamed when it is complete
 """
 
@@ -251,7 +252,7 @@ class Conversion:
         source = ctx.model.source
         shim = {SHIM_NAME} if config.get("auto_map") != source.config.get("auto_map") else set()
         self.delivered = {*delivered_files(source, weight_map), REPORT_NAME, *shim}
-        for folder in (ctx.shards_dir, ctx.fitted_dir, ctx.grams_dir, ctx.aligned_dir):
+        for folder in (ctx.shards_dir, ctx.fitted_dir, ctx.grams_dir, ctx.aligned_dir, ctx.gates_dir):
             shutil.rmtree(folder, ignore_errors=True)
         check_no_unknown_files(work_dir, {*WORK_FILES, *map(glob.escape, self.delivered)}, Interrupted)
         open_converted_checkpoint(str(work_dir))

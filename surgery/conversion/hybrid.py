@@ -1,8 +1,15 @@
-"""Choose the attention layers that keep softmax in a hybrid model, by sensitivity.
+"""Choose the attention layers, or the key/value heads, that keep softmax in a hybrid model, by sensitivity.
 
 Two choices are compared by held-out loss: the layers whose mixer alone raises the loss most, and as many evenly spaced
 layers. A layer's sensitivity is measured on the loss of the whole model, because the layer's own output error predicts
 it badly.
+
+Heads are too many for a pass through the model each. The sensitivity of a head is the relative change of its layer's output, the residual
+stream y behind the layer, if this head alone gets the mixer:
+
+    e_g = sqrt(mean_t |y_t(g) - y_t|^2 / |y_t|^2)      t: real tokens of the held-out samples
+
+All heads of all layers are ranked together, so layers may keep different numbers of them.
 
 All contenders run through the model in one pass: the samples to fit once, unchanged, and the held-out samples once more
 for each contender, with mixers in that contender's layers.
@@ -10,16 +17,18 @@ for each contender, with mixers in that contender's layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from surgery.calibration.attention_samples import AttentionSamples, all_attention_replaced
+from surgery.calibration.data import unpadded_rows
 from surgery.calibration.layer_runner import LayerCall, Phase, run_phases
+from surgery.conversion.blended import BlendedAttention, gates_of
 from surgery.conversion.context import ConversionContext, RowGroups, rows_of
-from surgery.conversion.mixer_init.base import InitializedMixer, build_mixer, select_init
+from surgery.conversion.mixer_init.base import ERROR_CAP, InitializedMixer, build_mixer, select_init
 from surgery.conversion.replacement import broadcast_mixer
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.mixers import Mixer
@@ -29,8 +38,12 @@ from surgery.planning.plan import Plan
 TRIAL_STEPS_SHARE = 0.25  # share of the recipe's local training steps that a mixer gets in a trial
 
 
+Unit = tuple[str, int]  # a layer and one of its key/value heads
+Contender = Mapping[str, Sequence[int]]  # layers with mixers -> their key/value heads that keep softmax
+
+
 class MixerTrial:
-    """Score sets of layers whose attention is replaced by mixers, on the held-out samples.
+    """Score sets of layers whose attention is replaced by mixers, in all heads or in some, on the held-out samples.
 
     `mixers`, by layer, are initialized on the original model's inputs when a trial first needs them, and reused in
     later trials.
@@ -40,19 +53,19 @@ class MixerTrial:
         self.ctx, self.plan, self.dist = ctx, ctx.plan, ctx.dist
         self.runner = ctx.runner.single_process()
         self.mixers: dict[str, Mixer] = {}
-        self.contenders: dict[str, set[str]] = {}
+        self.contenders: Mapping[str, Contender] = {}
         self.groups = RowGroups.for_trial(ctx.samples, 0)
         self.done: Callable[[], None] = lambda: None
 
-    def run_distributed(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, HeldOutScore]:
+    def run_distributed(self, contenders: Mapping[str, Contender], done: Callable[[], None]) -> dict[str, HeldOutScore]:
         """Call `run` with the contenders dealt out to the processes; returns all scores in all processes."""
         own = {name: contenders[name] for name in list(contenders)[self.dist.index :: self.dist.count]}
         gathered = self.dist.gather(self.dist.together_or_raise(lambda: self.run(own, done) if own else {}))
         return {name: scores[name] for name in contenders for scores in gathered if name in scores}
 
     @torch.no_grad()
-    def run(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, HeldOutScore]:
-        """Return each contender's score. contenders: name -> layers with mixers. done: called after each layer."""
+    def run(self, contenders: Mapping[str, Contender], done: Callable[[], None]) -> dict[str, HeldOutScore]:
+        """Return each contender's score, by its name. done: called after each layer."""
         self.contenders, self.done = contenders, done
         self.groups = groups = RowGroups.for_trial(self.ctx.samples, len(contenders))
         final_BTD = self.runner.run(groups.inputs(self.ctx.samples), self._visit)
@@ -66,14 +79,14 @@ class MixerTrial:
         """Run all rows through one layer: the original rows unchanged, each contender's with its mixer, if it has one."""
         call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
         attention_target = self.plan.attention_targets.get(call.path)
-        replaced: dict[str, Mixer] = {}
-        if attention_target is not None and any(call.path in layers for layers in self.contenders.values()):
-            if call.path not in self.mixers:
-                self.mixers[call.path] = init_trial_mixer(self.ctx, call, self.groups)
-            replaced = {attention_target.path: self.mixers[call.path]}
+        is_used = attention_target is not None and any(call.path in layers for layers in self.contenders.values())
+        if is_used and call.path not in self.mixers:
+            self.mixers[call.path] = init_trial_mixer(self.ctx, call, self.groups)
         phases: list[Phase] = [(self.groups.original.start, self.groups.original.stop, nullcontext())]
         for layers, rows in zip(self.contenders.values(), self.groups.converted):
-            mixers = replaced if call.path in layers else {}
+            mixers = {}
+            if attention_target is not None and call.path in layers:
+                mixers = {attention_target.path: partly_replaced(self.mixers[call.path], layers[call.path])}
             phases.append((rows.start, rows.stop, all_attention_replaced(self.ctx.model, mixers)))
         out = run_phases(call, phases, self.runner)
         self.done()
@@ -86,6 +99,12 @@ class MixerTrial:
             read = lambda at=layer: InitializedMixer(self.mixers[at], {})  # noqa: E731
             initialized = broadcast_mixer(self.dist, owner, attention_target, read, self.runner.device)
             self.mixers[layer] = initialized.mixer.eval().requires_grad_(False)
+
+
+def partly_replaced(mixer: Mixer, kept: Sequence[int]) -> Mixer:
+    """Return the attention with softmax in the key/value heads `kept` and the mixer, which has all heads, in the others."""
+    device = next((tensor.device for tensor in mixer.state_dict().values()), torch.device("cpu"))
+    return BlendedAttention(mixer, gates_of(kept, mixer.shape, device)) if kept else mixer
 
 
 def init_trial_mixer(ctx: ConversionContext, call: LayerCall, groups: RowGroups) -> Mixer:
@@ -114,14 +133,123 @@ def choose_hybrid(ctx: ConversionContext, hybrid: HybridRecipe) -> dict[str, Any
     trial, layers = MixerTrial(ctx), list(plan.attention_targets)
     count = hybrid.softmax_count(len(layers))
     with progress.bar("measuring the loss of each mixer", len(plan.layout.layers)) as tick:
-        alone = trial.run_distributed({layer: {layer} for layer in layers}, tick)
+        alone = trial.run_distributed({layer: {layer: ()} for layer in layers}, tick)
     trial.broadcast_mixers(layers)
     by_sensitivity = set(sorted(layers, key=lambda layer: -alone[layer].converted)[:count])
     kept = {"sensitivity": by_sensitivity, "every": evenly_spaced(plan, hybrid)}
     with progress.bar("comparing choices of softmax layers", len(plan.layout.layers)) as tick:
-        scores = trial.run_distributed({name: set(layers) - softmax for name, softmax in kept.items()}, tick)
+        contenders: dict[str, Contender] = {
+            name: dict.fromkeys(set(layers) - softmax, ()) for name, softmax in kept.items()
+        }
+        scores = trial.run_distributed(contenders, tick)
     best = min(scores, key=lambda name: scores[name].converted)
     choice: dict[str, Any] = {"kept": best, "softmax": [layer for layer in layers if layer in kept[best]]}
     choice["alone"] = {layer: result.to_dict() for layer, result in alone.items()}
     choice.update({name: {"softmax": sorted(kept[name]), **result.to_dict()} for name, result in scores.items()})
     return choice
+
+
+# -- by heads --------------------------------------------------------------------------------------
+class HeadTrial(MixerTrial):
+    """Measure how much each head changes the output of its layer when it alone gets the mixer.
+
+    errors: layer -> e_g of its key/value heads, of the layers that this process measured.
+    """
+
+    def __init__(self, ctx: ConversionContext):
+        super().__init__(ctx)
+        self.errors: dict[str, list[float]] = {}
+        self.todo: set[str] = set()
+
+    def measure(self, done: Callable[[], None]) -> dict[str, list[float]]:
+        """Return the errors of all heads by layer, in all processes, which share the layers. done: called after each layer."""
+        layers, self.done = list(self.plan.attention_targets), done
+        self.todo = set(layers[self.dist.index :: self.dist.count])
+        gathered = self.dist.gather(self.dist.together_or_raise(self._measure_own))
+        self.broadcast_mixers(layers)
+        return {layer: errors[layer] for layer in layers for errors in gathered if layer in errors}
+
+    @torch.no_grad()
+    def _measure_own(self) -> dict[str, list[float]]:
+        if self.todo:
+            self.groups = RowGroups.for_trial(self.ctx.samples, 0)
+            self.runner.run(self.groups.inputs(self.ctx.samples), self._visit_original)
+        return self.errors
+
+    def _visit_original(self, call: LayerCall) -> Any:
+        call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
+        if call.path in self.todo:
+            self.mixers[call.path] = init_trial_mixer(self.ctx, call, self.groups)
+            self.errors[call.path] = self._head_errors(call, self.mixers[call.path])
+        original = self.groups.original
+        out = run_phases(call, [(original.start, original.stop, nullcontext())], self.runner)
+        self.done()
+        return out
+
+    def _head_errors(self, call: LayerCall, mixer: Mixer) -> list[float]:
+        """Return e_g of each key/value head of a layer."""
+        target = self.plan.attention_targets[call.path]
+        held, groups = self.groups.held_out, target.shape.groups
+        step, masks_BT = self.runner.chunk_rows(call.hidden_BTD.shape[1]), self._token_masks(call)
+        total_G, tokens = torch.zeros(groups, dtype=torch.float64), 0
+        for first in range(held.start, held.stop, step):
+            last = min(first + step, held.stop)
+            real = [mask_BT[first:last] for mask_BT in masks_BT]
+            wanted_ND = unpadded_rows(first_output(call.apply(first, last)), *real).double()
+            energy_N = wanted_ND.square().sum(-1).clamp_min(1e-30)
+            tokens += len(wanted_ND)
+            for group in range(groups):
+                blended = partly_replaced(mixer, [other for other in range(groups) if other != group])
+                with all_attention_replaced(self.ctx.model, {target.path: blended}):
+                    found_ND = unpadded_rows(first_output(call.apply(first, last)), *real).double()
+                total_G[group] += ((found_ND - wanted_ND).square().sum(-1) / energy_N).sum().cpu()
+        return [min(x, ERROR_CAP) if x == x else ERROR_CAP for x in (total_G / max(tokens, 1)).sqrt().tolist()]
+
+    def _token_masks(self, call: LayerCall) -> list[torch.Tensor]:
+        return list(self.ctx.samples.token_masks(self.plan.layout.tower(call.path)))
+
+
+def first_output(out: Any) -> torch.Tensor:
+    """Return the hidden states that a layer returns, (B, T, D)."""
+    hidden: torch.Tensor = out if isinstance(out, torch.Tensor) else out[0]
+    return hidden
+
+
+def choose_heads(ctx: ConversionContext, hybrid: HybridRecipe) -> dict[str, Any]:
+    """Return the report's "hybrid" entry; its "heads" lists the key/value heads of each layer that keep softmax attention."""
+    plan, progress, trial = ctx.plan, ctx.progress, HeadTrial(ctx)
+    with progress.bar("measuring the error of each head", len(plan.layout.layers)) as tick:
+        errors = trial.measure(tick)
+    ranked = sorted(
+        ((layer, head) for layer, found in errors.items() for head in range(len(found))),
+        key=lambda unit: -errors[unit[0]][unit[1]],
+    )
+    kept = {
+        "sensitivity": heads_by_layer(plan, ranked[: hybrid.softmax_count(len(ranked))]),
+        "every": evenly_spaced_heads(plan, hybrid),
+    }
+    with progress.bar("comparing choices of softmax heads", len(plan.layout.layers)) as tick:
+        scores = trial.run_distributed(dict(kept), tick)
+    best = min(scores, key=lambda name: scores[name].converted)
+    return {
+        **head_choice(plan, best, kept[best]),
+        "head_errors": errors,
+        **{name: {"heads": kept[name], **scores[name].to_dict()} for name in kept},
+    }
+
+
+def heads_by_layer(plan: Plan, units: Sequence[Unit]) -> dict[str, list[int]]:
+    """Return the key/value heads of each layer with mixers among `units` (layer, head), in order."""
+    return {layer: sorted(head for at, head in units if at == layer) for layer in plan.attention_targets}
+
+
+def evenly_spaced_heads(plan: Plan, hybrid: HybridRecipe) -> dict[str, list[int]]:
+    """Return as many evenly spaced heads as the recipe keeps with softmax, by layer."""
+    heads = hybrid.model_copy(update={"by": "every"}).fixed_heads(list(plan.attention_targets.values()))
+    return {layer: list(heads[target.index]) for layer, target in plan.attention_targets.items()}
+
+
+def head_choice(plan: Plan, best: str, heads: dict[str, list[int]]) -> dict[str, Any]:
+    """Return the entries of a choice in the report: its name, its heads, and the layers that keep softmax in all heads."""
+    softmax = [layer for layer, target in plan.attention_targets.items() if len(heads[layer]) == target.shape.groups]
+    return {"kept": best, "softmax": softmax, "heads": heads}

@@ -86,6 +86,20 @@ class _RestoredEntry(ReportModel):
     scores: dict[str, TrialReport]
 
 
+class _GatedEntry(ReportModel):
+    piece: str
+    sha256: str
+    config: dict[str, Any]
+
+
+class _GatesEntry(ReportModel):
+    done: Count
+    sha256: str
+    price: NonNegative
+    first_loss: NonNegative
+    losses: list[NonNegative]
+
+
 class _MixerChoice(ReportModel):
     config: dict[str, Any]
     fixed: dict[str, Any]
@@ -114,6 +128,8 @@ ENTRY_MODELS: dict[str, type[ReportModel]] = {
     "hybrid": _HybridEntry,
     "aligned": _AlignedEntry,
     "restored": _RestoredEntry,
+    "gated": _GatedEntry,
+    "gates": _GatesEntry,
     "arranged": _MixerChoicesEntry,
     "refine": _RefineEntry,
     "fitted": _ShardEntry,
@@ -269,7 +285,9 @@ def select_valid_entries(entries: list[dict[str, Any]], plan: Plan) -> list[dict
     """Return the journal entries that have the schema of their step and agree with the plan."""
     valid = [entry for entry in entries if _is_valid(entry, plan)]
     softmax: list[str] = next((entry["told"]["softmax"] for entry in valid if entry["step"] == "hybrid"), [])
-    with_mixers = set(plan.attention_targets) - set(softmax)
+    with_mixers = set(plan.attention_targets) - set(
+        softmax
+    )  # `arranged` has no hybrids by heads: cache budgets refuse them
     return [entry for entry in valid if entry["step"] != "arranged" or set(entry["chosen"]) == with_mixers]
 
 
@@ -295,10 +313,10 @@ def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
         names = {target.name for targets in plan.targets.values() for target in targets}
         return set(entry["budgets"]) == names
     if entry["step"] == "hybrid":
-        return set(entry["told"]["softmax"]) <= set(plan.attention_targets)
+        return set(entry["told"]["softmax"]) <= set(plan.attention_targets) and _names_heads(entry["told"], plan)
     if entry["step"] == "fitted":
         return entry["piece"] in plan.layout.layers
-    if entry["step"] == "aligned":
+    if entry["step"] in ("aligned", "gated"):
         return entry["piece"] in plan.attention_targets
     if entry["step"] == "restored":
         return bool(entry["scores"]) and {*entry["given"], *entry["scores"]} == set(plan.attention_targets)
@@ -308,6 +326,18 @@ def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
             for layer, choice in entry["chosen"].items()
         )
     return True
+
+
+def _names_heads(told: dict[str, Any], plan: Plan) -> bool:
+    """Return whether a choice names key/value heads of the plan's layers, if and only if the recipe chooses heads."""
+    hybrid, heads = plan.recipe.attention.hybrid if plan.recipe.attention else None, told.get("heads")
+    if hybrid is None or not hybrid.of_heads:
+        return heads is None
+    if heads is None or set(heads) != set(plan.attention_targets):
+        return False
+    groups = {layer: target.shape.groups for layer, target in plan.attention_targets.items()}
+    valid = all(own == sorted(set(own)) and all(0 <= n < groups[layer] for n in own) for layer, own in heads.items())
+    return valid and set(told["softmax"]) == {layer for layer, own in heads.items() if len(own) == groups[layer]}
 
 
 def _can_build_mixer(target: AttentionTarget, choice: dict[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path, size_text
 from surgery.core.version import __version__
+from surgery.mixers import MIXERS
 from surgery.planning.plan import Plan
 from surgery.planning.recipe import ConversionRecipe, RefineRecipe
 
@@ -111,7 +112,7 @@ def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRec
     """Raise SurgeryError if the conversion would write more bytes than are free, files of an interrupted run included.
 
     The estimate adds the tensors that stay (in the stored dtype), the structured ones in float32, the Gram matrices, and
-    the aligned attention of a hybrid by: restored. The refinement of the whole model doubles it.
+    the aligned attention of a hybrid by: restored, and the mixers of one by: gates. The refinement of the whole model doubles it.
     """
     unchanged = source.nbytes - sum(4 * target.numel for target in plan.replaced_targets()) // 2
     needed = max(unchanged, 0) + sum(int(4 * target.uniform_budget()) for target in plan.replaced_targets())
@@ -126,6 +127,10 @@ def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRec
             for linear in plan.layout.linears
             if linear.path in attention or linear.path.startswith(inside)
         )
+    if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_gated:
+        targets = plan.attention_targets.values()
+        params = sum(MIXERS[target.config].cost(target.config, target.shape, 1).params for target in targets)
+        needed += 4 * 7 * params  # the mixers, and two states of value and Adam's two moments
     if recipe.calibration and recipe.refine and (recipe.refine == "auto" or recipe.refine.model):
         needed *= 2  # the layers before and after the refinement of the whole model
     work_dir = partial_path(out)

@@ -1,4 +1,4 @@
-"""Choices about attention that need calibration data: which layers keep softmax attention, and how an MLR cache budget
+"""Choices about attention that need calibration data: which layers or heads keep softmax attention, and how an MLR cache budget
 is allocated. Both choices are written to the journal."""
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from functools import partial
 from typing import Any
 
 from surgery.conversion.context import ConversionContext
-from surgery.conversion.hybrid import choose_hybrid
+from surgery.conversion.gates import choose_by_gates
+from surgery.conversion.hybrid import choose_heads, choose_hybrid
 from surgery.conversion.mixer_init.mlr_allocation import allocate_score_dims, allocated_targets
 from surgery.conversion.restored import choose_restored
 from surgery.core.journal import Journal
+from surgery.planning.attention_plan import keep_heads, keep_layers
+from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.plan import Plan
 
 
@@ -23,13 +26,12 @@ def resolve_attention_plan(ctx: ConversionContext, journal: Journal) -> tuple[Pl
     settings, plan, hybrid_report = ctx.recipe.attention, ctx.plan, None
     if settings is not None and settings.hybrid is not None and settings.hybrid.is_measured:
         if journal.find("hybrid") is None:
-            hybrid = settings.hybrid
-            told = choose_restored(ctx, hybrid, journal) if hybrid.is_restored else choose_hybrid(ctx, hybrid)
-            journal.add("hybrid", told=told)
-        hybrid_report = _entry(journal, "hybrid")["told"]
-        replaced = {
-            layer: target for layer, target in plan.attention_targets.items() if layer not in hybrid_report["softmax"]
-        }
+            journal.add("hybrid", told=_choose(ctx, settings.hybrid, journal))
+        told = hybrid_report = _entry(journal, "hybrid")["told"]
+        if settings.hybrid.of_heads:
+            replaced = keep_heads(plan.attention_targets, told["heads"])
+        else:
+            replaced = keep_layers(plan.attention_targets, told["softmax"])
         plan = replace(plan, attention_targets=replaced)
     if settings is not None and settings.cache is not None:
         if journal.find("arranged") is None:
@@ -40,6 +42,15 @@ def resolve_attention_plan(ctx: ConversionContext, journal: Journal) -> tuple[Pl
             ctx.runner.hidden_bytes = max(ctx.runner.hidden_bytes, alone.hidden_bytes)
         plan = replace(plan, attention_targets=allocated_targets(plan, _entry(journal, "arranged")["chosen"]))
     return plan, hybrid_report
+
+
+def _choose(ctx: ConversionContext, hybrid: HybridRecipe, journal: Journal) -> dict[str, Any]:
+    """Return the report's "hybrid" entry of a choice by measurements."""
+    if hybrid.is_restored:
+        return choose_restored(ctx, hybrid, journal)
+    if hybrid.by == "gates":
+        return choose_by_gates(ctx, hybrid, journal)
+    return choose_heads(ctx, hybrid) if hybrid.of_heads else choose_hybrid(ctx, hybrid)
 
 
 def _entry(journal: Journal, step: str) -> dict[str, Any]:

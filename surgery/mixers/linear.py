@@ -42,6 +42,7 @@ from surgery.mixers.common.bidirectional import bidirectional_output, dense_outp
 from surgery.mixers.common.meta_weights import EmptyOnMeta
 from surgery.mixers.common.near_chunks import ChunkBuffer, chunk_attention
 from surgery.mixers.common.padding import Unpadder, shift_rows
+from surgery.mixers.common.rope import apply_rope
 from surgery.mixers.common.window_hybrid import (
     LocalOutput,
     RecentAndSinks,
@@ -610,14 +611,6 @@ def to_matmul_dtype(rows: MaskInputs, v: Tensor) -> MaskInputs:
         return rows
     q, k, v = (x.to(torch.bfloat16) for x in (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV))
     return replace(rows, q_BGJTF=q, k_BGTF=k, v_BGTV=v)
-
-
-def apply_rope(x_BTHK: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
-    """Return x rotated: the first R dims of each head in the half-split form, as transformers' `apply_rotary_pos_emb`."""
-    cos, sin = cos_BTR.unsqueeze(2).to(x_BTHK.dtype), sin_BTR.unsqueeze(2).to(x_BTHK.dtype)
-    x, rest = x_BTHK.split([cos.shape[-1], x_BTHK.shape[-1] - cos.shape[-1]], dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([x * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
 
 
 def l2_normalize(x: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from surgery.mixers.base import MIXERS, AttentionShape, Mixer, MixerConfig, Mixe
 from surgery.mixers.common.kv_layout import (
     KVLayout,
     append_all_slots,
-    drop_full_mask,
     last_slots,
     left_pad,
     make_kv_layout,
@@ -41,6 +40,7 @@ from surgery.mixers.common.softmax import (
     group_heads,
     sdpa_attention,
     sdpa_attn_mask,
+    sdpa_without_cache,
 )
 
 
@@ -177,7 +177,7 @@ class MLRAttention(Mixer):
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         """Return (out_BHTV, state after these tokens, or None without a state)."""
         if state is None and self.is_unstructured:
-            return self._sdpa_attention(inputs), None
+            return sdpa_without_cache(inputs, self.shape), None
         padded, back = left_pad(inputs)
         layout, count_B = make_kv_layout(padded, state, 0 if state is None else state.tensors["values"].shape[2])
         keys, values = self.levels(padded.k_BGTK), padded.v_BGTV
@@ -242,14 +242,6 @@ class MLRAttention(Mixer):
             live[1:] = [min(slots, n) for n in block_keys]
         tensors = {f"keys{level}": last_slots(k, n) for level, (k, n) in enumerate(zip(keys, live))}
         return MixerState(layout.end_B, {**tensors, "values": last_slots(values, slots)})
-
-    def _sdpa_attention(self, inputs: MixerInputs) -> Tensor:
-        """Return out_BHTV of torch's fused attention, called exactly as transformers does."""
-        length = inputs.q_BHTK.shape[2]
-        layout = KVLayout(torch.full((1,), length, device=inputs.q_BHTK.device), length, length, holes=False)
-        mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -length:]
-        mask = sdpa_attn_mask(layout, self.shape, drop_full_mask(inputs.valid_BT), mask)
-        return sdpa_attention(inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, self.shape, mask, inputs.dropout)
 
     def dense(self, inputs: MixerInputs) -> Tensor:
         """Return out_BHTV by the definition, in quadratic time."""

@@ -22,6 +22,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import atomic_path, explain_disk_errors, parse_json
 from surgery.mixers import Mixer, MixerConfig, MixerState, mixer_config
 from surgery.mixers.common.window_hybrid import queues_to_rings, rings_to_queues
+from surgery.mixers.head_hybrid import PREFIX
 from surgery.modeling.cache import MixerCacheLayer, mixer_modules
 
 
@@ -113,6 +114,14 @@ def _check_waiting_tokens(index: int, held: dict[str, Tensor], fresh: dict[str, 
         if name.startswith(("ring.", "sink.")) and held[name].shape != shape:
             raise SurgeryError(
                 f"layer {index} of this cache is damaged: {name} must have the shape {shape} (got {tuple(held[name].shape)})"
+            )
+    keys = [name for name in held if name.startswith(PREFIX)]
+    for name in keys:  # keys and values of softmax heads, of as many tokens as were seen
+        found, slots = tuple(held[name].shape), held[keys[0]].shape[2]
+        shape = (rows, fresh[name].shape[1], slots, fresh[name].shape[3])
+        if found != shape:
+            raise SurgeryError(
+                f"layer {index} of this cache is damaged: {name} must have the shape {shape} (got {found})"
             )
 
 

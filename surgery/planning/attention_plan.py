@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from surgery.architectures.attention import attention_paths, attention_shape, output_path
 from surgery.architectures.linears import ModelLayout
+from surgery.architectures.towers import text_config
 from surgery.checkpoint.outline import ModelDescription
 from surgery.core.config import is_layer_selected
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig
+from surgery.mixers.head_hybrid import HeadHybrid, check_rotation
 from surgery.mixers.mlr import slowest_first
+from surgery.mixers.softmax import Softmax
+from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.recipe import ConversionRecipe
 
 
@@ -21,7 +26,7 @@ class AttentionTarget:
 
     path, layer: paths of the module and of its layer. index, count: position among the layers with attention, and their
     number. output: path of the output projection. config: the mixer's config from the recipe, before fitting. fixed: mixer
-    tensors chosen together with the config.
+    tensors chosen together with the config. softmax: options of softmax where a hybrid keeps it.
     """
 
     path: str
@@ -32,6 +37,7 @@ class AttentionTarget:
     shape: AttentionShape
     config: MixerConfig
     fixed: dict[str, Any] = field(default_factory=dict)
+    softmax: Softmax = field(default_factory=Softmax)
 
 
 def find_attention_targets(
@@ -44,7 +50,10 @@ def find_attention_targets(
     settings = recipe.attention
     if settings is None:
         return {}
-    paths = attention_paths(meta_model.model)
+    paths, softmax = attention_paths(meta_model.model), Softmax()
+    if settings.hybrid is not None:
+        positions = getattr(text_config(meta_model.model), "max_position_embeddings", None)
+        softmax = settings.hybrid.softmax(positions if isinstance(positions, int) else None)
     targets: dict[str, AttentionTarget] = {}
     for index, path in enumerate(paths):
         if not is_layer_selected(settings.layers, index, len(paths)):
@@ -59,22 +68,93 @@ def find_attention_targets(
         # A default order, until allocate_score_dims has measured the dimensions on calibration text.
         fixed = {"order": [slowest_first(shape)] * shape.groups} if settings.cache is not None else {}
         output = output_path(meta_model.model, path)
-        targets[layer] = AttentionTarget(path, layer, index, len(paths), output, shape, config, fixed)
+        targets[layer] = AttentionTarget(path, layer, index, len(paths), output, shape, config, fixed, softmax)
     if not targets:
         raise SurgeryError(
             f'attention.layers: "{settings.layers}" selects none of the {len(paths)} layers with attention'
         )
-    kept = settings.hybrid.fixed_layers(list(targets.values())) if settings.hybrid else set()
-    if len(kept) == len(targets):
+    replaced = _without_softmax(targets, settings.hybrid)
+    mixed = {layer: target for layer, target in replaced.items() if target.config is not target.softmax}
+    if not mixed:
         raise SurgeryError("attention.hybrid keeps softmax in every selected layer; nothing would be replaced")
-    replaced = {layer: target for layer, target in targets.items() if target.index not in kept}
     for number, rule in enumerate(settings.rules):
-        if not any(is_layer_selected(rule.layers, target.index, len(paths)) for target in replaced.values()):
+        if not any(is_layer_selected(rule.layers, target.index, len(paths)) for target in mixed.values()):
             raise SurgeryError(
                 f'attention.rules.{number}: layers "{rule.layers}" selects none of the layers that get a mixer, '
-                f"{[target.index for target in replaced.values()]}"
+                f"{[target.index for target in mixed.values()]}"
             )
     return replaced
+
+
+def _without_softmax(targets: dict[str, AttentionTarget], hybrid: HybridRecipe | None) -> dict[str, AttentionTarget]:
+    """Return the targets that get mixers, as far as that is known before any measurement."""
+    if hybrid is None:
+        return targets
+    found = list(targets.values())
+    for target in found:
+        check_kept_softmax(target)
+    for target in found if hybrid.is_gated else ():
+        check_rotation("attention.hybrid by: gates", target.shape, Softmax(), target.config)
+    if not hybrid.of_heads:
+        kept = hybrid.fixed_layers(found)
+        return keep_layers(targets, [layer for layer, target in targets.items() if target.index in kept])
+    for target in found:
+        check_has_heads(target)
+    if hybrid.is_measured:
+        return targets
+    heads = hybrid.fixed_heads(found)
+    return keep_heads(targets, {layer: heads[target.index] for layer, target in targets.items()})
+
+
+def check_has_heads(target: AttentionTarget) -> None:
+    """Raise SurgeryError if a layer has no key/value heads to choose from, or its mixer cannot stand beside softmax heads."""
+    if target.shape.groups == 1:
+        raise SurgeryError(
+            f"plan: {target.path}: attention.hybrid of: heads keeps softmax in some of a layer's key/value heads, and this layer has one, "
+            f"which all its {target.shape.heads} query heads share (multi-query attention): softmax in any of them keeps the whole cache. "
+            "Use of: layers"
+        )
+    try:
+        config = HeadHybrid((0,), target.config, target.softmax)
+        MIXERS[config].check_config(config, target.shape)
+    except SurgeryError as error:
+        raise SurgeryError(f"plan: {target.path}: {error}") from None
+
+
+def check_kept_softmax(target: AttentionTarget) -> None:
+    """Raise SurgeryError if the options of kept softmax do not fit the attention."""
+    try:
+        MIXERS[target.softmax].check_config(target.softmax, target.shape)
+    except SurgeryError as error:
+        raise SurgeryError(f"plan: {target.path}: attention.hybrid: {error}") from None
+    if target.softmax.rope == "drop" and not target.shape.rotary:
+        raise SurgeryError(
+            f"plan: {target.path}: attention.hybrid rope: drop takes away rotary embedding, and this attention has none. Use rope: keep"
+        )
+
+
+def keep_layers(targets: dict[str, AttentionTarget], layers: Sequence[str]) -> dict[str, AttentionTarget]:
+    """Return the targets with softmax in some layers. Softmax without options is the model's own attention, which is no target."""
+    found = {}
+    for layer, target in targets.items():
+        if layer not in layers:
+            found[layer] = target
+        elif not target.softmax.is_plain:
+            found[layer] = replace(target, config=target.softmax, fixed={})
+    return found
+
+
+def keep_heads(targets: dict[str, AttentionTarget], heads: Mapping[str, Sequence[int]]) -> dict[str, AttentionTarget]:
+    """Return the targets with softmax in some key/value heads, by path of their layer.
+
+    A layer without such heads gets the mixer in all heads, and one with all of them is a softmax layer (see `keep_layers`).
+    """
+    found = keep_layers(targets, [n for n, target in targets.items() if len(heads.get(n, ())) == target.shape.groups])
+    for layer, target in found.items():
+        kept = tuple(heads.get(layer, ()))
+        if 0 < len(kept) < target.shape.groups:
+            found[layer] = replace(target, config=HeadHybrid(kept, target.config, target.softmax))
+    return found
 
 
 def softmax_shapes(meta_model: ModelDescription, targets: dict[str, AttentionTarget]) -> tuple[AttentionShape, ...]:

@@ -21,17 +21,36 @@ from pydantic import (
 from surgery.core.config import check_layer_range, is_layer_selected
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
+from surgery.mixers.head_hybrid import OTHER_MIXERS
+from surgery.mixers.softmax import MIN_TRAINED, Softmax
 
-RESTORED_OPTIONS = ("align_steps", "weights", "repeated")
+CHOICE_OPTIONS = {"restored": ("align_steps", "weights", "repeated"), "gates": ("gate_steps", "repeated")}  # by choice
+ADDED_OPTIONS = (
+    "of",
+    "heads",
+    "rope",
+    "scale",
+    "trained_length",
+)  # younger than the first reports and journals: left out of them at their defaults
 
 
 class HybridRecipe(BaseModel):
-    """Which layers keep softmax attention.
+    """Which layers, or which key/value heads of all layers, keep softmax attention.
 
-    keep: fraction of the attention layers that keep it. by: "sensitivity" keeps those whose replacement alone increases the
+    of: "layers" or "heads": the unit of the choice. A key/value head comes with the query heads that read it.
+    keep: fraction of the units that keep softmax. by: "sensitivity" keeps those whose replacement alone increases the
     held-out loss most; "restored" keeps those whose softmax attention lowers the KL divergence of a briefly aligned student
     most (surgery.conversion.restored); "every" keeps evenly spaced layers. layers: numbers of the layers that keep it,
-    instead of keep and by.
+    instead of keep and by. Of heads, "sensitivity" keeps those whose own replacement changes their layer's output most, and "every" evenly
+    spaced ones in the order of layers and heads. heads: layer -> numbers of its key/value heads that keep softmax, instead of keep and by.
+
+    rope, scale, trained_length: options of the softmax that is kept (surgery.mixers.softmax). rope: "drop" uses q and k before RoPE. scale: "length"
+    scales the logits of queries beyond the trained length, which is `trained_length` tokens, by default the config's max_position_embeddings.
+
+    "gates" trains a gate between softmax and mixer in each layer or head, all together, and keeps softmax where the gates are largest
+    (surgery.conversion.gates).
+
+    Options of by: gates. gate_steps: Adam steps of the gates and mixers, about 1,024 tokens each. repeated: as below, of the training rows too.
 
     Options of by: restored. align_steps: Adam steps of each layer's alignment. weights: "far" weights each token by what the
     original loses on it with a short window, "even" weights all tokens alike. repeated: share of the scored rows that end
@@ -41,41 +60,99 @@ class HybridRecipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     keep: Annotated[float, Field(gt=0, lt=1)] | None = None
-    by: Literal["sensitivity", "restored", "every"] = "sensitivity"
+    by: Literal["sensitivity", "restored", "gates", "every"] = "sensitivity"
     layers: tuple[int, ...] | None = None
+    of: Literal["layers", "heads"] = "layers"
+    heads: dict[Annotated[int, Field(ge=0)], tuple[Annotated[int, Field(ge=0)], ...]] | None = None
+    rope: Literal["keep", "drop"] = "keep"
+    scale: Literal["none", "length"] = "none"
+    trained_length: int | None = Field(None, ge=MIN_TRAINED)
     align_steps: int = Field(100, ge=0, le=10_000)
+    gate_steps: int = Field(200, ge=1, le=100_000)
     weights: Literal["far", "even"] = "far"
     repeated: float = Field(0.5, ge=0, le=1)
 
     @model_validator(mode="after")
     def _check_exclusive_options(self) -> HybridRecipe:
-        if (self.keep is None) == (self.layers is None):
+        given = [name for name in ("keep", "layers", "heads") if getattr(self, name) is not None]
+        if len(given) != 1:
             raise SurgeryError(
-                "attention.hybrid: give keep, for example {keep: 0.25}, or layers, for example {layers: [0, 8]}"
+                "attention.hybrid: give keep, for example {keep: 0.25}, or layers, for example {layers: [0, 8]}, or heads, for example "
+                f"{{heads: {{0: [1, 3]}}}} (got {' and '.join(given) or 'none of them'})"
             )
-        unread = [name for name in RESTORED_OPTIONS if name in self.model_fields_set]
-        if unread and not self.is_restored:
+        if self.of_heads and self.layers is not None:
             raise SurgeryError(
-                f"attention.hybrid: {unread[0]} is an option of by: restored, and the layers are chosen by "
-                f"{'layers' if self.layers is not None else self.by}. Set by: restored, or leave {unread[0]} out"
+                "attention.hybrid: layers names whole layers and of: heads asks for a choice of heads. Give heads, for example "
+                "{heads: {0: [1, 3]}}, or set of: layers"
             )
+        if self.heads is not None and "of" in self.model_fields_set and self.of == "layers":
+            raise SurgeryError("attention.hybrid: heads names heads of layers, and of: layers does not. Leave of out")
+        for layer, heads in (self.heads or {}).items():
+            if list(heads) != sorted(set(heads)):
+                raise SurgeryError(
+                    f"attention.hybrid.heads: layer {layer} must have numbers of key/value heads in order and without repeats (got {list(heads)})"
+                )
+        if self.of_heads and self.by == "restored":
+            raise SurgeryError(
+                "attention.hybrid: by: restored restores whole layers. Use by: sensitivity, by: every or heads for a choice of heads"
+            )
+        if self.trained_length is not None and self.scale == "none":
+            raise SurgeryError(
+                "attention.hybrid: trained_length is an option of scale: length. Set that too, or leave it out"
+            )
+        for name in CHOICE_OPTIONS["restored"] + CHOICE_OPTIONS["gates"]:
+            if name in self.model_fields_set and name not in self._read_options:
+                readers = " or ".join(f"by: {choice}" for choice, names in CHOICE_OPTIONS.items() if name in names)
+                raise SurgeryError(
+                    f"attention.hybrid: {name} is an option of {readers}, and softmax is chosen by "
+                    f"{given[0] if given[0] != 'keep' else self.by}. Set {readers}, or leave {name} out"
+                )
         return self
 
     @model_serializer(mode="wrap")
     def _omit_unread_options(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return the fields without the options of another choice, which keeps recipes in reports and journals as they were."""
         values: dict[str, Any] = to_dict(self)
-        return {name: value for name, value in values.items() if self.is_restored or name not in RESTORED_OPTIONS}
+        left = {name for names in CHOICE_OPTIONS.values() for name in names} - set(self._read_options)
+        left |= {name for name in ADDED_OPTIONS if values[name] == type(self).model_fields[name].default}
+        return {name: value for name, value in values.items() if name not in left}
+
+    @property
+    def of_heads(self) -> bool:
+        """Whether heads keep softmax, not whole layers."""
+        return self.of == "heads" or self.heads is not None
 
     @property
     def is_restored(self) -> bool:
         """Whether the layers are chosen by restoring softmax in an aligned student."""
-        return self.layers is None and self.by == "restored"
+        return self.keep is not None and self.by == "restored"
+
+    def softmax(self, max_positions: int | None) -> Softmax:
+        """Return the config of the softmax that is kept. max_positions: of the model's config, None if it has none."""
+        if self.scale == "none":
+            return Softmax(self.rope)
+        trained = self.trained_length or max_positions
+        if trained is None or trained < MIN_TRAINED:
+            raise SurgeryError(
+                f"attention.hybrid scale: length needs the length of the sequences that the model was trained on, and its config has no "
+                f"max_position_embeddings (got {trained}). Set attention.hybrid.trained_length, for example to 4096"
+            )
+        return Softmax(self.rope, "length", trained)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the layers or heads are chosen by gates that are trained together."""
+        return self.keep is not None and self.by == "gates"
+
+    @property
+    def _read_options(self) -> tuple[str, ...]:
+        """The options that this choice reads."""
+        return CHOICE_OPTIONS.get(self.by, ()) if self.keep is not None else ()
 
     @property
     def is_measured(self) -> bool:
-        """Whether the layers are chosen by measurements on text during the conversion."""
-        return self.layers is None and self.by != "every"
+        """Whether the layers or heads are chosen by measurements on text during the conversion."""
+        return self.keep is not None and self.by != "every"
 
     def fixed_layers(self, targets: list[Any]) -> set[int]:
         """Return the numbers of the softmax layers that are known before any measurement; none if they are measured."""
@@ -90,10 +167,36 @@ class HybridRecipe(BaseModel):
         kept = self.softmax_count(len(numbers))
         return {numbers[(2 * i + 1) * len(numbers) // (2 * kept)] for i in range(kept)}
 
-    def softmax_count(self, layers: int) -> int:
-        """Return how many of `layers` layers keep softmax."""
+    def softmax_count(self, units: int) -> int:
+        """Return how many of `units` layers, or of as many heads, keep softmax."""
         assert self.keep is not None
-        return min(layers - 1, max(1, round(self.keep * layers)))
+        return min(units - 1, max(1, round(self.keep * units)))
+
+    def fixed_heads(self, targets: list[Any]) -> dict[int, tuple[int, ...]]:
+        """Return the key/value heads that keep softmax, by layer number, without a measurement: those of `heads`, or evenly spaced ones.
+
+        Raises SurgeryError for heads that the selected layers do not have.
+        """
+        groups = {target.index: target.shape.groups for target in targets}
+        if self.heads is None:
+            units = [(layer, head) for layer, count in groups.items() for head in range(count)]
+            kept = self.softmax_count(len(units))
+            chosen = [units[(2 * i + 1) * len(units) // (2 * kept)] for i in range(kept)]
+            return {layer: tuple(head for at, head in chosen if at == layer) for layer in groups}
+        for layer, heads in self.heads.items():
+            if layer not in groups:
+                raise SurgeryError(
+                    f"attention.hybrid.heads: layer {layer} must be one of the selected layers {list(groups)}"
+                )
+            if heads and heads[-1] >= groups[layer]:
+                raise SurgeryError(
+                    f"attention.hybrid.heads: layer {layer} has key/value heads 0 to {groups[layer] - 1} (got {heads[-1]})"
+                )
+        if not any(self.heads.values()):
+            raise SurgeryError(
+                "attention.hybrid.heads names no head; leave hybrid out, or name heads that keep softmax"
+            )
+        return {layer: self.heads.get(layer, ()) for layer in groups}
 
 
 class AttentionRule(BaseModel):
@@ -153,10 +256,14 @@ class AttentionRecipe(BaseModel):
             raise SurgeryError(
                 "attention: `cache` chooses the ranks of every layer, so `rules` cannot give layers other options. Leave one of them out"
             )
+        if self.hybrid is not None and self.hybrid.of_heads:
+            check_head_mixer("attention", self.mixer)
         for number, rule in enumerate(self.rules):
             name = f"attention.rules.{number}"
             mixer, options = rule.over(self.mixer, self.model_extra or {})
             check_mixer_options(name, mixer, rule.model_extra or {}, AttentionRule)
+            if self.hybrid is not None and self.hybrid.of_heads:
+                check_head_mixer(name, mixer)
             if rule.mixer is None and not rule.model_extra:
                 raise SurgeryError(
                     f"{name}: names layers {rule.layers!r} and no option. Add one, for example window: 128"
@@ -197,3 +304,12 @@ def check_mixer_options(where: str, mixer: str, options: dict[str, Any], model: 
     for key in options:
         if key not in known:
             raise SurgeryError(f"{where}: mixer {mixer!r} has no option {key!r}{suggestion(key, known)}")
+
+
+def check_head_mixer(where: str, mixer: str) -> None:
+    """Raise SurgeryError if the mixer cannot stand beside softmax heads in one layer. where: the place in the recipe."""
+    if mixer not in OTHER_MIXERS:
+        raise SurgeryError(
+            f"{where}: hybrid of: heads needs mixer {' or '.join(OTHER_MIXERS)} for the heads without softmax (got {mixer!r}). Use one of "
+            "these, or hybrid of: layers"
+        )

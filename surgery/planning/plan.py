@@ -23,7 +23,8 @@ from surgery.checkpoint.source import check_float_dtype
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.registry import validate_config
 from surgery.mixers import AttentionShape
-from surgery.planning.attention_plan import AttentionTarget, find_attention_targets, softmax_shapes
+from surgery.mixers.softmax import describe_softmax
+from surgery.planning.attention_plan import AttentionTarget, find_attention_targets, keep_heads, softmax_shapes
 from surgery.planning.recipe import ConversionRecipe, LinearSettings
 from surgery.structures import STRUCTURES, StructureConfig
 
@@ -111,7 +112,17 @@ class Plan:
     def measured_softmax_count(self) -> int:
         """How many of the attention targets will keep softmax attention, chosen by measurements on text during the conversion."""
         hybrid = self.recipe.attention.hybrid if self.recipe.attention else None
-        return hybrid.softmax_count(len(self.attention_targets)) if hybrid is not None and hybrid.is_measured else 0
+        if hybrid is None or not hybrid.is_measured or hybrid.of_heads:
+            return 0
+        return hybrid.softmax_count(len(self.attention_targets))
+
+    def expected_targets(self) -> dict[str, AttentionTarget]:
+        """Return the attention targets as costs count them: if heads that keep softmax will be measured, evenly spaced ones instead."""
+        hybrid, targets = self.recipe.attention.hybrid if self.recipe.attention else None, self.attention_targets
+        if hybrid is None or not hybrid.is_measured or not hybrid.of_heads or not targets:
+            return targets
+        heads = hybrid.fixed_heads(list(targets.values()))
+        return keep_heads(targets, {layer: heads[target.index] for layer, target in targets.items()})
 
     def targets_in_layer(self, layer: str) -> dict[str, tuple[LinearTarget, ...]]:
         """Return the targets of one layer by path of the linear."""
@@ -161,10 +172,19 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     if recipe.attention and recipe.attention.refits_output:
         refitted = {target.output for target in attention_targets.values()}
     if attention_targets and recipe.attention and (hybrid := recipe.attention.hybrid) and hybrid.is_measured:
+        units, count, where = "layers", len(attention_targets), ""
+        if hybrid.of_heads:
+            units, where = "key/value heads", f" in {count} layers"
+            count = sum(target.shape.groups for target in attention_targets.values())
         notes.append(
-            f"{hybrid.softmax_count(len(attention_targets))} of these {len(attention_targets)} layers keep softmax attention, "
-            f"chosen on the calibration text by {hybrid.by}"
+            f"{hybrid.softmax_count(count)} of these {count} {units}{where} keep softmax attention, chosen on the calibration text by {hybrid.by}"
         )
+    if attention_targets and recipe.attention and recipe.attention.hybrid:
+        softmax = next(iter(attention_targets.values())).softmax
+        if not softmax.is_plain:
+            notes.append(
+                f"the softmax that is kept: {describe_softmax(softmax)}; heads and layers are chosen by softmax as it was"
+            )
     if attention_targets and recipe.attention and recipe.attention.cache is not None:
         notes.append(
             "ranks shown keep the same dimensions everywhere; with --calibration they are chosen layer by layer"

@@ -20,7 +20,9 @@ from surgery.conversion.toeplitz import toeplitz_fits
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
+from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
+from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.refine_budget import epoch_seconds, resolve_refine
 from surgery.structures import STRUCTURES, StructureConfig
@@ -84,6 +86,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         {"name": t.name, "shape": [t.out, t.in_], "keep": t.keep, "first": t.preview.to_dict() if t.preview else None}
         for t in plan.replaced_targets()
     ]
+    expected = plan.expected_targets()
     return {
         "source": plan.source,
         "model_type": plan.model_type,
@@ -94,8 +97,8 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "totals": plan.totals(),
         "candidates": sorted({config.name for t in plan.replaced_targets() for config in t.configs}),
         **attention_costs(
-            ((t.path, t.config, t.shape) for t in plan.attention_targets.values()),
-            plan.softmax_shapes,
+            ((t.path, t.config, t.shape) for t in expected.values()),
+            (*plan.softmax_shapes, *(t.shape for name, t in plan.attention_targets.items() if name not in expected)),
             "mixers",
             plan.measured_softmax_count,
         ),
@@ -223,7 +226,7 @@ def attention_costs(
     kept: dict[str, Any] = {"cache": {}, "macs": {}}
     for path, config, shape in modules:
         row = rows.setdefault(
-            (describe_mixer(config), json.dumps(config.to_dict(), sort_keys=True)),
+            (describe_mixer(config), json.dumps(_cost_options(config), sort_keys=True)),
             {
                 "mixer": describe_mixer(config),
                 "paths": [],
@@ -255,6 +258,12 @@ def attention_costs(
     return every
 
 
+def _cost_options(config: MixerConfig) -> dict[str, Any]:
+    """Return the options of a mixer that its costs depend on: of the heads that keep softmax, how many they are."""
+    options = config.to_dict()
+    return {**options, "kept": len(options["kept"])} if "kept" in options else options
+
+
 def _add_costs(row: dict[str, Any], shape: AttentionShape, config: MixerConfig | None, share: Fraction) -> None:
     """Add `share` of the costs of an attention module at each of CONTEXTS. config: of its mixer; None: softmax attention."""
     for length in CONTEXTS:
@@ -279,6 +288,12 @@ def _rounded(value: Any) -> Any:
 
 def describe_mixer(config: Any) -> str:
     """Format a mixer config, for example "linear: gates mask, hedgehog features" or "mlr 32|16|16 sliding"."""
+    if isinstance(config, HeadHybrid):
+        heads = "key/value head" if len(config.kept) == 1 else "key/value heads"
+        options = "" if config.softmax.is_plain else f" ({describe_softmax(config.softmax)})"
+        return f"softmax in {len(config.kept)} {heads} of a layer{options}; {describe_mixer(config.others)}"
+    if isinstance(config, Softmax):
+        return f"softmax: {describe_softmax(config)}"
     if not hasattr(config, "mask"):
         words = [config.name]
         if ranks := getattr(config, "ranks", None):
@@ -297,7 +312,7 @@ def describe_mixer(config: Any) -> str:
 
 def mixer_notes(config: Any) -> list[str]:
     """Return warnings about the size of a mixer's state."""
-    mask = getattr(config, "mask", None)
+    mask = getattr(getattr(config, "others", config), "mask", None)
     if mask is not None and not MASKS[mask].has_bounded_state:
         return [f"a {mask.name} mask has no bounded state: each step keeps and reads all tokens so far"]
     return []

@@ -138,13 +138,18 @@ HYBRID_LABELS = {"aligned": "no softmax layer"}
 
 
 def hybrid_lines(hybrid: dict[str, Any] | None) -> list[str]:
-    """Return a line on the layers that keep softmax attention, and on the losses that decided it."""
+    """Return a line on the layers or heads that keep softmax attention, and on the losses that decided it."""
     if not hybrid:
         return []
-    names = [name for name in ("aligned", "sensitivity", "restored", "every") if hybrid.get(name)]
+    names = [name for name in ("aligned", "sensitivity", "restored", "gates", "every") if hybrid.get(name)]
     tried = ", ".join(f"{HYBRID_LABELS.get(name, name)} {hybrid[name]['converted']:.4f}" for name in names)
     kept = ", ".join(hybrid["softmax"])
+    if heads := hybrid.get("heads"):
+        kept = "key/value heads " + "; ".join(f"{layer}: {own}" for layer, own in heads.items() if own)
     lines = [f"softmax kept in {kept} ({hybrid['kept']}; held-out loss {tried} {hybrid['every']['unit']})"]
+    if gates := hybrid.get("gate_values"):
+        shown = "; ".join(f"{layer}: {', '.join(f'{g:.2f}' for g in own)}" for layer, own in gates.items())
+        lines.append(f"gates: {shown}")
     return [*lines, f"restored in this order: {', '.join(hybrid['order'])}"] if hybrid.get("order") else lines
 
 

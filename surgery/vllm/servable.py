@@ -17,8 +17,10 @@ from surgery.checkpoint.table import QUANT_METHOD, read_mixers, read_table
 from surgery.checkpoint.tensor_names import check_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, MixerConfig, mixer_config
+from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.linear import LinearAttention
 from surgery.mixers.masks.base import MASKS
+from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.modeling.modules import build_module
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import replace_modules, split_named_experts
@@ -88,6 +90,16 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
 def check_mixer(config: MixerConfig, where: str) -> MixerConfig:
     """Return the config of a mixer. Raise SurgeryError, with the reason, if vLLM cannot keep its state."""
     MIXERS[config]  # raises for unknown mixers
+    if isinstance(config, HeadHybrid):
+        raise SurgeryError(
+            f"{where}: this layer keeps softmax in key/value heads {list(config.kept)} and a state for the others, and vLLM has one kind of cache "
+            "for a layer. Use `transformers serve`, or `surgery serve`, which chooses it; hybrids by whole layers (of: layers) are served"
+        )
+    if isinstance(config, Softmax):
+        raise SurgeryError(
+            f"{where}: this layer's softmax attention has other positions or scores than the model's own ({describe_softmax(config)}), which vLLM's "
+            "attention does not compute. Use `transformers serve`, or `surgery serve`, which chooses it"
+        )
     if not isinstance(config, LinearAttention):
         raise SurgeryError(
             f"{where}: mixer {config.name!r} keeps keys or scores of its own, for which vLLM has no cache. vLLM serves linear mixers; "

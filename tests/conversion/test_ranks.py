@@ -47,6 +47,14 @@ RESTORED = {
     },
 }
 
+HEADS, GATES = (
+    {
+        "structure": "dense",
+        "attention": {"mixer": "linear", "mask": "gates", "steps": 1, "hybrid": {"keep": 0.5, "of": "heads", **how}},
+    }
+    for how in ({"by": "sensitivity"}, {"by": "gates", "gate_steps": 2})
+)
+
 
 @pytest.fixture
 def no_heartbeats(monkeypatch):
@@ -79,8 +87,8 @@ def run_conversion(checkpoint, inputs, out, recipe, count=1, resume=False):
 
 @pytest.mark.parametrize(
     "recipe, family, count",
-    [(MIXED, None, 2), (HYBRID, "llama", 2), (RESTORED, "llama", 3)],
-    ids=["without text", "hybrid", "restored"],
+    [(MIXED, None, 2), (HYBRID, "llama", 2), (RESTORED, "llama", 3), (HEADS, "llama", 2), (GATES, "llama", 2)],
+    ids=["without text", "hybrid", "restored", "heads", "gates"],
 )
 def test_the_same_bytes_as_one_process(recipe, family, count, checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints(family or "llama"), calibration(family) if family else None

@@ -39,6 +39,12 @@ CONFIGS = {
         "rope": "both",
         "states": "per_head",
     },
+    "softmax": {"mixer": "softmax", "scale": "length", "trained_length": 4},
+    "heads": {
+        "mixer": "head_hybrid",
+        "kept": [1],
+        "others": LINEAR | {"mask": {"name": "gates"}, "window": 5, "rope": "window"},
+    },
     "mlr": {"mixer": "mlr", "ranks": [4, 4], "extents": [6]},
     "mlr, nested": {"mixer": "mlr", "ranks": [4, 2, 2], "extents": [8, 4], "form": "nested"},
     "mlr, plain": {"mixer": "mlr", "ranks": [8]},

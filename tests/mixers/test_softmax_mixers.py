@@ -12,8 +12,10 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
 from surgery.mixers.common import softmax as engine
+from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.mlr import MLR
 from surgery.mixers.sliding_window import GlobalWindow, Window
+from surgery.mixers.softmax import Softmax
 
 SHAPE = AttentionShape(dim=24, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=8)
 NESTED = MLR(ranks=(3, 2, 2), extents=(8, 3), form="nested")
@@ -25,6 +27,9 @@ CONFIGS = {
     "window": Window(6),
     "sinks": Window(4, sinks=3),
     "global window": GlobalWindow((3, 4), 6),
+    "softmax": Softmax(),
+    "softmax without RoPE": Softmax("drop"),
+    "heads": HeadHybrid((1,), Window(4, sinks=3)),
 }
 # A row of left padding, one of right padding, one with holes, one whole.
 RAGGED = ["00000111111111111111111", "11111111111111110000000", "00110110001111110101110", "11111111111111111111111"]
@@ -79,6 +84,8 @@ SHAPES = {
 )
 @pytest.mark.parametrize("valid", [None, RAGGED])
 def test_mix_is_its_definition(config, shape, valid, queries):
+    if isinstance(config, HeadHybrid):  # chooses among key/value heads
+        shape = replace(shape, groups=max(2, shape.groups))
     mixer, inputs = make_mixer(config, shape), random_inputs(4, shape=shape, valid=valid)
     assert relative_error(mixer.mix(inputs)[0], mixer.dense(inputs), inputs.valid_BT) < 1e-12
 
@@ -137,6 +144,39 @@ def test_masks_of_the_library_are_kept(config, queries):
     assert relative_error(got, mixer.dense(replace(inputs, mask_BHTS=allowed)), inputs.valid_BT) < 1e-12
     first = mixer.mix(slice_inputs(inputs, 0, 8))[0]
     assert relative_error(got[:, :, :8], first, inputs.valid_BT[:, :8]) < 1e-12
+
+
+@torch.no_grad()
+def test_logits_grow_with_the_position_beyond_the_trained_length():
+    """f_t = max(1, log(t + 1) / log(L)) on the scores of query t, with t over the real tokens of a row."""
+    config = Softmax("drop", "length", 6)
+    mixer, x = make_mixer(config), random_inputs(4, valid=RAGGED)
+    mixer.sharpness_H.uniform_(0.5, 2)
+    plain = make_mixer(Softmax())
+    position_BT = x.valid_BT.cumsum(1) - 1
+    factor_BT = ((position_BT.clamp_min(0) + 1.0).double().log() / torch.tensor(6.0).double().log()).clamp_min(1)
+    assert factor_BT[3, :6].tolist() == [1] * 6 and factor_BT[3, 22] == pytest.approx(1.75, abs=0.01)
+    q = x.q_BHTK * factor_BT[:, None, :, None] * mixer.sharpness_H[:, None, None]
+    wanted = plain.dense(replace(x, q_BHTK=q))
+    assert relative_error(mixer.mix(x)[0], wanted, x.valid_BT) < 1e-12
+    for lengths in ([23], [1] * 23, [10, 1, 1, 7, 4]):
+        assert relative_error(run_in_pieces(mixer, x, lengths)[0], wanted, x.valid_BT) < 1e-12
+    with pytest.raises(SurgeryError, match="bidirectional"):
+        make_mixer(Softmax("keep", "length", 6), SHAPES["both ways"])
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"rope": "none"}, "rope must be keep or drop"),
+        ({"scale": "log"}, "scale must be none or length"),
+        ({"scale": "length"}, r"2 or more tokens \(got trained_length: 0\)"),
+        ({"trained_length": 8}, "read by scale: length only"),
+    ],
+)
+def test_options_of_softmax_that_are_refused(keys, said):
+    with pytest.raises(SurgeryError, match=said):
+        mixer_config({"mixer": "softmax", **keys})
 
 
 def test_states_are_values():

@@ -32,6 +32,7 @@ def plain_options(name: str) -> dict:
         "global_window": {"ranks": [4, 4], "window": 6},
         "bilinear_mlr": {"ranks": [8, 2]},
         "window": {"window": 6, "sinks": 2},
+        "head_hybrid": {"kept": [1], "others": {"mixer": "linear"}},
     }
     return {"mixer": name, **sizes.get(name, {})}
 
@@ -75,6 +76,7 @@ CONFIGS = all_configs()
 
 
 def has_linear(config: MixerConfig) -> bool:
+    config = getattr(config, "others", config)
     if not isinstance(config, LinearAttention):
         return False
     return config.scores == "delta" or config.gate is not None or config.mask.name in ("gates", "hierarchical")

@@ -81,6 +81,7 @@ def test_4_3_every_conversion_can_be_healed_and_the_table_says_by_what(folder):
 
 
 GIVEN = {"mlr": {"cache": 0.6}, "bilinear_mlr": {"ranks": [0, 4, 2]}, "window": {"window": 8}}  # what has no default
+GIVEN["head_hybrid"] = {"kept": [0], "others": {"mixer": "linear"}}
 GIVEN["global_window"] = {"ranks": [4, 4], "window": 8}
 
 

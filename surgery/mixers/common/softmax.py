@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from surgery.core.dispatch import dispatched
 from surgery.mixers.base import AttentionShape, MixerInputs
-from surgery.mixers.common.kv_layout import KVLayout, positions_from_mask, token_positions
+from surgery.mixers.common.kv_layout import KVLayout, drop_full_mask, positions_from_mask, token_positions
 
 QUERIES_PER_PASS = 512  # bounds the score matrices in memory
 
@@ -245,6 +245,15 @@ def sdpa_attention(
         q_BHTK, k_BGSK, v_BGSV, mask, dropout_p=p, is_causal=causal, scale=shape.scaling, enable_gqa=gqa
     )
     return out.reshape(out.shape[0], -1, length, out.shape[-1])
+
+
+def sdpa_without_cache(inputs: MixerInputs, shape: AttentionShape) -> Tensor:
+    """Return out_BHTV of torch's fused attention over sequences from their start, called exactly as transformers does."""
+    length = inputs.q_BHTK.shape[2]
+    layout = KVLayout(torch.full((1,), length, device=inputs.q_BHTK.device), length, length, holes=False)
+    mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -length:]
+    mask = sdpa_attn_mask(layout, shape, drop_full_mask(inputs.valid_BT), mask)
+    return sdpa_attention(inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, shape, mask, inputs.dropout)
 
 
 def _eager_attention(

@@ -96,6 +96,8 @@ def _count_mixers(source: CheckpointSource) -> Counter[str]:
 
 
 def _mixer_name(spec: dict[str, Any]) -> str:
+    if "others" in spec:
+        return f"{spec['mixer']}-{_mixer_name(spec['others'])}"
     mask = spec["mask"]["name"] if "mask" in spec else None
     return "-".join(word for word in (spec["mixer"], mask, "delta" if spec.get("scores") == "delta" else None) if word)
 
