@@ -14,7 +14,7 @@ A model in memory is converted in place, and saved by its own method:
     model = surgery.apply(model, "btt-half", calibration=texts, tokenizer=tokenizer)
     model.save_pretrained("OUT")
 
-`plan`, `inspect`, `evaluate` and `densify` also take a model in memory. Each function returns the dict that the command prints with `--json`; notebooks and terminals display it as the command's
+`plan`, `inspect`, `evaluate`, `quantize` and `densify` also take a model in memory. Each function returns the dict that the command prints with `--json`; notebooks and terminals display it as the command's
 tables. `plan`, `apply` and `convert` take recipe keys as keywords (`keep=0.75` is `--set keep=0.75`); nested keys go into
 `overrides={"attention.cache": 0.5}`. Errors that the user can correct are `surgery.core.errors.SurgeryError`.
 """
@@ -268,6 +268,38 @@ def inspect(converted: PathLike | nn.Module, *, modules: bool = False) -> Comman
     report = inspect_model(converted) if _is_module(converted) else run(_checkpoint_name(converted, "inspect"))
     table = module_table if modules else inspect_table
     return CommandResult(report, lambda: [*table(report), *report_notes(report)])
+
+
+def quantize(
+    converted: PathLike | nn.Module,
+    out: PathLike | None = None,
+    *,
+    bits: int = 8,
+    group: int | None = None,
+    progress: Progress | None = None,
+) -> CommandResult:
+    """Store the linears of a converted checkpoint or model as integers. Return their number, and the bytes of all tensors before and after.
+
+    Args:
+        converted: converted checkpoint, a local folder or a Hub id; or a converted model, which is changed in place.
+        out: folder of the quantized checkpoint; must not exist. None for a model.
+        bits: 8 or 4.
+        group: inputs that share a scale; None: 64 with 4 bits, all inputs of an output with 8.
+        progress: as in `convert`.
+    """
+    from surgery.conversion.quantize import quantize as run
+    from surgery.conversion.quantize import quantize_line, quantize_live
+
+    if _is_module(converted) and out is None:
+        result = quantize_live(converted, bits, group)
+    elif out is None or _is_module(converted):
+        raise SurgeryError(
+            "surgery.quantize takes a folder and `out`, or a model without `out`. Save a model with save_pretrained"
+        )
+    else:
+        name = _checkpoint_name(converted, "quantize")
+        result = run(name, Path(out), bits, group, progress=progress or RichProgress())
+    return CommandResult(result, lambda: [quantize_line(result)])
 
 
 def finetune(

@@ -215,6 +215,32 @@ def densify(
 
 
 @app.command()
+def quantize(
+    converted: options.Converted,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Write the quantized checkpoint to this folder, which must not exist.")
+    ],
+    bits: Annotated[int, typer.Option(help="Store the weights of linears in 8 or 4 bits.")] = 8,
+    group: Annotated[
+        int | None,
+        typer.Option(
+            help="Inputs that share a scale: 8 to 256, a power of two. Default: 64 with 4 bits, all of an output with 8."
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Store the linears of a converted checkpoint in 8 or 4 bits: less memory, not less time. OUT loads like any converted checkpoint.
+
+    surgery quantize OUT --bits 4 --out SMALL
+    """
+    from surgery.conversion.quantize import quantize as run
+    from surgery.conversion.quantize import quantize_line
+
+    result = run(converted, out, bits, group, progress=_progress(as_json))
+    print(json.dumps(result, indent=2) if as_json else f"{quantize_line(result)}: {out}")
+
+
+@app.command()
 def toeplitz(
     converted: options.Converted,
     out: Annotated[
