@@ -98,7 +98,7 @@ def plan(
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
     from surgery.planning.plan import make_plan
-    from surgery.publish.speed_notes import plan_notes
+    from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
@@ -114,8 +114,9 @@ def plan(
         name = _checkpoint_name(source, "plan")
         opened = open_checkpoint(name, trust_remote_code, weights=False, revision=revision)
         data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), settings))
-    data["speed"] = plan_notes(data, context)
-    return CommandResult(data, lambda: [*plan_table(data), *data["speed"]])
+    data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context)
+    times = predicted_lines(data["linear_times"])
+    return CommandResult(data, lambda: [*plan_table(data), *times, *data["speed"]])
 
 
 def apply(

@@ -105,15 +105,16 @@ def plan(
     from surgery.checkpoint.source import open_checkpoint
     from surgery.planning.plan import make_plan
     from surgery.planning.recipe import load_recipe
-    from surgery.publish.speed_notes import plan_notes
+    from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
     chosen = load_recipe(recipe, overrides or [])
     opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
     data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), chosen))
-    data["speed"] = plan_notes(data, context)
-    print(json.dumps(data, indent=2)) if as_json else _show([*plan_table(data), *data["speed"]])
+    data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context)
+    times = predicted_lines(data["linear_times"])
+    print(json.dumps(data, indent=2)) if as_json else _show([*plan_table(data), *times, *data["speed"]])
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
@@ -91,6 +92,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "rows": plan_rows(plan),
         "targets": targets,
         "cuts": targets,  # the key until 0.1, for scripts that read it
+        "unchanged": unchanged_linears(plan),
         "totals": plan.totals(),
         "candidates": sorted({config.name for t in plan.replaced_targets() for config in t.configs}),
         **attention_costs(
@@ -102,6 +104,15 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "refine": refine_dict(plan),
         "notes": list(plan.notes),
     }
+
+
+def unchanged_linears(plan: Plan) -> list[dict[str, Any]] | None:
+    """Return the linears that stay dense, as [{"shape": [out, in], "count"}]; None with routed experts, of which few compute a token."""
+    if any(linear.experts for linear in plan.layout.linears):
+        return None
+    shapes = [(t.out, t.in_) for targets in plan.targets.values() for t in targets if t.preview is None]
+    shapes += [(linear.out, linear.in_) for linear in plan.layout.linears if linear.path not in plan.targets]
+    return [{"shape": list(shape), "count": count} for shape, count in Counter(shapes).items()]
 
 
 def refine_dict(plan: Plan) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from surgery.eval.speed.tables import (
 )
 from surgery.eval.speed.timer import Benchmark, BenchmarkCase, TimedImplementation, WorkEstimate, backward
 from surgery.kernels import tuning as measured
-from surgery.publish.speed_notes import plan_notes, report_notes
+from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines, report_notes, speed_in_words
 
 CPU = torch.device("cpu")
 
@@ -282,6 +282,93 @@ def test_measured_rows_decide(table):
     half = measured.DeviceKey((9, 0), "float16")
     assert measured.fastest_measured("btt", "forward", at(1), half) == "reference"
     assert measured.fastest_measured("btt", "forward", at(512), X1, ("kernel", "reference")) == "kernel"
+
+
+def linears_plan(*targets, unchanged=()):
+    """A plan's data: targets (config, (out, in)), unchanged ((out, in), count)."""
+    return {
+        "targets": [{"first": config, "shape": list(shape)} for config, shape in targets],
+        "unchanged": [{"shape": list(shape), "count": count} for shape, count in unchanged],
+        "mixers": [],
+    }
+
+
+@pytest.fixture
+def linear_table(monkeypatch, table):
+    """Dense and low rank of one width, at 8,192 tokens and in a decoding step."""
+    rows = [
+        {"op": "low_rank", "pass": name, "sizes": {"tokens": n, "inputs": 4096, "outputs": 4096, "rank": r}, "original": ms, "reference": t}
+        for name, n, r, ms, t in (("forward", 8192, 1024, 0.4, 0.2), ("captured", 1, 1024, 0.016, 0.028))
+    ]  # fmt: skip
+    tables = [{"device": "X1", "capability": [9, 0], "dtype": "bfloat16", "rows": rows}]
+    for name in ("surgery.kernels.tuning.tables", "surgery.publish.speed_notes.tables"):
+        monkeypatch.setattr(name, lambda: tables)
+    measured.device_rows.cache_clear()
+
+
+LOW_RANK = {"structure": "low_rank", "rank": 1024}
+
+
+def test_the_linears_of_a_plan_have_predicted_times(linear_table):
+    plan = linears_plan((LOW_RANK, (4096, 4096)), (LOW_RANK, (4096, 4096)), unchanged=[((4096, 4096), 3)])
+    found = predict_linears(plan, 8192)
+    assert (found["device"], found["dtype"]) == ("X1", "bfloat16")
+    assert found["prefill"] == {
+        "tokens": 8192,
+        "before": pytest.approx(2.0),
+        "after": pytest.approx(1.6),
+        "measured": 3,
+        "interpolated": 0,
+    }
+    assert found["decode"]["before"] == pytest.approx(0.08) and found["decode"]["after"] == pytest.approx(0.104)
+    prefill, decode = predicted_lines(found)
+    assert "prompt of 8,192 tokens, X1 (bfloat16), predicted: 2 -> 1.6 ms, 1.2x faster" in prefill
+    assert "1.3x slower (of the times of each shape, 3 measured and 0 interpolated)" in decode
+
+
+def test_times_between_measured_sizes_follow_operations_and_bytes(linear_table):
+    """Twice the tokens, or a matrix of twice the size, takes twice as long where operations bind; no time is below the shortest measured."""
+    plan = linears_plan((LOW_RANK, (4096, 4096)), unchanged=[((8192, 4096), 1)])
+    found = predict_linears(plan, 16384)["prefill"]
+    assert found == {
+        "tokens": 16384,
+        "before": pytest.approx(0.8 + 1.6),
+        "after": pytest.approx(0.4 + 1.6),
+        "measured": 0,
+        "interpolated": 3,
+    }
+    small = predict_linears(linears_plan(({**LOW_RANK, "rank": 512}, (2048, 2048))), 8192)
+    assert small["decode"]["before"] >= 0.016 and small["prefill"]["measured"] == 0
+
+
+@pytest.mark.parametrize(
+    "config, shape, says",
+    [
+        (
+            {"structure": "kronecker", "blocks": [4, 4], "rank": 2},
+            (4096, 4096),
+            "kronecker for 4,096 -> 4,096 was not measured",
+        ),
+        (LOW_RANK, (64, 64), "dense for 64 -> 64 was not measured. Measure it: surgery bench linear"),
+        ({"structure": "btt", "blocks": [4, 4], "rank": 2}, (4096, 4096), "btt for 4,096 -> 4,096 was not measured"),
+    ],
+)
+def test_what_was_not_measured_is_not_predicted(linear_table, config, shape, says):
+    lines = predicted_lines(predict_linears(linears_plan((config, shape)), 8192))
+    assert len(lines) == 2 and all("no prediction" in line and says in line for line in lines)
+
+
+def test_no_times_with_experts_or_without_a_table(linear_table, monkeypatch):
+    assert predict_linears({**linears_plan((LOW_RANK, (4096, 4096))), "unchanged": None}) is None
+    monkeypatch.setattr("surgery.publish.speed_notes.tables", list)
+    assert predict_linears(linears_plan((LOW_RANK, (4096, 4096)))) is None and predicted_lines(None) == []
+
+
+@pytest.mark.parametrize(
+    "before, after, says", [(1.4, 1.0, "1.4x faster"), (1.0, 1.7, "1.7x slower"), (1.0, 1.02, "as fast")]
+)
+def test_speed_is_said_in_words(before, after, says):
+    assert speed_in_words(before, after) == says
 
 
 def test_what_was_not_measured_is_left_to_the_kernel_s_rule(table):
