@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import random
+import shutil
+import tempfile
+import zlib
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from helpers.small import make_recipe, tiny_config, tiny_inputs
 from helpers.small_training import btt, mixed, student, texts, without_curves, words  # noqa: F401  fixtures: here they are made once for all files
+from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
+
+# The same examples in every run, and no limits of time. Other examples: pytest --hypothesis-profile=default.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("repeatable")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as kernels are imported: here they run on the CPU
+
+# transformers copies the code of checkpoints here by the name of their folder. Each test process has a place of its own: two that
+# load folders of one name at the same time would take each other's code.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="surgery-tests-modules-")  # read as transformers is imported
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 # torch makes its threads anew in a forked process when they are first asked for; where several ask at once, as they do that
 # load a checkpoint's weights, all but one find none ("Invalid thread pool!").
@@ -26,6 +44,26 @@ def pytest_collection_finish() -> None:
     """Exempt everything imported so far from garbage collection, which would traverse it again and again."""
     gc.collect()
     gc.freeze()
+
+
+def seed_all(name: str) -> None:
+    """Seed the global generators of torch, NumPy and Python with a number made of `name`."""
+    seed = zlib.crc32(name.encode())
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> None:
+    """Give every fixture random numbers of its own, whichever tests ran before in this process."""
+    seed_all(f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param_index', 0)}]")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Give every test random numbers of its own: which tests ran before in this process differs from run to run."""
+    seed_all(item.nodeid)
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,6 @@ Suffixes: N rows of W, B rows of the batch, D width of the hidden states, H quer
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -156,7 +154,6 @@ def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mixe
         and type(mixer.feature_map) is IdentityMap
         and reads_plain_linears(mixer)
         and mixer.config.states == "shared"
-        and getattr(mixer.mask.config, "block", 1) == 1
         and not any(part is not None for part in extras)
         and not mixer.config.normalise
         and mixer.shape.causal
@@ -185,9 +182,7 @@ def one_token_triton(
     """Return (out_BHTV, the state behind the token) with T = 1."""
     ((name, states),) = state.tensors.items()
     shape, max_seen = mixer.shape, (state.max_seen or 0) + 1
-    after = states.shape[1]
-    if isinstance(mixer.mask, HierarchicalMask):
-        after = max(after, max_seen.bit_length())
+    after = count_states(mixer, states, max_seen)
     gate_BG, beta_BG, level_BGJL = project_signals(mixer, inputs.x_BTD[:, 0], count_lambdas(mixer, states))
     weight_H = mixer.linear_weight_H
     token = StepInputs(
@@ -201,6 +196,7 @@ def one_token_triton(
         count_B=None if inputs.valid_BT is None else inputs.valid_BT[:, 0],
         weight_GJ=None if weight_H is None else weight_H.view(shape.groups, -1),
         root=shape.scaling**0.5,
+        bits=block_bits(mixer),
         unit=mixer.beta_proj is not None,
     )
     out_BHTV = torch.empty(len(q_BHTK), shape.heads, 1, shape.value, dtype=inputs.v_BGTV.dtype, device=q_BHTK.device)
@@ -209,7 +205,22 @@ def one_token_triton(
     return out_BHTV, MixerState(seen_B, {name: left}, max_seen)
 
 
+def block_bits(mixer: LinearMixer) -> int:
+    """Return log2 of a log-linear mask's block, 0 for other masks."""
+    return mixer.mask.config.block_bits if isinstance(mixer.mask, HierarchicalMask) else 0
+
+
+def count_states(mixer: LinearMixer, states: Tensor, seen: int) -> int:
+    """Return how many states there are once `seen` tokens were written to them."""
+    if not isinstance(mixer.mask, HierarchicalMask):
+        return states.shape[1]
+    bits = block_bits(mixer)
+    return max(states.shape[1], max(0, seen.bit_length() - bits) + (bits > 0))
+
+
 def count_lambdas(mixer: LinearMixer, states: Tensor) -> int:
-    """Return how many lambdas the step reads: one for the token itself, one for each bucket."""
-    mask: Any = mixer.mask
-    return min(states.shape[1] + 1, mask.config.levels) if isinstance(mask, HierarchicalMask) else 0
+    """Return how many lambdas the step reads: one for the token itself, which the first state shares if the mask has blocks,
+    and one for each state."""
+    if not isinstance(mixer.mask, HierarchicalMask):
+        return 0
+    return min(states.shape[1] + (block_bits(mixer) == 0), mixer.mask.config.levels)

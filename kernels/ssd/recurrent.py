@@ -28,15 +28,16 @@ from surgery.mixers.masks.semiseparable import semiseparable_step
 @triton.jit
 def advance_levels(
     q, level, buckets, left, k_K, write_K, v_V, vv_V, fade, at, count, before, after, sqj, slj, sll, sul, left_level,
-    F: tl.constexpr, V: tl.constexpr, J: tl.constexpr, LAST: tl.constexpr, DELTA: tl.constexpr, MORE: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, J: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, DELTA: tl.constexpr,
+    MORE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """Store the states of one row and group behind the token, and return what it reads of them: sum_l lambda^(l) q S_l of each
     head, (BJ, BV), and the same of the column of ones, (BJ,).
 
     q, level, buckets, left: pointers to the row and group; left may be buckets. write_K: the key, times beta for the delta rule. at, count:
     position of the token and whether there is one. left_level: numbers between levels of `left`. MORE: the states have a column
-    V of sums of keys, which the program of the first tile stores. LAST, DELTA and strides as in `step`.
+    V of sums of keys, which the program of the first tile stores. BITS: log2 of the mask's block. The first 2^BITS tokens of a tree's
+    leaf share state 0 and the first lambda; state i >= 1 then is bucket BITS + i - 1. LAST, DELTA and strides as in `step`.
     """
     kk_K = tl.arange(0, BK)
     VS: tl.constexpr = V + 1 if MORE else V
@@ -52,6 +53,8 @@ def advance_levels(
         into = -1
         while (turned >> (into + 1)) > 0:
             into += 1
+        if BITS > 0:
+            into = tl.where(into < BITS, tl.minimum(into, 0), into - BITS + 1)
     total_KV = token_KV
     total_K = write_K
     for i in range(-1 if LAST >= 0 else 0, before):
@@ -76,7 +79,8 @@ def advance_levels(
             seen_V = tl.sum(q_K[:, None] * s_KV, 0)
             of_level = 1.0
             if LAST >= 0:
-                at_level = (at * 0 + j) * slj + (at * 0 + tl.minimum(i + 1, LAST)) * sll
+                of_state = tl.maximum(i, 0) if BITS > 0 else i + 1
+                at_level = (at * 0 + j) * slj + (at * 0 + tl.minimum(of_state, LAST)) * sll
                 of_level = tl.load(level + at_level).to(tl.float32)
                 seen_V *= of_level
             out_JV += tl.where((j_J == j)[:, None], seen_V[None, :], 0.0)
@@ -85,12 +89,13 @@ def advance_levels(
         if i >= 0:
             to_KV = left + (at * 0 + i) * left_level + tile_KV
             if LAST >= 0:
-                total_KV += tl.where(i < into, s_KV, 0.0)
+                # With a block, the shared state 0 also keeps what it holds when the token joins it; other buckets are empty then.
+                total_KV += tl.where((i < into) | ((i == into) & (BITS > 0)), s_KV, 0.0)
                 s_KV = tl.where(i < into, 0.0, tl.where(i == into, total_KV, s_KV))
             tl.store(to_KV, s_KV, mask=inside_KV)
             if MORE:
                 if LAST >= 0:
-                    total_K += tl.where(i < into, s_K, 0.0)
+                    total_K += tl.where((i < into) | ((i == into) & (BITS > 0)), s_K, 0.0)
                     s_K = tl.where(i < into, 0.0, tl.where(i == into, total_K, s_K))
                 tl.store(left + (at * 0 + i) * left_level + kk_K * VS + V, s_K, mask=stores_K)
     if LAST >= 0:
@@ -107,16 +112,17 @@ def advance_levels(
 def step(
     q, k, v, beta, gate, level, buckets, out, left, start_B, count_B, weight, seen_B, root, before, after, G,
     sqb, sqg, sqj, skb, skg, svb, svg, sbb, sbg, sgb, sgg, slb, slg, slj, sll, sub, sul, sug, scb, swg, swj,
-    F: tl.constexpr, V: tl.constexpr, J: tl.constexpr, LAST: tl.constexpr, DELTA: tl.constexpr, UNIT: tl.constexpr,
-    COUNT: tl.constexpr, WEIGHT: tl.constexpr, SEEN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, J: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, DELTA: tl.constexpr,
+    UNIT: tl.constexpr, COUNT: tl.constexpr, WEIGHT: tl.constexpr, SEEN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BJ: tl.constexpr,
 ):  # fmt: skip
     """Store out (B, G, J, V) and left (B, after, G, F, V), the states behind the token. Grid: (B x G, tiles of values).
 
     buckets (B, before, G, F, V): the states; start_B: position of the token; count_B: 0 in rows without a token; level
     (B, G, J, L): lambdas; weight (G, J). s and two letters is a stride: of q, k, v, beta (b), gate (g), level (l), buckets (u),
     count (c) or weight (w) along an axis. root: factor on q and k. LAST: the last level with a lambda of its own, -1 for one
-    state without levels. DELTA: delta rule, else kernel scores. UNIT: q and k are normalized after the factor. COUNT: rows
-    may have no token; their states stay. WEIGHT: the output is multiplied by the weight. SEEN: seen_B becomes start + count.
+    state without levels. BITS: log2 of the mask's block. DELTA: delta rule, else kernel scores. UNIT: q and k are normalized after the
+    factor. COUNT: rows may have no token; their states stay. WEIGHT: the output is multiplied by the weight. SEEN: seen_B becomes start + count.
 
     The arguments are flat because torch.compile traces this launch, which it cannot do with tuples of arguments.
     """
@@ -140,7 +146,7 @@ def step(
     left += (b * after * G + g) * F * V
     out_JV, _ = advance_levels(
         q, level, buckets + b * sub + g * sug, left, k_K, write_K, v_V, vv_V, fade, at, count, before, after,
-        sqj, slj, sll, sul, (b * 0 + G) * F * V, F, V, J, LAST, DELTA, False, BK, BV, BJ,
+        sqj, slj, sll, sul, (b * 0 + G) * F * V, F, V, J, LAST, BITS, DELTA, False, BK, BV, BJ,
     )  # fmt: skip
     j_J = tl.arange(0, BJ)
     scale_J = tl.full([BJ], 1.0, tl.float32) * root
@@ -169,6 +175,7 @@ class StepInputs:
         count_B: 0 in rows without a token, None if all rows have one.
         weight_GJ: weight of each head's output, None for 1.
         root: factor on q and k.
+        bits: log2 of a log-linear mask's block.
         unit: whether q and k are normalized.
     """
 
@@ -182,6 +189,7 @@ class StepInputs:
     count_B: Tensor | None = None
     weight_GJ: Tensor | None = None
     root: float = 1.0
+    bits: int = 0
     unit: bool = False
 
     def advance_states(self, buckets: Tensor, after: int, out_BGJV: Tensor, seen_B: Tensor | None = None) -> Tensor:
@@ -199,7 +207,7 @@ class StepInputs:
             self.root, buckets.shape[1], after, groups, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2],
             *beta.stride()[:2], *gate.stride(), *strides, *buckets.stride()[:3], count.stride(0), *weight.stride()[-2:],
             F=features, V=values, J=per_group, LAST=-1 if level is None else level.shape[-1] - 1,
-            DELTA=self.beta_BG is not None, UNIT=self.unit, COUNT=self.count_B is not None,
+            BITS=self.bits, DELTA=self.beta_BG is not None, UNIT=self.unit, COUNT=self.count_B is not None,
             WEIGHT=self.weight_GJ is not None, SEEN=seen_B is not None, BK=power_of_two(features), BV=block,
             BJ=triton.next_power_of_2(per_group), num_warps=4,
         )  # fmt: skip

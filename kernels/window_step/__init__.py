@@ -28,7 +28,9 @@ from surgery.kernels.ssd.fused_token import (
     GATES,
     MAX_FEATURES,
     MAX_HEADS,
+    block_bits,
     count_lambdas,
+    count_states,
     gates_of,
     project_signals,
     reads_plain_linears,
@@ -127,10 +129,8 @@ def launch_step(
 ) -> tuple[Tensor, MixerState]:
     """Return (out (B, H, V) in that dtype, the state behind the token)."""
     shape, config, groups = mixer.shape, mixer.config, mixer.linear_shape.groups
-    tree = isinstance(mixer.mask, HierarchicalMask)
-    before = state.tensors[states_name(mixer)].shape[1]
-    max_seen = (state.max_seen or 0) + 1
-    after = max(before, max(0, max_seen - config.window - config.sinks).bit_length()) if tree else before
+    states, max_seen = state.tensors[states_name(mixer)], (state.max_seen or 0) + 1
+    before, after = states.shape[1], count_states(mixer, states, max(0, max_seen - config.window - config.sinks))
     held, buckets, left = writable_tensors(mixer, state, after)
     gate_BG, beta_BG, level = project_signals(mixer, tokens.x[:, 0], count_lambdas(mixer, buckets))
     batch, levels = len(tokens.q), 0 if level is None else level.shape[-1]
@@ -168,6 +168,7 @@ def launch_step(
         "W": config.window,
         "S": config.sinks,
         "LEVELS": levels,
+        "BITS": block_bits(mixer),
         "DELTA": mixer.beta_proj is not None,
         "UNIT": mixer.beta_proj is not None,
         "MORE": config.normalise,
@@ -199,7 +200,6 @@ def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mixe
         and mixer.config.window > 0
         and mixer.config.sinks <= MAX_SINKS
         and type(gates_of(mixer)) in GATES
-        and getattr(mixer.mask.config, "block", 1) == 1
         and mixer.shape.causal
         and mixer.shape.scaling > 0
         and state.max_seen is not None

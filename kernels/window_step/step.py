@@ -85,9 +85,9 @@ def window_step(
     before, after, sqb, sqh, sfb, sfs, sfg, snb, snh, skb, skg, svb, svg, sxb, sxg, scb,
     ROOT: tl.constexpr, SCALE: tl.constexpr, FLOOR: tl.constexpr, G: tl.constexpr, COPIES: tl.constexpr,
     FAR_COPIES: tl.constexpr, J: tl.constexpr, F: tl.constexpr, V: tl.constexpr, K: tl.constexpr, FAR: tl.constexpr,
-    W: tl.constexpr, S: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr, UNIT: tl.constexpr, MORE: tl.constexpr,
-    RING_GATE: tl.constexpr, COUNT: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BF: tl.constexpr,
-    BK: tl.constexpr, BX: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr,
+    W: tl.constexpr, S: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, DELTA: tl.constexpr, UNIT: tl.constexpr,
+    MORE: tl.constexpr, RING_GATE: tl.constexpr, COUNT: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, BS: tl.constexpr,
+    BF: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store out (B, G, J, V), left (B, after, G, F, V (+ 1)), the states behind the token, the token in its slots of rings and sinks,
     and seen_after = seen + count. Grid: (B x G, tiles of values).
@@ -96,7 +96,8 @@ def window_step(
     normalizes them after it. far_k has a stride along slots (sfs), 0 if it was taken out of its ring already; FAR_COPIES groups share
     one of its keys. near_q (B, G x J, K), k (B, KV, K), v (B, KV, V): the softmax's, and what rings keep. new_far_k (B, KV, FAR): the key
     in the states' form, kept in ring_far, if FAR > 0. gate, beta (B, G): of the token; RING_GATE: gates are kept in a ring, else they
-    are constant. level (B, G, J, LEVELS): lambdas; LEVELS = 0 for one state without levels. count: 0 in rows without a token (COUNT).
+    are constant. level (B, G, J, LEVELS): lambdas; LEVELS = 0 for one state without levels, BITS: log2 of the mask's block.
+    count: 0 in rows without a token (COUNT).
     s and two letters is a stride of q, far_k (f), near_q (n), k, v, new_far_k (x) or count (c) along rows (b), heads (h), groups (g).
     All other tensors are contiguous.
     """
@@ -144,7 +145,7 @@ def window_step(
     out_MV, more_M = advance_levels(
         at_query, level + (b * G + g) * J * LEVELS, buckets + (b * before * G + g) * F * VS, left + (b * after * G + g) * F * VS,
         k_F, write_F, v_V, vv_V, fade, at, leaves.to(tl.int64), before, after, sqh, LEVELS, 1, (b * 0 + G) * F * VS,
-        (b * 0 + G) * F * VS, F, V, J, LEVELS - 1, DELTA, MORE, BF, BV, M,
+        (b * 0 + G) * F * VS, F, V, J, LEVELS - 1, BITS, DELTA, MORE, BF, BV, M,
     )  # fmt: skip
     far_M = tl.full([M], 1.0, tl.float32) * ROOT
     if UNIT:

@@ -160,9 +160,9 @@ def run_until_interrupted(command: list[str]) -> int:
                 os.killpg(server.pid, signal.SIGKILL)
 
     def interrupt() -> None:
-        if server is not None:
-            server.send_signal(signal.SIGINT)
+        if server is not None and timer.ident is None:  # a signal may arrive just after the server has started
             timer.start()
+            server.send_signal(signal.SIGINT)
 
     def stop(number: int, frame: object) -> None:
         if not signals:

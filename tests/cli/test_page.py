@@ -167,7 +167,7 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (a
 def browse(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", *words],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
@@ -17,6 +16,7 @@ import pytest
 import torch
 import typer
 from helpers.installed import Installed
+from helpers.ports import reserved_port
 from helpers.small import make_recipe, model_outputs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cli.chat import Chat
@@ -171,7 +171,13 @@ def test_lm_evals_own_command(installed, desk, tmp_path):
             assert float(found[0]) == pytest.approx(expected, rel=0.02)  # the checkpoint is bfloat16
 
 
-def test_transformers_serve_and_chat(installed, desk, tmp_path):
+@pytest.fixture
+def port():
+    with reserved_port() as number:
+        yield number
+
+
+def test_transformers_serve_and_chat(installed, desk, tmp_path, port):
     """The commands of docs/serve.md: a server answers completions and chats, and chat prints an answer."""
     from transformers.utils.import_utils import is_serve_available
 
@@ -180,9 +186,6 @@ def test_transformers_serve_and_chat(installed, desk, tmp_path):
     shutil.copytree(desk / "OUT", tmp_path / "OUT")
     (tmp_path / "OUT" / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
     serve, chat = command("transformers", "serve"), command("transformers", "chat")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     cli = ("-m", "transformers.cli.transformers")
     log = (tmp_path / "log").open("w")
     server = installed.start(*cli, *serve[1:], "--port", str(port), cwd=tmp_path, stdout=log, stderr=log)
@@ -199,7 +202,7 @@ def test_transformers_serve_and_chat(installed, desk, tmp_path):
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
         )
-        text = json.load(urllib.request.urlopen(request, timeout=120))["choices"][0]["text"]
+        text = json.load(urllib.request.urlopen(request, timeout=600))["choices"][0]["text"]
         tokenizer, model = (
             AutoTokenizer.from_pretrained(desk / "OUT"),
             AutoModelForCausalLM.from_pretrained(desk / "OUT"),
@@ -213,10 +216,10 @@ def test_transformers_serve_and_chat(installed, desk, tmp_path):
         }  # the client refuses even localhost
         said = subprocess.run(
             [str(installed.bin / "python"), *cli, *words, "max_new_tokens=8"], input="Story: Mia went\n!exit\n", capture_output=True,
-            text=True, env=environment, cwd=tmp_path, timeout=120,
+            text=True, env=environment, cwd=tmp_path, timeout=600,
         )  # fmt: skip
         assert "OUT" in said.stdout and "Error" not in said.stderr, said.stdout + said.stderr
     finally:
         server.terminate()
-        server.wait(timeout=60)
+        server.wait(timeout=600)
         log.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-import time
 
 import pytest
 from conversion.test_convert import bytes_of
@@ -15,6 +15,7 @@ import surgery.calibration.partition
 from surgery.conversion.aligned import AlignedStudent
 from surgery.conversion.convert import convert
 from surgery.conversion.sequential import SequentialConverter
+from surgery.core import distributed
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path
 from surgery.core.journal import Journal
@@ -45,6 +46,18 @@ RESTORED = {
         "hybrid": {"keep": 0.5, "by": "restored", "align_steps": 2, "weights": "even"},
     },
 }
+
+
+@pytest.fixture
+def no_heartbeats(monkeypatch):
+    """A lost process is not noticed by its missing heartbeats, so a test ends only where it is noticed at once."""
+    monkeypatch.setattr(distributed, "HEARTBEAT_TIMEOUT", math.inf)
+
+
+@pytest.fixture
+def one_is_killed(monkeypatch, no_heartbeats):
+    """The process that is left does not wait for the killed one to read its error."""
+    monkeypatch.setattr(distributed, "ERROR_GRACE_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +101,7 @@ def dying(rank, at, signalled, counted="piece"):
     Journal.add = adding
 
 
-def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibration, tmp_path):
+def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibration, tmp_path, one_is_killed):
     checkpoint, inputs = checkpoints("llama"), calibration("llama")
     recipe, out = make_recipe(**MIXED, calibration=inputs), tmp_path / "out"
     alone = run_conversion(checkpoint, inputs, tmp_path / "alone", MIXED)  # before forking: all is imported then
@@ -97,9 +110,7 @@ def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibrat
         dying(1, 1, signal.SIGKILL)
         convert(str(checkpoint), recipe, out, device="cpu")
 
-    began = time.monotonic()
     assert run_processes(2, kill_conversion) == [1, -signal.SIGKILL], "the other ends with a sentence"
-    assert time.monotonic() - began < 60
     kept = partial_path(out)
     assert (kept / "pieces" / "model.layers.1.safetensors").is_file() and (kept / "journal-1.jsonl").is_file()
 
@@ -115,7 +126,7 @@ def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibrat
     assert resumed == alone
 
 
-def test_a_choice_by_restoring_goes_on_after_a_kill(checkpoints, calibration, tmp_path, monkeypatch):
+def test_a_choice_by_restoring_goes_on_after_a_kill(checkpoints, calibration, tmp_path, monkeypatch, one_is_killed):
     """Process 1 dies after it has written its aligned layer, which the next run reads from its journal."""
     checkpoint, inputs = checkpoints("llama"), calibration("llama")
     recipe, out = make_recipe(**RESTORED, calibration=inputs), tmp_path / "out"
@@ -134,7 +145,7 @@ def test_a_choice_by_restoring_goes_on_after_a_kill(checkpoints, calibration, tm
 
 
 @pytest.mark.parametrize("refused", [True, False])
-def test_an_error_of_one_process_ends_all_with_its_sentence(refused, checkpoints, tmp_path):
+def test_an_error_of_one_process_ends_all_with_its_sentence(refused, checkpoints, tmp_path, no_heartbeats):
     """What would be refused again leaves nothing; after anything else --resume goes on."""
     from surgery.conversion import data_free as datafree
 
@@ -153,9 +164,7 @@ def test_an_error_of_one_process_ends_all_with_its_sentence(refused, checkpoints
             (tmp_path / f"said-{rank}").write_text(f"{getattr(error, 'reported_by_peer', False)} {error}")
             raise
 
-    began = time.monotonic()
     assert run_processes(2, run) == [1, 1]
-    assert time.monotonic() - began < 30
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
     sentence = "tensor 'x' holds 3 NaN" if refused else "No space left on device"
     assert said[0].startswith("True ") and said[1].startswith("False ") and all(sentence in one for one in said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
-from surgery.eval.speed import linear
+from surgery.eval.speed import linear, timer
 from surgery.eval.speed import run as runs
 from surgery.eval.speed import update_tables as publish
 from surgery.eval.speed.roofline import linear_work, softmax_work
@@ -61,10 +62,22 @@ def test_a_reference_is_not_timed_as_a_kernel():
     assert rows[0]["note"] == "no kernel" and rows[0]["ms"] is None
 
 
-def test_the_slow_are_left_out_at_larger_sizes():
-    slow = TimedImplementation("slow", lambda: lambda: time.sleep(0.02))
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(ms) lets the benchmark's clock go on by ms; otherwise it stands still."""
+    now = [0.0]
+
+    def go_on(ms):
+        now[0] += ms / 1e3
+
+    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
+    return go_on
+
+
+def test_the_slow_are_left_out_at_larger_sizes(clock):
+    slow = TimedImplementation("slow", lambda: lambda: clock(20))
     race, rows = run_benchmark(slow, x=10, max_ms=30.0)
-    assert rows[0]["ms"] > 19
+    assert rows[0]["ms"] == pytest.approx(20)
     assert race.run(BenchmarkCase("t", 100, {}, [slow]))[0]["note"].startswith("left out")
 
 
@@ -73,12 +86,19 @@ def test_time_is_over_at_once():
     assert rows[0]["note"] == "time limit"
 
 
-def test_several_calls_in_a_run_count_as_several():
+def test_several_calls_in_a_run_count_as_several(clock):
     _, rows = run_benchmark(
-        TimedImplementation("one", lambda: lambda: time.sleep(0.01)),
-        TimedImplementation("ten", lambda: lambda: time.sleep(0.01), times=10),
+        TimedImplementation("one", lambda: lambda: clock(10)),
+        TimedImplementation("ten", lambda: lambda: clock(10), times=10),
     )
-    assert rows[0]["ms"] > 5 * rows[1]["ms"]
+    assert [row["ms"] for row in rows] == pytest.approx([10, 1])
+
+
+def test_a_median_of_several_runs_is_reported(clock):
+    """After a warm-up and a first time, which are not counted."""
+    times = iter([90, 80, 2, 7, 3])
+    _, rows = run_benchmark(TimedImplementation("r", lambda: lambda: clock(next(times))))
+    assert rows[0]["ms"] == pytest.approx(3) and rows[0]["runs"] == 3
 
 
 def test_backward_reaches_every_leaf():
@@ -96,7 +116,7 @@ def test_floors_are_the_bytes_and_operations_of_the_definition():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_runs_on_a_cpu(kind, tmp_path):
     out = tmp_path / "out.json"
-    result = bench(kind, sizes="small", device="cpu", out=out, time_limit=60)
+    result = bench(kind, sizes="small", device="cpu", out=out)
     assert json.loads(out.read_text()) == json.loads(json.dumps(result)) and result["complete"]
     assert all(row["ms"] for row in result["rows"]), [row for row in result["rows"] if not row["ms"]]
     assert {"device", "date", "versions", "ceilings"} <= result.keys()
@@ -120,7 +140,7 @@ def test_compressed_linears_become_rows_of_the_table(tmp_path, monkeypatch):
     monkeypatch.setitem(linear.SHAPES, "compressed", ((256, 256), (256, 320)))
     monkeypatch.setitem(linear.TOKENS, "compressed", (1, 8))
     out, table, page = tmp_path / "compressed.json", tmp_path / "tuning.json", tmp_path / "performance.md"
-    result = bench("linear", sizes="compressed", device="cpu", out=out, time_limit=60)
+    result = bench("linear", sizes="compressed", device="cpu", out=out)
     assert result["complete"] and json.loads(out.read_text())["rows"] == json.loads(json.dumps(result["rows"]))
     rivals = {row["rival"] for row in result["rows"] if row["sizes"]["outputs"] == 320}
     assert rivals == {"dense"} | {

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,9 +141,10 @@ def test_3_2_a_large_file_is_hashed_once(tmp_path, monkeypatch):
     first = digests.file_digest(path)
     digests._known.clear()  # as in another process
     assert digests.file_digest(path) == first and len(opened) == 3, "looked at, hashed, looked at; looked at"
-    before = path.stat().st_mtime_ns
-    path.write_bytes(b"same")
-    os.utime(path, ns=(before, before))
+    before = path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # until the file system's clock has gone on
+        path.write_bytes(b"same")
+        os.utime(path, ns=(before.st_mtime_ns, before.st_mtime_ns))
     assert digests.file_digest(path) != first and len(opened) == 5
 
 
@@ -157,12 +159,15 @@ def test_3_2_a_damaged_note_costs_hashing_again(tmp_path, monkeypatch, harm):
     assert digests.file_digest(tmp_path / "weights") == digests.hashlib.sha256(b"some").hexdigest()
 
 
-def test_3_2_a_file_that_just_changed_is_not_remembered(tmp_path):
+def test_3_2_a_file_that_just_changed_is_not_remembered(tmp_path, monkeypatch):
     """A second write within the clock's resolution would go unnoticed."""
     path = tmp_path / "weights"
     path.write_bytes(b"some")
-    digests.file_digest(path)
-    assert str(path) not in digests._known
+    changed = max(path.stat().st_mtime, path.stat().st_ctime)
+    for seconds, remembered in ((1.5, False), (2.5, True)):
+        monkeypatch.setattr(digests, "time", SimpleNamespace(time=lambda seconds=seconds: changed + seconds))
+        digests.file_digest(path)
+        assert (os.path.realpath(path) in digests._known) == remembered
 
 
 # -- 3.2: what is kept ---------------------------------------------------------------------------------------

@@ -8,35 +8,43 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from helpers.ports import reserved_port
+
+RUNNING = 256  # no process has this exit code
+
 
 def run_processes(count: int, run: Callable[[int], object]) -> list[int]:
     """Run `run(rank)` in `count` processes of one group; return their exit codes."""
     import transformers.modeling_utils  # noqa: F401  once, for all children
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
-    for rank in range(count):
-        if (pid := os.fork()) == 0:
-            code = 1
-            try:
-                _set_group_environment(rank, count, port)
-                run(rank)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        children.append(pid)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    children: dict[int, int] = {}  # process id: exit code
+    with reserved_port() as port:
+        try:
+            for rank in range(count):
+                if (pid := os.fork()) == 0:
+                    code = 1
+                    try:
+                        _set_group_environment(rank, count, port)
+                        run(rank)
+                        code = 0
+                    except BaseException:
+                        traceback.print_exc()
+                    finally:
+                        os._exit(code)
+                children[pid] = RUNNING
+            for pid in children:
+                children[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        finally:  # the test's time limit may interrupt the waiting
+            for pid in (pid for pid, code in children.items() if code == RUNNING):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+    return list(children.values())
 
 
 def _set_group_environment(rank: int, count: int, port: int) -> None:

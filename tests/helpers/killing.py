@@ -1,4 +1,4 @@
-"""Kill conversions with SIGKILL at random moments and resume them, in forked processes, which start without import time.
+"""Kill conversions at random moments and resume them, in forked processes, which start without import time.
 
 convert_with_kills(convert, folder, kills)     finished outputs; convert(out, resume) writes one, or is killed while writing
 copy_states(work, home, folder)                 copies of the files that a kill before each file operation would leave
@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,18 +27,22 @@ def _fork(work: Callable[[], None]) -> int:
     return pid
 
 
-def _wait_or_kill(pid: int, seconds: float | None) -> bool:
-    """Return whether the child ended successfully within that time; otherwise kill it."""
-    until = time.monotonic() + (seconds if seconds is not None else 1e9)
-    while time.monotonic() < until:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            assert status == 0, f"a conversion failed by itself, status {status}"
-            return True
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return False
+def _run_child(work: Callable[[], None], cpu_seconds: float = 0.0) -> tuple[bool, float]:
+    """Run `work` in a child process; return (whether it ended by itself, seconds of processor time that it took).
+
+    cpu_seconds: when the child is killed, in seconds of its own processor time, which does not depend on what else runs on the
+    machine; 0: never. The kernel ends the process at that moment (SIGPROF without a handler), as it does with SIGKILL.
+    """
+
+    def limited() -> None:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        work()
+
+    _, status, usage = os.wait4(_fork(limited), 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGPROF if cpu_seconds else 0), f"a conversion failed by itself, exit code {code}"
+    return code == 0, usage.ru_utime + usage.ru_stime
 
 
 def convert_with_kills(
@@ -48,14 +51,15 @@ def convert_with_kills(
     """Convert repeatedly and return every finished output; the first run is uninterrupted, the others are killed `kills`
     times in all.
     """
-    chance, began = random.Random(seed), time.monotonic()
+    chance = random.Random(seed)
     outs = [folder / "whole"]
-    _wait_or_kill(_fork(lambda: convert(outs[0], False)), None)
-    whole = time.monotonic() - began
+    _, whole = _run_child(lambda: convert(outs[0], False))
     killed, spared, out = 0, 0, folder / "out-0"
     while killed < kills and spared < 20:
         resume = out.with_name(out.name + ".partial").exists()
-        done = _wait_or_kill(_fork(lambda out=out, resume=resume: convert(out, resume)), whole * chance.uniform(0, 0.5))
+        # At least a tick of the kernel's clock: a timer of 0 would never fire.
+        limit = max(0.01, whole * chance.uniform(0, 0.5))
+        done, _ = _run_child(lambda out=out, resume=resume: convert(out, resume), limit)
         if done or out.exists():  # killed when all was written: it had finished
             spared += 1
             outs += [out] if resume else []
@@ -64,7 +68,7 @@ def convert_with_kills(
             killed += 1
             print("killed", flush=True)
     resume = out.with_name(out.name + ".partial").exists()
-    _wait_or_kill(_fork(lambda: convert(out, resume)), None)
+    _run_child(lambda: convert(out, resume))
     return [*outs, out]
 
 
@@ -77,8 +81,7 @@ def copy_states(work: Callable[[], object], home: Path, folder: Path, since: str
     A state is copied only if it differs from the previous one. `work` runs once, in a child process. since: ending of the path whose
     renaming starts the recording.
     """
-    pid = _fork(lambda: record_states(work, home, folder, since))
-    assert _wait_or_kill(pid, None)
+    _run_child(lambda: record_states(work, home, folder, since))
     return sorted(folder.iterdir())
 
 

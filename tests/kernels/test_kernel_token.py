@@ -14,7 +14,15 @@ from surgery.mixers import MIXERS, AttentionShape, MixerInputs, MixerState
 from surgery.mixers.linear import LinearAttention, one_token
 
 SHAPE = AttentionShape(dim=40, heads=4, groups=2, key=24, value=17, scaling=24**-0.5)
-MASKS = ["gates", "decay", "ones", "hierarchical", {"name": "hierarchical", "levels": 3, "gates": "decay"}]
+MASKS = [
+    "gates",
+    "decay",
+    "ones",
+    "hierarchical",
+    {"name": "hierarchical", "levels": 3, "gates": "decay"},
+    {"name": "hierarchical", "levels": 2, "block": 2},
+    {"name": "hierarchical", "block": 8},
+]
 
 pytestmark = pytest.mark.usefixtures("loops_of_tensors")
 

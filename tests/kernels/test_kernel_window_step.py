@@ -22,6 +22,7 @@ from surgery.mixers.linear import LinearAttention, one_token
 
 SHAPE = AttentionShape(dim=40, heads=4, groups=2, key=24, value=17, scaling=24**-0.5, rotary=18)
 TREE = {"name": "hierarchical", "levels": 3}
+BLOCKS = {"name": "hierarchical", "levels": 3, "block": 4}
 CONFIGS = [
     {"window": 5, "sinks": 2},
     {"window": 5, "sinks": 2, "mask": "decay", "scores": "delta"},
@@ -34,6 +35,9 @@ CONFIGS = [
     {"window": 3, "sinks": 2, "mask": "ones", "features": "hedgehog", "normalise": True},
     {"window": 3, "features": "hedgehog", "normalise": True, "mask": "hierarchical", "states": "per_head"},
     {"window": 2, "sinks": 1, "features": "hedgehog", "scores": "delta", "rope": "both"},
+    {"window": 3, "scores": "delta", "mask": BLOCKS},
+    {"window": 3, "sinks": 1, "features": "hedgehog", "normalise": True, "mask": BLOCKS},
+    {"window": 1, "mask": {"name": "hierarchical", "block": 64}, "states": "per_head"},
     {
         "window": 3,
         "sinks": 1,
@@ -128,6 +132,13 @@ def test_steps_from_nothing():
     check_steps(mixer, mixer.empty_state(1, DEVICE), torch.float32, [None] * 9, 5e-6, True, batch=1)
 
 
+@torch.no_grad()
+def test_blocks_from_nothing():
+    """Through the ends of four blocks of two tokens, which merge as leaves of the tree."""
+    mixer = mixer_of(LinearAttention(mask={**TREE, "block": 2}, scores="delta", window=1))
+    check_steps(mixer, mixer.empty_state(1, DEVICE), torch.float32, [None] * 10, 5e-6, True, batch=1)
+
+
 @pytest.mark.parametrize("options", [CONFIGS[3], CONFIGS[6], CONFIGS[8]], ids=str)
 @torch.no_grad()
 def test_half_precision(options):
@@ -206,7 +217,6 @@ def test_padding_reaches_nothing():
         {"window": 0, "sinks": 2},
         {"window": 3, "mask": "toeplitz"},
         {"window": 3, "mask": "toeplitz_blocks"},
-        {"window": 3, "mask": {"name": "hierarchical", "block": 4}},
     ],
     ids=str,
 )

@@ -95,15 +95,19 @@ def in_a_new_interpreter(code: str) -> str:
 
 
 def test_importing_is_light():
-    """`import surgery` adds a few modules of ours and of Python's to torch, some hundredths of a second; a second is allowed."""
-    code = (
-        "import torch, time, sys; there, before = set(sys.modules), time.perf_counter(); import surgery; "
-        "print(time.perf_counter() - before, *(set(sys.modules) - there))"
-    )
-    seconds, *new = in_a_new_interpreter(code).split()
+    """`import surgery` adds a few modules of ours and of Python's to torch."""
+    code = "import torch, sys; there = set(sys.modules); import surgery; print(*(set(sys.modules) - there))"
+    new = in_a_new_interpreter(code).split()
     others = {name.partition(".")[0] for name in new} - {"surgery"} - sys.stdlib_module_names
-    assert float(seconds) < 1.0 and not others, others
+    assert not others, others
     assert len([name for name in new if name.startswith("surgery")]) < 15, sorted(new)
+
+
+@pytest.mark.slow  # it measures time, which a busy machine makes longer
+def test_importing_takes_less_than_a_second():
+    """Beyond torch, some hundredths of a second."""
+    code = "import torch, time; before = time.process_time(); import surgery; print(time.process_time() - before)"
+    assert float(in_a_new_interpreter(code)) < 1.0
 
 
 def test_the_command_line_starts_before_torch():

@@ -32,8 +32,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
     words += ["--tiny", *told, "--device", "cpu", "--track", "none"]
     pid = start_command(tmp_path, words)
     log = out.with_name("out.partial") / "log.jsonl"
-    deadline = time.monotonic() + 240
-    while not (log.is_file() and log.read_text().count('"loss"') >= 2) and time.monotonic() < deadline:
+    while not (log.is_file() and log.read_text().count('"loss"') >= 2):  # until the test's own time limit
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), (tmp_path / "output").read_text()
         time.sleep(0.05)
     os.kill(pid, signal.SIGINT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 import yaml
 from helpers.forked import run_command
+from helpers.ports import reserved_port
 from helpers.small_training import TINY_CHECKPOINT, read_losses
 
 from surgery.training.finetune import finetune
@@ -42,10 +42,6 @@ def alone(btt, texts, tmp_path_factory):
 
 def launch(btt, texts, folder, settings):
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_keys(texts)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    (folder / "accelerate.yaml").write_text(yaml.safe_dump({**settings, "main_process_port": port}))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", "-m", "surgery"]
     command += [
         "finetune",
@@ -59,7 +55,9 @@ def launch(btt, texts, folder, settings):
         "--json",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    with reserved_port() as port:
+        (folder / "accelerate.yaml").write_text(yaml.safe_dump({**settings, "main_process_port": port}))
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout[done.stdout.index("{") :])
 
