@@ -80,6 +80,7 @@ def plan(
     *,
     overrides: Mapping[str, Any] | None = None,
     context: int = 4096,
+    measured: PathLike | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     **keys: Any,
@@ -91,6 +92,7 @@ def plan(
         recipe: name of a shipped recipe, path of a YAML file, dict, or ConversionRecipe.
         overrides: recipe keys by dotted path, e.g. {"attention.cache": 0.5}.
         context: prompt length in tokens that the notes on speed refer to.
+        measured: file of `surgery bench linear --out`, from which the time of the linears is predicted; None: the times that are included.
         revision: branch, tag or commit of the Hub repository.
         trust_remote_code: whether Python code in the checkpoint's repository may run.
         keys: top-level recipe keys, e.g. keep=0.75.
@@ -114,7 +116,12 @@ def plan(
         name = _checkpoint_name(source, "plan")
         opened = open_checkpoint(name, trust_remote_code, weights=False, revision=revision)
         data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), settings))
-    data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context)
+    table = None
+    if measured is not None:
+        from surgery.eval.speed.update_tables import read_measured_times
+
+        table = read_measured_times(Path(measured))
+    data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
     times = predicted_lines(data["linear_times"])
     return CommandResult(data, lambda: [*plan_table(data), *times, *data["speed"]])
 

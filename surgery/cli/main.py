@@ -93,6 +93,7 @@ def plan(
     recipe: options.RecipeName,
     overrides: options.Overrides = None,
     context: options.Context = 4096,
+    measured: options.MeasuredTimes = None,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
@@ -110,9 +111,14 @@ def plan(
     from surgery.publish.tables import plan_table
 
     chosen = load_recipe(recipe, overrides or [])
+    table = None
+    if measured is not None:
+        from surgery.eval.speed.update_tables import read_measured_times
+
+        table = read_measured_times(measured)
     opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
     data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), chosen))
-    data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context)
+    data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
     times = predicted_lines(data["linear_times"])
     print(json.dumps(data, indent=2)) if as_json else _show([*plan_table(data), *times, *data["speed"]])
 

@@ -8,7 +8,20 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from surgery.kernels.tuning import IMPLEMENTATIONS, DeviceKey, NamedSizes, Pass, named_sizes, nearby_rows, tables
+from surgery.core.errors import SurgeryError
+from surgery.kernels.tuning import (
+    IMPLEMENTATIONS,
+    MAX_DISTANCE,
+    DeviceKey,
+    NamedSizes,
+    Pass,
+    distance,
+    has_names,
+    is_complete_row,
+    named_sizes,
+    nearby_rows,
+    tables,
+)
 
 TOKEN_COUNTS = (1, 16, 512, 8192)
 MEASURED_LANES = {
@@ -48,7 +61,7 @@ class Predicted(NamedTuple):
 
 
 class MeasuredTimes:
-    """Times of linears on the GPU of one table of kernels/tuning.json.
+    """Times of linears on the GPU of one table, in the format of kernels/tuning.json.
 
     Between measured sizes, a time is its lower bound times the mean ratio of time and lower bound of the measured rows, weighted by
     distance^-4 in log sizes. The lower bound is the largest of operations / rate, bytes / bandwidth and the shortest measured time; rate
@@ -56,9 +69,9 @@ class MeasuredTimes:
     """
 
     def __init__(self, table: dict[str, Any]):
-        self.table, self.place = table, DeviceKey(tuple(table["capability"]), table["dtype"])
         self.width = 4 if table["dtype"] == "float32" else 2
         rows = [row for row in table["rows"] if row["op"] in LINEAR_OPS and row["pass"] in PHASES.values()]
+        self.rows = rows
         dense = [(row["original"], _dense_sizes(row["sizes"])) for row in rows if row.get("original")]
         self.rate = max((2 * n * i * o / ms for ms, (n, i, o) in dense), default=0.0)
         self.bandwidth = max((self._bytes(n, i, o, i * o) / ms for ms, (n, i, o) in dense), default=0.0)
@@ -75,10 +88,17 @@ class MeasuredTimes:
         work, moved = 2 * sizes[0] * params / self.rate, self._bytes(*sizes, params) / self.bandwidth
         return max(work, moved, self.shortest[pass_])
 
+    def _nearby(self, ops: tuple[str, ...], phase: str, at: dict[str, int]) -> list[tuple[float, dict[str, Any]]]:
+        """Return (weight, row) of every row of the ops; an empty list if all are more than eight times away."""
+        rows = [row for row in self.rows if row["op"] in ops and row["pass"] == PHASES[phase] and _times(row)]
+        apart = [distance(row["sizes"], at) for row in rows]
+        return (
+            [((d * d + 1e-6) ** -2, row) for d, row in zip(apart, rows)] if rows and min(apart) <= MAX_DISTANCE else []
+        )
+
     def dense(self, phase: str, tokens: int, out: int, in_: int) -> Predicted | None:
         """Return the time of a dense linear; None if no nearby size was measured."""
-        at = named_sizes(tokens=tokens, inputs=in_, outputs=out)
-        rows = [row for op in LINEAR_OPS for row in nearby_rows(op, PHASES[phase], at, self.place)]
+        rows = self._nearby(LINEAR_OPS, phase, {"tokens": tokens, "inputs": in_, "outputs": out})
         known = [(w, row["original"], _dense_sizes(row["sizes"])) for w, row in rows if row.get("original")]
         return self._predict(phase, (tokens, in_, out), in_ * out, [(w, ms, s, s[1] * s[2]) for w, ms, s in known])
 
@@ -90,7 +110,7 @@ class MeasuredTimes:
         at = {"tokens": tokens, "inputs": in_, "outputs": out, "rank": config.get("rank") or 1}
         if name == "btt":
             at |= dict(zip(("rows", "columns"), config["blocks"]))
-        rows = [(w, row) for w, row in nearby_rows(name, PHASES[phase], tuple(at.items()), self.place) if _times(row)]
+        rows = self._nearby((name,), phase, at)
         known = [(w, min(_times(row)), _dense_sizes(row["sizes"]), _stored(row["sizes"])) for w, row in rows]
         return self._predict(phase, (tokens, in_, out), _stored(at), known)
 
@@ -104,6 +124,8 @@ class MeasuredTimes:
 
 
 LINEAR_OPS = ("btt", "low_rank")
+LINEAR_SIZES = {"low_rank": ("tokens", "inputs", "outputs", "rank")}
+LINEAR_SIZES["btt"] = (*LINEAR_SIZES["low_rank"], "rows", "columns")
 PHASES = {"prefill": "forward", "decode": "captured"}  # decoding steps in a CUDA graph
 
 
@@ -123,14 +145,17 @@ def _times(row: dict[str, Any]) -> list[float]:
     return [row[name] for name in IMPLEMENTATIONS if row.get(name)]
 
 
-def predict_linears(plan: dict[str, Any], context: int | None = None) -> dict[str, Any] | None:
+def predict_linears(
+    plan: dict[str, Any], context: int | None = None, table: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
     """Return the predicted milliseconds of all linears of a planned model, before and after, for a prompt of `context` tokens and for a
     decoding step of one token in a CUDA graph; None without measurements or with routed experts.
 
+    table: measured times, as `read_measured_times` returns them; None: those of kernels/tuning.json.
     {"device", "dtype", "prefill": {"tokens", "before", "after", "measured", "interpolated"}, "decode": {..}}. A phase with a linear that was
     not measured has {"tokens", "unknown": the linear} instead.
     """
-    table = next((table for table in tables() if table["rows"]), None)
+    table = table or next((known for known in tables() if known["rows"]), None)
     if table is None or plan.get("unchanged") is None or not plan["targets"]:
         return None
     times = MeasuredTimes(table)
@@ -157,6 +182,26 @@ def _predict_phase(
         for one in (before,) if config is None else (before, after):
             counts[one.measured] += 1
     return {"tokens": tokens, **sums, "measured": counts[True], "interpolated": counts[False]}
+
+
+def check_measured_times(table: Any, where: str) -> dict[str, Any]:
+    """Return a table of times from a file. Raises SurgeryError unless its rows of linears have whole sizes over 0 and times over 0."""
+    if not isinstance(table, dict) or not has_names(table):
+        raise SurgeryError(f"{where} has no measured times of linears. Write it with: surgery bench linear --out FILE")
+    for row in table["rows"]:
+        sizes = row.get("sizes") if isinstance(row, dict) and row.get("op") in LINEAR_OPS else None
+        whole = isinstance(sizes, dict) and all(
+            type(sizes.get(name)) is int and 0 < sizes[name] < 2**31 for name in LINEAR_SIZES[row["op"]]
+        )
+        if not whole or not is_complete_row(row) or not _times(row):
+            raise SurgeryError(
+                f"{where}: a row of times reads {str(row)[:200]}; sizes must be whole numbers over 0 and times numbers over 0. Measure again"
+            )
+    if not table["rows"]:
+        raise SurgeryError(
+            f"{where} has no measured times of structured linears. Write it with: surgery bench linear --out FILE"
+        )
+    return table
 
 
 def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:

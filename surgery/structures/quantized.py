@@ -62,14 +62,16 @@ def quantize_rows(rows_XK: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
     scale = scales.gather(0, errors.argmin(0, keepdim=True))[0]
     integers = (_to_integers(blocks, scale, 8).flatten(-2) + 8).to(torch.uint8)
     low, high = F.pad(integers, (0, inputs % 2)).unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 4, scale[..., 0].to(rows_XK.dtype)
+    packed: Tensor = low | high << 4
+    return packed, scale[..., 0].to(rows_XK.dtype)
 
 
 def dequantize_rows(integers: Tensor, scale: Tensor, inputs: int, bits: int) -> Tensor:
     """Return the rows (.., inputs) in the dtype of the scales."""
     if bits == 4:
         integers = torch.stack([integers & 15, integers >> 4], -1).flatten(-2)[..., :inputs].to(torch.int8) - 8
-    return (integers.to(scale.dtype).unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+    rows: Tensor = (integers.to(scale.dtype).unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+    return rows
 
 
 def _rounded_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,7 +99,8 @@ def core_rows(core: Tensor, axes: Sequence[int]) -> Tensor:
 def rows_to_core(rows: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
     """Return the core of `shape` whose `core_rows` are `rows`."""
     last = tuple(range(-len(axes), 0))
-    return rows.unflatten(-1, [shape[axis] for axis in axes]).movedim(last, tuple(axes)).contiguous()
+    core: Tensor = rows.unflatten(-1, [shape[axis] for axis in axes]).movedim(last, tuple(axes)).contiguous()
+    return core
 
 
 class QuantizedLinear(nn.Module):

@@ -391,6 +391,47 @@ def test_speed_is_said_in_words(before, after, says):
     assert speed_in_words(before, after) == says
 
 
+def bench_result(**changes):
+    """A file of `surgery bench linear --out`: dense and low rank of one size."""
+    size = {"tokens": 8, "inputs": 64, "outputs": 64}
+    row = {"table": "linear 64 -> 64, forward", "x": 8, "sizes": size, "options": {}, "way": "reference"}
+    rows = [{**row, "rival": "dense", "op": "original", "ms": 2.0}]
+    rows += [{**row, "rival": "low rank", "op": "low_rank", "options": {"rank": 16}, "ms": 1.0}]
+    head = {"kind": "linear", "device": "my GPU", "capability": None, "dtype": "float32", "date": "2026-11-22"}
+    return {**head, "versions": {}, "rows": rows, **changes}
+
+
+def test_times_of_a_file_are_used(tmp_path):
+    (tmp_path / "linear.json").write_text(json.dumps(bench_result()))
+    table = publish.read_measured_times(tmp_path / "linear.json")
+    plan = linears_plan(({"structure": "low_rank", "rank": 16}, (64, 64)))
+    found = predict_linears(plan, 8, table)
+    assert found["device"] == "my GPU" and (found["prefill"]["before"], found["prefill"]["after"]) == (2.0, 1.0)
+    assert found["decode"] == {"tokens": 1, "unknown": "dense for 64 -> 64"}
+
+
+def damaged_results():
+    dense, low_rank = bench_result()["rows"]
+    changes = [{"ms": -1.0}, {"ms": "1"}, {"ms": 1e400}, {"options": {}}, {"op": "btt"}, {"way": 5}]
+    changes += [{"sizes": {"tokens": 0, "inputs": 64, "outputs": 64}}, {"sizes": {"tokens": 8, "inputs": 64}}]
+    changes += [{"sizes": {"tokens": 8, "inputs": 64.5, "outputs": 64}}]
+    rows = [[dense, {**low_rank, **change}] for change in changes]
+    whole = [{"kind": "attention"}, {"rows": []}, {"rows": 7}, {"device": 3}, *({"rows": each} for each in rows)]
+    return ["", "[]", "{}", "null", "[" * 100_000, *(json.dumps(bench_result(**change)) for change in whole)]
+
+
+@pytest.mark.parametrize("text", damaged_results(), ids=range(len(damaged_results())))
+def test_files_of_times_are_checked(text, tmp_path):
+    (tmp_path / "linear.json").write_text(text)
+    with pytest.raises(SurgeryError, match=r"linear\.json"):
+        publish.read_measured_times(tmp_path / "linear.json")
+
+
+def test_a_missing_file_of_times_says_how_to_measure(tmp_path):
+    with pytest.raises(SurgeryError, match=r"does not exist\. Measure this machine with"):
+        publish.read_measured_times(tmp_path / "none.json")
+
+
 def test_what_was_not_measured_is_left_to_the_kernel_s_rule(table):
     asked = [
         ("btt", "backward", at(1), X1),
