@@ -12,9 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torchao.quantization.quant_api as quant_api
 from torch import nn
-from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER
 
 from surgery.core.errors import SurgeryError
 from surgery.modeling.modules import GuardedLinear, SplitLinear
@@ -42,6 +40,9 @@ def storage_options(config: Any) -> dict[str, Any]:
 
 def register_handlers() -> None:
     """Make `quantize_` quantize converted models. Calling it again does nothing."""
+    import torchao.quantization.quant_api as quant_api
+    from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER
+
     accepts: Callable[..., bool] = quant_api._is_linear
     defaults = quant_api.quantize_.__defaults__ or ()
     if getattr(accepts, "surgery", False) or accepts not in defaults:
