@@ -118,28 +118,32 @@ def train(
     words = [word for word in (only or "").lower().split(",") if word]
     without = [word[1:] for word in words if word.startswith("-")]
     among = [word for word in words if not word.startswith("-")] or [""]
+    selected = []
+    for change in CHANGES:
+        for case in CASES[sizes]:
+            name = f"{case.name}, {change}".lower()
+            if any(word in name for word in among) and not any(word in name for word in without):
+                selected.append((case, change))
+    if not selected:
+        raise SurgeryError(
+            f"--only {only}: no case of bench train has one of these words in its name. Try --only 1b,btt."
+        )
     limit_tokenizer_threads()
     result: dict[str, Any] = {"kind": "train", "sizes": sizes, "rows": [], "complete": False}
     with tempfile.TemporaryDirectory() as folder:
         accelerator = make_accelerator(device, "auto", "none", Path(folder))
         result |= {**about(accelerator.device), "precision": accelerator.mixed_precision}
         result["processes"] = accelerator.num_processes
-        for change in CHANGES:
-            for case in CASES[sizes]:
-                name = f"{case.name}, {change}".lower()
-                if any(w in name for w in without) or not any(w in name for w in among) or time.monotonic() > ends:
-                    continue
-                row = _LoopComparison(case, change, accelerator, Path(folder)).row()
-                result["rows"].append(row)
-                if accelerator.is_main_process:
-                    progress.say(training_line(row))
-                    if out is not None:
-                        write_json(out, result)
-    if not result["rows"]:
-        raise SurgeryError(
-            f"--only {only}: no case of bench train has one of these words in its name. Try --only 1b,btt."
-        )
-    result["complete"] = time.monotonic() <= ends
+        for case, change in selected:
+            if time.monotonic() > ends:
+                break
+            row = _LoopComparison(case, change, accelerator, Path(folder)).row()
+            result["rows"].append(row)
+            if accelerator.is_main_process:
+                progress.say(training_line(row))
+                if out is not None:
+                    write_json(out, result)
+    result["complete"] = len(result["rows"]) == len(selected)
     if out is not None and accelerator.is_main_process:
         write_json(out, result)
     return result

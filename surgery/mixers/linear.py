@@ -7,6 +7,8 @@
                      (z of Katharopoulos et al. 2020, eq. 12; TBM eq. 1, where the denominator of its eq. 4 cancels).
     window, sinks    softmax branch over the last `window` and the first `sinks` tokens, linear branch over the tokens
                      between them (common/window_hybrid.py)
+    near: chunks     softmax branch over the query's aligned block of `window` tokens and the one before it, linear branch
+                     over the blocks before these (common/near_chunks.py)
 
 Differences from softmax attention: padding (valid_BT) is the only mask applied. A row holds one document: the attention module
 splits packed rows before it calls the mixer (common/packed_documents.py). A sliding window of the original module is dropped: the linear branch sees all tokens. Attention dropout
@@ -38,6 +40,7 @@ from surgery.mixers.base import (
 )
 from surgery.mixers.common.bidirectional import bidirectional_output, dense_output, zero_padding_writes
 from surgery.mixers.common.meta_weights import EmptyOnMeta
+from surgery.mixers.common.near_chunks import ChunkBuffer, chunk_attention
 from surgery.mixers.common.padding import Unpadder, shift_rows
 from surgery.mixers.common.window_hybrid import (
     LocalOutput,
@@ -72,6 +75,10 @@ class LinearAttention(MixerConfig):
     convolution: width in tokens of a causal convolution on q, k and v (0: none).
     gate: a sigmoid gate on the output per head or per value dim (None: none). norm: RMS norm of each head's output.
     window, sinks: number of last and of first tokens in the softmax branch (0: none).
+    near: which last tokens are in the softmax branch.
+        sliding  the last `window` tokens
+        chunks   the query's block of `window` tokens, counted from the first token behind the sinks, up to the query, and the
+                 block before it: window + 1 to 2 window tokens
     linear_weight: initial weight of the linear branch, learned per head; the softmax branch starts at 1.
     """
 
@@ -89,12 +96,14 @@ class LinearAttention(MixerConfig):
     sinks: int = 0
     linear_weight: float = 1.0
     states: Literal["shared", "per_head"] = "shared"
+    near: Literal["sliding", "chunks"] = "sliding"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", parse_nested_config(MASKS, self.mask))
         object.__setattr__(self, "features", parse_nested_config(FEATURES, self.features or "identity"))
         choices: dict[str, tuple[str | None, ...]] = {"scores": ("kernel", "delta"), "gate": (None, "head", "value")}
         choices |= {"norm": (None, "rms"), "states": ("shared", "per_head"), "rope": ("keep", "drop", "window", "both")}
+        choices |= {"near": ("sliding", "chunks")}
         for option, valid in choices.items():
             if getattr(self, option) not in valid:
                 raise SurgeryError(
@@ -177,12 +186,29 @@ def check_config(config: LinearAttention, shape: AttentionShape) -> None:
             f"linear: window {config.window} and sinks {config.sinks} need causal attention, and this module is "
             "bidirectional; use window: 0 and sinks: 0"
         )
+    if config.near == "chunks" and not config.window:
+        raise SurgeryError(
+            "linear: near: chunks needs the number of tokens of a block, and window is 0; set window, for example window: 64, or "
+            "use near: sliding"
+        )
+    if config.near == "chunks" and config.mask.name == "hierarchical" and config.window & (config.window - 1):
+        raise SurgeryError(
+            f"linear: near: chunks with a hierarchical mask needs a window that is a power of two (got {config.window}), so that "
+            f"the blocks are nodes of the tree; for example window: {1 << (config.window.bit_length() - 1)}"
+        )
     if config.rope in TWO_FORMS and not config.window + config.sinks:
         raise SurgeryError(
             f"linear: rope: {config.rope} gives the window and the linear branch different q and k, and there is no window; "
             "set window, or use rope: keep or rope: drop"
         )
     MASKS[config.mask].check_config(config.mask, mask_shape(config, shape), config.scores == "delta")
+
+
+def make_buffer(config: LinearAttention) -> WindowBuffer | None:
+    """Return the operations on the rings and sinks of the softmax branch, or None without that branch."""
+    if not config.window + config.sinks:
+        return None
+    return (ChunkBuffer if config.near == "chunks" else WindowBuffer)(config.window, config.sinks)
 
 
 # Applies the mask: (out_BGJTV, state of the mask after the tokens, or None without a state).
@@ -231,7 +257,7 @@ class LinearMixer(Mixer):
         self.norm = HeadNorm(shape.heads, shape.value) if config.norm else None
         gates = {"head": 1, "value": shape.value}
         self.gate = OutputGate(shape.dim, shape.heads, gates[config.gate]) if config.gate else None
-        self.window_buffer = WindowBuffer(config.window, config.sinks) if config.window + config.sinks else None
+        self.window_buffer = make_buffer(config)
         self.near_weight_H = nn.Parameter(torch.ones(shape.heads)) if self.window_buffer else None
         # Without a softmax branch the weight would cancel in normalised attention.
         start_H = torch.full((shape.heads,), float(config.linear_weight))
@@ -296,12 +322,17 @@ class LinearMixer(Mixer):
     def dense(self, inputs: MixerInputs) -> Tensor:
         """Return out_BHTV by the definition, in quadratic time."""
         past = self._empty_buffers(len(inputs.x_BTD), inputs.x_BTD.device)
-        return self._run(inputs, past, lambda rows: (dense_output(self.mask, rows), None), inputs.x_BTD.shape[1])[0]
+        block = self.config.window if self.config.near == "chunks" else None
+        apply = lambda rows: (dense_output(self.mask, rows, block), None)  # noqa: E731
+        return self._run(inputs, past, apply, inputs.x_BTD.shape[1])[0]
 
     def _apply_mask(
         self, rows: MaskInputs, state: Tensors | None, inputs: MixerInputs
     ) -> tuple[Tensor, Tensors | None]:
         after: Tensors | None
+        if self.config.near == "chunks":
+            out_BGJTV, after = self.mask("by_block", rows, state, self.config.window)
+            return out_BGJTV, after
         if state is not None and rows.v_BGTV.shape[2] == 1:
             out_BGJTV, after = self.mask("step", rows, state)
             return out_BGJTV, after
@@ -334,7 +365,7 @@ class LinearMixer(Mixer):
     ) -> tuple[Tensor, LocalOutput | None, ProjectedTokens, MixerState]:
         """Return (linear branch without its weight, softmax branch or None, tokens, state after the tokens)."""
         tokens, after = self.project_tokens(inputs, past)
-        unpadder, local = tokens.unpadder, None
+        unpadder, local, queue = tokens.unpadder, None, {}
         signals = self.mask("signals", tokens.x_BTD)
         written = {"k": tokens.window_k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
         if self.rope in TWO_FORMS:
@@ -351,10 +382,13 @@ class LinearMixer(Mixer):
                 **self.window_buffer.next_rings(queue, past.seen_B, unpadder),
                 **{f"sink.{n}": t for n, t in sinks.items()},
             }
-            written = self.window_buffer.delayed_tokens(queue)
         max_seen = None if past.max_seen is None else past.max_seen + inputs.x_BTD.shape[1]
-        rows = replace(self._mask_inputs(tokens, written, signals, past.seen_B), max_seen=max_seen)
-        linear_BGJTV, mask_state = self._linear_branch(rows, apply, unpadder)
+        if isinstance(self.window_buffer, ChunkBuffer):
+            linear_BGJTV, mask_state = self._branch_of_blocks(tokens, queue, signals, past, max_seen, apply)
+        else:
+            written = written if self.window_buffer is None else self.window_buffer.delayed_tokens(queue)
+            rows = replace(self._mask_inputs(tokens, written, signals, past.seen_B), max_seen=max_seen)
+            linear_BGJTV, mask_state = self._linear_branch(rows, apply, unpadder)
         after.update({f"mask.{name}": t for name, t in (mask_state or {}).items()})
         return linear_BGJTV, local, tokens, MixerState(past.seen_B + unpadder.count_B, after, max_seen)
 
@@ -393,22 +427,25 @@ class LinearMixer(Mixer):
     def _mask_inputs(self, tokens: ProjectedTokens, written: Tensors, signals: Signals, seen_B: Tensor) -> MaskInputs:
         """Return the inputs of the mask. Entry i holds query i and the key and value written just before query i reads: those of
         token i, or of token i - window if there is a softmax branch."""
-        dtype, length = accumulation_dtype(tokens.q_BTHK), tokens.x_BTD.shape[1]
-        position_BT = seen_B.unsqueeze(1) + torch.arange(length, device=seen_B.device)
-        root = self.shape.scaling**0.5
-        q_BHTF = self.feature_map("queries", tokens.q_BTHK.transpose(1, 2).to(dtype) * root, position_BT)
+        position_BT = token_positions(tokens, seen_B)
+        return self._assemble_inputs(tokens, written, signals, seen_B, position_BT - self.config.window)
+
+    def _assemble_inputs(
+        self, tokens: ProjectedTokens, written: Tensors, signals: Signals, seen_B: Tensor, written_BL: Tensor
+    ) -> MaskInputs:
+        """Return the inputs of the mask of T queries and L written tokens at positions written_BL."""
+        dtype, root = accumulation_dtype(tokens.q_BTHK), self.shape.scaling**0.5
         copies = self.linear_shape.groups // self.shape.groups
         k, v = written.get("linear_k", written["k"]), written["v"]
         if self.rope == "both":
             k = torch.cat([k, written["k"]], dim=-1)
         k, v = (t if copies == 1 else t.repeat_interleave(copies, dim=2) for t in (k, v))
-        k_BHTK = k.transpose(1, 2).to(dtype) * root
-        k_BGTF = self.feature_map("keys", k_BHTK, position_BT - self.config.window)
+        k_BGTF = self.feature_map("keys", k.transpose(1, 2).to(dtype) * root, written_BL)
         if self.beta_proj is not None:
-            q_BHTF, k_BGTF = l2_normalize(q_BHTF), l2_normalize(k_BGTF)
+            k_BGTF = l2_normalize(k_BGTF)
         v_BGTV = v.transpose(1, 2).to(dtype)
         return MaskInputs(
-            q_BGJTF=q_BHTF.unflatten(1, (self.linear_shape.groups, -1)),
+            q_BGJTF=self._query_features(tokens, seen_B),
             k_BGTF=k_BGTF,
             v_BGTV=F.pad(v_BGTV, (0, 1), value=1.0) if self.config.normalise else v_BGTV,
             beta_BGT=written["beta"].mT if self.beta_proj is not None else None,
@@ -416,6 +453,42 @@ class LinearMixer(Mixer):
             count_B=tokens.unpadder.count_B,
             signals={name: written.get(name, t) for name, t in signals.items()},
         )
+
+    def _query_features(self, tokens: ProjectedTokens, seen_B: Tensor) -> Tensor:
+        """Return the features of the queries, (B, G, J, T, F)."""
+        q_BHTK = tokens.q_BTHK.transpose(1, 2).to(accumulation_dtype(tokens.q_BTHK)) * self.shape.scaling**0.5
+        q_BHTF = self.feature_map("queries", q_BHTK, token_positions(tokens, seen_B))
+        q_BHTF = q_BHTF if self.beta_proj is None else l2_normalize(q_BHTF)
+        q_BGJTF: Tensor = q_BHTF.unflatten(1, (self.linear_shape.groups, -1))
+        return q_BGJTF
+
+    def _branch_of_blocks(
+        self,
+        tokens: ProjectedTokens,
+        queue: Tensors,
+        signals: Signals,
+        past: MixerState,
+        max_seen: int | None,
+        apply: MaskFn,
+    ) -> tuple[Tensor, Tensors | None]:
+        """Return (out_BGJTV of the linear branch of `near: chunks`, state of the mask). queue: see `ChunkBuffer.queue`."""
+        buffer, seen_B, length = self.window_buffer, past.seen_B, tokens.x_BTD.shape[1]
+        assert isinstance(buffer, ChunkBuffer)
+        before = {n.removeprefix("mask."): t for n, t in past.tensors.items() if n.startswith("mask.")}
+        far_B = buffer.far_tokens_of_rows(seen_B)
+        ends_block_B = buffer.far_tokens_of_rows(seen_B + tokens.unpadder.count_B) > far_B
+        out_BGJTV: Tensor
+        if before and length == 1 and not bool(ends_block_B.any()):
+            out_BGJTV = self.mask("read", self._query_features(tokens, seen_B), far_B, signals, before)
+            return out_BGJTV, before
+        entries = length if past.max_seen == 0 else length + buffer.window - 1
+        written, position_BL = buffer.written_tokens(queue, seen_B, entries)
+        rows = replace(self._assemble_inputs(tokens, written, signals, seen_B, position_BL), max_seen=max_seen)
+        names = self.mask.written_signals
+        rows, place_B = buffer.align_queries(rows, [name for name in signals if name not in names])
+        out_BGJTV, mask_state = apply(zero_padding_writes(rows, names))
+        out_BGJTV = shift_rows(out_BGJTV, place_B, dim=3)[:, :, :, :length]
+        return out_BGJTV, mask_state
 
     def _linear_branch(self, rows: MaskInputs, apply: MaskFn, unpadder: Unpadder) -> tuple[Tensor, Tensors | None]:
         """Return (out_BGJTV of the linear branch, state of the mask)."""
@@ -434,7 +507,8 @@ class LinearMixer(Mixer):
     ) -> LocalOutput:
         q_BGJTK = q_BTHK.transpose(1, 2).unflatten(1, (self.shape.groups, -1))
         keys, values = (RecentAndSinks(recent[n].transpose(1, 2), sinks[n].transpose(1, 2)) for n in "kv")
-        return local_attention(q_BGJTK, keys, values, seen_B, self.shape, block, with_largest=self.config.normalise)
+        attend = chunk_attention if self.config.near == "chunks" else local_attention
+        return attend(q_BGJTK, keys, values, seen_B, self.shape, block, with_largest=self.config.normalise)
 
     def _combine(
         self,
@@ -478,8 +552,11 @@ class LinearMixer(Mixer):
                 empty_on_cpu(part)
         buffers = mixer._empty_buffers(1, "cpu")
         features, values = mixer._num_features(), shape.value + config.normalise
-        local = min(length, config.window + config.sinks)
-        state = MASKS[config.mask].state_size(config.mask, mask_shape(config, shape), features, values, length - local)
+        far, mask = max(0, length - config.window - config.sinks), MASKS[config.mask]
+        state_size = mask.state_size
+        if isinstance(mixer.window_buffer, ChunkBuffer):
+            far, state_size = mixer.window_buffer.far_tokens(length), mask.state_size_by_block
+        local, state = length - far, state_size(config.mask, mask_shape(config, shape), features, values, far)
         groups = mixer.linear_shape.groups
         writes = groups * features * values * (3 if config.scores == "delta" else 1)
         linears = sum(m.weight.numel() for m in mixer.modules() if isinstance(m, (nn.Linear, ShortConvolution)))
@@ -512,6 +589,11 @@ def one_token(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mi
     """Return `mixer.mix(inputs, state)` for one token per row. A kernel may replace this function; the queries are an
     argument of their own because dispatch looks at the device of tensor arguments."""
     return mix_tokens(q_BHTK, mixer, inputs, state)
+
+
+def token_positions(tokens: ProjectedTokens, seen_B: Tensor) -> Tensor:
+    """Return the positions (B, T) of the tokens, which follow seen_B others."""
+    return seen_B.unsqueeze(1) + torch.arange(tokens.x_BTD.shape[1], device=seen_B.device)
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:

@@ -2,8 +2,8 @@
 
     model.generate(**prompt, cache_implementation="static", max_new_tokens=500)
 
-This needs one GPU, and a linear mixer with a bounded state in every attention module, with or without a window: state shapes stay
-constant, and no value is read back to the CPU. transformers calls `capture_decode_step` where it would compile a model for a static cache
+This needs one GPU, and a linear mixer with a bounded state in every attention module, with or without a sliding window: state shapes
+stay constant, and no value is read back to the CPU. (With `near: chunks` a step reads back whether a block is complete.) transformers calls `capture_decode_step` where it would compile a model for a static cache
 (GenerationMixin._sample); disable_compile=True turns the graph off too. All other steps call the model itself.
 """
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.mixers import Mixer
 from surgery.mixers.linear import LinearMixer
 from surgery.modeling.cache import MixerCacheLayer, mixer_modules
 
@@ -36,12 +37,17 @@ def capture_decode_step(model: Any, cache: Any, generation_config: Any) -> Captu
     """Return a callable that replaces the model's forward during generation, or None if graphs do not apply."""
     asked = generation_config.cache_implementation == "static" and not generation_config.disable_compile
     layers = getattr(cache, "layers", [])
-    linear = [isinstance(m.mixer, LinearMixer) and m.mixer.mask.has_bounded_state for _, m in mixer_modules(model)]
+    linear = [can_capture(module.mixer) for _, module in mixer_modules(model)]
     own = linear and all(linear) and len(linear) == len(layers) and all(type(x) is MixerCacheLayer for x in layers)
     recording = any(getattr(x, "record_past", False) for x in layers)
     if not (asked and own and is_on_one_gpu(model)) or recording:
         return None
     return CapturedDecodeStep(model, int(generation_config.max_length))
+
+
+def can_capture(mixer: Mixer) -> bool:
+    """Return whether a decoding step of the mixer reads no value back to the CPU and leaves a state of the same size."""
+    return isinstance(mixer, LinearMixer) and mixer.mask.has_bounded_state and mixer.config.near == "sliding"
 
 
 def is_on_one_gpu(model: Any) -> bool:

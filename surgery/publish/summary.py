@@ -297,6 +297,7 @@ def describe_mixer(config: Any) -> str:
         return " ".join([*words, *([config.form] if hasattr(config, "form") else [])])
     scores = "delta rule" if config.scores == "delta" else f"{config.features.name} features"
     extras = [f"{name} {getattr(config, name)}" for name in ("window", "sinks", "convolution") if getattr(config, name)]
+    extras += [f"near {config.near}"] if config.near != "sliding" else []
     extras += [f"block {config.mask.block}"] if getattr(config.mask, "block", 1) > 1 else []
     extras += [f"rope {config.rope}"] if config.rope != "keep" else []
     extras += ["states per head"] if config.states == "per_head" else []

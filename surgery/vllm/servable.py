@@ -98,6 +98,11 @@ def check_mixer(config: MixerConfig, where: str) -> MixerConfig:
             f"{where}: mixer {config.name!r} keeps keys or scores of its own, for which vLLM has no cache. vLLM serves linear mixers; "
             "use `transformers serve`, or `surgery serve`, which chooses it"
         )
+    if config.near == "chunks":
+        raise SurgeryError(
+            f"{where}: near: chunks moves a whole block of tokens into the state at once, which vLLM's states are not laid out for. vLLM serves "
+            "near: sliding; use `transformers serve`, or `surgery serve`, which chooses it"
+        )
     mask = config.mask.name
     if mask not in BOUNDED_MASKS or not MASKS[config.mask].has_bounded_state:
         raise SurgeryError(

@@ -37,6 +37,11 @@ MIXERS: dict[str, dict[str, Any]] = {
     "toeplitz blocks": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, **SHIPPED, "normalise": True, "rope": "window"},
     "mhla": {"mixer": "linear", "mask": {"name": "blocks", "block": 8, "count": 8}, "features": "relu", "normalise": True, "chunk": 8},
     "lolcats": {"mixer": "linear", "mask": "ones", "features": "hedgehog", "normalise": True, "window": 4, "sinks": 1, "chunk": 8},
+    "gated deltanet behind chunks": {"mixer": "linear", "scores": "delta", **SHIPPED, "near": "chunks", "convolution": 2},
+    "log-linear behind chunks": {"mixer": "linear", "mask": {"name": "hierarchical", "block": 4}, "scores": "delta", **SHIPPED, "window": 4, "near": "chunks"},
+    "tbm behind chunks": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, **SHIPPED, "normalise": True, "near": "chunks"},
+    "toeplitz behind chunks": {"mixer": "linear", "mask": {"name": "toeplitz", "length": 9}, "window": 3, "near": "chunks", "states": "per_head"},
+    "mhla behind chunks": {"mixer": "linear", "mask": {"name": "blocks", "block": 6, "count": 11}, "scores": "delta", "window": 4, "near": "chunks"},
 }  # fmt: skip
 LIMIT = 64  # tokens of a row, mhla's longest
 COUNT = int(os.environ.get("SURGERY_SCHEDULES", "0"))

@@ -22,3 +22,9 @@ def test_training_runs_in_both_loops(tmp_path):
     assert result_tables(result)
     with pytest.raises(SurgeryError, match="no case"):
         bench("train", sizes="small", device="cpu", only="nothing")
+
+
+def test_no_time_for_a_case_is_an_incomplete_result():
+    result = bench("train", sizes="small", device="cpu", only="original", time_limit=1e-6)
+    assert result["rows"] == [] and not result["complete"]
+    assert result_tables(result) is not None

@@ -53,6 +53,28 @@ HYBRIDS = [
     {"mask": "hierarchical", "block": 2, "features": "elu"},
     {"mask": "hierarchical", "block": 8, "states": "per_head", "window": 2},
 ]
+HYBRIDS += [
+    {"near": "chunks", **options}
+    for options in (
+        {"window": 4},
+        {"window": 3, "sinks": 2, "mask": "ones", "features": "elu"},
+        {"window": 4, "sinks": 1, "mask": "decay", "features": "hedgehog", "normalise": True},
+        {"window": 3, "sinks": 1, "mask": "toeplitz_blocks", "features": "elu", "normalise": True},
+        {"window": 4, "mask": "toeplitz_blocks", "scores": "delta", "states": "per_head"},
+        {"window": 2, "sinks": 1, "mask": "hierarchical", "features": "favor", "normalise": True},
+        {"window": 4, "sinks": 2, "mask": "hierarchical", "block": 4, "scores": "delta", "rope": "both"},
+        {"window": 2, "mask": "hierarchical", "block": 8, "scores": "delta", "rope": "window"},
+        {"window": 4, "mask": "hierarchical", "block": 2, "states": "per_head", "sinks": 3},
+        {"window": 1, "mask": "hierarchical", "features": "cosformer"},
+        {"window": 5, "sinks": 3, "scores": "delta", "convolution": 3, "gate": "value", "norm": "rms"},
+        {"window": 3, "mask": "blocks", "features": "elu", "normalise": True},
+        {"window": 2, "sinks": 2, "mask": "blocks", "scores": "delta"},
+        {"window": 3, "sinks": 1, "mask": "toeplitz", "features": "elu", "mask_length": 5},
+        {"window": 4, "mask": "toeplitz", "scores": "delta"},
+        {"window": 3, "mask": "fourier", "sinks": 1},
+        {"window": 30, "sinks": 2, "mask": "gates"},
+    )
+]
 
 
 def small(name: str) -> dict:
@@ -68,6 +90,7 @@ def config_of(mask: str = "gates", features: str = "identity", **options) -> Lin
         )
         options["normalise"] = may
     mask_options = {**small(mask), **({"block": options.pop("block")} if "block" in options else {})}
+    mask_options |= {"length": options.pop("mask_length")} if "mask_length" in options else {}
     map_options = small(features)
     if features in ("favor", "lara") and not options["normalise"]:
         map_options["queries"] = "exact"
@@ -79,9 +102,18 @@ def pairs() -> list[LinearAttention]:
     return kernel + [config_of(mask, "identity", scores="delta") for mask in MASK_NAMES]
 
 
+def chunk_pairs() -> list[LinearAttention]:
+    """Every mask with softmax over chunks, under both score rules."""
+    near = {"near": "chunks", "window": 4, "sinks": 1}
+    kernel = [config_of(mask, "elu", **near) for mask in MASK_NAMES]
+    decayed = LinearAttention(mask={"name": "hierarchical", "levels": 4, "gates": "decay"}, chunk=8, **near)
+    return [*kernel, *(config_of(mask, scores="delta", **near) for mask in MASK_NAMES), decayed]
+
+
 def config_name(config: LinearAttention) -> str:
     extras = [f"{o}{getattr(config, o)}" for o in ("window", "sinks", "convolution") if getattr(config, o)]
     extras += [config.rope] * (config.rope != "keep") + [config.states] * (config.states != "shared")
+    extras += [config.near] * (config.near != "sliding")
     extras += [
         f"{part}{n}" for part in ("block",) if config.mask.name == "hierarchical" and (n := config.mask.block) > 1
     ]
@@ -156,6 +188,27 @@ def scores_by_loops(mixer: LinearMixer, q_HTF: Tensor, k_GTF: Tensor, beta_TG: T
     return a_HTT
 
 
+def read_by_loops(
+    mixer: LinearMixer, q_HF: Tensor, k_GnF: Tensor, x_1TD: Tensor, beta_TG: Tensor | None, t: int
+) -> Tensor:
+    """Weights (H, n) with which query t reads the state after the n tokens behind the sinks: M's row of the last of them, and of
+    the hierarchical mask the row of a token that would follow without a gate."""
+    groups, n, _ = k_GnF.shape
+    sinks, tree = mixer.config.sinks, mixer.config.mask.name == "hierarchical"
+    signals = {}
+    for name, s in mixer.mask.signals(x_1TD).items():
+        signals[name] = s[:, sinks : sinks + n] if name in mixer.mask.written_signals else s[:, t : t + 1]
+        if name in mixer.mask.written_signals:
+            signals[name] = torch.cat([signals[name], torch.zeros_like(s[:, :1])], 1) if tree else signals[name]
+        else:
+            signals[name] = signals[name].expand(-1, n + tree, *s.shape[2:])
+    m_1GJnn = mixer.mask.dense(torch.zeros(1, dtype=torch.long), n + tree, signals)
+    m_Hn = m_1GJnn.expand(1, groups, SHAPE.heads // groups, -1, -1).flatten(0, 2)[:, -1, :n]
+    beta_nG = None if beta_TG is None else beta_TG[sinks : sinks + n]
+    queries_HnF = q_HF[:, None].expand(-1, n, -1)
+    return m_Hn * scores_by_loops(mixer, queries_HnF, k_GnF, beta_nG)[:, -1]
+
+
 def rotated_by_loops(x_HTK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """RoPE of one row, pair by pair: dims f and f + 3 turn by the angle of pair f."""
     out = x_HTK.clone()
@@ -183,10 +236,19 @@ def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
     beta_TG = None
     if config.scores == "delta":
         q_HTF, k_GTF, beta_TG = l2_normalize(q_HTF), l2_normalize(k_GTF), mixer.beta_proj(x_1TD)[0].sigmoid()
+    block_T = (torch.arange(length) - sinks) // max(window, 1)  # of near: chunks
+    by_block = config.near == "chunks"
     count = max(length - window - sinks, 0)  # queries window + sinks .. read keys sinks .. length - window
     lag, write = slice(length - count, None), slice(sinks, sinks + count)
     far_HTT = torch.zeros(SHAPE.heads, length, length, dtype=torch.float64)
-    if count:
+    if by_block:
+        for t in range(length):
+            done = window * (int(block_T[t]) - 1)
+            if done > 0:
+                far_HTT[:, t, sinks : sinks + done] = read_by_loops(
+                    mixer, q_HTF[:, t], k_GTF[:, sinks : sinks + done], x_1TD, beta_TG, t
+                )
+    elif count:
         signals = mixer.mask.signals(x_1TD)
         signals = {n: t[:, write if n in mixer.mask.written_signals else lag] for n, t in signals.items()}
         m_HTT = mixer.mask.dense(torch.zeros(1, dtype=torch.long), count, signals)
@@ -195,7 +257,8 @@ def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
         far_HTT[:, lag, write] = m_HTT * scores_by_loops(mixer, q_HTF[:, lag], k_GTF[:, write], beta_TG)
     v_HTV, k_HTK = (t.repeat_interleave(SHAPE.heads // SHAPE.groups, 0) for t in (v_GTV, k_GTK))
     score_HTT, distance_TT = q_HTK @ k_HTK.mT * SHAPE.scaling, at_1T.mT - at_1T
-    near_TT = (distance_TT >= 0) & ((distance_TT < window) | (at_1T < sinks))
+    near_TT = distance_TT < window if not by_block else block_T.unsqueeze(0) >= block_T.unsqueeze(1) - 1
+    near_TT = (distance_TT >= 0) & (near_TT | (at_1T < sinks))
     score_HTT = score_HTT.masked_fill(~near_TT, -torch.inf)
     near = linear = torch.ones(())
     if mixer.near_weight_H is not None:
@@ -216,7 +279,7 @@ def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
 
 
 # -- laws ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("config", pairs(), ids=config_name)
+@pytest.mark.parametrize("config", [*pairs(), *chunk_pairs()], ids=config_name)
 def test_dense_chunked_and_step_agree(config):
     """On padded rows, each at its own position; their gradients too."""
     torch.manual_seed(3)
@@ -258,6 +321,7 @@ def test_laws(config):
             assert not whole[b, :, ~valid_BT[b]].any()
         if not (config.convolution or config.gate or config.norm):
             close(mixer.mix(alone)[0], by_loops(mixer, alone))
+            close(mixer.mix(row(inputs, 2))[0], by_loops(mixer, row(inputs, 2)))
         spoilt = replace(inputs, x_BTD=inputs.x_BTD.masked_fill(~valid_BT.unsqueeze(-1), torch.nan))
         close(mixer.mix(spoilt)[0], whole)
         later = random_inputs(length, 4, valid_BT, seed=9)
@@ -384,6 +448,81 @@ def test_cost_is_the_live_state(config):
     cost = LinearMixer.cost(config, SHAPE, 19)
     assert cost.cache == sum(t.numel() for t in state.tensors.values())
     assert cost.params == sum(t.numel() for t in mixer.state_dict().values()) and cost.macs > 0
+
+
+# -- near: chunks, and one normaliser for both branches ----------------------------------------------------------
+@pytest.mark.parametrize("near", ["sliding", "chunks"])
+@pytest.mark.parametrize("mask", [name for name in MASK_NAMES if name not in SIGNED_MASKS])
+def test_near_and_far_tokens_share_one_normaliser(mask, near):
+    """LoLCATs (Zhang et al. 2025), eq. 6, with scores far beyond the range of exp: the largest near score is subtracted."""
+    config = config_of(mask, "hedgehog", normalise=True, window=4, sinks=1, near=near)
+    mixer, inputs = make_mixer(config), random_inputs(19, 1)
+    inputs.q_BHTK.mul_(500)
+    with torch.no_grad():
+        truth = by_loops(mixer, inputs)
+        close(mixer.mix(inputs)[0], truth)
+        close(pieces(mixer, inputs, [7, 8, 9, 14, 15, 16, 19])[0], truth)
+        far = mixer.linear_weight_H.clone()
+        mixer.linear_weight_H.zero_()
+        assert (mixer.mix(inputs)[0] - truth).norm() > 1e-3 * truth.norm()  # the far tokens count
+        mixer.linear_weight_H.copy_(far)
+        single = MixerInputs(*(t.float() for t in list(vars(inputs).values())[:4]))
+        close(mixer.float().mix(single)[0].double(), truth, 1e-2)
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_chunks_are_the_queries_block_and_the_one_before(sinks):
+    """Exact softmax over 5 to 8 tokens and the sinks; a far token enters the state when its block is two behind, for each length of
+    the prefill."""
+    mixer, inputs = (
+        LinearMixer(LinearAttention(window=4, sinks=sinks, near="chunks"), SHAPE).double(),
+        random_inputs(22),
+    )
+    with torch.no_grad():
+        mixer.linear_weight_H.zero_()
+        k, v = (t.repeat_interleave(2, 1) for t in (inputs.k_BGTK, inputs.v_BGTV))
+        t = torch.arange(22)
+        block = (t - sinks) // 4
+        near = (block >= block[:, None] - 1) & (t >= sinks) | (t < sinks)
+        near = near & (t <= t[:, None])
+        assert near[:, sinks:].sum(1)[sinks + 4 :].unique().tolist() == [5, 6, 7, 8]
+        truth = F.scaled_dot_product_attention(inputs.q_BHTK, k, v, attn_mask=near, scale=SHAPE.scaling)
+        close(mixer.mix(inputs)[0], truth)
+        mixer.linear_weight_H.fill_(1.0)
+        whole = mixer.mix(inputs)[0]
+        for first in range(1, 22):
+            out, state = pieces(mixer, inputs, [first, *range(first + 1, 23)])
+            close(out, whole)
+            assert state.tensors["ring.k"].shape[1] == 8
+
+
+def test_chunks_that_cannot_be():
+    for options, message in (
+        ({"near": "chunk", "window": 4}, r"near must be one of sliding, chunks \(got 'chunk'\)"),
+        ({"near": "chunks"}, "needs the number of tokens of a block, and window is 0"),
+        ({"near": "chunks", "sinks": 4}, "window is 0"),
+        ({"near": "chunks", "window": 48, "mask": "hierarchical"}, r"power of two \(got 48\).*for example window: 32"),
+        ({"near": "chunks", "window": 4, "normalise": True}, "identity scores may be negative"),
+    ):
+        with pytest.raises(SurgeryError, match=message):
+            LinearMixer.check_config(LinearAttention(**options), SHAPE)
+    with pytest.raises(SurgeryError, match="need causal attention"):
+        LinearMixer.check_config(LinearAttention(near="chunks", window=4), ENCODER)
+
+
+def test_the_fused_step_and_captured_decoding_leave_chunks_to_the_reference():
+    from surgery.modeling.cuda_graph import can_capture
+
+    sliding, chunks = (LinearMixer(LinearAttention(window=4, near=near), SHAPE) for near in ("sliding", "chunks"))
+    assert can_capture(sliding) and not can_capture(chunks)
+    pytest.importorskip("triton")
+    from surgery.kernels import window_step
+
+    inputs = MixerInputs(*(t.bfloat16() for t in list(vars(random_inputs(1)).values())[:4]))
+    with torch.no_grad():
+        for mixer in (sliding.bfloat16(), chunks.bfloat16()):
+            state = mixer.mix(inputs, mixer.empty_state(3, "cpu"))[1]
+            assert window_step.accepts(inputs.q_BHTK, mixer, inputs, state) is (mixer is sliding)
 
 
 # -- around ------------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ CONFIGS = {
     "toeplitz": LINEAR | {"mask": {"name": "toeplitz", "length": 40}},
     "fourier": LINEAR | {"mask": {"name": "fourier", "period": 80}},
     "with a window": LINEAR | {"mask": {"name": "gates"}, "window": 5, "sinks": 2, "features": {"name": "hedgehog"}},
+    "behind chunks": LINEAR | {"mask": {"name": "gates"}, "scores": "delta", "window": 3, "sinks": 1, "near": "chunks"},
+    "log-linear behind chunks": LINEAR | {"mask": {"name": "hierarchical", "block": 2}, "window": 4, "near": "chunks"},
     "with a window after RoPE": LINEAR | {"mask": {"name": "gates"}, "scores": "delta", "window": 5, "rope": "window"},
     "both forms, per head": LINEAR
     | {

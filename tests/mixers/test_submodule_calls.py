@@ -60,6 +60,8 @@ def all_configs() -> dict[str, MixerConfig]:
     parts = {"scores": "delta", "convolution": 3, "norm": "rms", "window": 3, "sinks": 2}
     for gate in ("head", "value"):
         configs[f"parts-{gate}"] = LinearAttention(mask="hierarchical", gate=gate, **parts)
+    for mask in ("hierarchical", "toeplitz_blocks"):
+        configs[f"chunks-{mask}"] = LinearAttention(mask=mask, scores="delta", window=2, sinks=1, near="chunks")
     for path in sorted(RECIPES.glob("*.yaml")):
         if "attention" in read_yaml(path.read_text()):
             config = mixer_config(recipe_options(path))

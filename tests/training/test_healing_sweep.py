@@ -127,7 +127,7 @@ def test_plans_with_errors_are_refused(tmp_path, content, message):
 
 
 def test_an_unknown_group_is_refused():
-    with pytest.raises(SurgeryError, match="its groups are window, aims, order"):
+    with pytest.raises(SurgeryError, match="its groups are window, aims, order, means"):
         sweep.plan_runs(sweep.load_plan(SHIPPED), ["nosuch"], "SRC", Path("rows"), [])
 
 

@@ -26,7 +26,7 @@ STAGES = [
 def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
     """The command itself: 130, a sentence, and --resume goes on from the step that was being taken."""
     out = tmp_path / "out"
-    told = ["--set", f"data.sources=[{{path: {texts}}}]", "--set", "stages.*.tokens=65536", "--set", "log=1"]
+    told = ["--set", f"data.sources=[{{path: {texts}}}]", "--set", "stages.*.tokens=16777216", "--set", "log=1"]
     told += ["--set", "stages.*.length=64", "--set", "stages.*.batch=4", "--set", "stages.*.rows=4"]
     words = ["finetune", str(btt), "--teacher", str(TINY_CHECKPOINT), "--out", str(out), "--recipe", "weights-only"]
     words += ["--tiny", *told, "--device", "cpu", "--track", "none"]

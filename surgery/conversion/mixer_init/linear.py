@@ -34,6 +34,7 @@ from surgery.conversion.mixer_init.base import (
     unpadded_tokens,
 )
 from surgery.mixers import AttentionShape
+from surgery.mixers.common.near_chunks import ChunkBuffer
 from surgery.mixers.features.hedgehog import HedgehogMap
 from surgery.mixers.linear import LinearAttention, LinearMixer
 from surgery.mixers.masks.block_mixing import BlocksMask
@@ -220,9 +221,10 @@ def solve_least_squares(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
     """
     if mixer.config.normalise or mixer.norm is not None or mixer.linear_weight_H is None:
         return None
-    copies = single_term_copies(mixer, fit[0].inputs.x_BTD.shape[1] - mixer.config.window - mixer.config.sinks)
-    if not copies:
+    terms = visible_terms(mixer, fit[0].inputs.x_BTD.shape[1])
+    if not terms:
         return None
+    copies = single_term_copies(mixer, terms)
     gram_HNN = torch.zeros(mixer.shape.heads, len(copies), len(copies), dtype=torch.float64)
     cross_HN = torch.zeros(gram_HNN.shape[:2], dtype=torch.float64)
     for sample in fit:
@@ -234,7 +236,7 @@ def solve_least_squares(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
         gram_HNN += (terms_HNX @ terms_HNX.mT).double().cpu()
         cross_HN += (terms_HNX @ target_HX[..., None])[..., 0].double().cpu()
     weight_HN = nonnegative_lstsq(gram_HNN, cross_HN, rounds=200).float().to(mixer.linear_weight_H.device)
-    set_term_weights(mixer, weight_HN)
+    set_term_weights(mixer, terms, weight_HN)
     return mixer
 
 
@@ -250,21 +252,33 @@ def copy_without_linear_part(mixer: LinearMixer) -> LinearMixer:
     return variant
 
 
-def single_term_copies(mixer: LinearMixer, length: int) -> list[LinearMixer]:
-    """Return copies whose linear part is a single one of its terms, with weight 1.
+def visible_terms(mixer: LinearMixer, tokens: int) -> list[int]:
+    """Return the numbers of the linear part's terms that a sample of so many tokens has: Fenwick levels, exponentials, or the
+    one term of other masks. Empty if the linear part sees no token.
 
-    length: tokens of a sample that the linear part sees. A level that no pair of them has is left out: its term is zero up to
-    rounding, and a weight fitted to rounding could be any number, which longer texts would then meet.
+    A level that no pair of tokens has is left out: its term is zero up to rounding, and a weight fitted to rounding could be any
+    number, which longer texts would then meet.
     """
-    if length < 1:
+    mask, buffer, config = mixer.mask, mixer.window_buffer, mixer.config
+    far, lowest = tokens - config.window - config.sinks, 0
+    highest = (far - 1).bit_length()
+    if isinstance(
+        buffer, ChunkBuffer
+    ):  # states after blocks of 2^w tokens have buckets w .. only, which are levels w + 1 ..
+        far = buffer.far_tokens(tokens - 1)
+        lowest, highest = config.window.bit_length(), far.bit_length()
+    if far < 1:
         return []
-    mask, copies = mixer.mask, []
-    if isinstance(mask, HierarchicalMask):
-        highest = (length - 1).bit_length()
-        terms = min(max(0, highest - mask.config.block_bits) + 1, mask.config.levels)
-    else:
-        terms = mask.config.components if isinstance(mask, ToeplitzBlocksMask) else 1
-    for i in range(terms):
+    if not isinstance(mask, HierarchicalMask):
+        return list(range(mask.config.components if isinstance(mask, ToeplitzBlocksMask) else 1))
+    bits, last = mask.config.block_bits, mask.config.levels - 1
+    return sorted({min(max(0, level - bits), last) for level in range(lowest, highest + 1)})
+
+
+def single_term_copies(mixer: LinearMixer, terms: list[int]) -> list[LinearMixer]:
+    """Return copies whose linear part is a single one of these terms, with weight 1."""
+    copies = []
+    for i in terms:
         variant = copy.deepcopy(mixer)
         if isinstance(variant.mask, HierarchicalMask):
             variant.mask.level.bias.view(mixer.shape.heads, -1).fill_(SOFTPLUS_ZERO)[:, i] = SOFTPLUS_ONE
@@ -275,15 +289,17 @@ def single_term_copies(mixer: LinearMixer, length: int) -> list[LinearMixer]:
     return copies
 
 
-def set_term_weights(mixer: LinearMixer, weight_HN: Tensor) -> None:
-    """Set the weights of the linear part's terms in place. Levels beyond a sample's length get the last weight."""
+def set_term_weights(mixer: LinearMixer, terms: list[int], weight_HN: Tensor) -> None:
+    """Set the weights of these terms of the linear part in place. Levels beyond a sample's length get the last weight, and levels
+    below the lowest the first."""
     mask, heads = mixer.mask, mixer.shape.heads
     mixer.linear_weight_H.fill_(1.0)  # type: ignore[union-attr]
     raw_HN = inverse_softplus(weight_HN.double().clamp_min(1e-6)).float()
     if isinstance(mask, HierarchicalMask):
         bias_HL = mask.level.bias.view(heads, -1)
         bias_HL.copy_(raw_HN[:, -1:].expand_as(bias_HL))
-        bias_HL[:, : raw_HN.shape[1]] = raw_HN
+        bias_HL[:, : terms[0]] = raw_HN[:, :1]
+        bias_HL[:, terms] = raw_HN
     elif isinstance(mask, ToeplitzBlocksMask):
         mask.amplitude_RGJ.copy_(raw_HN.mT.view_as(mask.amplitude_RGJ))
     else:

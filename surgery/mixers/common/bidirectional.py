@@ -13,12 +13,18 @@ from surgery.mixers.masks.base import Mask, MaskInputs
 from surgery.mixers.masks.delta_rule import dense_scores
 
 
-def dense_output(mask: Mask, rows: MaskInputs) -> Tensor:
-    """Return out_BGJTV by the definition, with A and M (B, G, J, T, T) formed explicitly."""
-    m_BGJTT = mask("dense", rows.start_B, rows.v_BGTV.shape[2], rows.signals)
-    return torch.einsum(
-        "bgjts,bgsv->bgjtv", dense_scores(rows.q_BGJTF, rows.k_BGTF, rows.beta_BGT) * m_BGJTT, rows.v_BGTV
-    )
+def dense_output(mask: Mask, rows: MaskInputs, block: int | None = None) -> Tensor:
+    """Return out_BGJTV by the definition, with A and M (B, G, J, T, T) formed explicitly.
+
+    block: queries read the state at the start of their block of that many tokens; None: the state after their own token.
+    """
+    length = rows.v_BGTV.shape[2]
+    if block is None:
+        m_BGJTT = mask("dense", rows.start_B, length, rows.signals)
+    else:
+        m_BGJTT = mask("dense_by_block", rows.start_B, length, rows.signals, block)
+    scores = dense_scores(rows.q_BGJTF, rows.k_BGTF, rows.beta_BGT, block)
+    return torch.einsum("bgjts,bgsv->bgjtv", scores * m_BGJTT, rows.v_BGTV)
 
 
 def zero_padding_writes(rows: MaskInputs, written: tuple[str, ...]) -> MaskInputs:

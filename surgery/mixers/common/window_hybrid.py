@@ -174,10 +174,30 @@ def local_attention(
     seen_B: tokens of each row before this call. block: queries per block; each block attends to window + block keys.
     with_largest: also return the largest scores. A kernel may replace this function.
     """
-    length, dtype = q_BGJTK.shape[3], torch.promote_types(q_BGJTK.dtype, torch.float32)
-    window, sinks = keys.recent.shape[2] - length, keys.sinks.shape[2]
+    length, sinks = q_BGJTK.shape[3], keys.sinks.shape[2]
+    window = keys.recent.shape[2] - length
     block = min(length, block)
     count = -(-length // block)
+    seen_BNCX = _visible_slots(seen_B, window, sinks, count, block)
+    return attend_visible_slots(q_BGJTK, keys, values, seen_BNCX, shape, with_largest=with_largest)
+
+
+def attend_visible_slots(
+    q_BGJTK: Tensor,
+    keys: RecentAndSinks,
+    values: RecentAndSinks,
+    seen_BNCX: Tensor,
+    shape: AttentionShape,
+    *,
+    with_largest: bool,
+) -> LocalOutput:
+    """Return the output of softmax attention of N blocks of C queries, each over its visible slots, see `_visible_slots`.
+
+    Arguments as in `local_attention`.
+    """
+    length, dtype = q_BGJTK.shape[3], torch.promote_types(q_BGJTK.dtype, torch.float32)
+    window, sinks = keys.recent.shape[2] - length, keys.sinks.shape[2]
+    count, block = seen_BNCX.shape[1:3]
     q_BGJNCK = _pad_length(q_BGJTK.to(dtype), count * block).unflatten(3, (count, block)) * shape.scaling
     k_BGNXK, v_BGNXV = (
         _pad_length(t.recent.to(dtype), window + count * block).unfold(2, window + block, block).mT
@@ -185,7 +205,6 @@ def local_attention(
     )
     band_BGJNCX = torch.einsum("bgjnck,bgnxk->bgjncx", q_BGJNCK, k_BGNXK)
     sink_BGJNCS = torch.einsum("bgjnck,bgsk->bgjncs", q_BGJNCK, keys.sinks.to(dtype))
-    seen_BNCX = _visible_slots(seen_B, window, sinks, count, block)
     score = apply_softcap(torch.cat([sink_BGJNCS, band_BGJNCX], dim=-1), shape.softcap)
     weight, largest = masked_exp(score, seen_BNCX[:, None, None])
     out = torch.einsum("bgjncx,bgnxv->bgjncv", weight[..., sinks:], v_BGNXV)

@@ -3,12 +3,16 @@
 A mask has three implementations that agree up to rounding: `dense` (the definition, quadratic), `chunked` (training and
 prefill) and `step` (one token with a state). Tokens come as `MaskInputs`: real tokens first in each row, padding behind
 them, and the absolute position of each row's first token, because some masks depend on absolute positions.
+
+With softmax over chunks (common/near_chunks.py) the queries of a block all read the state at its start. These are `dense_by_block`,
+`by_block` and `read`. A query then counts as one at the last token written; with the hierarchical mask its levels are those of the
+first token after it.
 A tensor that is the same for all J query heads of a group may have size 1 in axis J.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -82,10 +86,58 @@ class Mask(MethodModule):
         """Return (out_BGJTV, state after the token) for one token per row (T = 1)."""
         raise NotImplementedError
 
+    def dense_by_block(self, start_B: Tensor, length: int, signals: Signals, block: int) -> Tensor:
+        """Return M_BGJTT of queries that read the state at the start of their block of `block` tokens.
+
+        start_B: multiples of `block`.
+        """
+        m_BGJTT = self.dense(start_B, length, signals)
+        last_T = torch.arange(length, device=start_B.device) // block * block - 1
+        return m_BGJTT[..., last_T.clamp_min(0), :].masked_fill((last_T < 0).unsqueeze(1), 0)
+
+    def by_block(self, rows: MaskInputs, state: MaskState | None, block: int) -> tuple[Tensor, MaskState | None]:
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at the start
+        of their block of `block` tokens.
+
+        start_B and count_B of the rows: multiples of `block`.
+        """
+        size = rows.k_BGTF.shape[-1], rows.v_BGTV.shape[-1]
+        now = self.empty_state(len(rows.v_BGTV), *size, rows.v_BGTV.device) if state is None else state
+        tokens, outs = int(rows.count_B.max()), []
+        for start in range(0, rows.v_BGTV.shape[2], block):
+            part = slice_tokens(rows, start, start + block)
+            outs.append(self.read(part.q_BGJTF, part.start_B, part.signals, now))
+            if start < tokens:
+                now = self.chunked(part, now, block)[1] or now
+        return torch.cat(outs, 3), None if state is None else now
+
+    def read(self, q_BGJTF: Tensor, start_B: Tensor, signals: Signals, state: MaskState) -> Tensor:
+        """Return out_BGJTV of queries that all read the state after the first start_B tokens."""
+        raise NotImplementedError
+
     @classmethod
     def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
         """Return the number of elements in the state after `length` tokens, per key/value head."""
         raise NotImplementedError
+
+    @classmethod
+    def state_size_by_block(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+        """Return the number of elements in the state that `by_block` leaves after `length` tokens, per key/value head."""
+        return cls.state_size(config, shape, features, values, length)
+
+
+def slice_tokens(rows: MaskInputs, start: int, stop: int) -> MaskInputs:
+    """Return entries start .. stop - 1 of the rows, as rows of a call of their own."""
+    return replace(
+        rows,
+        q_BGJTF=rows.q_BGJTF[:, :, :, start:stop],
+        k_BGTF=rows.k_BGTF[:, :, start:stop],
+        v_BGTV=rows.v_BGTV[:, :, start:stop],
+        beta_BGT=None if rows.beta_BGT is None else rows.beta_BGT[:, :, start:stop],
+        start_B=rows.start_B + rows.count_B.clamp_max(start),
+        count_B=(rows.count_B - start).clamp(0, stop - start),
+        signals={name: t[:, start:stop] for name, t in rows.signals.items()},
+    )
 
 
 MASKS: Registry[Mask] = Registry("mask", "surgery.mixers.masks")

@@ -285,7 +285,16 @@ class BlocksMask(Mask):
         here_B = rows.start_B // block
         place = torch.arange(len(here_B), device=here_B.device), here_B
         sums_BAGFV = sums_BAGFV.index_put(place, sums_BAGFV[place] + write_BGF1 * rows.v_BGTV)
-        matrix_GJMM = self.matrix().to(write_BGF1.dtype)
+        return rows.q_BGJTF @ self._mixed_sums(here_B, sums_BAGFV), {"blocks": sums_BAGFV}
+
+    def read(self, q_BGJTF: Tensor, start_B: Tensor, signals: Signals, state: MaskState) -> Tensor:
+        """Return out_BGJTV of queries that all read the state as one in the block of the last token written."""
+        q_BGJTF = q_BGJTF.to(torch.promote_types(q_BGJTF.dtype, torch.float32))
+        here_B = (start_B - 1).clamp_min(0) // self.config.block
+        return q_BGJTF @ self._mixed_sums(here_B, state["blocks"].to(q_BGJTF.dtype))
+
+    def _mixed_sums(self, here_B: Tensor, sums_BAGFV: Tensor) -> Tensor:
+        """Return sum_m W[here, m] X_m (B, G, J, F, V)."""
+        matrix_GJMM = self.matrix().to(sums_BAGFV.dtype)
         weight_BGJA = mixing_rows(matrix_GJMM, here_B.unsqueeze(1), sums_BAGFV.shape[1]).squeeze(3)
-        mixed_BGJFV = torch.einsum("bgja,bagfv->bgjfv", weight_BGJA, sums_BAGFV)
-        return rows.q_BGJTF @ mixed_BGJFV, {"blocks": sums_BAGFV}
+        return torch.einsum("bgja,bagfv->bgjfv", weight_BGJA, sums_BAGFV)

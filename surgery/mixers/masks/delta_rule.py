@@ -58,8 +58,16 @@ def wy_factor(k_xCF: Tensor, beta_xC: Tensor) -> Tensor:
     return t_xCC
 
 
-def dense_scores(q_BGJTF: Tensor, k_BGTF: Tensor, beta_BGT: Tensor | None) -> Tensor:
-    """Return A_BGJTT of whole sequences. Kernel scores are not triangular: causality is part of M."""
+def dense_scores(q_BGJTF: Tensor, k_BGTF: Tensor, beta_BGT: Tensor | None, block: int | None = None) -> Tensor:
+    """Return A_BGJTT of whole sequences. Kernel scores are not triangular: causality is part of M.
+
+    block: queries read the state at the start of their block of that many tokens; None: the state after their own token.
+    """
     if beta_BGT is None:
         return q_BGJTF @ k_BGTF.mT.unsqueeze(-3)
-    return chunk_scores(q_BGJTF, k_BGTF, beta_BGT).inner_xJCC
+    if block is None:
+        return chunk_scores(q_BGJTF, k_BGTF, beta_BGT).inner_xJCC
+    at_T = torch.arange(k_BGTF.shape[2], device=k_BGTF.device)
+    written_TT = at_T < (at_T // block * block).unsqueeze(1)
+    seen_BGJTT = torch.where(written_TT, q_BGJTF @ k_BGTF.mT.unsqueeze(-3), 0)
+    return seen_BGJTT @ wy_factor(k_BGTF, beta_BGT).unsqueeze(-3)

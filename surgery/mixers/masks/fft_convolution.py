@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import Mask, MaskInputs, MaskState, Signals
 from surgery.mixers.masks.chunking import ChunkLayout, upcast_inputs
-from surgery.mixers.masks.delta_rule import chunk_scores
+from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
 
 # Maximum number of complex elements per group of features.
 FFT_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
@@ -55,6 +55,12 @@ class DistanceMask(Mask):
         reach = cls.reach(config)
         return (length if reach is None else min(length, reach - 1)) * (features + values)
 
+    @classmethod
+    def state_size_by_block(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+        """Return the number of elements in the state that `by_block` leaves after `length` tokens, per key/value head."""
+        reach = cls.reach(config)
+        return (length if reach is None else min(length, reach)) * (features + values)
+
     def empty_state(self, rows: int, features: int, values: int, device: torch.device | str) -> MaskState:
         """Return the state of `rows` sequences before their first token."""
         sizes = {"keys": features, "values": values}
@@ -81,6 +87,33 @@ class DistanceMask(Mask):
         rows = upcast_inputs(rows)
         out, k_BGSF, v_BGSV = self._quadratic(rows, state, 1)
         return out, self._next_state(rows, state, k_BGSF, v_BGSV)
+
+    def by_block(self, rows: MaskInputs, state: MaskState | None, block: int) -> tuple[Tensor, MaskState | None]:
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at the start
+        of their block, in quadratic time."""
+        rows = upcast_inputs(rows)
+        layout = ChunkLayout.unaligned(rows.start_B, rows.v_BGTV.shape[2], block)
+        q_BGNJCF = layout.to_chunks(rows.q_BGJTF, 3).transpose(2, 3)
+        beta = None if rows.beta_BGT is None else layout.to_chunks(rows.beta_BGT, 2)
+        scores = chunk_scores(q_BGNJCF[..., :0, :], layout.to_chunks(rows.k_BGTF, 2), beta)
+        (u_BGSF, v_BGSV), outs = self._history(rows, state), []
+        for n, v_BGCV in enumerate(layout.to_chunks(rows.v_BGTV, 2).unbind(2)):
+            outs.append(self._read_history(q_BGNJCF[:, :, n], rows.start_B + n * block, u_BGSF, v_BGSV))
+            u_BGSF, v_BGSV = append_chunk(u_BGSF, scores, n), torch.cat([v_BGSV, v_BGCV], 2)
+        out_BGJTV = torch.cat(outs, 3)[:, :, :, : layout.length]
+        return out_BGJTV, None if state is None else self._next_state(rows, state, u_BGSF, v_BGSV, nearest=0)
+
+    def read(self, q_BGJTF: Tensor, start_B: Tensor, signals: Signals, state: MaskState) -> Tensor:
+        """Return out_BGJTV of queries that all read the history from the position of its last token."""
+        q_BGJTF = q_BGJTF.to(torch.promote_types(q_BGJTF.dtype, torch.float32))
+        return self._read_history(q_BGJTF, start_B, *(state[name].to(q_BGJTF.dtype) for name in ("keys", "values")))
+
+    def _read_history(self, q_BGJTF: Tensor, end_B: Tensor, u_BGSF: Tensor, v_BGSV: Tensor) -> Tensor:
+        """Return out_BGJTV of queries at position end - 1, which is that of the last of S keys and values."""
+        at_B1 = (end_B - 1).unsqueeze(1)
+        from_BS = at_B1 - torch.arange(v_BGSV.shape[2] - 1, -1, -1, device=at_B1.device)
+        mask_BGJ1S = self.entries(at_B1, from_BS).to(v_BGSV.dtype)
+        return ((q_BGJTF @ u_BGSF.mT.unsqueeze(2)) * mask_BGJ1S) @ v_BGSV.unsqueeze(2)
 
     def _history(self, rows: MaskInputs, state: MaskState | None) -> tuple[Tensor, Tensor]:
         """Return keys and values of the state in the dtype of the call."""
@@ -120,16 +153,16 @@ class DistanceMask(Mask):
             mask_BGJCS = self.entries(at_BC, from_BS).to(v_BGSV.dtype)
             all_BGJCS = torch.cat([past_BGJCS, scores.inner_xJCC[:, :, n]], -1)
             outs.append((all_BGJCS * mask_BGJCS) @ v_BGSV.unsqueeze(2))
-            if scores.keys_xCF is not None:
-                u_BGSF = u_BGSF - (u_BGSF @ scores.keys_xCF[:, :, n].mT) @ scores.write_xCF[:, :, n]
-            u_BGSF = torch.cat([u_BGSF, scores.write_xCF[:, :, n]], 2)
+            u_BGSF = append_chunk(u_BGSF, scores, n)
         return torch.cat(outs, 3)[:, :, :, :length], u_BGSF, v_BGSV
 
-    def _next_state(self, rows: MaskInputs, state: MaskState, k_BGSF: Tensor, v_BGSV: Tensor) -> MaskState:
+    def _next_state(
+        self, rows: MaskInputs, state: MaskState, k_BGSF: Tensor, v_BGSV: Tensor, nearest: int = 1
+    ) -> MaskState:
         """Return the keys and values within reach of later tokens: the last real token of each row last, zeros before
-        its first."""
+        its first. nearest: distance at which later queries read the last token."""
         size, reach = int((rows.start_B + rows.count_B).max()), self.reach(self.config)
-        size = max(size if reach is None else min(size, reach - 1), 0)
+        size = max(size if reach is None else min(size, reach - nearest), 0)
         last_B1 = (state["keys"].shape[2] + rows.count_B).unsqueeze(1)
         index_Bn = last_B1 - size + torch.arange(size, device=last_B1.device)
         row_B1 = torch.arange(len(index_Bn), device=index_Bn.device).unsqueeze(1)
@@ -138,6 +171,13 @@ class DistanceMask(Mask):
             x = F.pad(x, (0, 0, 1, 0))  # entry 0: zeros for slots before the history
             after[name] = x.transpose(1, 2)[row_B1, (index_Bn + 1).clamp_min(0)].transpose(1, 2)
         return after
+
+
+def append_chunk(u_BGSF: Tensor, scores: ChunkScores, n: int) -> Tensor:
+    """Return the keys of the history followed by those of chunk n, which changes the former under the delta rule."""
+    if scores.keys_xCF is not None:
+        u_BGSF = u_BGSF - (u_BGSF @ scores.keys_xCF[:, :, n].mT) @ scores.write_xCF[:, :, n]
+    return torch.cat([u_BGSF, scores.write_xCF[:, :, n]], 2)
 
 
 def fft_filter(

@@ -13,7 +13,7 @@ reads all buckets. Then the token and all buckets below the lowest zero bit of n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape, from_options
 from surgery.mixers.masks.base import MASKS, Mask, MaskInputs, MaskState, Signals
-from surgery.mixers.masks.chunking import inverse_softplus, upcast_inputs
+from surgery.mixers.masks.chunking import ChunkLayout, inverse_softplus, upcast_inputs
 from surgery.mixers.masks.decay import Decay
 from surgery.mixers.masks.gates import Gates
 from surgery.mixers.masks.log_linear_chunked import FenwickTree, bit_length
@@ -154,6 +154,53 @@ class HierarchicalMask(Mask):
             levels=max_levels_after(rows, before),
         )
         return out_BGJV.unsqueeze(3), {"buckets": merge_low_buckets(after, bits)}
+
+    def dense_by_block(self, start_B: Tensor, length: int, signals: Signals, block: int) -> Tensor:
+        """Return M_BGJTT of queries that read the state at the start of their block.
+
+        Levels are those of a query at the first token of the block: there, buckets are merged as in the state.
+        """
+        at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
+        bits = self.config.block_bits
+        level_BTT = bit_length(
+            (at_BT // block * block).unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1 + bits
+        )
+        level_BGJTL = signals["level"].movedim(1, 3)
+        index_BTT = (level_BTT - bits).clamp_min(0)[:, None, None]
+        lambda_BGJTT = level_BGJTL.gather(-1, index_BTT.expand(*level_BGJTL.shape[:-1], length))
+        gates_BGJTT: Tensor = self.gates("dense_by_block", start_B, length, signals, block)
+        return lambda_BGJTT * gates_BGJTT
+
+    def by_block(self, rows: MaskInputs, state: MaskState | None, block: int) -> tuple[Tensor, MaskState | None]:
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at the start
+        of their block. block: a power of two, so that blocks are the chunks of the tree."""
+        rows = upcast_inputs(rows)
+        gates_BRGT = self.gates("log_gates", rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
+        bits = self.config.block_bits
+        before = None
+        if state is not None:
+            before = expand_buckets(state["buckets"].to(rows.v_BGTV.dtype), rows.start_B, bits)
+        tree_rows = replace(rows, signals={"level": self._all_levels(rows)})
+        length = rows.v_BGTV.shape[2]
+        layout = ChunkLayout(
+            length, length // block + 1, block, rows.start_B // block
+        )  # needs no device synchronization
+        gates_BGT = gates_BRGT.squeeze(1).to(rows.v_BGTV.dtype)
+        tree = FenwickTree.from_inputs(tree_rows, gates_BGT, block.bit_length() - 1, layout)
+        levels = max_levels_after(rows, before)
+        levels = levels_after(before, rows.start_B, rows.count_B) if levels is None else levels
+        out, after = tree.sweep_by_chunk(before, levels)
+        return out, None if after is None else {"buckets": merge_low_buckets(after, bits)}
+
+    def read(self, q_BGJTF: Tensor, start_B: Tensor, signals: Signals, state: MaskState) -> Tensor:
+        """Return out_BGJTV of queries that all read the state, at the levels of the first token after it."""
+        q_BGJTF = q_BGJTF.to(torch.promote_types(q_BGJTF.dtype, torch.float32))
+        buckets_BNGFV, lambda_BTGJL = state["buckets"].to(q_BGJTF.dtype), signals["level"].to(q_BGJTF.dtype)
+        first = 0 if self.config.block_bits else 1  # level of the first sum
+        level_N = first + torch.arange(buckets_BNGFV.shape[1], device=q_BGJTF.device)
+        weight_BGJTN = lambda_BTGJL[..., level_N.clamp_max(self.config.levels - 1)].movedim(1, 3)
+        seen_BNGJTV = q_BGJTF.unsqueeze(1) @ buckets_BNGFV.unsqueeze(3)
+        return torch.einsum("bgjtn,bngjtv->bgjtv", weight_BGJTN, seen_BNGJTV)
 
     def _all_levels(self, rows: MaskInputs) -> Tensor:
         """Return the lambda of every level, (B, T, G, J, bits + levels): those within a block repeat the first."""

@@ -124,9 +124,12 @@ class FenwickTree:
     write_BNGCF: Tensor
 
     @classmethod
-    def from_inputs(cls, rows: MaskInputs, gates_BGT: Tensor, bits: int) -> FenwickTree:
-        """Lay the tokens of one call out in chunks."""
-        layout = ChunkLayout.block_aligned(rows.start_B, rows.v_BGTV.shape[2], 1 << bits, 1 << bits)
+    def from_inputs(
+        cls, rows: MaskInputs, gates_BGT: Tensor, bits: int, layout: ChunkLayout | None = None
+    ) -> FenwickTree:
+        """Lay the tokens of one call out in chunks. layout: None for `ChunkLayout.block_aligned`."""
+        if layout is None:
+            layout = ChunkLayout.block_aligned(rows.start_B, rows.v_BGTV.shape[2], 1 << bits, 1 << bits)
         gates_BGT = gates_BGT.expand(rows.v_BGTV.shape[:3])
         q_BNGJCF = layout.to_chunks(rows.q_BGJTF, 3).permute(0, 3, 1, 2, 4, 5)
         k_BNGCF, v_BNGCV, gates_BNGC = (
@@ -140,7 +143,7 @@ class FenwickTree:
 
     def sweep(self, buckets_BLGFV: Tensor | None, levels: int) -> tuple[Tensor, Tensor | None]:
         """Return (out_BGJTV, buckets after the tokens, `levels` of them; None without buckets before)."""
-        end_B, first_B = self.rows.start_B + self.rows.count_B, self.layout.base_B
+        end_B = self.rows.start_B + self.rows.count_B
         segments = Segments(self.write_BNGCF.mT @ self.v_BNGCV, self.fade[..., -1], self.scores.carry())
         before = segments.sum_BnGFV[:, :0] if buckets_BLGFV is None else buckets_BLGFV
         out_BNGJCV, low_BlGFV = self._intra_chunk(), before[:, : self.bits]
@@ -149,9 +152,30 @@ class FenwickTree:
             low_BlGFV = self._carry_low_buckets(low_BlGFV, segments)
             segments.sum_BnGFV[:, 0] += low_BlGFV.sum(1)
         before = F.pad(before, (0, 0, 0, 0, 0, 0, 0, levels - before.shape[1]))
-        queries, end = self._chunk_queries(), self._end_query(segments, end_B)
-        after = [self._low_buckets_after(low_BlGFV, end_B)]
-        for level, bucket_BGFV in enumerate(before[:, self.bits :].unbind(1)):
+        out, after = self._read_levels(segments, before, self._chunk_queries(), out_BNGJCV)
+        after = [self._low_buckets_after(low_BlGFV, end_B), *after]
+        return out, None if buckets_BLGFV is None else torch.cat(after, dim=1)[:, :levels]
+
+    def sweep_by_chunk(self, buckets_BLGFV: Tensor | None, levels: int) -> tuple[Tensor, Tensor | None]:
+        """Return (out_BGJTV, buckets after the tokens, `levels` of them; None without buckets before) of queries that read the
+        state at the start of their chunk. Rows start and end at a chunk's border, so the buckets below c are zeros."""
+        segments = Segments(self.write_BNGCF.mT @ self.v_BNGCV, self.fade[..., -1], self.scores.carry())
+        before = segments.sum_BnGFV[:, :0] if buckets_BLGFV is None else buckets_BLGFV
+        before = F.pad(before, (0, 0, 0, 0, 0, 0, 0, levels - before.shape[1]))
+        q_BNGJCF = self.layout.to_chunks(self.rows.q_BGJTF, 3).permute(0, 3, 1, 2, 4, 5)
+        queries = SegmentQueries(self._chunk_numbers(), torch.ones_like(self.gates_BNGC), q_BNGJCF.flatten(3, 4))
+        zeros = self.v_BNGCV.new_zeros(*q_BNGJCF.shape[:5], self.v_BNGCV.shape[-1])
+        out, after = self._read_levels(segments, before, queries, zeros)
+        after = [torch.zeros_like(before[:, : self.bits]), *after]
+        return out, None if buckets_BLGFV is None else torch.cat(after, dim=1)[:, :levels]
+
+    def _read_levels(
+        self, segments: Segments, before_BLGFV: Tensor, queries: SegmentQueries, out_BNGJCV: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return (out_BGJTV, the buckets from c on after the tokens), with what `queries` read added to out_BNGJCV."""
+        end_B, first_B = self.rows.start_B + self.rows.count_B, self.layout.base_B
+        end, after = self._end_query(segments, end_B), []
+        for level, bucket_BGFV in enumerate(before_BLGFV[:, self.bits :].unbind(1)):
             left, right = segments.pair(bucket_BGFV.unsqueeze(1), (first_B >> level) & 1 == 1)
             seen_BNGRV, fade_BNGC = queries.read(left, level, first_B)
             weight_BNGJC = fade_BNGC.unsqueeze(3) * self._lambda(self.bits + level + 1)
@@ -159,8 +183,7 @@ class FenwickTree:
             seen_B1GFV, fade_B1G1 = end.read(left, level, first_B)
             after.append(seen_B1GFV * fade_B1G1.unsqueeze(-1))
             segments = left.merge(right)
-        out = self.layout.from_chunks(out_BNGJCV.permute(0, 2, 3, 1, 4, 5), 3)
-        return out, None if buckets_BLGFV is None else torch.cat(after, dim=1)[:, :levels]
+        return self.layout.from_chunks(out_BNGJCV.permute(0, 2, 3, 1, 4, 5), 3), after
 
     @property
     def fade(self) -> Tensor:
@@ -182,9 +205,12 @@ class FenwickTree:
         gates_BNG1CC = segsum(self.gates_BNGC).exp().unsqueeze(3)
         return (self.scores.inner_xJCC * lambda_BNGJCC * gates_BNG1CC) @ self.v_BNGCV.unsqueeze(3)
 
+    def _chunk_numbers(self) -> Tensor:
+        """Return the number of each chunk, counted from position 0, (B, N)."""
+        return self.layout.base_B.unsqueeze(1) + torch.arange(self.layout.count, device=self.v_BNGCV.device)
+
     def _chunk_queries(self) -> SegmentQueries:
-        at_N = torch.arange(self.layout.count, device=self.v_BNGCV.device)
-        return SegmentQueries(self.layout.base_B.unsqueeze(1) + at_N, self.fade, self.scores.read_xJCF.flatten(3, 4))
+        return SegmentQueries(self._chunk_numbers(), self.fade, self.scores.read_xJCF.flatten(3, 4))
 
     def _end_query(self, segments: Segments, end_B: Tensor) -> SegmentQueries:
         """Return a query per feature at the position after the last token, which reads the new buckets."""

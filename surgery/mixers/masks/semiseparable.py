@@ -16,7 +16,7 @@ from torch import Tensor
 from surgery.core.dispatch import dispatched
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import Mask, MaskInputs, MaskState, Signals
-from surgery.mixers.masks.chunking import ChunkLayout, log_decay_to_end, segsum, token_spans
+from surgery.mixers.masks.chunking import ChunkLayout, log_decay_to_end, segsum, token_spans, upcast_inputs
 from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
 
 
@@ -71,6 +71,45 @@ class Semiseparable(Mask):
         operands = *token, beta_BG, gates_BRG, self.amplitudes()
         out_BGJV, after = semiseparable_step(*operands, sum_BRGFV=state["sum"])
         return out_BGJV.unsqueeze(3), {"sum": after}
+
+    def by_block(self, rows: MaskInputs, state: MaskState | None, block: int) -> tuple[Tensor, MaskState | None]:
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at the start
+        of their block."""
+        rows = upcast_inputs(rows)
+        length, sizes = rows.v_BGTV.shape[2], (rows.k_BGTF.shape[-1], rows.v_BGTV.shape[-1])
+        now = self.empty_state(len(rows.v_BGTV), *sizes, rows.v_BGTV.device) if state is None else state
+        layout = ChunkLayout.unaligned(rows.start_B, length, block)
+        q_BGNJCF = layout.to_chunks(rows.q_BGJTF, 3).transpose(2, 3)
+        k_BGNCF, v_BGNCV = layout.to_chunks(rows.k_BGTF, 2), layout.to_chunks(rows.v_BGTV, 2)
+        beta = None if rows.beta_BGT is None else layout.to_chunks(rows.beta_BGT, 2)
+        # Queries do not see tokens of their own block, so the scores are formed without queries.
+        scores = chunk_scores(q_BGNJCF[..., :0, :], k_BGNCF, beta)
+        gates_BRGT = self.log_gates(rows.start_B, rows.count_B, length, rows.signals).to(v_BGNCV.dtype)
+        before, last = states_before_chunks(
+            scores, v_BGNCV, layout.to_chunks(gates_BRGT, 3), now["sum"].to(v_BGNCV.dtype)
+        )
+        mixed_BGNJFV = mix_components(before, self.amplitudes())
+        out_BGJTV = layout.from_chunks((q_BGNJCF @ mixed_BGNJFV).transpose(2, 3), 3)
+        return out_BGJTV, None if state is None else {"sum": last}
+
+    def read(self, q_BGJTF: Tensor, start_B: Tensor, signals: Signals, state: MaskState) -> Tensor:
+        """Return out_BGJTV of queries that all read the state."""
+        q_BGJTF = q_BGJTF.to(torch.promote_types(q_BGJTF.dtype, torch.float32))
+        sum_BRGFV = state["sum"].to(q_BGJTF.dtype)
+        out_BGJTV: Tensor = q_BGJTF @ mix_components(list(sum_BRGFV.unbind(1)), self.amplitudes())
+        return out_BGJTV
+
+
+def mix_components(sums: list[Tensor], weight_RGJ: Tensor | None) -> Tensor:
+    """Return sum_r a_r S_r (B, G, .., J, F, V) of R states (B, G, .., F, V); J is 1 without amplitudes."""
+    if weight_RGJ is None:
+        return sums[0].unsqueeze(-3)
+    weight_RGJ = weight_RGJ.to(sums[0].dtype)
+    terms = (
+        weight_GJ.view(weight_GJ.shape[0], *[1] * (sum_r.dim() - 4), weight_GJ.shape[1], 1, 1) * sum_r.unsqueeze(-3)
+        for weight_GJ, sum_r in zip(weight_RGJ, sums)
+    )
+    return sum(terms, torch.zeros((), dtype=weight_RGJ.dtype, device=weight_RGJ.device))
 
 
 @dispatched
@@ -178,6 +217,19 @@ def _inter_chunk(
         out = out + fade_BGNJC.unsqueeze(-1) * (scores.read_xJCF @ before_BGNFV.unsqueeze(3))
         after.append(last)
     return out, torch.stack(after, 1)
+
+
+def states_before_chunks(
+    scores: ChunkScores, v_BGNCV: Tensor, gates_BRGNC: Tensor, first_BRGFV: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Return (the state before every chunk (B, G, N, F, V) of each component, the state after the last chunk (B, R, G, F, V))."""
+    before, last = [], []
+    for r, gates_BGNC in enumerate(gates_BRGNC.unbind(1)):
+        added_BGNFV = (scores.write_xCF * log_decay_to_end(gates_BGNC).exp().unsqueeze(-1)).mT @ v_BGNCV
+        before_BGNFV, last_BGFV = scan_states(scores, added_BGNFV, gates_BGNC.sum(-1).exp(), first_BRGFV[:, r])
+        before.append(before_BGNFV)
+        last.append(last_BGFV)
+    return before, torch.stack(last, 1)
 
 
 def scan_states(
