@@ -124,7 +124,7 @@ class MeasuredTimes:
 
 
 LINEAR_OPS = ("btt", "low_rank")
-LINEAR_SIZES = {"low_rank": ("tokens", "inputs", "outputs", "rank")}
+LINEAR_SIZES: dict[str, tuple[str, ...]] = {"low_rank": ("tokens", "inputs", "outputs", "rank")}
 LINEAR_SIZES["btt"] = (*LINEAR_SIZES["low_rank"], "rows", "columns")
 PHASES = {"prefill": "forward", "decode": "captured"}  # decoding steps in a CUDA graph
 
