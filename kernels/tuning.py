@@ -62,20 +62,22 @@ def tables() -> list[dict[str, Any]]:
     try:
         found = json.loads(TABLE.read_text(encoding="utf-8"))["tables"]
         return [
-            {**table, "rows": [row for row in table["rows"] if _is_complete_row(row)]}
+            {**table, "rows": [row for row in table["rows"] if is_complete_row(row)]}
             for table in found
-            if _has_names(table)
+            if has_names(table)
         ]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # a broken table must not stop a model: the kernels' own rules decide
 
 
-def _has_names(table: dict[str, Any]) -> bool:
+def has_names(table: dict[str, Any]) -> bool:
+    """Return whether a table has the texts and lists that describe it. Raises KeyError if one is missing."""
     texts = all(isinstance(table[name], str) for name in ("device", "dtype"))
     return texts and all(isinstance(table[name], list) for name in ("capability", "rows"))
 
 
-def _is_complete_row(row: dict[str, Any]) -> bool:
+def is_complete_row(row: dict[str, Any]) -> bool:
+    """Return whether a row has an op, a pass, whole sizes and valid times."""
     counts = row["sizes"].values() if isinstance(row["sizes"], dict) else (None,)
     times = [
         row[implementation] for implementation in (*IMPLEMENTATIONS, "original") if row.get(implementation) is not None

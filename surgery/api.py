@@ -14,7 +14,7 @@ A model in memory is converted in place, and saved by its own method:
     model = surgery.apply(model, "btt-half", calibration=texts, tokenizer=tokenizer)
     model.save_pretrained("OUT")
 
-`plan`, `inspect`, `evaluate` and `densify` also take a model in memory. Each function returns the dict that the command prints with `--json`; notebooks and terminals display it as the command's
+`plan`, `inspect`, `evaluate`, `quantize` and `densify` also take a model in memory. Each function returns the dict that the command prints with `--json`; notebooks and terminals display it as the command's
 tables. `plan`, `apply` and `convert` take recipe keys as keywords (`keep=0.75` is `--set keep=0.75`); nested keys go into
 `overrides={"attention.cache": 0.5}`. Errors that the user can correct are `surgery.core.errors.SurgeryError`.
 """
@@ -80,6 +80,7 @@ def plan(
     *,
     overrides: Mapping[str, Any] | None = None,
     context: int = 4096,
+    measured: PathLike | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     **keys: Any,
@@ -91,6 +92,7 @@ def plan(
         recipe: name of a shipped recipe, path of a YAML file, dict, or ConversionRecipe.
         overrides: recipe keys by dotted path, e.g. {"attention.cache": 0.5}.
         context: prompt length in tokens that the notes on speed refer to.
+        measured: file of `surgery bench linear --out`, from which the time of the linears is predicted; None: the times that are included.
         revision: branch, tag or commit of the Hub repository.
         trust_remote_code: whether Python code in the checkpoint's repository may run.
         keys: top-level recipe keys, e.g. keep=0.75.
@@ -98,7 +100,7 @@ def plan(
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
     from surgery.planning.plan import make_plan
-    from surgery.publish.speed_notes import plan_notes
+    from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
@@ -114,8 +116,14 @@ def plan(
         name = _checkpoint_name(source, "plan")
         opened = open_checkpoint(name, trust_remote_code, weights=False, revision=revision)
         data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), settings))
-    data["speed"] = plan_notes(data, context)
-    return CommandResult(data, lambda: [*plan_table(data), *data["speed"]])
+    table = None
+    if measured is not None:
+        from surgery.eval.speed.update_tables import read_measured_times
+
+        table = read_measured_times(Path(measured))
+    data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
+    times = predicted_lines(data["linear_times"])
+    return CommandResult(data, lambda: [*plan_table(data), *times, *data["speed"]])
 
 
 def apply(
@@ -268,6 +276,38 @@ def inspect(converted: PathLike | nn.Module, *, modules: bool = False) -> Comman
     report = inspect_model(converted) if _is_module(converted) else run(_checkpoint_name(converted, "inspect"))
     table = module_table if modules else inspect_table
     return CommandResult(report, lambda: [*table(report), *report_notes(report)])
+
+
+def quantize(
+    converted: PathLike | nn.Module,
+    out: PathLike | None = None,
+    *,
+    bits: int = 8,
+    group: int | None = None,
+    progress: Progress | None = None,
+) -> CommandResult:
+    """Store the linears of a converted checkpoint or model as integers. Return their number, and the bytes of all tensors before and after.
+
+    Args:
+        converted: converted checkpoint, a local folder or a Hub id; or a converted model, which is changed in place.
+        out: folder of the quantized checkpoint; must not exist. None for a model.
+        bits: 8 or 4.
+        group: inputs that share a scale; None: 64 with 4 bits, all inputs of an output with 8.
+        progress: as in `convert`.
+    """
+    from surgery.conversion.quantize import quantize as run
+    from surgery.conversion.quantize import quantize_line, quantize_live
+
+    if _is_module(converted) and out is None:
+        result = quantize_live(converted, bits, group)
+    elif out is None or _is_module(converted):
+        raise SurgeryError(
+            "surgery.quantize takes a folder and `out`, or a model without `out`. Save a model with save_pretrained"
+        )
+    else:
+        name = _checkpoint_name(converted, "quantize")
+        result = run(name, Path(out), bits, group, progress=progress or RichProgress())
+    return CommandResult(result, lambda: [quantize_line(result)])
 
 
 def finetune(

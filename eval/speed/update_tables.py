@@ -17,10 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from surgery.core.errors import SurgeryError
 from surgery.eval.speed.tables import CELL_LEGEND, format_conditions, markdown
+from surgery.publish.speed_notes import LINEAR_OPS, check_measured_times
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, TABLE = ROOT / "docs/measurements/performance.md", ROOT / "kernels/tuning.json"
+MAX_FILE_BYTES = 50_000_000
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 
 
@@ -53,6 +56,23 @@ def tuning_tables(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 case = [row for row in result["rows"] if (row["table"], row["x"]) == (table, x) and row["ms"]]
                 into += _case_rows(case, pass_of_table(table), launch_times(result["rows"], pass_of_table(table), x))
     return list(tables.values())
+
+
+def read_measured_times(path: Path) -> dict[str, Any]:
+    """Return the times of linears in a file of `surgery bench linear --out`, as a table of kernels/tuning.py. Raises SurgeryError if it is damaged."""
+    if not path.is_file():
+        raise SurgeryError(f"{path} does not exist. Measure this machine with: surgery bench linear --out {path.name}")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise SurgeryError(f"{path} must have at most {MAX_FILE_BYTES:,} bytes (got {path.stat().st_size:,})")
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        table = tuning_tables([result])[0] if result["kind"] == "linear" else None
+        linears = [row for row in table["rows"] if row["op"] in LINEAR_OPS] if table else []
+        return check_measured_times(table and {**table, "rows": linears}, str(path))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
+        raise SurgeryError(
+            f"{path} is no file of `surgery bench linear --out` ({type(error).__name__}: {str(error)[:100]}). Write it again"
+        ) from None
 
 
 def keep_unmeasured(tables: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -184,6 +184,16 @@ class CalibrationReport(ReportModel):
     warnings: list[str] = []
 
 
+class StorageReport(ReportModel):
+    """Quantization of the linears: how many, bits, inputs that share a scale (None: all of an output), bytes of all tensors."""
+
+    linears: Count
+    bits: Count
+    group: Count | None
+    bytes_before: Count
+    bytes_after: Count
+
+
 class TimeReport(ReportModel):
     """Seconds of each step and of each layer."""
 
@@ -244,6 +254,7 @@ class Report(ReportModel):
     memory: MemoryReport
     hybrid: HybridReport | None = None
     refine: RefineReport | None = None
+    storage: StorageReport | None = None
     training: list[TrainingReport] = []
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from surgery.core.errors import SurgeryError
@@ -45,6 +46,22 @@ def read_mixers(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
     if not isinstance(mixers, dict) or not all(isinstance(entry, dict) for entry in mixers.values()):
         raise SurgeryError(f"{name}: the surgery table in config.json is damaged")
     return mixers
+
+
+def is_quantized(modules: dict[str, Any]) -> bool:
+    """Return whether a linear of a table, or a part of a split one, is stored as integers."""
+    entries = list(modules.values())
+    for entry in modules.values():
+        parts = entry.get("parts")
+        entries += parts.values() if isinstance(parts, dict) else []
+    return any(isinstance(entry, dict) and "bits" in entry for entry in entries)
+
+
+def stored_size(modules: dict[str, Any], tensors: Mapping[str, Any]) -> tuple[str, int]:
+    """Return ("params", elements of the tensors), or ("bytes", their bytes) if linears are stored as integers, two of 4 bits in an element."""
+    if is_quantized(modules):
+        return "bytes", sum(tensor.nbytes for tensor in tensors.values())
+    return "params", sum(tensor.numel for tensor in tensors.values())
 
 
 def has_shims(config: dict[str, Any]) -> bool:

@@ -50,6 +50,15 @@ Context = Annotated[
     int, typer.Option("--context", min=1, metavar="TOKENS", help="Prompt length that the notes on speed refer to.")
 ]
 
+MeasuredTimes = Annotated[
+    Path | None,
+    typer.Option(
+        "--measured",
+        metavar="FILE",
+        help="Predict the time of the linears from this file of `surgery bench linear --out`. Default: the times that are included.",
+    ),
+]
+
 # -- surgery convert and demo
 Calibration = Annotated[
     str | None,

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from surgery.architectures.attention import output_path
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.rewrite import rewrite_checkpoint
-from surgery.checkpoint.safetensors_io import DTYPES, TensorSource, write_shard
+from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import has_shims, quantization_table, read_mixers, read_table
 from surgery.checkpoint.tensor_names import check_tensors, map_tensor_names, unused_tensors
@@ -27,6 +27,7 @@ from surgery.modeling.applied import remove_table
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
 from surgery.modeling.quantizer import replace_modules, split_named_experts
 from surgery.structures import StructuredLinear
+from surgery.structures.quantized import QuantizedLinear
 
 MAX_SHARD_BYTES = 2**29  # of the files written on the way: the tensors of one are in memory together
 
@@ -45,7 +46,7 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     unused = unused_tensors(source.config["quantization_config"])
     check_openable(source, converted)
     folded = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
-    table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded"}
+    table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded" or "bits" in spec}
     config = _plain_config(source, folded, mixers, unused)
     rewrite_checkpoint(source, out, lambda place: _write_shards(source, table, set(folded), place, progress), config)
     return {"out": str(out), "modules": len(table)}
@@ -74,7 +75,7 @@ def densify_live(model: Any) -> int:
     structured = {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, (StructuredLinear, SplitLinear, GuardedLinear)) and ".parts." not in path
+        if isinstance(module, (StructuredLinear, SplitLinear, GuardedLinear, QuantizedLinear)) and ".parts." not in path
     }
     guarded = {path for path, module in structured.items() if isinstance(module, GuardedLinear)}
     dense = {
@@ -95,7 +96,8 @@ def densify_live(model: Any) -> int:
 def dense_module(module: Any, transposed: bool, folded: bool) -> nn.Module:
     """Return the dense linear of a structured one: an nn.Linear, a Conv1D (transposed), or a GuardedLinear (folded)."""
     bias = module_bias(module)
-    like = next(p for p in module.parameters() if p.is_floating_point() and p is not bias)
+    stored = (*module.parameters(), *module.buffers())  # of a quantized linear the scales
+    like = next(t for t in stored if t.is_floating_point() and t is not bias)
     weight_OI = copy.deepcopy(module).float().dense().to(like.dtype)
     linear: Any
     if transposed and not folded:
@@ -216,9 +218,9 @@ def dense_entries(
     """
     module = load_replacement_module(spec, base, source.tensors, torch.device("cpu"))
     stored = DTYPES[
-        next(source.tensors[f"{base}.{n}"].dtype for n in _stored_tensor_names(spec) if not n.endswith("place"))
+        next(d for n in _stored_tensor_names(spec) if (d := source.tensors[f"{base}.{n}"].dtype) in FLOAT_DTYPES)
     ]
-    assert isinstance(module, (StructuredLinear, SplitLinear))
+    assert isinstance(module, (StructuredLinear, SplitLinear, QuantizedLinear))
     weight_OI = module.dense()
     weight = weight_OI[None] if folded else weight_OI.mT if spec.get("transposed") else weight_OI
     entries = [TensorSource.from_tensor(f"{base}.weight", weight.to(stored))]

@@ -26,6 +26,7 @@ from surgery.core.errors import SurgeryError
 from surgery.modeling.attention import MixerAttention
 from surgery.modeling.modules import GuardedLinear, SplitLinear
 from surgery.structures import StructuredLinear
+from surgery.structures.quantized import QuantizedLinear
 
 HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -209,7 +210,7 @@ def is_converted(model: Any) -> bool:
     """Return whether modules of the model were replaced by structured ones or by mixers."""
     table = getattr(getattr(model, "config", None), "quantization_config", None)
     method = table.get("quant_method") if isinstance(table, dict) else getattr(table, "quant_method", None)
-    replaced = (StructuredLinear, SplitLinear, GuardedLinear, MixerAttention)
+    replaced = (StructuredLinear, SplitLinear, GuardedLinear, QuantizedLinear, MixerAttention)
     return method == QUANT_METHOD or any(isinstance(module, replaced) for module in model.modules())
 
 

@@ -26,6 +26,7 @@ from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.weights import select_rows, slice_name, table_entry
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
+from surgery.structures.quantized import QuantizedLinear
 
 
 @dataclass
@@ -266,7 +267,7 @@ def load_replacement_module(
             )
         set_module_tensor(module, name, (loaded.float() if loaded.is_floating_point() else loaded).to(device))
     for part in module.modules():
-        if isinstance(part, StructuredLinear):
+        if isinstance(part, (StructuredLinear, QuantizedLinear)):
             part.check_loaded()
     return module
 

@@ -258,7 +258,8 @@ def replace_attention(model: Any, path: str, config: MixerConfig) -> None:
     kind.check_config(config, shape)
     if "forward" in vars(module):
         raise SurgeryError(f"{path} is already dispatched over devices (accelerate); install mixers before that")
-    like = next(p for p in module.parameters() if p.is_floating_point())
+    # Quantized projections have no parameters; their scales have the dtype.
+    like = next(t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
     with torch.device(like.device):
         mixer = kind(config, shape).to(like.dtype)
     attach_mixer(module, mixer.train(module.training))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from surgery.core.errors import SurgeryError
 from surgery.structures import STRUCTURES, StructuredLinear
 from surgery.structures.base import config_from_dict
+from surgery.structures.quantized import QuantizedLinear, Storage
 
 
 class GuardedLinear(nn.Linear):
@@ -53,7 +54,7 @@ class SplitLinear(nn.Module):
         self.in_features, self.out_features = in_features, sum(sizes)
         self.sizes, self.heads = sizes, heads
         self.parts = nn.ModuleDict(parts)
-        device = next(next(iter(parts.values())).parameters()).device
+        device = next(iter(next(iter(parts.values())).state_dict(keep_vars=True).values())).device
         self.register_buffer("weight", torch.zeros(1, 1, 1, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +72,8 @@ class SplitLinear(nn.Module):
 
     def dense(self) -> Tensor:
         """Return the weight (out, in), with rows in the fused order."""
-        return self._fuse([p.dense() if isinstance(p, StructuredLinear) else p.weight for p in self.parts.values()])  # type: ignore[misc]
+        has_cores = (StructuredLinear, QuantizedLinear)
+        return self._fuse([p.dense() if isinstance(p, has_cores) else p.weight for p in self.parts.values()])  # type: ignore[misc]
 
     def fused_bias(self) -> Tensor | None:
         """Return the bias (out,) in the fused order, or None."""
@@ -86,9 +88,12 @@ def build_module(
 
     The entry is {"structure": .., "in_features": .., "out_features": .., "bias": ..}, where the structure may be "dense" or
     "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads": ..}. The order of the
-    parts is a list because transformers sorts the keys of config.json. Raises SurgeryError if the entry is invalid.
+    parts is a list because transformers sorts the keys of config.json. With `bits`, and `group` if scales have groups, the weights are
+    stored as integers: QuantizedLinear. Raises SurgeryError if the entry is invalid.
     """
     spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
+    if "bits" in spec or "group" in spec:
+        return _build_quantized(spec, device, dtype)
     if spec.get("structure") == "split":
         _check_split_entry(spec)
         entries = {name: spec["parts"][name] for name in spec.get("order", spec["parts"])}
@@ -116,6 +121,21 @@ def build_module(
         )
     module: nn.Module = structure(in_, out, config, bias=bias, **factory)
     return module
+
+
+def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: torch.dtype | None) -> QuantizedLinear:
+    """Build the module of an entry with `bits`. A dense weight is stored as (1, out, in), as GuardedLinear stores it."""
+    plain = {k: v for k, v in spec.items() if k not in ("bits", "group")}
+    if plain.get("structure") == "dense":
+        plain["structure"] = "folded"
+    try:
+        storage = Storage(spec.get("bits", 0), spec.get("group"))
+        if plain.get("structure") == "split":
+            raise SurgeryError("the parts of a split entry have bits of their own")
+        return QuantizedLinear(build_module(plain, device, dtype), storage)
+    except SurgeryError as error:
+        text = str(error)
+        raise SurgeryError(text if text.startswith(DAMAGED_TABLE) else f"{DAMAGED_TABLE}: {text}") from None
 
 
 DAMAGED_TABLE = "the surgery table in config.json is damaged"

@@ -20,6 +20,7 @@ from surgery.mixers import mixer_config
 from surgery.modeling.modules import DAMAGED_TABLE, build_module
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.structures import StructuredLinear
+from surgery.structures.quantized import QuantizedLinear
 
 
 class SurgeryQuantizer(HfQuantizer):
@@ -82,7 +83,7 @@ class SurgeryQuantizer(HfQuantizer):
         model.is_quantized = False
         restore_buffers(model)
         for module in model.modules():
-            if isinstance(module, StructuredLinear):
+            if isinstance(module, (StructuredLinear, QuantizedLinear)):
                 module.check_loaded()
         for name in ("hf_quantizer", "quantization_method"):
             model.__dict__.pop(name, None)
@@ -101,7 +102,7 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
     from surgery.modeling.attention import replace_attention
 
     split_named_experts(model, table)
-    find, missing, taken = _ModuleFinder(model), 0, set()
+    find, missing, taken = ModuleFinder(model), 0, set()
     for path, spec in [*table.items(), *mixers.items()]:
         place = find(path)
         if place is None:
@@ -175,7 +176,7 @@ def untie(model: Any, path: str) -> None:
     model.all_tied_weights_keys.pop(weight, None)
 
 
-class _ModuleFinder:
+class ModuleFinder:
     """Callable that returns the path in a model of a module that the table names, or None.
 
     The path may be the same, differ by the base model's prefix, or follow from transformers' renaming rules.
@@ -186,6 +187,7 @@ class _ModuleFinder:
         self.rules: tuple[list[Any], dict[str, bool]] | None = None
 
     def __call__(self, path: str) -> str | None:
+        """Return the module's path in the model, or None."""
         prefix = f"{self.model.base_model_prefix}." if self.model.base_model_prefix else ""
         for candidate in (path, path.removeprefix(prefix), prefix + path):
             if candidate in self.modules:

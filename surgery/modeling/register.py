@@ -13,8 +13,9 @@ from surgery.core.import_hooks import run_after_import
 
 
 def register() -> None:
-    """Register this package's classes with transformers and peft, now or on their import."""
-    # Each of the two modules registers its classes at its end. Whoever imports it first imports transformers or peft
+    """Register this package's classes with transformers, peft and torchao, now or on their import."""
+    # Each of these modules registers its classes at its end. Whoever imports it first imports transformers, peft or torchao
     # with it, so the callback may find it half imported: importing it once more then does nothing.
     run_after_import("transformers.quantizers.auto", lambda: importlib.import_module("surgery.modeling.quantizer"))
     run_after_import("peft.tuners.lora.model", lambda: importlib.import_module("surgery.modeling.lora"))
+    run_after_import("torchao.quantization.quant_api", lambda: importlib.import_module("surgery.modeling.torchao"))

@@ -10,11 +10,15 @@ from torch import Tensor, nn
 
 from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.linears import is_linear
+from surgery.conversion.quantize import stored_bytes
 from surgery.core.errors import SurgeryError
 from surgery.modeling.attention import MixerAttention
 from surgery.modeling.modules import GuardedLinear, SplitLinear
 from surgery.publish.summary import attention_costs
 from surgery.structures import StructuredLinear
+from surgery.structures.quantized import QuantizedLinear
+
+REPLACED = (StructuredLinear, SplitLinear, GuardedLinear, QuantizedLinear)
 
 
 def inspect_model(model: Any) -> dict[str, Any]:
@@ -27,9 +31,11 @@ def inspect_model(model: Any) -> dict[str, Any]:
         )
     tensors = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
     stored, linears = sum(tensors.values()), list(_iter_linears(model))
-    structured = sum(isinstance(m, (StructuredLinear, SplitLinear, GuardedLinear)) for m in linears)
-    as_reported = stored == report["totals"]["params_after"]
-    report["checks"] = {"stored_params": stored, "as_reported": as_reported, "structured_linears": structured}
+    structured = sum(isinstance(m, REPLACED) for m in linears)
+    unit = "bytes" if any(isinstance(m, QuantizedLinear) for m in model.modules()) else "params"
+    stored = stored if unit == "params" else stored_bytes(model)
+    as_reported = stored == report["totals"][f"{unit}_after"]
+    report["checks"] = {f"stored_{unit}": stored, "as_reported": as_reported, "structured_linears": structured}
     before = sum(_linear_macs(module) for module in linears)
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
     report["macs_per_token"] = {"before": before, "after": before + change}
@@ -42,7 +48,7 @@ def inspect_model(model: Any) -> dict[str, Any]:
 
 def _iter_linears(module: nn.Module) -> Iterator[nn.Module]:
     """Yield all linears, structured or not; a split linear as one."""
-    if is_linear(module) or isinstance(module, (StructuredLinear, SplitLinear, GuardedLinear)):
+    if is_linear(module) or isinstance(module, REPLACED):
         yield module
         return
     for child in module.children():

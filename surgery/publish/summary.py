@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
@@ -15,7 +16,7 @@ from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import read_mixers, read_table
+from surgery.checkpoint.table import read_mixers, read_table, stored_size
 from surgery.conversion.toeplitz import toeplitz_fits
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json
@@ -72,7 +73,7 @@ def describe_structure(structure: dict[str, Any]) -> str:
     """Format a structure: {"structure": "btt", "blocks": [4, 4], "rank": 8} -> btt 4x4 rank 8."""
     if structure["structure"] == "split":
         return "split: " + ", ".join(f"{k} {describe_structure(v)}" for k, v in structure["parts"].items())
-    words = [structure["structure"]]
+    words = [structure["structure"], *([f"int{structure['bits']}"] if "bits" in structure else [])]
     if isinstance(structure.get("blocks"), (list, tuple)):
         words.append("x".join(str(n) for n in structure["blocks"]))
     if structure.get("rank") is not None and (structure["structure"] != "monarch" or structure["rank"] != 1):
@@ -94,6 +95,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "rows": plan_rows(plan),
         "targets": targets,
         "cuts": targets,  # the key until 0.1, for scripts that read it
+        "unchanged": unchanged_linears(plan),
         "totals": plan.totals(),
         "candidates": sorted({config.name for t in plan.replaced_targets() for config in t.configs}),
         **attention_costs(
@@ -105,6 +107,15 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "refine": refine_dict(plan),
         "notes": list(plan.notes),
     }
+
+
+def unchanged_linears(plan: Plan) -> list[dict[str, Any]] | None:
+    """Return the linears that stay dense, as [{"shape": [out, in], "count"}]; None with routed experts, of which few compute a token."""
+    if any(linear.experts for linear in plan.layout.linears):
+        return None
+    shapes = [(t.out, t.in_) for targets in plan.targets.values() for t in targets if t.preview is None]
+    shapes += [(linear.out, linear.in_) for linear in plan.layout.linears if linear.path not in plan.targets]
+    return [{"shape": list(shape), "count": count} for shape, count in Counter(shapes).items()]
 
 
 def refine_dict(plan: Plan) -> dict[str, Any] | None:
@@ -138,9 +149,9 @@ def inspect(name: str) -> dict[str, Any]:
     """Return the report of a converted checkpoint, compared with the stored tensors and extended by costs."""
     source = open_converted_checkpoint(name)
     table, report = read_table(source.config, name), read_report(source.folder, name)
-    stored = sum(t.numel for t in source.tensors.values())
-    claimed = report["totals"]["params_after"]
-    report["checks"] = {"stored_params": stored, "as_reported": stored == claimed, "structured_linears": len(table)}
+    unit, stored = stored_size(table, source.tensors)
+    as_reported = stored == report["totals"][f"{unit}_after"]
+    report["checks"] = {f"stored_{unit}": stored, "as_reported": as_reported, "structured_linears": len(table)}
     report["macs_per_token"] = macs_per_token(report, source)
     if mixers := read_mixers(source.config, name):
         model = describe_unconverted_model(source)

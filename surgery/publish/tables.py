@@ -216,6 +216,12 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
     if t["replaced_params_before"]:
         before, after = t["replaced_params_before"], t["replaced_params_after"]
         lines.insert(0, f"replaced weights: {before:,} -> {after:,} parameters ({t['kept']:.1%} kept)")
+    if storage := report.get("storage"):
+        groups = f"scales of groups of {storage['group']}" if storage["group"] else "one scale per output"
+        lines.append(
+            f"{storage['linears']} linears stored in {storage['bits']} bits ({groups}): {size_text(storage['bytes_before'])} -> "
+            f"{size_text(storage['bytes_after'])}; errors above were measured before"
+        )
     if macs := report.get("macs_per_token"):
         lines.append(
             f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({format_share(macs['after'], macs['before'])})"

@@ -93,6 +93,9 @@ class StructuredLinear(nn.Module):
     """
 
     config_type: ClassVar[type]
+    contracted: ClassVar[
+        dict[str, tuple[int, ...]]
+    ] = {}  # core -> axes that its product sums over, if not the last one
 
     def __init__(self, in_features: int, out_features: int, config: Any, bias: bool = True, **factory: Any):
         super().__init__()

@@ -107,6 +107,7 @@ class BTTLinear(StructuredLinear):
 
     weight: Tensor
     right: Tensor
+    contracted = {"weight": (1, 2), "right": (1,)}  # noqa: RUF012
 
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:

@@ -13,7 +13,7 @@ from surgery.checkpoint.load_model import load_config, load_model
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.remote_code import check_code_trusted
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
-from surgery.checkpoint.table import QUANT_METHOD
+from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_table
 from surgery.core.errors import SurgeryError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,6 +27,11 @@ def open_trainable(name: str, trust_remote_code: bool = False) -> CheckpointSour
     if method != QUANT_METHOD:
         raise SurgeryError(
             f"{name} is quantized ({method}). Training needs full-precision weights; use the unquantized model."
+        )
+    if "quantization_config" in source.config and is_quantized(read_table(source.config, name)):
+        raise SurgeryError(
+            f"{name} stores its linears as integers, which cannot be trained. Train the checkpoint that `surgery quantize` read, then quantize "
+            "the result; or train a PEFT adapter over the integers"
         )
     if source.config.get("is_encoder_decoder"):
         raise SurgeryError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import QUANT_METHOD, read_mixers, read_table
+from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_mixers, read_table
 from surgery.checkpoint.tensor_names import check_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, MixerConfig, mixer_config
@@ -77,6 +77,11 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
             raise SurgeryError(
                 f"{name}, {path}: vLLM's classes of models with transposed linears (GPT-2's Conv1D) expect other weights. Use "
                 "`transformers serve`, or `surgery serve`, which chooses it"
+            )
+        if is_quantized({path: entry}):
+            raise SurgeryError(
+                f"{name}, {path}: the linear is stored as integers, which vLLM's plugin does not serve. Serve the checkpoint that it was "
+                "made from, or use `transformers serve`"
             )
         try:
             build_module(dict(entry))

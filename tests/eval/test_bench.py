@@ -29,7 +29,7 @@ from surgery.eval.speed.tables import (
 )
 from surgery.eval.speed.timer import Benchmark, BenchmarkCase, TimedImplementation, WorkEstimate, backward
 from surgery.kernels import tuning as measured
-from surgery.publish.speed_notes import plan_notes, report_notes
+from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines, report_notes, speed_in_words
 
 CPU = torch.device("cpu")
 
@@ -302,6 +302,134 @@ def test_measured_rows_decide(table):
     half = measured.DeviceKey((9, 0), "float16")
     assert measured.fastest_measured("btt", "forward", at(1), half) == "reference"
     assert measured.fastest_measured("btt", "forward", at(512), X1, ("kernel", "reference")) == "kernel"
+
+
+def linears_plan(*targets, unchanged=()):
+    """A plan's data: targets (config, (out, in)), unchanged ((out, in), count)."""
+    return {
+        "targets": [{"first": config, "shape": list(shape)} for config, shape in targets],
+        "unchanged": [{"shape": list(shape), "count": count} for shape, count in unchanged],
+        "mixers": [],
+    }
+
+
+@pytest.fixture
+def linear_table(monkeypatch, table):
+    """Dense and low rank of one width, at 8,192 tokens and in a decoding step."""
+    rows = [
+        {"op": "low_rank", "pass": name, "sizes": {"tokens": n, "inputs": 4096, "outputs": 4096, "rank": r}, "original": ms, "reference": t}
+        for name, n, r, ms, t in (("forward", 8192, 1024, 0.4, 0.2), ("captured", 1, 1024, 0.016, 0.028))
+    ]  # fmt: skip
+    tables = [{"device": "X1", "capability": [9, 0], "dtype": "bfloat16", "rows": rows}]
+    for name in ("surgery.kernels.tuning.tables", "surgery.publish.speed_notes.tables"):
+        monkeypatch.setattr(name, lambda: tables)
+    measured.device_rows.cache_clear()
+
+
+LOW_RANK = {"structure": "low_rank", "rank": 1024}
+
+
+def test_the_linears_of_a_plan_have_predicted_times(linear_table):
+    plan = linears_plan((LOW_RANK, (4096, 4096)), (LOW_RANK, (4096, 4096)), unchanged=[((4096, 4096), 3)])
+    found = predict_linears(plan, 8192)
+    assert (found["device"], found["dtype"]) == ("X1", "bfloat16")
+    assert found["prefill"] == {
+        "tokens": 8192,
+        "before": pytest.approx(2.0),
+        "after": pytest.approx(1.6),
+        "measured": 3,
+        "interpolated": 0,
+    }
+    assert found["decode"]["before"] == pytest.approx(0.08) and found["decode"]["after"] == pytest.approx(0.104)
+    prefill, decode = predicted_lines(found)
+    assert "prompt of 8,192 tokens, X1 (bfloat16), predicted: 2 -> 1.6 ms, 1.2x faster" in prefill
+    assert "1.3x slower (of the times of each shape, 3 measured and 0 interpolated)" in decode
+
+
+def test_times_between_measured_sizes_follow_operations_and_bytes(linear_table):
+    """Twice the tokens, or a matrix of twice the size, takes twice as long where operations bind; no time is below the shortest measured."""
+    plan = linears_plan((LOW_RANK, (4096, 4096)), unchanged=[((8192, 4096), 1)])
+    found = predict_linears(plan, 16384)["prefill"]
+    assert found == {
+        "tokens": 16384,
+        "before": pytest.approx(0.8 + 1.6),
+        "after": pytest.approx(0.4 + 1.6),
+        "measured": 0,
+        "interpolated": 3,
+    }
+    small = predict_linears(linears_plan(({**LOW_RANK, "rank": 512}, (2048, 2048))), 8192)
+    assert small["decode"]["before"] >= 0.016 and small["prefill"]["measured"] == 0
+
+
+@pytest.mark.parametrize(
+    "config, shape, says",
+    [
+        (
+            {"structure": "kronecker", "blocks": [4, 4], "rank": 2},
+            (4096, 4096),
+            "kronecker for 4,096 -> 4,096 was not measured",
+        ),
+        (LOW_RANK, (64, 64), "dense for 64 -> 64 was not measured. Measure it: surgery bench linear"),
+        ({"structure": "btt", "blocks": [4, 4], "rank": 2}, (4096, 4096), "btt for 4,096 -> 4,096 was not measured"),
+    ],
+)
+def test_what_was_not_measured_is_not_predicted(linear_table, config, shape, says):
+    lines = predicted_lines(predict_linears(linears_plan((config, shape)), 8192))
+    assert len(lines) == 2 and all("no prediction" in line and says in line for line in lines)
+
+
+def test_no_times_with_experts_or_without_a_table(linear_table, monkeypatch):
+    assert predict_linears({**linears_plan((LOW_RANK, (4096, 4096))), "unchanged": None}) is None
+    monkeypatch.setattr("surgery.publish.speed_notes.tables", list)
+    assert predict_linears(linears_plan((LOW_RANK, (4096, 4096)))) is None and predicted_lines(None) == []
+
+
+@pytest.mark.parametrize(
+    "before, after, says", [(1.4, 1.0, "1.4x faster"), (1.0, 1.7, "1.7x slower"), (1.0, 1.02, "as fast")]
+)
+def test_speed_is_said_in_words(before, after, says):
+    assert speed_in_words(before, after) == says
+
+
+def bench_result(**changes):
+    """A file of `surgery bench linear --out`: dense and low rank of one size."""
+    size = {"tokens": 8, "inputs": 64, "outputs": 64}
+    row = {"table": "linear 64 -> 64, forward", "x": 8, "sizes": size, "options": {}, "way": "reference"}
+    rows = [{**row, "rival": "dense", "op": "original", "ms": 2.0}]
+    rows += [{**row, "rival": "low rank", "op": "low_rank", "options": {"rank": 16}, "ms": 1.0}]
+    head = {"kind": "linear", "device": "my GPU", "capability": None, "dtype": "float32", "date": "2026-11-22"}
+    return {**head, "versions": {}, "rows": rows, **changes}
+
+
+def test_times_of_a_file_are_used(tmp_path):
+    (tmp_path / "linear.json").write_text(json.dumps(bench_result()))
+    table = publish.read_measured_times(tmp_path / "linear.json")
+    plan = linears_plan(({"structure": "low_rank", "rank": 16}, (64, 64)))
+    found = predict_linears(plan, 8, table)
+    assert found["device"] == "my GPU" and (found["prefill"]["before"], found["prefill"]["after"]) == (2.0, 1.0)
+    assert found["decode"] == {"tokens": 1, "unknown": "dense for 64 -> 64"}
+
+
+def damaged_results():
+    dense, low_rank = bench_result()["rows"]
+    changes = [{"ms": -1.0}, {"ms": "1"}, {"ms": 1e400}, {"options": {}}, {"op": "btt"}, {"way": 5}]
+    changes += [{"sizes": {"tokens": 0, "inputs": 64, "outputs": 64}}, {"sizes": {"tokens": 8, "inputs": 64}}]
+    changes += [{"sizes": {"tokens": 8, "inputs": 64.5, "outputs": 64}}]
+    rows = [[dense, {**low_rank, **change}] for change in changes]
+    whole = [{"kind": "attention"}, {"rows": []}, {"rows": 7}, {"device": 3}, *({"rows": each} for each in rows)]
+    return ["", "[]", "{}", "null", "[" * 100_000, *(json.dumps(bench_result(**change)) for change in whole)]
+
+
+@pytest.mark.parametrize("text", damaged_results(), ids=range(len(damaged_results())))
+def test_files_of_times_are_checked(text, tmp_path):
+    (tmp_path / "linear.json").write_text(text)
+    with pytest.raises(SurgeryError, match=r"linear\.json"):
+        publish.read_measured_times(tmp_path / "linear.json")
+
+
+def test_a_missing_file_of_times_says_how_to_measure(tmp_path):
+    with pytest.raises(SurgeryError, match=r"does not exist\. Measure this machine with"):
+        publish.read_measured_times(tmp_path / "none.json")
 
 
 def test_what_was_not_measured_is_left_to_the_kernel_s_rule(table):

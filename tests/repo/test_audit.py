@@ -26,7 +26,11 @@ ALLOWED = {
     *("PSF-2.0", "Python Software Foundation License", "CC0-1.0", "MPL-2.0", "Mozilla Public License 2.0 (MPL 2.0)"),
 }
 # Whose metadata says it otherwise: looked up.
-READ = {"rouge": "Apache-2.0, in its LICENSE", "word2number": "MIT, its whole text"}
+READ = {
+    "torchao": "BSD-3-Clause, in its LICENSE",
+    "rouge": "Apache-2.0, in its LICENSE",
+    "word2number": "MIT, its whole text",
+}
 # What lm-eval asks for, of the extras `eval` and `dev` alone: we import none of it (SECURITY.md says so).
 COPYLEFT = {"fuzzywuzzy", "dominate", "chardet"}
 # Timed beside ours where a person has them; `bench` says so where not.

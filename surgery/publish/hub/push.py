@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, CheckpointSource, open_converted_checkpoint
+from surgery.checkpoint.table import read_table, stored_size
 from surgery.conversion.densify import check_openable
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME
@@ -161,10 +162,11 @@ def _check_name(repo: str) -> None:
 
 
 def _check_parameter_count(source: CheckpointSource, report: dict[str, Any]) -> None:
-    stored, claimed = sum(t.numel for t in source.tensors.values()), report["totals"]["params_after"]
+    unit, stored = stored_size(read_table(source.config, source.name), source.tensors)
+    claimed, what = report["totals"][f"{unit}_after"], {"params": "parameters"}.get(unit, unit)
     if stored != claimed:
         raise SurgeryError(
-            f"{source.name} stores {stored:,} parameters, but its report says {claimed:,}: one of the two was changed. "
+            f"{source.name} stores {stored:,} {what}, but its report says {claimed:,}: one of the two was changed. "
             "Convert again, or push the folder that `surgery convert` or `finetune` wrote."
         )
 

@@ -1,0 +1,236 @@
+"""Weight-only quantization of a converted model: all linears of its layers, structured and dense, stored in 8 or 4 bits.
+
+The head, embeddings, norms, routers and the parameters of mixers keep their dtype. See surgery.structures.quantized.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from surgery.architectures.linears import find_linears
+from surgery.checkpoint.meta_model import build_unconverted_model
+from surgery.checkpoint.rewrite import rewrite_checkpoint
+from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource, write_shard
+from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
+from surgery.checkpoint.table import SHIM_NAME, is_quantized, read_table
+from surgery.checkpoint.tensor_names import map_tensor_names
+from surgery.conversion.densify import MAX_SHARD_BYTES, check_openable
+from surgery.conversion.live_model import copy_hooks, is_converted, model_device
+from surgery.conversion.replacement import load_replacement_module
+from surgery.core.errors import SurgeryError
+from surgery.core.files import REPORT_NAME, read_json, write_json
+from surgery.core.journal import check_output_path
+from surgery.core.progress import Progress
+from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
+from surgery.modeling.quantization_config import SurgeryConfig
+from surgery.modeling.quantizer import ModuleFinder, split_named_experts
+from surgery.structures.quantized import QuantizedLinear, Storage
+
+DEFAULT_GROUPS = {8: None, 4: 64}
+
+
+def make_storage(bits: int, group: int | None = None) -> Storage:
+    """Return the storage of `bits`; the default group is one scale per output with 8 bits, and 64 inputs with 4."""
+    return Storage(bits, DEFAULT_GROUPS.get(bits) if group is None else group)
+
+
+# -- a checkpoint --------------------------------------------------------------------------------------
+def quantize(
+    converted: str, out: str | Path, bits: int = 8, group: int | None = None, *, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Write a converted checkpoint with quantized linears to `out`; return {"out", "linears", "bytes_before", "bytes_after", ..}.
+
+    Memory is that of one linear and one file of results. Raises SurgeryError if `converted` is not a converted checkpoint or quantized
+    already, if groups do not divide a matrix, or if `out` exists.
+    """
+    progress, out, storage = progress or Progress(), Path(out), make_storage(bits, group)
+    check_output_path(out, True)
+    source = open_converted_checkpoint(converted)
+    table = read_table(source.config, converted)
+    if is_quantized(table):
+        raise SurgeryError(f"{converted} is quantized already. Quantize the checkpoint that it was made from")
+    check_openable(source, converted)
+    skeleton = build_unconverted_model(source)
+    split_named_experts(skeleton, source.tensors)
+    dense = dense_linears(skeleton, table)
+    names = map_tensor_names(skeleton, source.tensors, converted)
+    for path, entry in dense.items():
+        stored = names[f"{path}.weight"].removesuffix(".weight")
+        entry |= {} if stored == path else {"file_name": stored}
+    whole = {**table, **dense}
+    config = copy.deepcopy(source.config)
+    config["quantization_config"]["modules"] = quantized_table(whole, storage)
+    rewrite_checkpoint(
+        source,
+        out,
+        lambda folder: _write_shards(source, whole, storage, folder, progress),
+        config,
+        (SHIM_NAME, REPORT_NAME),
+    )
+    summary = {"out": str(out), **_storage_summary(whole, storage)}
+    written = open_converted_checkpoint(str(out))
+    sizes = [sum(t.nbytes for t in opened.tensors.values()) for opened in (source, written)]
+    summary |= {"bytes_before": sizes[0], "bytes_after": sizes[1]}
+    _update_report(out, summary)
+    return summary
+
+
+def _write_shards(
+    source: CheckpointSource, table: dict[str, Any], storage: Storage, folder: Path, progress: Progress
+) -> list[Path]:
+    """Write the unchanged tensors, then the quantized linears, into files of about MAX_SHARD_BYTES."""
+    bases = {path: entry.get("file_name", path) for path, entry in table.items()}
+    names = {path: [f"{bases[path]}.{name}" for name in build_module(e).state_dict()] for path, e in table.items()}
+    replaced = {name for path in table for name in names[path]}
+    batch = [TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in replaced]
+    files: list[Path] = []
+
+    def write() -> None:
+        files.append(folder / f"{len(files):05d}.safetensors")
+        write_shard(files[-1], batch)
+        batch.clear()
+
+    with progress.bar("quantizing", len(table)) as tick:
+        for path, entry in table.items():
+            module = load_replacement_module(entry, bases[path], source.tensors, torch.device("cpu"))
+            dtype = next(DTYPES[d] for n in names[path] if (d := source.tensors[n].dtype) in FLOAT_DTYPES)
+            quantized = quantize_module(module.to(dtype), storage)
+            batch += [TensorSource.from_tensor(f"{bases[path]}.{n}", t) for n, t in quantized.state_dict().items()]
+            if sum(e.nbytes for e in batch) > MAX_SHARD_BYTES:
+                write()
+            tick()
+    if batch:
+        write()
+    return files
+
+
+def _update_report(folder: Path, summary: dict[str, Any]) -> None:
+    """Record the storage in the report, whose bytes become those of the quantized checkpoint."""
+    path = folder / REPORT_NAME
+    if not path.is_file():
+        return
+    report = read_json(path)
+    if isinstance(report.get("totals"), dict):
+        report["totals"]["bytes_after"] = summary["bytes_after"]
+    write_json(path, {**report, "storage": {k: v for k, v in summary.items() if k != "out"}})
+
+
+def quantize_line(summary: dict[str, Any]) -> str:
+    """Return the result of a quantization as a sentence."""
+    groups = f"groups of {summary['group']}" if summary["group"] else "one scale per output"
+    before, after = summary["bytes_before"], summary["bytes_after"]
+    return (
+        f"{summary['linears']} linears in {summary['bits']} bits ({groups}), all tensors: {before:,} -> {after:,} bytes"
+    )
+
+
+# -- a model in memory ---------------------------------------------------------------------------------
+@torch.no_grad()
+def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[str, Any]:
+    """Quantize the linears of a converted model in memory, in place; return {"linears", "bits", "group", "bytes_before", "bytes_after"}.
+
+    `model.save_pretrained` writes the integers. Raises SurgeryError, with the model unchanged, if it is not a converted transformers model,
+    is quantized already or has an adapter, or if groups do not divide a matrix.
+    """
+    storage, kind = make_storage(bits, group), type(model).__name__
+    table = getattr(getattr(model, "config", None), "quantization_config", None)
+    if not isinstance(model, PreTrainedModel) or not is_converted(model) or not isinstance(table, SurgeryConfig):
+        raise SurgeryError(
+            f"{kind} is not a converted transformers model. Convert it first (surgery.apply, or surgery.load of a converted folder); of "
+            "such a model give the whole, not a part"
+        )
+    if "BaseTunerLayer" in {cls.__name__ for module in model.modules() for cls in type(module).__mro__}:
+        raise SurgeryError(
+            f"{kind} has a PEFT adapter. Remove it first (model = model.unload()), quantize, and add it again"
+        )
+    if is_quantized(table.modules):
+        raise SurgeryError(f"{kind} is quantized already. Load the checkpoint that it was made from")
+    model_device(model)
+    skeleton = _unconverted(model)
+    split_named_experts(skeleton, table.modules)
+    before, find = stored_bytes(model), ModuleFinder(model)
+    dense = {path: entry for path, entry in dense_linears(skeleton, table.modules).items() if find(path) is not None}
+    whole = {**table.modules, **dense}
+    modules = quantized_table(whole, storage)
+    places = {path: place for path in whole if (place := find(path)) is not None}
+    replaced = {place: quantize_module(copy.copy(model.get_submodule(place)), storage) for place in places.values()}
+    for place, quantized in replaced.items():
+        copy_hooks(model.get_submodule(place), quantized)
+        model.set_submodule(place, quantized)
+    table.modules = modules
+    summary = {**_storage_summary(whole, storage), "bytes_before": before, "bytes_after": stored_bytes(model)}
+    if isinstance(report := getattr(model, "surgery_report", None), dict):
+        report["storage"] = summary
+        report["totals"]["bytes_after"] = summary["bytes_after"]
+    return summary
+
+
+def _unconverted(model: Any) -> Any:
+    """Return the model as it was before the conversion, on meta."""
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    cls = next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("surgery."))
+    with torch.device("meta"):
+        return cls(config)
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's tensors, as a checkpoint stores them; shared tensors count once."""
+    tensors = {t.data_ptr(): t for t in model.state_dict(keep_vars=True).values()}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+# -- tables and modules --------------------------------------------------------------------------------
+def dense_linears(model: Any, table: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return entries of the linears in the layers of an unconverted model that a table does not list. Routers are left out."""
+    return {
+        linear.path: {
+            "structure": "dense",
+            "in_features": linear.in_,
+            "out_features": linear.out,
+            "bias": linear.bias,
+            **({"transposed": True} if linear.transposed else {}),
+        }
+        for linear in find_linears(model).linears
+        if linear.index is not None and not linear.router and linear.path not in table
+    }
+
+
+def quantized_table(table: dict[str, Any], storage: Storage) -> dict[str, Any]:
+    """Return a table with the storage in each entry. Raises SurgeryError, with the path, if groups do not divide a matrix."""
+    for path, entry in table.items():
+        try:
+            quantize_module(build_module(entry), storage)
+        except SurgeryError as error:
+            raise SurgeryError(f"{path} cannot be stored in {storage.bits} bits: {error}") from None
+    return {path: _with_storage(entry, storage) for path, entry in table.items()}
+
+
+def _with_storage(entry: dict[str, Any], storage: Storage) -> dict[str, Any]:
+    if entry["structure"] == "split":
+        return {**entry, "parts": {name: _with_storage(part, storage) for name, part in entry["parts"].items()}}
+    return {**entry, "bits": storage.bits, **({"group": storage.group} if storage.group is not None else {})}
+
+
+def quantize_module(module: Any, storage: Storage) -> nn.Module:
+    """Return a linear with integer weights: a structured, split, guarded or dense one, or transformers' Conv1D."""
+    if isinstance(module, SplitLinear):
+        parts = {name: quantize_module(part, storage) for name, part in module.parts.items()}
+        split = SplitLinear(module.in_features, parts, module.sizes, module.heads)
+        split._buffers["weight"] = module._buffers["weight"]
+        return split.train(module.training)
+    if isinstance(module, nn.Linear) and not isinstance(module, GuardedLinear):
+        module = GuardedLinear.from_weight(module.weight, module.bias).train(module.training)
+    elif type(module).__name__ == "Conv1D":
+        module = GuardedLinear.from_weight(module.weight.mT, module.bias).train(module.training)
+    return QuantizedLinear(module, storage)
+
+
+def _storage_summary(table: dict[str, Any], storage: Storage) -> dict[str, Any]:
+    return {"linears": len(table), "bits": storage.bits, "group": storage.group}

@@ -1,0 +1,198 @@
+"""Linears whose cores are stored as integers of 8 or 4 bits with scales, and computed in floating point.
+
+    core[.., k] = scale[.., k // g] * integer[.., k]        k: the inputs that an output of the core sums over, in groups of g
+
+Rounding is to the nearest integer, without zero points. With 4 bits the scale of a group is the one of SCALES with the least squared error.
+This is weight-only quantization: it saves memory, and each call multiplies the integers out before the product of the structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.core.errors import SurgeryError
+
+BITS, GROUPS = (8, 4), (8, 16, 32, 64, 128, 256)
+# 4 bits: scales that are tried, as multiples of the one that maps the largest value to -8. 8/7 maps it to -7 or 7.
+SCALES = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How cores are stored. bits: 8 or 4. group: inputs that share a scale; None: all inputs of an output."""
+
+    bits: int
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or self.bits not in BITS:
+            raise SurgeryError(f"bits must be 8 or 4 (got {self.bits!r})")
+        if self.group is not None and (type(self.group) is not int or self.group not in GROUPS):
+            raise SurgeryError(f"group must be one of {', '.join(map(str, GROUPS))}, or none (got {self.group!r})")
+
+    def group_size(self, inputs: int) -> int:
+        """Return the inputs that share a scale, of `inputs`. Raises SurgeryError if groups do not divide them."""
+        if self.group is None or inputs <= self.group:
+            return inputs
+        if inputs % self.group:
+            fitting = ", ".join(str(g) for g in GROUPS if inputs % g == 0) or "none"
+            raise SurgeryError(
+                f"groups of {self.group} do not divide its {inputs} inputs (groups that do: {fitting}). Choose another group, or convert "
+                f"with ranks that are multiples of it: --set round_ranks={self.group}"
+            )
+        return self.group
+
+
+def quantize_rows(rows_XK: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
+    """Return (integers (.., K) int8, or (.., ceil(K / 2)) uint8 with two of 4 bits in a byte; scales (.., K / g) in the dtype of the rows)."""
+    inputs = rows_XK.shape[-1]
+    blocks = rows_XK.float().unflatten(-1, (-1, storage.group_size(inputs)))
+    extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    if storage.bits == 8:
+        scale = _rounded_scale(extreme.abs() / 127, rows_XK.dtype)
+        return _to_integers(blocks, scale, 127).flatten(-2).to(torch.int8), scale[..., 0].to(rows_XK.dtype)
+    scales = torch.stack([_rounded_scale(extreme * (-factor / 8), rows_XK.dtype) for factor in SCALES])
+    errors = torch.stack([(blocks - s * _to_integers(blocks, s, 8)).square().sum(-1, keepdim=True) for s in scales])
+    scale = scales.gather(0, errors.argmin(0, keepdim=True))[0]
+    integers = (_to_integers(blocks, scale, 8).flatten(-2) + 8).to(torch.uint8)
+    low, high = F.pad(integers, (0, inputs % 2)).unflatten(-1, (-1, 2)).unbind(-1)
+    packed: Tensor = low | high << 4
+    return packed, scale[..., 0].to(rows_XK.dtype)
+
+
+def dequantize_rows(integers: Tensor, scale: Tensor, inputs: int, bits: int) -> Tensor:
+    """Return the rows (.., inputs) in the dtype of the scales."""
+    if bits == 4:
+        integers = torch.stack([integers & 15, integers >> 4], -1).flatten(-2)[..., :inputs].to(torch.int8) - 8
+    rows: Tensor = (integers.to(scale.dtype).unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+    return rows
+
+
+def _rounded_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scales in float32 with values of `dtype`; 1 for groups of zeros and for scales too small for the dtype."""
+    stored = scale.to(dtype).float()
+    return torch.where(stored == 0, 1.0, stored)
+
+
+def _to_integers(blocks: Tensor, scale: Tensor, most: int) -> Tensor:
+    return (blocks / scale).round().clamp(-most, 7 if most == 8 else most)
+
+
+def contracted_axes(linear: nn.Module, name: str) -> tuple[int, ...]:
+    """Return the axes of a core that its product sums over: the inputs of each output."""
+    axes: dict[str, tuple[int, ...]] = getattr(linear, "contracted", {})
+    return axes.get(name, (-1,))
+
+
+def core_rows(core: Tensor, axes: Sequence[int]) -> Tensor:
+    """Return a core with the contracted axes as one last axis, (.., K)."""
+    rows: Tensor = core.movedim(tuple(axes), tuple(range(-len(axes), 0))).flatten(-len(axes))
+    return rows
+
+
+def rows_to_core(rows: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
+    """Return the core of `shape` whose `core_rows` are `rows`."""
+    last = tuple(range(-len(axes), 0))
+    core: Tensor = rows.unflatten(-1, [shape[axis] for axis in axes]).movedim(last, tuple(axes)).contiguous()
+    return core
+
+
+class QuantizedLinear(nn.Module):
+    """A structured or dense linear with integer cores. Buffers: each core's integers under its own name, and `<name>_scale`.
+
+    As in StructuredLinear, `weight` is never 2-D. The integers cannot be trained; a PEFT adapter over the linear can.
+
+    Args:
+        linear: a StructuredLinear, or a linear whose weight is (1, O, I). Its values are quantized, unless they are on meta.
+        storage: bits and groups.
+    """
+
+    def __init__(self, linear: Any, storage: Storage):
+        super().__init__()
+        self.in_features, self.out_features, self.storage = linear.in_features, linear.out_features, storage
+        self.config = getattr(linear, "config", None)
+        self.shapes = {name: tuple(core.shape) for name, core in linear._parameters.items() if name != "bias"}
+        for name in self.shapes:
+            integers, scale = self._quantized(linear, name)
+            self.register_buffer(name, integers)
+            self.register_buffer(f"{name}_scale", scale)
+        for name, table in linear._buffers.items():  # index tables
+            self.register_buffer(name, table)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
+        # The linear without values, not a submodule: `float_linear` gives a copy of it the values.
+        self._template = (_without_values(linear),)
+        self.train(linear.training)
+
+    def _quantized(self, linear: Any, name: str) -> tuple[Tensor, Tensor]:
+        rows = core_rows(getattr(linear, name).detach(), contracted_axes(linear, name))
+        try:
+            inputs, groups = rows.shape[-1], rows.shape[-1] // self.storage.group_size(rows.shape[-1])
+        except SurgeryError as error:
+            raise SurgeryError(f"core {name!r} of {linear.config if self.config else 'the weight'}: {error}") from None
+        if not rows.is_meta:
+            return quantize_rows(rows, self.storage)
+        dtype, width = (torch.int8, inputs) if self.storage.bits == 8 else (torch.uint8, -(-inputs // 2))
+        return rows.new_empty(*rows.shape[:-1], width, dtype=dtype), rows.new_empty(*rows.shape[:-1], groups)
+
+    def check_loaded(self) -> None:
+        """Raise SurgeryError if loaded values are invalid: no integers, scales that are not finite, indices out of range."""
+        dtype = torch.int8 if self.storage.bits == 8 else torch.uint8
+        for name in self.shapes:
+            integers, scale = self._buffers[name], self._buffers[f"{name}_scale"]
+            assert integers is not None and scale is not None
+            wrong = f"is {integers.dtype}, not {dtype}" if integers.dtype != dtype else ""
+            if not wrong and not scale.is_meta and not bool(scale.isfinite().all()):
+                wrong = "has scales that are not finite"
+            if wrong:
+                raise SurgeryError(
+                    f"a quantized linear ({self.config or 'dense'}): {name} {wrong}. The checkpoint is damaged. Download or quantize it again"
+                )
+        check = getattr(self._template[0], "check_loaded", None)
+        if check is not None and not any(table.is_meta for table in self.buffers()):
+            check.__func__(self.float_linear())
+
+    def float_linear(self) -> Any:
+        """Return the linear in floating point: the integers times their scales, the bias, and index tables."""
+        (template,), cores = self._template, {}
+        for name, shape in self.shapes.items():
+            axes = contracted_axes(template, name)
+            inputs = 1
+            for axis in axes:
+                inputs *= shape[axis]
+            rows = dequantize_rows(getattr(self, name), getattr(self, f"{name}_scale"), inputs, self.storage.bits)
+            cores[name] = rows_to_core(rows, shape, axes)
+        linear = object.__new__(type(template))
+        linear.__dict__.update(template.__dict__, training=self.training)
+        linear.__dict__["_parameters"] = {**cores, "bias": self.bias}
+        linear.__dict__["_buffers"] = {name: self._buffers[name] for name in template._buffers}
+        return linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return B x + bias (..., O) for x (..., I)."""
+        y: Tensor = self.float_linear()(x)
+        return y
+
+    def dense(self) -> Tensor:
+        """Return B as a dense matrix (O, I)."""
+        dense: Tensor = self.float_linear().dense()
+        return dense
+
+    def extra_repr(self) -> str:
+        """Return the sizes, the config and the storage, for printing the module."""
+        return f"in={self.in_features}, out={self.out_features}, {self.config or 'dense'}, {self.storage}"
+
+
+def _without_values(linear: Any) -> Any:
+    """Return a shallow copy of a linear without parameters, hooks and values of its index tables."""
+    copy = object.__new__(type(linear))
+    copy.__dict__.update(linear.__dict__)
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        copy.__dict__[name] = type(linear.__dict__[name])()
+    copy.__dict__["_parameters"], copy.__dict__["_buffers"] = {}, dict.fromkeys(linear._buffers)
+    return copy
