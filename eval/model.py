@@ -15,11 +15,13 @@ import torch
 from surgery.calibration.data import load_tokenizer
 from surgery.checkpoint.load_model import load_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint, read_config
+from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_table
 from surgery.conversion.live_model import is_library_model, model_device
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.progress import Progress
 from surgery.eval.suite import EvalModel, Role
+from surgery.structures.quantized import QuantizedLinear
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -29,7 +31,7 @@ class OpenedModel:
     """A checkpoint whose headers were read, or a model in memory.
 
     fingerprint: SHA-256 of its files, see `CheckpointSource.digest`, or of its tensors. live: the model in memory, or None.
-    parameters: number of stored parameters, tied ones once; None if unknown.
+    parameters: number of stored parameters, tied ones once; None for quantized models, whose tensors hold scales and packed integers.
     """
 
     role: Role
@@ -90,13 +92,22 @@ def live_eval_model(model: Any, tokenizer: Any) -> LiveEvalModel:
 def open_model(role: Role, name: str | LiveEvalModel, ranks: DistContext | None = None) -> OpenedModel:
     """Read the headers of a checkpoint. The main process computes the fingerprint for all processes."""
     if isinstance(name, LiveEvalModel):
-        count = sum(parameter.numel() for parameter in name.model.parameters())
+        is_integer = any(isinstance(module, QuantizedLinear) for module in name.model.modules())
+        count = None if is_integer else sum(parameter.numel() for parameter in name.model.parameters())
         return OpenedModel(role, name.name(), Path(), (ranks or DistContext()).on_main(name.digest), name, count)
     source = open_converted_checkpoint(name)
-    count = sum(tensor.numel for tensor in source.tensors.values())
     return OpenedModel(
-        role, name, source.folder, (ranks or DistContext()).on_main(source.digest), parameters=count or None
+        role, name, source.folder, (ranks or DistContext()).on_main(source.digest), parameters=_count_parameters(source)
     )
+
+
+def _count_parameters(source: CheckpointSource) -> int | None:
+    """Return the number of stored parameters; None without any, or if linears are stored as integers."""
+    found = source.config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method is not None and (method != QUANT_METHOD or is_quantized(read_table(source.config, source.name))):
+        return None
+    return sum(tensor.numel for tensor in source.tensors.values()) or None
 
 
 def check_dtype(dtype: str) -> None:

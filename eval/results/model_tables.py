@@ -19,7 +19,7 @@ from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import atomic_write, check_not_dangling
 from surgery.core.tables import format_count
 from surgery.eval.results.averages import AverageRow
-from surgery.eval.results.folders import COMPARISON
+from surgery.eval.results.folders import AXES, COMPARISON
 from surgery.eval.results.models import PARAMETERS, ModelComparison, ModelRow
 from surgery.eval.results.pareto import ParetoChart
 from surgery.eval.results.statistics import Interval
@@ -144,8 +144,9 @@ def to_csv(done: ModelComparison) -> str:
 
 def _csv_row(row: ModelRow, name: str) -> dict[str, Any]:
     low, high = row.intervals.get(name, ("", ""))
+    others = "".join(f", {group} {value}" for group, value in row.group.items() if group not in AXES)
     return {
-        "suite": row.suite, "task": row.task, **{axis: row.group.get(axis, "") for axis in ("length", "depth", "position")},
+        "suite": row.suite, "task": row.task + others, **{axis: row.group.get(axis, "") for axis in AXES},
         "metric": row.metric.label, "n": row.samples, "units": row.units, "model": name, "value": row.values[name],
         "standard_error": row.errors[name], "low": low, "high": high, **_csv_interval("difference", row.differences.get(name)),
         **_csv_interval("ratio", row.ratios.get(name)), "mcnemar_p": row.p.get(name, ""), "remarks": "; ".join(row.flags),

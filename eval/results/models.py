@@ -24,6 +24,7 @@ from surgery.eval.suite import SUITES, EvalMetric, SuiteResult, load_suites
 REMARKED = ("surgery", "torch", "transformers", "lm_eval", "datasets")  # packages whose other versions are remarked
 COSTS = {"cache_mb": "cache, MB", "prefill_ms": "prefill, ms", "decode_ms": "decode, ms a token"}  # metrics of `speed`
 PARAMETERS = "stored parameters"
+MAX_NOTE = 500  # characters of a remark in a results folder
 
 
 @dataclass
@@ -203,7 +204,7 @@ def _compare_suite(done: ModelComparison, suite: str, seed: int) -> None:
         done.averages += rows
         done.notes += [f"{suite}: {note}" for note in notes]
     for name, result in results.items():
-        done.notes += [f"{suite} of {name}: {note}" for note in dict.fromkeys(result.notes)]
+        done.notes += [f"{suite} of {name}: {_short(note, MAX_NOTE)}" for note in dict.fromkeys(result.notes)]
 
 
 def _merge_rows(suite: str, results: Mapping[str, SuiteResult], base: str | None, seed: int) -> list[ModelRow]:
@@ -249,7 +250,7 @@ def _differences(a: StoredSuite, b: StoredSuite) -> list[str]:
         why.append("its metrics are defined otherwise")
     timed = SUITES.get(a.key["suite"])
     if timed is not None and timed.run_pair is not None:
-        devices = [str(each.result.provenance.get("device", each.key["device"])) for each in (a, b)]
+        devices = [_short(each.result.provenance.get("device", each.key["device"])) for each in (a, b)]
         if devices[0] != devices[1] or a.key["dtype"] != b.key["dtype"]:
             why.append(f"timed on {devices[1]} in {b.key['dtype']} instead of {devices[0]} in {a.key['dtype']}")
     elif not why:
@@ -270,9 +271,10 @@ def _options_text(a: Any, b: Any) -> str:
     return ", ".join(words) or "the files that its options name have other contents"
 
 
-def _short(value: Any) -> str:
+def _short(value: Any, most: int = 60) -> str:
+    """Return a value from a file as at most `most` printable characters."""
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    return "".join(c if c.isprintable() else "?" for c in text)[:60]
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split())[:most])
 
 
 def _data_text(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> str:

@@ -49,6 +49,8 @@ def compare(
 
     surgery compare RESULTS-A RESULTS-B RESULTS-C --base RESULTS-SRC --out COMPARISON
     """
+    from rich.markup import escape
+
     from surgery.core.files import explain_disk_errors
     from surgery.eval.results.model_tables import (
         check_format,
@@ -70,7 +72,7 @@ def compare(
         with explain_disk_errors(out):
             messages = write_comparison(done, out)
     if form == "table":
-        show([*comparison_table(done), *messages, *([f"written: {out}"] if out is not None else [])])
+        show([*comparison_table(done), *map(escape, [*messages, *([f"written: {out}"] if out is not None else [])])])
     else:
         print(format_comparison(done, form), end="")
     if done.exit_code:

@@ -181,6 +181,8 @@ def evaluate_several(
     models: list[str], suites: list[str], eval_options: Any, settings: dict[str, Any], as_json: bool
 ) -> int:
     """Evaluate several models into one folder and print their comparison; return the exit code."""
+    from rich.markup import escape
+
     from surgery.eval.results.model_tables import comparison_table
     from surgery.eval.several import evaluate_models
 
@@ -189,7 +191,7 @@ def evaluate_several(
         if as_json:
             print(json.dumps(done.to_dict(), indent=2, default=str))
         else:
-            show([*comparison_table(done.comparison), *done.messages, f"results: {settings['out']}"])
+            show([*comparison_table(done.comparison), *map(escape, [*done.messages, f"results: {settings['out']}"])])
     return done.exit_code
 
 

@@ -24,7 +24,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress, Tick
 from surgery.modeling.applied import remove_table
-from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
+from surgery.modeling.modules import REPLACED, GuardedLinear, SplitLinear, build_module
 from surgery.modeling.quantizer import replace_modules, split_named_experts
 from surgery.structures import StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
@@ -73,9 +73,7 @@ def densify_live(model: Any) -> int:
     mixers = set(config.quantization_config.mixers) if config is not None else set()
     outputs = {output_path(model, path) for path in mixers}
     structured = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, (StructuredLinear, SplitLinear, GuardedLinear, QuantizedLinear)) and ".parts." not in path
+        path: module for path, module in model.named_modules() if isinstance(module, REPLACED) and ".parts." not in path
     }
     guarded = {path for path, module in structured.items() if isinstance(module, GuardedLinear)}
     dense = {

@@ -47,7 +47,7 @@ def quantize(
     """Write a converted checkpoint with quantized linears to `out`; return {"out", "linears", "bytes_before", "bytes_after", ..}.
 
     Memory is that of one linear and one file of results. Raises SurgeryError if `converted` is not a converted checkpoint or quantized
-    already, if groups do not divide a matrix, or if `out` exists.
+    already, if groups do not divide a matrix, if weights are not finite, or if `out` exists.
     """
     progress, out, storage = progress or Progress(), Path(out), make_storage(bits, group)
     check_output_path(out, True)
@@ -100,7 +100,7 @@ def _write_shards(
         for path, entry in table.items():
             module = load_replacement_module(entry, bases[path], source.tensors, torch.device("cpu"))
             dtype = next(DTYPES[d] for n in names[path] if (d := source.tensors[n].dtype) in FLOAT_DTYPES)
-            quantized = quantize_module(module.to(dtype), storage)
+            quantized = quantize_named(path, module.to(dtype), storage)
             batch += [TensorSource.from_tensor(f"{bases[path]}.{n}", t) for n, t in quantized.state_dict().items()]
             if sum(e.nbytes for e in batch) > MAX_SHARD_BYTES:
                 write()
@@ -136,7 +136,7 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[s
     """Quantize the linears of a converted model in memory, in place; return {"linears", "bits", "group", "bytes_before", "bytes_after"}.
 
     `model.save_pretrained` writes the integers. Raises SurgeryError, with the model unchanged, if it is not a converted transformers model,
-    is quantized already or has an adapter, or if groups do not divide a matrix.
+    is quantized already or has an adapter, if groups do not divide a matrix, or if weights are not finite.
     """
     storage, kind = make_storage(bits, group), type(model).__name__
     table = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -159,7 +159,9 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[s
     whole = {**table.modules, **dense}
     modules = quantized_table(whole, storage)
     places = {path: place for path in whole if (place := find(path)) is not None}
-    replaced = {place: quantize_module(copy.copy(model.get_submodule(place)), storage) for place in places.values()}
+    replaced = {
+        place: quantize_named(place, copy.copy(model.get_submodule(place)), storage) for place in places.values()
+    }
     for place, quantized in replaced.items():
         copy_hooks(model.get_submodule(place), quantized)
         model.set_submodule(place, quantized)
@@ -205,10 +207,7 @@ def dense_linears(model: Any, table: dict[str, Any]) -> dict[str, dict[str, Any]
 def quantized_table(table: dict[str, Any], storage: Storage) -> dict[str, Any]:
     """Return a table with the storage in each entry. Raises SurgeryError, with the path, if groups do not divide a matrix."""
     for path, entry in table.items():
-        try:
-            quantize_module(build_module(entry), storage)
-        except SurgeryError as error:
-            raise SurgeryError(f"{path} cannot be stored in {storage.bits} bits: {error}") from None
+        quantize_named(path, build_module(entry), storage)
     return {path: _with_storage(entry, storage) for path, entry in table.items()}
 
 
@@ -216,6 +215,14 @@ def _with_storage(entry: dict[str, Any], storage: Storage) -> dict[str, Any]:
     if entry["structure"] == "split":
         return {**entry, "parts": {name: _with_storage(part, storage) for name, part in entry["parts"].items()}}
     return {**entry, "bits": storage.bits, **({"group": storage.group} if storage.group is not None else {})}
+
+
+def quantize_named(path: str, module: Any, storage: Storage) -> nn.Module:
+    """Return `quantize_module` of a linear. Raises SurgeryError, with its path, if it cannot be stored so."""
+    try:
+        return quantize_module(module, storage)
+    except SurgeryError as error:
+        raise SurgeryError(f"{path} cannot be stored in {storage.bits} bits: {error}") from None
 
 
 def quantize_module(module: Any, storage: Storage) -> nn.Module:

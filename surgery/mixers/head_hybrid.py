@@ -170,6 +170,12 @@ class HeadHybridAttention(Mixer):
         joined = self.join(softmax_out, out)
         return joined, None if after is None or softmax_after is None else _join_states(after, softmax_after)
 
+    def next_state(self, inputs: MixerInputs, state: MixerState) -> MixerState:
+        """Return the state after these tokens, without their outputs."""
+        softmax, others = _split_state(state)
+        softmax_after = self.softmax.next_state(self.part_inputs(inputs, True), softmax)
+        return _join_states(self.others.next_state(self.part_inputs(inputs, False), others), softmax_after)
+
     def join(self, softmax_BNTV: Tensor, others_BNTV: Tensor) -> Tensor:
         """Return the outputs of both parts in the model's order of heads, (B, H, T, V)."""
         return torch.cat([softmax_BNTV, others_BNTV.to(softmax_BNTV.dtype)], 1).index_select(1, self.order_H)

@@ -24,7 +24,14 @@ from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import MIXERS, AttentionShape, Mixer, MixerConfig, MixerCost, MixerInputs, MixerState
-from surgery.mixers.common.kv_layout import append_all_slots, last_slots, left_pad, make_kv_layout, token_positions
+from surgery.mixers.common.kv_layout import (
+    KVLayout,
+    append_all_slots,
+    last_slots,
+    left_pad,
+    make_kv_layout,
+    token_positions,
+)
 from surgery.mixers.common.padding import gather_rowwise
 from surgery.mixers.common.softmax import (
     ScoreTerm,
@@ -116,14 +123,25 @@ class SoftmaxAttention(Mixer):
         padded = self._with_factors(padded, layout.positions(layout.slots - layout.queries, layout.slots))
         olds, news = [state.tensors["keys"], state.tensors["values"]], [padded.k_BGTK, padded.v_BGTV]
         keys, values = append_all_slots(olds, news, count_B)
+        after = self._next_state(layout, keys, values, count_B)
         layout = layout._replace(holes=layout.holes and bool((layout.end_B < layout.slots).any()))
         mask = sdpa_attn_mask(layout, self.shape, None, None)
         out = sdpa_attention(padded.q_BHTK, keys, values, self.shape, mask, padded.dropout)
+        return out if back is None else gather_rowwise(out, back, 2), after
+
+    def next_state(self, inputs: MixerInputs, state: MixerState) -> MixerState:
+        """Return the state after these tokens, without their outputs."""
+        padded, _ = left_pad(inputs)
+        layout, count_B = make_kv_layout(padded, state, state.tensors["values"].shape[2])
+        olds, news = [state.tensors["keys"], state.tensors["values"]], [padded.k_BGTK, padded.v_BGTV]
+        keys, values = append_all_slots(olds, news, count_B)
+        return self._next_state(layout, keys, values, count_B)
+
+    def _next_state(self, layout: KVLayout, keys: Tensor, values: Tensor, count_B: Tensor | None) -> MixerState:
         slots = layout.slots if count_B is None else int(layout.end_B.max())
         if self.shape.window is not None:
             slots = min(slots, self.shape.window - 1)
-        after = MixerState(layout.end_B, {"keys": last_slots(keys, slots), "values": last_slots(values, slots)})
-        return out if back is None else gather_rowwise(out, back, 2), after
+        return MixerState(layout.end_B, {"keys": last_slots(keys, slots), "values": last_slots(values, slots)})
 
     def _with_factors(self, inputs: MixerInputs, position_BT: Tensor) -> MixerInputs:
         """Return the inputs with f_t h q in place of q. position_BT: of the queries, (1 or B, T)."""

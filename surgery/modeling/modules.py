@@ -138,6 +138,12 @@ def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: to
         raise SurgeryError(text if text.startswith(DAMAGED_TABLE) else f"{DAMAGED_TABLE}: {text}") from None
 
 
+REPLACED = (
+    StructuredLinear,
+    SplitLinear,
+    GuardedLinear,
+    QuantizedLinear,
+)  # what replaces a linear in a converted model
 DAMAGED_TABLE = "the surgery table in config.json is damaged"
 MAX_FEATURES = 2**26  # more features than any model has
 

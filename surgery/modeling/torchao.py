@@ -15,11 +15,8 @@ from typing import Any
 from torch import nn
 
 from surgery.core.errors import SurgeryError
-from surgery.modeling.modules import GuardedLinear, SplitLinear
-from surgery.structures import StructuredLinear
-from surgery.structures.quantized import QuantizedLinear
+from surgery.modeling.modules import REPLACED
 
-REPLACED = (StructuredLinear, SplitLinear, GuardedLinear, QuantizedLinear)
 SUPPORTED = "Int8WeightOnlyConfig (per row or per group) and Int4WeightOnlyConfig"
 
 

@@ -93,8 +93,9 @@ def _without_softmax(targets: dict[str, AttentionTarget], hybrid: HybridRecipe |
     found = list(targets.values())
     for target in found:
         check_kept_softmax(target)
-    for target in found if hybrid.is_gated else ():
-        check_rotation("attention.hybrid by: gates", target.shape, Softmax(), target.config)
+    # Both blend the mixer with softmax as it was, head by head, while they choose.
+    for target in found if hybrid.is_gated or (hybrid.of_heads and hybrid.is_measured) else ():
+        check_rotation(f"attention.hybrid by: {hybrid.by}", target.shape, Softmax(), target.config)
     if not hybrid.of_heads:
         kept = hybrid.fixed_layers(found)
         return keep_layers(targets, [layer for layer, target in targets.items() if target.index in kept])

@@ -13,12 +13,9 @@ from surgery.architectures.linears import is_linear
 from surgery.conversion.quantize import stored_bytes
 from surgery.core.errors import SurgeryError
 from surgery.modeling.attention import MixerAttention
-from surgery.modeling.modules import GuardedLinear, SplitLinear
+from surgery.modeling.modules import REPLACED
 from surgery.publish.summary import attention_costs
-from surgery.structures import StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
-
-REPLACED = (StructuredLinear, SplitLinear, GuardedLinear, QuantizedLinear)
 
 
 def inspect_model(model: Any) -> dict[str, Any]:

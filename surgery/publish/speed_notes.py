@@ -30,6 +30,7 @@ MEASURED_LANES = {
     "step": 32,
     "captured step": 32,
 }  # batch size times heads of the measurements
+MAX_NAME = 200  # characters of a device's name in a file of times
 DEFAULT_CONTEXT = 4096  # for models whose config has no context length
 PASS_LABELS: dict[Pass, str] = {"forward": "prefill", "backward": "training", "step": "decoding"}
 
@@ -185,9 +186,15 @@ def _predict_phase(
 
 
 def check_measured_times(table: Any, where: str) -> dict[str, Any]:
-    """Return a table of times from a file. Raises SurgeryError unless its rows of linears have whole sizes over 0 and times over 0."""
+    """Return a table of times from a file. Raises SurgeryError unless its device and dtype are plain text, and rows of linears
+    have whole sizes over 0 and times over 0."""
     if not isinstance(table, dict) or not has_names(table):
         raise SurgeryError(f"{where} has no measured times of linears. Write it with: surgery bench linear --out FILE")
+    for name in ("device", "dtype"):
+        if not table[name].isprintable() or len(table[name]) > MAX_NAME:
+            raise SurgeryError(
+                f"{where}: {name} must be plain text of at most {MAX_NAME} characters (got {table[name][:40]!r})"
+            )
     for row in table["rows"]:
         sizes = row.get("sizes") if isinstance(row, dict) and row.get("op") in LINEAR_OPS else None
         whole = isinstance(sizes, dict) and all(
@@ -205,13 +212,16 @@ def check_measured_times(table: Any, where: str) -> dict[str, Any]:
 
 
 def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
-    """Return the predicted times as lines, with "1.4x faster" or "1.7x slower" in words."""
+    """Return the predicted times as lines in rich's markup, with "1.4x faster" or "1.7x slower" in words."""
+    from rich.markup import escape
+
     if predicted is None:
         return []
     lines = []
     for phase, name in (("prefill", "prompt of {tokens:,} tokens"), ("decode", "decoding step in a CUDA graph")):
         one = predicted[phase]
-        what = f"all linears of the model, {name.format(**one)}, {predicted['device']} ({predicted['dtype']})"
+        where = escape(f"{predicted['device']} ({predicted['dtype']})")
+        what = f"all linears of the model, {name.format(**one)}, {where}"
         if "unknown" in one:
             lines.append(
                 f"{what}: no prediction, {one['unknown']} was not measured. Measure it: surgery bench linear --out FILE"
@@ -286,7 +296,9 @@ def _attention_note(mixer: str, context: int) -> str:
     words = mixer.replace(",", "").split()
     op = words[0] if words[0] != "linear:" else words[1] + (" delta" if "delta rule" in mixer else "")
     levels = {"levels": words[1].count("|") + 1} if op == "mlr" else {}
-    here = {pass_: _ratio_to_softmax(op, pass_, context, levels) for pass_ in PASS_LABELS}
+    # With near: chunks, decoding steps run without the kernel that was measured, and without a CUDA graph.
+    passes = [pass_ for pass_ in PASS_LABELS if pass_ != "step" or "near chunks" not in mixer]
+    here = {pass_: _ratio_to_softmax(op, pass_, context, levels) for pass_ in passes}
     if not any(r is not None and r < 1 for r in here.values()):
         return ""
     graph = graph_note(_ratio_to_softmax(op, "captured step", context, levels))

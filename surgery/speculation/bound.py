@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from surgery.mixers import Mixer
+from surgery.mixers.head_hybrid import HeadHybridAttention
 from surgery.mixers.linear import LinearMixer
 from surgery.modeling.cache import mixer_modules
 from surgery.speculation.slots import Sight, attention_windows
@@ -35,22 +37,28 @@ def weight_bytes(model: nn.Module) -> int:
 def cache_bytes(model: Any, context: int, sight: Sight | None = None) -> int:
     """Return the bytes of one row's cache that a step reads at a context of `context` tokens. sight: what a drafter sees of it."""
     config = model.config.get_text_config(decoder=True)
-    mixers = {m.layer_idx: (path, m.mixer) for path, m in mixer_modules(model)}
+    mixers = {m.layer_idx: m.mixer for _, m in mixer_modules(model)}
     windows = attention_windows(model)
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     key = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     total = 0
     for index, window in enumerate(windows):
         if index in mixers:
-            mixer = mixers[index][1]
-            width = 4 if isinstance(mixer, LinearMixer) else model.dtype.itemsize  # recurrent states are float32
-            total += type(mixer).cost(mixer.config, mixer.shape, context).cache * width
+            total += state_bytes(mixers[index], context, model.dtype.itemsize)
             continue
         tokens = context if window is None else min(context, window)
         if sight is not None and sight.window is not None:
             tokens = min(tokens, sight.window + sight.sinks)
         total += 2 * groups * key * tokens * model.dtype.itemsize
     return total
+
+
+def state_bytes(mixer: Mixer, context: int, itemsize: int) -> int:
+    """Return the bytes of a mixer's state of one row after `context` tokens. itemsize: bytes of a number of the model's dtype."""
+    if isinstance(mixer, HeadHybridAttention):
+        return sum(state_bytes(part, context, itemsize) for part in (mixer.softmax, mixer.others))
+    width = 4 if isinstance(mixer, LinearMixer) else itemsize  # recurrent states are float32
+    return int(type(mixer).cost(mixer.config, mixer.shape, context).cache) * width
 
 
 def expected_tokens(accept: float, k: int) -> float:

@@ -111,6 +111,8 @@ class QuantizedLinear(nn.Module):
     Args:
         linear: a StructuredLinear, or a linear whose weight is (1, O, I). Its values are quantized, unless they are on meta.
         storage: bits and groups.
+
+    Raises SurgeryError if groups do not divide a core's inputs, or if values are not finite.
     """
 
     def __init__(self, linear: Any, storage: Storage):
@@ -131,11 +133,14 @@ class QuantizedLinear(nn.Module):
 
     def _quantized(self, linear: Any, name: str) -> tuple[Tensor, Tensor]:
         rows = core_rows(getattr(linear, name).detach(), contracted_axes(linear, name))
+        where = f"core {name!r} of {linear.config if self.config else 'the weight'}"
         try:
             inputs, groups = rows.shape[-1], rows.shape[-1] // self.storage.group_size(rows.shape[-1])
         except SurgeryError as error:
-            raise SurgeryError(f"core {name!r} of {linear.config if self.config else 'the weight'}: {error}") from None
+            raise SurgeryError(f"{where}: {error}") from None
         if not rows.is_meta:
+            if not bool(rows.isfinite().all()):
+                raise SurgeryError(f"{where} has values that are not finite. Use a checkpoint with finite weights")
             return quantize_rows(rows, self.storage)
         dtype, width = (torch.int8, inputs) if self.storage.bits == 8 else (torch.uint8, -(-inputs // 2))
         return rows.new_empty(*rows.shape[:-1], width, dtype=dtype), rows.new_empty(*rows.shape[:-1], groups)

@@ -13,12 +13,13 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
+from surgery.mixers.softmax import SoftmaxAttention
 from surgery.modeling.cache import MAX_RECORDED, record_past
 
 NEW = 14
 # Token 0 is suppressed: its embedding is zero, so that all logits after it may be equal.
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": NEW, "suppress_tokens": [0]}
-GROWING = ("mlr", "global window", "bilinear", "window")  # mixers whose state holds keys and values
+GROWING = ("mlr", "global window", "bilinear", "window", "softmax")  # mixers whose state holds keys and values
 
 
 @functools.cache
@@ -144,6 +145,22 @@ def test_removing_a_draft_costs_what_the_draft_has(name, monkeypatch):
     rest = ids[:, long + accepted :]
     found = model(rest, past_key_values=cache).logits
     expected = model(ids, use_cache=False).logits[:, -rest.shape[1] :]
+    assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["heads", "heads, gates", "heads, window"])
+def test_softmax_heads_compute_no_scores_when_a_draft_is_removed(name, monkeypatch):
+    model, ids = model_with(name), prompt(40)
+    cache = DynamicCache(config=model.config)
+    record_past(cache, model)
+    model(ids[:, :30], past_key_values=cache)
+    model(ids[:, 30:38], past_key_values=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(SoftmaxAttention, "mix", lambda *_: pytest.fail("scores of a rejected draft"))
+        cache.crop(-5)
+    found = model(ids[:, 33:], past_key_values=cache).logits
+    expected = model(ids, use_cache=False).logits[:, 33:]
     assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
 
 

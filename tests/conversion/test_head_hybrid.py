@@ -11,6 +11,7 @@ from conversion.test_convert import bytes_of
 from helpers.small import make_recipe, model_outputs, tiny_config, tiny_inputs
 from helpers.small_mixers import random_model_with_mixers
 from helpers.small_training import EMBEDDED, copy_first_layers
+from helpers.tiny_families import TINY_FAMILIES
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, DynamicCache
@@ -111,6 +112,16 @@ def test_interleaved_rotary_pairs_need_one_form():
     with pytest.raises(SurgeryError, match="interleaved"):
         MIXERS[config].check_config(config, replace(SHAPE, interleaved=True))
     MIXERS[config].check_config(config, replace(SHAPE, rotary=0))
+
+
+@pytest.mark.parametrize("by", ["sensitivity", "gates"])
+def test_a_choice_of_heads_that_cannot_be_measured_is_refused_by_the_plan(by, tmp_path):
+    """The choice measures softmax with RoPE beside a mixer without it, although the result would drop RoPE in both."""
+    TINY_FAMILIES["cohere"].build().save_pretrained(tmp_path / "cohere")
+    hybrid = {"keep": 0.5, "of": "heads", "rope": "drop"}
+    with pytest.raises(SurgeryError, match=f"attention.hybrid by: {by}: .*interleaved"):
+        plan_of(tmp_path / "cohere", {**hybrid, "by": by}, rope="drop")
+    plan_of(tmp_path / "cohere", {**hybrid, "by": "every"}, rope="drop")
 
 
 def test_vllm_refuses_it_by_name():

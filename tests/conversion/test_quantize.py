@@ -23,6 +23,7 @@ from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.conversion.quantize import quantize, quantize_live, quantize_module, stored_bytes
 from surgery.core.errors import SurgeryError
+from surgery.eval.model import open_model
 from surgery.structures import STRUCTURES
 from surgery.structures.base import config_from_dict
 from surgery.structures.quantized import QuantizedLinear, Storage, dequantize_rows, quantize_rows
@@ -229,6 +230,29 @@ def test_refusals(checkpoints, converted, tmp_path):
         open_trainable(str(tmp_path / "out"))
     with pytest.raises(SurgeryError, match="stored as integers, which vLLM's plugin does not serve"):
         check_config(open_converted_checkpoint(str(tmp_path / "out")).config, "out")
+
+
+def test_weights_that_are_not_finite_are_refused(converted, tmp_path):
+    model = load("llama", converted("llama"))
+    linear = model.model.layers[1].mlp.up_proj
+    with torch.no_grad():
+        next(iter(linear.parameters())).view(-1)[0] = torch.inf
+    before = {path: type(module) for path, module in model.named_modules()}
+    with pytest.raises(SurgeryError, match=r"layers.1.mlp.up_proj cannot be stored in 8 bits: .* not finite"):
+        quantize_live(model)
+    assert {path: type(module) for path, module in model.named_modules()} == before
+    model.save_pretrained(tmp_path / "infinite")
+    with pytest.raises(SurgeryError, match=r"up_proj.* holds 1 NaN or Inf"):
+        quantize(str(tmp_path / "infinite"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluations_name_no_number_of_parameters_for_integers(converted, tmp_path):
+    """Tensors hold scales too, and two integers of 4 bits in an element."""
+    quantize(str(converted("llama")), tmp_path / "out")
+    assert open_model("base", str(tmp_path / "out")).parameters is None
+    stored = sum(t.numel for t in open_converted_checkpoint(str(converted("llama"))).tensors.values())
+    assert open_model("base", str(converted("llama"))).parameters == stored
 
 
 def damage(folder, table=None, tensors=None):

@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 import torch
+from rich.text import Text
 
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
@@ -29,6 +30,7 @@ from surgery.eval.speed.tables import (
 )
 from surgery.eval.speed.timer import Benchmark, BenchmarkCase, TimedImplementation, WorkEstimate, backward
 from surgery.kernels import tuning as measured
+from surgery.publish import speed_notes
 from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines, report_notes, speed_in_words
 
 CPU = torch.device("cpu")
@@ -410,13 +412,29 @@ def test_times_of_a_file_are_used(tmp_path):
     assert found["decode"] == {"tokens": 1, "unknown": "dense for 64 -> 64"}
 
 
+def test_a_device_s_name_is_printed_as_it_is(tmp_path):
+    (tmp_path / "linear.json").write_text(json.dumps(bench_result(device="[/red] GPU")))
+    table = publish.read_measured_times(tmp_path / "linear.json")
+    plan = linears_plan(({"structure": "low_rank", "rank": 16}, (64, 64)))
+    lines = [Text.from_markup(line).plain for line in predicted_lines(predict_linears(plan, 8, table))]
+    assert all("[/red] GPU (float32)" in line for line in lines)
+
+
 def damaged_results():
     dense, low_rank = bench_result()["rows"]
     changes = [{"ms": -1.0}, {"ms": "1"}, {"ms": 1e400}, {"options": {}}, {"op": "btt"}, {"way": 5}]
     changes += [{"sizes": {"tokens": 0, "inputs": 64, "outputs": 64}}, {"sizes": {"tokens": 8, "inputs": 64}}]
     changes += [{"sizes": {"tokens": 8, "inputs": 64.5, "outputs": 64}}]
     rows = [[dense, {**low_rank, **change}] for change in changes]
-    whole = [{"kind": "attention"}, {"rows": []}, {"rows": 7}, {"device": 3}, *({"rows": each} for each in rows)]
+    whole = [
+        {"kind": "attention"},
+        {"rows": []},
+        {"rows": 7},
+        {"device": 3},
+        {"device": "GPU\x1b[2J"},
+        {"device": "G" * 300},
+        *({"rows": each} for each in rows),
+    ]
     return ["", "[]", "{}", "null", "[" * 100_000, *(json.dumps(bench_result(**change)) for change in whole)]
 
 
@@ -506,6 +524,15 @@ def test_what_is_slower_is_said(table):
     assert (
         plan_notes({"targets": [{"first": first, "shape": [64, 64]}], "mixers": []}) == []
     )  # nothing near was measured
+
+
+def test_decoding_times_of_a_sliding_window_are_not_those_of_chunks(table, monkeypatch):
+    monkeypatch.setattr(speed_notes, "_ratio_to_softmax", lambda *_: 0.5)
+    monkeypatch.setattr(speed_notes, "_break_even", lambda *_: "nowhere")
+    mixer = "linear: hierarchical mask, identity features, window 64"
+    sliding, chunks = (report_notes({"mixer_rows": [{"mixer": m}]}, 1024)[0] for m in (mixer, f"{mixer}, near chunks"))
+    assert "decoding 0.50x (0.50x in a CUDA graph)" in sliding
+    assert "prefill 0.50x" in chunks and "decoding" not in chunks
 
 
 def test_results_become_the_table_and_the_page(tmp_path):

@@ -293,6 +293,29 @@ def test_text_of_results_is_escaped(tmp_path):
     assert all(not cell.startswith("=") for row in csv.reader(io.StringIO(table)) for cell in row)
 
 
+def test_remarks_of_results_cannot_write_to_the_terminal(tmp_path):
+    for name in ("a", "b"):
+        result = needle(3)
+        result.notes = ["a\x1b[2Jb\nc" + "d" * 10_000]
+        save(tmp_path / name, name, {"needle": result, "speed": speed(1.0)}, device=f"{name}\x1b[2J")
+    done = compare_folders([tmp_path / "a", tmp_path / "b"])
+    text = [*notes(done), *done.refused]
+    assert any("a?[2Jb c" in line for line in text) and any("timed on b?[2J" in line for line in text)
+    assert all(line.isprintable() and len(line) < 1000 for line in text)
+
+
+def test_groups_of_other_suites_are_in_the_csv(tmp_path):
+    for name in ("a", "b"):
+        result = needle(3)
+        result.samples = [
+            Sample(s.task, s.id, s.metrics, {"language": "en" if i % 2 else "de"}) for i, s in enumerate(result.samples)
+        ]
+        save(tmp_path / name, name, {"other": result})
+    table = format_comparison(compare_folders([tmp_path / "a", tmp_path / "b"]), "csv")
+    tasks = {row["task"] for row in csv.DictReader(io.StringIO(table))}
+    assert {"needle, language de", "needle, language en"} <= tasks
+
+
 HARMS = [
     ("result.json", lambda p: p.write_text("{"), "is damaged"),
     ("result.json", lambda p: p.write_text("[" * 100_000), "is damaged"),

@@ -53,7 +53,10 @@ def _table(found: dict[str, Any], names: list[str], base: str | None) -> str:
         cells = [average_cell(row, name, row["unit"] == "tokens") for name in names]
         body.append([f"{row['suite']}, {row['name']}{where}{missing}", str(row["samples"] or ""), *cells])
     heads = ["measurement", "samples", *(f"{name} (base)" if name == base else name for name in names)]
-    return table_html("All models: value, and its 95% interval or standard error (±)", heads, body[:MAX_LINES])
+    caption = "All models: value, and its 95% interval or standard error (±)"
+    if len(body) > MAX_LINES:
+        caption += f"; the first {MAX_LINES} of {len(body):,} lines, all of them are in comparison.json"
+    return table_html(caption, heads, body[:MAX_LINES])
 
 
 def _cell(row: dict[str, Any], name: str) -> Any:
