@@ -10,7 +10,7 @@ from surgery.publish.html.data import PageData
 from surgery.publish.html.sections import average_cell, figure_html, table_html
 from surgery.publish.html.svg import Axis, Point, Series, heat_map, line_chart, scatter_chart
 
-COLORS = 7  # CSS classes m0 to m6, in the order of eval/results/plots.py
+COLORS = 7  # CSS classes m0 to m6, in the order of the plots
 MAX_LINES = 400  # lines of the table
 
 
