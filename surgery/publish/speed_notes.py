@@ -289,7 +289,8 @@ def _attention_note(mixer: str, context: int) -> str:
     here = {pass_: _ratio_to_softmax(op, pass_, context, levels) for pass_ in PASS_LABELS}
     if not any(r is not None and r < 1 for r in here.values()):
         return ""
-    graph = graph_note(_ratio_to_softmax(op, "captured step", context, levels))
+    captured = None if "near" in words else _ratio_to_softmax(op, "captured step", context, levels)  # chunks: no graph
+    graph = graph_note(captured)
     known = {pass_: r for pass_, r in here.items() if r is not None}
     ratios = ", ".join(f"{PASS_LABELS[p]} {r:.2f}x{graph if p == 'step' else ''}" for p, r in known.items())
     ahead = ", ".join(

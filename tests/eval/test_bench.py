@@ -29,7 +29,14 @@ from surgery.eval.speed.tables import (
 )
 from surgery.eval.speed.timer import Benchmark, BenchmarkCase, TimedImplementation, WorkEstimate, backward
 from surgery.kernels import tuning as measured
-from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines, report_notes, speed_in_words
+from surgery.publish.speed_notes import (
+    _attention_note,
+    plan_notes,
+    predict_linears,
+    predicted_lines,
+    report_notes,
+    speed_in_words,
+)
 
 CPU = torch.device("cpu")
 
@@ -580,3 +587,10 @@ def test_runs_of_one_kind_are_one():
     (one,) = publish.merge_results(runs_)
     assert {r["rival"]: r["ms"] for r in one["rows"]} == {"a": 1.0, "b": 2.0} and not one["complete"]
     assert one["processes"] == 2
+
+
+def test_no_note_promises_a_graph_for_blocks_near_the_query():
+    """Decoding steps with near: chunks run without a CUDA graph."""
+    mixer = "linear: hierarchical mask, delta rule, window 64, sinks 4, {}rope both"
+    sliding, chunks = (_attention_note(mixer.format(near), 4096) for near in ("", "near chunks, "))
+    assert "CUDA graph" in sliding and "decoding" in chunks and "CUDA graph" not in chunks
