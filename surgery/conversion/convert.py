@@ -210,6 +210,8 @@ class Conversion:
         torch.manual_seed(self.ctx.recipe.seed)
         self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
         self._check_text()
+        for warning in short_text_warnings(self.ctx):
+            self.ctx.progress.say(f"[bold yellow]warning[/]: {escape(warning)}")
         hybrid = self._resolve_attention()
         self._drop_damaged_shards()
         if self.journal.find("piece", piece=NON_LAYER) is None:
@@ -513,7 +515,7 @@ class Conversion:
             model_type=ctx.plan.model_type,
             recipe=json.loads(ctx.recipe.model_dump_json()),
             seed=ctx.recipe.seed,
-            notes=[*ctx.plan.notes, *uncalibrated_warnings(ctx, self.calibration_hint)],
+            notes=[*ctx.plan.notes, *uncalibrated_warnings(ctx, self.calibration_hint), *short_text_warnings(ctx)],
             **unreached,
             companions=[path.as_posix() for path in source.companions()],
             calibration=self._calibration_report(),
@@ -608,3 +610,20 @@ def uncalibrated_warnings(ctx: ConversionContext, hint: str) -> list[str]:
             f"{hint}"
         )
     return warnings
+
+
+def short_text_warnings(ctx: ConversionContext) -> list[str]:
+    """Return a warning if the calibration windows are so short that every token is in the softmax window of a mixer."""
+    if ctx.data is None or "input_ids" not in ctx.data.inputs:
+        return []
+    length, nears = ctx.data.inputs["input_ids"].shape[1], set()
+    for target in ctx.plan.attention_targets.values():
+        mixer = getattr(target.config, "others", target.config)  # of a head hybrid: the mixer of the other heads
+        if window := getattr(mixer, "window", 0):
+            nears.add(getattr(mixer, "sinks", 0) + window * (2 if getattr(mixer, "near", "") == "chunks" else 1))
+    if not nears or length > max(nears):
+        return []
+    return [
+        f"the calibration windows have {length} tokens, and mixers attend exactly to up to {max(nears)} tokens: what a mixer loses on "
+        f"tokens farther back is neither fitted nor measured. Set length above {max(nears)}"
+    ]

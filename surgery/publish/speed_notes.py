@@ -296,9 +296,9 @@ def _attention_note(mixer: str, context: int) -> str:
     words = mixer.replace(",", "").split()
     op = words[0] if words[0] != "linear:" else words[1] + (" delta" if "delta rule" in mixer else "")
     levels = {"levels": words[1].count("|") + 1} if op == "mlr" else {}
-    # With near: chunks, decoding steps run without the kernel that was measured, and without a CUDA graph.
-    passes = [pass_ for pass_ in PASS_LABELS if pass_ != "step" or "near chunks" not in mixer]
-    here = {pass_: _ratio_to_softmax(op, pass_, context, levels) for pass_ in passes}
+    if "near chunks" in mixer:  # runs without the kernels that were measured
+        return ""
+    here = {pass_: _ratio_to_softmax(op, pass_, context, levels) for pass_ in PASS_LABELS}
     if not any(r is not None and r < 1 for r in here.values()):
         return ""
     graph = graph_note(_ratio_to_softmax(op, "captured step", context, levels))

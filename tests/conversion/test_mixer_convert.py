@@ -297,6 +297,16 @@ def test_without_calibration_the_report_says_what_is_not_fitted(tmp_path):
         assert len(warnings) == len(words) and all(word in note for word, note in zip(words, warnings))
 
 
+@pytest.mark.parametrize("near, length, warns", [("sliding", 8, True), ("sliding", 32, False), ("chunks", 18, True)])
+def test_windows_of_text_that_show_nothing_of_a_mixer_are_a_warning(tmp_path, near, length, warns):
+    """2 sinks and 8 tokens, or two blocks of 8: shorter windows have no token that the linear attention reads."""
+    source(tmp_path, "llama")
+    save_file(tiny_inputs("llama", 4, length), tmp_path / "inputs.safetensors")
+    recipe = calibrated_recipe(tmp_path, "log-linear", f"attention.near={near}", "attention.window=8")
+    notes = [note for note in convert(str(tmp_path / "source"), recipe, tmp_path / "out")["notes"] if "farther" in note]
+    assert len(notes) == warns and all(f"have {length} tokens" in note for note in notes)
+
+
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2"])
 @pytest.mark.parametrize(
     "keys", [{"structure": "dense", "attention": {"mixer": "linear"}}, {"structure": "low_rank", "fused": "split"}]
