@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from surgery.checkpoint.safetensors_io import TensorSource, write_shard
 from surgery.core.errors import SurgeryError
@@ -49,10 +49,19 @@ class StoredResult(BaseModel):
 
 def read_stored_result(place: Path) -> StoredResult:
     """Read result.json of one suite of one model. Raises ValueError if it is damaged."""
-    stored = StoredResult.model_validate_json((place / RESULT).read_bytes(), strict=True)
+    try:
+        stored = StoredResult.model_validate_json((place / RESULT).read_bytes(), strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{RESULT}: {describe(error)}") from None
     if not all(name == metric.name for name, metric in stored.metrics.items()):
-        raise ValueError("its metrics have other names than their keys")
+        raise ValueError(f"{RESULT}: its metrics have other names than their keys")
     return stored
+
+
+def describe(error: ValidationError) -> str:
+    """Return pydantic's first complaint in one line, without its URL."""
+    first = error.errors()[0]
+    return ": ".join([*([".".join(map(str, first["loc"]))] if first["loc"] else []), first["msg"]])
 
 
 def read_samples(place: Path, stored: StoredResult) -> SuiteResult:
@@ -61,8 +70,11 @@ def read_samples(place: Path, stored: StoredResult) -> SuiteResult:
 
     read, samples = TypeAdapter(Sample), []
     with open(place / SAMPLES, "rb") as file:
-        for line in file:
-            samples.append(read.validate_json(line.rstrip(b"\n"), strict=True))
+        for number, line in enumerate(file, 1):
+            try:
+                samples.append(read.validate_json(line.rstrip(b"\n"), strict=True))
+            except ValidationError as error:
+                raise ValueError(f"{SAMPLES}, line {number}: {describe(error)}") from None
     if not all(0 <= sample.weight < math.inf for sample in samples):
         raise ValueError(f"{SAMPLES} has a weight that is negative or not finite")
     found = SuiteResult(samples, **{name: getattr(stored, name) for name in StoredResult.model_fields if name != "key"})

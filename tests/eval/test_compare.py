@@ -327,6 +327,8 @@ HARMS = [
     ("samples.jsonl", lambda p: p.write_text(p.read_text().replace('"weight": 1.0', '"weight": 0.0')), "add up to 0"),
     ("samples.jsonl", lambda p: p.write_text(p.read_text().replace('"length": 512', '"length": "long"')), "finite number"),
     ("samples.jsonl", lambda p: p.write_text(p.read_text().replace('"depth": 1.0', '"depth": Infinity')), "finite number"),
+    ("result.json", lambda p: p.write_text("{"), "or is damaged: result.json: Invalid JSON: [^:]*[.] Measure it again"),
+    ("samples.jsonl", lambda p: p.write_text(p.read_text() + "[1e999]\n"), r"samples.jsonl, line \d+: [^:]*[.] Measure it again"),
     ("samples.jsonl", lambda p: p.write_text(p.read_text().replace('{"accuracy"', '{"other"')), "does not describe"),
     ("samples.jsonl", lambda p: p.write_text(p.read_text().replace('"needle"', '"a\\u001b[2Jb"')), "plain text"),
     ("samples.jsonl", lambda p: p.write_text(p.read_text().replace('"needle"', '"' + "n" * 301 + '"')), "plain text"),
