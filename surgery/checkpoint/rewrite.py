@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.companions import COPIED
-from surgery.checkpoint.safetensors_io import read_header
+from surgery.checkpoint.safetensors_io import TensorSource, read_header, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.writer import copy_companions, delivered_files, known_work_files, write_checkpoint
 from surgery.core.errors import SurgeryError
@@ -23,6 +23,7 @@ from surgery.core.files import (
 from surgery.core.journal import JOURNAL_NAME, Journal
 
 REWRITE_KEY, LOCK_LABEL = "rewrite", "command"
+MAX_SHARD_BYTES = 2**29  # of the files written on the way: the tensors of one are in memory together
 
 
 def rewrite_checkpoint(
@@ -77,3 +78,22 @@ def _remove_leftovers(partial: Path, known: list[str]) -> None:
         shutil.rmtree(partial)
     finally:
         lock.close()
+
+
+def write_shards(entries: Iterable[TensorSource], folder: Path) -> list[Path]:
+    """Write tensors into files of about MAX_SHARD_BYTES; return the files."""
+    files: list[Path] = []
+    batch: list[TensorSource] = []
+
+    def write() -> None:
+        files.append(folder / f"{len(files):05d}.safetensors")
+        write_shard(files[-1], batch)
+        batch.clear()
+
+    for entry in entries:
+        batch.append(entry)
+        if sum(e.nbytes for e in batch) > MAX_SHARD_BYTES:
+            write()
+    if batch:
+        write()
+    return files

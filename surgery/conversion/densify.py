@@ -13,23 +13,21 @@ from transformers.pytorch_utils import Conv1D
 
 from surgery.architectures.attention import output_path
 from surgery.checkpoint.meta_model import build_unconverted_model
-from surgery.checkpoint.rewrite import rewrite_checkpoint
-from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource, write_shard
+from surgery.checkpoint.rewrite import rewrite_checkpoint, write_shards
+from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import has_shims, quantization_table, read_mixers, read_table
 from surgery.checkpoint.tensor_names import check_tensors, map_tensor_names, unused_tensors
-from surgery.conversion.live_model import copy_hooks, is_converted, is_library_model, model_device
+from surgery.conversion.live_model import copy_hooks, has_adapter, is_converted, is_library_model, model_device
 from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
-from surgery.core.progress import Progress, Tick
+from surgery.core.progress import Progress
 from surgery.modeling.applied import remove_table
 from surgery.modeling.modules import REPLACED, GuardedLinear, SplitLinear, build_module
 from surgery.modeling.quantizer import replace_modules, split_named_experts
 from surgery.structures import StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
-
-MAX_SHARD_BYTES = 2**29  # of the files written on the way: the tensors of one are in memory together
 
 
 def densify(converted: str, out: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -48,7 +46,8 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     folded = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
     table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded" or "bits" in spec}
     config = _plain_config(source, folded, mixers, unused)
-    rewrite_checkpoint(source, out, lambda place: _write_shards(source, table, set(folded), place, progress), config)
+    write = lambda place: write_shards(_iter_tensors(source, table, set(folded), progress), place)  # noqa: E731
+    rewrite_checkpoint(source, out, write, config)
     return {"out": str(out), "modules": len(table)}
 
 
@@ -63,7 +62,7 @@ def densify_live(model: Any) -> int:
             f"{type(model).__name__} is not converted: it has no structured linears to multiply out. Give a model that surgery.apply "
             "or surgery.load returned"
         )
-    if "BaseTunerLayer" in {cls.__name__ for module in model.modules() for cls in type(module).__mro__}:
+    if has_adapter(model):
         raise SurgeryError(
             f"{type(model).__name__} has a PEFT adapter on its linears. Remove the adapter first: model = model.unload()"
         )
@@ -168,37 +167,17 @@ def _plain_config(
     return config
 
 
-def _write_shards(
-    source: CheckpointSource, table: dict[str, Any], folded: set[str], folder: Path, progress: Progress
-) -> list[Path]:
-    """Write the unchanged tensors, then the dense weights, into files of about MAX_SHARD_BYTES."""
-    files: list[Path] = []
-    batch: list[TensorSource] = []
-
-    def write() -> None:
-        files.append(folder / f"{len(files):05d}.safetensors")
-        write_shard(files[-1], batch)
-        batch.clear()
-
-    with progress.bar("multiplying out", len(table)) as tick:
-        for entry in _iter_tensors(source, table, folded, tick):
-            batch.append(entry)
-            if sum(e.nbytes for e in batch) > MAX_SHARD_BYTES:
-                write()
-    if batch:
-        write()
-    return files
-
-
 def _iter_tensors(
-    source: CheckpointSource, table: dict[str, Any], folded: set[str], tick: Tick
+    source: CheckpointSource, table: dict[str, Any], folded: set[str], progress: Progress
 ) -> Iterator[TensorSource]:
+    """Yield the unchanged tensors, then the dense weights."""
     paths = {entry.get("file_name", path): path for path, entry in table.items()}
     replaced = {f"{base}.{name}" for base, path in paths.items() for name in _stored_tensor_names(table[path])}
     yield from (TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in replaced)
-    for base, path in paths.items():
-        yield from dense_entries(source, base, table[path], path in folded)
-        tick()
+    with progress.bar("multiplying out", len(table)) as tick:
+        for base, path in paths.items():
+            yield from dense_entries(source, base, table[path], path in folded)
+            tick()
 
 
 def _stored_tensor_names(spec: dict[str, Any]) -> list[str]:

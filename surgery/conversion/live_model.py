@@ -166,6 +166,11 @@ def check_is_module(model: Any, function: str) -> None:
         )
 
 
+def has_adapter(model: Any) -> bool:
+    """Return whether linears of the model have a PEFT adapter. Does not import PEFT."""
+    return "BaseTunerLayer" in {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+
+
 def check_replaceable(model: Any) -> None:
     """Raise SurgeryError if modules of the model cannot be replaced: a wrapper, an adapter, quantized or converted weights."""
     kind = type(model).__name__
@@ -174,8 +179,7 @@ def check_replaceable(model: Any) -> None:
         raise SurgeryError(
             f"{kind} wraps a model; replaced modules must be known to it. Apply surgery to model.{inner} first"
         )
-    classes = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    if hasattr(model, "peft_config") or "BaseTunerLayer" in classes:
+    if hasattr(model, "peft_config") or has_adapter(model):
         raise SurgeryError(
             f"{kind} has a PEFT adapter, whose base weights may not change below it. Merge it first (model = "
             "model.merge_and_unload()), or apply surgery to the base model and add the adapter afterwards"

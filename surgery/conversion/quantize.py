@@ -6,6 +6,7 @@ The head, embeddings, norms, routers and the parameters of mixers keep their dty
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from transformers import PreTrainedModel
 
 from surgery.architectures.linears import find_linears
 from surgery.checkpoint.meta_model import build_unconverted_model
-from surgery.checkpoint.rewrite import rewrite_checkpoint
-from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource, write_shard
+from surgery.checkpoint.rewrite import rewrite_checkpoint, write_shards
+from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import SHIM_NAME, is_quantized, read_table
 from surgery.checkpoint.tensor_names import map_tensor_names
-from surgery.conversion.densify import MAX_SHARD_BYTES, check_openable
-from surgery.conversion.live_model import copy_hooks, is_converted, model_device
+from surgery.conversion.densify import check_openable
+from surgery.conversion.live_model import copy_hooks, has_adapter, is_converted, model_device
 from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json, write_json
@@ -69,7 +70,7 @@ def quantize(
     rewrite_checkpoint(
         source,
         out,
-        lambda folder: _write_shards(source, whole, storage, folder, progress),
+        lambda folder: write_shards(_iter_tensors(source, whole, storage, progress), folder),
         config,
         (SHIM_NAME, REPORT_NAME),
     )
@@ -81,33 +82,22 @@ def quantize(
     return summary
 
 
-def _write_shards(
-    source: CheckpointSource, table: dict[str, Any], storage: Storage, folder: Path, progress: Progress
-) -> list[Path]:
-    """Write the unchanged tensors, then the quantized linears, into files of about MAX_SHARD_BYTES."""
+def _iter_tensors(
+    source: CheckpointSource, table: dict[str, Any], storage: Storage, progress: Progress
+) -> Iterator[TensorSource]:
+    """Yield the unchanged tensors, then the integers and scales of the linears."""
     bases = {path: entry.get("file_name", path) for path, entry in table.items()}
     names = {path: [f"{bases[path]}.{name}" for name in build_module(e).state_dict()] for path, e in table.items()}
     replaced = {name for path in table for name in names[path]}
-    batch = [TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in replaced]
-    files: list[Path] = []
-
-    def write() -> None:
-        files.append(folder / f"{len(files):05d}.safetensors")
-        write_shard(files[-1], batch)
-        batch.clear()
-
+    yield from (TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in replaced)
     with progress.bar("quantizing", len(table)) as tick:
         for path, entry in table.items():
             module = load_replacement_module(entry, bases[path], source.tensors, torch.device("cpu"))
             dtype = next(DTYPES[d] for n in names[path] if (d := source.tensors[n].dtype) in FLOAT_DTYPES)
             quantized = quantize_named(path, module.to(dtype), storage)
-            batch += [TensorSource.from_tensor(f"{bases[path]}.{n}", t) for n, t in quantized.state_dict().items()]
-            if sum(e.nbytes for e in batch) > MAX_SHARD_BYTES:
-                write()
+            for name, t in quantized.state_dict().items():
+                yield TensorSource.from_tensor(f"{bases[path]}.{name}", t)
             tick()
-    if batch:
-        write()
-    return files
 
 
 def _update_report(folder: Path, summary: dict[str, Any]) -> None:
@@ -145,7 +135,7 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[s
             f"{kind} is not a converted transformers model. Convert it first (surgery.apply, or surgery.load of a converted folder); of "
             "such a model give the whole, not a part"
         )
-    if "BaseTunerLayer" in {cls.__name__ for module in model.modules() for cls in type(module).__mro__}:
+    if has_adapter(model):
         raise SurgeryError(
             f"{kind} has a PEFT adapter. Remove it first (model = model.unload()), quantize, and add it again"
         )
