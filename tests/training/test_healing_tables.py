@@ -89,12 +89,19 @@ def test_far_recovery_is_the_share_of_what_the_window_loses():
 
     original = {"model": "original", "perplexity": 5.0, "windows": 1, "cache_bytes": {"2048": 100}, "ranked": {}}
     found = healing_recovery.table(
-        [[original, rows("near", 0, 1.21, 1.44)], [original, rows("far", 0, 1.1, 1.2), rows("far", 1, 1.1, 1.2)]],
+        [
+            [original, {**rows("near", 0, 1.21, 1.44), "convert": ["attention.window=64"]}],
+            [original, {**rows("far", 0, 1.3, 1.3), "convert": ["attention.near=chunks"]}],
+            [original, rows("far", 0, 1.1, 1.2), rows("far", 1, 1.1, 1.2)],
+        ],
         "near",
     )
+    assert "| far attention.near=chunks | 100 | 1 | 1.300" in found and "| near attention.window=64 |" in found
     assert found.splitlines()[-1].startswith("| far | 100 | 2 | 1.100 ± 0.000, 50% | 1.200 ± 0.000, 50% |")
     assert found.splitlines()[-1].endswith("| 25.0% |") and "1.210, 0%" in found
+    changed = {**rows("near", 0, 1.21, 1.44), "convert": ["attention.window=32"]}
     for files, said in (
+        ([[original, rows("near", 0, 1.21, 1.44), changed]], "two kinds of near"),
         ([[original]], "no healed rows"),
         ([[original, rows("near", 0, 1.21, 1.44)], [{**original, "perplexity": 6.0}]], "different originals"),
     ):

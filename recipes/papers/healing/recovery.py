@@ -30,23 +30,32 @@ def ratios_by_length(row: dict[str, Any]) -> dict[str, float]:
 
 
 def healed_rows(files: list[Rows]) -> dict[tuple[str, int], Rows]:
-    """Return (recipe, tokens) -> the healed rows of all seeds, in the order of the files."""
+    """Return (recipe and what was overridden, tokens) -> the healed rows of all seeds, in the order of the files."""
     groups: dict[tuple[str, int], Rows] = {}
     for row in (row for rows in files for row in rows if "training" in row):
-        name = " ".join(part for part in (row["recipe"], row.get("varied", "")) if part)
+        changed = [*row.get("convert", []), *row.get("set", []), row.get("varied", "")]
+        name = " ".join(part for part in (row["recipe"], *changed) if part)
         groups.setdefault((name, row["training"]["tokens"]), []).append(row)
     return groups
 
 
 def window_losses(groups: dict[tuple[str, int], Rows], window: str) -> dict[int, dict[str, float]]:
-    """Return tokens -> length -> mean log ratio of the sliding window."""
-    return {
-        tokens: {
+    """Return tokens -> length -> mean log ratio of the sliding window, which is `window` with or without overrides.
+
+    Raises SurgeryError if two of different overrides were healed on as many tokens.
+    """
+    losses: dict[int, dict[str, float]] = {}
+    for (name, tokens), rows in groups.items():
+        if name.split(" ")[0] != window:
+            continue
+        if tokens in losses:
+            raise SurgeryError(
+                f"the files have two kinds of {window} healed on {tokens:,} tokens, and far recovery compares with one; leave one out"
+            )
+        losses[tokens] = {
             n: statistics.fmean(math.log(ratios_by_length(row)[n]) for row in rows) for n in ratios_by_length(rows[0])
         }
-        for (recipe, tokens), rows in groups.items()
-        if recipe == window
-    }
+    return losses
 
 
 def format_ratio(ratios: list[float], lost: float | None) -> str:

@@ -276,6 +276,7 @@ def run_table(arguments: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
         work.mkdir(parents=True, exist_ok=True)
         for name in arguments.recipe:
             keys = {"recipe": name, "start": arguments.start, "healing": arguments.healing}
+            keys |= {"convert": arguments.convert, "set": arguments.overrides}
             began = time.perf_counter()
             try:
                 student = convert_once(arguments, name, work, device)
