@@ -118,7 +118,7 @@ def plan(
         data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), settings))
     table = None
     if measured is not None:
-        from surgery.eval.speed.update_tables import read_measured_times
+        from surgery.planning.measured_times import read_measured_times
 
         table = read_measured_times(Path(measured))
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)

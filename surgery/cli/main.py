@@ -114,7 +114,7 @@ def plan(
     chosen = load_recipe(recipe, overrides or [])
     table = None
     if measured is not None:
-        from surgery.eval.speed.update_tables import read_measured_times
+        from surgery.planning.measured_times import read_measured_times
 
         table = read_measured_times(measured)
     opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
