@@ -100,6 +100,7 @@ def plan(
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
     from surgery.planning.plan import make_plan
+    from surgery.planning.speed import named_table
     from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
@@ -116,11 +117,7 @@ def plan(
         name = _checkpoint_name(source, "plan")
         opened = open_checkpoint(name, trust_remote_code, weights=False, revision=revision)
         data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), settings))
-    table = None
-    if measured is not None:
-        from surgery.planning.measured_times import read_measured_times
-
-        table = read_measured_times(Path(measured))
+    table = named_table(settings, None if measured is None else Path(measured))
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
     times = predicted_lines(data["linear_times"])
     return CommandResult(data, lambda: [*plan_table(data), *times, *data["speed"]])

@@ -107,16 +107,13 @@ def plan(
     from surgery.checkpoint.source import open_checkpoint
     from surgery.planning.plan import make_plan
     from surgery.planning.recipe import load_recipe
+    from surgery.planning.speed import named_table
     from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
     chosen = load_recipe(recipe, overrides or [])
-    table = None
-    if measured is not None:
-        from surgery.planning.measured_times import read_measured_times
-
-        table = read_measured_times(measured)
+    table = named_table(chosen, measured)
     opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
     data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), chosen))
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.timing_table import IMPLEMENTATIONS, MAX_DISTANCE, distance, has_names, is_complete_row
 
 MAX_FILE_BYTES = 50_000_000
+MAX_ROWS = 10_000  # of linears in a file of times
 MAX_NAME = 200  # characters of a device's name in a file of times
 SIZE_NAMES = ("tokens", "inputs", "outputs", "lanes", "context")  # lanes: heads of all rows
 LINEAR_OPS = ("btt", "low_rank")
@@ -41,7 +43,7 @@ class MeasuredTimes:
     """
 
     def __init__(self, table: dict[str, Any]):
-        self.width = 4 if table["dtype"] == "float32" else 2
+        self.dtype, self.width = table["dtype"], element_bytes(table["dtype"])
         rows = [row for row in table["rows"] if row["op"] in LINEAR_OPS and row["pass"] in PHASES.values()]
         self.rows = rows
         dense = [(row["original"], _dense_sizes(row["sizes"])) for row in rows if row.get("original")]
@@ -76,10 +78,11 @@ class MeasuredTimes:
 
     def structured(self, phase: str, tokens: int, config: dict[str, Any], shape: tuple[int, int]) -> Predicted | None:
         """Return the time of a structured linear by its fastest implementation; None if its structure or no nearby size was measured."""
-        (out, in_), (name, at) = shape, _table_terms(config, shape, tokens)
-        if name not in LINEAR_OPS or not isinstance(config.get("rank", 1) or 1, int):
+        (out, in_), terms = shape, _table_terms(config, shape, tokens)
+        if terms is None:
             return None
-        rows = self._same_alignment(self._nearby((name,), phase, at), at)
+        name, at = terms
+        rows = same_alignment(self._nearby((name,), phase, at), at, self.dtype)
         known = [(w, min(_times(row)), _dense_sizes(row["sizes"]), _stored(row["sizes"])) for w, row in rows]
         return self._predict(phase, (tokens, in_, out), _stored(at), known)
 
@@ -90,9 +93,12 @@ class MeasuredTimes:
 
     def covers(self, phase: str, tokens: int, config: dict[str, Any], shape: tuple[int, int]) -> bool:
         """Return whether a structured linear of this alignment was measured within the factors of COVERED."""
-        name, at = _table_terms(config, shape, tokens)
-        rows = [row for row in self._rows_of((name,), phase) if self._is_aligned(row["sizes"]) == self._is_aligned(at)]
-        return any(_is_covered(row["sizes"], at) for row in rows)
+        terms = _table_terms(config, shape, tokens)
+        if terms is None:
+            return False
+        name, at = terms
+        rows, aligned = self._rows_of((name,), phase), _is_aligned(at, self.dtype)
+        return any(_is_covered(row["sizes"], at) and _is_aligned(row["sizes"], self.dtype) == aligned for row in rows)
 
     def measured_ranks(self, phase: str, config: dict[str, Any]) -> set[int]:
         """Return the ranks that were measured with the structure and blocks of a config."""
@@ -103,14 +109,6 @@ class MeasuredTimes:
     def _rows_of(self, ops: tuple[str, ...], phase: str) -> list[dict[str, Any]]:
         return [row for row in self.rows if row["op"] in ops and row["pass"] == PHASES[phase] and _times(row)]
 
-    def _is_aligned(self, sizes: dict[str, int]) -> bool:
-        return sizes["rank"] * self.width % 16 == 0
-
-    def _same_alignment(
-        self, rows: list[tuple[float, dict[str, Any]]], at: dict[str, int]
-    ) -> list[tuple[float, dict[str, Any]]]:
-        return [one for one in rows if self._is_aligned(one[1]["sizes"]) == self._is_aligned(at)] or rows
-
     def _predict(self, phase: str, sizes: tuple[int, int, int], params: int, rows: list[Any]) -> Predicted | None:
         if not rows or not self.rate:
             return None
@@ -120,13 +118,38 @@ class MeasuredTimes:
         return Predicted(exact[0] if exact else math.exp(mean) * self._bound(PHASES[phase], sizes, params), bool(exact))
 
 
-def _table_terms(config: dict[str, Any], shape: tuple[int, int], tokens: int) -> tuple[str, dict[str, int]]:
-    """Return (op, sizes) of a structured linear in the terms of kernels/tuning.json."""
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of an element of a table's dtype."""
+    return 4 if dtype == "float32" else 2
+
+
+def _is_aligned(sizes: dict[str, int], dtype: str) -> bool:
+    return sizes["rank"] * element_bytes(dtype) % 16 == 0
+
+
+def same_alignment(
+    rows: list[tuple[float, dict[str, Any]]], at: dict[str, int], dtype: str
+) -> list[tuple[float, dict[str, Any]]]:
+    """Return the (weight, row) whose rank fills whole 16-byte words if and only if that of `at` does; all rows if there are none."""
+    aligned = _is_aligned(at, dtype)
+    return [(weight, row) for weight, row in rows if _is_aligned(row["sizes"], dtype) == aligned] or rows
+
+
+def _table_terms(config: dict[str, Any], shape: Sequence[int], tokens: int) -> tuple[str, dict[str, int]] | None:
+    """Return (op, sizes) of a structured linear in the terms of kernels/tuning.json; None for one that tables do not have.
+
+    config: a structure as plain data, possibly from a report that anyone may have written.
+    """
     name = {"monarch": "btt"}.get(config["structure"], config["structure"])
     at = {"tokens": tokens, "inputs": shape[1], "outputs": shape[0], "rank": config.get("rank") or 1}
+    if name not in LINEAR_OPS or "bits" in config:
+        return None
     if name == "btt":
-        at |= dict(zip(("rows", "columns"), config["blocks"]))
-    return name, at
+        blocks = config.get("blocks")
+        if not isinstance(blocks, (list, tuple)) or len(blocks) != 2:
+            return None
+        at |= dict(zip(("rows", "columns"), blocks))
+    return (name, at) if all(type(n) is int and n > 0 for n in at.values()) else None
 
 
 def _is_covered(sizes: dict[str, int], at: dict[str, int]) -> bool:
@@ -185,8 +208,8 @@ def read_measured_times(path: Path) -> dict[str, Any]:
 
 
 def check_measured_times(table: Any, where: str) -> dict[str, Any]:
-    """Return a table of times from a file. Raises SurgeryError unless its device and dtype are plain text, and rows of linears
-    have whole sizes over 0 and times over 0."""
+    """Return a table of times from a file. Raises SurgeryError unless its device and dtype are plain text, and its at most
+    MAX_ROWS rows of linears have whole sizes over 0 and times over 0."""
     if not isinstance(table, dict) or not has_names(table):
         raise SurgeryError(f"{where} has no measured times of linears. Write it with: surgery bench linear --out FILE")
     for name in ("device", "dtype"):
@@ -194,6 +217,10 @@ def check_measured_times(table: Any, where: str) -> dict[str, Any]:
             raise SurgeryError(
                 f"{where}: {name} must be plain text of at most {MAX_NAME} characters (got {table[name][:40]!r})"
             )
+    if len(table["rows"]) > MAX_ROWS:
+        raise SurgeryError(
+            f"{where} must have at most {MAX_ROWS:,} rows of linears (got {len(table['rows']):,}). Measure fewer sizes"
+        )
     for row in table["rows"]:
         sizes = row.get("sizes") if isinstance(row, dict) and row.get("op") in LINEAR_OPS else None
         whole = isinstance(sizes, dict) and all(

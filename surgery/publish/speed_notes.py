@@ -17,7 +17,8 @@ from surgery.kernels.tuning import (
     nearby_rows,
     tables,
 )
-from surgery.planning.measured_times import MeasuredTimes
+from surgery.planning.measured_times import MeasuredTimes, same_alignment
+from surgery.publish.tables import speed_in_words
 
 TOKEN_COUNTS = (1, 16, 512, 8192)
 MEASURED_LANES = {
@@ -111,16 +112,9 @@ def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
     return lines
 
 
-def speed_in_words(before: float, after: float) -> str:
-    """Return "1.4x faster", "1.7x slower" or "as fast"."""
-    ratio = before / after
-    if max(ratio, 1 / ratio) < 1.05:
-        return "as fast"
-    return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
-
-
 def report_notes(report: dict[str, Any], context: int | None = None) -> list[str]:
-    """Return the notes for a report. Kinds of linears whose ranks differ are noted at their median rank."""
+    """Return the notes for a report, after the predicted times of all linears where these were measured. Kinds of linears whose
+    ranks differ are noted at their median rank."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for module in report.get("modules", ()):
         if "shape" in module and module["structure"]["structure"] != "dense":
@@ -128,7 +122,25 @@ def report_notes(report: dict[str, Any], context: int | None = None) -> list[str
             kinds.setdefault(json.dumps([kind, module["shape"]]), []).append(module)
     middle = [sorted(kind, key=lambda m: m["structure"].get("rank") or 0)[len(kind) // 2] for kind in kinds.values()]
     linears = ((module["structure"], module["shape"]) for module in middle)
-    return speed_notes(linears, (row["mixer"] for row in report.get("mixer_rows", ())), context)
+    mixers = (row["mixer"] for row in report.get("mixer_rows", ()))
+    return [*report_times(report.get("linears"), context), *speed_notes(linears, mixers, context)]
+
+
+def report_times(linears: dict[str, Any] | None, context: int | None = None) -> list[str]:
+    """Return the predicted times of all linears of a converted checkpoint, as `predicted_lines` of a plan; [] where one was not measured.
+
+    linears: as `surgery.publish.summary.report_linears` returns them.
+    """
+    if linears is None:
+        return []
+    dense = {"structure": "dense"}
+    targets = [
+        {"first": None if kind["structure"] == dense else kind["structure"], "shape": kind["shape"]}
+        for kind in linears["replaced"]
+        for _ in range(kind["count"])
+    ]
+    found = predict_linears({"targets": targets, "unchanged": linears["unchanged"]}, context)
+    return [line for line in predicted_lines(found) if "no prediction" not in line]
 
 
 def speed_ratio(op: str, pass_: Pass, at: NamedSizes) -> float | None:
@@ -136,6 +148,8 @@ def speed_ratio(op: str, pass_: Pass, at: NamedSizes) -> float | None:
     size was measured."""
     table = tables()[0]
     rows = nearby_rows(op, pass_, at, DeviceKey(tuple(table["capability"]), table["dtype"]))
+    if "rank" in (sizes := dict(at)):
+        rows = same_alignment(rows, sizes, table["dtype"])
     log_ratios = [
         (
             weight,
