@@ -619,6 +619,7 @@ def bench(
         out: JSON file, written after every case.
         time_limit: seconds after which no further case starts.
         device, progress: as in `convert`.
+        model: for linear: a checkpoint whose shapes are measured instead of `sizes`.
         model, drafter, text: for draft: the checkpoint, the recipe or folder of its drafter (None: sliding-window), and the text of the prompts.
     """
     from surgery.eval.speed.run import bench as run
@@ -631,10 +632,16 @@ def bench(
 
         measured = bench_draft(model, drafter, text, sizes, device=device, dtype=dtype, out=place, progress=shown)
         return CommandResult(measured, lambda: draft_tables(measured))
-    for name, value in {"model": model, "drafter": drafter, "text": text}.items():
+    drafting = (
+        {"drafter": drafter, "text": text} if what == "linear" else {"model": model, "drafter": drafter, "text": text}
+    )
+    for name, value in drafting.items():
         if value is not None:
             raise SurgeryError(f"{name} is an option of bench draft (got bench {what}). Leave it out")
-    result = run(what, sizes, peers, device, time_limit, out=place, only=only, progress=shown, dtype=dtype)
+    shapes = None if model is None else _checkpoint_name(model, "bench")
+    result = run(
+        what, sizes, peers, device, time_limit, out=place, only=only, progress=shown, dtype=dtype, shapes_of=shapes
+    )
     return CommandResult(result, lambda: result_tables(result))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +25,7 @@ SHAPES = {
     "small": ((64, 64), (64, 96)),
 }
 TOKENS = {"full": (1, 16, 512, 8192), "main": (1, 16, 512, 8192), "compressed": (1, 8192), "small": (1, 8)}
+MODEL_TOKENS = {"cuda": (1, 512, 8192), "cpu": (1, 128)}  # of the shapes of a model
 SHARES = {"half": 2, "quarter": 4}  # of the dense parameters, in the sizes "compressed": 1 / share
 RANK_MULTIPLE = 64
 RANKS = (1, 4, 16)  # 16 stores half of the dense parameters at 4,096 x 4,096
@@ -34,17 +35,32 @@ ROTATED_BYTES, MAX_COPIES = (
 )  # runs of one token take turns with copies of the weights, which together exceed the L2 cache; most copies
 
 
-def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[BenchmarkCase]:
-    """Yield the cases of all shapes and numbers of tokens."""
-    for in_, out in SHAPES[sizes]:
+def checkpoint_shapes(name: str) -> tuple[tuple[int, int], ...]:
+    """Return the shapes (in, out) of a checkpoint's linears, from its config alone. Routed experts, of which few compute a token, are left out."""
+    from surgery.architectures.linears import find_linears
+    from surgery.checkpoint.outline import describe_checkpoint
+    from surgery.checkpoint.source import open_checkpoint
+
+    layout = find_linears(describe_checkpoint(open_checkpoint(name, weights=False), False).model)
+    return tuple(sorted({(linear.in_, linear.out) for linear in layout.linears if not linear.experts}))
+
+
+def benchmark_cases(
+    sizes: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[tuple[int, int]] | None = None
+) -> Iterator[BenchmarkCase]:
+    """Yield the cases of all shapes and numbers of tokens. shapes: (in, out) of a model's linears, instead of SHAPES."""
+    counts = TOKENS[sizes]
+    if shapes is not None:
+        sizes, counts = "compressed", MODEL_TOKENS["cuda" if device.type == "cuda" else "cpu"]
+    for in_, out in shapes or SHAPES[sizes]:
         make = compressed_linears if sizes == "compressed" else linears
         entries = list(make(in_, out, device, dtype))
-        for tokens in TOKENS[sizes]:
+        for tokens in counts:
             where = {"inputs": in_, "outputs": out, "tokens": tokens}
             title = f"{in_:,} -> {out:,}"
             if tokens == 1:
                 yield _make_graph_case(f"linear {title}, forward, CUDA graph", where, entries, device, dtype)
-            for back in (False, True) if tokens >= 512 or sizes == "small" else (False,):
+            for back in (False, True) if shapes is None and (tokens >= 512 or sizes == "small") else (False,):
                 name = f"linear {title}, forward{' + backward' if back else ''}"
                 yield _make_case(name, where, entries, back, device, dtype)
 

@@ -308,14 +308,16 @@ def bench_speed(
     from surgery.eval.speed.run import bench
     from surgery.eval.speed.tables import result_tables, save_plot
 
-    if what == "draft" or model or drafter or text:
+    asked: dict[str, Any]
+    if what == "draft" or drafter or text or (model and what != "linear"):
         from surgery import api
 
-        asked: dict[str, Any] = {"sizes": sizes, "dtype": dtype, "out": out, "device": device}
+        asked = {"sizes": sizes, "dtype": dtype, "out": out, "device": device}
         shown = api.bench(what, **asked, model=model, drafter=drafter, text=text, progress=_progress(as_json))
         print(json.dumps(shown, indent=2)) if as_json else _show(list(shown._parts()))
         return
-    result = bench(what, sizes, peers, device, time_limit, out=out, only=only, progress=_progress(as_json), dtype=dtype)
+    asked = {"out": out, "only": only, "progress": _progress(as_json), "dtype": dtype, "shapes_of": model}
+    result = bench(what, sizes, peers, device, time_limit, **asked)
     if not is_main_process():
         return
     print(json.dumps(result, indent=2)) if as_json else _show(result_tables(result))

@@ -106,7 +106,12 @@ TimeLimit = Annotated[
 ]
 
 DraftModel = Annotated[
-    str | None, typer.Option("--model", metavar="SRC", help="With draft: the checkpoint, a local folder or a Hub id.")
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="SRC",
+        help="With draft: the checkpoint, a local folder or a Hub id. With linear: measure the shapes of its linears, from its config alone.",
+    ),
 ]
 DrafterName = Annotated[
     str | None,
