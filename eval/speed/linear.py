@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.core.dispatch import DispatchedOp, KernelChoice, load_kernels
+from surgery.core.errors import SurgeryError
 from surgery.eval.speed.roofline import linear_work
 from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, backward, forward, graph_call
 from surgery.structures import STRUCTURES
@@ -36,13 +37,19 @@ ROTATED_BYTES, MAX_COPIES = (
 
 
 def checkpoint_shapes(name: str) -> tuple[tuple[int, int], ...]:
-    """Return the shapes (in, out) of a checkpoint's linears, from its config alone. Routed experts, of which few compute a token, are left out."""
+    """Return the shapes (in, out) of a checkpoint's linears, from its config alone.
+
+    Routed experts, of which few compute a token, are left out. Raises SurgeryError if nothing else is there.
+    """
     from surgery.architectures.linears import find_linears
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
 
     layout = find_linears(describe_checkpoint(open_checkpoint(name, weights=False), False).model)
-    return tuple(sorted({(linear.in_, linear.out) for linear in layout.linears if not linear.experts}))
+    shapes = sorted({(linear.in_, linear.out) for linear in layout.linears if not linear.experts})
+    if not shapes:
+        raise SurgeryError(f"bench: {name} has no linears outside routed experts. Leave model out, and give sizes")
+    return tuple(shapes)
 
 
 def benchmark_cases(
@@ -109,7 +116,10 @@ def compressed_linears(in_: int, out: int, device: torch.device, dtype: torch.dt
     yield LinearEntry("dense", "measured", nn.Linear(in_, out, bias=False, **factory), in_ * out, "original")
     for name, part in SHARES.items():
         for config in (LowRank(), BTT(blocks=(4, 4))):
-            exact = STRUCTURES[config].fit(config, out, in_, in_ * out // part)
+            try:
+                exact = STRUCTURES[config].fit(config, out, in_, in_ * out // part)
+            except SurgeryError:  # too small a matrix for this structure
+                continue
             rounded = replace(exact, rank=max(1, exact.rank // RANK_MULTIPLE) * RANK_MULTIPLE)
             for shown in (exact, rounded) if 0 < rounded.rank < exact.rank else (exact,):
                 linear = STRUCTURES[shown](in_, out, shown, bias=False, **factory)

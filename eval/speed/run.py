@@ -59,6 +59,10 @@ def bench(
         sizes = sizes or ("full" if torch.cuda.is_available() and device != "cpu" else "small")
         _check_options(kind, sizes)
         return training.train(sizes, only, device, deadline, out=out, progress=progress, about=describe_environment)
+    if shapes_of is not None and (kind != "linear" or sizes is not None):
+        raise SurgeryError(
+            f"--model gives the shapes of bench linear in place of --sizes (got bench {kind}, sizes {sizes}). Leave one out"
+        )
     shapes = None if shapes_of is None else linear.checkpoint_shapes(shapes_of)
     place = choose_device(device)
     gpu = place.type == "cuda"

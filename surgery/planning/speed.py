@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from surgery.planning.recipe import ConversionRecipe
 
 RANK_MULTIPLE = 64  # of candidates' ranks, unless the recipe has round_ranks
-MEASURE = "Measure it with: surgery bench linear --out FILE, and set speed.measured=FILE"
+MEASURE = "Measure it with: surgery bench linear --model SRC --out FILE, and set speed.measured=FILE"
 
 
 @dataclass(frozen=True)

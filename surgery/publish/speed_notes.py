@@ -102,7 +102,7 @@ def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
         what = f"all linears of the model, {name.format(**one)}, {where}"
         if "unknown" in one:
             lines.append(
-                f"{what}: no prediction, {one['unknown']} was not measured. Measure it: surgery bench linear --out FILE"
+                f"{what}: no prediction, {one['unknown']} was not measured. Measure it: surgery bench linear --model SRC --out FILE"
             )
             continue
         lines.append(

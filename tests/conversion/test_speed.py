@@ -16,8 +16,10 @@ import surgery
 import surgery.calibration.partition
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
+from surgery.conversion import trial
 from surgery.conversion.convert import convert
 from surgery.conversion.layer_shards import select_valid_entries
+from surgery.conversion.score import HeldOutScore
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path
 from surgery.core.journal import Journal
@@ -195,6 +197,32 @@ def test_a_report_shows_the_times_of_all_linears(checkpoints, times, tmp_path, m
     kinds = surgery.inspect(tmp_path / "out")["linears"]
     for damage in ({"structure": "btt"}, {"structure": "btt", "blocks": "sqrt"}, {"structure": "btt", "blocks": [0, 2]}, {"structure": "low_rank", "rank": "full"}, {"structure": "x"}):  # fmt: skip
         assert report_times({**kinds, "replaced": [{**kinds["replaced"][0], "structure": damage}]}) == []
+
+
+def test_the_shapes_of_a_model_are_measured(checkpoints, tmp_path):
+    """From the config alone; the file serves a plan of the model, and no other benchmark takes a model."""
+    (tmp_path / "SRC").mkdir()
+    (tmp_path / "SRC" / "config.json").write_text((checkpoints("llama") / "config.json").read_text())
+    out = tmp_path / "linear.json"
+    result = surgery.bench("linear", model=tmp_path / "SRC", out=out, device="cpu", only="dense,low rank")
+    sizes = {(row["sizes"]["outputs"], row["sizes"]["inputs"]) for row in result["rows"]}
+    assert sizes == {*SHAPES, (96, 32)} and result["sizes"] == "model"
+    shown = surgery.plan(tmp_path / "SRC", "low-rank-half", measured=out, context=128)
+    assert "before" in shown["linear_times"]["prefill"] and "before" in shown["linear_times"]["decode"]
+    for kind, sizes in (("attention", None), ("linear", "small")):
+        with pytest.raises(SurgeryError, match="Leave"):
+            surgery.bench(kind, model=tmp_path / "SRC", sizes=sizes, device="cpu")
+
+
+@pytest.mark.parametrize("rise", [0.5, 0.001])
+def test_trials_run_with_each_contender_s_structures(rise, checkpoints, calibration, times, tmp_path, monkeypatch):
+    """Sequential trials decide where the quick one contradicts the error curves, as for parameters."""
+    found = {name: HeldOutScore("nats per token", 2.0, 2.0 * (1 + share * rise), None, 10) for name, share in (("uniform", 0.9), ("spread", 1.0))}  # fmt: skip
+    monkeypatch.setattr(trial.QuickTrial, "run", lambda self: found)
+    keys = {**BASE, "speed": {"decode": 1.2, "measured": times()}, "calibration": calibration("llama")}
+    report = convert(str(checkpoints("llama")), make_recipe(**keys), tmp_path / "out", device="cpu")
+    assert ("sequential trials" if rise == 0.5 else "quick trials") in report["allocation"]["why"]
+    assert report["speed"]["ratio"] >= 1.2
 
 
 # -- the conversion ----------------------------------------------------------------------------------
