@@ -76,7 +76,8 @@ def _compare(done: ModelEvaluations, out: Path, seed: int) -> None:
     prints = {model["fingerprint"] for each in done.evaluations for model in each.models.values()}
     base = done.evaluations[0].models.get("base", {}).get("fingerprint")
     suites = {suite for each in done.evaluations for suite in each.results}
-    models = [model for model in read_models([out]) if model.fingerprint in prints]
+    found, _ = read_models([out])  # damaged results of these models were measured again
+    models = [model for model in found if model.fingerprint in prints]
     order = {each.models["converted"]["fingerprint"]: i for i, each in enumerate(done.evaluations)}
     models.sort(key=lambda model: order.get(model.fingerprint, -1))
     for model in models:
