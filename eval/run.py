@@ -103,6 +103,7 @@ def evaluate(
     progress: Progress | None = None,
     command: Sequence[str] = (),
     comparison_files: bool = True,
+    lock: bool = True,
 ) -> Evaluation:
     """Run suites on one model, or on two and compare them.
 
@@ -118,6 +119,7 @@ def evaluate(
         dtype: one of eval.model.DTYPES.
         command: the command line's arguments, recorded in results.json.
         comparison_files: whether results.json, the table and the figures are written beside the results of the suites.
+        lock: whether to lock `out` against other evaluations; False if the caller holds the lock.
     """
     chosen = [find_suite(suite) for suite in dict.fromkeys(suites)]
     for suite in chosen:
@@ -145,7 +147,7 @@ def evaluate(
             stack.callback(run.store.close)
             stack.enter_context(explain_disk_errors(out, "run the same command again to continue with what is missing"))
             ranks.together_or_raise(
-                lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if ranks.main else None
+                lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if lock and ranks.main else None
             )
         opened = [open_model(role, name, ranks) for role, name in names]
         run.measure(opened)
