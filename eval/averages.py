@@ -251,7 +251,9 @@ def longbench2_averages(lengths: Lengths) -> SuiteAverages:
     found = []
     for n in lengths or (None,):
 
-        def average(name: str, chosen: Sequence[str], where: tuple[str, str] | None = None, n: int | None = n) -> Average:
+        def average(
+            name: str, chosen: Sequence[str], where: tuple[str, str] | None = None, n: int | None = n
+        ) -> Average:
             members = tuple(Member(f"longbench2_{task}", "acc", n, where=where) for task in chosen)
             return Average(name, members, n, source="LongBench v2, table 2", by_size=True)
 

@@ -65,10 +65,7 @@ def evaluate_models(
         stack.enter_context(explain_disk_errors(out, "run the same command again to continue with what is missing"))
         ranks.together_or_raise(lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if ranks.main else None)
         done = ModelEvaluations(
-            [
-                evaluate(name, suites, options, out=out, comparison_files=False, lock=False, **settings)
-                for name in names
-            ]
+            [evaluate(name, suites, options, out=out, comparison_files=False, lock=False, **settings) for name in names]
         )
         _collect_messages(done)
         ranks.together_or_raise(lambda: _compare(done, out, options.seed) if ranks.main else None)

@@ -75,7 +75,7 @@ def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
         wrong = next(name for name in names if name not in known)
         raise SurgeryError(f"neither a suite nor a task of lm-eval: {wrong!r}{suggestion(wrong, known)}")
     paths = sorted({path for path, _ in iterate_datasets(manager, names)})
-    mirror.check_datasets(options.data_root, "zeroshot" if set(names) <= set(ZEROSHOT) else ",".join(names), paths)
+    mirror.check_datasets(options.data_root, _suite_of(names), paths)
     manager.metadata = manager._factory._meta = dict(options.metadata)
     mirror.note_datasets(options.data_root, paths)
     note_read("package", "lm_eval")
@@ -86,6 +86,13 @@ def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
             found = _load_typed(manager, name, paths) or manager.load([name])
         loaded = {kind: {**loaded[kind], **found[kind]} for kind in loaded}
     return loaded
+
+
+def _suite_of(names: Sequence[str]) -> str:
+    """Return the suite, for `surgery fetch-eval-data --suite`, that has all tasks; else the tasks, separated by commas."""
+    if set(names) <= set(ZEROSHOT):
+        return "zeroshot"
+    return next((p for p in PREFIXES if all(name.startswith(p) for name in names)), ",".join(names))
 
 
 def _load_typed(manager: Any, name: str, paths: Sequence[str]) -> dict[str, Any] | None:

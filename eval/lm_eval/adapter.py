@@ -146,7 +146,12 @@ class BatchedLM:
                 self.options,
                 [asked[i] for i in group],
                 lambda each: [
-                    "answer", self.max_length, each.text, each.settings, *self._sampling_key(each.settings), *self._cut_key(),
+                    "answer",
+                    self.max_length,
+                    each.text,
+                    each.settings,
+                    *self._sampling_key(each.settings),
+                    *self._cut_key(),
                 ],  # fmt: skip
                 self._generate if self.backend == "causal" else self._generate_with_hflm,
                 lambda each: len(each.ids_T),

@@ -23,6 +23,7 @@ from surgery.eval.lm_eval.bridge import error_message, require_lm_eval, run_task
 from surgery.eval.suite import EvalModel, EvalOptions, Sample, SuiteResult, stable_id
 from surgery.eval.task_names import load_tasks
 
+BABILONG, INFINITEBENCH = "RMT-team/babilong-1k-samples", "xinrongzhang2022/InfiniteBench"
 BABILONG_LENGTHS = {1024 * 2**i: f"{2**i}k" for i in range(8)}  # tokens: configuration of the data set
 BABILONG_SHORT = tuple(f"qa{i}" for i in range(6, 21))  # tasks that exist without surrounding text only
 RANGE_ENDS = (32_000, 128_000)  # words, LongBench v2, section 3
@@ -38,9 +39,7 @@ def run_longbench2(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
 def run_infinitebench(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run the suite `infinitebench`: generated answers to questions about texts of more than 100K tokens."""
-    return _run_documents(
-        "infinitebench", "infinitebench_", INFINITEBENCH_TASKS, eval_model, options, lambda doc: {}
-    )
+    return _run_documents("infinitebench", "infinitebench_", INFINITEBENCH_TASKS, eval_model, options, lambda doc: {})
 
 
 def longbench2_groups(doc: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +68,9 @@ def run_babilong(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
         if chosen:
             config = BABILONG_LENGTHS[n] if n is not None else "0k"
             asked = options.model_copy(update={"metadata": {**options.metadata, "max_seq_lengths": config}})
-            run = partial(_run_once, "babilong_", chosen, eval_model, asked, max(n or 0, eval_model.longest or 0) or None)
+            run = partial(
+                _run_once, "babilong_", chosen, eval_model, asked, max(n or 0, eval_model.longest or 0) or None
+            )
             parts.append((f"babilong at {config}", partial(_grouped, run, n, lambda doc: {})))
     return _merge(parts, eval_model)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from surgery.eval.averages import (
     longbench_e_averages,
 )
 from surgery.eval.lm_eval.adapter import harness_model
-from surgery.eval.long_context.document_suites import longbench2_groups, shorten_texts
+from surgery.eval.long_context.document_suites import BABILONG, longbench2_groups, shorten_texts
 from surgery.eval.long_context.longbench import length_range
 from surgery.eval.results.averages import average_rows
 from surgery.eval.run import load
@@ -72,7 +72,10 @@ def test_documents_that_are_too_long_lose_their_middle(eval_model):
 
 def test_ranges_of_longbench2():
     assert longbench2_groups({"context": "a " * 31_999}) == {"words": "short"}
-    assert longbench2_groups({"context": "a " * 32_000, "difficulty": "hard"}) == {"words": "medium", "difficulty": "hard"}
+    assert longbench2_groups({"context": "a " * 32_000, "difficulty": "hard"}) == {
+        "words": "medium",
+        "difficulty": "hard",
+    }
     assert longbench2_groups({"context": "a " * 128_000}) == {"words": "long"}
     assert longbench2_groups({"context": "a", "length": "long"}) == {"words": "long"}
 
@@ -80,8 +83,8 @@ def test_ranges_of_longbench2():
 def test_every_question_of_longbench2_counts_the_same():
     """A mean over tasks would be 50."""
     samples = [Sample("longbench2_code", str(i), {"acc": 1.0}, {"words": "short"}) for i in range(9)]
-    samples += [Sample(f"longbench2_{t}", "0", {"acc": 0.0}, {"words": "long"}) for e in LONGBENCH2.values() for t in e[:1] if t != "code"]
-    samples += [Sample(f"longbench2_{t}", "0", {"acc": 0.0}, {"words": "long"}) for e in LONGBENCH2.values() for t in e[1:]]
+    others = [task for tasks in LONGBENCH2.values() for task in tasks if task != "code"]
+    samples += [Sample(f"longbench2_{task}", "0", {"acc": 0.0}, {"words": "long"}) for task in others]
     result = SuiteResult(samples, {"acc": EvalMetric("acc", "accuracy")})
     rows, notes = average_rows("longbench2", longbench2_averages, {"base": result})
     found = {row.name: row for row in rows}
@@ -91,6 +94,14 @@ def test_every_question_of_longbench2_counts_the_same():
     assert found["short"].values["base"] == 1 and found["long"].values["base"] == 0 and not notes
 
 
+def test_longbench_e_by_length(eval_model):
+    found = run(eval_model, "longbench-e", tasks=("trec", "lcc"), gen_kwargs=QUICK, limit=1, lengths=(256,))
+    assert sorted((s.task, s.group["words"], s.group["length"]) for s in found.samples) == [
+        (f"longbench_e_{task}", words, 256) for task in ("lcc", "trec") for words in ("0-4k", "4-8k", "8k+")
+    ]
+
+
+@pytest.mark.slow
 def test_longbench_e(eval_model):
     found = run(eval_model, "longbench-e", gen_kwargs=QUICK, limit=1)
     assert {s.task for s in found.samples} == {f"longbench_e_{task}" for task in LONGBENCH_E_TASKS}
@@ -129,12 +140,27 @@ def test_babilong(eval_model):
         run(eval_model, "babilong", lengths=(1000,))
 
 
-def test_a_length_that_the_mirror_lacks_is_told_and_the_others_run(eval_model):
-    longer = replace(eval_model, longest=4096)
-    found = run(longer, "babilong", lengths=(1024, 4096), tasks=("qa1",), limit=1, gen_kwargs=QUICK)
-    assert len(found.samples) == 1 and list(found.broken) == ["babilong at 4k"] and "4k" in found.broken["babilong at 4k"]
+def test_a_length_that_the_mirror_lacks_is_told_and_the_others_run(eval_model, tmp_path):
+    place = tmp_path / BABILONG
+    place.mkdir(parents=True)
+    shutil.copy(MIRROR / BABILONG / "1k" / "qa1.jsonl", place)
+    (place / "README.md").write_text(
+        "---\nconfigs:\n- config_name: 1k\n  data_files:\n  - split: qa1\n    path: qa1.jsonl\n---\n"
+    )
+    asked = EvalOptions(data_root=tmp_path, lengths=(1024, 4096), tasks=("qa1",), limit=1, gen_kwargs=QUICK)
+    found = find_suite("babilong").run(eval_model, asked)
+    assert (
+        len(found.samples) == 1 and list(found.broken) == ["babilong at 4k"] and "4k" in found.broken["babilong at 4k"]
+    )
 
 
+def test_infinitebench_has_types_of_its_columns(eval_model):
+    found = run(eval_model, "infinitebench", tasks=("passkey", "longbook_qa_chn"), limit=1, gen_kwargs=QUICK)
+    assert [s.shown["doc"]["answer"] for s in found.samples] == [["71432"], ["小明"]]
+    assert find_suite("infinitebench_passkey").name == "infinitebench_passkey"  # lm-eval's own, truncated from the left
+
+
+@pytest.mark.slow
 def test_infinitebench(eval_model):
     found = run(eval_model, "infinitebench", limit=1, gen_kwargs=QUICK)
     assert len({s.task for s in found.samples}) == 11 and all(0 <= s.metrics["score"] <= 1 for s in found.samples)

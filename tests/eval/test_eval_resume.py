@@ -29,8 +29,16 @@ SUITES = {
     "mqar": {"lengths": (64,), "limit": 10},
     "needle": {"lengths": (96,), "limit": 3, "depths": (0.0, 1.0)},
     "zeroshot": {"tasks": ("piqa", "lambada_openai")},
-    "longbench": {"tasks": ("trec", "qasper", "hotpotqa", "musique", "triviaqa", "lcc"), "gen_kwargs": {"max_gen_toks": 4}, "lengths": (256,)},
-    "retrieval": {"tasks": ("swde", "squad", "fda", "nq", "drop"), "gen_kwargs": {"max_gen_toks": 4}, "lengths": (128,)},
+    "longbench": {
+        "tasks": ("trec", "qasper", "hotpotqa", "musique", "triviaqa", "lcc"),
+        "gen_kwargs": {"max_gen_toks": 4},
+        "lengths": (256,),
+    },
+    "retrieval": {
+        "tasks": ("swde", "squad", "fda", "nq", "drop"),
+        "gen_kwargs": {"max_gen_toks": 4},
+        "lengths": (128,),
+    },
 }
 
 
@@ -102,7 +110,11 @@ def kill_at(last: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize(
-    "suite", [pytest.param(suite, marks=pytest.mark.slow if suite in ("mqar", "per-position", "retrieval") else ()) for suite in SUITES]
+    "suite",
+    [
+        pytest.param(suite, marks=pytest.mark.slow if suite in ("mqar", "per-position", "retrieval") else ())
+        for suite in SUITES
+    ],
 )
 def test_a_killed_suite_continues_after_its_last_finished_sample(tmp_path, whole, suite):
     """Killed twice, each time before a batch is written: only that batch is scored again, and the results are those of a whole run."""

@@ -41,7 +41,9 @@ def run_child(work: Callable[[], object], cpu_seconds: float = 0.0, killed_by: i
 
     _, status, usage = os.wait4(_fork(limited), 0)
     code = os.waitstatus_to_exitcode(status)
-    assert code in (0, -signal.SIGPROF if cpu_seconds else 0, -killed_by), f"the work failed by itself, exit code {code}"
+    assert code in (0, -signal.SIGPROF if cpu_seconds else 0, -killed_by), (
+        f"the work failed by itself, exit code {code}"
+    )
     return code == 0, usage.ru_utime + usage.ru_stime
 
 

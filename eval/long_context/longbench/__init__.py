@@ -73,9 +73,7 @@ def format_prompt(task: LongBenchTask, row: Mapping[str, Any]) -> str:
     return task.prompt.format(context=row["context"], input=asked)
 
 
-def _make_task(
-    name: str, eval_model: EvalModel, options: EvalOptions, length: int, *, ranges: bool = False
-) -> OwnTask:
+def _make_task(name: str, eval_model: EvalModel, options: EvalOptions, length: int, *, ranges: bool = False) -> OwnTask:
     """Return a task of LongBench or, with `ranges`, of LongBench-E, whose documents have the group `words`."""
     task, tokenizer = TASKS[name], eval_model.tokenizer
     suite, title = ("longbench-e", f"longbench_e_{name}") if ranges else ("longbench", f"longbench_{name}")
