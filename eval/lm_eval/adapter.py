@@ -152,7 +152,7 @@ class BatchedLM:
                     each.settings,
                     *self._sampling_key(each.settings),
                     *self._cut_key(),
-                ],  # fmt: skip
+                ],
                 self._generate if self.backend == "causal" else self._generate_with_hflm,
                 lambda each: len(each.ids_T),
                 f"{requests[group[0]].task_name}: answers",

@@ -135,7 +135,7 @@ def test_babilong(eval_model):
     assert len({s.shown["doc"]["input"] for s in found.samples}) == 4
     short = run(eval_model, "babilong", tasks=("qa6",), gen_kwargs=QUICK)
     assert {(s.task, *s.group) for s in short.samples} == {("babilong_qa6",)}
-    assert [a.label for a in babilong_averages((1024, 2048)).averages[0].members][0] == "babilong_qa1 at 1,024"
+    assert next(a.label for a in babilong_averages((1024, 2048)).averages[0].members) == "babilong_qa1 at 1,024"
     with pytest.raises(SurgeryError, match="--lengths 1000: babilong has 1024, 2048"):
         run(eval_model, "babilong", lengths=(1000,))
 

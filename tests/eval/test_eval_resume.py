@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -49,9 +50,8 @@ def options(suite: str) -> EvalOptions:
 @pytest.fixture(scope="module", autouse=True)
 def imported():
     """What children need is imported once, before they are forked."""
-    torch.set_num_threads(1)
-    import lm_eval.evaluator  # noqa: F401
-    import lm_eval.models.huggingface  # noqa: F401
+    for module in ("lm_eval.evaluator", "lm_eval.models.huggingface"):
+        importlib.import_module(module)
 
 
 @pytest.fixture(scope="module")
