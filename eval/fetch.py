@@ -24,8 +24,8 @@ from surgery.core.files import check_not_dangling, explain_disk_errors, is_disk_
 from surgery.core.progress import Progress
 from surgery.eval import offline_data as mirror
 from surgery.eval.averages import BABILONG_TASKS, INFINITEBENCH_TASKS, LONGBENCH2, LONGBENCH_E_TASKS
+from surgery.eval.document_suites import BABILONG, BABILONG_LENGTHS, BABILONG_SHORT, INFINITEBENCH
 from surgery.eval.long_context import ESSAYS, HOTPOT, SQUAD
-from surgery.eval.long_context.document_suites import BABILONG, BABILONG_LENGTHS, BABILONG_SHORT, INFINITEBENCH
 from surgery.eval.long_context.longbench import DATASET as LONGBENCH
 from surgery.eval.long_context.longbench.prompts import TASKS as LONG_TASKS
 from surgery.eval.long_context.retrieval import TASKS as CLOZES
@@ -219,7 +219,8 @@ class MirrorReadme:
 
     def text(self, path: str, commit: str | None) -> str:
         """Return the README's text."""
-        header = {"configs": self.configs} | ({} if self.complete is None else {COMPLETE_KEY: self.complete})
+        header: dict[str, Any] = {"configs": self.configs}
+        header |= {} if self.complete is None else {COMPLETE_KEY: self.complete}
         header |= {} if commit is None else {COMMIT_KEY: commit}
         written = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
         return f"---\n{written}---\n\nFetched by `surgery fetch-eval-data` from {path} at {commit}.\n"

@@ -15,8 +15,8 @@ from surgery.eval.averages import (
     ruler_averages,
     zeroshot_averages,
 )
+from surgery.eval.document_suites import run_babilong, run_infinitebench, run_longbench2
 from surgery.eval.long_context import run_niah, run_ruler
-from surgery.eval.long_context.document_suites import run_babilong, run_infinitebench, run_longbench2
 from surgery.eval.long_context.longbench import run_longbench, run_longbench_e
 from surgery.eval.long_context.retrieval import run_retrieval
 from surgery.eval.suite import FALLBACKS, Suite, register

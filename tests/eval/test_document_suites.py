@@ -20,8 +20,8 @@ from surgery.eval.averages import (
     longbench2_averages,
     longbench_e_averages,
 )
+from surgery.eval.document_suites import BABILONG, longbench2_groups, shorten_texts
 from surgery.eval.lm_eval.adapter import harness_model
-from surgery.eval.long_context.document_suites import BABILONG, longbench2_groups, shorten_texts
 from surgery.eval.long_context.longbench import length_range
 from surgery.eval.results.averages import average_rows
 from surgery.eval.run import load

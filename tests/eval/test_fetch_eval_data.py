@@ -14,8 +14,8 @@ from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.eval import offline_data as mirror
+from surgery.eval.document_suites import INFINITEBENCH
 from surgery.eval.fetch import SUITE_SOURCES, DatasetSource, dataset_sources, fetch, read_commits
-from surgery.eval.long_context.document_suites import INFINITEBENCH
 from surgery.eval.results.data_read import mirror_commit
 
 MIRROR = Path(__file__).resolve().parents[2] / "eval" / "mirror"
