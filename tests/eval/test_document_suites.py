@@ -49,6 +49,14 @@ def means(suite: str, result: SuiteResult) -> dict[str, float]:
     return {row.label: row.values["base"] for row in rows}
 
 
+def test_longbench2_by_length(eval_model):
+    found = run(eval_model, "longbench2", limit=1, tasks=("code", "legal_multi"))
+    assert [s.group for s in found.samples] == [{"words": "short"}] * 2
+    assert found.metrics["acc"].kind == "accuracy" and found.floors["longbench2_code"]["acc"] == 0.25
+    assert "code repositories" in means("longbench2", found)
+
+
+@pytest.mark.slow
 def test_longbench2(eval_model):
     found = run(eval_model, "longbench2", limit=1)
     assert len(found.samples) == 20 and {s.group["words"] for s in found.samples} == {"short"}

@@ -42,6 +42,8 @@ SUITES = {
     },
 }
 
+QUICK = ("needle", "zeroshot")  # the others are marked slow
+
 
 def options(suite: str) -> EvalOptions:
     return EvalOptions(text=str(TINY / "heldout.txt"), length=64, batch_size=2, data_root=MIRROR, **SUITES[suite])
@@ -134,6 +136,7 @@ def test_a_killed_suite_continues_after_its_last_finished_sample(tmp_path, whole
     assert not list(out.rglob("*.unfinished"))
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
     """By its own processor time, at random moments: while loading, scoring, writing, between two suites."""
     out, log, chance = tmp_path / "out", tmp_path / "log", random.Random(0)
