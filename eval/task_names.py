@@ -96,21 +96,20 @@ def _suite_of(names: Sequence[str]) -> str:
 
 
 def _load_typed(manager: Any, name: str, paths: Sequence[str]) -> dict[str, Any] | None:
-    """Load a task whose data set needs types of its columns (offline_data.COLUMNS); None if it needs none, or is a group.
+    """Load a task, or the tasks of a group, whose data set needs types of its columns (offline_data.COLUMNS); None if it needs none.
 
     lm-eval 0.4.13 writes the types of InfiniteBench in a form that `datasets` does not read.
     """
-    if not any(path in mirror.COLUMNS for path in paths) or len(configs := list(task_configs(manager, name))) != 1:
+    if not paths or not all(path in mirror.COLUMNS for path in paths):
         return None
     from lm_eval.api.task import ConfigurableTask
 
-    (config,) = configs
-    typed = {**(config.get("dataset_kwargs") or {}), "features": mirror.column_types(config["dataset_path"])}
-    metadata = {**(config.get("metadata") or {}), **manager.metadata}
-    return {
-        "tasks": {name: ConfigurableTask(config={**config, "dataset_kwargs": typed, "metadata": metadata})},
-        "groups": {},
-    }
+    tasks = {}
+    for config in task_configs(manager, name):
+        typed = {**(config.get("dataset_kwargs") or {}), "features": mirror.column_types(config["dataset_path"])}
+        metadata = {**(config.get("metadata") or {}), **manager.metadata}
+        tasks[config["task"]] = ConfigurableTask(config={**config, "dataset_kwargs": typed, "metadata": metadata})
+    return {"tasks": tasks, "groups": {}}
 
 
 def find_local_files(manager: Any, names: Sequence[str]) -> Iterator[Path]:

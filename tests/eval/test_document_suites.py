@@ -26,6 +26,7 @@ from surgery.eval.long_context.longbench import length_range
 from surgery.eval.results.averages import average_rows
 from surgery.eval.run import load
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, SuiteResult, find_suite
+from surgery.eval.task_names import load_tasks
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, MIRROR = ROOT / "recipes" / "tiny" / "checkpoint", ROOT / "eval" / "mirror"
@@ -141,11 +142,15 @@ def test_babilong(eval_model):
     prompts = [s.shown["arguments"][0][0] for s in found.samples if s.task == "babilong_qa1"]
     assert all(p.startswith("I will give you context") and "Charlie went to the hallway" in p for p in prompts)
     assert len({s.shown["doc"]["input"] for s in found.samples}) == 4
-    short = run(eval_model, "babilong", tasks=("qa6",), gen_kwargs=QUICK)
-    assert {(s.task, *s.group) for s in short.samples} == {("babilong_qa6",)}
     assert next(a.label for a in babilong_averages((1024, 2048)).averages[0].members) == "babilong_qa1 at 1,024"
     with pytest.raises(SurgeryError, match="--lengths 1000: babilong has 1024, 2048"):
         run(eval_model, "babilong", lengths=(1000,))
+
+
+@pytest.mark.slow
+def test_tasks_of_babilong_without_surrounding_text(eval_model):
+    short = run(eval_model, "babilong", tasks=("qa6",), gen_kwargs=QUICK)
+    assert {(s.task, *s.group) for s in short.samples} == {("babilong_qa6",)} and len(short.samples) == 2
 
 
 def test_a_length_that_the_mirror_lacks_is_told_and_the_others_run(eval_model, tmp_path):
@@ -165,7 +170,11 @@ def test_a_length_that_the_mirror_lacks_is_told_and_the_others_run(eval_model, t
 def test_infinitebench_has_types_of_its_columns(eval_model):
     found = run(eval_model, "infinitebench", tasks=("passkey", "longbook_qa_chn"), limit=1, gen_kwargs=QUICK)
     assert [s.shown["doc"]["answer"] for s in found.samples] == [["71432"], ["小明"]]
-    assert find_suite("infinitebench_passkey").name == "infinitebench_passkey"  # lm-eval's own, truncated from the left
+    alone = run(
+        eval_model, "infinitebench_passkey", limit=1, gen_kwargs=QUICK
+    )  # lm-eval's own, truncated from the left
+    assert [s.task for s in alone.samples] == ["infinitebench_passkey"]
+    assert len(load_tasks(["infinitebench"], EvalOptions(data_root=MIRROR))["tasks"]) == 11
 
 
 @pytest.mark.slow
