@@ -41,7 +41,6 @@ SUITES = {
         "lengths": (128,),
     },
 }
-
 QUICK = ("needle", "zeroshot")  # the others are marked slow
 
 
@@ -113,10 +112,7 @@ def kill_at(last: int) -> Callable[[int], None]:
 
 @pytest.mark.parametrize(
     "suite",
-    [
-        pytest.param(suite, marks=pytest.mark.slow if suite in ("mqar", "per-position", "retrieval") else ())
-        for suite in SUITES
-    ],
+    [pytest.param(suite, marks=pytest.mark.slow if suite not in QUICK else ()) for suite in SUITES],
 )
 def test_a_killed_suite_continues_after_its_last_finished_sample(tmp_path, whole, suite):
     """Killed twice, each time before a batch is written: only that batch is scored again, and the results are those of a whole run."""
