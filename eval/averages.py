@@ -7,7 +7,7 @@ LongBench   Bai et al. 2024, arXiv:2308.14508, section 4: a mean for each of the
 Zero-shot   Log-Linear Attention, table 6: acc_norm of HellaSwag and ARC challenge, acc of the others. LoLCATs (arXiv:2410.10254), whose
             average "no MMLU" has no LAMBADA.
 LongBench-E the mean of its thirteen tasks and of their six categories, for documents of 0 to 4K, 4K to 8K and more than 8K words.
-LongBench 2 Bai et al. 2024, arXiv:2412.15204, table 2: the share of all questions answered correctly, of short, medium and long documents, of
+LongBench 2 Bai et al. 2024, arXiv:2412.15204: the share of all questions answered correctly, of short, medium and long documents, of
             easy and hard questions, and of each category. Every question counts the same.
 BABILong    Kuratov et al. 2024, arXiv:2406.10149: the mean of qa1 to qa5 at each length.
 InfiniteBench   Zhang et al. 2024, arXiv:2402.13718: the mean over tasks; lm-eval has eleven of the twelve.
@@ -255,7 +255,7 @@ def longbench2_averages(lengths: Lengths) -> SuiteAverages:
             name: str, chosen: Sequence[str], where: tuple[str, str] | None = None, n: int | None = n
         ) -> Average:
             members = tuple(Member(f"longbench2_{task}", "acc", n, where=where) for task in chosen)
-            return Average(name, members, n, source="LongBench v2, table 2", by_size=True)
+            return Average(name, members, n, source="LongBench v2", by_size=True)
 
         found.append(average("overall", tasks))
         found += [average(words, tasks, ("words", words)) for words in LONGBENCH2_RANGES]

@@ -1,6 +1,6 @@
-"""Suites `longbench2`, `babilong` and `infinitebench`: lm-eval's tasks over long documents, with truncation as in the originals.
+"""Suites `longbench2`, `babilong` and `infinitebench`: lm-eval's tasks over long documents, with truncation as in LongBench.
 
-Prompts, few-shot examples and scores are lm-eval's, unchanged. A prompt longer than the input loses its middle, as in the originals, so
+Prompts, few-shot examples and scores are lm-eval's, unchanged. A prompt longer than the input loses its middle, as in LongBench, so
 that the instruction and the question remain; `--suite lm-eval --tasks longbench2` truncates from the left, as lm-eval does. Samples have
 the group `length` (the longest input in tokens, or BABILong's nominal length) where --lengths asks for several.
 
