@@ -685,7 +685,12 @@ def drafter(
 
 
 def fetch_eval_data(
-    folder: PathLike, suites: Sequence[str] = (), *, tasks: Sequence[str] = (), progress: Progress | None = None
+    folder: PathLike,
+    suites: Sequence[str] = (),
+    *,
+    tasks: Sequence[str] = (),
+    commits: PathLike | None = None,
+    progress: Progress | None = None,
 ) -> CommandResult:
     """Download the data sets of `evaluate` to a local mirror; `evaluate(.., data_root=folder)` then needs no network.
 
@@ -693,14 +698,17 @@ def fetch_eval_data(
 
     Args:
         folder: folder of the mirror; created if it does not exist.
-        suites: niah, ruler, longbench, retrieval, zeroshot, or any lm-eval task; (): all suites of this package.
-        tasks: download only these LongBench tasks.
+        suites: niah, ruler, longbench, longbench-e, longbench2, babilong, infinitebench, retrieval, zeroshot, or any lm-eval task; ():
+            all suites of this package.
+        tasks: download only these tasks of LongBench or BABILong.
+        commits: commits.json of another mirror, whose commits are downloaded; None: the folder's own, else the newest.
         progress: as in `convert`.
     """
-    from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch
+    from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch, read_commits
 
     sources = dataset_sources(list(suites) or list(SUITE_SOURCES), list(tasks))
-    done = fetch(Path(folder), sources, progress or RichProgress())
+    pinned = None if commits is None else read_commits(Path(commits))
+    done = fetch(Path(folder), sources, progress or RichProgress(), pinned)
     result = {"folder": os.fspath(folder), **done}
     line = f"{len(done['fetched'])} data sets downloaded, {len(done['kept'])} already present: {os.fspath(folder)}"
     return CommandResult(result, lambda: [line])
