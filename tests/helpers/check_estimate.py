@@ -3,7 +3,7 @@
 python tests/helpers/check_estimate.py FOLDER 50m 150m 500m --tokens 4096 --length 256
 
 Memory is the sum of the tensors that the process holds, at its peak, as PyTorch's profiler records it; --rss: the peak of the process's
-resident memory instead, without the profiler, which takes memory itself. Seconds are processor seconds of the conversion, without imports.
+resident memory instead, without the profiler, which takes memory itself and does not see the thread of a conversion without text. Seconds are processor seconds of the conversion, without imports.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ SHAPES = {
 def convert(source: str, recipe: str, overrides: list[str], rss: bool) -> dict[str, Any]:
     """Convert `source` in this process; return the processor seconds of its steps and the peak of its memory in bytes."""
     import contextlib
+    import shutil
     import time
 
     import torch
@@ -39,6 +40,7 @@ def convert(source: str, recipe: str, overrides: list[str], rss: bool) -> dict[s
     from surgery.planning.recipe import load_recipe
 
     chosen = load_recipe(recipe, overrides)
+    shutil.rmtree(f"{source}-out", ignore_errors=True)
     record = contextlib.nullcontext() if rss else profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     began = time.process_time()
     with record:
