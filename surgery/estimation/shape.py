@@ -147,7 +147,9 @@ def conversion_shape(meta_model: ModelDescription, plan: Plan, calibrated: bool)
     attention = _attention_shapes(meta_model.model, params)
     kinds: dict[Any, LayerKind] = {}
     for i, layer in enumerate(layout.layers):
-        kind = _layer_kind(plan, layer, of_layer[layer], params[layer], width, attention.get(layer), i == 0)
+        kind = _layer_kind(
+            plan, layer, of_layer[layer], params[layer], width, attention=attention.get(layer), is_first=i == 0
+        )
         key = _signature(kind)
         kinds[key] = kind if key not in kinds else replace(kinds[key], count=kinds[key].count + 1)
     head = next((found[0] for found in plan.targets_in_layer("").values()), None)
@@ -184,6 +186,7 @@ def _layer_kind(
     linears: list[LinearInfo],
     params: int,
     width: int,
+    *,
     attention: AttentionShape | None,
     is_first: bool,
 ) -> LayerKind:
