@@ -81,6 +81,9 @@ def plan(
     overrides: Mapping[str, Any] | None = None,
     context: int = 4096,
     measured: PathLike | None = None,
+    device: str | None = None,
+    processes: int = 1,
+    calibrated: bool = True,
     revision: str | None = None,
     trust_remote_code: bool = False,
     **keys: Any,
@@ -93,12 +96,16 @@ def plan(
         overrides: recipe keys by dotted path, e.g. {"attention.cache": 0.5}.
         context: prompt length in tokens that the notes on speed refer to.
         measured: file of `surgery bench linear --out`, from which the time of the linears is predicted; None: the times that are included.
+        device: estimate time and memory for this device: "cpu", "h200", or None for the kind of this machine. Not of a model in memory.
+        processes: how many processes share the estimated conversion.
+        calibrated: whether the estimated conversion has a calibration text, of the recipe's `tokens`.
         revision: branch, tag or commit of the Hub repository.
         trust_remote_code: whether Python code in the checkpoint's repository may run.
         keys: top-level recipe keys, e.g. keep=0.75.
     """
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
+    from surgery.estimation.estimate import estimate_conversion, estimate_lines
     from surgery.planning.plan import make_plan
     from surgery.planning.speed import named_table
     from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
@@ -116,11 +123,17 @@ def plan(
     else:
         name = _checkpoint_name(source, "plan")
         opened = open_checkpoint(name, trust_remote_code, weights=False, revision=revision)
-        data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), settings))
+        described = describe_checkpoint(opened, trust_remote_code)
+        planned = make_plan(described, settings)
+        data = plan_dict(planned)
+        data["estimate"] = estimate_conversion(
+            described, planned, device=device, processes=processes, calibrated=calibrated
+        )
     table = named_table(settings, None if measured is None else Path(measured))
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
     times = predicted_lines(data["linear_times"])
-    return CommandResult(data, lambda: [*plan_table(data), *times, *data["speed"]])
+    estimated = estimate_lines(data["estimate"]) if "estimate" in data else []
+    return CommandResult(data, lambda: [*plan_table(data), *estimated, *times, *data["speed"]])
 
 
 def apply(

@@ -95,6 +95,9 @@ def plan(
     overrides: options.Overrides = None,
     context: options.Context = 4096,
     measured: options.MeasuredTimes = None,
+    device: options.EstimateDevice = None,
+    processes: options.Processes = 1,
+    data_free: options.DataFree = False,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
@@ -105,6 +108,7 @@ def plan(
     """
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
+    from surgery.estimation.estimate import estimate_conversion, estimate_lines
     from surgery.planning.plan import make_plan
     from surgery.planning.recipe import load_recipe
     from surgery.planning.speed import named_table
@@ -115,10 +119,17 @@ def plan(
     chosen = load_recipe(recipe, overrides or [])
     table = named_table(chosen, measured)
     opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
-    data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), chosen))
+    described = describe_checkpoint(opened, trust_remote_code)
+    planned = make_plan(described, chosen)
+    data = plan_dict(planned)
+    data["estimate"] = estimate_conversion(
+        described, planned, device=device, processes=processes, calibrated=not data_free
+    )
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
     times = predicted_lines(data["linear_times"])
-    print(json.dumps(data, indent=2)) if as_json else _show([*plan_table(data), *times, *data["speed"]])
+    print(json.dumps(data, indent=2)) if as_json else _show(
+        [*plan_table(data), *estimate_lines(data["estimate"]), *times, *data["speed"]]
+    )
 
 
 @app.command()
