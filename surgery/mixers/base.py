@@ -157,6 +157,7 @@ class Mixer(nn.Module):
     config_type: ClassVar[type]
     rotated: bool = True  # whether q and k come after RoPE
     reads_mask: bool = False  # whether calls without a state apply mask_BHTS, such as a custom mask
+    by_definition: bool = False  # whether calls without a state compute `dense`: for short rows, and for vmap
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__()
@@ -172,6 +173,8 @@ class Mixer(nn.Module):
 
     def forward(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         """Run `mix` as a call of the module, so that hooks (offloading, sharding) apply."""
+        if self.by_definition and state is None:
+            return self.dense(inputs), None
         return self.mix(inputs, state)
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:

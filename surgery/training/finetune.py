@@ -29,10 +29,11 @@ from surgery.training.logging import CURVE_NAME, LOG_NAME, end_trackers
 from surgery.training.recipe import HealingRecipe, stage_data_config
 from surgery.training.runner import StageRunner
 from surgery.training.stages import STAGES
+from surgery.training.stages.values import READOUT
 
 # What a run writes into its work folder; `surgery` and `wandb` are of trackers.
 WORK_FILES = (
-    *("journal*.jsonl", "lock", LOG_NAME, CURVE_NAME, f"{ADAPTER}/*"),
+    *("journal*.jsonl", "lock", LOG_NAME, CURVE_NAME, f"{ADAPTER}/*", f"{READOUT}/*"),
     *(f"{name}/**" for name in ("checkpoints", BEST, "tokens", "surgery", "wandb", "healed", "healed.partial")),
 )
 RESUME_HINT = "run the same command with --resume"

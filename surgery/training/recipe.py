@@ -135,18 +135,32 @@ def parse_healing_recipe(data: dict[str, Any], where: str = "recipe") -> Healing
     except ValidationError as error:
         raise validation_error(error, where, [*HealingRecipe.model_fields, "common", "tiny"]) from None
     for stage in recipe.stages:
-        stage_data_config(recipe, stage)
+        _check_rows(stage, stage_data_config(recipe, stage), where)
     return recipe
 
 
+def _check_rows(stage: StageConfig, data: DataConfig | None, where: str) -> None:
+    """Raise SurgeryError if the rows of the data are not what the stage reads."""
+    rows = data.generated.inputs if data is not None and data.generated is not None else "ids"
+    reads = STAGES[stage].reads
+    if data is not None and rows != reads:
+        fitting = {"ids": "lm", "values": "regress or classify"}[rows]
+        raise SurgeryError(
+            f"{where}: stage {stage.kind} reads rows of {reads}, and its data has rows of {rows}. Use a stage of kind {fitting}."
+        )
+    if data is not None and data.generated is not None:
+        data.generated.check_length(stage.length)
+
+
 def stage_data_config(recipe: HealingRecipe, stage: StageConfig) -> DataConfig | None:
-    """Return the recipe's data settings with the stage's overrides, or None if no source is named (--data names one)."""
+    """Return the recipe's data settings with the stage's overrides, or None if neither a source nor a generated task is
+    named (--data names a source)."""
     both = deep_merge(recipe.data, stage.data)
     try:
-        config = DataConfig.model_validate({"sources": ".", **both})
+        config = DataConfig.model_validate(both if both.get("generated") else {"sources": ".", **both})
     except ValidationError as error:
         raise validation_error(error, f"stage {stage.kind}: data", DataConfig.model_fields) from None
-    return config if both.get("sources") else None
+    return config if both.get("sources") or both.get("generated") else None
 
 
 def _parse_stage(data: Any, common: dict[str, Any], where: str) -> StageConfig:

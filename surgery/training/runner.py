@@ -56,6 +56,7 @@ from surgery.training.recipe import HealingRecipe, stage_data_config
 from surgery.training.sharded_tensors import copy_full_, reshard_modules
 from surgery.training.stages import STAGES, Stage, StageModels
 from surgery.training.stages.lora import LoraStage
+from surgery.training.stages.values import READOUT
 from surgery.training.validation import Validation
 from surgery.training.weight_norm import add_core_norms, fold_core_norms
 
@@ -182,6 +183,8 @@ class StageRunner:
 
     def _make_validation(self) -> Validation:
         last = self.recipe.stages[-1]
+        if STAGES[last].reads != "ids":  # a loss of their own, on rows that never repeat: the training log has it
+            return Validation([], last.rows, self.accelerator)
         data = make_data(stage_data_config(self.recipe, last), self.tokenizer, last.length, self.recipe.seed)  # type: ignore[arg-type]
         return Validation(data.validation(), last.rows, self.accelerator)
 
@@ -406,6 +409,8 @@ class StageRunner:
             keys = tensor_keys(models.student, self.source, set(trained))
             new = {keys[name]: info for name, info in trained.items()}
             target = write_result(self.source, new, self.work, record, bool(notes["adapter"]))
+            if (self.work / READOUT).is_dir():
+                shutil.copytree(self.work / READOUT, target / READOUT, symlinks=True)
             check_exported_tensors(target, self.source, new)
             for source, name in (("surgery", "tensorboard"), ("wandb", "wandb")):
                 if (self.work / source).is_dir():

@@ -36,10 +36,10 @@ from surgery.recipes.papers.mup.models import (
     rate_factors,
 )
 from surgery.recipes.papers.mup.tables import show
-from surgery.recipes.papers.quality.stacked import StackedTraining
 from surgery.training.data.dataset import DataConfig, TrainingData, make_data
 from surgery.training.data.documents import Document
 from surgery.training.data.tokenize import TextEncoder, TokenSequence
+from surgery.training.pretrain.stacked import StackedTraining
 from surgery.training.pretrain.tokenizer import TokenizerConfig, make_tokenizer
 
 RULES = ("mup", "dense")

@@ -22,6 +22,7 @@ import torch
 from surgery.core.errors import SurgeryError
 from surgery.training.data.chat import encode_chats
 from surgery.training.data.documents import Document, Side
+from surgery.training.data.generated import GeneratedData
 from surgery.training.data.packing import (
     IGNORE_INDEX,
     Example,
@@ -46,8 +47,10 @@ FIRST_BLOCK, MAX_BLOCK = (
 BLOCK_DOCUMENTS = 1024  # of a block where they are not shuffled
 
 
-def make_data(config: DataConfig, tokenizer: Any, length: int, seed: int) -> TrainingData:
-    """Open the training data of a recipe. Raises SurgeryError if a source cannot be read."""
+def make_data(config: DataConfig, tokenizer: Any, length: int, seed: int) -> Any:
+    """Open the training data of a recipe, a TrainingData or GeneratedData. Raises SurgeryError if a source cannot be read."""
+    if config.generated is not None:
+        return GeneratedData(config, length, seed)
     return TrainingData(config, tokenizer, length, seed, "training")
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from surgery.core.errors import SurgeryError
+from surgery.training.data.generated import GeneratedTask
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -78,9 +79,12 @@ class DataConfig(_FrozenModel):
     shuffle: number of documents shuffled together; 0 keeps their order.
     epochs: passes over the data; None: as many as needed.
     rows: use only the first `rows` examples, repeatedly (those of a teacher cache).
+    generated: a task whose rows are computed, instead of sources. Of the other keys only `validation` (0: none) and
+        `validation_examples` are read.
     """
 
-    sources: tuple[SourceConfig, ...]
+    sources: tuple[SourceConfig, ...] = ()
+    generated: GeneratedTask | None = None
     packing: Literal["documents", "stream", "none"] = "documents"
     validation: Fraction | tuple[SourceConfig, ...] = 0.0
     validation_examples: int = Field(64, ge=1)
@@ -98,9 +102,12 @@ class DataConfig(_FrozenModel):
             return tuple({"path": v} if isinstance(v, str) else v for v in value)
         return value
 
-    @field_validator("sources")
-    @classmethod
-    def _check_not_empty(cls, sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
-        if not sources:
+    @model_validator(mode="after")
+    def _check_not_empty(self) -> DataConfig:
+        if not self.sources and self.generated is None:
             raise SurgeryError("data.sources must name at least one source, for example [{path: corpus.jsonl}].")
-        return sources
+        if self.sources and self.generated is not None:
+            raise SurgeryError(
+                f"data: generated rows ({self.generated.task}) and sources ({self.sources[0].path}) are both given. Keep one of them."
+            )
+        return self

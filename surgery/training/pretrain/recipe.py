@@ -24,6 +24,7 @@ from surgery.training.pretrain.tokenizer import TokenizerConfig
 from surgery.training.recipe import HealingRecipe, parse_healing_recipe, read_recipe
 
 FOLDER = "pretrain"
+STAGE_KINDS = ("lm", "regress", "classify")  # stages that need no teacher
 
 
 class NewModelConfig(StrictModel):
@@ -73,9 +74,10 @@ def parse_pretrain_recipe(data: dict[str, Any], where: str = "recipe") -> Pretra
         common = deep_merge({"trains": ["all"]}, common)
     training = parse_healing_recipe({**rest, "common": common}, where)
     for stage in training.stages:
-        if stage.kind != "lm":
+        if stage.kind not in STAGE_KINDS:
             raise SurgeryError(
-                f"{where}: stage {stage.kind} needs a teacher, which a new model does not have. Use stages of kind lm."
+                f"{where}: stage {stage.kind} needs a teacher, which a new model does not have. Use stages of kind lm, regress "
+                "or classify."
             )
     structure = _conversion_recipe(new.layers, where)
     if structure is not None and "auto" in (structure.structure, *(rule.structure for rule in structure.rules)):

@@ -40,7 +40,10 @@ class TokenizerConfig(StrictModel):
 
 
 def make_tokenizer(config: TokenizerConfig, data: DataConfig) -> Any:
-    """Load the tokenizer at `config.path`, or train one on the training text; the same text gives the same tokenizer."""
+    """Load the tokenizer at `config.path`, or train one on the training text; the same text gives the same tokenizer.
+
+    Generated rows have a tokenizer of numbers, for any `kind`.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if config.path is not None:
@@ -53,6 +56,9 @@ def make_tokenizer(config: TokenizerConfig, data: DataConfig) -> Any:
             raise SurgeryError(
                 f"--tokenizer {config.path} cannot be loaded by transformers ({reason}). Give a folder or Hub id with a tokenizer."
             ) from None
+    if data.generated is not None:
+        backend = make_number_tokenizer(getattr(data.generated, "vocabulary", 1))
+        return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_TOKEN)
     text = limit_characters(iter_training_texts(data), config.sample)
     backend = (
         make_character_tokenizer(text) if config.kind == "characters" else train_bpe_tokenizer(text, config.vocab_size)
@@ -74,6 +80,16 @@ def make_character_tokenizer(texts: Iterable[str]) -> Any:
     vocab = {token: i for i, token in enumerate([END_TOKEN, UNKNOWN_TOKEN, *characters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN_TOKEN))
     tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def make_number_tokenizer(vocabulary: int) -> Any:
+    """Return a tokenizer of generated rows: token i is the number i, separated by spaces; the last token ends a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = {**{str(i): i for i in range(vocabulary)}, END_TOKEN: vocabulary}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocab, unk_token=END_TOKEN))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Training stages: one file for each kind (lm, distill, align, hidden, lora)."""
+"""Training stages: one file for each kind (lm, distill, align, hidden, lora, regress and classify)."""
 
 from surgery.training.stages.base import STAGES, Batch, Stage, StageConfig, StageModels
 

@@ -87,6 +87,7 @@ class Stage:
 
     config_type: ClassVar[type]
     fits_cuda_graph: ClassVar[bool] = False  # whether the losses can be captured: no value is read back to the CPU
+    reads: ClassVar[str] = "ids"  # what its rows hold: token `ids`, or continuous `values`
 
     def __init__(self, config: Any):
         self.config = config

@@ -1,10 +1,14 @@
-"""Many training runs of one architecture at once: parameters stacked, one vmapped model, one Adam.
+"""Many training runs of one architecture at once: parameters stacked, one vmapped model, one AdamW.
 
     stack = StackedTraining(models, rates, optimiser, clip=1.0, device=device)   rates: M dicts {parameter: peak rate}
-    losses_M = stack.step(batch, factor)                                         batch: tensors (M, B, T)
+    losses_M = stack.step(batch, factor)                                         batch: tensors (M, B, ..), of one run and row each
+    outputs = stack.map(function, batch)                                         function(call, batch) of every run, without gradients
+
+`loss(call, batch)` is any function of one run's batch; `call` runs the model with that run's parameters. The default is next-token
+cross-entropy. Mixers compute their quadratic definition (`Mixer.dense`), the cheapest form for rows of a few hundred tokens.
 
 A run of a small model keeps a GPU waiting for kernel launches; M stacked runs cost little more than one. Each run has its own
-parameters, learning rates and clipping, so its result is that of a separate run, and a diverging run does not affect the others.
+parameters, learning rates, weight decay and clipping, so its result is that of a separate run, and a diverging run does not affect the others.
 On a GPU the step is a CUDA graph, which needs eager attention (attn_implementation="eager"). M: runs, N: parameters of one run,
 B: rows, T: tokens.
 """
@@ -12,21 +16,47 @@ B: rows, T: tokens.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from surgery.core.dispatch import use_kernels
+from surgery.mixers import Mixer
+from surgery.mixers.common.packed_documents import one_document_per_row
 from surgery.training.optim import OptimizerConfig
 from surgery.training.stages.base import next_token_targets
 from surgery.training.stages.lm import cross_entropy
 
 WARM_UP = 3  # steps before a graph is recorded, undone afterwards
+Batch = dict[str, Tensor]
+RunFunction = Callable[[Callable[..., Any], Batch], Tensor]
+
+
+def causal_mask(length: int, device: torch.device) -> Tensor:
+    """Return the additive causal mask (1, 1, T, T); transformers' own construction copies from the CPU, which a CUDA graph
+    cannot contain.
+    """
+    lowest = torch.full((1, 1, length, length), torch.finfo(torch.float32).min, device=device)
+    return lowest.triu(1)
+
+
+def next_token_loss(call: Callable[..., Any], batch: Batch) -> Tensor:
+    """Return one run's mean loss in nats per counted token. batch: input_ids and labels (B, T)."""
+    ids_BT = batch["input_ids"]
+    _, next_BT = next_token_targets(batch)
+    output = call(ids_BT, attention_mask=causal_mask(ids_BT.shape[1], ids_BT.device), use_cache=False)
+    return cross_entropy(output.logits, next_BT) / (next_BT >= 0).sum()
 
 
 class StackedTraining:
-    """M training runs of one architecture with stacked parameters."""
+    """M training runs of one architecture with stacked parameters.
+
+    clip: maximum gradient norm of each run. loss: of one run, a scalar. decays: names of the parameters with weight decay; None: all
+    with two or more dimensions. precision: of autocast; weights and optimizer stay in float32.
+    """
 
     def __init__(
         self,
@@ -36,21 +66,29 @@ class StackedTraining:
         clip: float | None,
         device: torch.device,
         graph: bool = True,
+        loss: RunFunction = next_token_loss,
+        decays: set[str] | None = None,
+        precision: Literal["float32", "bf16"] = "float32",
     ):
-        assert optimiser.name == "adamw" and not optimiser.weight_decay, (
-            "only AdamW without weight decay is implemented"
-        )
+        assert optimiser.name == "adamw", "only AdamW is implemented"
         self.optimiser, self.clip, self.device = optimiser, clip, device
+        self.loss, self.precision = loss, precision
         self.names = [name for name, p in models[0].named_parameters()]
         shapes = [p.shape for p in models[0].parameters()]
         self.model = copy.deepcopy(models[0]).to(device).train()
+        for module in self.model.modules():
+            if isinstance(module, Mixer):
+                module.by_definition = True
         self.buffers = dict(self.model.named_buffers())
         self.flat_MN = _flatten_parameters([[p.detach() for p in model.parameters()] for model in models], device)
         self.rates_MN = torch.cat(
             [torch.tensor([r[n] for r in rates])[:, None].expand(-1, s.numel()) for n, s in zip(self.names, shapes)], 1
         ).to(device)
         self.sizes = [shape.numel() for shape in shapes]
-        parts = self.flat_MN.detach().split(self.sizes, dim=1)
+        decayed = {n for n, s in zip(self.names, shapes) if len(s) >= 2} if decays is None else decays
+        shares = [torch.full((s.numel(),), float(n in decayed)) for n, s in zip(self.names, shapes)]
+        self.decay_N = torch.cat(shares).to(device) * optimiser.weight_decay if optimiser.weight_decay else None
+        parts = self.flat_MN.detach().split(self.sizes, dim=1)  # views: the optimizer's update changes them
         self.leaves = [p.unflatten(1, s).requires_grad_() for p, s in zip(parts, shapes)]
         self.mean_MN, self.square_MN = torch.zeros_like(self.flat_MN), torch.zeros_like(self.flat_MN)
         self.steps, self.factor = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -59,33 +97,37 @@ class StackedTraining:
         self.static_inputs: dict[str, Tensor] = {}
 
     # -- forward ---------------------------------------------------------------------------------------
-    def _loss(self, values: list[Tensor], ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        """Return one run's mean loss in nats per counted token."""
-        _, next_BT = next_token_targets({"labels": labels_BT})
-        parameters, length = dict(zip(self.names, values)), ids_BT.shape[1]
-        options = {"attention_mask": self._mask(length), "use_cache": False}
-        output = functional_call(self.model, (parameters, self.buffers), (ids_BT,), options)
-        return cross_entropy(output.logits, next_BT) / (next_BT >= 0).sum()
+    def _map(self, function: RunFunction, batch: Batch) -> Tensor:
+        """Return function(call, batch) of every run. The reference implementations compute it, because Triton does not support
+        vmap."""
 
-    def _mask(self, length: int) -> Tensor:
-        """Return the causal mask (1, 1, T, T); transformers' own construction copies from the CPU, which a CUDA graph
-        cannot contain.
-        """
-        lowest = torch.full((1, 1, length, length), torch.finfo(torch.float32).min, device=self.device)
-        return lowest.triu(1)
+        def one(values: list[Tensor], own: Batch) -> Tensor:
+            parameters = dict(zip(self.names, values))
 
-    def losses(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return losses (M,). The reference implementations compute them, because Triton does not support vmap."""
-        with use_kernels("reference"):
-            return torch.vmap(self._loss)(self.leaves, batch["input_ids"], batch["labels"])
+            def call(*args: Any, **options: Any) -> Any:
+                return functional_call(self.model, (parameters, self.buffers), args, options)
+
+            return function(call, own)
+
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        with use_kernels("reference"), one_document_per_row(), autocast:
+            return torch.vmap(one)(self.leaves, batch)
+
+    def losses(self, batch: Batch) -> Tensor:
+        """Return the losses (M,)."""
+        return self._map(self.loss, batch)
 
     @torch.no_grad()
-    def evaluate(self, batches: list[dict[str, Tensor]]) -> Tensor:
-        """Return the mean losses (M,) over batches of equal size."""
+    def map(self, function: RunFunction, batch: Batch) -> Tensor:
+        """Return function(call, batch) of every run, (M, ..), in evaluation mode."""
         self.model.eval()
-        found = torch.stack([self.losses(batch) for batch in batches]).mean(0)
+        found = self._map(function, batch)
         self.model.train()
         return found
+
+    def evaluate(self, batches: list[Batch]) -> Tensor:
+        """Return the mean losses (M,) over batches of equal size."""
+        return torch.stack([self.map(self.loss, batch) for batch in batches]).mean(0)
 
     # -- a step ----------------------------------------------------------------------------------------
     def step(self, batch: dict[str, Tensor], factor: float) -> Tensor:
@@ -103,7 +145,7 @@ class StackedTraining:
 
     def _step(self, batch: dict[str, Tensor]) -> Tensor:
         losses_M = self.losses(batch)
-        gradients = torch.autograd.grad(losses_M.sum(), self.leaves)
+        gradients = torch.autograd.grad(losses_M.sum(), self.leaves, allow_unused=True, materialize_grads=True)
         gradient_MN = torch.cat([g.flatten(1) for g in gradients], dim=1)
         if self.clip is not None:
             norm_M1 = torch.linalg.vector_norm(gradient_MN, dim=1, keepdim=True)
@@ -113,18 +155,20 @@ class StackedTraining:
 
     @torch.no_grad()
     def _adam_step(self, gradient_MN: Tensor) -> None:
-        """Adam (Kingma and Ba 2015) as in torch.optim."""
+        """AdamW (Loshchilov and Hutter 2019) as in torch.optim."""
         (first, second), settings = self.optimiser.betas, self.optimiser
         self.steps += 1
         rates_MN = self.rates_MN * self.factor
         self.mean_MN.lerp_(gradient_MN, 1 - first)
         self.square_MN.mul_(second).addcmul_(gradient_MN, gradient_MN, value=1 - second)
         root_MN = (self.square_MN / (1 - second**self.steps)).sqrt_().add_(settings.eps)
+        if self.decay_N is not None:
+            self.flat_MN.mul_(1 - rates_MN * self.decay_N)
         self.flat_MN.sub_(rates_MN.mul_(self.mean_MN).div_(root_MN) / (1 - first**self.steps))
 
     def _record(self, batch: dict[str, Tensor]) -> None:
         """Capture the step as a CUDA graph, and undo what the warm-up changed."""
-        self.static_inputs = {name: batch[name].clone() for name in ("input_ids", "labels")}
+        self.static_inputs = {name: tensor.clone() for name, tensor in batch.items()}
         kept_MN, stream = self.flat_MN.clone(), torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):

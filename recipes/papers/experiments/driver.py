@@ -1,0 +1,142 @@
+"""The commands `run` and `show` of every experiment of recipes/papers/experiments."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.core.device import choose_device
+from surgery.recipes.papers.experiments.sweep import (
+    Cell,
+    Row,
+    Setting,
+    Verdict,
+    gpu_minutes,
+    is_complete,
+    read_rows,
+    run_sweep,
+    stack_size,
+)
+from surgery.training.pretrain.compute import CONVENTION
+
+ROWS = Path(__file__).with_name("rows")  # results that belong to the repository
+MEMORY = {"cpu": 2.0, "gpu": 60.0}  # GB of a stack of runs
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One experiment of a paper: see its fields in recall.py. settings: sweeps of several sizes; smoke: of seconds, for tests."""
+
+    name: str
+    title: str
+    source: str
+    claim: str
+    settings: tuple[Setting, ...]
+    smoke: Setting
+    heads: Callable[[Cell], int]
+    train: Callable[[Setting, Cell, list[tuple[float, int]], Any], list[Row]]
+    verdict: Callable[[list[Row], Setting], Verdict]
+    table: Callable[[list[Row], Setting], list[list[str]]]
+    draw: Callable[[Any, list[Row], Setting], None]
+
+    @property
+    def command(self) -> str:
+        """The command without its arguments."""
+        return f"python -m surgery.recipes.papers.experiments.{self.name}"
+
+    def setting(self, name: str) -> Setting:
+        """Return a setting by name."""
+        return next(s for s in (*self.settings, self.smoke) if s.name == name)
+
+    def judge(self, rows: list[Row], setting: Setting) -> Verdict:
+        """Return the verdict of a setting: from its rows if the sweep is complete, else what it would take."""
+        if is_complete(rows, setting):
+            return self.verdict(rows, setting)
+        have = sum(row["setting"] == setting.name for row in rows)
+        state = f"{have} of {setting.runs} runs"
+        if setting.where == "cpu":
+            return Verdict("undecided", f"{state}: {self.command} run --setting {setting.name}")
+        minutes = gpu_minutes(setting, self.heads, stack_size(setting, self.heads, MEMORY["gpu"]))
+        return Verdict("undecided: GPU time", f"{state}; forecast {math.ceil(minutes)} minutes of one H200, counted")
+
+
+def run(experiment: Experiment, arguments: argparse.Namespace) -> None:
+    """Train the runs that the file lacks."""
+    setting, device = experiment.setting(arguments.setting), choose_device(arguments.device)
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
+    memory = arguments.memory or MEMORY["gpu" if device.type == "cuda" else "cpu"]
+    stack = stack_size(setting, experiment.heads, memory)
+    out = arguments.out or ROWS / f"{experiment.name}.jsonl"
+    if device.type == "cuda":
+        print(f"forecast, counted: {gpu_minutes(setting, experiment.heads, stack):.1f} minutes")
+    if run_sweep(setting, experiment.train, out, device, stack=stack, minutes=arguments.minutes):
+        print(f"complete: {out}")
+
+
+def load_rows(experiment: Experiment, paths: list[Path]) -> list[Row]:
+    """Return the rows of the files, or those of the repository."""
+    return [row for path in paths or [ROWS / f"{experiment.name}.jsonl"] for row in read_rows(path)]
+
+
+def show(experiment: Experiment, paths: list[Path], plot: Path | None) -> str:
+    """Return tables and verdicts in Markdown, and draw the plot."""
+    rows = load_rows(experiment, paths)
+    parts = [f"{experiment.title} ({experiment.source}). MACs: {CONVENTION}, without the head."]
+    names = {row["setting"] for row in rows}
+    shown = [s for s in (*experiment.settings, experiment.smoke) if s.name in names]
+    for setting in shown:
+        parts.append(f"Setting `{setting.name}`:\n\n{markdown(experiment.table(rows, setting))}")
+    for setting in (*experiment.settings, *(s for s in shown if s not in experiment.settings)):
+        verdict = experiment.judge(rows, setting)
+        parts.append(f"`{setting.name}`: {verdict.word} ({verdict.why})")
+    if plot is not None and shown:
+        draw(experiment, rows, shown, plot)
+    return "\n\n".join(parts)
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """Return a Markdown table; the first line is its head."""
+    rule = ["---"] * len(lines[0])
+    return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:]))
+
+
+def draw(experiment: Experiment, rows: list[Row], settings: list[Setting], path: Path) -> None:
+    """Draw two panels for each setting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(settings), 2, figsize=(8, 3.2 * len(settings)), squeeze=False)
+    for pair, setting in zip(axes, settings):
+        experiment.draw(pair, rows, setting)
+        pair[0].set_title(f"{experiment.name}, {setting.name}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+    pyplot.close(figure)
+
+
+def main(experiment: Experiment, given: list[str] | None = None) -> None:
+    """Run the command `run` or `show`."""
+    parser = argparse.ArgumentParser(prog=experiment.command, description=f"{experiment.title} ({experiment.source}).")
+    commands = parser.add_subparsers(required=True)
+    running = commands.add_parser("run", help="Train the runs that the file lacks.")
+    names = [s.name for s in (*experiment.settings, experiment.smoke)]
+    running.add_argument("--setting", choices=names, default="cpu", help="Size of the sweep. Default: cpu.")
+    running.add_argument("--out", type=Path, help="JSON-lines file. Default: the one of the repository.")
+    running.add_argument("--device", help="Default: a GPU if there is one.")
+    running.add_argument("--memory", type=float, help="GB of a stack of runs. Default: 2 on a CPU, 60 on a GPU.")
+    running.add_argument("--minutes", type=float, default=math.inf, help="Start no stack that would end later.")
+    running.set_defaults(do=lambda arguments: run(experiment, arguments))
+    showing = commands.add_parser("show", help="Print tables and verdicts.")
+    showing.add_argument("rows", type=Path, nargs="*", help="Files of `run`. Default: the one of the repository.")
+    showing.add_argument("--plot", type=Path, help="Draw the results to this file.")
+    showing.set_defaults(do=lambda arguments: print(show(experiment, arguments.rows, arguments.plot)))
+    arguments = parser.parse_args(given)
+    arguments.do(arguments)

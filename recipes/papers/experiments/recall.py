@@ -1,0 +1,285 @@
+"""MQAR: does the log-linear mask recall more than its linear mask? (Guo et al. 2025, "Log-Linear Attention", Table 2 and Figure 9)
+
+python -m surgery.recipes.papers.experiments.recall run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m surgery.recipes.papers.experiments.recall show [rows.jsonl ..] [--plot recall.png]
+
+Two layers without MLP, a causal convolution of width 3 before every mixer (softmax too), states and heads of 16 dimensions for
+Mamba-2 (here `ssd`), two heads for Gated DeltaNet (one at width 16). Rows are drawn afresh at every step: key-value pairs, then random
+tokens among which each key appears once more; its next token is the value. The head is computed at those positions alone. Accuracy is of
+all queries of held-out rows, by number of pairs and by distance. `linear` and `tree` (the hierarchical mask without gates) are controls.
+`ssd_wide` doubles the state of `ssd` in each head, `window` caches as many numbers as `ssd`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.recipes.papers.experiments.driver import Experiment, main
+from surgery.recipes.papers.experiments.models import RecallModel, make_decoder, make_stage
+from surgery.recipes.papers.experiments.sweep import (
+    Cell,
+    Row,
+    Setting,
+    Verdict,
+    at_edge,
+    best_rows,
+    finite_or_none,
+    is_complete,
+    mean_and_error,
+    paired_difference,
+)
+from surgery.recipes.papers.mup.models import rate_factors
+from surgery.training.data.generated import IGNORE_INDEX, VALIDATION_SEED, MQARTask
+from surgery.training.pretrain.compute import count_compute, state_size
+from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask
+
+TREE = {"name": "hierarchical", "levels": 9}
+SHARED = {"mixer": "linear", "gate": "value", "norm": "rms", "rope": "drop"}
+ATTENTION: dict[str, dict[str, Any] | None] = {
+    "softmax": None,
+    "softmax_nope": {"mixer": "softmax", "rope": "drop"},
+    "window": {"mixer": "window"},  # its size is that of the state of ssd
+    "linear": {**SHARED, "mask": "ones"},
+    "tree": {**SHARED, "mask": {**TREE, "gates": "ones"}},
+    "ssd": {**SHARED, "mask": "gates"},
+    "ssd_wide": {**SHARED, "mask": "gates"},
+    "log_linear_ssd": {**SHARED, "mask": TREE},
+    "gdn": {**SHARED, "mask": "gates", "scores": "delta"},
+    "log_linear_gdn": {**SHARED, "mask": TREE, "scores": "delta"},
+}
+FAMILIES = (("log_linear_ssd", "ssd"), ("log_linear_gdn", "gdn"))
+CORE = ("softmax", "ssd", "log_linear_ssd", "gdn", "log_linear_gdn")
+HEAD = 16  # dimensions of a head and of its state, for Mamba-2
+SOFTMAX_FLOOR = 0.99  # the paper's Transformer answers 99% or more
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)  # at width 64; linears of width d take 64 / d times as much
+BINS = (8, 16, 32, 64, 128, 256)  # upper ends of the distances
+
+SETTINGS = (
+    Setting(
+        "cpu", "cpu", (16,), CORE, (3e-3, 1e-2, 3e-2), 4, 1500, 32, 16, 2,
+        {"vocabulary": 64, "pairs": (2, 4), "held_out": 1024},
+    ),
+    Setting(
+        "gpu", "gpu", (16, 32, 64), tuple(ATTENTION), RATES, 5, 5000, 128, 128, 2,
+        {"vocabulary": 8192, "pairs": (4, 8, 16, 32), "held_out": 2000},
+    ),
+    Setting(
+        "gpu_256", "gpu", (32,), CORE, RATES, 3, 5000, 128, 256, 2,
+        {"vocabulary": 8192, "pairs": (64,), "held_out": 2000},
+    ),
+)  # fmt: skip
+SMOKE = Setting(
+    "smoke", "cpu", (16,), ("ssd", "log_linear_ssd"), (1e-2,), 2, 3, 4, 16, 2,
+    {"vocabulary": 16, "pairs": (2,), "held_out": 8},
+)  # fmt: skip
+
+
+def heads(cell: Cell) -> int:
+    """Return the number of attention heads of a method at a width."""
+    if cell.method.endswith("gdn"):
+        return 1 if cell.width == HEAD else 2
+    if cell.method == "ssd_wide":
+        return max(1, cell.width // HEAD // 2)
+    return max(1, cell.width // HEAD)
+
+
+def make_recall_model(setting: Setting, cell: Cell, seed: int) -> RecallModel:
+    """Return the model of a method at a width."""
+    attention = ATTENTION[cell.method]
+    if cell.method == "window":
+        attention = {
+            "mixer": "window",
+            "window": HEAD // 2 + 1,
+        }  # keys and values of HEAD / 2 tokens: HEAD x HEAD numbers
+    model = make_decoder(
+        attention, width=cell.width, layers=setting.layers, heads=heads(cell), length=setting.length,
+        vocabulary=setting.options["vocabulary"], seed=seed, convolution=3,
+    )  # fmt: skip
+    return RecallModel(model)
+
+
+def make_task(setting: Setting) -> MQARTask:
+    """Return the task of a setting."""
+    return MQARTask(vocabulary=setting.options["vocabulary"], pairs=setting.options["pairs"])
+
+
+def logits_of(call: Any, batch: Batch) -> Tensor:
+    """Return logits (B, P, V) at the queries."""
+    ids_BT = batch["input_ids"]
+    logits_BPV: Tensor = call(ids_BT, batch["query"], causal_mask(ids_BT.shape[1], ids_BT.device))
+    return logits_BPV
+
+
+def recall_loss(call: Any, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy of the values over all queries, in nats."""
+    logits_NV, target_N = logits_of(call, batch).flatten(0, 1).float(), batch["target"].flatten()
+    total = nn.functional.cross_entropy(logits_NV, target_N, ignore_index=IGNORE_INDEX, reduction="sum")
+    return total / (target_N >= 0).sum()
+
+
+def query_losses(call: Any, batch: Batch) -> Tensor:
+    """Return (2, B, P): whether the value is the likeliest token, and its cross-entropy in nats; 0 where there is no query."""
+    logits_BPV, target_BP = logits_of(call, batch).float(), batch["target"]
+    right_BP = (logits_BPV.argmax(-1) == target_BP).float()
+    nll_BP = -logits_BPV.log_softmax(-1).gather(-1, target_BP.clamp_min(0).unsqueeze(-1))[..., 0]
+    return torch.stack([right_BP, nll_BP * (target_BP >= 0)])
+
+
+def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
+    """Train runs (rate, seed) of one cell at once and return their rows."""
+    task, stage = make_task(setting), make_stage(setting.steps, base_width=64)
+    models = {seed: make_recall_model(setting, cell, seed) for _, seed in runs}
+    factors = rate_factors(models[runs[0][1]], stage)
+    rates = [{name: rate * f for name, f in factors.items()} for rate, _ in runs]
+    stack = StackedTraining(
+        [models[seed] for _, seed in runs], rates, stage.optimiser, stage.clip, device, loss=recall_loss
+    )
+    names, seeds = ("input_ids", "query", "target"), sorted(models)
+    which = torch.tensor([seeds.index(seed) for _, seed in runs], device=device)
+    for step in range(setting.steps):
+        made = [task.batch(seed, step * setting.rows, setting.rows, setting.length, device) for seed in seeds]
+        batch = {n: torch.stack([m[n] for m in made])[which] for n in names}
+        stack.step(batch, stage.schedule.factor(step, setting.steps))
+    scores = score(stack, setting, task, len(runs), device)
+    compute, state = (
+        count_compute(models[runs[0][1]].model, setting.length),
+        state_size(models[runs[0][1]].model, setting.length),
+    )
+    shared = {"parameters": sum(stack.sizes), "macs": compute.body, "macs_with_head": compute.total, "state": state}
+    keys = {"setting": setting.name, "method": cell.method, "width": cell.width}
+    return [{**keys, "rate": rate, "seed": seed, **own, **shared} for (rate, seed), own in zip(runs, scores)]
+
+
+def score(
+    stack: StackedTraining, setting: Setting, task: MQARTask, runs: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Return loss and accuracy of each run over held-out rows: of all queries, by number of pairs and by distance."""
+    found, targets, gaps, pairs = [], [], [], []
+    for first in range(0, setting.options["held_out"], setting.rows):
+        rows = min(setting.rows, setting.options["held_out"] - first)
+        batch = task.batch(VALIDATION_SEED, first, rows, setting.length, device)
+        expanded = {n: batch[n].expand(runs, *batch[n].shape) for n in ("input_ids", "query", "target")}
+        found.append(stack.map(query_losses, expanded).cpu())
+        targets.append(batch["target"].cpu())
+        gaps.append(batch["gap"].cpu())
+        pairs.append(batch["pairs"].cpu()[:, None].expand_as(targets[-1]))
+    right_MBP, nll_MBP = torch.cat(found, 2).unbind(1)
+    asked_BP, gap_BP, pairs_BP = torch.cat(targets) >= 0, torch.cat(gaps), torch.cat(pairs)
+
+    def mean(values_BP: Tensor, where_BP: Tensor) -> float:
+        return float(values_BP[where_BP].double().mean())
+
+    rows_of = []
+    for right_BP, nll_BP in zip(right_MBP, nll_MBP):
+        by_pairs = {str(p): round(mean(right_BP, asked_BP & (pairs_BP == p)), 5) for p in setting.options["pairs"]}
+        by_gap, low = {}, 0
+        for high in BINS:
+            inside_BP = asked_BP & (gap_BP > low) & (gap_BP <= high)
+            if bool(inside_BP.any()):
+                by_gap[str(high)] = round(mean(right_BP, inside_BP), 5)
+            low = high
+        own = {"loss": finite_or_none(mean(nll_BP, asked_BP)), "accuracy": round(mean(right_BP, asked_BP), 5)}
+        rows_of.append({**own, "by_pairs": by_pairs, "by_gap": by_gap})
+    return rows_of
+
+
+# -- results --------------------------------------------------------------------------------------------
+def verdict(rows: list[Row], setting: Setting) -> Verdict:
+    """Return the verdict on "at a state of equal width the log-linear mask answers more"."""
+    best = best_rows(rows, setting)
+    differences = {a: paired_difference(best, a, b, "accuracy") for a, b in FAMILIES}
+    text = "; ".join(f"{a} - {b}: {differences[a]}" for a, b in FAMILIES)
+    if not is_complete(rows, setting):
+        return Verdict("undecided", f"the sweep `{setting.name}` is not complete")
+    found = [d for d in differences.values() if d is not None]
+    if any(d.high < 0 for d in found):
+        return Verdict("refuted", text)
+    softmax = [min(_accuracies(best, "softmax", width), default=0.0) for width in setting.widths]
+    if min(softmax) < SOFTMAX_FLOOR:
+        return Verdict("undecided", f"softmax answers {100 * min(softmax):.1f}%, so training is too short; {text}")
+    if not all(_rises(best, setting, method) for pair in FAMILIES for method in pair):
+        return Verdict("undecided", f"accuracy does not rise with the width; {text}")
+    return Verdict("reproduced" if all(d.low > 0 for d in found) else "undecided", text)
+
+
+def _accuracies(best: dict[tuple[str, int, int], Row], method: str, width: int) -> list[float]:
+    return [row["accuracy"] for (m, w, _), row in best.items() if (m, w) == (method, width)]
+
+
+def _rises(best: dict[tuple[str, int, int], Row], setting: Setting, method: str) -> bool:
+    means = [mean_and_error(_accuracies(best, method, width))[0] for width in setting.widths]
+    return all(a < b for a, b in pairwise(means))
+
+
+PAPER = {
+    "softmax": {16: ">= 99", 32: ">= 99", 64: ">= 99"},
+    "ssd": {16: "46.9 (2.3)", 32: "75.1 (4.9)", 64: "89.6 (6.1)"},
+    "log_linear_ssd": {16: "55.9 (9.1)", 32: "76.5 (4.8)", 64: "92.9 (2.7)"},
+    "gdn": {16: "38.4 (1.0)", 32: "79.0 (2.1)", 64: ">= 99"},
+    "log_linear_gdn": {16: "40.0 (1.4)", 32: "84.4 (1.2)", 64: ">= 99"},
+}
+
+
+def table(rows: list[Row], setting: Setting) -> list[list[str]]:
+    """Return the table: accuracy in % (mean ± standard error), states and compute."""
+    best = best_rows(rows, setting)
+    lines = [["model", "width", "accuracy, %", "paper, %", "best rate", "state", "MACs"]]
+    for method in setting.methods:
+        for width in setting.widths:
+            own = {seed: row for (m, w, seed), row in best.items() if (m, w) == (method, width)}
+            if own:
+                mean, error = mean_and_error([100 * row["accuracy"] for row in own.values()])
+                one = next(iter(own.values()))
+                edge = " (edge)" if at_edge(setting, one["rate"]) else ""
+                cells = [
+                    f"{mean:.1f} ± {error:.1f}",
+                    PAPER.get(method, {}).get(width, "") if setting.name == "gpu" else "",
+                ]
+                cells += [f"{one['rate']:g}{edge}", f"{one['state']:,}", f"{one['macs']:,}"]
+                lines.append([method, str(width), *cells])
+    return lines
+
+
+def draw(axes: Any, rows: list[Row], setting: Setting) -> None:
+    """Draw accuracy against width, and against distance at the largest width."""
+    best = best_rows(rows, setting)
+    for method in setting.methods:
+        points = [
+            (w, mean_and_error(_accuracies(best, method, w))) for w in setting.widths if _accuracies(best, method, w)
+        ]
+        if not points:
+            continue
+        axes[0].errorbar([w for w, _ in points], [m for _, (m, _) in points], [e for _, (_, e) in points], label=method)
+        gaps = defaultdict(list)
+        for (m, w, _), row in best.items():
+            if (m, w) == (method, max(setting.widths)):
+                for gap, value in row["by_gap"].items():
+                    gaps[int(gap)].append(value)
+        axes[1].plot(sorted(gaps), [mean_and_error(gaps[g])[0] for g in sorted(gaps)], label=method)
+    axes[0].set_xlabel("width")
+    axes[0].set_ylabel("accuracy")
+    axes[0].legend(fontsize=7)
+    axes[1].set_xlabel(f"distance in tokens, width {max(setting.widths)}")
+
+
+EXPERIMENT = Experiment(
+    name="recall",
+    title="MQAR: log-linear against linear",
+    source="Log-Linear Attention, Table 2, Figure 9",
+    claim="at a state of equal width the log-linear mask answers more",
+    settings=SETTINGS,
+    smoke=SMOKE,
+    heads=heads,
+    train=train,
+    verdict=verdict,
+    table=table,
+    draw=draw,
+)
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

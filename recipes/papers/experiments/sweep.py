@@ -1,0 +1,280 @@
+"""Sweeps of the papers' experiments: runs, their JSON lines, rates tuned for each method alike, and paired intervals.
+
+    experiment.train(setting, cell, runs, device)      one stack of runs of one shape: a row for each
+    run_sweep(experiment, ..)                          trains what the file lacks; may be killed at any moment
+    paired_difference(rows, a, b)                      mean over pairs of equal width and seed, with its 95% interval
+
+A sweep first trains every cell (method, width) with all rates and seed 0, then the other seeds at the best rate. The best rate has the
+lowest `loss` of its row, which is of held-out examples, for every method alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from surgery.core.errors import SurgeryError
+from surgery.eval.results.statistics import student_quantile
+
+KEYS = ("setting", "method", "width", "rate", "seed")  # of a row: what was run
+MAX_LINE = 100_000  # characters of a row
+Row = dict[str, Any]
+
+
+class Cell(NamedTuple):
+    """A method at a width."""
+
+    method: str
+    width: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Size of a sweep.
+
+    where: `cpu` or `gpu`. rates: peak learning rates that every method tries. seeds: runs at the best rate. steps, rows, length: of
+    training. heads: attention heads of a method at a width. options: what only the experiment reads.
+    """
+
+    name: str
+    where: str
+    widths: tuple[int, ...]
+    methods: tuple[str, ...]
+    rates: tuple[float, ...]
+    seeds: int
+    steps: int
+    rows: int
+    length: int
+    layers: int
+    options: dict[str, Any]
+
+    @property
+    def runs(self) -> int:
+        """Number of runs."""
+        return len(self.widths) * len(self.methods) * (len(self.rates) + self.seeds - 1)
+
+
+class Verdict(NamedTuple):
+    """What `show` says about a claim. word: reproduced, refuted, undecided or out of reach."""
+
+    word: str
+    why: str
+
+
+class Difference(NamedTuple):
+    """Mean of paired differences, its standard error and 95% interval (Student's t); the interval is infinite for one pair."""
+
+    mean: float
+    error: float
+    low: float
+    high: float
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4g} [{self.low:+.4g}, {self.high:+.4g}], {self.pairs} pairs"
+
+
+# -- rows -----------------------------------------------------------------------------------------------
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a file, without a last line that a killed run did not finish. Raises SurgeryError for other damage."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    rows = []
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            break
+        rows.append(_parse_row(line, f"{path}, line {number}"))
+    return rows
+
+
+def _parse_row(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line) if len(line) <= MAX_LINE else None
+    except (ValueError, RecursionError):
+        row = None
+    kinds: dict[str, Any] = {
+        "setting": str,
+        "method": str,
+        "width": int,
+        "rate": (int, float),
+        "seed": int,
+        "loss": (int, float, type(None)),
+    }
+    if not isinstance(row, dict) or not all(isinstance(row.get(k, ...), kind) for k, kind in kinds.items()):
+        raise SurgeryError(
+            f"{where} is not a result row, which is a JSON object with {', '.join(kinds)}. Remove the line; `run` trains it again."
+        )
+    return row
+
+
+def append_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Append rows, each complete or not at all; a part of a line that a killed run left is removed first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+") as file:
+        file.seek(0)
+        whole = file.read().rfind(b"\n") + 1
+        file.truncate(whole)
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    """Return what identifies the run of a row."""
+    return tuple(row[name] for name in KEYS)
+
+
+# -- the sweep ------------------------------------------------------------------------------------------
+TrainFn = Callable[[Setting, Cell, list[tuple[float, int]], Any], list[Row]]
+
+
+def run_sweep(
+    setting: Setting,
+    train: TrainFn,
+    out: Path,
+    device: Any,
+    *,
+    stack: Callable[[Cell], int],
+    minutes: float = math.inf,
+    say: Callable[[str], None] = print,
+) -> bool:
+    """Train the runs that `out` lacks and append their rows. Return whether the sweep is complete.
+
+    stack: the largest number of runs at once. minutes: no stack is started whose forecast, from the time of earlier stacks of this
+    call, ends later.
+    """
+    began, slowest = time.monotonic(), 0.0
+    for phase in ("rates", "seeds"):
+        for cell in (Cell(m, w) for w in setting.widths for m in setting.methods):
+            for runs in _stacks(_missing(setting, cell, phase, read_rows(out)), stack(cell)):
+                spent = time.monotonic() - began
+                if spent + slowest * len(runs) > 60 * minutes:
+                    say(f"stopped after {spent / 60:.1f} minutes; the same command goes on")
+                    return False
+                start = time.monotonic()
+                rows = train(setting, cell, runs, device)
+                seconds = time.monotonic() - start
+                slowest = max(slowest, seconds / len(runs))
+                shared = {"seconds": round(seconds / len(runs), 3), "stack": len(runs), "device": str(device)}
+                append_rows(out, [{**row, **shared} for row in rows])
+                left = (setting.runs - sum(r["setting"] == setting.name for r in read_rows(out))) * slowest / 60
+                best = min((row["loss"] for row in rows if row["loss"] is not None), default=math.nan)
+                say(
+                    f"{setting.name} {cell.method} {cell.width}: {len(runs)} runs, {seconds:.1f} s, lowest loss {best:.4f}; at most {left:.0f} minutes left"
+                )
+    return True
+
+
+def _stacks(runs: list[tuple[float, int]], most: int) -> list[list[tuple[float, int]]]:
+    """Return the runs in groups of nearly equal size, `most` or fewer."""
+    count = -(-len(runs) // max(1, most))
+    size = -(-len(runs) // count) if count else 1
+    return [runs[i : i + size] for i in range(0, len(runs), size)]
+
+
+def _missing(setting: Setting, cell: Cell, phase: str, rows: list[Row]) -> list[tuple[float, int]]:
+    """Return the (rate, seed) of the phase that have no row."""
+    done = {key_of(row) for row in rows}
+    wanted = [(rate, 0) for rate in setting.rates]
+    if phase == "seeds":
+        best = best_rate(rows, setting.name, cell)
+        wanted = [] if best is None else [(best, seed) for seed in range(1, setting.seeds)]
+    return [(rate, seed) for rate, seed in wanted if (setting.name, *cell, rate, seed) not in done]
+
+
+def best_rate(rows: list[Row], setting: str, cell: Cell) -> float | None:
+    """Return the rate with the lowest loss at seed 0; None without a finite loss."""
+    own = [r for r in rows if (r["setting"], r["method"], r["width"], r["seed"]) == (setting, *cell, 0)]
+    finite = [r for r in own if r["loss"] is not None]
+    return min(finite, key=lambda r: r["loss"])["rate"] if finite else None
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return the value rounded for JSON, None if it is not finite."""
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def gpu_minutes(setting: Setting, heads: Callable[[Cell], int], stack: Callable[[Cell], int]) -> float:
+    """Return the forecast of a sweep on one H200 in minutes, counted and not measured.
+
+    A step takes at least 1.5 ms (the launches of a CUDA graph), else the time to move its tensors at 4.1 TB/s: 50 kB a token and layer at
+    width 64, in proportion to the width, and 30 float32 matrices T x T for each head, layer and row. Doubled for safety.
+    """
+    total = 0.0
+    for cell in (Cell(m, w) for m in setting.methods for w in setting.widths):
+        tokens, length = setting.rows * setting.length, setting.length
+        moved = tokens * setting.layers * (50_000 * cell.width / 64 + 120 * heads(cell) * length)
+        for count in (len(setting.rates), setting.seeds - 1):
+            for some in _stacks([(0.0, 0)] * count, stack(cell)):
+                total += 2 * setting.steps * max(1.5e-3, len(some) * moved / 4.1e12)
+    return total / 60
+
+
+def stack_size(setting: Setting, heads: Callable[[Cell], int], memory: float) -> Callable[[Cell], int]:
+    """Return the number of runs of a cell that fit in `memory` GB, by the tensors that `gpu_minutes` counts."""
+
+    def size(cell: Cell) -> int:
+        tokens = setting.rows * setting.length * setting.layers
+        moved = tokens * (50_000 * cell.width / 64 + 120 * heads(cell) * setting.length)
+        return max(1, int(memory * 1e9 / moved))
+
+    return size
+
+
+# -- statistics -----------------------------------------------------------------------------------------
+def best_rows(rows: list[Row], setting: Setting) -> dict[tuple[str, int, int], Row]:
+    """Return (method, width, seed) -> row at the best rate of its cell."""
+    found = {}
+    for cell in (Cell(m, w) for m in setting.methods for w in setting.widths):
+        rate = best_rate(rows, setting.name, cell)
+        for row in rows:
+            if (row["setting"], row["method"], row["width"], row["rate"]) == (setting.name, *cell, rate):
+                found[cell.method, cell.width, row["seed"]] = row
+    return found
+
+
+def is_complete(rows: list[Row], setting: Setting) -> bool:
+    """Return whether every run of the sweep has a row."""
+    cells = [Cell(m, w) for m in setting.methods for w in setting.widths]
+    return all(not _missing(setting, cell, phase, rows) for cell in cells for phase in ("rates", "seeds"))
+
+
+def at_edge(setting: Setting, rate: float) -> bool:
+    """Return whether a rate lies at an end of the grid, so that a better one may lie outside."""
+    return len(setting.rates) > 1 and rate in (min(setting.rates), max(setting.rates))
+
+
+def difference(values: Sequence[float]) -> Difference:
+    """Return the mean of paired differences with its interval."""
+    n = len(values)
+    mean = fmean(values)
+    if n < 2:
+        return Difference(mean, math.nan, -math.inf, math.inf, n)
+    error = stdev(values) / math.sqrt(n)
+    reach = student_quantile(float(n - 1)) * error if error else 0.0
+    return Difference(mean, error, mean - reach, mean + reach, n)
+
+
+def paired_difference(
+    rows: dict[tuple[str, int, int], Row], a: str, b: str, metric: str, widths: Iterable[int] | None = None
+) -> Difference | None:
+    """Return metric(a) - metric(b) over pairs of equal width and seed; None without a pair."""
+    pairs = [
+        row[metric] - rows[b, width, seed][metric]
+        for (method, width, seed), row in rows.items()
+        if method == a and (b, width, seed) in rows and (widths is None or width in widths)
+    ]
+    return difference(pairs) if pairs else None
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return (mean, standard error); the error is NaN for one value."""
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan

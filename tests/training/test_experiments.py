@@ -1,0 +1,160 @@
+"""Drivers of recipes/papers/experiments: smoke runs, resumed sweeps, statistics, verdicts, and the table in docs/papers.md."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from surgery.core.errors import SurgeryError
+from surgery.recipes.papers.experiments import page, recall, regression
+from surgery.recipes.papers.experiments.driver import main, show
+from surgery.recipes.papers.experiments.sweep import (
+    Cell,
+    append_rows,
+    best_rows,
+    difference,
+    gpu_minutes,
+    is_complete,
+    paired_difference,
+    read_rows,
+    run_sweep,
+    stack_size,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNNERS = {"recall": recall.EXPERIMENT, "regression": regression.EXPERIMENT}
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_smoke_run_and_show(name, tmp_path, capsys):
+    experiment, out = RUNNERS[name], tmp_path / "rows.jsonl"
+    main(experiment, ["run", "--setting", "smoke", "--out", str(out), "--device", "cpu"])
+    assert "complete" in capsys.readouterr().out
+    rows = read_rows(out)
+    assert is_complete(rows, experiment.smoke) and all(row["loss"] > 0 and row["macs"] > 0 for row in rows)
+    main(experiment, ["run", "--setting", "smoke", "--out", str(out), "--device", "cpu"])
+    assert read_rows(out) == rows  # nothing is trained twice
+    text = show(experiment, [out], None)
+    assert "`smoke`: undecided" in text and "undecided: GPU time" in text and "forecast" in text
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_every_method_of_every_setting_has_a_model(name):
+    module = {"recall": recall, "regression": regression}[name]
+    make = {"recall": recall.make_recall_model, "regression": regression.make_values_model}[name]
+    seen = set()
+    for setting in module.SETTINGS:
+        small = replace(setting, layers=1, length=16)
+        for cell in (Cell(m, w) for m in setting.methods for w in setting.widths if w == min(setting.widths)):
+            if cell not in seen:
+                make(small, cell, 0)
+            seen.add(cell)
+        assert 0 < gpu_minutes(setting, module.heads, stack_size(setting, module.heads, 60.0)) < 120
+
+
+def rows_of(setting, accuracy):
+    """Rows of a complete sweep; accuracy(method, width, seed)."""
+    runs = [(rate, 0) for rate in setting.rates] + [(setting.rates[0], s) for s in range(1, setting.seeds)]
+    cells = [Cell(m, w) for m in setting.methods for w in setting.widths]
+    return [
+        {"setting": setting.name, "method": c.method, "width": c.width, "rate": rate, "seed": seed,
+         "loss": 1.0 if rate == setting.rates[0] else 2.0, "accuracy": accuracy(*c, seed), "error": accuracy(*c, seed)}
+        for c in cells for rate, seed in runs
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "gain, softmax, word",
+    [(0.05, 1.0, "reproduced"), (-0.05, 1.0, "refuted"), (0.05, 0.9, "undecided"), (0.0, 1.0, "undecided")],
+)
+def test_verdict_of_recall_follows_from_the_rows(gain, softmax, word):
+    setting = recall.EXPERIMENT.setting("gpu")
+
+    def accuracy(method, width, seed):
+        return (
+            softmax
+            if method == "softmax"
+            else width / 100 + 0.001 * seed * (1 + method.startswith("log")) + gain * method.startswith("log")
+        )
+
+    rows = rows_of(setting, accuracy)
+    noisy = [
+        {**r, "accuracy": r["accuracy"] + (0.02 * (-1) ** r["seed"] if not gain and r["method"] == "ssd" else 0)}
+        for r in rows
+    ]
+    assert recall.EXPERIMENT.judge(noisy, setting).word == word
+    assert recall.EXPERIMENT.judge(rows[1:], setting).word == "undecided: GPU time"
+
+
+@pytest.mark.parametrize(
+    "many, one, word", [(0.9, 0.02, "reproduced"), (0.02, 0.02, "refuted"), (0.9, 0.5, "undecided")]
+)
+def test_verdict_of_regression_follows_from_the_rows(many, one, word):
+    setting = regression.EXPERIMENT.setting("gpu")
+    errors = {"heads_8": many, "heads_1": one, "btt_8": 0.02, "mlr_8": 0.02}
+    rows = rows_of(setting, lambda method, width, seed: errors[method] * (1 + 0.01 * seed))
+    assert regression.EXPERIMENT.judge(rows, setting).word == word
+
+
+def test_a_killed_sweep_goes_on(tmp_path):
+    """Killed within a row: the part of the row is removed, and only missing runs are trained."""
+    setting, out, trained = recall.SMOKE, tmp_path / "rows.jsonl", []
+
+    def train(setting, cell, runs, device):
+        if len(trained) == 2:
+            trained.append("killed")
+            raise KeyboardInterrupt
+        trained.append((cell, runs))
+        return [
+            {"setting": setting.name, "method": cell.method, "width": cell.width, "rate": r, "seed": s, "loss": 1.0}
+            for r, s in runs
+        ]
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(setting, train, out, "cpu", stack=lambda cell: 4, say=lambda text: None)
+    with open(out, "a") as file:
+        file.write('{"setting": "smo')
+    assert len(read_rows(out)) == 2
+    assert run_sweep(setting, train, out, "cpu", stack=lambda cell: 4, say=lambda text: None)
+    assert len(trained) == 5 and is_complete(read_rows(out), setting)
+    assert not run_sweep(
+        replace(setting, seeds=9), train, out, "cpu", stack=lambda cell: 1, minutes=-1, say=lambda text: None
+    )
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", '{"setting": 1}', "x" * 200_000, "[" * 50_000])
+def test_damaged_rows_are_refused(line, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(SurgeryError, match="line 1 is not a result row"):
+        read_rows(path)
+
+
+def test_paired_differences():
+    found = difference([1.0, 2.0, 3.0])
+    assert found.mean == 2.0 and found.low == pytest.approx(2 - 4.303 / 3**0.5, abs=1e-2) and found.pairs == 3
+    assert difference([1.0]).low == -float("inf")
+    rows = [{"setting": "gpu_256", "method": m, "width": 32, "rate": r, "seed": s, "loss": r, "accuracy": a + s}
+            for m, a in (("ssd", 0.1), ("gdn", 0.4)) for r, s in ((1e-2, 0), (3e-4, 0), (3e-4, 1))]  # fmt: skip
+    best = best_rows(rows, recall.EXPERIMENT.setting("gpu_256"))
+    assert {row["rate"] for row in best.values()} == {3e-4}
+    assert paired_difference(best, "gdn", "ssd", "accuracy").mean == pytest.approx(0.3)
+
+
+def test_rows_are_appended_whole(tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    append_rows(path, [{"a": 1}])
+    append_rows(path, [{"b": 2}])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"b": 2}]
+
+
+def test_the_table_of_the_docs_is_what_the_rows_say():
+    text = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
+    assert page.replace_section(text) == text, (
+        "run python -m surgery.recipes.papers.experiments.page --write docs/papers.md"
+    )
+    with pytest.raises(SurgeryError, match="once each"):
+        page.replace_section("no markers")
