@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.experiments import page, recall, regression
+from surgery.recipes.papers.experiments import page, recall, regression, scaling
 from surgery.recipes.papers.experiments.driver import main, show
 from surgery.recipes.papers.experiments.sweep import (
     Cell,
@@ -25,7 +25,7 @@ from surgery.recipes.papers.experiments.sweep import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNNERS = {"recall": recall.EXPERIMENT, "regression": regression.EXPERIMENT}
+RUNNERS = {"recall": recall.EXPERIMENT, "regression": regression.EXPERIMENT, "scaling": scaling.EXPERIMENT}
 
 
 @pytest.mark.parametrize("name", RUNNERS)
@@ -41,7 +41,7 @@ def test_smoke_run_and_show(name, tmp_path, capsys):
     assert "`smoke`: undecided" in text and "undecided: GPU time" in text and "forecast" in text
 
 
-@pytest.mark.parametrize("name", RUNNERS)
+@pytest.mark.parametrize("name", ["recall", "regression"])
 def test_every_method_of_every_setting_has_a_model(name):
     module = {"recall": recall, "regression": regression}[name]
     make = {"recall": recall.make_recall_model, "regression": regression.make_values_model}[name]
@@ -158,3 +158,32 @@ def test_the_table_of_the_docs_is_what_the_rows_say():
     )
     with pytest.raises(SurgeryError, match="once each"):
         page.replace_section("no markers")
+
+
+def test_power_laws_and_the_verdict_of_scaling():
+    setting = scaling.EXPERIMENT.setting("cpu")
+    exact = scaling.fit_power_law([(10.0, 1.0), (100.0, 0.1), (1000.0, 0.01)])
+    assert (
+        exact.alpha == pytest.approx(1.0)
+        and exact.error == pytest.approx(0, abs=1e-9)
+        and exact.at(10.0) == pytest.approx(1)
+    )
+
+    def rows(alphas):
+        macs = {cell: scaling.make_mlp(setting, cell, 0).macs() for cell in setting.cells}
+        return [
+            {"setting": "cpu", "method": c.method, "width": c.width, "rate": rate, "seed": seed, "loss": rate, "macs": macs[c],
+             "error": (macs[c] / 1000) ** -alphas[c.method] * (1 + 0.001 * seed)}
+            for c in setting.cells for rate in setting.rates for seed in range(setting.seeds)
+        ]  # fmt: skip
+
+    assert scaling.EXPERIMENT.judge(rows({"dense": 0.1, "btt": 0.3}), setting).word == "reproduced"
+    assert scaling.EXPERIMENT.judge(rows({"dense": 0.3, "btt": 0.1}), setting).word == "refuted"
+    assert scaling.EXPERIMENT.judge(rows({"dense": 0.2, "btt": 0.2}), setting).word == "undecided"
+
+
+def test_rates_of_mlps():
+    model = scaling.make_mlp(scaling.EXPERIMENT.setting("cpu"), Cell("btt", 64), 0)
+    aware, naive = (scaling.rate_factors(model, naive) for naive in (False, True))
+    assert aware["up.0.right"] == 64 / 8 and naive["up.0.right"] == 1.0 == aware["classifier.weight"]
+    assert aware["input.right"] == pytest.approx(0.1 * 64 / 8) and aware["norms.0.weight"] == 1.0

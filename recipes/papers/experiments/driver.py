@@ -87,7 +87,9 @@ def load_rows(experiment: Experiment, paths: list[Path]) -> list[Row]:
 def show(experiment: Experiment, paths: list[Path], plot: Path | None) -> str:
     """Return tables and verdicts in Markdown, and draw the plot."""
     rows = load_rows(experiment, paths)
-    parts = [f"{experiment.title} ({experiment.source}). MACs: {CONVENTION}, without the head."]
+    parts = [
+        f"{experiment.title} ({experiment.source}). Claim: {experiment.claim}. MACs: {CONVENTION}, without the head."
+    ]
     names = {row["setting"] for row in rows}
     shown = [s for s in (*experiment.settings, experiment.smoke) if s.name in names]
     for setting in shown:

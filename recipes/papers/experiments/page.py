@@ -11,12 +11,12 @@ import math
 from pathlib import Path
 
 from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.experiments import recall, regression
+from surgery.recipes.papers.experiments import recall, regression, scaling
 from surgery.recipes.papers.experiments.driver import MEMORY, Experiment, load_rows, markdown
 from surgery.recipes.papers.experiments.sweep import gpu_minutes, is_complete, stack_size
 
 BEGIN, END = "<!-- experiments -->", "<!-- /experiments -->"
-EXPERIMENTS = (recall.EXPERIMENT, regression.EXPERIMENT)
+EXPERIMENTS = (recall.EXPERIMENT, regression.EXPERIMENT, scaling.EXPERIMENT)
 OUT_OF_REACH = (  # what no hour of one GPU shows: source, what it needs
     ("Compute Better Spent, Figure 8 (ViT on ImageNet)", "ImageNet, which is not included"),
     ("Log-Linear Attention, Tables 3 to 6 (800M models, LongBench, SWDE, NQ)", "pretraining on 50B tokens"),

@@ -58,7 +58,13 @@ class Setting:
     @property
     def runs(self) -> int:
         """Number of runs."""
-        return len(self.widths) * len(self.methods) * (len(self.rates) + self.seeds - 1)
+        return len(self.cells) * (len(self.rates) + self.seeds - 1)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Every method at `widths`, or at those that options["widths"] gives it; the narrow ones first."""
+        own = self.options.get("widths", {})
+        return sorted((Cell(m, w) for m in self.methods for w in own.get(m, self.widths)), key=lambda cell: cell.width)
 
 
 class Verdict(NamedTuple):
@@ -153,7 +159,7 @@ def run_sweep(
     """
     began, slowest = time.monotonic(), 0.0
     for phase in ("rates", "seeds"):
-        for cell in (Cell(m, w) for w in setting.widths for m in setting.methods):
+        for cell in setting.cells:
             for runs in _stacks(_missing(setting, cell, phase, read_rows(out)), stack(cell)):
                 spent = time.monotonic() - began
                 if spent + slowest * len(runs) > 60 * minutes:
@@ -209,7 +215,7 @@ def gpu_minutes(setting: Setting, heads: Callable[[Cell], int], stack: Callable[
     width 64, in proportion to the width, and 30 float32 matrices T x T for each head, layer and row. Doubled for safety.
     """
     total = 0.0
-    for cell in (Cell(m, w) for m in setting.methods for w in setting.widths):
+    for cell in setting.cells:
         tokens, length = setting.rows * setting.length, setting.length
         moved = tokens * setting.layers * (50_000 * cell.width / 64 + 120 * heads(cell) * length)
         for count in (len(setting.rates), setting.seeds - 1):
@@ -233,7 +239,7 @@ def stack_size(setting: Setting, heads: Callable[[Cell], int], memory: float) ->
 def best_rows(rows: list[Row], setting: Setting) -> dict[tuple[str, int, int], Row]:
     """Return (method, width, seed) -> row at the best rate of its cell."""
     found = {}
-    for cell in (Cell(m, w) for m in setting.methods for w in setting.widths):
+    for cell in setting.cells:
         rate = best_rate(rows, setting.name, cell)
         for row in rows:
             if (row["setting"], row["method"], row["width"], row["rate"]) == (setting.name, *cell, rate):
@@ -243,8 +249,7 @@ def best_rows(rows: list[Row], setting: Setting) -> dict[tuple[str, int, int], R
 
 def is_complete(rows: list[Row], setting: Setting) -> bool:
     """Return whether every run of the sweep has a row."""
-    cells = [Cell(m, w) for m in setting.methods for w in setting.widths]
-    return all(not _missing(setting, cell, phase, rows) for cell in cells for phase in ("rates", "seeds"))
+    return all(not _missing(setting, cell, phase, rows) for cell in setting.cells for phase in ("rates", "seeds"))
 
 
 def at_edge(setting: Setting, rate: float) -> bool:

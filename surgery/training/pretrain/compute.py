@@ -50,7 +50,7 @@ def count_compute(model: Any, length: int) -> Compute:
     mixers = {path: module.mixer for path, module in mixer_modules(model)}
     unread = {f"{path}.{name}" for path, m in mixers.items() if _owns_scores(m) for name in ("q_proj", "k_proj")}
     linears = sum(
-        _linear_macs(module)
+        linear_macs(module)
         for path, module in model.named_modules()
         if module is not head and ".mixer." not in path and path not in unread
     )
@@ -60,7 +60,7 @@ def count_compute(model: Any, length: int) -> Compute:
         shape = mixer.shape if mixer is not None else attention_shape(model, path)
         config = mixer.config if mixer is not None else Softmax()
         costs += mean_macs(config, shape, length)
-    return Compute(linears, costs, 0 if head is None else _linear_macs(head))
+    return Compute(linears, costs, 0 if head is None else linear_macs(head))
 
 
 def mean_macs(config: Any, shape: Any, length: int) -> int:
@@ -85,7 +85,8 @@ def _owns_scores(mixer: Any) -> bool:
     return getattr(mixer.config, "base", None) == "own"
 
 
-def _linear_macs(module: nn.Module) -> int:
+def linear_macs(module: nn.Module) -> int:
+    """Return the MACs of one input row of a linear, dense or structured; 0 of other modules."""
     if isinstance(module, StructuredLinear):
         return module.macs()
     if isinstance(module, GuardedLinear) or is_linear(module) or isinstance(module, nn.Linear):

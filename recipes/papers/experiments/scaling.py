@@ -1,0 +1,285 @@
+"""Scaling laws of MLPs by structure: is the exponent of BTT larger than that of dense layers? (Qiu et al. 2024, "Compute Better Spent",
+Figures 1b, 1c, 4 to 6)
+
+python -m surgery.recipes.papers.experiments.scaling run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m surgery.recipes.papers.experiments.scaling show [rows.jsonl ..] [--plot scaling.png]
+
+Three residual blocks h + W_2 gelu(W_1 LN(h)) with W_1 (4 d, d), after an input layer (dense for low rank, else of the structure) and
+before a dense classifier. The task is not the paper's CIFAR but the class that a fixed random network gives an input with variance 1 / k
+in dimension k (`teacher` of surgery/training/data/generated.py). Rows never repeat, so the error of held-out rows is that of training.
+Every core has the rate of its fan-in; `btt_naive` has the rate of the dense layer in its place; the input layer's rate is 0.1 times that of
+the others. The error is fitted by E ~ C^-alpha over widths and seeds, C: MACs of all layers for one row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from surgery.recipes.papers.experiments.driver import Experiment, main
+from surgery.recipes.papers.experiments.models import make_stage
+from surgery.recipes.papers.experiments.sweep import (
+    Cell,
+    Row,
+    Setting,
+    Verdict,
+    at_edge,
+    best_rows,
+    finite_or_none,
+    is_complete,
+    mean_and_error,
+)
+from surgery.structures import STRUCTURES, StructuredLinear
+from surgery.structures.base import MuP, config_from_dict
+from surgery.training.data.generated import VALIDATION_SEED, TeacherTask
+from surgery.training.pretrain.compute import linear_macs
+from surgery.training.pretrain.initialize import initialize_module, zero_output
+from surgery.training.pretrain.stacked import Batch, StackedTraining
+
+BASE_WIDTH, BLOCKS, INPUT_RATE = 64, 3, 0.1
+MATCHED = 2  # dense widths, from the smallest on, that the comparison at equal compute leaves out
+DENSE_GPU = (64, 128, 256, 512, 1024)
+WIDE_GPU = (256, 512, 1024, 2048, 4096, 8192)
+SETTINGS = (
+    Setting(
+        "cpu", "cpu", (16, 32, 64, 128), ("dense", "btt"), (1e-3, 4e-3, 1.6e-2), 3, 400, 256, 1, BLOCKS,
+        {"dims": 64, "classes": 16, "teacher": 64, "held_out": 4096, "widths": {"btt": (32, 64, 128, 256)}},
+    ),
+    Setting(
+        "gpu", "gpu", DENSE_GPU, ("dense", "btt", "btt_naive", "btt_4", "monarch", "low_rank", "kronecker"), (1e-3, 3e-3, 9e-3), 2,
+        4000, 1024, 1, BLOCKS,
+        {"dims": 3072, "classes": 64, "teacher": 256, "held_out": 65536,
+         "widths": {**dict.fromkeys(("btt", "btt_naive", "low_rank", "btt_4"), WIDE_GPU),
+                    "monarch": (112, 224, 448, 912, 1824), "kronecker": WIDE_GPU}},
+    ),
+)  # fmt: skip
+SMOKE = Setting(
+    "smoke", "cpu", (16,), ("dense", "btt", "btt_naive", "btt_4", "monarch", "low_rank", "kronecker"), (1e-2,), 1, 2, 8, 1, 1,
+    {"dims": 8, "classes": 4, "teacher": 8, "held_out": 16},
+)  # fmt: skip
+
+
+def heads(cell: Cell) -> int:
+    """Return 0: the models have no attention."""
+    return 0
+
+
+def make_linear(method: str, in_: int, out: int) -> nn.Module:
+    """Return a linear of a method, initialized by muP."""
+    root = round(math.sqrt(min(in_, out)))
+    keys: dict[str, Any] = {
+        "btt": {"structure": "btt", "blocks": "sqrt", "rank": 1},
+        "btt_4": {"structure": "btt", "blocks": "sqrt", "rank": 4},
+        "monarch": {"structure": "btt", "blocks": [4, 4], "rank": max(1, min(in_, out) // 16)},
+        "low_rank": {"structure": "low_rank", "rank": root},
+        "kronecker": {"structure": "kronecker", "rank": 1},
+    }
+    keys["btt_naive"] = keys["btt"]
+    if method == "dense":
+        linear: Any = nn.Linear(in_, out)
+    else:
+        config = config_from_dict(keys[method])
+        kind = STRUCTURES[config]
+        linear = kind(in_, out, kind.resolve(config, out, in_))
+    initialize_module(linear)
+    return linear
+
+
+class ResidualMLP(nn.Module):
+    """The model of a method at a width: input layer, residual blocks, classifier."""
+
+    def __init__(self, method: str, width: int, inputs: int, classes: int, blocks: int, seed: int):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            self.input = make_linear("dense" if method == "low_rank" else method, inputs, width)
+            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(blocks + 1))
+            self.up = nn.ModuleList(make_linear(method, width, 4 * width) for _ in range(blocks))
+            self.down = nn.ModuleList(make_linear(method, 4 * width, width) for _ in range(blocks))
+            self.classifier = nn.Linear(width, classes)
+            for linear in (*self.down, self.classifier):
+                zero_output(linear)
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        """Return the logits (B, classes)."""
+        h_BD = self.input(x_BI)
+        for norm, up, down in zip(self.norms, self.up, self.down):
+            h_BD = h_BD + down(nn.functional.gelu(up(norm(h_BD))))
+        return self.classifier(self.norms[-1](h_BD))
+
+    def macs(self) -> int:
+        """Return the MACs of one row."""
+        return sum(linear_macs(module) for module in self.modules())
+
+
+def rate_factors(model: ResidualMLP, naive: bool) -> dict[str, float]:
+    """Return parameter -> factor on the base rate: 64 / fan-in of matrices, 1 of others. naive: the fan-in of the dense layer."""
+    factors = {name: 1.0 for name, _ in model.named_parameters()}
+    for path, module in model.named_modules():
+        if isinstance(module, StructuredLinear):
+            fans = module.mup()
+        elif isinstance(module, nn.Linear):
+            fans = {"weight": MuP(module.in_features, module.out_features)}
+        else:
+            continue
+        for leaf, mup in fans.items():
+            fan_in = module.in_features if naive else mup.fan_in
+            factors[f"{path}.{leaf}"] = BASE_WIDTH / fan_in * (INPUT_RATE if path == "input" else 1.0)
+    return factors
+
+
+def make_task(setting: Setting) -> TeacherTask:
+    """Return the task of a setting."""
+    sizes = setting.options
+    return TeacherTask(dims=sizes["dims"], classes=sizes["classes"], width=sizes["teacher"])
+
+
+def class_loss(call: Any, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy in nats."""
+    return nn.functional.cross_entropy(call(batch["values"][:, 0]).float(), batch["labels"][:, 0])
+
+
+def loss_and_error(call: Any, batch: Batch) -> Tensor:
+    """Return (2,): mean cross-entropy in nats and share of wrong classes."""
+    logits_BC, labels_B = call(batch["values"][:, 0]).float(), batch["labels"][:, 0]
+    wrong = (logits_BC.argmax(-1) != labels_B).float().mean()
+    return torch.stack([nn.functional.cross_entropy(logits_BC, labels_B), wrong])
+
+
+def make_mlp(setting: Setting, cell: Cell, seed: int) -> ResidualMLP:
+    """Return the model of a cell."""
+    sizes = setting.options
+    return ResidualMLP(cell.method, cell.width, sizes["dims"], sizes["classes"], setting.layers, seed)
+
+
+def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
+    """Train runs (rate, seed) of one cell at once and return their rows."""
+    task, stage = make_task(setting), make_stage(setting.steps, base_width=BASE_WIDTH)
+    seeds = sorted({seed for _, seed in runs})
+    models = {seed: make_mlp(setting, cell, seed) for seed in seeds}
+    factors = rate_factors(models[seeds[0]], cell.method == "btt_naive")
+    rates = [{name: rate * f for name, f in factors.items()} for rate, _ in runs]
+    stack = StackedTraining(
+        [models[seed] for _, seed in runs], rates, stage.optimiser, stage.clip, device, loss=class_loss
+    )
+    which = torch.tensor([seeds.index(seed) for _, seed in runs], device=device)
+    for step in range(setting.steps):
+        batches = [task.batch(seed, step * setting.rows, setting.rows, 1, device) for seed in seeds]
+        stack.step(
+            {n: torch.stack([b[n] for b in batches])[which] for n in batches[0]},
+            stage.schedule.factor(step, setting.steps),
+        )
+    found, count = torch.zeros(len(runs), 2, device=device), setting.options["held_out"] // setting.rows
+    for i in range(count):
+        batch = task.batch(VALIDATION_SEED, i * setting.rows, setting.rows, 1, device)
+        found += stack.map(loss_and_error, {n: t.expand(len(runs), *t.shape) for n, t in batch.items()}) / count
+    keys = {"setting": setting.name, "method": cell.method, "width": cell.width}
+    shared = {"parameters": sum(stack.sizes), "macs": models[seeds[0]].macs()}
+    return [
+        {**keys, "rate": rate, "seed": seed, "loss": finite_or_none(loss), "error": round(error, 6), **shared}
+        for (rate, seed), (loss, error) in zip(runs, found.tolist())
+    ]
+
+
+# -- results --------------------------------------------------------------------------------------------
+class PowerLaw(NamedTuple):
+    """log E = level - alpha log C, with the standard error of alpha."""
+
+    alpha: float
+    error: float
+    level: float
+
+    def at(self, macs: float) -> float:
+        """Return E at a compute."""
+        return math.exp(self.level - self.alpha * math.log(macs))
+
+
+def fit_power_law(points: list[tuple[float, float]]) -> PowerLaw:
+    """Return the least-squares fit of log E on log C over points (C, E), at least three of two different C."""
+    x, y = [math.log(c) for c, _ in points], [math.log(max(e, 1e-9)) for _, e in points]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((v - mean_x) ** 2 for v in x)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / spread
+    level = mean_y - slope * mean_x
+    residual = sum((b - level - slope * a) ** 2 for a, b in zip(x, y)) / (len(x) - 2)
+    return PowerLaw(-slope, math.sqrt(residual / spread), level)
+
+
+def power_laws(rows: list[Row], setting: Setting) -> dict[str, PowerLaw]:
+    """Return the fit of every method with at least three points of two widths."""
+    best, laws = best_rows(rows, setting), {}
+    for method in setting.methods:
+        points = [(row["macs"], row["error"]) for (m, _, _), row in best.items() if m == method]
+        if len(points) > 2 and len({c for c, _ in points}) > 1:
+            laws[method] = fit_power_law(points)
+    return laws
+
+
+def verdict(rows: list[Row], setting: Setting) -> Verdict:
+    """Return the verdict on "the exponent of BTT is larger than that of dense layers, and its error lower at equal compute"."""
+    laws = power_laws(rows, setting)
+    if not is_complete(rows, setting) or not {"dense", "btt"} <= set(laws):
+        return Verdict("undecided", f"the sweep `{setting.name}` is not complete, or has too few widths")
+    dense, btt = laws["dense"], laws["btt"]
+    gap, error = btt.alpha - dense.alpha, math.hypot(btt.error, dense.error)
+    best = best_rows(rows, setting)
+    sizes = sorted({(w, row["macs"]) for (m, w, _), row in best.items() if m == "dense"})[MATCHED:]
+    pairs = [(mean_and_error([r["error"] for (m, w, _), r in best.items() if (m, w) == ("dense", width)])[0], btt.at(macs))
+             for width, macs in sizes]  # fmt: skip
+    below, count = sum(ours <= theirs for theirs, ours in pairs), len(pairs)
+    text = f"alpha of BTT {btt.alpha:.3f} ± {btt.error:.3f}, dense {dense.alpha:.3f} ± {dense.error:.3f}; BTT's fit is at or below "
+    text += f"dense at {below} of {count} widths"
+    if gap > 2 * error and below == count:
+        return Verdict("reproduced", text)
+    return Verdict("refuted" if gap < -2 * error and not below else "undecided", text)
+
+
+def table(rows: list[Row], setting: Setting) -> list[list[str]]:
+    """Return the table: error in % (mean ± standard error) by structure and width, and alpha."""
+    best, laws = best_rows(rows, setting), power_laws(rows, setting)
+    lines = [["structure", "width", "MACs", "parameters", "error, %", "best rate", "alpha"]]
+    for cell in setting.cells:
+        own = [row for (m, w, _), row in best.items() if (m, w) == (cell.method, cell.width)]
+        if own:
+            mean, error = mean_and_error([100 * row["error"] for row in own])
+            law = laws.get(cell.method)
+            edge = " (edge)" if at_edge(setting, own[0]["rate"]) else ""
+            lines.append(
+                [cell.method, str(cell.width), f"{own[0]['macs']:,}", f"{own[0]['parameters']:,}", f"{mean:.2f} ± {error:.2f}",
+                 f"{own[0]['rate']:g}{edge}", f"{law.alpha:.3f} ± {law.error:.3f}" if law else ""]
+            )  # fmt: skip
+    return lines
+
+
+def draw(axes: Any, rows: list[Row], setting: Setting) -> None:
+    """Draw error and loss against compute."""
+    best = best_rows(rows, setting)
+    for method in setting.methods:
+        own = sorted(
+            (row["macs"], row["error"], row["loss"] or math.nan) for (m, _, _), row in best.items() if m == method
+        )
+        for axis, column in zip(axes, (1, 2)):
+            axis.plot([p[0] for p in own], [p[column] for p in own], "o", label=method, markersize=4)
+            axis.set(xscale="log", yscale="log", xlabel="MACs", ylabel=("", "error", "nats")[column])
+    axes[0].legend(fontsize=7)
+
+
+EXPERIMENT = Experiment(
+    name="scaling",
+    title="Scaling of MLPs by structure",
+    source="Compute Better Spent, Figures 1b, 1c, 4 to 6",
+    claim="the exponent of BTT is larger than that of dense layers, and its error lower at equal compute",
+    settings=SETTINGS,
+    smoke=SMOKE,
+    heads=heads,
+    train=train,
+    verdict=verdict,
+    table=table,
+    draw=draw,
+)
+
+if __name__ == "__main__":
+    main(EXPERIMENT)
