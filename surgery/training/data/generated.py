@@ -131,7 +131,9 @@ class MQARTask(Task):
         key_BP = 1 + uniform(seed, row_B, 1, keys - 1).topk(most).indices  # token 0 is never a key, as in Zoology
         value_BP = keys + uniform(seed, row_B, 2, keys).topk(most).indices
         make = self._pairs_first if self.layout == "pairs_first" else self._scattered
-        ids_BT, place_BP, query_BP = make(seed, row_B, length, pairs_B1, used_BP, key_BP, value_BP)
+        ids_BT, place_BP, query_BP = make(
+            seed, row_B, length, pairs_B1=pairs_B1, used_BP=used_BP, key_BP=key_BP, value_BP=value_BP
+        )
         target_BP = torch.where(used_BP, value_BP, IGNORE_INDEX)
         labels_BT = torch.full_like(ids_BT, IGNORE_INDEX)
         labels_BT = _scatter(labels_BT, query_BP + 1, target_BP, used_BP)
@@ -150,6 +152,7 @@ class MQARTask(Task):
         seed: int,
         row_B: Tensor,
         length: int,
+        *,
         pairs_B1: Tensor,
         used_BP: Tensor,
         key_BP: Tensor,
@@ -174,6 +177,7 @@ class MQARTask(Task):
         seed: int,
         row_B: Tensor,
         length: int,
+        *,
         pairs_B1: Tensor,
         used_BP: Tensor,
         key_BP: Tensor,

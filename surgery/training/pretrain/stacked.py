@@ -66,6 +66,7 @@ class StackedTraining:
         clip: float | None,
         device: torch.device,
         graph: bool = True,
+        *,
         loss: RunFunction = next_token_loss,
         decays: set[str] | None = None,
         precision: Literal["float32", "bf16"] = "float32",
