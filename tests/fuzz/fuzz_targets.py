@@ -248,6 +248,32 @@ def _call_silently(do: Callable[..., Any], *given: Any) -> None:
         do(*given)
 
 
+RECORDED = {
+    "provenance": {"versions": {"torch": "2.0"}},
+    "models": {"converted": {"name": "it", "fingerprint": "0" * 64}},
+    "options": {"text": "text.txt", "limit": 3},
+    "all_options": {"text": "text.txt", "limit": 3, "tokens": 64},
+    "suites": {
+        "ppl": {
+            "converted": {
+                "provenance": {"versions": {"torch": "2.1"}, "suite_version": 1, "data": {"a/b": {"sha256": "0", "commit": "1"}}},
+                "reads": {"file:text.txt": "0", "mirror:a/b": "1", "package:lm_eval": "0.4"},
+            }
+        }
+    },
+}
+
+
+@fuzz_target("results.json", RECORDED)
+def recorded_results(path: Path) -> None:
+    """results.json as read by `surgery eval --verify`."""
+    from surgery.eval.verify import verify
+
+    done = verify(path, text=str(path), data_root=path.parent)
+    json.dumps(done.to_dict())
+    assert all("\n" not in line for line in done.lines())
+
+
 @fuzz_target("README.md", "---\nlicense: mit\nlicense_name: x\nbase_model: a/b\n---\n# It\n")
 def card(path: Path) -> None:
     """A checkpoint's model card, as read for its license."""
