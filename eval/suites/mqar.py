@@ -148,8 +148,16 @@ def lengths_and_pairs(options: EvalOptions, room: int) -> list[tuple[int, int]]:
     return found
 
 
+def task_name(length: int, pairs: int | None = None) -> str:
+    """Return the task of a cell: mqar, or with --pairs mqar_ and the number of pairs."""
+    return "mqar" if pairs is None else f"mqar_{pairs}"
+
+
 def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
-    """Ask the model SEQUENCES (or --limit) sequences for each length and number of pairs. With --pairs, `pairs` is a group of the samples."""
+    """Ask the model SEQUENCES (or --limit) sequences for each length and number of pairs.
+
+    With --pairs each number of pairs is a task, mqar_4 and so on, and the samples have the group `pairs`.
+    """
     check_lm_head(eval_model.model)
     vocabulary, (before, _) = (
         sample_vocabulary(eval_model.tokenizer, options.seed),
@@ -173,7 +181,7 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     )
     samples = [
         Sample(
-            "mqar",
+            task_name(*cell),
             stable_id(*cell, i, k),
             metrics,
             dict(zip(("length", "pairs"), cell)),
@@ -183,7 +191,7 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
         for (cell, i, one), every in zip(asked, found)
         for k, metrics in enumerate(every)
     ]
-    return SuiteResult(samples, METRICS, floors={"mqar": {"accuracy": 1 / len(values_V)}})
+    return SuiteResult(samples, METRICS, floors={s.task: {"accuracy": 1 / len(values_V)} for s in samples})
 
 
 @torch.inference_mode()

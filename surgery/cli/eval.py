@@ -303,8 +303,17 @@ def _split_words(raw: str | None) -> tuple[str, ...]:
 
 def parse_pairs(raw: str | None) -> Any:
     """Return the name of a paper's settings, or numbers of pairs separated by commas."""
+    from surgery.core.errors import suggestion
+    from surgery.eval.suites.mqar import PAPER_SETTINGS
+
     words = _split_words(raw)
-    return words[0] if len(words) == 1 and not words[0].isdecimal() else words
+    if all(word.isdecimal() for word in words):
+        return words
+    if len(words) == 1 and words[0] in PAPER_SETTINGS:
+        return words[0]
+    raise SurgeryError(
+        f"--pairs {raw!r} must be whole numbers separated by commas, or one of {', '.join(PAPER_SETTINGS)}{suggestion(str(raw), PAPER_SETTINGS)}"
+    )
 
 
 def _parse_settings(raw: str | None) -> dict[str, Any]:

@@ -303,6 +303,7 @@ def test_mqar_scores_a_model_that_looks_up(tokenizer, monkeypatch):
     assert all(s.group == {"length": 64} for s in result.samples)
     several = mqar.run(asked, EvalOptions(lengths=(64,), pairs=(2, 16), limit=2))
     assert Counter(s.group["pairs"] for s in several.samples) == {2: 4, 16: 32}
+    assert {s.task for s in several.samples} == set(several.floors) == {"mqar_2", "mqar_16"}
     assert len({s.id for s in several.samples}) == 36 and all(s.metrics["accuracy"] == 1 for s in several.samples)
 
 
