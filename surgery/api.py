@@ -759,11 +759,12 @@ def fetch_eval_data(
         commits: commits.json of another mirror, whose commits are downloaded; None: the folder's own, else the newest.
         progress: as in `convert`.
     """
-    from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch, read_commits
+    from surgery.eval.fetch import SUITE_SOURCES, read_commits
+    from surgery.eval.word_list import fetch_suites
 
-    sources = dataset_sources(list(suites) or list(SUITE_SOURCES), list(tasks))
     pinned = None if commits is None else read_commits(Path(commits))
-    done = fetch(Path(folder), sources, progress or RichProgress(), pinned)
+    wanted = list(suites) or list(SUITE_SOURCES)
+    done = fetch_suites(Path(folder), wanted, list(tasks), progress or RichProgress(), pinned)
     result = {"folder": os.fspath(folder), **done}
     line = f"{len(done['fetched'])} data sets downloaded, {len(done['kept'])} already present: {os.fspath(folder)}"
     return CommandResult(result, lambda: [line])
