@@ -71,7 +71,12 @@ class Evaluation:
         """Return the content of results.json, with access tokens redacted."""
         suites = {
             suite: {
-                role: {"seconds": r.seconds, "notes": r.notes, "provenance": r.provenance, "reads": redact_secrets(r.reads)}
+                role: {
+                    "seconds": r.seconds,
+                    "notes": r.notes,
+                    "provenance": r.provenance,
+                    "reads": redact_secrets(r.reads),
+                }
                 for role, r in by_role.items()
             }
             for suite, by_role in self.results.items()

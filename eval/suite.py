@@ -98,10 +98,12 @@ class EvalOptions(BaseModel):
     )
     use_cache: Path | None = Field(None, description="folder in which answers are cached as they are computed")
     prompts: Literal["based", "jrt"] = Field(
-        "based", description="prompts and truncation of the retrieval tasks: this package's, or those of the Just-Read-Twice harness"
+        "based",
+        description="prompts and truncation of the retrieval tasks: this package's, or those of the Just-Read-Twice harness",
     )
     fill: Literal["exact", "ruler"] = Field(
-        "exact", description="length of RULER's prompts: the exact number of tokens, or whole units of text as the original counts them"
+        "exact",
+        description="length of RULER's prompts: the exact number of tokens, or whole units of text as the original counts them",
     )
     pairs: tuple[Annotated[int, Field(ge=1)], ...] | Literal["zoology", "based", "log-linear"] = Field(
         (), description="key-value pairs of mqar, or the lengths and pairs of a paper"

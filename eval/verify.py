@@ -93,8 +93,8 @@ class Verification:
 class RecordedProvenance(BaseModel):
     """Provenance in results.json, of the command or of one suite of one model."""
 
-    versions: dict[Text, Text] = Field({}, max_length=100)
-    data: dict[Text, dict[Text, Any]] = Field({}, max_length=MAX_ENTRIES)
+    versions: dict[Text, Text] = Field(default_factory=dict, max_length=100)
+    data: dict[Text, dict[Text, Any]] = Field(default_factory=dict, max_length=MAX_ENTRIES)
     suite_version: int | None = None
     include_path: Text | None = None
 
@@ -102,7 +102,7 @@ class RecordedProvenance(BaseModel):
 class RecordedSuite(BaseModel):
     """A suite of one model in results.json. reads: None if the version that wrote it did not record them."""
 
-    provenance: RecordedProvenance = RecordedProvenance()
+    provenance: RecordedProvenance = Field(default_factory=RecordedProvenance)
     reads: dict[Text, Text] | None = Field(None, max_length=MAX_ENTRIES)
 
 
@@ -116,7 +116,7 @@ class RecordedModel(BaseModel):
 class RecordedResults(BaseModel):
     """What is read from results.json. all_options: None if the version that wrote it recorded only those that were set."""
 
-    provenance: RecordedProvenance
+    provenance: RecordedProvenance = Field(default_factory=RecordedProvenance)
     models: dict[Role, RecordedModel]
     suites: dict[Text, dict[Role, RecordedSuite]] = Field(max_length=MAX_ENTRIES)
     options: dict[Text, Any] = Field(max_length=MAX_ENTRIES)
@@ -139,7 +139,9 @@ def read_results(path: Path) -> RecordedResults:
     try:
         found = RecordedResults.model_validate(parse_json(path.read_text(encoding="utf-8")), strict=True)
     except ValidationError as error:
-        raise SurgeryError(f"{path} is damaged, or not written by `surgery eval`: {printable(describe(error))}") from None
+        raise SurgeryError(
+            f"{path} is damaged, or not written by `surgery eval`: {printable(describe(error))}"
+        ) from None
     except (ValueError, OSError) as error:
         raise SurgeryError(f"{path} is damaged: {printable(str(error))[:200]}") from None
     for suite, _, recorded in found.each_suite():
@@ -218,8 +220,8 @@ def _check_packages(recorded: RecordedResults) -> list[Check]:
         if package not in ("python", *PACKAGES):
             checks.append(_unchecked(f"package {package}", "this version of surgery does not record it"))
             continue
-        for version, where in versions.items():
-            label = f"package {package}" + (f" ({', '.join(where[:4])})" if len(versions) > 1 else "")
+        for version, named in versions.items():
+            label = f"package {package}" + (f" ({', '.join(named[:4])})" if len(versions) > 1 else "")
             checks.append(_compare(label, version, now.get(package, "absent")))
     return checks
 
@@ -280,7 +282,9 @@ def _check_read(read: str, digest: str, recorded: RecordedResults, given: EvalOp
         return _compare(f"data {name}", digest, _content(given.data_root / name))
     now = current_digest("hub", name, None)
     if now == UNKNOWN:
-        return _unchecked(f"data {name}", "the Hub cannot be reached, and the data set is not in its local cache", digest)
+        return _unchecked(
+            f"data {name}", "the Hub cannot be reached, and the data set is not in its local cache", digest
+        )
     return _compare(f"data {name} (commit)", digest, now)
 
 

@@ -30,7 +30,11 @@ TIMEOUT = 60  # seconds
 
 
 def fetch_suites(
-    root: Path, suites: Sequence[str], tasks: Sequence[str], progress: Progress, commits: Mapping[str, str] | None = None
+    root: Path,
+    suites: Sequence[str],
+    tasks: Sequence[str],
+    progress: Progress,
+    commits: Mapping[str, str] | None = None,
 ) -> dict[str, list[str]]:
     """Download all that suites read: the data sets of the Hub, and for ruler this list. See `fetch.fetch`."""
     done = fetch(root, dataset_sources(suites, tasks), progress, commits)
@@ -45,7 +49,9 @@ def fetch_word_list(root: Path, progress: Progress, commits: Mapping[str, str] |
     """
     wanted = (commits or {}).get(NAME, COMMIT)
     if wanted != COMMIT:
-        raise SurgeryError(f"the words of {NAME} are those of commit {COMMIT}, not {wanted}. Remove {NAME} from the commits.")
+        raise SurgeryError(
+            f"the words of {NAME} are those of commit {COMMIT}, not {wanted}. Remove {NAME} from the commits."
+        )
     place = root / NAME
     if place.is_dir():
         return {"fetched": [], "kept": [NAME]}
@@ -57,7 +63,9 @@ def fetch_word_list(root: Path, progress: Progress, commits: Mapping[str, str] |
         partial.mkdir(parents=True)
         with open(partial / "words.jsonl", "w", encoding="utf-8") as file:
             file.writelines(json.dumps({"word": word}, ensure_ascii=False) + "\n" for word in words)
-        head = MirrorReadme([{"config_name": "default", "data_files": [{"split": "train", "path": "words.jsonl"}]}], ["default"])
+        head = MirrorReadme(
+            [{"config_name": "default", "data_files": [{"split": "train", "path": "words.jsonl"}]}], ["default"]
+        )
         (partial / "README.md").write_text(head.text(NAME, COMMIT), encoding="utf-8")
         replace_folder(partial, place)
     except BaseException:
@@ -81,7 +89,7 @@ def read_words(data: bytes) -> list[str]:
 
 def _download() -> bytes:
     try:
-        with urllib.request.urlopen(URL, timeout=TIMEOUT) as answer:  # noqa: S310
+        with urllib.request.urlopen(URL, timeout=TIMEOUT) as answer:
             return bytes(answer.read(SIZE + 1))
     except (OSError, ValueError) as error:
         raise SurgeryError(

@@ -107,7 +107,9 @@ def run_retrieval(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     tasks = [(f"{name}_{n}", partial(_make_task, name, eval_model, options, n)) for n in lengths for name in names]
     result = run_own_tasks(eval_model, tasks, options, SCORE, max(*lengths, eval_model.longest or 0))
     if options.prompts == "jrt" and (whole := [name for name in names if not JRT_PROMPTS[name].is_cut]):
-        result.notes.append(f"{', '.join(whole)}: the Just-Read-Twice harness does not truncate these prompts to --lengths")
+        result.notes.append(
+            f"{', '.join(whole)}: the Just-Read-Twice harness does not truncate these prompts to --lengths"
+        )
     for name in names:
         most = max(TASKS[name].lengths, default=None)
         if most is not None and (beyond := [f"{n:,}" for n in lengths if n > most]):

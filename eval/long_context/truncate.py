@@ -49,7 +49,12 @@ def truncate_around(context: str, tail: str, answers: Sequence[str], tokenizer: 
 
 
 def cut_window(
-    context: str, searched: Sequence[str], alternatives: Sequence[str], tokenizer: Any, length: int, token: int | None = None
+    context: str,
+    searched: Sequence[str],
+    alternatives: Sequence[str],
+    tokenizer: Any,
+    length: int,
+    token: int | None = None,
 ) -> str:
     """Return `length` tokens of a stripped context around its first occurrence of one of `searched`, as Just Read Twice cuts them.
 

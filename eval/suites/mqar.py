@@ -133,7 +133,9 @@ def lengths_and_pairs(options: EvalOptions, room: int) -> list[tuple[int, int]]:
     """
     if isinstance(options.pairs, str):
         if options.lengths:
-            raise SurgeryError(f"--pairs {options.pairs} sets the lengths too. Leave out --lengths, or give --pairs as numbers.")
+            raise SurgeryError(
+                f"--pairs {options.pairs} sets the lengths too. Leave out --lengths, or give --pairs as numbers."
+            )
         found = [(n, pairs) for n, pairs in PAPER_SETTINGS[options.pairs] if n <= room]
     else:
         lengths = options.lengths or tuple(n for n in LENGTHS if n <= room)

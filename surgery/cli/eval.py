@@ -108,7 +108,9 @@ Prompts = Annotated[
 ]
 Fill = Annotated[
     str,
-    typer.Option(help="Fill RULER's prompts to the exact number of tokens (exact), or by whole units as the original (ruler)."),
+    typer.Option(
+        help="Fill RULER's prompts to the exact number of tokens (exact), or by whole units as the original (ruler)."
+    ),
 ]
 Pairs = Annotated[
     str | None,
@@ -195,12 +197,13 @@ def evaluate(
     if verify is not None:
         verify_results(context, verify, converted or [], compare, chosen if suite else [], eval_options, as_json)
         return
-    if len(converted or []) > 1:
-        exit_code = evaluate_several(converted, chosen, eval_options, settings, as_json)
+    models = converted or []
+    if len(models) > 1:
+        exit_code = evaluate_several(models, chosen, eval_options, settings, as_json)
         if exit_code:
             raise typer.Exit(exit_code)
         return
-    done = run(converted[0], chosen, eval_options, **settings)
+    done = run(models[0], chosen, eval_options, **settings)
     if is_main_process():
         print(json.dumps(done.to_dict(), indent=2, default=str)) if as_json else show(eval_table(done))
         if out is not None and not as_json:
@@ -303,10 +306,12 @@ def _split_words(raw: str | None) -> tuple[str, ...]:
 
 def parse_pairs(raw: str | None) -> Any:
     """Return the name of a paper's settings, or numbers of pairs separated by commas."""
+    words = _split_words(raw)
+    if not words:
+        return ()
     from surgery.core.errors import suggestion
     from surgery.eval.suites.mqar import PAPER_SETTINGS
 
-    words = _split_words(raw)
     if all(word.isdecimal() for word in words):
         return words
     if len(words) == 1 and words[0] in PAPER_SETTINGS:

@@ -256,7 +256,10 @@ def test_mqar_s_numbers_of_pairs():
     assert lengths_and_pairs(EvalOptions(pairs="based"), 300) == list(PAPER_SETTINGS["based"][:5])
     assert {n for n, _ in PAPER_SETTINGS["log-linear"]} == {256}
     assert all(n % 2 == 0 and 4 * pairs <= n for each in PAPER_SETTINGS.values() for n, pairs in each)
-    for asked, said in (({"pairs": "zoology", "lengths": (64,)}, "sets the lengths too"), ({"pairs": (200,)}, "no length fits")):
+    for asked, said in (
+        ({"pairs": "zoology", "lengths": (64,)}, "sets the lengths too"),
+        ({"pairs": (200,)}, "no length fits"),
+    ):
         with pytest.raises(SurgeryError, match=said):
             lengths_and_pairs(EvalOptions(**asked), 300)
 

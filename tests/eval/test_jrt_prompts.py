@@ -21,7 +21,13 @@ from surgery.eval.suite import EvalModel, EvalOptions, find_suite
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, MIRROR = ROOT / "recipes" / "tiny" / "checkpoint", ROOT / "eval" / "mirror"
-SENTENCES = ("Mia found a lamp.", "Tom went to the mill!", "The boat stood near the harbor.", "Was it Rosa?\n", "Ben slept...")
+SENTENCES = (
+    "Mia found a lamp.",
+    "Tom went to the mill!",
+    "The boat stood near the harbor.",
+    "Was it Rosa?\n",
+    "Ben slept...",
+)
 
 
 @pytest.fixture(scope="module", params=["embedded", "with start and end"])
@@ -42,14 +48,14 @@ def upstream_cut(doc, tokenizer, context_length, answer_key, answer_length=50, c
         if answer == "" or len(answer) <= 1:
             return None
         answer_pattern = re.compile(re.escape(answer), re.IGNORECASE)
-        if answer_match := answer_pattern.search(context):
-            if answer_pos == -1 or answer_pos > answer_match.start():
-                answer_pos = answer_match.start()
+        if (match := answer_pattern.search(context)) and (answer_pos == -1 or answer_pos > match.start()):
+            answer_pos = match.start()
     if answer_pos < 0 and "alt_answers" in doc:
         for answer in doc["alt_answers"]:
-            if answer_match := re.compile(re.escape(answer), re.IGNORECASE).search(context):
-                if answer_pos == -1 or answer_pos > answer_match.start():
-                    answer_pos = answer_match.start()
+            if (match := re.compile(re.escape(answer), re.IGNORECASE).search(context)) and (
+                answer_pos == -1 or answer_pos > match.start()
+            ):
+                answer_pos = match.start()
             if answer_pos >= 0:
                 break
     context_short_tokens = tokenizer([context[:answer_pos]], return_tensors="pt")["input_ids"][0]
@@ -108,7 +114,13 @@ def text_of(rng: Random, sentences: int) -> str:
 
 def documents(rng: Random):
     """Rows of SWDE, FDA and SQuAD: key or value early, late, nowhere, in another case, of one character."""
-    for key, value in (("director", "Ida Brand"), ("device name", "QXZ"), ("k", "Ida Brand"), ("maker", "7"), ("maker", "")):
+    for key, value in (
+        ("director", "Ida Brand"),
+        ("device name", "QXZ"),
+        ("k", "Ida Brand"),
+        ("maker", "7"),
+        ("maker", ""),
+    ):
         for place in ("before", "after", "both", "neither"):
             said = {"before": f" {key.upper()} is here.", "after": f" It is {value}.", "neither": ""}
             middle = said["before"] + text_of(rng, 3) + said["after"] if place == "both" else said[place]
@@ -144,7 +156,12 @@ def test_an_alternative_answer_and_a_position_are_used_if_key_and_value_do_not_o
     text = text_of(rng, 30) + " It is Ida." + text_of(rng, 30)
     plain = {"key": "maker", "value": "Nowhere", "text": text}
     found = set()
-    for extra in ({}, {"alt_answers": ["none such", "Ida", "Mia"]}, {"tok_pos": 20}, {"alt_answers": [], "tok_pos": 90}):
+    for extra in (
+        {},
+        {"alt_answers": ["none such", "Ida", "Mia"]},
+        {"tok_pos": 20},
+        {"alt_answers": [], "tok_pos": 90},
+    ):
         row = {**plain, **extra}
         theirs = upstream_cut(row, tokenizer, 120, ("key", "value"))
         prompt, _ = jrt_prompt(JRT_PROMPTS["fda"], row, tokenizer, 120)
@@ -157,9 +174,21 @@ def test_an_alternative_answer_and_a_position_are_used_if_key_and_value_do_not_o
 def test_questions_are_those_of_the_harness(tokenizer, name, how):
     """Their context is not cut, at any length."""
     asked = "The mill was built by"
-    contexts = ("A b.", f"A b. {asked}", f"A b. {asked.upper()} {asked}", f"[DOC] [TLE] A [PAR] b... {asked} [PAR]", f"A.\n{asked}{asked}")
+    contexts = (
+        "A b.",
+        f"A b. {asked}",
+        f"A b. {asked.upper()} {asked}",
+        f"[DOC] [TLE] A [PAR] b... {asked} [PAR]",
+        f"A.\n{asked}{asked}",
+    )
     for context in contexts:
-        row = {"context": f" {context} ", "question": f" {asked} ", "answers": ["Karl", "Tom"], "key": "it", "value": "Karl"}
+        row = {
+            "context": f" {context} ",
+            "question": f" {asked} ",
+            "answers": ["Karl", "Tom"],
+            "key": "it",
+            "value": "Karl",
+        }
         want = upstream_question(row, **how), ["Karl", "Tom"]
         assert jrt_prompt(JRT_PROMPTS[name], row, tokenizer, 60) == want
         without = {key: row[key] for key in ("context", "question", "answers")}
@@ -184,7 +213,9 @@ def eval_model() -> EvalModel:
 
 def test_the_suite_asks_either(eval_model):
     tasks = ("swde", "fda", "drop")
-    asked = EvalOptions(data_root=MIRROR, lengths=(128,), gen_kwargs={"max_gen_toks": 2}, limit=1, tasks=tasks, prompts="jrt")
+    asked = EvalOptions(
+        data_root=MIRROR, lengths=(128,), gen_kwargs={"max_gen_toks": 2}, limit=1, tasks=tasks, prompts="jrt"
+    )
     jrt = find_suite("retrieval").run(eval_model, asked)
     assert {s.task for s in jrt.samples} == set(tasks) and all(s.id for s in jrt.samples)
     assert any("drop: the Just-Read-Twice harness does not truncate" in note for note in jrt.notes)
@@ -195,5 +226,5 @@ def test_the_suite_asks_either(eval_model):
 
 def test_rows_of_another_form_are_refused(tokenizer):
     for row in ({"text": "no summary", "key": "maker", "value": "Ida"}, {"text": "x"}):
-        with pytest.raises(SurgeryError, match="is not of the harness's form .* Use --prompts based"):
+        with pytest.raises(SurgeryError, match=r"is not of the harness's form .* Use --prompts based"):
             retrieval._ask_jrt("swde", row, tokenizer, 128, EvalOptions())

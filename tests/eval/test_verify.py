@@ -123,7 +123,10 @@ def test_data_text_versions_suites_and_options_count(same, monkeypatch):
     assert {f"data {DATA}", f"text {place / 'other.txt'}", "suite essays", "option limit"} <= set(found)
     assert {"package torch", "package lm_eval"} <= set(found)  # another version, and none
     lines = done.lines()
-    assert "option limit: different: was 3, is 4" in lines and "suite essays: different: was version 1, is version 2" in lines
+    assert (
+        "option limit: different: was 3, is 4" in lines
+        and "suite essays: different: was version 1, is version 2" in lines
+    )
     assert any(line.startswith("package lm_eval: different: was") and line.endswith("is absent") for line in lines)
 
 
@@ -166,7 +169,8 @@ def test_what_is_not_named_is_not_read(same, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "read", ["mirror:../../etc", "mirror:/etc/passwd", "mirror:a/../b", "hub:../x", "hub:a/b/c", "link:x", "mirror:.hidden"]
+    "read",
+    ["mirror:../../etc", "mirror:/etc/passwd", "mirror:a/../b", "hub:../x", "hub:a/b/c", "link:x", "mirror:.hidden"],
 )
 def test_paths_in_results_are_refused(same, read):
     place, verify = same
@@ -245,7 +249,18 @@ def test_the_command_and_the_function(same, capsys):
     place, _ = same
     given = [str(place / "model"), "--compare", str(TINY), "--data-root", str(place / "mirror")]
     told = json.loads((place / "out" / "results.json").read_text())["options"]
-    words = ["eval", *given, "--text", told["text"], "--suite", "essays", "--limit", "3", "--verify", str(place / "out")]
+    words = [
+        "eval",
+        *given,
+        "--text",
+        told["text"],
+        "--suite",
+        "essays",
+        "--limit",
+        "3",
+        "--verify",
+        str(place / "out"),
+    ]
     assert exit_code(words) == 0
     assert "0 different, 0 cannot be checked" in capsys.readouterr().out
     assert exit_code([*words, "--seed", "4", "--json"]) == 1

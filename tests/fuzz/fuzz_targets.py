@@ -256,7 +256,11 @@ RECORDED = {
     "suites": {
         "ppl": {
             "converted": {
-                "provenance": {"versions": {"torch": "2.1"}, "suite_version": 1, "data": {"a/b": {"sha256": "0", "commit": "1"}}},
+                "provenance": {
+                    "versions": {"torch": "2.1"},
+                    "suite_version": 1,
+                    "data": {"a/b": {"sha256": "0", "commit": "1"}},
+                },
                 "reads": {"file:text.txt": "0", "mirror:a/b": "1", "package:lm_eval": "0.4"},
             }
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import pi
 from random import Random
@@ -80,7 +81,6 @@ class CommonWords:
             note=_shortening_note(shape, ctx.length),
         )
 
-
     def _fill(
         self, ctx: TaskContext, shape: WordRepeats, words: list[str], before: str, seed: float, rng: Random
     ) -> tuple[FilledPrompt, list[str]]:
@@ -111,10 +111,8 @@ class CommonWords:
                 "NVIDIA/RULER, then run `surgery fetch-eval-data DATA --suite ruler`"
             )
         longer += rng.sample(english, min(len(english), ctx.length // shape.other))
-        try:
+        with suppress(LengthTooShortError):  # words of the longer list are longer
             found = fill(most + 1, len(longer))
-        except LengthTooShortError:  # words of the longer list are longer
-            pass
         return found, short if found.units <= most else longer
 
 
@@ -126,7 +124,8 @@ def english_words(ctx: TaskContext) -> Sequence[str]:
             f"cwe at {ctx.length:,} tokens needs more than the {len(vocabulary()):,} words of wonderwords. Fetch RULER's longer list with "
             "`surgery fetch-eval-data DATA --suite ruler`, and give --data-root DATA"
         )
-    return load()  # type: ignore[no-any-return]
+    found: Sequence[str] = load()
+    return found
 
 
 def _shortening_note(shape: WordRepeats, length: int) -> str:

@@ -110,7 +110,6 @@ class TaskContext:
             )
         return found
 
-
     def _fill_whole_units(self, build: Build, answer_tokens: int, original: WholeUnits, kind: str) -> FilledPrompt:
         goal = self.length - answer_tokens
         if kind not in self.units:
