@@ -28,7 +28,7 @@ UPSTREAM: dict[str, Upstream] = {
         "NVIDIA/RULER",
         "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a",
         "2026-07-22",
-        "scripts/synthetic.yaml and scripts/data/synthetic: tasks, templates, budgets, number of units, words of cwe",
+        "scripts/data/synthetic and the list of tasks: tasks, templates, budgets, number of units, words of cwe",
     ),
     "longbench": Upstream(
         "THUDM/LongBench",

@@ -1,8 +1,8 @@
 """Prompts, truncation and scores of the Just-Read-Twice harness, for `surgery eval --suite retrieval --prompts jrt`.
 
 Source: lm-eval-harness/ of HazyResearch/prefix-linear-attention at commit 7490f22bda3e38dc057bcbaffe6bdb09b4d475e6 (2024-07-08), the code of
-Just Read Twice (Arora et al. 2024, arXiv:2407.05483): tasks/based_*/task.py, `Task.truncate_context` of api/task.py, and the arguments of
-launch_jrt.py and run_jrt_rnn.sh. These read a document once; the prompts that repeat it (`*_twice`) are not here.
+Just Read Twice (Arora et al. 2024, arXiv:2407.05483): the tasks based_*, `Task.truncate_context`, and the arguments of
+the scripts launch_jrt and run_jrt_rnn. These read a document once; the prompts that repeat it (`*_twice`) are not here.
 
     SWDE, FDA      document, then ". Director:"; cut around the first occurrence of key or value
     SQuAD          text that ends within its last sentence; cut around the value, so the end of a long text is lost
@@ -64,7 +64,7 @@ def jrt_prompt(task: JrtPrompt, row: Row, tokenizer: Any, length: int) -> tuple[
 
 
 def says_answer(output: str, answers: Sequence[str]) -> float:
-    """Return 1.0 if the output contains one of the answers, ignoring case (`contains_score` of the harness); otherwise 0.0."""
+    """Return 1.0 if the output contains one of the answers, ignoring case as the harness does; otherwise 0.0."""
     return float(any(re.search(re.escape(answer), output, re.IGNORECASE) for answer in answers))
 
 

@@ -58,7 +58,7 @@ def cut_window(
 ) -> str:
     """Return `length` tokens of a stripped context around its first occurrence of one of `searched`, as Just Read Twice cuts them.
 
-    The rule is `Task.truncate_context` in lm-eval-harness/lm_eval/api/task.py of HazyResearch/prefix-linear-attention at commit 7490f22:
+    The rule is `Task.truncate_context` in the lm-eval-harness of HazyResearch/prefix-linear-attention at commit 7490f22:
     as many as length // 2 tokens before the occurrence, the rest from it on. If none of `searched` occurs, the first of `alternatives`
     that does; then position `token` if it is known; then the last character. Special tokens count, and none is in the result. The result may tokenize to another
     number of tokens, and what is behind the window is lost, also the end of the context.

@@ -97,9 +97,9 @@ def _power_law(rng: Random, space: int, count: int, power: float) -> list[int]:
 LENGTHS = (64, 128, 256, 512)  # tokens; the lengths of Zoology's Figure 2
 TOKENS_PER_PAIR = 16
 # (tokens, pairs) of papers, for --pairs NAME; paths are those of HazyResearch/zoology at commit d88d6f5 (eval/upstream.py).
-#   zoology     Arora et al. 2023, arXiv:2312.04927, Figure 2: experiments/paper_configs/iclr24_zoology_figure2/configs.py, whose entry
+#   zoology     Arora et al. 2023, arXiv:2312.04927, Figure 2: zoology/experiments/paper_configs/iclr24_zoology_figure2, whose entry
 #               (512, 64) is a comment there
-#   based       Arora et al. 2024, arXiv:2402.18668, Figure 2: test_configs of experiments/paper_configs/arxiv24_based_figure2/configs.py
+#   based       Arora et al. 2024, arXiv:2402.18668, Figure 2: the test configurations of arxiv24_based_figure2 beside it
 #   log-linear  Guo et al. 2025, arXiv:2506.04761, section 4.1: "256-token sequences containing 4 to 64 key-value pairs"; the powers of
 #               two between them are those of Based
 PAPER_SETTINGS: dict[str, tuple[tuple[int, int], ...]] = {

@@ -44,7 +44,7 @@ def texts():
 
 
 def upstream_search(total, max_seq_length: int, incremental: int, per: float, slack: int = 3) -> int:
-    """The search of niah.py, variable_tracking.py and qa.py (NVIDIA/RULER c3f5e3b). total: units -> tokens with the answer."""
+    """The search of the generators of needles, vt and qa (NVIDIA/RULER c3f5e3b). total: units -> tokens with the answer."""
     lower_bound, upper_bound = incremental, max(int((max_seq_length / per) * slack), incremental * 2)
     optimal = None
     while lower_bound <= upper_bound:
@@ -58,7 +58,7 @@ def upstream_search(total, max_seq_length: int, incremental: int, per: float, sl
 
 
 def upstream_steps(tokens, max_len: int, coded_wordlen: int, incremental: int) -> int:
-    """The search of freq_words_extraction.py."""
+    """The search of the generator of fwe."""
     num_words = max_len // coded_wordlen
     while tokens(num_words) < max_len:
         num_words += incremental

@@ -38,7 +38,7 @@ class FilledPrompt:
 class WholeUnits:
     """How the original of RULER fills a task's prompts: with whole units, as many in every prompt of a task and length.
 
-    Source: `generate_samples` and its like in scripts/data/synthetic of NVIDIA/RULER at commit c3f5e3b. The number of units is searched on one
+    Source: the generators in scripts/data/synthetic of NVIDIA/RULER at commit c3f5e3b. The number of units is searched on one
     prompt, by bisection or, from `start`, step by step. A prompt that is too long with it loses `step` units until it fits.
 
     Attributes:
