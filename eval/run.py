@@ -21,7 +21,7 @@ from surgery.eval.journal import SampleJournal
 from surgery.eval.model import LiveEvalModel, OpenedModel, check_dtype, load, load_eval_model, open_model
 from surgery.eval.results.averages import AverageRow, average_rows
 from surgery.eval.results.compare import ComparisonRow, compare_results
-from surgery.eval.results.data_read import describe_data, package_versions, record_reads
+from surgery.eval.results.data_read import describe_data, list_reads, package_versions, record_reads
 from surgery.eval.results.store import ResultStore, result_key
 from surgery.eval.results.thresholds import Threshold, ThresholdResult, check_thresholds, parse_thresholds
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Role, Suite, SuiteResult, find_suite
@@ -75,7 +75,7 @@ class Evaluation:
                     "seconds": r.seconds,
                     "notes": r.notes,
                     "provenance": r.provenance,
-                    "reads": redact_secrets(r.reads),
+                    "reads": redact_secrets(list_reads(r.reads)),
                 }
                 for role, r in by_role.items()
             }

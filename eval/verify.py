@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError
@@ -39,6 +39,7 @@ from surgery.eval.suite import EvalOptions, Role, load_suites
 Status = Literal["same", "different", "cannot be checked"]
 Text = Annotated[str, Field(max_length=4096)]
 MAX_ENTRIES = 1000
+MAX_HUB_LOOKUPS = 100  # each may take ten seconds
 MAX_SHOWN = 120  # characters of a value in a line
 CHECKED_BY_CONTENT = ("text", "data_root", "include_path")  # paths; their content is compared
 WITHOUT_EFFECT = ("batch_size", "use_cache")  # options that do not change results
@@ -99,11 +100,25 @@ class RecordedProvenance(BaseModel):
     include_path: Text | None = None
 
 
+class RecordedRead(BaseModel):
+    """Data that a suite read: a data set of a mirror or of the Hub, a text file, or the package lm_eval."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["mirror", "hub", "file", "package"]
+    name: Text
+    digest: Text
+
+
 class RecordedSuite(BaseModel):
     """A suite of one model in results.json. reads: None if the version that wrote it did not record them."""
 
     provenance: RecordedProvenance = Field(default_factory=RecordedProvenance)
-    reads: dict[Text, Text] | None = Field(None, max_length=MAX_ENTRIES)
+    reads: list[RecordedRead] | None = Field(None, max_length=MAX_ENTRIES)
+
+    def has_read(self, kind: str, name: str) -> bool:
+        """Return whether this data is recorded."""
+        return any((read.kind, read.name) == (kind, name) for read in self.reads or ())
 
 
 class RecordedModel(BaseModel):
@@ -144,13 +159,18 @@ def read_results(path: Path) -> RecordedResults:
         ) from None
     except (ValueError, OSError) as error:
         raise SurgeryError(f"{path} is damaged: {printable(str(error))[:200]}") from None
+    names = set()
     for suite, _, recorded in found.each_suite():
-        for read in recorded.reads or {}:
-            kind, _, name = read.partition(":")
-            if kind not in ("mirror", "hub", "file", "package") or (
-                kind in ("mirror", "hub") and not DATASET_NAME.fullmatch(name)
-            ):
-                raise SurgeryError(f"{path} is damaged: {printable(suite)} names the data {printable(read)[:100]!r}")
+        for read in recorded.reads or ():
+            if read.kind in ("mirror", "hub") and not DATASET_NAME.fullmatch(read.name):
+                raise SurgeryError(
+                    f"{path} is damaged: {printable(suite)} names the data {printable(read.name)[:100]!r}"
+                )
+            names |= {read.name} if read.kind == "hub" else set()
+    if len(names) > MAX_HUB_LOOKUPS:
+        raise SurgeryError(
+            f"{path} is damaged: it names {len(names):,} data sets of the Hub, more than {MAX_HUB_LOOKUPS}"
+        )
     return found
 
 
@@ -244,30 +264,30 @@ def _check_models(recorded: RecordedResults, names: Mapping[Role, str | None]) -
 
 def _check_data(recorded: RecordedResults, given: EvalOptions) -> list[Check]:
     """Compare every data set that a suite read: below the mirror, the text file, or the Hub's commit."""
-    checks: dict[tuple[str, str], Check] = {}
+    checks: dict[Any, Check] = {}
     for suite, role, one in recorded.each_suite():
         if one.reads is None:
             checks[suite, role] = _unchecked(f"data of {suite} of {role}", "it was not recorded")
             continue
-        for read, digest in one.reads.items():
-            if (read, digest) not in checks and not read.startswith("package:"):
-                checks[read, digest] = _check_read(read, digest, recorded, given)
+        for read in one.reads:
+            if read not in checks and read.kind != "package":
+                checks[read] = _check_read(read, recorded, given)
         commits = {name: told.get("commit") for name, told in one.provenance.data.items() if "sha256" in told}
         for name, commit in commits.items():
-            if isinstance(commit, str) and given.data_root is not None and f"mirror:{name}" in one.reads:
+            if isinstance(commit, str) and given.data_root is not None and one.has_read("mirror", name):
                 now = mirror_commit(given.data_root / name) or "absent"
                 checks.setdefault((f"commit {name}", commit), _compare(f"commit of {name}", commit, now))
         was = one.provenance.include_path
         if was is not None or given.include_path is not None:
             checks[f"include_path {was}", ""] = _check_tasks(was, given.include_path)
-    told = recorded.options.get("text")
-    if given.text is not None and not any(f"file:{told}" in (one.reads or {}) for *_, one in recorded.each_suite()):
+    told = str(recorded.options.get("text") or "")
+    if given.text is not None and not any(one.has_read("file", told) for *_, one in recorded.each_suite()):
         checks["text", ""] = _compare("text", told or "none", given.text)
     return list(checks.values())
 
 
-def _check_read(read: str, digest: str, recorded: RecordedResults, given: EvalOptions) -> Check:
-    kind, _, name = read.partition(":")
+def _check_read(read: RecordedRead, recorded: RecordedResults, given: EvalOptions) -> Check:
+    kind, name, digest = read.kind, read.name, read.digest
     if digest == UNKNOWN:
         return _unchecked(f"data {name}", "its content was unknown when it was read")
     if kind == "file":
@@ -309,7 +329,7 @@ def _check_suites(recorded: RecordedResults, wanted: tuple[str, ...]) -> list[Ch
         checks.append(_compare("suites", ", ".join(sorted(recorded.suites)), ", ".join(sorted(set(wanted)))))
     for name, by_role in recorded.suites.items():
         versions = {one.provenance.suite_version for one in by_role.values()}
-        is_task = any("package:lm_eval" in (one.reads or {}) for one in by_role.values())
+        is_task = any(one.has_read("package", "lm_eval") for one in by_role.values())
         for version in sorted(versions, key=str):
             if version is None:
                 checks.append(_unchecked(f"suite {name}", "its version was not recorded"))

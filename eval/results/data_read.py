@@ -84,6 +84,15 @@ def describe_data(reads: Mapping[str, str], root: Path | None) -> dict[str, dict
     return found
 
 
+def list_reads(reads: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return what was read as {kind, name, digest}, for results.json; names of files are values of their own, which a push shortens."""
+    found = []
+    for read, digest in reads.items():
+        kind, _, name = read.partition(":")
+        found.append({"kind": kind, "name": name, "digest": digest})
+    return found
+
+
 def mirror_commit(place: Path) -> str | None:
     """Return the Hub commit that a mirrored data set's README names, or None."""
     try:

@@ -186,9 +186,9 @@ def evaluate(
     eval_options = parse_options(
         text=text, limit=limit, tokens=tokens, length=length, lengths=_split_words(lengths), depths=_split_words(depths),
         tasks=_split_words(tasks), batch_size=batch_size, seed=seed, data_root=data_root, num_fewshot=num_fewshot,
-        gen_kwargs=_parse_settings(gen_kwargs), metadata=_parse_json("--metadata", metadata), include_path=include_path,
+        gen_kwargs=_parse_pairs(gen_kwargs), metadata=_parse_json("--metadata", metadata), include_path=include_path,
         apply_chat_template=apply_chat_template, samples=_parse_json("--samples", samples), use_cache=use_cache,
-        prompts=prompts, fill=fill, pairs=parse_pairs(pairs),
+        prompts=prompts, fill=fill, pairs=parse_pair_numbers(pairs),
     )  # fmt: skip
     settings: dict[str, Any] = {
         "compare": compare, "out": out, "fail_below": fail_below or [], "device": device, "dtype": dtype,
@@ -304,7 +304,7 @@ def _split_words(raw: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in (raw or "").split(",") if word.strip())
 
 
-def parse_pairs(raw: str | None) -> Any:
+def parse_pair_numbers(raw: str | None) -> Any:
     """Return the name of a paper's settings, or numbers of pairs separated by commas."""
     words = _split_words(raw)
     if not words:
@@ -321,7 +321,7 @@ def parse_pairs(raw: str | None) -> Any:
     )
 
 
-def _parse_settings(raw: str | None) -> dict[str, Any]:
+def _parse_pairs(raw: str | None) -> dict[str, Any]:
     """Parse "temperature=0.7,top_p=0.9" to a dict, each value read as YAML."""
     from surgery.core.config import read_yaml
 

@@ -261,7 +261,10 @@ RECORDED = {
                     "suite_version": 1,
                     "data": {"a/b": {"sha256": "0", "commit": "1"}},
                 },
-                "reads": {"file:text.txt": "0", "mirror:a/b": "1", "package:lm_eval": "0.4"},
+                "reads": [
+                    {"kind": kind, "name": name, "digest": "0"}
+                    for kind, name in (("file", "text.txt"), ("mirror", "a/b"), ("package", "lm_eval"))
+                ],
             }
         }
     },
@@ -697,7 +700,7 @@ def mirror(path: Path) -> None:
 @fuzz_target(None, '{"max_seq_lengths": [4096]}', "temperature=0.7,top_p=0.9,do_sample=true", "ppl=1.05", "ppl:nll=0.9", "4096,8192", "0,0.5,1")  # fmt: skip
 def eval_options(text: str) -> None:
     """Options of an evaluation."""
-    from surgery.cli.eval import _parse_json, _parse_pairs, _split_words, parse_options
+    from surgery.cli.eval import _parse_json, _parse_pairs, _split_words, parse_options, parse_pair_numbers
     from surgery.eval.results.thresholds import parse_thresholds
 
     for read in (
@@ -706,6 +709,7 @@ def eval_options(text: str) -> None:
         lambda: parse_options(gen_kwargs=_parse_pairs(text)),
         lambda: parse_options(lengths=_split_words(text)),
         lambda: parse_options(depths=_split_words(text)),
+        lambda: parse_options(pairs=parse_pair_numbers(text)),
         lambda: parse_options(batch_size=text),
         lambda: parse_thresholds([text], True),
     ):
