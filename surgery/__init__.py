@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from surgery.api import report as report
     from surgery.api import teacher_cache as teacher_cache
     from surgery.api import toeplitz as toeplitz
+    from surgery.api import verify as verify
 
 register()
 
@@ -45,6 +46,7 @@ register()
 COMMANDS = (
     *("apply", "bench", "compare", "convert", "densify", "drafter", "evaluate", "fetch_eval_data", "finetune"),
     *("inspect", "load", "plan", "pretrain", "push", "quantize", "recipes", "report", "teacher_cache", "toeplitz"),
+    "verify",
 )
 __all__ = ["__version__", *COMMANDS]
 

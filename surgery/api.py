@@ -531,6 +531,48 @@ def evaluate(
     return CommandResult(done.to_dict(), lambda: eval_table(done))
 
 
+def verify(
+    results: PathLike,
+    model: PathLike | None = None,
+    *,
+    compare: PathLike | None = None,
+    text: str | None = None,
+    data_root: PathLike | None = None,
+    include_path: PathLike | None = None,
+    suites: Sequence[str] = (),
+    **options: Any,
+) -> CommandResult:
+    """Compare what a finished evaluation recorded with what is here: versions, models, data, options. Measures nothing.
+
+    The result has `same`, and in `checks` one entry for each thing: same, different, or cannot be checked. Nothing that the results
+    name is opened: a model or a text that is not given here cannot be checked. Raises SurgeryError if the results are damaged.
+
+    Args:
+        results: results.json that `evaluate(out=..)` wrote, or its folder.
+        model, compare: the checkpoints to compare with the recorded ones, local folders or Hub ids.
+        text, data_root, include_path: as for `evaluate`; their contents are compared.
+        suites: names of suites to compare with the recorded ones; empty: not compared.
+        options: fields of `surgery.eval.suite.EvalOptions` to compare with the recorded ones.
+    """
+    from surgery.core.errors import suggestion
+    from surgery.eval.suite import EvalOptions
+    from surgery.eval.verify import verify as run
+
+    for unknown in set(options) - set(EvalOptions.model_fields):
+        raise SurgeryError(f"verify has no option {unknown!r}{suggestion(unknown, EvalOptions.model_fields)}")
+    done = run(
+        Path(results),
+        None if model is None else _checkpoint_name(model, "verify"),
+        compare=None if compare is None else _checkpoint_name(compare, "verify(compare=..)"),
+        text=text,
+        data_root=None if data_root is None else Path(data_root),
+        include_path=None if include_path is None else Path(include_path),
+        suites=tuple(suites),
+        options=options,
+    )
+    return CommandResult(done.to_dict(), lambda: list(done.lines()))
+
+
 def compare(
     folders: Sequence[PathLike],
     *,
@@ -721,11 +763,12 @@ def fetch_eval_data(
         commits: commits.json of another mirror, whose commits are downloaded; None: the folder's own, else the newest.
         progress: as in `convert`.
     """
-    from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch, read_commits
+    from surgery.eval.fetch import SUITE_SOURCES, read_commits
+    from surgery.eval.word_list import fetch_suites
 
-    sources = dataset_sources(list(suites) or list(SUITE_SOURCES), list(tasks))
     pinned = None if commits is None else read_commits(Path(commits))
-    done = fetch(Path(folder), sources, progress or RichProgress(), pinned)
+    wanted = list(suites) or list(SUITE_SOURCES)
+    done = fetch_suites(Path(folder), wanted, list(tasks), progress or RichProgress(), pinned)
     result = {"folder": os.fspath(folder), **done}
     line = f"{len(done['fetched'])} data sets downloaded, {len(done['kept'])} already present: {os.fspath(folder)}"
     return CommandResult(result, lambda: [line])
