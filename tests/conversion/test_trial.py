@@ -20,7 +20,8 @@ def conversion(family, checkpoints, tmp_path, padded=False, **keys):
         mask[::2, 15:] = 0
         inputs["attention_mask"] = mask
     save_file(inputs, tmp_path / "inputs.safetensors")
-    recipe = make_recipe(structure="low_rank", holdout=0.25, calibration=tmp_path / "inputs.safetensors", **keys)
+    keys = {"allocate": "best", "holdout": 0.25, **keys}
+    recipe = make_recipe(structure="low_rank", calibration=tmp_path / "inputs.safetensors", **keys)
     return inputs, convert(str(checkpoints(family)), recipe, tmp_path / "out", device="cpu")
 
 
@@ -77,3 +78,64 @@ def test_sequential_trials_decide_where_the_quick_one_contradicts_the_survey(
     assert (allocation["spread"]["tokens"] == 10) == (kind == "quick trials")
     best = min(("uniform", "spread"), key=lambda name: allocation[name]["converted"])
     assert allocation["kept"] == best
+
+
+def test_no_trial_where_the_expected_rise_is_certain(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial.QuickTrial, "run", lambda self: pytest.fail("a trial ran"))
+    monkeypatch.setattr(trial, "CERTAIN_SHARE", 1.0)
+    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, allocate="auto")
+    allocation = report["allocation"]
+    assert allocation["kept"] == "spread" and "no trial" in allocation["why"]
+    assert 0 < allocation["expected"] <= 1
+
+
+def test_a_trial_where_the_expected_rise_is_not_certain(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "CERTAIN_SHARE", 0.0)
+    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, allocate="auto")
+    assert "trials" in report["allocation"]["why"] and report["allocation"]["uniform"]["tokens"]
+
+
+@pytest.mark.parametrize(
+    "losses, kept",
+    [
+        ({}, 0.0),
+        ({0.5: 2.9}, 0.5),
+        ({0.5: 2.9, 1.0: 2.8}, 1.0),
+        ({0.5: 2.9, 1.0: 2.8, 1.5: 2.7}, 1.5),
+        ({-0.5: 2.9, 0.5: 2.995}, -0.5),  # a step up that gains less than one percent of the rise does not count
+    ],
+)
+def test_the_tilt_moves_as_long_as_the_loss_falls(losses, kept, checkpoints, tmp_path, monkeypatch):
+    """The trials are made up: 3 nats at every tilt that is not in `losses`, of 2 originally."""
+    budgets_of: dict[float, dict[str, int]] = {}
+    allocated, tried = trial.tilted_budgets, []
+
+    def allocate(plan, options, free, tilt):
+        budgets_of[tilt] = allocated(plan, options, free, tilt)
+        return budgets_of[tilt]
+
+    def sequential(ctx, budgets, done):
+        tried.append(list(budgets_of)[-1])
+        return HeldOutScore("nats per token", 2.0, losses.get(tried[-1], 3.0), None, 10)
+
+    monkeypatch.setattr(trial, "tilted_budgets", allocate)
+    monkeypatch.setattr(trial, "sequential_trial", sequential)
+    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, allocate="depth")
+    allocation = report["allocation"]
+    assert allocation["kept"] == "depth" and allocation["tilt"] == kept
+    assert len(tried) == len(set(tried)) == len(allocation["tilts"])
+    assert max(map(abs, tried)) <= trial.MAX_TILT
+    stored = sum(record["params_after"] for record in report["modules"])
+    assert stored <= 0.5 * sum(record["params_before"] for record in report["modules"])
+    if kept > 0:  # the first of the two layers has more parameters, the last one less
+        first = [sum(n for name, n in budgets_of[tilt].items() if ".layers.0." in name) for tilt in (0.0, kept)]
+        assert first[0] < first[1]
+
+
+def test_a_tilt_over_depth_is_found_by_conversions(checkpoints, tmp_path):
+    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, allocate="depth", sweeps=1)
+    allocation = report["allocation"]
+    assert {"+0", "+0.5"} <= set(allocation["tilts"]) and allocation["tilt"] in (-1.5, -1, -0.5, 0, 0.5, 1, 1.5)
+    least = min(score["converted"] for score in allocation["tilts"].values())
+    kept = allocation["tilts"][f"{allocation['tilt']:+g}"]
+    assert kept["converted"] <= least + trial.MIN_TILT_GAIN * max(kept["converted"] - kept["original"], 0.0)
