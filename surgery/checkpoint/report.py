@@ -92,8 +92,8 @@ class AllocationReport(ReportModel):
     why: Text | None = None
     uniform: TrialReport | None = None
     spread: TrialReport | None = None
-    expected: float | None = None
-    tilt: float | None = None
+    expected: Annotated[float, Field(ge=0, le=1e30)] | None = None
+    tilt: Annotated[float, Field(ge=-100, le=100)] | None = None
     tilts: dict[Text, TrialReport] | None = None
 
 

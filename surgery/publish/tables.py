@@ -230,12 +230,14 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
     if "spread" in allocation:
         tried = ", ".join(f"{name} {allocation[name]['converted']:.4f}" for name in ("uniform", "spread"))
         lines.append(f"ranks: {allocation['kept']} kept ({allocation['why']}: {tried} {allocation['spread']['unit']})")
-    elif "tilts" in allocation:
+    elif allocation.get("tilts") and allocation.get("tilt") is not None:
         tried = ", ".join(f"{tilt} {score['converted']:.4f}" for tilt, score in allocation["tilts"].items())
-        unit = next(iter(allocation["tilts"].values()))["unit"]
-        lines.append(f"ranks: tilt {allocation['tilt']:+g} over depth ({allocation['why']}: {tried} {unit})")
-    elif "expected" in allocation:
-        lines.append(f"ranks: {allocation['kept']} ({allocation['why']}; expected: {allocation['expected']:.2f})")
+        unit = next(iter(allocation["tilts"].values())).get("unit", "")
+        lines.append(f"ranks: tilt {allocation['tilt']:+g} over depth ({allocation.get('why')}: {tried} {unit})")
+    elif allocation.get("expected") is not None:
+        lines.append(
+            f"ranks: {allocation.get('kept')} ({allocation.get('why')}; expected: {allocation['expected']:.2f})"
+        )
     if held := report["held_out"]:
         se = f" ± {held['difference_se']:.4f}" if held["difference_se"] is not None else ""
         lines.append(
