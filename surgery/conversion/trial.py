@@ -1,5 +1,5 @@
-"""Choose how the parameter budget is allocated over the linears: measure the gain of each rank, try the resulting
-allocation against the uniform one, keep the better one, and report both.
+"""Choose how the parameter budget is allocated over the linears: measure the gain of each rank, and where the expected gain of the
+resulting allocation is small, try it against the uniform one, keep the better one, and report both.
 
 `QuickTrial` scores all contenders (candidate allocations) in one pass. The samples to fit run through the original layers
 once and give E[x x^T] of every linear's input. The held-out samples run through the original layers and through each
@@ -10,7 +10,7 @@ contender's. Matrices are fitted to the original's inputs alone, which ignores t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from surgery.calibration.routing import RoutingRecord
 from surgery.conversion.context import ConversionContext, RowGroups, rows_of
 from surgery.conversion.fit import FitResult, candidate_configs, quick_fit
 from surgery.conversion.replacement import LayerReplacement, add_linear, broadcast_fits, densify_module, swapped_modules
-from surgery.conversion.score import HeldOutScore, held_out_score
+from surgery.conversion.score import HeldOutScore, held_out_score, predicts_next_token
 from surgery.conversion.sequential import SequentialConverter, convert_head, find_stages
 from surgery.core.distributed import DistContext
 from surgery.planning.allocate import CostPoint, allocate_budget, expected_error
@@ -40,9 +40,11 @@ from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 TRIAL_SHARE = 0.25  # fraction of the samples to fit that a trial uses
 # Relative rise of the held-out loss (or relative output error) below which the quick trial decides.
 MIN_LOSS_RISE = 0.02
-# Largest expected rise of the loss, as a share of that with the uniform allocation, at which `spread` needs no trial.
-# Measured on three models (docs/measurements/quality.md): up to 0.89 it was better in every conversion.
-CERTAIN_SHARE = 0.9
+# With `allocate: auto`, `spread` needs no trial where conversions of four decoders confirmed its gain (docs/measurements/quality.md): at
+# most this expected rise of the loss, as a share of that with the uniform allocation; at least this share of each matrix kept; at least so
+# many tokens to fit to for each input of a matrix; one of these structures for each. Elsewhere `spread` can be much worse.
+CERTAIN_SHARE, CERTAIN_KEEP, CERTAIN_TOKENS = 0.9, 0.5, 4
+CERTAIN_STRUCTURES = ("low_rank", "pivoted_low_rank", "btt")
 
 TILT_SHARE = 0.5  # fraction of the samples to fit that a trial of a tilt over depth uses; a quarter misleads
 TILT_STEP, MAX_TILT = 0.5, 1.5
@@ -86,11 +88,19 @@ class _StageGram:
 class QuickTrial:
     """Score several allocations in one pass over the samples.
 
-    contenders: name -> (target name -> parameters). done: called after each layer.
+    contenders: name -> (target name -> parameters). done: called after each layer. plans: the plans of contenders that do not have ctx's,
+    by name; they replace the same matrices by other structures.
     """
 
-    def __init__(self, ctx: ConversionContext, contenders: dict[str, dict[str, float]], done: Callable[[], None]):
+    def __init__(
+        self,
+        ctx: ConversionContext,
+        contenders: dict[str, dict[str, float]],
+        done: Callable[[], None],
+        plans: Mapping[str, Plan] | None = None,
+    ):
         self.ctx = replace(ctx, recipe=limit_sweeps(ctx.recipe, calibrate="independent"))
+        self.plans = {name: (plans or {}).get(name, ctx.plan) for name in contenders}
         self.plan, self.runner, self.recipe = ctx.plan, ctx.runner, self.ctx.recipe
         self.contenders, self.done = contenders, done
         self.groups = RowGroups.for_trial(ctx.samples, len(contenders))
@@ -103,7 +113,7 @@ class QuickTrial:
         final_BTD = self.runner.gather_rows(self.runner.run(groups.inputs(self.ctx.samples), self._visit, segments))
         scores = {}
         for (name, budgets), rows in zip(self.contenders.items(), groups.converted):
-            head = convert_head(self.ctx, budgets, rows_of(final_BTD, groups.original))
+            head = convert_head(replace(self.ctx, plan=self.plans[name]), budgets, rows_of(final_BTD, groups.original))
             module = next(iter(head.modules.values()), None)
             held_BTD = rows_of(final_BTD, groups.held_out)
             scores[name] = held_out_score(self.ctx, held_BTD, rows_of(final_BTD, rows), module)
@@ -194,8 +204,12 @@ class QuickTrial:
             return quick_fit(target, configs, weight_OI, metrics[target.name], self.recipe.sweeps)
 
         wanted = [
-            {target.name: candidate_configs(target, target_budgets[target.name]) for target in targets}
-            for target_budgets in self.contenders.values()
+            {
+                target.name: candidate_configs(target, target_budgets[target.name])
+                for path in stage.paths
+                for target in self.plans[name].targets[path]
+            }
+            for name, target_budgets in self.contenders.items()
         ]
         # Contenders often share a config: each is fitted once.
         jobs = {
@@ -237,7 +251,7 @@ def choose_budgets(ctx: ConversionContext) -> tuple[dict[str, float], dict[str, 
     if recipe.allocate == "spread":
         return by_gain, {"kept": "spread", "why": "recipe"}
     expected = ctx.dist.broadcast_object(_expected_share(options, free, by_gain))
-    if recipe.allocate == "auto" and expected <= CERTAIN_SHARE:
+    if recipe.allocate == "auto" and expected <= CERTAIN_SHARE and is_expectation_reliable(ctx, free):
         why = f"expected rise of the loss at most {CERTAIN_SHARE} of that with the uniform allocation: no trial"
         return by_gain, {"kept": "spread", "why": why, "expected": expected}
     budgets, allocation = choose_allocation(ctx, {"uniform": uniform, "spread": by_gain})
@@ -260,10 +274,29 @@ def tilted_budgets(
     return allocate_budget(weighted, sum(target.uniform_budget() for target in free))
 
 
+def is_expectation_reliable(ctx: ConversionContext, free: list[LinearTarget]) -> bool:
+    """Return whether the expected gain of `spread` can decide without a trial: elsewhere, conversions with `spread` were sometimes worse.
+
+    The Fisher pass must measure the loss of next tokens for each output, layers must be fitted to the outputs of the converted layers
+    below them, and every matrix must have one of CERTAIN_STRUCTURES as a candidate, keep CERTAIN_KEEP of its parameters and read
+    CERTAIN_TOKENS tokens for each of its inputs.
+    """
+    recipe, samples = ctx.recipe, ctx.samples
+    tokens = samples.tokens() * samples.n_fit / samples.rows
+    return (
+        recipe.curvature != "none"
+        and recipe.calibrate == "sequential"
+        and predicts_next_token(ctx.model)
+        and all(t.keep >= CERTAIN_KEEP and tokens * t.linear.active >= CERTAIN_TOKENS * t.in_ for t in free)
+        and all(any(config.name in CERTAIN_STRUCTURES for config in t.configs) for t in free)
+    )
+
+
 def _expected_share(options: dict[str, list[CostPoint]], free: list[LinearTarget], by_gain: dict[str, float]) -> float:
-    """Return the expected rise of the loss with the budgets `by_gain`, as a share of that with uniform ones."""
+    """Return the expected rise of the loss with the budgets `by_gain`, as a share of that with uniform ones; 1 if neither has a rise."""
     uniform = sum(expected_error(options[target.name], target.uniform_budget()) for target in free)
-    return sum(expected_error(options[target.name], by_gain[target.name]) for target in free) / max(uniform, 1e-30)
+    rise = sum(expected_error(options[target.name], by_gain[target.name]) for target in free)
+    return max(rise, 0.0) / uniform if uniform > 0 else 1.0
 
 
 def measure_rank_errors(ctx: ConversionContext) -> dict[str, list[CostPoint]]:
@@ -273,9 +306,11 @@ def measure_rank_errors(ctx: ConversionContext) -> dict[str, list[CostPoint]]:
 
 
 def choose_allocation(
-    ctx: ConversionContext, contenders: dict[str, dict[str, float]]
+    ctx: ConversionContext, contenders: dict[str, dict[str, float]], plans: Mapping[str, Plan] | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Try the contenders "uniform" and "spread" and return (the better one's budgets, the report's "allocation" entry).
+
+    plans: see `QuickTrial`.
 
     Trials fit to a quarter of the samples and are scored on all held-out samples. If the quick trial prefers the
     uniform allocation, although the Fisher pass predicts otherwise, and the loss rises by more than MIN_LOSS_RISE,
@@ -284,13 +319,14 @@ def choose_allocation(
     few, layers, how = ctx.samples.subset(TRIAL_SHARE), len(ctx.plan.layout.layers), "quick trials"
     trial = replace(ctx, data=few)
     with ctx.progress.bar("trying rank allocations", layers) as tick:
-        scores = QuickTrial(trial, contenders, tick).run()
+        scores = QuickTrial(trial, contenders, tick, plans).run()
     contradicts = scores["uniform"].converted < scores["spread"].converted
     if contradicts and scores["spread"].rise > MIN_LOSS_RISE and ctx.recipe.calibrate == "sequential":
         how = "sequential trials"
         with ctx.progress.bar("trying rank allocations layer by layer", layers * len(contenders)) as tick:
             for name, budgets in contenders.items():
-                scores[name] = sequential_trial(trial, budgets, tick)
+                plan = (plans or {}).get(name, trial.plan)
+                scores[name] = sequential_trial(replace(trial, plan=plan), budgets, tick)
     kept = min(scores, key=lambda name: scores[name].converted)
     allocation: dict[str, Any] = {"kept": kept, "why": f"held-out loss of {how} on {few.tokens():,} tokens"}
     allocation.update({name: result.to_dict() for name, result in scores.items()})

@@ -179,9 +179,7 @@ def test_outside_d11_a_layer_shard_of_another_dtype_is_not_used(deep, tmp_path):
 
 def test_the_same_seed_gives_the_same_bytes(deep, tmp_path):
     source, inputs = deep
-    recipe = make_recipe(
-        structure="auto", keep=0.6, calibration=inputs, sweeps=2, seed=3, layers="2:4", allocate="best"
-    )
+    recipe = make_recipe(structure="auto", keep=0.6, calibration=inputs, sweeps=2, seed=3, layers="2:4")
     for name in ("a", "b"):
         convert(str(source), recipe, tmp_path / name)
     assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")

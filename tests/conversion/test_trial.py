@@ -11,6 +11,11 @@ from surgery.conversion import trial
 from surgery.conversion import trial as budget
 from surgery.conversion.convert import convert
 from surgery.conversion.score import HeldOutScore
+from surgery.publish.tables import allocation_lines
+
+TOKENS_PER_INPUT = (
+    6 * 24 / 64
+)  # of the tiny models: windows to fit to, their tokens, and the inputs of the widest matrix
 
 
 def conversion(family, checkpoints, tmp_path, padded=False, **keys):
@@ -20,7 +25,7 @@ def conversion(family, checkpoints, tmp_path, padded=False, **keys):
         mask[::2, 15:] = 0
         inputs["attention_mask"] = mask
     save_file(inputs, tmp_path / "inputs.safetensors")
-    keys = {"allocate": "best", "holdout": 0.25, **keys}
+    keys = {"holdout": 0.25, **keys}
     recipe = make_recipe(structure="low_rank", calibration=tmp_path / "inputs.safetensors", **keys)
     return inputs, convert(str(checkpoints(family)), recipe, tmp_path / "out", device="cpu")
 
@@ -83,15 +88,40 @@ def test_sequential_trials_decide_where_the_quick_one_contradicts_the_survey(
 def test_no_trial_where_the_expected_rise_is_certain(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(trial.QuickTrial, "run", lambda self: pytest.fail("a trial ran"))
     monkeypatch.setattr(trial, "CERTAIN_SHARE", 1.0)
+    monkeypatch.setattr(trial, "CERTAIN_TOKENS", TOKENS_PER_INPUT)
     _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, allocate="auto")
     allocation = report["allocation"]
     assert allocation["kept"] == "spread" and "no trial" in allocation["why"]
     assert 0 < allocation["expected"] <= 1
 
 
-def test_a_trial_where_the_expected_rise_is_not_certain(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(trial, "CERTAIN_SHARE", 0.0)
-    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, allocate="auto")
+@pytest.mark.parametrize(
+    "family, share, keys",
+    [
+        ("llama", 0.0, {}),
+        ("llama", 1.0, {"curvature": "none"}),
+        ("llama", 1.0, {"calibrate": "independent"}),
+        ("llama", 1.0, {"keep": 0.45}),
+        ("llama", 1.0, {"rules": [{"match": "mlp.up", "keep": 0.45}]}),
+        ("llama", 1.0, {"holdout": 0.75}),
+        ("llama", 1.0, {"rules": [{"match": "mlp.up", "structure": "monarch"}]}),
+        ("bert", 1.0, {}),
+    ],
+    ids=[
+        "small gain",
+        "no curvature",
+        "independent",
+        "few parameters",
+        "few of one role",
+        "few tokens",
+        "monarch",
+        "no next token",
+    ],
+)
+def test_a_trial_where_the_expected_rise_is_not_certain(family, share, keys, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "CERTAIN_SHARE", share)
+    monkeypatch.setattr(trial, "CERTAIN_TOKENS", TOKENS_PER_INPUT)
+    _, report = conversion(family, checkpoints, tmp_path, **{"keep": 0.5, "allocate": "auto", **keys})
     assert "trials" in report["allocation"]["why"] and report["allocation"]["uniform"]["tokens"]
 
 
@@ -139,3 +169,17 @@ def test_a_tilt_over_depth_is_found_by_conversions(checkpoints, tmp_path):
     least = min(score["converted"] for score in allocation["tilts"].values())
     kept = allocation["tilts"][f"{allocation['tilt']:+g}"]
     assert kept["converted"] <= least + trial.MIN_TILT_GAIN * max(kept["converted"] - kept["original"], 0.0)
+
+
+def test_the_kept_allocation_is_shown_with_its_reason():
+    """Reasons are read from a report, which may be a stranger's: brackets are no markup."""
+    score = {"unit": "nats per token", "original": 1.0, "converted": 2.0, "difference_se": None, "tokens": 10}
+    worse = {**score, "converted": 2.5}
+    assert allocation_lines({"kept": "uniform", "why": "recipe"}) == []
+    tried = allocation_lines({"kept": "uniform", "why": "trials", "uniform": score, "spread": worse, "expected": 0.95})
+    assert tried == ["ranks: uniform kept (trials: uniform 2.0000, spread 2.5000 nats per token)"]
+    certain = allocation_lines({"kept": "spread", "why": "[bold]no trial", "expected": 0.25})
+    assert certain == ["ranks: spread kept (\\[bold]no trial; expected: 0.25)"]
+    depth = {"kept": "depth", "why": "trials", "tilt": -0.5, "tilts": {"+0": worse, "-0.5": score}}
+    shown = "ranks: tilt -0.5 over depth kept (trials: +0 2.5000, -0.5 2.0000 nats per token)"
+    assert allocation_lines(depth) == [shown]
