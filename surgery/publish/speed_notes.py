@@ -42,7 +42,10 @@ def speed_notes(
     be slower than the original. context: tokens; None: DEFAULT_CONTEXT."""
     if not any(table["rows"] for table in tables()):
         return []
+    structures = list(structures)
     found = {_linear_note(config, *shape) for config, shape in structures}
+    if any(config.get("order") == "strided" for config, _ in structures):
+        found.add("order: strided copies the outputs of each such linear once, which contiguous does not; that copy is not in these ratios")
     found |= {_attention_note(mixer, context or DEFAULT_CONTEXT) for mixer in mixers}
     device = tables()[0]["device"]
     return [f"note: speed on one {device}, launches counted: {note}" for note in sorted(found - {""})]
@@ -104,7 +107,10 @@ class MeasuredTimes:
         return self._predict(phase, (tokens, in_, out), in_ * out, [(w, ms, s, s[1] * s[2]) for w, ms, s in known])
 
     def structured(self, phase: str, tokens: int, config: dict[str, Any], shape: tuple[int, int]) -> Predicted | None:
-        """Return the time of a structured linear by its fastest implementation; None if its structure or no nearby size was measured."""
+        """Return the time of a structured linear by its fastest implementation; None if its structure or no nearby size was measured.
+
+        The copy that BTT in strided order makes of its outputs is counted at the bandwidth of the table.
+        """
         (out, in_), name = shape, {"monarch": "btt"}.get(config["structure"], config["structure"])
         if name not in LINEAR_OPS or not isinstance(config.get("rank", 1) or 1, int):
             return None
@@ -113,7 +119,11 @@ class MeasuredTimes:
             at |= dict(zip(("rows", "columns"), config["blocks"]))
         rows = self._nearby((name,), phase, at)
         known = [(w, min(_times(row)), _dense_sizes(row["sizes"]), _stored(row["sizes"])) for w, row in rows]
-        return self._predict(phase, (tokens, in_, out), _stored(at), known)
+        found = self._predict(phase, (tokens, in_, out), _stored(at), known)
+        if found is None or config.get("order") != "strided":
+            return found
+        copy = max(2 * self.width * tokens * out / self.bandwidth, self.shortest[PHASES[phase]])
+        return Predicted(found.ms + copy, False)
 
     def _predict(self, phase: str, sizes: tuple[int, int, int], params: int, rows: list[Any]) -> Predicted | None:
         if not rows or not self.rate:
