@@ -177,7 +177,9 @@ class ConversionRecipe(_StrictModel):
             if index is None and base["structure"] == "dense":
                 base["structure"] = self.structure
             if rule.structure not in (None, base["structure"]):
-                base.update(blocks=None, rank=None, order=None)  # these options belong to the structure that was replaced
+                base.update(
+                    blocks=None, rank=None, order=None
+                )  # these options belong to the structure that was replaced
             base.update({k: v for k in base if (v := getattr(rule, k)) is not None})
         if base["keep"] >= 1 and base["rank"] is None:
             base["structure"] = "dense"

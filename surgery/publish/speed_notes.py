@@ -45,7 +45,9 @@ def speed_notes(
     structures = list(structures)
     found = {_linear_note(config, *shape) for config, shape in structures}
     if any(config.get("order") == "strided" for config, _ in structures):
-        found.add("order: strided copies the outputs of each such linear once, which contiguous does not; that copy is not in these ratios")
+        found.add(
+            "order: strided copies the outputs of each such linear once, which contiguous does not; that copy is not in these ratios"
+        )
     found |= {_attention_note(mixer, context or DEFAULT_CONTEXT) for mixer in mixers}
     device = tables()[0]["device"]
     return [f"note: speed on one {device}, launches counted: {note}" for note in sorted(found - {""})]
