@@ -105,20 +105,25 @@ def strided_btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: T
     """
     b, a = left_bcsa.shape[0], left_bcsa.shape[3]
     blockwise = None if bias is None else split_rows(bias[:, None], b, a, "strided").flatten()
-    y = btt_linear(x, right_cdbs, left_bcsa, blockwise, b * a)
-    return y.unflatten(-1, (b, a)).transpose(-1, -2).flatten(-2)[..., :out]
+    y: Tensor = btt_linear(x, right_cdbs, left_bcsa, blockwise, b * a)
+    ordered: Tensor = y.unflatten(-1, (b, a)).transpose(-1, -2).flatten(-2)
+    return ordered[..., :out]
 
 
 def split_rows(rows_OX: Tensor, b: int, a: int, order: Order, fill: float = 0.0) -> Tensor:
     """Return the rows by block (b, a, X), in the order of the config. Positions past O hold `fill`."""
     if len(rows_OX) != b * a:
         rows_OX = F.pad(rows_OX, (0, 0, 0, b * a - len(rows_OX)), value=fill)
-    return rows_OX.unflatten(0, (b, a)) if order == "contiguous" else rows_OX.unflatten(0, (a, b)).transpose(0, 1)
+    blocks_baX: Tensor = rows_OX.unflatten(0, (b, a) if order == "contiguous" else (a, b))
+    return blocks_baX if order == "contiguous" else blocks_baX.transpose(0, 1)
 
 
 def join_rows(rows_bX: Tensor, blocks: int, order: Order) -> Tensor:
     """Return the rows (b a, X), given one block after another, in the order of the matrix."""
-    return rows_bX if order == "contiguous" else rows_bX.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(0, 1)
+    if order == "contiguous":
+        return rows_bX
+    ordered: Tensor = rows_bX.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(0, 1)
+    return ordered
 
 
 def sqrt_blocks(n: int) -> int:
