@@ -52,6 +52,7 @@ class Rule(_StrictModel):
     keep: Share | None = None
     blocks: BlockShape | None = None
     rank: Rank | None = None
+    order: Literal["contiguous", "strided"] | None = None
     fused: Literal["whole", "split"] | None = None
 
     _structure = field_validator("structure")(_check_structure)
@@ -73,6 +74,7 @@ class LinearSettings(BaseModel):
     keep: float
     blocks: BlockShape | None = None
     rank: Rank | None = None
+    order: Literal["contiguous", "strided"] | None = None
     fused: Literal["whole", "split"] = "whole"
 
 
@@ -95,6 +97,7 @@ class ConversionRecipe(_StrictModel):
     keep: Share = 0.5  # or {pattern: share}, see _keep_patterns
     blocks: BlockShape | None = None
     rank: Rank | None = None
+    order: Literal["contiguous", "strided"] | None = None
     speed: SpeedRecipe | None = None  # instead of `keep`
     round_ranks: int = Field(1, ge=1, le=4096, strict=True)  # ranks chosen by the budget are multiples of it
     layers: str = ":"
@@ -185,6 +188,7 @@ class ConversionRecipe(_StrictModel):
             "keep": self.keep,
             "blocks": self.blocks,
             "rank": self.rank,
+            "order": self.order,
             "fused": self.fused,
         }
         for rule in self.rules:
@@ -195,7 +199,7 @@ class ConversionRecipe(_StrictModel):
             if index is None and base["structure"] == "dense":
                 base["structure"] = self.structure
             if rule.structure not in (None, base["structure"]):
-                base.update(blocks=None, rank=None)  # these options belong to the structure that was replaced
+                base.update(blocks=None, rank=None, order=None)  # they belong to the structure that was replaced
             base.update({k: v for k in base if (v := getattr(rule, k)) is not None})
         if base["keep"] >= 1 and base["rank"] is None:
             base["structure"] = "dense"
@@ -263,6 +267,7 @@ EXPECTED_VALUES = {
     "attention.hybrid.keep": "a fraction over 0 and at most 1, for example 0.25",
     "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
     "rank": "a whole number over 0, or full",
+    "order": "contiguous or strided",
     "round_ranks": "a whole number from 1 to 4096, for example 64",
     "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",
     "towers": "auto, all, or names of towers, for example [text, vision]",
