@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,18 @@ def convert_and_measure(
         "kept": report["totals"]["kept"],
         "macs": report["totals"]["macs_after"] / report["totals"]["macs_before"],
         "allocation": report["allocation"]["kept"],
+        "errors": role_errors(report),
         "seconds": seconds,
     }
+
+
+def role_errors(report: dict[str, Any]) -> dict[str, float]:
+    """Return the mean relative output error of each role's matrices."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    for row in report["modules"]:
+        if row["error"] is not None:
+            errors[" ".join(row["roles"])].append(row["error"])
+    return {role: sum(found) / len(found) for role, found in errors.items()}
 
 
 def main() -> None:

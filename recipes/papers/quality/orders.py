@@ -10,27 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from surgery.conversion.convert import convert
 from surgery.core.device import choose_device
 from surgery.eval.suite import EvalOptions
 from surgery.eval.suites import perplexity as ppl
-from surgery.planning.recipe import validate_recipe
-from surgery.recipes.papers.quality.linears import STEPS, STRUCTURES, measure_checkpoint
+from surgery.recipes.papers.quality.linears import STEPS, STRUCTURES, convert_and_measure, measure_checkpoint
 
 ORDERS = ("contiguous", "strided")
-
-
-def role_errors(report: dict[str, Any]) -> dict[str, float]:
-    """Return the mean relative output error of each role's matrices."""
-    errors: dict[str, list[float]] = defaultdict(list)
-    for row in report["modules"]:
-        errors[" ".join(row["roles"])].append(row["error"])
-    return {role: sum(found) / len(found) for role, found in errors.items()}
 
 
 def main() -> None:
@@ -61,11 +49,7 @@ def main() -> None:
                     recipe = {**text, "structure": structure, "keep": keep, **STRUCTURES[structure], **STEPS[step]}
                     recipe |= {"allocate": "uniform", "order": order}
                     found = {"structure": structure, "step": step, "keep": keep, "order": order}
-                    with tempfile.TemporaryDirectory() as folder:
-                        out = Path(folder) / "out"
-                        report = convert(arguments.source, validate_recipe(recipe, "table"), out, device=str(device))
-                        score = ppl.summarize(measure_checkpoint(str(out), options, device), base)
-                    found |= {**score, "kept": report["totals"]["kept"], "errors": role_errors(report)}
+                    found |= convert_and_measure(arguments.source, recipe, options, base, device)
                     rows.append(found)
                     print(format_line(found), flush=True)
                     if arguments.json:
