@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
+from surgery.conversion.preflight import journal_fingerprint
 from surgery.core.errors import SurgeryError
 from surgery.modeling.modules import build_module
 from surgery.planning.measured_times import PHASES, MeasuredTimes, tuning_tables
@@ -174,3 +177,18 @@ def test_the_predicted_time_has_a_copy_of_the_outputs(tokens):
     assert found[0].measured and not found[1].measured
     copied = 2 * 2 * tokens * 48 / times.bandwidth  # read and written in bfloat16
     assert found[1].ms == pytest.approx(found[0].ms + max(copied, times.shortest[PHASES[phase]]))
+
+
+def test_journals_without_an_order_stay_resumable():
+    """A journal has the key only where a recipe or a rule gives it."""
+    source = SimpleNamespace(fingerprint=lambda: "", weights_digest=lambda: "")
+    rules = [{"match": "mlp.*", "rank": 4}, {"match": "attention.*", "order": "strided"}]
+    for keys in ({}, {"order": "strided"}):
+        saved = json.loads(journal_fingerprint(source, make_recipe(rules=rules, **keys), None)["recipe"])
+        assert saved.get("order") == keys.get("order") and ("order" in saved) == bool(keys)
+        assert "order" not in saved["rules"][0] and saved["rules"][0]["rank"] == 4
+        assert saved["rules"][1]["order"] == "strided"
+    assert (
+        json.loads(journal_fingerprint(source, make_recipe(rules=rules[:1]), None)["recipe"])["rules"][0]["rank"] == 4
+    )
+    assert json.loads(journal_fingerprint(source, make_recipe(), None)["recipe"])["rules"] == []
