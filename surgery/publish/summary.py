@@ -79,6 +79,8 @@ def describe_structure(structure: dict[str, Any]) -> str:
         words.append("x".join(str(n) for n in structure["blocks"]))
     if structure.get("rank") is not None and (structure["structure"] != "monarch" or structure["rank"] != 1):
         words.append(f"rank {structure['rank']}")
+    if structure.get("order") == "strided":
+        words.append("strided")
     return " ".join(words)
 
 
