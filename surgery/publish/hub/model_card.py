@@ -9,7 +9,9 @@ from typing import Any
 
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.table import read_mixers
+from surgery.core.project import install_command, project_link
 from surgery.core.tables import format_count
+from surgery.publish.hub.card_metadata import front_matter
 from surgery.publish.hub.files import UploadFile, iter_strings
 from surgery.publish.hub.license import License, is_hub_id, public_name
 from surgery.publish.tables import format_share
@@ -50,7 +52,7 @@ def render_card(
     """
     name = base or report["source"]["name"]
     parts = [
-        _front_matter(source, report, license, name, items),
+        front_matter(source, report, license, name, {*_count_structures(report), *_count_mixers(source)}, items, repo),
         GENERATED_MARK,
         f"# {repo.split('/')[-1]}",
         _introduction(source, report, name),
@@ -68,22 +70,6 @@ def render_card(
 def plain(value: Any) -> str:
     """Return a value as one line of Markdown text, without the characters of code spans, links, tags and table cells."""
     return " ".join(re.sub(r"[`<>|\[\]]", " ", str(value)).split())
-
-
-def _front_matter(
-    source: CheckpointSource, report: dict[str, Any], license: License, name: str, items: list[UploadFile]
-) -> str:
-    import yaml
-
-    data: dict[str, Any] = {**license.metadata(), "library_name": "transformers"}
-    architecture = (source.config.get("architectures") or [""])[0]
-    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        data["pipeline_tag"] = "text-generation"
-    if is_hub_id(name):
-        data["base_model"] = name
-        data["base_model_relation"] = "finetune" if report.get("training") else "quantized"
-    data["tags"] = ["surgery", *sorted({*_count_structures(report), *_count_mixers(source)})]
-    return "---\n" + yaml.safe_dump(data, sort_keys=False, allow_unicode=True).strip() + "\n---"
 
 
 def _count_structures(report: dict[str, Any]) -> Counter[str]:
@@ -110,7 +96,7 @@ def _introduction(source: CheckpointSource, report: dict[str, Any], name: str) -
     )
     how = "converted and healed" if report.get("training") else "converted, without training,"
     return (
-        f"{link}{at}, {how} by [surgery](https://pypi.org/project/transformer-surgery/) {plain(report['surgery'])}: linears or "
+        f"{link}{at}, {how} by {project_link()} {plain(report['surgery'])}: linears or "
         "attention layers are replaced by structured ones. Architecture, tokenizer and usage are those of the original."
     )
 
@@ -143,7 +129,7 @@ def _usage_section(repo: str) -> str:
     return f"""## Use
 
 ```python
-import surgery  # pip install transformer-surgery; registers the structured layers with transformers
+import surgery  # registers the structured layers with transformers; {install_command()}
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{repo}")
