@@ -217,7 +217,7 @@ def convert(
         progress: progress display; None: bars on a terminal.
     """
     from surgery.conversion.convert import convert as run
-    from surgery.publish.speed_notes import report_notes
+    from surgery.publish.speed_notes import notes_for_device, report_notes
     from surgery.publish.tables import inspect_table
 
     name = _checkpoint_name(source, "convert", "surgery.apply(model, recipe), which converts it in place")
@@ -238,7 +238,8 @@ def convert(
         revision=revision,
         progress=progress or RichProgress(),
     )
-    return CommandResult(report, lambda: [*inspect_table(report), *report_notes(report, context)])
+    notes = notes_for_device(report_notes(report, context), report["time"]["device"])
+    return CommandResult(report, lambda: [*inspect_table(report), *notes])
 
 
 def load(
