@@ -47,7 +47,7 @@ def _size(totals: Mapping[str, Any]) -> str:
 
 def _perplexity(report: Mapping[str, Any], rows: list[Any]) -> str:
     for row in rows:
-        if row["suite"] == "ppl" and row["metric"]["kind"] == "ppl" and not row["group"]:
+        if row.get("suite") == "ppl" and row["metric"].get("kind") == "ppl" and not row["group"]:
             ratio = (row.get("ratio") or {}).get("change") or row["values"]["converted"] / row["values"]["base"]
             return f"perplexity {format_ratio(ratio)}"
     run = (report.get("training") or [{}])[-1].get("validation") or {}
@@ -62,7 +62,11 @@ def _perplexity(report: Mapping[str, Any], rows: list[Any]) -> str:
 def _needles(rows: list[Any]) -> list[str]:
     """Return the needles that were found; [] if the original does no better than guessing, which is no evidence."""
     for row in rows:
-        if (row["suite"], row["task"], row["metric"]["name"]) == ("needle", "needle", "accuracy") and not row["group"]:
+        if (row.get("suite", row["task"]), row["task"], row["metric"]["name"]) == (
+            "needle",
+            "needle",
+            "accuracy",
+        ) and not row["group"]:
             found = {
                 role: round(row["values"][role] / row["metric"]["scale"] * row["samples"])
                 for role in ("base", "converted")
@@ -75,7 +79,7 @@ def _needles(rows: list[Any]) -> list[str]:
 
 def _speed(rows: list[Any]) -> list[str]:
     """Return prefill, decoding and cache at the longest measured length, beside the original on the same device."""
-    timed = [row for row in rows if row["suite"] == "speed" and set(row["group"]) == {"length"}]
+    timed = [row for row in rows if row.get("suite") == "speed" and set(row["group"]) == {"length"}]
     if not timed:
         return []
     longest = max(row["group"]["length"] for row in timed)
