@@ -190,3 +190,15 @@ def test_setup_py_takes_the_urls_from_the_constant(monkeypatch):
     monkeypatch.setattr(setuptools, "setup", lambda **options: given.update(options))
     runpy.run_path(str(ROOT / "setup.py"))
     assert given == {"project_urls": project.project_urls()}
+
+
+def test_the_citation_names_the_five_papers():
+    data = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors", "type"} <= set(data) and data["license"] == METADATA["license"]
+    papers = data["references"]
+    assert len(papers) == 5
+    for paper in papers:
+        assert paper["type"] in ("article", "conference-paper") and paper["title"]
+        assert all({"family-names", "given-names"} <= set(author) or "name" in author for author in paper["authors"])
+    if project.REPOSITORY_URL is None:
+        assert "repository-code" not in data and "url" not in data
