@@ -835,11 +835,21 @@ def run(
     unknown = next((name for name in options if name not in EvalOptions.model_fields), None)
     if unknown is not None:
         raise SurgeryError(f"run has no option {unknown!r}{suggestion(unknown, EvalOptions.model_fields)}")
-    texts = [None if value is None else os.fspath(value) for value in (data, calibration, text)]
     chosen = RunOptions(
-        _checkpoint_name(source, "run"), os.fspath(recipe), tuple(_to_overrides(overrides or {})), heal,
-        tuple(_to_overrides(heal_overrides or {})), *texts, tuple(suites), tuple(options.items()), tiny, device, trust_remote_code,
-    )  # fmt: skip
+        _checkpoint_name(source, "run"),
+        os.fspath(recipe),
+        overrides=tuple(_to_overrides(overrides or {})),
+        heal=heal,
+        heal_overrides=tuple(_to_overrides(heal_overrides or {})),
+        data=None if data is None else os.fspath(data),
+        calibration=None if calibration is None else os.fspath(calibration),
+        text=None if text is None else os.fspath(text),
+        suites=tuple(suites),
+        eval_options=tuple(options.items()),
+        tiny=tiny,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
     return run_all(chosen, Path(out), progress or RichProgress())
 
 

@@ -83,9 +83,20 @@ def run(
     given = {"limit": limit, "tokens": tokens, "length": length, "lengths": split_words(lengths)}
     parse_options(**given)
     chosen = RunOptions(
-        source, recipe, tuple(overrides or ()), heal, tuple(heal_overrides or ()), data, calibration, text, parse_suites(suite),
-        tuple(given.items()), tiny, device, trust_remote_code,
-    )  # fmt: skip
+        source,
+        recipe,
+        overrides=tuple(overrides or ()),
+        heal=heal,
+        heal_overrides=tuple(heal_overrides or ()),
+        data=data,
+        calibration=calibration,
+        text=text,
+        suites=parse_suites(suite),
+        eval_options=tuple(given.items()),
+        tiny=tiny,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
     result = run_all(chosen, out, shown, (lambda parts: None) if as_json else show)
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))

@@ -194,7 +194,9 @@ def test_setup_py_takes_the_urls_from_the_constant(monkeypatch):
 
 def test_the_citation_names_the_five_papers():
     data = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert {"cff-version", "message", "title", "authors", "type"} <= set(data) and data["license"] == METADATA["license"]
+    assert {"cff-version", "message", "title", "authors", "type"} <= set(data) and data["license"] == METADATA[
+        "license"
+    ]
     papers = data["references"]
     assert len(papers) == 5
     for paper in papers:
