@@ -10,8 +10,14 @@ REPOSITORY_URL: str | None = None  # e.g. "https://host/owner/name"; None: there
 PACKAGE_IS_PUBLISHED = False  # whether `pip install transformer-surgery` finds a release
 
 
-def install_command() -> str:
-    """Return how a reader of a model card installs surgery: the released package, the repository, or a clone."""
+def install_command(extra: str = "") -> str:
+    """Return how a reader of a model card or message installs surgery: the released package, the repository, or a clone. extra: "vllm", "eval"."""
+    if extra:
+        return (
+            f"pip install '{PACKAGE_NAME}[{extra}]'"
+            if PACKAGE_IS_PUBLISHED
+            else f"pip install '.[{extra}]' in a clone of surgery"
+        )
     if PACKAGE_IS_PUBLISHED:
         return f"pip install {PACKAGE_NAME}"
     if REPOSITORY_URL is not None:

@@ -204,3 +204,13 @@ def test_the_citation_names_the_five_papers():
         assert all({"family-names", "given-names"} <= set(author) or "name" in author for author in paper["authors"])
     if project.REPOSITORY_URL is None:
         assert "repository-code" not in data and "url" not in data
+
+
+def test_no_message_names_a_package_that_is_not_published():
+    """Somebody else could publish under that name. The shim of checkpoints is a fixed text."""
+    shim, own = ROOT / "surgery/modeling/auto_classes.py", ROOT / "surgery/core/project.py"
+    files = [p for room in ("surgery", "eval", "kernels", "recipes") for p in (ROOT / room).rglob("*.py")]
+    named = [p for p in files if f"pip install '{project.PACKAGE_NAME}" in p.read_text(encoding="utf-8")]
+    named += [p for p in files if f"pip install {project.PACKAGE_NAME}" in p.read_text(encoding="utf-8")]
+    assert set(named) <= {shim, own}
+    assert "in a clone" in project.install_command("eval") or project.PACKAGE_IS_PUBLISHED
