@@ -20,6 +20,7 @@ def front_matter(
     report: dict[str, Any],
     license: License,
     name: str,
+    *,
     tags: Iterable[str],
     items: list[UploadFile],
     repo: str,

@@ -53,7 +53,15 @@ def render_card(
     """
     name = base or report["source"]["name"]
     parts = [
-        front_matter(source, report, license, name, {*_count_structures(report), *_count_mixers(source)}, items, repo),
+        front_matter(
+            source,
+            report,
+            license,
+            name,
+            tags={*_count_structures(report), *_count_mixers(source)},
+            items=items,
+            repo=repo,
+        ),
         GENERATED_MARK,
         f"# {repo.split('/')[-1]}",
         _introduction(source, report, name),
