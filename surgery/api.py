@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from surgery.checkpoint.outline import ModelDescription
+    from surgery.workflow import RunResult
 
 PathLike = str | os.PathLike[str]
 CONSOLE_WIDTH = 140
@@ -217,7 +218,7 @@ def convert(
         progress: progress display; None: bars on a terminal.
     """
     from surgery.conversion.convert import convert as run
-    from surgery.publish.speed_notes import report_notes
+    from surgery.publish.speed_notes import notes_for_device, report_notes
     from surgery.publish.tables import inspect_table
 
     name = _checkpoint_name(source, "convert", "surgery.apply(model, recipe), which converts it in place")
@@ -238,7 +239,8 @@ def convert(
         revision=revision,
         progress=progress or RichProgress(),
     )
-    return CommandResult(report, lambda: [*inspect_table(report), *report_notes(report, context)])
+    notes = notes_for_device(report_notes(report, context), report["time"]["device"])
+    return CommandResult(report, lambda: [*inspect_table(report), *notes])
 
 
 def load(
@@ -835,6 +837,63 @@ def push(
     if not dry_run:
         result |= run(upload, private, revision, message, progress or RichProgress())
     return CommandResult(result, lambda: upload_table(result))
+
+
+def run(
+    source: PathLike,
+    recipe: str,
+    out: PathLike,
+    *,
+    heal: str | None = None,
+    data: PathLike | None = None,
+    calibration: PathLike | None = None,
+    text: PathLike | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    heal_overrides: Mapping[str, Any] | None = None,
+    tiny: bool = False,
+    suites: Sequence[str] = ("ppl", "needle", "speed"),
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> RunResult:
+    """Plan, convert, heal, evaluate and report in the folder `out`. The same call continues an interrupted run.
+
+    Args:
+        source: checkpoint to convert, a local folder or a Hub id.
+        recipe: name of a shipped conversion recipe or path of a YAML file; overrides: its keys, as in `plan`.
+        out: folder of the run: converted/, healed/, eval/, report.html.
+        heal: name or path of a healing recipe; None: no healing. heal_overrides: its keys. tiny: as in `finetune`.
+        data: text to train on, and to calibrate on without `calibration`; a file, a folder or a Hub id.
+        calibration: text to calibrate on, as in `convert`.
+        text: text to measure on; None: the last tenth of `data` or `calibration`, if that is a .txt file, of which the rest is trained on.
+        suites: suites of `evaluate`; options: its options, e.g. tokens=4096, length=512.
+        device, trust_remote_code, progress: as in `convert`.
+    """
+    from surgery.core.errors import suggestion
+    from surgery.eval.suite import EvalOptions
+    from surgery.workflow import RunOptions
+    from surgery.workflow import run as run_all
+
+    unknown = next((name for name in options if name not in EvalOptions.model_fields), None)
+    if unknown is not None:
+        raise SurgeryError(f"run has no option {unknown!r}{suggestion(unknown, EvalOptions.model_fields)}")
+    chosen = RunOptions(
+        _checkpoint_name(source, "run"),
+        os.fspath(recipe),
+        overrides=tuple(_to_overrides(overrides or {})),
+        heal=heal,
+        heal_overrides=tuple(_to_overrides(heal_overrides or {})),
+        data=None if data is None else os.fspath(data),
+        calibration=None if calibration is None else os.fspath(calibration),
+        text=None if text is None else os.fspath(text),
+        suites=tuple(suites),
+        eval_options=tuple(options.items()),
+        tiny=tiny,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    return run_all(chosen, Path(out), progress or RichProgress())
 
 
 SAVE_FIRST = "model.save_pretrained(folder), and give the folder"

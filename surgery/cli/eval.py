@@ -182,10 +182,10 @@ def evaluate(
         return
     if not converted and verify is None:
         raise SurgeryError("MODEL is missing. Name the checkpoint to evaluate: surgery eval MODEL --text FILE")
-    chosen = [name for raw in suite or ["ppl"] for name in _split_words(raw)]
+    chosen = [name for raw in suite or ["ppl"] for name in split_words(raw)]
     eval_options = parse_options(
-        text=text, limit=limit, tokens=tokens, length=length, lengths=_split_words(lengths), depths=_split_words(depths),
-        tasks=_split_words(tasks), batch_size=batch_size, seed=seed, data_root=data_root, num_fewshot=num_fewshot,
+        text=text, limit=limit, tokens=tokens, length=length, lengths=split_words(lengths), depths=split_words(depths),
+        tasks=split_words(tasks), batch_size=batch_size, seed=seed, data_root=data_root, num_fewshot=num_fewshot,
         gen_kwargs=_parse_pairs(gen_kwargs), metadata=_parse_json("--metadata", metadata), include_path=include_path,
         apply_chat_template=apply_chat_template, samples=_parse_json("--samples", samples), use_cache=use_cache,
         prompts=prompts, fill=fill, pairs=parse_pair_numbers(pairs),
@@ -300,7 +300,8 @@ def parse_options(**raw: Any) -> Any:
         raise SurgeryError(f"{name} {first.get('input')!r}: {first['msg'].lower()}") from None
 
 
-def _split_words(raw: str | None) -> tuple[str, ...]:
+def split_words(raw: str | None) -> tuple[str, ...]:
+    """Return the words of a list separated by commas."""
     return tuple(word.strip() for word in (raw or "").split(",") if word.strip())
 
 
@@ -326,7 +327,7 @@ def _parse_pairs(raw: str | None) -> dict[str, Any]:
     from surgery.core.config import read_yaml
 
     found: dict[str, Any] = {}
-    for word in _split_words(raw):
+    for word in split_words(raw):
         name, equals, value = word.partition("=")
         if not equals:
             raise SurgeryError(

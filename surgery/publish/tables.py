@@ -317,6 +317,15 @@ def demo_table(result: dict[str, Any]) -> list[Any]:
     return [table]
 
 
+def demo_ending(result: dict[str, Any]) -> list[Any]:
+    """Return the last lines of `surgery demo`: each prompt with the continuations of both models, and the verdict."""
+    lines: list[Any] = []
+    for entry in result["generations"]:
+        lines += ["", f"[bold]prompt:[/]    {escape(' '.join(entry['prompt'].split()))}"]
+        lines += [f"{f'{role}:':<10} {escape(' '.join(entry[role].split()))}" for role in ("original", "converted")]
+    return [*lines, "", f"[bold]{escape(result['verdict'])}[/]"]
+
+
 def upload_table(upload: dict[str, Any]) -> list[Any]:
     """Return the table of files of an upload to the Hub (see `Upload.to_dict`)."""
     table = new_table(f"to {upload['repo']}", "file", "bytes")
