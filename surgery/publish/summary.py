@@ -340,6 +340,7 @@ def describe_mixer(config: Any) -> str:
     extras = [f"{name} {getattr(config, name)}" for name in ("window", "sinks", "convolution") if getattr(config, name)]
     extras += [f"near {config.near}"] if config.near != "sliding" else []
     extras += [f"block {config.mask.block}"] if getattr(config.mask, "block", 1) > 1 else []
+    extras += ["strong admissibility"] if getattr(config.mask, "admissibility", "weak") == "strong" else []
     extras += [f"rope {config.rope}"] if config.rope != "keep" else []
     extras += ["states per head"] if config.states == "per_head" else []
     return ", ".join(

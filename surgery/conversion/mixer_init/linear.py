@@ -267,11 +267,13 @@ def visible_terms(mixer: LinearMixer, tokens: int) -> list[int]:
     ):  # states after blocks of 2^w tokens have buckets w .. only, which are levels w + 1 ..
         far = buffer.far_tokens(tokens - 1)
         lowest, highest = config.window.bit_length(), far.bit_length()
+        if isinstance(mask, HierarchicalMask) and mask.config.strong:
+            lowest = 1  # all buckets hold tokens
     if far < 1:
         return []
     if not isinstance(mask, HierarchicalMask):
         return list(range(mask.config.components if isinstance(mask, ToeplitzBlocksMask) else 1))
-    bits, last = mask.config.block_bits, mask.config.levels - 1
+    bits, last = mask.config.block_bits, mask.config.lambdas - 1
     return sorted({min(max(0, level - bits), last) for level in range(lowest, highest + 1)})
 
 

@@ -8,13 +8,16 @@ log-linear Gated DeltaNet.
 The state after n tokens is one sum per set bit of n: `buckets` (B, L, G, F, V) with L = bit_length of the longest row.
 Bucket l holds the tokens whose position differs from n in bit l but in no higher bit; other buckets are zeros. A token
 reads all buckets. Then the token and all buckets below the lowest zero bit of n are merged into the bucket of that bit.
+
+With strong admissibility (appendix B.4; strong_levels.py) the levels of the tokens differ, and buckets pass differently from token to
+token. The number of buckets is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +33,7 @@ from surgery.mixers.masks.gates import Gates
 from surgery.mixers.masks.log_linear_chunked import FenwickTree, bit_length
 from surgery.mixers.masks.ones import Ones
 from surgery.mixers.masks.semiseparable import Semiseparable, write_token
+from surgery.mixers.masks.strong_levels import move_buckets, strong_chunks, strong_level
 from surgery.mixers.projections import Float32Linear
 
 
@@ -37,18 +41,26 @@ from surgery.mixers.projections import Float32Linear
 class Hierarchical:
     """Config of the log-linear mask.
 
-    levels: number of lambdas per query. Higher levels share the last one, so length is unlimited.
+    levels: number of lambdas per query. Higher levels share the last one, so length is unlimited. "strong" is short for
+    20 levels and `admissibility: strong`.
     block: tokens per leaf of the tree, a power of two. The levels within a block share the first lambda and one sum, so the
     state holds 1 + log2(T / block) sums instead of log2(T).
     gates: Gates, Decay or Ones (no gates), their names ("decay") or mappings, as in recipes.
+    admissibility: which tokens share a level.
+        weak    the first level at which query and token lie in the same block of 2^l tokens
+        strong  the first at which they lie in the same block or in neighboring ones (strong_levels.py); block must be 1
     """
 
     name: ClassVar[str] = "hierarchical"
-    levels: int = 20
+    levels: int | Literal["strong"] = 20
     gates: Any = "gates"
     block: int = 1
+    admissibility: Literal["weak", "strong"] = "weak"
 
     def __post_init__(self) -> None:
+        if self.levels == "strong":
+            object.__setattr__(self, "levels", type(self).levels)
+            object.__setattr__(self, "admissibility", "strong")
         gates = self.gates
         if isinstance(gates, str):
             gates = {"name": gates}
@@ -57,6 +69,10 @@ class Hierarchical:
             gates = from_options(MASKS.config_type(str(options.pop("name", ""))), options)
         if not isinstance(gates, (Gates, Decay, Ones)):
             raise SurgeryError(f"hierarchical: gates must be gates, decay or ones (got {gates}); use ones for no gates")
+        if not isinstance(self.levels, int):
+            raise SurgeryError(f"hierarchical: levels must be a number or strong (got {self.levels!r}); for example 20")
+        if self.admissibility not in ("weak", "strong"):
+            raise SurgeryError(f"hierarchical: admissibility must be weak or strong (got {self.admissibility!r})")
         if self.levels < 2:
             raise SurgeryError(
                 f"hierarchical: levels must be 2 or more (got {self.levels}), as level 0 is the query's own token; "
@@ -64,7 +80,22 @@ class Hierarchical:
             )
         if self.block < 1 or self.block & (self.block - 1):
             raise SurgeryError(f"hierarchical: block must be a power of two (got {self.block}); for example 64")
+        if self.block > 1 and self.admissibility == "strong":
+            raise SurgeryError(
+                f"hierarchical: block must be 1 with strong admissibility (got {self.block}), because a sum of the levels within a "
+                "block would have to be split later; use block: 1, or levels: 20 for weak admissibility"
+            )
         object.__setattr__(self, "gates", gates)
+
+    @property
+    def strong(self) -> bool:
+        """Whether levels follow strong admissibility."""
+        return self.admissibility == "strong"
+
+    @property
+    def lambdas(self) -> int:
+        """The number of lambdas per query, `levels` as a number."""
+        return int(self.levels)
 
     @property
     def block_bits(self) -> int:
@@ -87,7 +118,7 @@ class HierarchicalMask(Mask):
         assert isinstance(gates, Semiseparable)  # Hierarchical accepts no other masks
         self.gates = gates
         self.written_signals = gates.written_signals
-        self.level = Float32Linear(shape.dim, shape.heads * config.levels)
+        self.level = Float32Linear(shape.dim, shape.heads * config.lambdas)
         with torch.no_grad():
             self.level.weight.zero_()
             self.level.bias.copy_(inverse_softplus(torch.ones(())))
@@ -100,7 +131,7 @@ class HierarchicalMask(Mask):
 
     def signals(self, x_BTD: Tensor) -> Signals:
         """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
-        heads = (self.shape.groups, -1, self.config.levels)
+        heads = (self.shape.groups, -1, self.config.lambdas)
         level_BTGJL = F.softplus(self.level(x_BTD)).unflatten(-1, heads)
         return {"level": level_BTGJL, **self.gates("signals", x_BTD)}
 
@@ -112,18 +143,30 @@ class HierarchicalMask(Mask):
     def dense(self, start_B: Tensor, length: int, signals: Signals) -> Tensor:
         """Return M_BGJTT of tokens at start .. start + length."""
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
-        # Higher levels share the last lambda, so bit_length may stop there.
-        bits = self.config.block_bits
-        level_BTT = bit_length(at_BT.unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1 + bits)
-        level_BTT = (level_BTT - bits).clamp_min(0)
+        level_BTT = self._lambda_numbers(at_BT.unsqueeze(2), at_BT.unsqueeze(1))
         level_BGJTL = signals["level"].movedim(1, 3)
         shape = (*level_BGJTL.shape[:-1], length)
         lambda_BGJTT = level_BGJTL.gather(-1, level_BTT[:, None, None].expand(shape))
         gates_BGJTT: Tensor = self.gates("dense", start_B, length, signals)
         return lambda_BGJTT * gates_BGJTT
 
+    @property
+    def is_standard(self) -> bool:
+        """Whether the fused kernels of a decoding step, which compute levels and lambdas themselves, know the mask's options."""
+        return not self.config.strong
+
+    def _lambda_numbers(self, t: Tensor, s: Tensor) -> Tensor:
+        """Return the number of the lambda with which position t reads position s <= t, at most levels - 1."""
+        if self.config.strong:
+            return strong_level(t, s).clamp_max(self.config.lambdas - 1)
+        # Higher levels share the last lambda, so bit_length may stop there.
+        bits = self.config.block_bits
+        return (bit_length(t ^ s, self.config.lambdas - 1 + bits) - bits).clamp_min(0)
+
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
+        if self.config.strong:
+            return self._chunked_strong(rows, state, chunk)
         gates_BRGT = self.gates("log_gates", rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
         bits = self.config.block_bits
         operands = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV, rows.beta_BGT, gates_BRGT.squeeze(1), self._all_levels(rows)
@@ -138,6 +181,16 @@ class HierarchicalMask(Mask):
         )
         return out, None if after is None else {"buckets": merge_low_buckets(after, bits)}
 
+    def _chunked_strong(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
+        rows = upcast_inputs(rows)
+        gates_BRGT = self.gates("log_gates", rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
+        before = None if state is None else state["buckets"].to(rows.v_BGTV.dtype)
+        levels = max_levels_after(rows, before)
+        levels = levels_after(before, rows.start_B, rows.count_B) if levels is None else levels
+        gates_BGT = gates_BRGT.squeeze(1).to(rows.v_BGTV.dtype)
+        out, after = strong_chunks(rows, gates_BGT, before, chunk, levels)
+        return out, None if after is None else {"buckets": after}
+
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         """Return (out_BGJTV, state) for one token of each row."""
         gate_BG = self.gates("log_gates", rows.start_B, rows.count_B, 1, rows.signals)[:, 0, :, 0]
@@ -146,7 +199,8 @@ class HierarchicalMask(Mask):
         bits = self.config.block_bits
         before = expand_buckets(state["buckets"], rows.start_B, bits)
         operands = *token, beta_BG, gate_BG, self._all_levels(rows).squeeze(1)
-        out_BGJV, after = log_linear_step(
+        step = strong_log_linear_step if self.config.strong else log_linear_step
+        out_BGJV, after = step(
             *operands,
             start_B=rows.start_B,
             count_B=rows.count_B,
@@ -161,12 +215,8 @@ class HierarchicalMask(Mask):
         Levels are those of a query at the first token of the block: there, buckets are merged as in the state.
         """
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
-        bits = self.config.block_bits
-        level_BTT = bit_length(
-            (at_BT // block * block).unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1 + bits
-        )
         level_BGJTL = signals["level"].movedim(1, 3)
-        index_BTT = (level_BTT - bits).clamp_min(0)[:, None, None]
+        index_BTT = self._lambda_numbers((at_BT // block * block).unsqueeze(2), at_BT.unsqueeze(1))[:, None, None]
         lambda_BGJTT = level_BGJTL.gather(-1, index_BTT.expand(*level_BGJTL.shape[:-1], length))
         gates_BGJTT: Tensor = self.gates("dense_by_block", start_B, length, signals, block)
         return lambda_BGJTT * gates_BGJTT
@@ -174,6 +224,8 @@ class HierarchicalMask(Mask):
     def by_block(self, rows: MaskInputs, state: MaskState | None, block: int) -> tuple[Tensor, MaskState | None]:
         """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at the start
         of their block. block: a power of two, so that blocks are the chunks of the tree."""
+        if self.config.strong:
+            return super().by_block(rows, state, block)
         rows = upcast_inputs(rows)
         gates_BRGT = self.gates("log_gates", rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
         bits = self.config.block_bits
@@ -198,7 +250,7 @@ class HierarchicalMask(Mask):
         buckets_BNGFV, lambda_BTGJL = state["buckets"].to(q_BGJTF.dtype), signals["level"].to(q_BGJTF.dtype)
         first = 0 if self.config.block_bits else 1  # level of the first sum
         level_N = first + torch.arange(buckets_BNGFV.shape[1], device=q_BGJTF.device)
-        weight_BGJTN = lambda_BTGJL[..., level_N.clamp_max(self.config.levels - 1)].movedim(1, 3)
+        weight_BGJTN = lambda_BTGJL[..., level_N.clamp_max(self.config.lambdas - 1)].movedim(1, 3)
         seen_BNGJTV = q_BGJTF.unsqueeze(1) @ buckets_BNGFV.unsqueeze(3)
         return torch.einsum("bgjtn,bngjtv->bgjtv", weight_BGJTN, seen_BNGJTV)
 
@@ -284,6 +336,47 @@ def log_linear_step(
 
     Arguments as in `log_linear`.
     """
+    out_BGJV, token_BGFV, buckets_BLGFV = read_with_token(
+        q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, buckets_BLGFV
+    )
+    size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
+    return out_BGJV, merge_buckets(buckets_BLGFV, token_BGFV, start_B, count_B, size)
+
+
+def strong_log_linear_step(
+    q_BGJF: Tensor,
+    k_BGF: Tensor,
+    v_BGV: Tensor,
+    beta_BG: Tensor | None,
+    gate_BG: Tensor,
+    level_BGJL: Tensor,
+    *,
+    start_B: Tensor,
+    count_B: Tensor,
+    buckets_BLGFV: Tensor,
+    levels: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`log_linear_step` with strong admissibility. No kernel replaces it."""
+    out_BGJV, token_BGFV, buckets_BLGFV = read_with_token(
+        q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, buckets_BLGFV
+    )
+    size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
+    return out_BGJV, move_buckets(buckets_BLGFV, token_BGFV, start_B, count_B, size)
+
+
+def read_with_token(
+    q_BGJF: Tensor,
+    k_BGF: Tensor,
+    v_BGV: Tensor,
+    beta_BG: Tensor | None,
+    gate_BG: Tensor,
+    level_BGJL: Tensor,
+    buckets_BLGFV: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (out_BGJV, the token's k v^T (B, G, F, V), the buckets after its gate and transition) in float32 or float64.
+
+    The query reads its own token at level 0 and bucket l - 1 at level l.
+    """
     wide = torch.promote_types(v_BGV.dtype, torch.float32)
     q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL, buckets_BLGFV = (
         x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL, buckets_BLGFV)
@@ -295,8 +388,7 @@ def log_linear_step(
     which_L = torch.arange(every_BLGFV.shape[1], device=level_BGJL.device).clamp_max(level_BGJL.shape[-1] - 1)
     seen_BLGJV = q_BGJF.unsqueeze(1) @ every_BLGFV
     out_BGJV = (level_BGJL[..., which_L].movedim(-1, 1).unsqueeze(-1) * seen_BLGJV).sum(1)
-    size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
-    return out_BGJV, merge_buckets(buckets_BLGFV, token_BGFV, start_B, count_B, size)
+    return out_BGJV, token_BGFV, buckets_BLGFV
 
 
 def max_levels_after(rows: MaskInputs, buckets_BLGFV: Tensor | None) -> int | None:
