@@ -31,7 +31,15 @@ SMALL = {  # options at which 20 tokens are many
     "lara": {"features": 7},
     "rfa": {"features": 9},
 }
-MASK_OPTIONS = ("block", "admissibility")  # options of masks that a config of the tests gives beside the mixer's
+MASK_OPTIONS = (
+    "block",
+    "admissibility",
+    "form",
+    "matrix",
+    "rank",
+    "levels",
+    "gates",
+)  # options of masks that a config of the tests gives beside the mixer's
 MASK_NAMES, FEATURE_NAMES = MASKS.names(), FEATURES.names()
 HYBRIDS = [
     {"window": 5},
@@ -121,7 +129,9 @@ def config_name(config: LinearAttention) -> str:
     extras += [
         f"{part}{n}" for part in ("block",) if config.mask.name == "hierarchical" and (n := config.mask.block) > 1
     ]
-    extras += ["strong"] * (getattr(config.mask, "admissibility", "weak") == "strong")
+    if config.mask.name == "hierarchical":
+        extras += ["strong"] * config.mask.strong + [config.mask.form] * (config.mask.form != "softplus")
+        extras += [config.mask.matrix] * (config.mask.matrix != "scalar")
     return "-".join([config.mask.name, config.features.name, config.scores, *extras])
 
 

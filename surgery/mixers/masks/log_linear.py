@@ -15,21 +15,34 @@ token. The number of buckets is the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape, from_options
 from surgery.mixers.masks.base import MASKS, Mask, MaskInputs, MaskState, Signals
-from surgery.mixers.masks.chunking import ChunkLayout, inverse_softplus, upcast_inputs
+from surgery.mixers.masks.chunking import ChunkLayout, upcast_inputs
 from surgery.mixers.masks.decay import Decay
 from surgery.mixers.masks.gates import Gates
+from surgery.mixers.masks.level_weights import (
+    FORMS,
+    LARGEST_BOUNDED,
+    MATRICES,
+    Form,
+    LevelMatrices,
+    Matrix,
+    compute_lambdas,
+    initial_scale,
+    invert_lambdas,
+    one_level_each,
+)
 from surgery.mixers.masks.log_linear_chunked import FenwickTree, bit_length
 from surgery.mixers.masks.ones import Ones
 from surgery.mixers.masks.semiseparable import Semiseparable, write_token
@@ -49,6 +62,9 @@ class Hierarchical:
     admissibility: which tokens share a level.
         weak    the first level at which query and token lie in the same block of 2^l tokens
         strong  the first at which they lie in the same block or in neighboring ones (strong_levels.py); block must be 1
+    form: of lambda as a function of the hidden states: softplus, linear, positive or bounded (level_weights.py).
+    matrix: scalar lambdas, or matrices Lambda of query features: diagonal, static or low_rank (level_weights.py), of rank `rank` if
+    diagonal or low_rank.
     """
 
     name: ClassVar[str] = "hierarchical"
@@ -56,6 +72,9 @@ class Hierarchical:
     gates: Any = "gates"
     block: int = 1
     admissibility: Literal["weak", "strong"] = "weak"
+    form: Form = "softplus"
+    matrix: Matrix = "scalar"
+    rank: int = 4
 
     def __post_init__(self) -> None:
         if self.levels == "strong":
@@ -71,8 +90,14 @@ class Hierarchical:
             raise SurgeryError(f"hierarchical: gates must be gates, decay or ones (got {gates}); use ones for no gates")
         if not isinstance(self.levels, int):
             raise SurgeryError(f"hierarchical: levels must be a number or strong (got {self.levels!r}); for example 20")
-        if self.admissibility not in ("weak", "strong"):
-            raise SurgeryError(f"hierarchical: admissibility must be weak or strong (got {self.admissibility!r})")
+        choices = {"admissibility": ("weak", "strong"), "form": FORMS, "matrix": MATRICES}
+        for option, valid in choices.items():
+            if getattr(self, option) not in valid:
+                raise SurgeryError(
+                    f"hierarchical: {option} must be one of {', '.join(valid)} (got {getattr(self, option)!r})"
+                )
+        if self.rank < 1:
+            raise SurgeryError(f"hierarchical: rank must be 1 or more (got {self.rank}); for example 4")
         if self.levels < 2:
             raise SurgeryError(
                 f"hierarchical: levels must be 2 or more (got {self.levels}), as level 0 is the query's own token; "
@@ -103,11 +128,21 @@ class Hierarchical:
         return self.block.bit_length() - 1
 
 
+# Biases of lambda = 0 and lambda = 1, with c at its initial value: softplus maps -30 to 1e-13.
+ONE_LEVEL_BIASES: dict[str, tuple[float, float]] = {
+    "softplus": (-30.0, math.log(math.e - 1)),
+    "linear": (0.0, 1.0),
+    "positive": (-30.0, math.log(math.e - 1)),
+    "bounded": (30.0, -30.0),
+}
+
+
 @MASKS.register(Hierarchical)
 class HierarchicalMask(Mask):
-    """Log-linear mask. Signal `level` (B, T, G, J, levels): lambda = softplus(W x + b) per query head.
+    """Log-linear mask. Signal `level` (B, T, G, J, levels): lambda per query head, by default softplus(W x + b).
 
-    Initially W = 0 and lambda = 1, so that the mask equals its gates.
+    Initially W = 0 and lambda = 1, so that the mask equals its gates; 0.99 in the form `bounded`.
+    scale_HL: c of the forms of lambda, None for `softplus`. matrices: of matrix-valued Lambda, None for scalars.
     """
 
     config: Hierarchical
@@ -121,7 +156,11 @@ class HierarchicalMask(Mask):
         self.level = Float32Linear(shape.dim, shape.heads * config.lambdas)
         with torch.no_grad():
             self.level.weight.zero_()
-            self.level.bias.copy_(inverse_softplus(torch.ones(())))
+            self.level.bias.copy_(invert_lambdas(config.form, torch.ones(())))
+        scale_HL = torch.full((shape.heads, config.lambdas), initial_scale(config.form))
+        self.scale_HL = None if config.form == "softplus" else nn.Parameter(scale_HL)
+        kind = config.matrix
+        self.matrices = None if kind == "scalar" else LevelMatrices(kind, config.rank, shape, config.lambdas)
 
     @classmethod
     def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
@@ -132,8 +171,57 @@ class HierarchicalMask(Mask):
     def signals(self, x_BTD: Tensor) -> Signals:
         """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
         heads = (self.shape.groups, -1, self.config.lambdas)
-        level_BTGJL = F.softplus(self.level(x_BTD)).unflatten(-1, heads)
-        return {"level": level_BTGJL, **self.gates("signals", x_BTD)}
+        scale = None if self.scale_HL is None else self.scale_HL.flatten()
+        level_BTGJL = compute_lambdas(self.config.form, self.level(x_BTD), scale).unflatten(-1, heads)
+        more = {} if self.matrices is None else self.matrices("signals", x_BTD)
+        return {"level": level_BTGJL, **more, **self.gates("signals", x_BTD)}
+
+    def expand_queries(self, q_BGJTF: Tensor, signals: Signals) -> tuple[Tensor, Signals]:
+        """Return (queries, signals) with a query for each level, if Lambda is matrix-valued."""
+        if self.matrices is None:
+            return q_BGJTF, signals
+        q_BGJTF = self.matrices("queries", q_BGJTF, signals)
+        others = {name: t for name, t in signals.items() if name != "diagonal"}
+        return q_BGJTF, {**others, "level": one_level_each(signals["level"])}
+
+    def sum_queries(self, out_BGJTV: Tensor) -> Tensor:
+        """Return the outputs summed over the queries of all levels, if Lambda is matrix-valued."""
+        if self.matrices is None:
+            return out_BGJTV
+        summed_BGJTV: Tensor = out_BGJTV.unflatten(2, (-1, self.config.lambdas)).sum(3)
+        return summed_BGJTV
+
+    @classmethod
+    def query_macs(cls, config: Any, shape: AttentionShape, features: int) -> int:
+        """Return multiply-accumulates of the matrices Lambda per token and query head."""
+        return LevelMatrices.macs(config.matrix, config.rank, features, config.lambdas)
+
+    @torch.no_grad()
+    def set_constant_lambdas(self, lambda_HN: Tensor, levels: list[int]) -> Tensor:
+        """Set the lambdas of these levels in place, by the bias; levels below and above get the first and the last of them.
+
+        lambda_HN: >= 0, for each query head. Returns a factor (H,) that the mixer applies to the linear branch: 1, or in the form
+        `bounded` what takes the largest lambda to 0.99.
+        """
+        lambda_HN, factor_H = (
+            lambda_HN.double(),
+            torch.ones(len(lambda_HN), dtype=torch.float64, device=lambda_HN.device),
+        )
+        if self.config.form == "bounded":
+            factor_H = (lambda_HN.amax(-1) / LARGEST_BOUNDED).clamp_min(1e-6)
+            lambda_HN = lambda_HN / factor_H.unsqueeze(-1)
+        raw_HN, bias_HL = invert_lambdas(self.config.form, lambda_HN).float(), self.level.bias.view(len(lambda_HN), -1)
+        bias_HL.copy_(raw_HN[:, -1:].expand_as(bias_HL))
+        bias_HL[:, : levels[0]] = raw_HN[:, :1]
+        bias_HL[:, levels] = raw_HN
+        return factor_H.float()
+
+    @torch.no_grad()
+    def keep_one_level(self, level: int) -> None:
+        """Set lambda in place to 1 at this level and to 0 at the others, up to 1e-12."""
+        zero, one = ONE_LEVEL_BIASES[self.config.form]
+        self.level.bias.fill_(zero)
+        self.level.bias.view(-1, self.config.lambdas)[:, level] = one
 
     def empty_state(self, rows: int, features: int, values: int, device: torch.device | str) -> MaskState:
         """Return the state of `rows` sequences before their first token."""
@@ -153,7 +241,7 @@ class HierarchicalMask(Mask):
     @property
     def is_standard(self) -> bool:
         """Whether the fused kernels of a decoding step, which compute levels and lambdas themselves, know the mask's options."""
-        return not self.config.strong
+        return not self.config.strong and self.config.form == "softplus" and self.config.matrix == "scalar"
 
     def _lambda_numbers(self, t: Tensor, s: Tensor) -> Tensor:
         """Return the number of the lambda with which position t reads position s <= t, at most levels - 1."""
