@@ -38,6 +38,7 @@ def nystrom_attention(
     v_BHSV: Tensor,
     landmarks: int,
     scaling: float,
+    *,
     steps: int = STEPS,
     causal: bool = False,
 ) -> Tensor:

@@ -425,7 +425,7 @@ def log_linear_step(
     Arguments as in `log_linear`.
     """
     out_BGJV, token_BGFV, buckets_BLGFV = read_with_token(
-        q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, buckets_BLGFV
+        q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, buckets_BLGFV=buckets_BLGFV
     )
     size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
     return out_BGJV, merge_buckets(buckets_BLGFV, token_BGFV, start_B, count_B, size)
@@ -446,7 +446,7 @@ def strong_log_linear_step(
 ) -> tuple[Tensor, Tensor]:
     """`log_linear_step` with strong admissibility. No kernel replaces it."""
     out_BGJV, token_BGFV, buckets_BLGFV = read_with_token(
-        q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, buckets_BLGFV
+        q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, buckets_BLGFV=buckets_BLGFV
     )
     size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
     return out_BGJV, move_buckets(buckets_BLGFV, token_BGFV, start_B, count_B, size)
@@ -459,6 +459,7 @@ def read_with_token(
     beta_BG: Tensor | None,
     gate_BG: Tensor,
     level_BGJL: Tensor,
+    *,
     buckets_BLGFV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out_BGJV, the token's k v^T (B, G, F, V), the buckets after its gate and transition) in float32 or float64.
