@@ -29,6 +29,7 @@ MEASURED_LANES = {
 }  # batch size times heads of the measurements
 NOTE_ON_SPEED = "note: speed on one"
 DEFAULT_CONTEXT = 4096  # for models whose config has no context length
+UNMEASURED = ("near chunks", "strong admissibility", " lambda", " Lambda")  # words of `describe_mixer`
 PASS_LABELS: dict[Pass, str] = {"forward": "prefill", "backward": "training", "step": "decoding"}
 
 
@@ -200,7 +201,7 @@ def _attention_note(mixer: str, context: int) -> str:
     words = mixer.replace(",", "").split()
     op = words[0] if words[0] != "linear:" else words[1] + (" delta" if "delta rule" in mixer else "")
     levels = {"levels": words[1].count("|") + 1} if op == "mlr" else {}
-    if "near chunks" in mixer:  # runs without the kernels that were measured
+    if any(words in mixer for words in UNMEASURED):  # runs without the kernels that were measured
         return ""
     here = {pass_: _ratio_to_softmax(op, pass_, context, levels) for pass_ in PASS_LABELS}
     if not any(r is not None and r < 1 for r in here.values()):
