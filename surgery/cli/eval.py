@@ -307,7 +307,7 @@ def split_words(raw: str | None) -> tuple[str, ...]:
 
 def parse_pair_numbers(raw: str | None) -> Any:
     """Return the name of a paper's settings, or numbers of pairs separated by commas."""
-    words = _split_words(raw)
+    words = split_words(raw)
     if not words:
         return ()
     from surgery.core.errors import suggestion
