@@ -40,7 +40,7 @@ from surgery.eval.suites.needle import (
     score_rankings,
     share_error,
 )
-from surgery.eval.suites.speed import cache_bytes
+from surgery.eval.speed.generation import cache_bytes
 from surgery.modeling.cache import mixer_modules
 from surgery.planning.recipe import load_recipe
 from surgery.training import models as opening
