@@ -27,26 +27,32 @@ class PreallocatedLayer(DynamicLayer):
 
     def __init__(self, row: DynamicLayer, batch: int, room: int):
         super().__init__()
-        self.seen = row.get_seq_length()
-        self.buffers = []
-        for tensor in (row.keys, row.values):
-            buffer = tensor.new_empty(batch, tensor.shape[1], self.seen + room, tensor.shape[3])
-            buffer[:, :, : self.seen] = tensor
-            self.buffers.append(buffer)
-        self.lazy_initialization(row.keys, row.values)
+        keys, values = row.keys, row.values
+        if keys is None or values is None:
+            raise ValueError("a row must have read tokens before it is copied")
+        self.seen = self.tokens = keys.shape[2]
+        self.lazy_initialization(keys, values)
+        self.buffers = self._with_room(keys, batch, room), self._with_room(values, batch, room)
         self.show(self.seen)
 
-    def show(self, tokens: int) -> None:
-        """Make the first `tokens` tokens the content of the layer."""
-        self.keys, self.values = (buffer[:, :, :tokens] for buffer in self.buffers)
+    def _with_room(self, row_1GTK: Tensor, batch: int, room: int) -> Tensor:
+        buffer = row_1GTK.new_empty(batch, row_1GTK.shape[1], self.seen + room, row_1GTK.shape[3])
+        buffer[:, :, : self.seen] = row_1GTK
+        return buffer
+
+    def show(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Make the first `tokens` tokens the content of the layer and return their keys and values (B, G, tokens, K)."""
+        self.tokens = tokens
+        keys, values = (buffer[:, :, :tokens] for buffer in self.buffers)
+        self.keys, self.values = keys, values
+        return keys, values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write keys and values (B, G, N, K) behind the content, and return all of it."""
-        start, stop = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        start, stop = self.tokens, self.tokens + key_states.shape[2]
         for buffer, new in zip(self.buffers, (key_states, value_states)):
             buffer[:, :, start:stop] = new
-        self.show(stop)
-        return self.keys, self.values
+        return self.show(stop)
 
 
 def repeat_rows(cache: Any, batch: int, room: int) -> Any:

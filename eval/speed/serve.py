@@ -143,7 +143,7 @@ def measure_model(
     for batch, context in cells:
         if time.monotonic() > deadline:
             return False
-        cell = {"model": name, "batch": batch, "context": context, "ms": None}
+        cell: dict[str, Any] = {"model": name, "batch": batch, "context": context, "ms": None}
         cell |= {"weight_bytes": weight_bytes(model), "row_bytes": counted_cache_bytes(model, context)}
         if note := too_large(cell, device) or (NO_MEMORY if context >= longest else None):
             cell["note"] = note
