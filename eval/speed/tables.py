@@ -154,7 +154,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def save_plot(result: dict[str, Any], path: Path) -> None:
     """Draw ms against size, one figure per table; of `serve` tokens per second against the batch size."""
-    if result["kind"] == "serve":
+    if result.get("kind") == "serve":
         save_serve_plot(result, path)
         return
     try:
