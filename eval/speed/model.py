@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -107,13 +108,18 @@ def install_mixers(model: Any, config: Any) -> None:
     install(model, dict.fromkeys(attention_paths(model), config))
 
 
-def replace_linears(model: Any, config: Any) -> None:
-    """Replace every linear of the layers; with half of its parameters if the config has no rank."""
+def replace_linears(model: Any, config: Any, multiple: int = 1) -> None:
+    """Replace every linear of the layers; with half of its parameters if the config has no rank.
+
+    multiple: ranks above it are rounded down to its multiples.
+    """
     for path, linear in list(model.model.layers.named_modules()):
         if isinstance(linear, nn.Linear):
             in_, out = linear.in_features, linear.out_features
             kind = STRUCTURES[config]
             fitted = kind.fit(config, out, in_, in_ * out // 2)
+            if fitted.rank > multiple > 1:
+                fitted = replace(fitted, rank=fitted.rank // multiple * multiple)
             made = kind(in_, out, fitted, bias=False, device=linear.weight.device, dtype=linear.weight.dtype)
             model.model.layers.set_submodule(path, made)
 
@@ -122,19 +128,24 @@ def _get_model(models: dict[str, Any], name: str, change: Any, sizes: str, devic
     """Return the model, made once and kept; implementations that differ only in the kernel choice share it."""
     name = name.removesuffix(", reference").removesuffix(WITHOUT_CUDNN)
     if name not in models:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(**SHAPES[sizes], max_position_embeddings=2**18, tie_word_embeddings=True)
-        config._attn_implementation = "sdpa"
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with torch.device(device):
-                models[name] = LlamaForCausalLM(config).eval()
-        finally:
-            torch.set_default_dtype(before)
+        models[name] = make_model(sizes, device, dtype)
         change(models[name])
     return models[name]
+
+
+def make_model(sizes: str, device: Any, dtype: torch.dtype) -> Any:
+    """Return the original: a Llama of the shape, with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**SHAPES[sizes], max_position_embeddings=2**18, tie_word_embeddings=True)
+    config._attn_implementation = "sdpa"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _prefill(model: Any, ids_1T: Any, caches: dict[str, Any], name: str, flash: bool) -> Call:

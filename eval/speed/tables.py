@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.core.errors import SurgeryError
+from surgery.eval.speed.serve_tables import save_serve_plot, serve_tables
 
 ResultRow = dict[str, Any]  # of surgery.eval.speed.timer, which brings torch
 
@@ -22,6 +23,8 @@ def result_tables(result: dict[str, Any]) -> list[Any]:
 
     if result["kind"] == "train":
         return training_tables(result)
+    if result["kind"] == "serve":
+        return serve_tables(result)
     parts: list[Any] = []
     for title, columns, rows in result_grids(result["rows"]):
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
@@ -150,7 +153,10 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def save_plot(result: dict[str, Any], path: Path) -> None:
-    """Draw ms against size, one figure per table."""
+    """Draw ms against size, one figure per table; of `serve` tokens per second against the batch size."""
+    if result.get("kind") == "serve":
+        save_serve_plot(result, path)
+        return
     try:
         import matplotlib
     except ImportError:

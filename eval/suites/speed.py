@@ -6,14 +6,11 @@ other load on the machine affects both equally.
 
 from __future__ import annotations
 
-import inspect
-import time
-from typing import Any
-
 import torch
 
 from surgery.core.errors import SurgeryError
 from surgery.eval.losses import check_lm_head
+from surgery.eval.speed.generation import cache_bytes, decode, is_out_of_memory, prefill, synchronized_time
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -52,19 +49,13 @@ def run_in_turns(eval_models: list[EvalModel], options: EvalOptions) -> list[Sui
                 for mine, rows in zip(samples, _measure_length(eval_models, options, length)):
                     mine += [Sample("speed", f"{length} {i}", row, {"length": length}) for i, row in enumerate(rows)]
             except Exception as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 notes.append(f"out of memory at {length:,} tokens")
             tick()
     if not samples[0]:
         raise SurgeryError(f"speed: no length fitted; {'; '.join(notes)}")
     return [SuiteResult(mine, METRICS, notes=notes) for mine in samples]
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    from accelerate.utils.memory import should_reduce_batch_size
-
-    return should_reduce_batch_size(error)
 
 
 def _measure_length(eval_models: list[EvalModel], options: EvalOptions, length: int) -> list[list[dict[str, float]]]:
@@ -87,38 +78,15 @@ def _measure_once(eval_model: EvalModel, ids_1T: torch.Tensor) -> dict[str, floa
         torch.cuda.reset_peak_memory_stats(eval_model.device)
         own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
         others = torch.cuda.memory_allocated(eval_model.device) - own
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    began = _synchronized_time(eval_model)
-    out = model(input_ids=ids_1T, use_cache=True, **last)
-    prefilled = _synchronized_time(eval_model)
+    began = synchronized_time(eval_model.device)
+    out = prefill(model, ids_1T)
+    prefilled = synchronized_time(eval_model.device)
     cache, token_11 = out.past_key_values, out.logits[:, -1:].argmax(-1)
-    for _ in range(DECODE_TOKENS):
-        out = model(input_ids=token_11, past_key_values=cache, use_cache=True)
-        token_11 = out.logits[:, -1:].argmax(-1)
-    done = _synchronized_time(eval_model)
-    found = {"prefill_ms": 1e3 * (prefilled - began), "decode_ms": 1e3 * (done - prefilled) / DECODE_TOKENS}
+    found = {"prefill_ms": 1e3 * (prefilled - began), "decode_ms": decode(model, token_11, cache, DECODE_TOKENS)}
     found["cache_mb"] = cache_bytes(cache) / 1e6
     if gpu:
         found["peak_mb"] = (torch.cuda.max_memory_allocated(eval_model.device) - others) / 1e6
     return found
-
-
-def _synchronized_time(eval_model: EvalModel) -> float:
-    if eval_model.device.type == "cuda":
-        torch.cuda.synchronize(eval_model.device)
-    return time.perf_counter()
-
-
-def cache_bytes(cache: Any) -> int:
-    """Return the bytes of keys, values and mixer states; storage allocated in advance counts."""
-    total = 0
-    for layer in getattr(cache, "layers", []):
-        if (state := getattr(layer, "state", None)) is not None and hasattr(state, "nbytes"):
-            total += state.nbytes()
-        else:
-            tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
-            total += sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
-    return total
 
 
 register(Suite("speed", "prefill, decode and memory by length", run, run_pair=run_in_turns))

@@ -306,7 +306,10 @@ def demo(
 @app.command(name="bench")
 def bench_speed(
     what: Annotated[
-        str, typer.Argument(metavar="WHAT", help="Benchmark to run: linear, attention, decode, model, train or draft.")
+        str,
+        typer.Argument(
+            metavar="WHAT", help="Benchmark to run: linear, attention, decode, model, serve, train or draft."
+        ),
     ],
     peers: options.Peers = False,
     sizes: options.Sizes = None,

@@ -30,6 +30,7 @@ from surgery.conversion.convert import convert
 from surgery.core.device import choose_device, device_name
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path
+from surgery.eval.speed.generation import cache_bytes
 from surgery.eval.suite import EvalOptions, SuiteResult
 from surgery.eval.suites import perplexity as ppl
 from surgery.eval.suites.needle import (
@@ -40,7 +41,6 @@ from surgery.eval.suites.needle import (
     score_rankings,
     share_error,
 )
-from surgery.eval.suites.speed import cache_bytes
 from surgery.modeling.cache import mixer_modules
 from surgery.planning.recipe import load_recipe
 from surgery.training import models as opening
