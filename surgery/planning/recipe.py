@@ -29,6 +29,8 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 BlockShape = Literal["sqrt", "budget"] | Count | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
 Rank = Literal["full"] | Annotated[int, Field(ge=1)]
+Levels = Annotated[int, Field(ge=1, le=32, strict=True)]
+LevelRanks = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
 
 
 class _StrictModel(BaseModel):
@@ -49,6 +51,8 @@ class Rule(_StrictModel):
     structure: str | None = None
     keep: Share | None = None
     blocks: BlockShape | None = None
+    levels: Levels | None = None
+    ranks: LevelRanks | None = None
     rank: Rank | None = None
     fused: Literal["whole", "split"] | None = None
 
@@ -70,6 +74,8 @@ class LinearSettings(BaseModel):
     structure: str
     keep: float
     blocks: BlockShape | None = None
+    levels: Levels | None = None
+    ranks: LevelRanks | None = None
     rank: Rank | None = None
     fused: Literal["whole", "split"] = "whole"
 
@@ -92,6 +98,8 @@ class ConversionRecipe(_StrictModel):
     structure: str = "btt"
     keep: Share = 0.5  # or {pattern: share}, see _keep_patterns
     blocks: BlockShape | None = None
+    levels: Levels | None = None
+    ranks: LevelRanks | None = None
     rank: Rank | None = None
     round_ranks: int = Field(1, ge=1, le=4096, strict=True)  # ranks chosen by the budget are multiples of it
     layers: str = ":"
@@ -162,6 +170,8 @@ class ConversionRecipe(_StrictModel):
             "structure": self.structure if inside else "dense",
             "keep": self.keep,
             "blocks": self.blocks,
+            "levels": self.levels,
+            "ranks": self.ranks,
             "rank": self.rank,
             "fused": self.fused,
         }
@@ -173,9 +183,11 @@ class ConversionRecipe(_StrictModel):
             if index is None and base["structure"] == "dense":
                 base["structure"] = self.structure
             if rule.structure not in (None, base["structure"]):
-                base.update(blocks=None, rank=None)  # these options belong to the structure that was replaced
+                base.update(
+                    blocks=None, levels=None, ranks=None, rank=None
+                )  # these options belong to the structure that was replaced
             base.update({k: v for k in base if (v := getattr(rule, k)) is not None})
-        if base["keep"] >= 1 and base["rank"] is None:
+        if base["keep"] >= 1 and base["rank"] is None and base["ranks"] is None:
             base["structure"] = "dense"
         return LinearSettings(**base)
 

@@ -20,6 +20,7 @@ SHIPPED = {
     "btt": {"structure": "btt", "blocks": [4, 4], "rank": 3},
     "monarch": {"structure": "monarch", "blocks": [4, 6], "rank": 1},
     "kronecker": {"structure": "kronecker", "blocks": [4, 4], "rank": 3},
+    "mlr": {"structure": "mlr", "levels": 3, "ranks": [3, 0, 2], "rank": 5},
     "folded": {"structure": "folded"},
     "dense": {"structure": "dense"},
 }

@@ -128,7 +128,7 @@ def test_2_7_a_solver_s_error_code_is_not_the_disk_s(code):
 
 # -- conversions -------------------------------------------------------------------------------------------
 UP = "model.layers.0.mlp.up_proj"
-STRUCTURES = ("low_rank", "btt", "monarch", "kronecker", "pivoted_low_rank")
+STRUCTURES = ("low_rank", "btt", "monarch", "kronecker", "pivoted_low_rank", "mlr")
 
 
 @pytest.fixture
