@@ -25,7 +25,7 @@ from surgery.structures.metric import Metric
 from surgery.structures.mlr_fit import Descent, best_descent
 
 DEFAULT_LEVELS = 4
-CURVE_POINTS = 8  # ranks of `rank_error_curve`, which fits the matrix at each of them
+CURVE_POINTS = 6  # ranks of `rank_error_curve`, which fits the matrix at each of them
 
 
 @dataclass(frozen=True)
@@ -155,15 +155,19 @@ class MLRLinear(StructuredLinear):
     ) -> list[tuple[Any, float]]:
         """Return (config, squared error in the metric) at about `steps` ranks, cheapest first.
 
-        Ranks that store more than the dense matrix are left out, except for the full rank. Each point is a fit.
+        Ranks that store more than the dense matrix are left out, except for the full rank. Each point is a fit from the best of the
+        starting ranks, without exchange; the configs name these ranks.
         """
         out, in_ = weight_OI.shape
         config = cls.resolve(config, out, in_)
-        full = min(out, in_)
-        ranks = [*curve_ranks(max(1, out * in_ // (out + in_)), min(steps, CURVE_POINTS)), full]
-        options = [config] if config.ranks else [replace(config, rank=r) for r in dict.fromkeys(ranks)]
-        fits = [(option, cls.project(weight_OI, option, metric)) for option in options]
-        return [(option, max(0.0, metric.squared_norm(weight_OI - fit.dense()))) for option, fit in fits]
+        full, limits = min(out, in_), rank_limits(config.levels, out, in_)
+        ranks = [*curve_ranks(max(1, min(full, out * in_ // (out + in_))), min(steps, CURVE_POINTS)), full]
+        curve = []
+        for rank in [config.rank] if config.ranks else dict.fromkeys(ranks):
+            starts = [(full, *[0] * (config.levels - 1))] if rank >= full else starting_ranks(rank, limits)
+            fit = best_descent(weight_OI, metric, [config.ranks] if config.ranks else starts, limits, exchange=False)
+            curve.append((replace(config, rank=rank, ranks=tuple(fit.ranks)), max(0.0, fit.error())))
+        return curve
 
     @torch.no_grad()
     def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
