@@ -6,13 +6,18 @@ LongBench   Bai et al. 2024, arXiv:2308.14508, section 4: a mean for each of the
             Code tasks belong to both languages. Log-Linear Attention (arXiv:2506.04761), table 8, has fourteen of the English tasks.
 Zero-shot   Log-Linear Attention, table 6: acc_norm of HellaSwag and ARC challenge, acc of the others. LoLCATs (arXiv:2410.10254), whose
             average "no MMLU" has no LAMBADA.
+LongBench-E the mean of its thirteen tasks and of their six categories, for documents of 0 to 4K, 4K to 8K and more than 8K words.
+LongBench 2 Bai et al. 2024, arXiv:2412.15204: the share of all questions answered correctly, of short, medium and long documents, of
+            easy and hard questions, and of each category. Every question counts the same.
+BABILong    Kuratov et al. 2024, arXiv:2406.10149: the mean of qa1 to qa5 at each length.
+InfiniteBench   Zhang et al. 2024, arXiv:2402.13718: the mean over tasks; lm-eval has eleven of the twelve.
 Retrieval   the mean at each length, of the six tasks of Just Read Twice (arXiv:2407.05483) and of the three of Based (arXiv:2402.18668).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 RULER_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 RULER_THRESHOLD = 0.856  # of Llama 2 7B at 4K, the paper's threshold of the effective length
@@ -37,17 +42,40 @@ ACCURACIES = {
     "arc_easy": "acc",
     "arc_challenge": "acc_norm",
 }
+LONGBENCH_E_TASKS = (
+    *("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec", "triviaqa", "samsum"),
+    *("passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
+)
+LONGBENCH_E_RANGES = ("0-4k", "4-8k", "8k+")  # words of a document
+LONGBENCH2_RANGES = ("short", "medium", "long")
+LONGBENCH2 = {
+    "single-document QA": (
+        *("govt_single", "legal_single", "lit_single", "fin_single", "academic_single"),
+        *("detective", "event_order"),
+    ),
+    "multi-document QA": ("govt_multi", "academic_multi", "fin_multi", "news_multi", "legal_multi"),
+    "long in-context learning": ("user_guide", "translate", "many_shot"),
+    "long-dialogue history": ("agent_history", "dialogue_history"),
+    "code repositories": ("code",),
+    "long structured data": ("graph", "table"),
+}
+BABILONG_TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
+INFINITEBENCH_TASKS = (
+    *("passkey", "kv_retrieval", "number_string", "code_run", "code_debug", "math_find", "longdialogue_qa_en"),
+    *("longbook_qa_en", "longbook_sum_en", "longbook_choice_en", "longbook_qa_chn"),
+)
 RETRIEVAL_TASKS = ("swde", "squad", "fda", "triviaqa", "drop", "nq")
 
 
 @dataclass(frozen=True)
 class Member:
-    """One term of an average: the mean of a task's samples, of those with `length` if it is given."""
+    """One term of an average: the mean of a task's samples, of those with `length` and in the group `where` if they are given."""
 
     task: str
     metric: str
     length: int | None = None
     weight: float = 1.0
+    where: tuple[str, str] | None = None
 
     @property
     def label(self) -> str:
@@ -63,6 +91,7 @@ class Average:
         length: the length of its tasks, if all have the same.
         partial: whether a mean of the tasks that are there is shown, under another name, if others are missing.
         source: the paper that reports it.
+        by_size: whether every sample counts the same, instead of every task. Tasks without samples in the group are then no loss.
     """
 
     name: str
@@ -70,6 +99,7 @@ class Average:
     length: int | None = None
     partial: bool = False
     source: str = ""
+    by_size: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,3 +225,56 @@ def _longbench(name: str, categories: dict[str, tuple[str, ...]], length: int | 
         Member(f"longbench_{task}", "score", length, 1 / len(tasks)) for tasks in categories.values() for task in tasks
     )
     return Average(name, members, length, source="LongBench")
+
+
+def longbench_e_averages(lengths: Lengths) -> SuiteAverages:
+    """Return the means of LongBench-E's thirteen tasks and of their six categories, by range of the documents' length."""
+    categories = {name: tuple(t for t in tasks[0] if t in LONGBENCH_E_TASKS) for name, tasks in LONGBENCH.items()}
+    found = []
+    for n in lengths or (None,):
+        for words in LONGBENCH_E_RANGES:
+            members = [
+                Member(f"longbench_e_{task}", "score", n, 1 / len(tasks), ("words", words))
+                for tasks in categories.values()
+                for task in tasks
+            ]
+            equal = tuple(replace(member, weight=1.0) for member in members)
+            found.append(Average(f"average of the 13 tasks, {words} words", equal, n, source="LongBench"))
+            name = f"mean of the 6 categories, {words} words"
+            found.append(Average(name, tuple(members), n, source="LongBench"))
+    return SuiteAverages(tuple(found))
+
+
+def longbench2_averages(lengths: Lengths) -> SuiteAverages:
+    """Return LongBench v2's overall accuracy, and those of each range of length, difficulty and category."""
+    tasks = [task for each in LONGBENCH2.values() for task in each]
+    found = []
+    for n in lengths or (None,):
+
+        def average(
+            name: str, chosen: Sequence[str], where: tuple[str, str] | None = None, n: int | None = n
+        ) -> Average:
+            members = tuple(Member(f"longbench2_{task}", "acc", n, where=where) for task in chosen)
+            return Average(name, members, n, source="LongBench v2", by_size=True)
+
+        found.append(average("overall", tasks))
+        found += [average(words, tasks, ("words", words)) for words in LONGBENCH2_RANGES]
+        found += [average(each, tasks, ("difficulty", each)) for each in ("easy", "hard")]
+        found += [average(name, each) for name, each in LONGBENCH2.items()]
+    return SuiteAverages(tuple(found))
+
+
+def babilong_averages(lengths: Lengths) -> SuiteAverages:
+    """Return BABILong's mean of qa1 to qa5 at each length."""
+    tasks = [f"babilong_{task}" for task in BABILONG_TASKS]
+    return SuiteAverages(
+        tuple(_mean("average of qa1 to qa5", tasks, "acc", n, "BABILong") for n in lengths if n is not None)
+        or (_mean("average of qa1 to qa5", tasks, "acc", None, "BABILong"),)
+    )
+
+
+def infinitebench_averages(lengths: Lengths) -> SuiteAverages:
+    """Return the mean of InfiniteBench's eleven tasks of lm-eval, at each maximum length."""
+    tasks = [f"infinitebench_{task}" for task in INFINITEBENCH_TASKS]
+    name = "average of 11 tasks, without math_calc"
+    return SuiteAverages(tuple(_mean(name, tasks, "score", n, "InfiniteBench") for n in lengths or (None,)))

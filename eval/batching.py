@@ -36,8 +36,12 @@ def score_in_batches(
     *,
     tokens: int | None = None,
     prepare: Callable[[T], Any] | None = None,
+    request: Callable[[T], Any] = lambda item: item,
 ) -> list[R]:
     """Return score(batch) for all items, in their order, on every process.
+
+    Every batch is written to the model's journal (eval/journal.py), if it has one. Items that an interrupted run finished are not scored
+    again. Batches are divided as in a run without interruption, so that the scores are the same to the bit.
 
     Args:
         score: scores a list of prepared items.
@@ -45,16 +49,24 @@ def score_in_batches(
         title: label of the progress bar.
         tokens: tokens per batch that `batch_size="auto"` starts with; default by device (BATCH_TOKENS).
         prepare: item -> input of `score`, called in threads.
+        request: item -> everything that its score depends on, for the journal: JSON data, or an object whose repr says all.
     """
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
     own = order[eval_model.ranks.index :: eval_model.ranks.count]
     start = tokens or BATCH_TOKENS.get(eval_model.device.type, 2**17)
-    batches = _BatchRunner(eval_model, options.batch_size, items, score, size, start, prepare)
+    journal = eval_model.journal
+    keys = [journal.key_of(_kind(title, eval_model), request(item)) for item in items] if journal is not None else []
+    batches = _BatchRunner(eval_model, options.batch_size, items, score, size, start, prepare, keys)
     found = eval_model.ranks.together_or_raise(lambda: batches.run(own, title))
     every: dict[int, R] = {}
     for part in eval_model.ranks.gather(found):
         every |= part
     return [every[i] for i in range(len(items))]
+
+
+def _kind(title: str, eval_model: EvalModel) -> str:
+    """Return the title without the model's name, which may be a path that changes."""
+    return title.replace(eval_model.name, "")
 
 
 @contextlib.contextmanager
@@ -74,7 +86,12 @@ def _switch_interval(seconds: float | None) -> Iterator[None]:
 
 @dataclass
 class _BatchRunner(Generic[T, R]):
-    """The batches of one process. rows: largest number of rows that fit so far; later batches have shorter items."""
+    """The batches of one process.
+
+    Attributes:
+        keys: keys of the items in the journal; empty without one.
+        rows: largest number of rows that fit so far; later batches have shorter items.
+    """
 
     eval_model: EvalModel
     batch_size: int | str
@@ -83,6 +100,7 @@ class _BatchRunner(Generic[T, R]):
     size: Callable[[T], int]
     tokens: int
     prepare: Callable[[T], Any] | None
+    keys: list[str]
     rows: int | None = None
 
     def run(self, own: list[int], title: str) -> dict[int, R]:
@@ -96,11 +114,26 @@ class _BatchRunner(Generic[T, R]):
                 left = own[len(found) + len(batch) :]
                 after = self._next_batch(left)
                 ahead = self._prepare(threads, after)
-                scores = self._score_batch([each.result() for each in ready], batch)
-                found.update(zip(batch, scores))
+                found.update(self._finish_batch([each.result() for each in ready], batch))
                 tick(len(batch))
                 batch, ready = after, ahead
         return found
+
+    def _finish_batch(self, made: list[Any], batch: list[int]) -> dict[int, R]:
+        """Score the items of a batch that the journal lacks, and write them to it; return {index: score} of all."""
+        journal = self.eval_model.journal
+        todo = [i for i in batch if not self._is_stored(i)]
+        scores = self._score_batch(made, todo)
+        if journal is None:
+            return dict(zip(todo, scores))
+        if todo:
+            journal.append([self.keys[i] for i in todo], scores)
+        stored = {i: journal.stored[self.keys[i]] for i in batch if self._is_stored(i)}
+        journal.used += len(stored)
+        return dict(zip(todo, scores)) | stored
+
+    def _is_stored(self, i: int) -> bool:
+        return self.eval_model.journal is not None and self.keys[i] in self.eval_model.journal.stored
 
     def _next_batch(self, left: list[int]) -> list[int]:
         """Return the indices of the next batch: a prefix of `left`, which is sorted by decreasing size."""
@@ -116,7 +149,9 @@ class _BatchRunner(Generic[T, R]):
         return max(1, min(8, (os.cpu_count() or 1) // self.eval_model.ranks.count))
 
     def _prepare(self, threads: ThreadPoolExecutor, batch: list[int]) -> list[Future[Any]]:
-        return [threads.submit(self.prepare or (lambda item: item), self.items[i]) for i in batch]
+        """Prepare the items of a batch that are to be scored."""
+        todo = [i for i in batch if not self._is_stored(i)]
+        return [threads.submit(self.prepare or (lambda item: item), self.items[i]) for i in todo]
 
     def _score_batch(self, made: list[Any], batch: list[int]) -> list[R]:
         """Score a batch in as many parts as memory requires."""

@@ -1,14 +1,17 @@
 """`surgery fetch-eval-data DIR`: download the data sets that suites read from the Hub into a mirror for --data-root.
 
 A data set is complete or absent: it is written to a temporary folder and renamed. No code of the data set runs, because
-`datasets` no longer loads any. The README of each data set records its commit.
+`datasets` no longer loads any. All files of a data set are of one commit, which its README records: configurations and splits that are
+added later come from the same commit. DIR/commits.json lists the commits of all data sets; given as `commits`, it makes the same mirror
+elsewhere.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +20,30 @@ import yaml
 
 from surgery.core.config import read_front_matter
 from surgery.core.errors import SurgeryError, suggestion
-from surgery.core.files import check_not_dangling, explain_disk_errors, is_disk_error
+from surgery.core.files import check_not_dangling, explain_disk_errors, is_disk_error, read_json, write_json
 from surgery.core.progress import Progress
 from surgery.eval import offline_data as mirror
+from surgery.eval.averages import BABILONG_TASKS, INFINITEBENCH_TASKS, LONGBENCH2, LONGBENCH_E_TASKS
+from surgery.eval.document_suites import BABILONG, BABILONG_LENGTHS, BABILONG_SHORT, INFINITEBENCH
 from surgery.eval.long_context import ESSAYS, HOTPOT, SQUAD
 from surgery.eval.long_context.longbench import DATASET as LONGBENCH
 from surgery.eval.long_context.longbench.prompts import TASKS as LONG_TASKS
 from surgery.eval.long_context.retrieval import TASKS as CLOZES
+from surgery.eval.results.data_read import mirror_commit
 from surgery.eval.task_names import ZEROSHOT, find_datasets
 
 DATASET_NAME = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
-COMPLETE_KEY = "surgery_whole"  # key in the header of a mirror's README
+COMMIT = re.compile(r"^[0-9a-f]{40}$")
+COMMITS = "commits.json"
+COMMIT_KEY = "surgery_commit"  # keys in the header of a mirror's README
+COMPLETE_KEY = "surgery_whole"
+# Data sets published as loading scripts, which `datasets` no longer runs, and the copies without code that lm-eval 0.4.13 reads.
+SCRIPT_ONLY = {
+    "THUDM/LongBench": "Xnhyacinth/LongBench",
+    "ybisk/piqa": "baber/piqa",
+    "allenai/social_i_qa": "lighteval/siqa",
+    "ErnestSDavis/winograd_wsc": "lighteval/winograd_wsc",
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,7 @@ def dataset_sources(suites: Sequence[str], tasks: Sequence[str] = ()) -> list[Da
 
     Args:
         suites: our suites that read data sets, or names of lm-eval tasks.
-        tasks: restrict longbench to these tasks.
+        tasks: restrict longbench, longbench-e, longbench2 and babilong to these tasks.
     """
     found: dict[DatasetSource, None] = {}
     for suite in suites:
@@ -68,10 +84,33 @@ def _longbench_sources(tasks: Sequence[str]) -> list[DatasetSource]:
     return [DatasetSource(LONGBENCH, name, ("test",)) for name in names]
 
 
+def _longbench_e_sources(tasks: Sequence[str]) -> list[DatasetSource]:
+    names = [name for name in LONGBENCH_E_TASKS if not tasks or name in tasks]
+    return [DatasetSource(LONGBENCH, f"{name}_e", ("test",)) for name in names]
+
+
+def _longbench2_sources(tasks: Sequence[str]) -> list[DatasetSource]:
+    names = [name for each in LONGBENCH2.values() for name in each if not tasks or name in tasks]
+    return [
+        DatasetSource(path, config, ("train",)) for path, config in find_datasets([f"longbench2_{n}" for n in names])
+    ]
+
+
+def _babilong_sources(tasks: Sequence[str]) -> list[DatasetSource]:
+    long = tuple(name for name in BABILONG_TASKS if not tasks or name in tasks)
+    every = tuple(name for name in (*BABILONG_TASKS, *BABILONG_SHORT) if not tasks or name in tasks)
+    sources = [DatasetSource(BABILONG, "0k", every)] if every else []
+    return sources + [DatasetSource(BABILONG, config, long) for config in BABILONG_LENGTHS.values() if long]
+
+
 SUITE_SOURCES: dict[str, Any] = {
     "niah": lambda tasks: [DatasetSource(ESSAYS[0], None, ("train",))],
     "ruler": lambda tasks: [DatasetSource(path, config, (split,)) for path, config, split in (ESSAYS, SQUAD, HOTPOT)],
     "longbench": _longbench_sources,
+    "longbench-e": _longbench_e_sources,
+    "longbench2": _longbench2_sources,
+    "babilong": _babilong_sources,
+    "infinitebench": lambda tasks: [DatasetSource(INFINITEBENCH, None, INFINITEBENCH_TASKS)],
     "retrieval": lambda tasks: [
         DatasetSource(path, None, ("validation",)) for one in CLOZES.values() for path in one.paths
     ],
@@ -79,12 +118,27 @@ SUITE_SOURCES: dict[str, Any] = {
 }
 
 
-def fetch(root: Path, sources: Iterable[DatasetSource], progress: Progress) -> dict[str, list[str]]:
+def read_commits(path: Path) -> dict[str, str]:
+    """Read a file of commits, {"org/name": commit}. Raises SurgeryError unless every commit has forty hexadecimal digits."""
+    found = read_json(path)
+    if not isinstance(found, dict) or not all(isinstance(c, str) and COMMIT.match(c) for c in found.values()):
+        raise SurgeryError(
+            f"{path} must be a JSON object of data sets and their commits, forty hexadecimal digits each. Give the {COMMITS} of a mirror."
+        )
+    return found
+
+
+def fetch(
+    root: Path, sources: Iterable[DatasetSource], progress: Progress, commits: Mapping[str, str] | None = None
+) -> dict[str, list[str]]:
     """Download data sets into the mirror `root`; return {"fetched": [..], "kept": [..]}.
 
-    A data set that is present is kept unless a configuration or a split is missing.
+    A data set that is present is kept unless a configuration or a split is missing; those come from the commit of the others.
+    commits: the commits to download; a data set that they do not name is downloaded at its newest commit. Raises SurgeryError if the
+    mirror has another commit than `commits` says.
     """
     check_not_dangling(root)
+    pinned = dict(commits or {})
     by_path: dict[str, list[DatasetSource]] = {}
     for source in sources:
         if not DATASET_NAME.match(source.path):
@@ -95,13 +149,28 @@ def fetch(root: Path, sources: Iterable[DatasetSource], progress: Progress) -> d
         root.mkdir(parents=True, exist_ok=True)
         for path, wanted in by_path.items():
             head = _read_readme(root / path)
+            if path in pinned and head.configs and head.commit != pinned[path]:
+                raise SurgeryError(
+                    f"{root / path} is of commit {head.commit or 'unknown'}, not {pinned[path]}. Remove that folder, or fetch into another."
+                )
             missing = [each for each in _merge_sources(wanted) if head.lacks(each)]
             if missing:
                 progress.say(f"{path}: {', '.join(each.name for each in missing)}")
-                _fetch_dataset(root / path, path, head, missing)
+                _fetch_dataset(root / path, path, head, missing, pinned.get(path))
             done["fetched" if missing else "kept"].append(path)
             tick()
+        write_json(root / COMMITS, _all_commits(root))
     return done
+
+
+def _all_commits(root: Path) -> dict[str, str]:
+    """Return the commits of all data sets of a mirror whose README names one; users may have added others."""
+    found = {}
+    for readme in sorted(root.glob("*/*/README.md")):
+        with suppress(SurgeryError):
+            if commit := _read_readme(readme.parent).commit:
+                found[readme.parent.relative_to(root).as_posix()] = commit
+    return found
 
 
 def _merge_sources(sources: list[DatasetSource]) -> list[DatasetSource]:
@@ -121,10 +190,12 @@ class MirrorReadme:
     Attributes:
         configs: configurations and their files.
         complete: configurations of which every split is present; None: the mirror was made by other means and is taken as it is.
+        commit: the Hub's commit of all files; None if unknown.
     """
 
     configs: list[dict[str, Any]]
     complete: list[str] | None
+    commit: str | None = None
 
     def files(self, name: str) -> list[dict[str, str]]:
         """Return the files of a configuration."""
@@ -148,12 +219,15 @@ class MirrorReadme:
 
     def text(self, path: str, commit: str | None) -> str:
         """Return the README's text."""
-        header = {"configs": self.configs} | ({} if self.complete is None else {COMPLETE_KEY: self.complete})
+        header: dict[str, Any] = {"configs": self.configs}
+        header |= {} if self.complete is None else {COMPLETE_KEY: self.complete}
+        header |= {} if commit is None else {COMMIT_KEY: commit}
         written = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
         return f"---\n{written}---\n\nFetched by `surgery fetch-eval-data` from {path} at {commit}.\n"
 
 
-def _fetch_dataset(place: Path, path: str, head: MirrorReadme, wanted: list[DatasetSource]) -> None:
+def _fetch_dataset(place: Path, path: str, head: MirrorReadme, wanted: list[DatasetSource], commit: str | None) -> None:
+    """Add configurations and splits to a mirrored data set. commit: None takes the mirror's own, else the newest."""
     from huggingface_hub import HfApi
 
     partial = place.with_name(f"{place.name}.part")
@@ -162,7 +236,7 @@ def _fetch_dataset(place: Path, path: str, head: MirrorReadme, wanted: list[Data
         shutil.copytree(place, partial)
     partial.mkdir(parents=True, exist_ok=True)
     try:
-        commit = HfApi().dataset_info(path).sha
+        commit = commit or head.commit or HfApi().dataset_info(path).sha
         for source in wanted:
             head.add(
                 source, _write_splits(partial, source, commit, {file["split"] for file in head.files(source.name)})
@@ -174,10 +248,23 @@ def _fetch_dataset(place: Path, path: str, head: MirrorReadme, wanted: list[Data
         if isinstance(error, SurgeryError) or is_disk_error(error):
             raise
         reason = (str(error).strip().splitlines() or [""])[0][:200]
+        if "scripts are no longer supported" in reason:
+            raise SurgeryError(_script_message(path)) from None
         raise SurgeryError(
             f"{path} could not be fetched ({type(error).__name__}: {reason}). Data sets fetched before it are kept; run the same "
             "command again to continue. Gated data sets need `hf auth login` first."
         ) from None
+
+
+def _script_message(path: str) -> str:
+    """Return why a data set that is a loading script cannot be fetched, and where its copy is, if one is known."""
+    copy = SCRIPT_ONLY.get(path)
+    what = f"{path} is published as a loading script, which `datasets` no longer runs. "
+    if copy is not None:
+        return what + f"lm-eval reads the copy {copy}: name that one in the task's dataset_path."
+    return what + (
+        "Write its records as JSON lines into the mirror yourself, with a README.md that lists them, as in docs/benchmarks.md."
+    )
 
 
 def _replace_folder(partial: Path, place: Path) -> None:
@@ -208,7 +295,10 @@ def _write_splits(folder: Path, source: DatasetSource, commit: str | None, there
     (folder / inner).mkdir(exist_ok=True)
     for split in (s for s in splits if s not in there):
         with mirror.hide_progress_bars(), mirror.use_empty_folder():
-            data = load_dataset(source.path, source.config, split=split, revision=commit, trust_remote_code=False)
+            types = {"features": mirror.column_types(source.path)} if source.path in mirror.COLUMNS else {}
+            data = load_dataset(
+                source.path, source.config, split=split, revision=commit, trust_remote_code=False, **types
+            )
             data.to_json(folder / inner / f"{split}.jsonl", lines=True, force_ascii=False)
         files.append({"split": split, "path": f"{inner}/{split}.jsonl"})
     return files
@@ -235,7 +325,8 @@ def _read_readme(place: Path) -> MirrorReadme:
         raise SurgeryError(
             f"the header of {readme} is not the one that fetch-eval-data wrote. Remove {place}, then fetch it again."
         )
-    return MirrorReadme(configs, whole)
+    commit = header.get(COMMIT_KEY) or mirror_commit(place)
+    return MirrorReadme(configs, whole, commit if isinstance(commit, str) else None)
 
 
 def _is_list_of(found: Any, kind: type) -> bool:

@@ -23,6 +23,12 @@ from surgery.core.digests import arrow_cache, check_no_outside_files
 from surgery.core.errors import SurgeryError
 from surgery.eval.results.data_read import note_read
 
+# Types of columns that `datasets` cannot infer: answers are numbers in some files and texts in others. [string]: a list of texts.
+COLUMNS = {
+    "xinrongzhang2022/InfiniteBench": {
+        "id": "int64", "context": "string", "input": "string", "answer": "[string]", "options": "[string]",
+    },
+}  # fmt: skip
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
@@ -59,6 +65,20 @@ def _load_hub_rows(path: str, config: str | None, split: str) -> Any:
 
     with hide_progress_bars():
         return load_dataset(path, config, split=split, trust_remote_code=False)
+
+
+def column_types(path: str) -> Any:
+    """Return the types of a data set's columns as `datasets.Features`; None if they are inferred from its files."""
+    from datasets import Features, List, Value
+
+    if path not in COLUMNS:
+        return None
+    return Features(
+        {
+            name: List(Value(kind.strip("[]"))) if kind.startswith("[") else Value(kind)
+            for name, kind in COLUMNS[path].items()
+        }
+    )
 
 
 def note_datasets(root: Path | None, paths: Sequence[str]) -> None:

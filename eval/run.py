@@ -16,6 +16,7 @@ from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import exclusive_lock, explain_disk_errors, is_disk_error
 from surgery.core.progress import Progress
+from surgery.eval.journal import SampleJournal
 from surgery.eval.model import LiveEvalModel, OpenedModel, check_dtype, load, load_eval_model, open_model
 from surgery.eval.results.averages import AverageRow, average_rows
 from surgery.eval.results.compare import ComparisonRow, compare_results
@@ -102,6 +103,7 @@ def evaluate(
     progress: Progress | None = None,
     command: Sequence[str] = (),
     comparison_files: bool = True,
+    lock: bool = True,
 ) -> Evaluation:
     """Run suites on one model, or on two and compare them.
 
@@ -117,6 +119,7 @@ def evaluate(
         dtype: one of eval.model.DTYPES.
         command: the command line's arguments, recorded in results.json.
         comparison_files: whether results.json, the table and the figures are written beside the results of the suites.
+        lock: whether to lock `out` against other evaluations; False if the caller holds the lock.
     """
     chosen = [find_suite(suite) for suite in dict.fromkeys(suites)]
     for suite in chosen:
@@ -144,7 +147,7 @@ def evaluate(
             stack.callback(run.store.close)
             stack.enter_context(explain_disk_errors(out, "run the same command again to continue with what is missing"))
             ranks.together_or_raise(
-                lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if ranks.main else None
+                lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if lock and ranks.main else None
             )
         opened = [open_model(role, name, ranks) for role, name in names]
         run.measure(opened)
@@ -233,11 +236,24 @@ class _EvaluationRun:
             for suite in wanted:
                 began = time.perf_counter()
                 try:
+                    eval_model.journal = self._open_journal(one, suite)
                     with record_reads() as reads:
                         result = suite.run(eval_model, self.options)
                     self._store_result(one, suite, result, eval_model, began, reads=reads)
                 except Exception as error:
                     self._record_failure(suite, one, error)
+
+    def _open_journal(self, one: OpenedModel, suite: Suite) -> SampleJournal | None:
+        """Return the journal of a suite, with the samples of an interrupted run; None without --out."""
+        place = self._result_folder(one, suite)
+        if place is None:
+            return None
+        journal = SampleJournal(place, self._key(one, suite, ()), self.ranks)
+        if journal.stored and self.ranks.main:
+            self.progress.say(
+                f"{suite.name} of {one.name} continues with {len(journal.stored):,} samples of an interrupted run"
+            )
+        return journal
 
     def _measure_pair(self, opened: list[OpenedModel], suite: Suite) -> None:
         pair = tuple(one.fingerprint for one in opened)
@@ -302,6 +318,8 @@ class _EvaluationRun:
         if self.ranks.main:
             if not result.broken:  # a stored result would count as complete in the next run
                 self.store.save(self._result_folder(one, suite), self._key(one, suite, pair), result)
+                if eval_model.journal is not None:
+                    eval_model.journal.remove()
             self.progress.say(f"{suite.name} of {one.name}: {len(result.samples):,} samples, {result.seconds:.1f} s")
 
     def _record_failure(self, suite: Suite, one: OpenedModel, error: Exception) -> None:

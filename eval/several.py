@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from surgery.core.distributed import init_distributed
 from surgery.core.errors import SurgeryError
-from surgery.core.files import explain_disk_errors
+from surgery.core.files import exclusive_lock, explain_disk_errors
 from surgery.eval.results.folders import read_models
 from surgery.eval.results.model_tables import write_comparison
 from surgery.eval.results.models import ModelComparison, compare_models
+from surgery.eval.results.store import ResultStore
 from surgery.eval.run import Evaluation, evaluate
 from surgery.eval.suite import EvalOptions
 
@@ -51,14 +53,27 @@ def evaluate_models(
     """Evaluate each model against the base and write the comparison of all to `out`.
 
     Results of a model that was measured before are read, those of the base too, as in `evaluate`. Models of earlier runs in the folder
-    are not compared. settings: further arguments of `evaluate`.
+    are not compared. The folder is locked until all is written. settings: further arguments of `evaluate`.
     """
     if out is None:
         raise SurgeryError(f"surgery eval of {len(names)} models writes their results to a folder. Give --out DIR.")
     names = list(dict.fromkeys(names))
-    done = ModelEvaluations(
-        [evaluate(name, suites, options, out=out, comparison_files=False, **settings) for name in names]
-    )
+    ranks, store = init_distributed(settings.get("device")), ResultStore(out)
+    with ExitStack() as stack:
+        ranks.together_or_raise(store.open if ranks.main else lambda: None)
+        stack.callback(store.close)
+        stack.enter_context(explain_disk_errors(out, "run the same command again to continue with what is missing"))
+        ranks.together_or_raise(lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if ranks.main else None)
+        done = ModelEvaluations(
+            [evaluate(name, suites, options, out=out, comparison_files=False, lock=False, **settings) for name in names]
+        )
+        _collect_messages(done)
+        ranks.together_or_raise(lambda: _compare(done, out, options.seed) if ranks.main else None)
+    done.exit_code = ranks.broadcast_object(done.exit_code)
+    return done
+
+
+def _collect_messages(done: ModelEvaluations) -> None:
     for each in done.evaluations:
         name = each.models["converted"]["name"]
         done.messages += [f"{name}: {suite} could not be measured: {why}" for suite, why in each.broken.items()]
@@ -66,17 +81,14 @@ def evaluate_models(
             f"{name}: limit {v.limit} {'held' if v.held else 'MISSED'} by {v.task} {v.metric}" for v in each.verdicts
         ]
         done.exit_code = max(done.exit_code, each.exit_code)
-    ranks = init_distributed(settings.get("device"))
-    ranks.together_or_raise(lambda: _compare(done, out, options.seed) if ranks.main else None)
-    done.exit_code = ranks.broadcast_object(done.exit_code)
-    return done
 
 
 def _compare(done: ModelEvaluations, out: Path, seed: int) -> None:
     prints = {model["fingerprint"] for each in done.evaluations for model in each.models.values()}
     base = done.evaluations[0].models.get("base", {}).get("fingerprint")
     suites = {suite for each in done.evaluations for suite in each.results}
-    models = [model for model in read_models([out]) if model.fingerprint in prints]
+    found, _ = read_models([out])  # damaged results of these models were measured again
+    models = [model for model in found if model.fingerprint in prints]
     order = {each.models["converted"]["fingerprint"]: i for i, each in enumerate(done.evaluations)}
     models.sort(key=lambda model: order.get(model.fingerprint, -1))
     for model in models:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # torch is imported only when something is measured
     from surgery.core.distributed import DistContext
     from surgery.core.progress import Progress
     from surgery.eval.averages import SuiteAverages
+    from surgery.eval.journal import SampleJournal
 
 Role = Literal["base", "converted"]
 
@@ -47,6 +48,7 @@ class EvalModel:
         longest: longest input in tokens that the config declares (`max_position_embeddings`); None if unbounded.
         ranks: the processes that share the samples.
         progress: receiver of progress bars and messages.
+        journal: finished samples of the suite that is running; None: nothing is written, so an interrupted suite begins again.
     """
 
     role: Role
@@ -60,6 +62,7 @@ class EvalModel:
     longest: int | None
     ranks: DistContext
     progress: Progress
+    journal: SampleJournal | None = None
 
 
 class EvalOptions(BaseModel):

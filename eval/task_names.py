@@ -18,6 +18,7 @@ from surgery.eval.suite import EvalModel, EvalOptions, Suite, SuiteResult
 
 # Log-Linear Attention, table 6 (arXiv:2506.04761)
 ZEROSHOT = ("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge")
+PREFIXES = ("longbench2", "babilong", "infinitebench")  # folders of lm-eval whose tasks are called FOLDER_TASK
 TASK_FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc"}
 LM_EVAL_NAMES = {"qa_squad": "qa_1", "qa_hotpot": "qa_2"}  # lm-eval's names, after ruler_
 MANAGERS: dict[tuple[str, ...], Any] = {}
@@ -58,6 +59,9 @@ def _check_not_ours(names: Sequence[str]) -> None:
         task = LM_EVAL_NAMES.get(task, task)
         if task in RULER:
             raise SurgeryError(f"{name} is run by surgery's own suite. Use --suite ruler --tasks {task}.")
+        short = name.removeprefix("longbench_").removesuffix("_e")
+        if name.startswith("longbench_") and name.endswith("_e") and short in LONGBENCH:
+            raise SurgeryError(f"{name} is run by surgery's own suite. Use --suite longbench-e --tasks {short}.")
         if name.startswith("longbench_") and (task := name.removeprefix("longbench_")) in LONGBENCH:
             raise SurgeryError(f"{name} is run by surgery's own suite. Use --suite longbench --tasks {task}.")
 
@@ -71,7 +75,7 @@ def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
         wrong = next(name for name in names if name not in known)
         raise SurgeryError(f"neither a suite nor a task of lm-eval: {wrong!r}{suggestion(wrong, known)}")
     paths = sorted({path for path, _ in iterate_datasets(manager, names)})
-    mirror.check_datasets(options.data_root, "zeroshot" if set(names) <= set(ZEROSHOT) else ",".join(names), paths)
+    mirror.check_datasets(options.data_root, _suite_of(names), paths)
     manager.metadata = manager._factory._meta = dict(options.metadata)
     mirror.note_datasets(options.data_root, paths)
     note_read("package", "lm_eval")
@@ -79,9 +83,33 @@ def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
     for name in names:  # one Arrow cache per task, shared by all selections that include it
         paths = sorted({path for path, _ in iterate_datasets(manager, [name])})
         with mirror.use_mirror(options.data_root, paths, list(find_local_files(manager, [name]))):
-            found = manager.load([name])
+            found = _load_typed(manager, name, paths) or manager.load([name])
         loaded = {kind: {**loaded[kind], **found[kind]} for kind in loaded}
     return loaded
+
+
+def _suite_of(names: Sequence[str]) -> str:
+    """Return the suite, for `surgery fetch-eval-data --suite`, that has all tasks; else the tasks, separated by commas."""
+    if set(names) <= set(ZEROSHOT):
+        return "zeroshot"
+    return next((p for p in PREFIXES if all(name.startswith(p) for name in names)), ",".join(names))
+
+
+def _load_typed(manager: Any, name: str, paths: Sequence[str]) -> dict[str, Any] | None:
+    """Load a task, or the tasks of a group, whose data set needs types of its columns (offline_data.COLUMNS); None if it needs none.
+
+    lm-eval 0.4.13 writes the types of InfiniteBench in a form that `datasets` does not read.
+    """
+    if not paths or not all(path in mirror.COLUMNS for path in paths):
+        return None
+    from lm_eval.api.task import ConfigurableTask
+
+    tasks = {}
+    for config in task_configs(manager, name):
+        typed = {**(config.get("dataset_kwargs") or {}), "features": mirror.column_types(config["dataset_path"])}
+        metadata = {**(config.get("metadata") or {}), **manager.metadata}
+        tasks[config["task"]] = ConfigurableTask(config={**config, "dataset_kwargs": typed, "metadata": metadata})
+    return {"tasks": tasks, "groups": {}}
 
 
 def find_local_files(manager: Any, names: Sequence[str]) -> Iterator[Path]:
@@ -155,7 +183,8 @@ def _partial_manager(names: Sequence[str], options: EvalOptions | None) -> Any:
     import lm_eval.tasks
 
     root = Path(lm_eval.tasks.__file__).parent
-    folders = {root / TASK_FOLDERS.get(name, name) for name in names}
+    prefixes = {name: next((p for p in PREFIXES if name.startswith(f"{p}_")), name) for name in names}
+    folders = {root / TASK_FOLDERS.get(name, prefixes[name]) for name in names}
     if not all(folder.is_dir() for folder in folders):
         return None
     return _build_manager(sorted(map(str, folders)), False, options)

@@ -24,11 +24,17 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from surgery.core.timing_table import (
+    IMPLEMENTATIONS,
+    MAX_DISTANCE,
+    Implementation,
+    distance,
+    has_names,
+    is_complete_row,
+)
+
 TABLE = Path(__file__).with_name("tuning.json")
-Implementation = Literal["kernel", "reference", "dense", "products", "original"]
 Pass = Literal["forward", "backward", "step", "captured", "captured step"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("kernel", "reference", "dense", "products")
-MAX_DISTANCE = math.log(8.0)
 CACHE_SIZE = 4096  # remembered choices of an op
 EAGER_PASS: dict[Pass, Pass] = {"captured": "forward", "captured step": "step"}
 NamedSizes = tuple[tuple[str, int], ...]
@@ -68,26 +74,6 @@ def tables() -> list[dict[str, Any]]:
         ]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # a broken table must not stop a model: the kernels' own rules decide
-
-
-def has_names(table: dict[str, Any]) -> bool:
-    """Return whether a table has the texts and lists that describe it. Raises KeyError if one is missing."""
-    texts = all(isinstance(table[name], str) for name in ("device", "dtype"))
-    return texts and all(isinstance(table[name], list) for name in ("capability", "rows"))
-
-
-def is_complete_row(row: dict[str, Any]) -> bool:
-    """Return whether a row has an op, a pass, whole sizes and valid times."""
-    counts = row["sizes"].values() if isinstance(row["sizes"], dict) else (None,)
-    times = [
-        row[implementation] for implementation in (*IMPLEMENTATIONS, "original") if row.get(implementation) is not None
-    ]
-    named = isinstance(row["op"], str) and isinstance(row["pass"], str)
-    return named and all(type(n) is int and n < 2**62 for n in counts) and all(_is_time(ms) for ms in times)
-
-
-def _is_time(ms: Any) -> bool:
-    return type(ms) in (int, float) and 0 < ms < 1e12
 
 
 @lru_cache(maxsize=4096)
@@ -131,11 +117,6 @@ def device_rows(place: DeviceKey) -> list[dict[str, Any]]:
     dtype = "bfloat16" if place.dtype == "float16" else place.dtype
     found = [t for t in tables() if (tuple(t["capability"]), t["dtype"]) == (place.capability, dtype)]
     return [row for table in found for row in table["rows"]]
-
-
-def distance(one: dict[str, int], other: dict[str, int]) -> float:
-    """Return the Euclidean distance of log sizes: 0.7 is a factor of two in one size. Sizes that only one of the two has are ignored."""
-    return math.hypot(*(math.log(max(n, 1) / max(other[name], 1)) for name, n in one.items() if name in other))
 
 
 # -- the choice for a call ---------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ from surgery.core.progress import Progress, RichProgress
 if TYPE_CHECKING:
     from torch import nn
 
+    from surgery.checkpoint.outline import ModelDescription
+
 PathLike = str | os.PathLike[str]
 CONSOLE_WIDTH = 140
 
@@ -81,6 +83,9 @@ def plan(
     overrides: Mapping[str, Any] | None = None,
     context: int = 4096,
     measured: PathLike | None = None,
+    device: str | None = None,
+    processes: int = 1,
+    calibrated: bool = True,
     revision: str | None = None,
     trust_remote_code: bool = False,
     **keys: Any,
@@ -93,13 +98,19 @@ def plan(
         overrides: recipe keys by dotted path, e.g. {"attention.cache": 0.5}.
         context: prompt length in tokens that the notes on speed refer to.
         measured: file of `surgery bench linear --out`, from which the time of the linears is predicted; None: the times that are included.
+        device: estimate time and memory for this device: "cpu", "h200", or None for the kind of this machine. Of a transformers
+            model in memory, the conversion of its checkpoint by `convert`; none of another module.
+        processes: how many processes share the estimated conversion.
+        calibrated: whether the estimated conversion has a calibration text, of the recipe's `tokens`.
         revision: branch, tag or commit of the Hub repository.
         trust_remote_code: whether Python code in the checkpoint's repository may run.
         keys: top-level recipe keys, e.g. keep=0.75.
     """
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
+    from surgery.estimation.estimate import estimate_conversion, estimate_lines
     from surgery.planning.plan import make_plan
+    from surgery.planning.speed import named_table
     from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
@@ -112,18 +123,22 @@ def plan(
         data = plan_dict(planned)
         for target in data["targets"]:
             target["name"] = live.live_path(target["name"])
+        described: ModelDescription | None = None if live.prefix else live
     else:
         name = _checkpoint_name(source, "plan")
         opened = open_checkpoint(name, trust_remote_code, weights=False, revision=revision)
-        data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), settings))
-    table = None
-    if measured is not None:
-        from surgery.eval.speed.update_tables import read_measured_times
-
-        table = read_measured_times(Path(measured))
+        described = describe_checkpoint(opened, trust_remote_code)
+        planned = make_plan(described, settings)
+        data = plan_dict(planned)
+    if described is not None:
+        data["estimate"] = estimate_conversion(
+            described, planned, device=device, processes=processes, calibrated=calibrated
+        )
+    table = named_table(settings, None if measured is None else Path(measured))
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
     times = predicted_lines(data["linear_times"])
-    return CommandResult(data, lambda: [*plan_table(data), *times, *data["speed"]])
+    estimated = estimate_lines(data["estimate"]) if "estimate" in data else []
+    return CommandResult(data, lambda: [*plan_table(data), *estimated, *times, *data["speed"]])
 
 
 def apply(
@@ -622,6 +637,7 @@ def bench(
         out: JSON file, written after every case.
         time_limit: seconds after which no further case starts.
         device, progress: as in `convert`.
+        model: for linear: a checkpoint whose shapes are measured instead of `sizes`.
         model, drafter, text: for draft: the checkpoint, the recipe or folder of its drafter (None: sliding-window), and the text of the prompts.
     """
     from surgery.eval.speed.run import bench as run
@@ -634,10 +650,15 @@ def bench(
 
         measured = bench_draft(model, drafter, text, sizes, device=device, dtype=dtype, out=place, progress=shown)
         return CommandResult(measured, lambda: draft_tables(measured))
-    for name, value in {"model": model, "drafter": drafter, "text": text}.items():
+    if model is not None and what != "linear":
+        raise SurgeryError(f"model is an option of bench draft and bench linear (got bench {what}). Leave it out")
+    for name, value in {"drafter": drafter, "text": text}.items():
         if value is not None:
             raise SurgeryError(f"{name} is an option of bench draft (got bench {what}). Leave it out")
-    result = run(what, sizes, peers, device, time_limit, out=place, only=only, progress=shown, dtype=dtype)
+    shapes = None if model is None else _checkpoint_name(model, "bench")
+    result = run(
+        what, sizes, peers, device, time_limit, out=place, only=only, progress=shown, dtype=dtype, shapes_of=shapes
+    )
     return CommandResult(result, lambda: result_tables(result))
 
 
@@ -681,7 +702,12 @@ def drafter(
 
 
 def fetch_eval_data(
-    folder: PathLike, suites: Sequence[str] = (), *, tasks: Sequence[str] = (), progress: Progress | None = None
+    folder: PathLike,
+    suites: Sequence[str] = (),
+    *,
+    tasks: Sequence[str] = (),
+    commits: PathLike | None = None,
+    progress: Progress | None = None,
 ) -> CommandResult:
     """Download the data sets of `evaluate` to a local mirror; `evaluate(.., data_root=folder)` then needs no network.
 
@@ -689,14 +715,17 @@ def fetch_eval_data(
 
     Args:
         folder: folder of the mirror; created if it does not exist.
-        suites: niah, ruler, longbench, retrieval, zeroshot, or any lm-eval task; (): all suites of this package.
-        tasks: download only these LongBench tasks.
+        suites: niah, ruler, longbench, longbench-e, longbench2, babilong, infinitebench, retrieval, zeroshot, or any lm-eval task; ():
+            all suites of this package.
+        tasks: download only these tasks of LongBench or BABILong.
+        commits: commits.json of another mirror, whose commits are downloaded; None: the folder's own, else the newest.
         progress: as in `convert`.
     """
-    from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch
+    from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch, read_commits
 
     sources = dataset_sources(list(suites) or list(SUITE_SOURCES), list(tasks))
-    done = fetch(Path(folder), sources, progress or RichProgress())
+    pinned = None if commits is None else read_commits(Path(commits))
+    done = fetch(Path(folder), sources, progress or RichProgress(), pinned)
     result = {"folder": os.fspath(folder), **done}
     line = f"{len(done['fetched'])} data sets downloaded, {len(done['kept'])} already present: {os.fspath(folder)}"
     return CommandResult(result, lambda: [line])

@@ -32,9 +32,13 @@ POSITION_TABLE_NAMES = ("wpe", "position_embeddings", "embed_positions")
 UNBOUNDED_LENGTH = 2**20  # tokens; longest input of a model that declares none
 
 
-def harness_model(eval_model: EvalModel, options: EvalOptions, longest: int | None = None) -> Any:
-    """Return the HFLM subclass around a model. longest: inputs are truncated from the left to this; default: the model's
-    longest input.
+def harness_model(
+    eval_model: EvalModel, options: EvalOptions, longest: int | None = None, *, keep_ends: bool = False
+) -> Any:
+    """Return the HFLM subclass around a model.
+
+    longest: inputs are truncated to this; default: the model's longest input. keep_ends: inputs that are too long lose their middle
+    instead of their beginning.
     """
     _check_positions(eval_model, longest or 0)
     if options.apply_chat_template:
@@ -52,6 +56,7 @@ def harness_model(eval_model: EvalModel, options: EvalOptions, longest: int | No
         AnswerCache(eval_model, options.use_cache),
         Counter(),
     )
+    lm.keep_ends = keep_ends
     return lm
 
 
@@ -106,7 +111,8 @@ def _lm_class() -> type:
 class BatchedLM:
     """Overrides of HFLM that batch by `score_in_batches` and use the answer cache.
 
-    truncated: task name -> number of prompts that lost their beginning because they exceed the model's longest input.
+    truncated: task name -> number of prompts that lost a part because they exceed the model's longest input. keep_ends: that part is
+    the middle, not the beginning.
     """
 
     eval_model: EvalModel
@@ -117,6 +123,7 @@ class BatchedLM:
     backend: str
     answer_cache: AnswerCache
     truncated: Counter[str]
+    keep_ends: bool = False
     _task_names: Sequence[str] = ()  # task names of the current likelihood requests, in order
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -138,7 +145,14 @@ class BatchedLM:
             found = self.answer_cache.get_or_compute(
                 self.options,
                 [asked[i] for i in group],
-                lambda each: ["answer", self.max_length, each.text, each.settings, *self._sampling_key(each.settings)],
+                lambda each: [
+                    "answer",
+                    self.max_length,
+                    each.text,
+                    each.settings,
+                    *self._sampling_key(each.settings),
+                    *self._cut_key(),
+                ],
                 self._generate if self.backend == "causal" else self._generate_with_hflm,
                 lambda each: len(each.ids_T),
                 f"{requests[group[0]].task_name}: answers",
@@ -151,6 +165,17 @@ class BatchedLM:
     def _sampling_key(self, settings: dict[str, Any]) -> list[Any]:
         """Return what a sampled answer depends on besides the request."""
         return ["seed", self.options.seed] if settings.get("do_sample") or settings.get("temperature") else []
+
+    def _cut_key(self) -> list[Any]:
+        """Return what an answer to a truncated prompt depends on besides the request."""
+        return ["middle"] if self.keep_ends else []
+
+    def _truncate(self, ids: Any, room: int) -> Any:
+        """Return at most `room` of the ids (a list or a tensor): the last ones, or as many from both ends."""
+        if len(ids) <= room or not self.keep_ends:
+            return ids[-room:]
+        first, last = ids[: room // 2], ids[-(room - room // 2) :]
+        return torch.cat([first, last]) if isinstance(ids, torch.Tensor) else [*first, *last]
 
     def _encode_prompts(self, requests: list[Instance]) -> Iterator[torch.Tensor]:
         """Yield the prompts' ids; 32 at a time, which a fast tokenizer encodes in parallel."""
@@ -181,7 +206,7 @@ class BatchedLM:
         ids_BT = torch.full((len(batch), longest), self.tokenizer.pad_token_id, dtype=torch.int64)
         mask_BT = torch.zeros_like(ids_BT)
         for row, each in enumerate(batch):
-            kept_T = each.ids_T[-longest:]
+            kept_T = self._truncate(each.ids_T, longest)
             ids_BT[row, longest - len(kept_T) :], mask_BT[row, longest - len(kept_T) :] = kept_T, 1
         with torch.inference_mode():
             output_BT = self._model_generate(  # type: ignore[attr-defined]
@@ -256,7 +281,7 @@ class BatchedLM:
         scored = self.answer_cache.get_or_compute(
             self.options,
             items,
-            lambda row: ["likelihoods", self.max_length, [pair[1:] for pair in row]],
+            lambda row: ["likelihoods", self.max_length, [pair[1:] for pair in row], *self._cut_key()],
             self._score if self.backend == "causal" else self._score_with_hflm,
             lambda row: len(row[0][1]) + len(row[0][2]),
             "likelihoods",
@@ -276,15 +301,13 @@ class BatchedLM:
 
     @torch.inference_mode()
     def _score(self, batch: list[list[LikelihoodRequest]]) -> list[list[tuple[float, bool]]]:
-        """Score rows in one forward pass, padded on the right, so without a mask; rows too long are truncated from the
-        left.
-        """
+        """Score rows in one forward pass, padded on the right, so without a mask; rows too long are truncated."""
         most = max(len(pair[2]) for row in batch for pair in row)
         if most > self.max_length:
             raise SurgeryError(
                 f"an answer to score has {most} tokens, more than an input may have ({self.max_length}). Use longer --lengths."
             )
-        inputs = [(row[0][1] + row[0][2])[-(self.max_length + 1) :][:-1] for row in batch]
+        inputs = [self._truncate(row[0][1] + row[0][2], self.max_length + 1)[:-1] for row in batch]
         longest = max(map(len, inputs))
         scored = [max(len(pair[2]) for pair in row) for row in batch]
         ids_BT = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids in inputs], device=self.eval_model.device)

@@ -49,7 +49,9 @@ class AnswerCache:
             size: tokens of an item.
             tokens: tokens per batch.
         """
-        keys = [stable_id(__version__, key_of(item)) if self.folder else str(i) for i, item in enumerate(items)]
+        journal = self.eval_model.journal is not None
+        requests = [key_of(item) for item in items] if self.folder or journal else []
+        keys = [stable_id(__version__, requests[i]) if self.folder else str(i) for i in range(len(items))]
         left = [i for i, key in enumerate(keys) if self.folder is None or key not in self.answers]
 
         def score_and_write(batch: list[int]) -> list[Any]:
@@ -57,14 +59,11 @@ class AnswerCache:
             self._write([(keys[i], answer) for i, answer in zip(batch, found)])
             return found
 
-        found = dict(
-            zip(
-                left,
-                score_in_batches(
-                    self.eval_model, options, left, score_and_write, lambda i: size(items[i]), title, tokens=tokens
-                ),
-            )
-        )
+        scored = score_in_batches(
+            self.eval_model, options, left, score_and_write, lambda i: size(items[i]), title, tokens=tokens,
+            request=lambda i: requests[i],
+        )  # fmt: skip
+        found = dict(zip(left, scored))
         return [found[i] if i in found else self.answers[key] for i, key in enumerate(keys)]
 
     def _read(self) -> dict[str, Any]:

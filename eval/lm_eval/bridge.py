@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from surgery.core.errors import SurgeryError
@@ -93,7 +94,8 @@ def _run_own_task(
 def _result_notes(info: dict[str, Any], options: EvalOptions, tasks: list[Any]) -> list[str]:
     """Return notes on truncated prompts, and on tasks to which --num-fewshot does not apply."""
     cut = [f"{count:,} of {task}" for task, count in info.get("cut", {}).items()]
-    said = [f"prompts longer than the model's input, scored without their beginning: {', '.join(cut)}"] if cut else []
+    lost = "middle" if info.get("keep_ends") else "beginning"
+    said = [f"prompts longer than the model's input, scored without their {lost}: {', '.join(cut)}"] if cut else []
     fixed = [
         task.config.task
         for task in tasks
@@ -110,10 +112,18 @@ def error_message(error: Exception) -> str:
     return f"{kind}{' '.join(str(error).split())[:500]}"
 
 
-def run_tasks(eval_model: EvalModel, names: Sequence[str], options: EvalOptions, load: Any) -> SuiteResult:
+def run_tasks(
+    eval_model: EvalModel,
+    names: Sequence[str],
+    options: EvalOptions,
+    load: Any,
+    *,
+    longest: int | None = None,
+    keep_ends: bool = False,
+) -> SuiteResult:
     """Run lm-eval's own tasks by name. load(names, options) returns {"tasks": .., "groups": ..}.
 
-    Metrics that are means or perplexities become samples; others are only in lm-eval's own results.
+    longest, keep_ends: how inputs are truncated, see `harness_model`. Metrics that are means or perplexities become samples; others are only in lm-eval's own results.
     """
     require_lm_eval()
     with _silence_lm_eval():
@@ -123,7 +133,8 @@ def run_tasks(eval_model: EvalModel, names: Sequence[str], options: EvalOptions,
             raise SurgeryError(
                 f"{unsafe[0]} executes code that the model writes, which surgery does not do. Leave it out of --tasks."
             )
-        found, broken = _evaluate_all_or_each(eval_model, built, options, loaded["groups"])
+        model = partial(harness_model, eval_model, options, longest, keep_ends=keep_ends)
+        found, broken = _evaluate_all_or_each(model, built, options, loaded["groups"])
     result = SuiteResult([], {}, info={key: value for key, value in found.items() if key != "samples"}, broken=broken)
     left_out: set[str] = set()
     for task in built:
@@ -148,24 +159,28 @@ def run_tasks(eval_model: EvalModel, names: Sequence[str], options: EvalOptions,
 
 
 def _evaluate_all_or_each(
-    eval_model: EvalModel, tasks: list[Any], options: EvalOptions, groups: dict[str, Any]
+    model: Callable[[], Any], tasks: list[Any], options: EvalOptions, groups: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (results, failures): all tasks together or, if that fails, one after the other without groups."""
+    """Return (results, failures): all tasks together or, if that fails, one after the other without groups.
+
+    model: returns a new harness_model.
+    """
     chat = options.apply_chat_template
     broken: dict[str, str] = {}
     found: dict[str, Any] = {}
     try:
-        return _evaluate(harness_model(eval_model, options), tasks, options, chat, groups), {}
+        return _evaluate(model(), tasks, options, chat, groups), {}
     except Exception as error:
         if len(tasks) == 1:
             raise
         last = error
     for task in tasks:
+        lm = model()
         try:
-            found = _merge_results(found, _evaluate(harness_model(eval_model, options), [task], options, chat))
+            found = _merge_results(found, _evaluate(lm, [task], options, chat))
         except Exception as error:
             last, broken[task.config.task] = error, error_message(error)
-            eval_model.progress.say(
+            lm.eval_model.progress.say(
                 f"{task.config.task} failed, continuing with the other tasks: {error_message(error)}"
             )
     if not found:
@@ -202,7 +217,7 @@ def _evaluate(
             fewshot_as_multiturn=chat,
         )
     fill_stderrs(found, tasks)
-    found["cut"] = dict(lm.truncated)
+    found["cut"], found["keep_ends"] = dict(lm.truncated), lm.keep_ends
     found["config"] = {
         "model": lm.eval_model.name,
         "model_source": "surgery",

@@ -16,7 +16,7 @@ BOUNDED_METRICS = {"acc", "acc_norm", "acc_mutual_info", "exact_match", "em", "c
 def make_own_sample(task: OwnTask, metric: str, logged: dict[str, Any]) -> Sample:
     """Return the sample of a logged document of an OwnTask."""
     doc = logged["doc"]
-    group = {key: doc[key] for key in ("length", "depth") if doc.get(key) is not None}
+    group = {key: doc[key] for key in ("length", "depth", "words") if doc.get(key) is not None}
     return Sample(
         task=doc.get("task") or task.name,
         id=doc["id"],

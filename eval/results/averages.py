@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from surgery.eval.results.compare import Key, collect_units, shared_samples
 from surgery.eval.results.statistics import Interval, Units, draw_values
 from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 
+Cell = tuple[str, "int | None", "tuple[str, Any] | None"]  # task, length, another group
 MAX_NAMED = 6  # missing tasks that a note names
 
 
@@ -92,9 +93,13 @@ def average_rows(
     whole: dict[tuple[str, int | None], _Draws] = {}
     for average in declared.averages:
         there = [m for m in average.members if table.has(m)]
-        missing = [m.label if average.length is None else m.task for m in average.members if m not in there]
-        if not missing:
-            drawn = whole[average.name, average.length] = table.draw(there)
+        missing = [
+            m.label if average.length is None else m.task
+            for m in average.members
+            if m not in there and not (average.by_size and m.where and table.has(replace(m, where=None)))
+        ]
+        if not missing and there:
+            drawn = whole[average.name, average.length] = table.draw(there, average.by_size)
             rows.append(table.row(suite, average, average.name, drawn, there))
         elif average.partial and len(there) > 1:
             name = f"mean of {len(there)} of the {len(average.members)} tasks"
@@ -141,32 +146,35 @@ class _Table:
         seed: int,
     ):
         self.metrics, self.samples, self.base, self.same, self.seed = metrics, samples, base, same, seed
-        self.cells: dict[tuple[str, int | None], list[Key]] = {}
+        self.cells: dict[Cell, list[Key]] = {}
         for key in keys:
             length = dict(key[1]).get("length")
-            for cell in {(key[0], length), (key[0], None)}:
-                self.cells.setdefault(cell, []).append(key)
-        self.drawn: dict[tuple[str, str, int | None], tuple[dict[str, Units], dict[str, np.ndarray]]] = {}
+            for n in {length, None}:
+                for where in (None, *(group for group in key[1] if group[0] != "length")):
+                    self.cells.setdefault((key[0], n, where), []).append(key)
+        self.drawn: dict[tuple[Any, ...], tuple[dict[str, Units], dict[str, np.ndarray]]] = {}
 
     def has(self, member: Member) -> bool:
         """Return whether a member was measured, by every model."""
         return member.metric in self.metrics and bool(self._keys(member))
 
     def _keys(self, member: Member) -> list[Key]:
-        found = self.cells.get((member.task, member.length), [])
+        found = self.cells.get((member.task, member.length, member.where), [])
         return [k for k in found if all(member.metric in held[k].metrics for held in self.samples.values())]
 
     def samples_of(self, member: Member) -> int:
         """Return how many samples a member has."""
         return len(self._keys(member))
 
-    def _draw_member(self, member: Member) -> tuple[dict[str, Units], dict[str, np.ndarray]]:
-        """Return (units, draws (R,)) by model; the same units are drawn for all models."""
-        key = (member.task, member.metric, member.length)
+    def _draw_members(self, members: Sequence[Member]) -> tuple[dict[str, Units], dict[str, np.ndarray]]:
+        """Return (units, draws (R,)) by model, of all samples of the members; the same units are drawn for all models."""
+        metric, first = members[0].metric, members[0]
+        key = (metric, *((m.task, m.length, m.where) for m in members))
         if key not in self.drawn:
-            keys = self._keys(member)
-            units = {name: collect_units([held[k] for k in keys], member.metric) for name, held in self.samples.items()}
-            rng = np.random.default_rng([self.seed, *map(ord, f"{member.task} {member.length}")])
+            keys = [k for member in members for k in self._keys(member)]
+            units = {name: collect_units([held[k] for k in keys], metric) for name, held in self.samples.items()}
+            words = f"{first.task} {first.length}{first.where or ''}{len(members) if len(members) > 1 else ''}"
+            rng = np.random.default_rng([self.seed, *map(ord, words)])
             drawn = draw_values(list(units.values()), rng)
             n = len(next(iter(units.values())))
             spread = math.sqrt(n / (n - 1)) if n > 1 else 1.0
@@ -174,13 +182,14 @@ class _Table:
             self.drawn[key] = (units, values)
         return self.drawn[key]
 
-    def draw(self, members: Sequence[Member]) -> _Draws:
-        """Return the average of members that were measured."""
-        total = sum(m.weight for m in members)
+    def draw(self, members: Sequence[Member], by_size: bool = False) -> _Draws:
+        """Return the average of members that were measured. by_size: the mean over all their samples, drawn together."""
+        strata = [(list(members), 1.0)] if by_size else [([member], member.weight) for member in members]
+        total = sum(weight for _, weight in strata)
         found = _Draws({}, {}, 0.0, 0.0, True)
-        for member in members:
-            units, draws = self._draw_member(member)
-            share, metric = member.weight / total, self.metrics[member.metric]
+        for stratum, weight in strata:
+            units, draws = self._draw_members(stratum)
+            share, metric = weight / total, self.metrics[stratum[0].metric]
             scale, top = share * metric.scale, metric.scale * (1.0 if metric.kind == "accuracy" else metric.top or 0.0)
             for name, held in units.items():
                 found.values[name] = found.values.get(name, 0.0) + scale * held.value

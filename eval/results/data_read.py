@@ -41,6 +41,11 @@ def note_read(kind: str, name: str, root: Path | None = None) -> None:
         _recordings[-1][f"{kind}:{name}"] = _current_digest(kind, name, root)
 
 
+def current_reads() -> dict[str, str]:
+    """Return what was recorded so far in the innermost `record_reads`; empty outside."""
+    return dict(_recordings[-1]) if _recordings else {}
+
+
 def is_unchanged(reads: Mapping[str, str], options: EvalOptions) -> bool:
     """Return whether a stored result read the data that would be read today; False if unknown.
 

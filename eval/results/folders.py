@@ -1,7 +1,8 @@
 """Read finished results, folders of `surgery eval --out`, which someone else may have written.
 
 Everything is checked: only regular files below the folders are read, up to a size; every line has the type that `surgery eval` writes;
-names are plain text; numbers that become axes are finite. A folder that breaks a rule is refused, with the file and the rule.
+names are plain text; numbers that become axes are finite. A suite's result that breaks a rule is left out, and a
+sentence names the file and the rule.
 """
 
 from __future__ import annotations
@@ -62,23 +63,26 @@ class StoredModel:
         return self.fingerprint, self.dtype
 
 
-def read_models(folders: Sequence[Path]) -> list[StoredModel]:
-    """Return the models of all folders, each once: results of the same model in several folders are put together.
+def read_models(folders: Sequence[Path]) -> tuple[list[StoredModel], list[str]]:
+    """Return the models of all folders, and the results that are left out because they break a rule, one sentence each.
 
-    A folder is one of `surgery eval --out`, with all models in it, or one model's folder in it. Raises SurgeryError for a folder
-    without results, and for damaged results.
+    Each model is returned once: its results in several folders are put together. A folder is one of `surgery eval --out`, with all
+    models in it, or one model's folder in it. Raises SurgeryError for a folder without results.
     """
     found: dict[tuple[str, str], StoredModel] = {}
+    damaged: dict[str, None] = {}
     for folder in folders:
         for place in model_folders(folder):
-            for model in _read_model(place):
+            models, broken = _read_model(place)
+            damaged |= dict.fromkeys(broken)
+            for model in models:
                 known = found.setdefault(model.key, model)
                 for suite, stored in model.suites.items():
                     known.suites.setdefault(suite, stored)
                 known.parameters = known.parameters or model.parameters
     models = list(found.values())
     _make_names_unique(models)
-    return models
+    return models, list(damaged)
 
 
 def model_folders(folder: Path) -> list[Path]:
@@ -101,9 +105,12 @@ def named_base(folders: Sequence[Path]) -> str | None:
 
 def base_of_folder(folder: Path) -> str:
     """Return the fingerprint of the model that `--base FOLDER` means: the only one in it, or the one that it was written for."""
-    models = {model.fingerprint for place in model_folders(folder) for model in _read_model(place)}
+    read = [_read_model(place) for place in model_folders(folder)]
+    models = {model.fingerprint for found, _ in read for model in found}
     if len(models) == 1:
         return models.pop()
+    if damaged := [why for _, broken in read for why in broken if not models]:
+        raise SurgeryError(f"--base {folder} has no result that can be read. {' '.join(damaged)}")
     if (meant := _role_fingerprint(folder, "converted")) in models and meant is not None:
         return meant
     raise SurgeryError(f"--base {folder} has {len(models)} models. Give the folder of one of them, a subfolder of it.")
@@ -138,20 +145,30 @@ def _suite_folders(place: Path) -> list[Path]:
     return [each for each in sorted(place.iterdir()) if _is_folder(each) and (each / RESULT).exists()]
 
 
-def _read_model(place: Path) -> list[StoredModel]:
-    """Return the model of a folder; several if its suites were measured in several precisions."""
+def _read_model(place: Path) -> tuple[list[StoredModel], list[str]]:
+    """Return the model of a folder, several if its suites were measured in several precisions; and why suites are left out."""
     models: dict[tuple[str, str], StoredModel] = {}
+    damaged: list[str] = []
     for folder in _suite_folders(place):
-        stored = _read_suite(folder)
-        key, told = stored.key, stored.result.provenance
-        name, parameters = told.get("name"), told.get("parameters")
-        shown = name if isinstance(name, str) and name else place.name.rpartition("-")[0] or place.name
-        model = StoredModel(_checked_name(Path(shown).name or shown, folder), key["fingerprint"], key["dtype"])
+        try:
+            stored = _read_suite(folder)
+            key, told = stored.key, stored.result.provenance
+            name, parameters = told.get("name"), told.get("parameters")
+            shown = name if isinstance(name, str) and name else place.name.rpartition("-")[0] or place.name
+            model = StoredModel(_checked_name(Path(shown).name or shown, folder), key["fingerprint"], key["dtype"])
+        except SurgeryError as error:
+            damaged.append(f"{printable(folder.name)} of {printable(place.name)} is left out: {printable(str(error))}")
+            continue
         model = models.setdefault(model.key, model)
         if isinstance(parameters, int) and not isinstance(parameters, bool) and parameters > 0:
             model.parameters = parameters
         model.suites[key["suite"]] = stored
-    return list(models.values())
+    return list(models.values()), damaged
+
+
+def printable(text: str) -> str:
+    """Return the text on one line without control characters: names of folders may come from someone else."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def _read_suite(folder: Path) -> StoredSuite:
@@ -215,6 +232,9 @@ def _check_result(result: SuiteResult, folder: Path) -> None:
         unknown = [name for name in sample.metrics if name not in result.metrics]
         if unknown:
             raise ValueError(f"a sample has the metric {unknown[0]!r}, which {RESULT} does not describe")
+        for name, value in sample.metrics.items():
+            if result.metrics[name].kind == "accuracy" and value not in (0, 1):
+                raise ValueError(f"{sample.task}: {name} is declared as an accuracy, so its values must be 0 or 1")
     if not sum(sample.weight for sample in result.samples) > 0:
         raise ValueError("the weights of its samples add up to 0")
     losses = result.arrays.get("loss_NT")

@@ -77,7 +77,7 @@ class ModelComparison:
         models: in the order of the tables; the base is the first.
         base: its name; None: no differences.
         results: suite -> model -> result, of those that are compared.
-        refused: results that are not comparable, one sentence each.
+        refused: results that are damaged or not comparable, one sentence each.
         notes: remarks.
     """
 
@@ -134,27 +134,37 @@ def compare_folders(
         quality: task, suite or average that the Pareto charts show; None: perplexity if measured, else the first average or task.
         seed: of the bootstrap.
 
-    Raises SurgeryError for damaged results, fewer than two models, or models without a suite in common.
+    Damaged results are left out and named in `refused`. Raises SurgeryError for fewer than two models, or models without a suite in
+    common.
     """
     load_suites()
-    found = read_models([*([base] if base is not None else []), *folders])
+    found, damaged = read_models([*([base] if base is not None else []), *folders])
     if len(found) < 2:
         raise SurgeryError(
             f"{', '.join(map(str, folders))}: a comparison needs two models (got {len(found)}). Give the folders of others."
+            + "".join(f" {why}" for why in damaged)
         )
     wanted = base_of_folder(base) if base is not None else named_base(folders)
-    return compare_models(found, wanted, quality=quality, seed=seed)
+    return compare_models(found, wanted, quality=quality, seed=seed, damaged=damaged)
 
 
 def compare_models(
-    found: Sequence[StoredModel], wanted: str | None, *, quality: str | None = None, seed: int = 0
+    found: Sequence[StoredModel],
+    wanted: str | None,
+    *,
+    quality: str | None = None,
+    seed: int = 0,
+    damaged: Sequence[str] = (),
 ) -> ModelComparison:
-    """Compare models whose results were read. wanted: fingerprint of the base, or None."""
+    """Compare models whose results were read. wanted: fingerprint of the base, or None; damaged: results that were left out, and why."""
     first = next((model for model in found if model.fingerprint == wanted), None)
     models = [*([first] if first else []), *(model for model in found if model is not first)]
-    done = ModelComparison(models, first.name if first else None)
+    done = ModelComparison(models, first.name if first else None, refused=list(damaged))
     for suite in dict.fromkeys(suite for model in models for suite in model.suites):
-        _compare_suite(done, suite, seed)
+        try:
+            _compare_suite(done, suite, seed)
+        except SurgeryError as error:  # results that are whole, but contradict each other
+            done.refused.append(f"{suite} is left out: {error}")
     if not done.rows:
         raise SurgeryError(
             f"the models have no results in common that can be compared. {'; '.join(done.refused)}".strip()

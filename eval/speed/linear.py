@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.core.dispatch import DispatchedOp, KernelChoice, load_kernels
+from surgery.core.errors import SurgeryError
 from surgery.eval.speed.roofline import linear_work
 from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, backward, forward, graph_call
 from surgery.structures import STRUCTURES
@@ -25,6 +26,7 @@ SHAPES = {
     "small": ((64, 64), (64, 96)),
 }
 TOKENS = {"full": (1, 16, 512, 8192), "main": (1, 16, 512, 8192), "compressed": (1, 8192), "small": (1, 8)}
+MODEL_TOKENS = {"cuda": (1, 512, 8192), "cpu": (1, 128)}  # of the shapes of a model
 SHARES = {"half": 2, "quarter": 4}  # of the dense parameters, in the sizes "compressed": 1 / share
 RANK_MULTIPLE = 64
 RANKS = (1, 4, 16)  # 16 stores half of the dense parameters at 4,096 x 4,096
@@ -34,17 +36,38 @@ ROTATED_BYTES, MAX_COPIES = (
 )  # runs of one token take turns with copies of the weights, which together exceed the L2 cache; most copies
 
 
-def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[BenchmarkCase]:
-    """Yield the cases of all shapes and numbers of tokens."""
-    for in_, out in SHAPES[sizes]:
+def checkpoint_shapes(name: str) -> tuple[tuple[int, int], ...]:
+    """Return the shapes (in, out) of a checkpoint's linears, from its config alone.
+
+    Routed experts, of which few compute a token, are left out. Raises SurgeryError if nothing else is there.
+    """
+    from surgery.architectures.linears import find_linears
+    from surgery.checkpoint.outline import describe_checkpoint
+    from surgery.checkpoint.source import open_checkpoint
+
+    layout = find_linears(describe_checkpoint(open_checkpoint(name, weights=False), False).model)
+    shapes = sorted({(linear.in_, linear.out) for linear in layout.linears if not linear.experts})
+    if not shapes:
+        raise SurgeryError(f"bench: {name} has no linears outside routed experts. Leave model out, and give sizes")
+    return tuple(shapes)
+
+
+def benchmark_cases(
+    sizes: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[tuple[int, int]] | None = None
+) -> Iterator[BenchmarkCase]:
+    """Yield the cases of all shapes and numbers of tokens. shapes: (in, out) of a model's linears, instead of SHAPES."""
+    counts = TOKENS[sizes]
+    if shapes is not None:
+        sizes, counts = "compressed", MODEL_TOKENS["cuda" if device.type == "cuda" else "cpu"]
+    for in_, out in shapes or SHAPES[sizes]:
         make = compressed_linears if sizes == "compressed" else linears
         entries = list(make(in_, out, device, dtype))
-        for tokens in TOKENS[sizes]:
+        for tokens in counts:
             where = {"inputs": in_, "outputs": out, "tokens": tokens}
             title = f"{in_:,} -> {out:,}"
             if tokens == 1:
                 yield _make_graph_case(f"linear {title}, forward, CUDA graph", where, entries, device, dtype)
-            for back in (False, True) if tokens >= 512 or sizes == "small" else (False,):
+            for back in (False, True) if shapes is None and (tokens >= 512 or sizes == "small") else (False,):
                 name = f"linear {title}, forward{' + backward' if back else ''}"
                 yield _make_case(name, where, entries, back, device, dtype)
 
@@ -93,7 +116,10 @@ def compressed_linears(in_: int, out: int, device: torch.device, dtype: torch.dt
     yield LinearEntry("dense", "measured", nn.Linear(in_, out, bias=False, **factory), in_ * out, "original")
     for name, part in SHARES.items():
         for config in (LowRank(), BTT(blocks=(4, 4))):
-            exact = STRUCTURES[config].fit(config, out, in_, in_ * out // part)
+            try:
+                exact = STRUCTURES[config].fit(config, out, in_, in_ * out // part)
+            except SurgeryError:  # too small a matrix for this structure
+                continue
             rounded = replace(exact, rank=max(1, exact.rank // RANK_MULTIPLE) * RANK_MULTIPLE)
             for shown in (exact, rounded) if 0 < rounded.rank < exact.rank else (exact,):
                 linear = STRUCTURES[shown](in_, out, shown, bias=False, **factory)

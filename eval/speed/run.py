@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +39,7 @@ def bench(
     only: str | None = None,
     progress: Progress | None = None,
     dtype: str | None = None,
+    shapes_of: str | None = None,
 ) -> dict[str, Any]:
     """Run a benchmark and return its results as JSON data, written to `out` after every case.
 
@@ -50,6 +51,7 @@ def bench(
         only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign
             excludes names. The first implementation always runs.
         dtype: bfloat16, float16 or float32; default: bfloat16 on a GPU, else float32.
+        shapes_of: of `linear`: a checkpoint, a folder or Hub id, whose shapes are measured instead of `sizes`.
     """
     started, progress = time.monotonic(), progress or Progress()
     deadline = started + time_limit if time_limit else float("inf")
@@ -57,6 +59,11 @@ def bench(
         sizes = sizes or ("full" if torch.cuda.is_available() and device != "cpu" else "small")
         _check_options(kind, sizes)
         return training.train(sizes, only, device, deadline, out=out, progress=progress, about=describe_environment)
+    if shapes_of is not None and (kind != "linear" or sizes is not None):
+        raise SurgeryError(
+            f"--model gives the shapes of bench linear in place of --sizes (got bench {kind}, sizes {sizes}). Leave one out"
+        )
+    shapes = None if shapes_of is None else linear.checkpoint_shapes(shapes_of)
     place = choose_device(device)
     gpu = place.type == "cuda"
     sizes = sizes or ("full" if gpu else "small")
@@ -67,12 +74,12 @@ def bench(
     limits = measure_ceilings(benchmark, torch_dtype)
     result: dict[str, Any] = {
         "kind": kind,
-        "sizes": sizes,
+        "sizes": sizes if shapes is None else "model",
         **describe_environment(place),
         "dtype": str(torch_dtype).removeprefix("torch."),
     }
     result |= {"ceilings": limits, "rows": [], "complete": False}
-    for case in _benchmark_cases(kind, sizes, place, torch_dtype, peers):
+    for case in _benchmark_cases(kind, sizes, place, torch_dtype, peers, shapes):
         case.implementations = _select_implementations(case, only, gpu)
         progress.say(case_line(case, _run_case(benchmark, case, limits, result["rows"])))
         if out is not None:
@@ -105,8 +112,15 @@ def _check_options(kind: str, sizes: str, dtype: str | None = None) -> None:
 
 
 def _benchmark_cases(
-    kind: str, sizes: str, device: torch.device, dtype: torch.dtype, peers: bool
+    kind: str,
+    sizes: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    peers: bool,
+    shapes: Sequence[tuple[int, int]] | None,
 ) -> Iterator[BenchmarkCase]:
+    if shapes is not None:
+        return linear.benchmark_cases(sizes, device, dtype, shapes)
     if kind == "attention":
         return attention.benchmark_cases(sizes, device, dtype, peers)
     return {"linear": linear, "decode": decode, "model": model}[kind].benchmark_cases(sizes, device, dtype)

@@ -17,13 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from surgery.core.errors import SurgeryError
 from surgery.eval.speed.tables import CELL_LEGEND, format_conditions, markdown
-from surgery.publish.speed_notes import LINEAR_OPS, check_measured_times
+from surgery.planning.measured_times import tuning_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, TABLE = ROOT / "docs/measurements/performance.md", ROOT / "kernels/tuning.json"
-MAX_FILE_BYTES = 50_000_000
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 
 
@@ -42,37 +40,6 @@ def merge_results(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         got = {(row["table"], row["x"], row["rival"]) for row in one["rows"] if row["ms"]}
         one["rows"] = [row for row in one["rows"] if row["ms"] or (row["table"], row["x"], row["rival"]) not in got]
     return list(kinds.values())
-
-
-def tuning_tables(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tables of kernels/tuning.py, one per dtype: times of each op's implementations and of what it replaces."""
-    tables: dict[str, dict[str, Any]] = {}
-    for result in results:
-        head = {name: result[name] for name in ("device", "capability", "dtype", "date", "versions")}
-        head["capability"] = head["capability"] or []
-        into = tables.setdefault(result["dtype"], {**head, "rows": []})["rows"]
-        for table in dict.fromkeys(row["table"] for row in result["rows"]):
-            for x in dict.fromkeys(row["x"] for row in result["rows"] if row["table"] == table):
-                case = [row for row in result["rows"] if (row["table"], row["x"]) == (table, x) and row["ms"]]
-                into += _case_rows(case, pass_of_table(table), launch_times(result["rows"], pass_of_table(table), x))
-    return list(tables.values())
-
-
-def read_measured_times(path: Path) -> dict[str, Any]:
-    """Return the times of linears in a file of `surgery bench linear --out`, as a table of kernels/tuning.py. Raises SurgeryError if it is damaged."""
-    if not path.is_file():
-        raise SurgeryError(f"{path} does not exist. Measure this machine with: surgery bench linear --out {path.name}")
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise SurgeryError(f"{path} must have at most {MAX_FILE_BYTES:,} bytes (got {path.stat().st_size:,})")
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        table = tuning_tables([result])[0] if result["kind"] == "linear" else None
-        linears = [row for row in table["rows"] if row["op"] in LINEAR_OPS] if table else []
-        return check_measured_times(table and {**table, "rows": linears}, str(path))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
-        raise SurgeryError(
-            f"{path} is no file of `surgery bench linear --out` ({type(error).__name__}: {str(error)[:100]}). Write it again"
-        ) from None
 
 
 def keep_unmeasured(tables: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -97,18 +64,6 @@ def _row_key(row: dict[str, Any]) -> str:
     return json.dumps([row["op"], row["pass"], row["sizes"]], sort_keys=True)
 
 
-def launch_times(rows: list[dict[str, Any]], kind: str, x: int) -> dict[str, float]:
-    """Return the CPU's launch time of each implementation in ms: the least over sizes of at least x.
-
-    Larger sizes launch no less, and a busy CPU only adds time.
-    """
-    found: dict[str, float] = {}
-    for row in rows:
-        if row["x"] >= x and "launch" in row and pass_of_table(row["table"]) == kind:
-            found[row["rival"]] = min(row["launch"], found.get(row["rival"], row["launch"]))
-    return found
-
-
 def format_json(tables: list[dict[str, Any]]) -> str:
     """Format as JSON with one line per row."""
     parts = []
@@ -117,46 +72,6 @@ def format_json(tables: list[dict[str, Any]]) -> str:
         rows = ",\n  ".join(json.dumps(row) for row in table["rows"])
         parts.append(f'{head[:-1]}, "rows": [\n  {rows}\n ]}}')
     return '{"tables": [\n ' + ",\n ".join(parts) + "\n]}\n"
-
-
-def pass_of_table(table: str) -> str:
-    """Return forward, backward (with forward) or step (decoding); captured, captured step: inside a CUDA graph."""
-    if table.startswith("decode"):
-        return "captured step" if table.endswith("graph") else "step"
-    if table.endswith("graph"):
-        return "captured"
-    return "backward" if table.endswith("backward") else "forward"
-
-
-def _case_rows(case: list[dict[str, Any]], kind: str, launches: dict[str, float]) -> list[dict[str, Any]]:
-    """Return a case's rows, one per op and options.
-
-    The original's time is that of torch's fastest. Without a CUDA graph a call takes at least its launch time.
-    """
-    least = {} if "captured" in kind else launches
-    took = {row["rival"]: max(row["ms"], least.get(row["rival"], 0.0)) for row in case}
-    original = min((took[row["rival"]] for row in case if row.get("op") == "original"), default=None)
-    found: dict[str, dict[str, Any]] = {}
-    for row in case:
-        if row.get("op") in (None, "original"):
-            continue
-        sizes = {**{k: v for k, v in row["sizes"].items() if k in SIZE_NAMES}, **row["options"]}
-        entry = {
-            "op": row["op"],
-            "pass": kind,
-            "sizes": sizes,
-            **({"original": round_ms(original)} if original else {}),
-        }
-        found.setdefault(json.dumps(entry), entry)[row["way"]] = round_ms(took[row["rival"]])
-    return list(found.values())
-
-
-SIZE_NAMES = ("tokens", "inputs", "outputs", "lanes", "context")  # lanes: heads of all rows
-
-
-def round_ms(ms: float) -> float:
-    """Round milliseconds for the table."""
-    return float(f"{ms:.3g}")
 
 
 def update_page(text: str, results: list[dict[str, Any]]) -> str:

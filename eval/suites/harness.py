@@ -5,9 +5,19 @@ lm-eval is imported only when one of them runs.
 
 from __future__ import annotations
 
-from surgery.eval.averages import longbench_averages, retrieval_averages, ruler_averages, zeroshot_averages
+from surgery.eval.averages import (
+    babilong_averages,
+    infinitebench_averages,
+    longbench2_averages,
+    longbench_averages,
+    longbench_e_averages,
+    retrieval_averages,
+    ruler_averages,
+    zeroshot_averages,
+)
+from surgery.eval.document_suites import run_babilong, run_infinitebench, run_longbench2
 from surgery.eval.long_context import run_niah, run_ruler
-from surgery.eval.long_context.longbench import run_longbench
+from surgery.eval.long_context.longbench import run_longbench, run_longbench_e
 from surgery.eval.long_context.retrieval import run_retrieval
 from surgery.eval.suite import FALLBACKS, Suite, register
 from surgery.eval.task_names import find_lm_eval_suite, run_named, run_zeroshot
@@ -29,6 +39,38 @@ register(
         run_longbench,
         averages=longbench_averages,
         version=2,  # 2: narrativeqa's prompt to the letter
+    )
+)
+register(
+    Suite(
+        "longbench-e",
+        "LongBench-E: thirteen tasks by length of the document, 0-4k, 4-8k and 8k+ words",
+        run_longbench_e,
+        averages=longbench_e_averages,
+    )
+)
+register(
+    Suite(
+        "longbench2",
+        "LongBench v2: 503 questions with four choices about 8K to 2M words",
+        run_longbench2,
+        averages=longbench2_averages,
+    )
+)
+register(
+    Suite(
+        "babilong",
+        "BABILong: facts hidden in books, qa1 to qa5 at 1K to 128K tokens",
+        run_babilong,
+        averages=babilong_averages,
+    )
+)
+register(
+    Suite(
+        "infinitebench",
+        "InfiniteBench: eleven tasks on texts of more than 100K tokens",
+        run_infinitebench,
+        averages=infinitebench_averages,
     )
 )
 register(

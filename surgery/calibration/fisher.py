@@ -33,6 +33,7 @@ from surgery.core.errors import naming
 from surgery.planning.allocate import CostPoint
 from surgery.planning.plan import LinearTarget, Plan, fit_config_to_budget, has_free_rank
 from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.speed import option_times
 from surgery.planning.weights import target_gram, target_weight
 from surgery.structures import STRUCTURES, Metric
 from surgery.structures.metric import add_moment_, damp_, damp_output_gram
@@ -317,8 +318,10 @@ class FisherPass:
 def cost_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list[CostPoint]:
     """Return the expected increase of the loss (nats per token) at each number of parameters, dense matrix included.
 
-    With `round_ranks` these are the numbers of parameters of the ranks that the target may have.
+    With `round_ranks` these are the numbers of parameters of the ranks that the target may have. With `speed` see `timed_points`.
     """
+    if target.dense_ns:
+        return timed_points(target, weight_OI, metric)
     found = [CostPoint(target.numel, 0.0)]
     for config in target.configs:
         cls = STRUCTURES[config]
@@ -334,6 +337,26 @@ def cost_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list
             if params < target.numel:
                 found.append(CostPoint(params, error / 2))
     return found
+
+
+def timed_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list[CostPoint]:
+    """Return (nanoseconds, expected increase of the loss) of the dense matrix and of each option of a target with `speed`."""
+    errors = [0.0]
+    curves = {}
+    for config in target.configs if target.options else ():
+        cls = STRUCTURES[config]
+        resolved = cls.resolve(config, target.out, target.in_)
+        curves[type(config)] = cls.rank_error_curve(weight_OI, resolved, metric)
+    errors += [error_at(curves[type(option.config)], option.config) / 2 for option in target.options]
+    return [CostPoint(ns, error) for ns, error in zip(option_times(target), errors)]
+
+
+def error_at(curve: list[tuple[Any, float]], config: Any) -> float:
+    """Return the squared error of a config, interpolated between the ranks of a curve."""
+    above = next(i for i, (known, _) in enumerate(curve) if known.rank >= config.rank)
+    (last, error), (known, before) = curve[above], curve[max(0, above - 1)]
+    share = 1.0 if last.rank == known.rank else (config.rank - known.rank) / (last.rank - known.rank)
+    return before + share * (error - before)
 
 
 def round_curve(curve: list[tuple[Any, float]], multiple: int) -> list[tuple[Any, float]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,6 +17,8 @@ from surgery.core.errors import SurgeryError
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Number = Annotated[float, Field(ge=-1e30, le=1e30)] | None  # None: not measured, or NaN
 Text = Annotated[str, Field(max_length=10_000)]
+Positive = Annotated[float, Field(gt=0, le=1e30)]
+Ratio = Annotated[float, Field(ge=1, le=1e30)]
 
 
 class ReportModel(BaseModel):
@@ -149,6 +151,26 @@ class RefineReport(ReportModel):
     whole: RefinementReport | None = None
 
 
+class SpeedReport(ReportModel):
+    """Predicted milliseconds of the replaced linears, dense (before) and as converted, from times measured on a device.
+
+    phase: prefill or decode, with tokens. target: the recipe's ratio; ratio: before / after. matrices: replaced by the recipe; dense: of
+    these, how many stay dense. share: time of these linears / time of all linears of the original; None if not all were measured.
+    """
+
+    device: Text
+    dtype: Text
+    phase: Literal["prefill", "decode"]
+    tokens: Annotated[int, Field(ge=1, lt=2**62)]
+    target: Ratio
+    before: Positive
+    after: Positive
+    ratio: Ratio
+    matrices: Count
+    dense: Count
+    share: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
 class HeldOutReport(ReportModel):
     """Held-out score of the original and of the converted model (surgery.conversion.score.HeldOutScore)."""
 
@@ -254,6 +276,7 @@ class Report(ReportModel):
     memory: MemoryReport
     hybrid: HybridReport | None = None
     refine: RefineReport | None = None
+    speed: SpeedReport | None = None
     storage: StorageReport | None = None
     training: list[TrainingReport] = []
 

@@ -93,7 +93,7 @@ UseCache = Annotated[
     typer.Option(
         "--use-cache",
         metavar="DIR",
-        help="Store every answer in this folder, so that an interrupted suite continues where it stopped.",
+        help="Store every answer in this folder, for later runs with other options too. An interrupted suite continues without it if --out is given.",
     ),
 ]
 Chat = Annotated[bool, typer.Option("--apply-chat-template", help="Format prompts with the model's chat template.")]

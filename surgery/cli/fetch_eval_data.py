@@ -16,27 +16,37 @@ Suites = Annotated[
     typer.Option(
         "--suite",
         "-s",
-        help="Download the data of this suite: niah, ruler, longbench, retrieval, zeroshot, or any lm-eval task. Repeatable. Default: all suites of this package.",
+        help="Download the data of this suite: niah, ruler, longbench, longbench-e, longbench2, babilong, infinitebench, retrieval, zeroshot, or any lm-eval task. Repeatable. Default: all suites of this package.",
     ),
 ]
-Tasks = Annotated[str | None, typer.Option(help="Download only these LongBench tasks, separated by commas.")]
+Tasks = Annotated[
+    str | None, typer.Option(help="Download only these tasks of LongBench or BABILong, separated by commas.")
+]
+Commits = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Download the commits that this file names: commits.json of another mirror. Default: the mirror's own, else the newest.",
+    ),
+]
 
 
 def fetch_eval_data(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the mirror; created if it does not exist.")],
     suite: Suites = None,
     tasks: Tasks = None,
+    commits: Commits = None,
     as_json: options.Json = False,
 ) -> None:
     """Download the data sets of `surgery eval` to a local mirror; `surgery eval --data-root DIR` then needs no network.
 
     surgery fetch-eval-data DATA --suite zeroshot
     """
-    from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch
+    from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch, read_commits
 
     suites = [name for each in suite or list(SUITE_SOURCES) for name in each.split(",")]
     sources = dataset_sources(suites, [name for name in (tasks or "").split(",") if name])
-    done = fetch(folder, sources, progress(as_json))
+    done = fetch(folder, sources, progress(as_json), None if commits is None else read_commits(commits))
     if as_json:
         print(json.dumps({"folder": str(folder), **done}, indent=2))
         return

@@ -95,6 +95,9 @@ def plan(
     overrides: options.Overrides = None,
     context: options.Context = 4096,
     measured: options.MeasuredTimes = None,
+    device: options.EstimateDevice = None,
+    processes: options.Processes = 1,
+    data_free: options.DataFree = False,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
@@ -105,23 +108,28 @@ def plan(
     """
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
+    from surgery.estimation.estimate import estimate_conversion, estimate_lines
     from surgery.planning.plan import make_plan
     from surgery.planning.recipe import load_recipe
+    from surgery.planning.speed import named_table
     from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
     chosen = load_recipe(recipe, overrides or [])
-    table = None
-    if measured is not None:
-        from surgery.eval.speed.update_tables import read_measured_times
-
-        table = read_measured_times(measured)
+    table = named_table(chosen, measured)
     opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
-    data = plan_dict(make_plan(describe_checkpoint(opened, trust_remote_code), chosen))
+    described = describe_checkpoint(opened, trust_remote_code)
+    planned = make_plan(described, chosen)
+    data = plan_dict(planned)
+    data["estimate"] = estimate_conversion(
+        described, planned, device=device, processes=processes, calibrated=not data_free
+    )
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
     times = predicted_lines(data["linear_times"])
-    print(json.dumps(data, indent=2)) if as_json else _show([*plan_table(data), *times, *data["speed"]])
+    print(json.dumps(data, indent=2)) if as_json else _show(
+        [*plan_table(data), *estimate_lines(data["estimate"]), *times, *data["speed"]]
+    )
 
 
 @app.command()
@@ -311,14 +319,16 @@ def bench_speed(
     from surgery.eval.speed.run import bench
     from surgery.eval.speed.tables import result_tables, save_plot
 
-    if what == "draft" or model or drafter or text:
+    asked: dict[str, Any]
+    if what == "draft" or drafter or text or (model and what != "linear"):
         from surgery import api
 
-        asked: dict[str, Any] = {"sizes": sizes, "dtype": dtype, "out": out, "device": device}
+        asked = {"sizes": sizes, "dtype": dtype, "out": out, "device": device}
         shown = api.bench(what, **asked, model=model, drafter=drafter, text=text, progress=_progress(as_json))
         print(json.dumps(shown, indent=2)) if as_json else _show(list(shown._parts()))
         return
-    result = bench(what, sizes, peers, device, time_limit, out=out, only=only, progress=_progress(as_json), dtype=dtype)
+    asked = {"out": out, "only": only, "progress": _progress(as_json), "dtype": dtype, "shapes_of": model}
+    result = bench(what, sizes, peers, device, time_limit, **asked)
     if not is_main_process():
         return
     print(json.dumps(result, indent=2)) if as_json else _show(result_tables(result))

@@ -59,6 +59,24 @@ MeasuredTimes = Annotated[
     ),
 ]
 
+EstimateDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="Estimate time and memory for this device: cpu (with as many threads as here) or h200. Default: the kind of this machine.",
+    ),
+]
+Processes = Annotated[
+    int,
+    typer.Option("--processes", min=1, help="Estimate a conversion shared by this many processes, one device each."),
+]
+DataFree = Annotated[
+    bool,
+    typer.Option(
+        "--data-free", help="Estimate a conversion without calibration text. Default: with the recipe's tokens."
+    ),
+]
+
 # -- surgery convert and demo
 Calibration = Annotated[
     str | None,
@@ -106,7 +124,12 @@ TimeLimit = Annotated[
 ]
 
 DraftModel = Annotated[
-    str | None, typer.Option("--model", metavar="SRC", help="With draft: the checkpoint, a local folder or a Hub id.")
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="SRC",
+        help="With draft: the checkpoint, a local folder or a Hub id. With linear: measure the shapes of its linears, from its config alone.",
+    ),
 ]
 DrafterName = Annotated[
     str | None,

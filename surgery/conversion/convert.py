@@ -42,6 +42,7 @@ from surgery.checkpoint.report import (
     RefineReport,
     Report,
     SourceReport,
+    SpeedReport,
     TimeReport,
     TotalsReport,
     report_errors,
@@ -58,6 +59,7 @@ from surgery.checkpoint.writer import (
     known_work_files,
     write_checkpoint,
 )
+from surgery.conversion.choose_by_time import choose_by_time, speed_report
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
 from surgery.conversion.layer_shards import NON_LAYER, LayerShards, select_valid_entries
@@ -96,6 +98,7 @@ from surgery.modeling.auto_classes import write_shims
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe, RefineRecipe
 from surgery.planning.refine_budget import resolve_refine
+from surgery.planning.speed import with_structures
 
 
 def convert(
@@ -159,7 +162,7 @@ def _convert(
     data = load_calibration(opened, model, recipe, text_notes)
     dist.on_main(lambda: check_disk_space(opened, plan, recipe, out))
     work_dir = partial_path(out)
-    fingerprint = journal_fingerprint(opened, recipe, data)
+    fingerprint = journal_fingerprint(opened, recipe, data, plan.time)
     dist.on_main(lambda: check_no_unknown_files(work_dir, known_work_files(opened)))
     check_same_inputs(dist, fingerprint)
     with Journal(work_dir, fingerprint, resume, dist) as journal, fast_float32_matmul(device):
@@ -271,13 +274,15 @@ class Conversion:
 
     def _resolve_budgets(self) -> tuple[dict[str, float], dict[str, Any]]:
         """Return (parameters for each target by name, the report's "allocation" entry)."""
-        if done := self.journal.find("budgets"):
-            return done["budgets"], done["allocation"]
-        with self._timer("budgets"):
-            chosen = choose_budgets(self.ctx)
-        budgets, allocation = self.ctx.dist.broadcast_object(chosen)
-        self.journal.add("budgets", budgets=budgets, allocation=allocation)
-        return budgets, allocation
+        done, plan = self.journal.find("budgets"), self.ctx.plan
+        if done is None:
+            with self._timer("budgets"):
+                chosen = choose_by_time(self.ctx) if plan.time else _budgets_entry(*choose_budgets(self.ctx))
+            done = self.ctx.dist.broadcast_object(chosen)
+            self.journal.add("budgets", **done)
+        if plan.time is not None:
+            self.ctx = replace(self.ctx, plan=with_structures(plan, done["structures"]))
+        return done["budgets"], done["allocation"]
 
     def _convert(self, budgets: dict[str, float], allocation: dict[str, Any]) -> None:
         """Convert all layers and the head, and store all other tensors."""
@@ -502,6 +507,8 @@ class Conversion:
         records = [record for entry in entries for record in entry["records"]]
         unsplit = [targets[0] for targets in ctx.plan.targets.values() if targets[0].part is None]
         unreached: dict[str, Any] = {"unreached": list(ctx.plan.unreached)} if ctx.plan.unreached else {}
+        timed = speed_report(ctx.plan, records)
+        speed: dict[str, Any] = {} if timed is None else {"speed": SpeedReport.model_validate(timed)}
         refits = {target.name for target in unsplit if not target.configs}  # dense before and after
         replaced = [record for record in records if record["name"] not in refits]
         return Report(
@@ -517,6 +524,7 @@ class Conversion:
             seed=ctx.recipe.seed,
             notes=[*ctx.plan.notes, *uncalibrated_warnings(ctx, self.calibration_hint), *short_text_warnings(ctx)],
             **unreached,
+            **speed,
             companions=[path.as_posix() for path in source.companions()],
             calibration=self._calibration_report(),
             allocation=AllocationReport.model_validate(non_layer["allocation"]),
@@ -572,6 +580,10 @@ class Conversion:
             if (shard := self.shard_of[name]) != NON_LAYER:
                 sizes[shard] = sizes.get(shard, 0) + 4 * self.ctx.model.source.tensors[key].numel
         return max(sizes.values(), default=0)
+
+
+def _budgets_entry(budgets: dict[str, float], allocation: dict[str, Any]) -> dict[str, Any]:
+    return {"budgets": budgets, "allocation": allocation}
 
 
 def totals(

@@ -40,6 +40,7 @@ from surgery.mixers import MIXERS, mixer_config
 from surgery.modeling.modules import build_module
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import Plan
+from surgery.planning.speed import option_of, time_after, time_before, with_structures
 
 NON_LAYER = "rest"  # name of the shard of all tensors outside the layers, as files and journals spell it
 TensorShapes = dict[str, tuple[int, ...]]
@@ -66,6 +67,7 @@ class _NonLayerEntry(_ShardEntry):
 class _BudgetsEntry(ReportModel):
     budgets: dict[str, NonNegative]
     allocation: AllocationReport
+    structures: dict[str, dict[str, Any] | None] | None = None  # with `speed`; None: dense
 
 
 class _HybridEntry(ReportModel):
@@ -311,11 +313,13 @@ def _is_valid(entry: dict[str, Any], plan: Plan) -> bool:
 def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
     if entry["step"] == "budgets":
         names = {target.name for targets in plan.targets.values() for target in targets}
-        return set(entry["budgets"]) == names
+        return set(entry["budgets"]) == names and _meets_target(entry, plan)
     if entry["step"] == "hybrid":
         return set(entry["told"]["softmax"]) <= set(plan.attention_targets) and _names_heads(entry["told"], plan)
+    if entry["step"] == "piece":
+        return _has_options(entry["records"], plan)
     if entry["step"] == "fitted":
-        return entry["piece"] in plan.layout.layers
+        return entry["piece"] in plan.layout.layers and _has_options(entry["records"], plan)
     if entry["step"] in ("aligned", "gated"):
         return entry["piece"] in plan.attention_targets
     if entry["step"] == "restored":
@@ -325,6 +329,27 @@ def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
             layer in plan.attention_targets and _can_build_mixer(plan.attention_targets[layer], choice)
             for layer, choice in entry["chosen"].items()
         )
+    return True
+
+
+def _meets_target(entry: dict[str, Any], plan: Plan) -> bool:
+    """Return whether an entry has structures, if and only if the recipe has `speed`: options of the plan, in its time, with their parameters."""
+    structures = entry.get("structures")
+    if plan.time is None or structures is None:
+        return plan.time is None and structures is None
+    if set(structures) != {target.name for target in plan.replaced_targets()}:
+        return False
+    chosen = with_structures(plan, structures)  # raises SurgeryError for a structure that is no option
+    budgets = {target.name: target.uniform_budget() for found in chosen.targets.values() for target in found}
+    return budgets == entry["budgets"] and time_after(plan, structures) <= time_before(plan) / plan.time.ratio
+
+
+def _has_options(records: list[dict[str, Any]], plan: Plan) -> bool:
+    """Return whether the structures of fitted matrices are options of the plan; True for a recipe without `speed`."""
+    targets = {} if plan.time is None else {target.name: target for target in plan.replaced_targets()}
+    for record in records:
+        if record["name"] in targets:
+            option_of(targets[record["name"]], record["structure"])  # raises SurgeryError if it is none
     return True
 
 

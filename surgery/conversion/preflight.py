@@ -21,10 +21,11 @@ from surgery.core.version import __version__
 from surgery.mixers import MIXERS
 from surgery.planning.plan import Plan
 from surgery.planning.recipe import ConversionRecipe, RefineRecipe
+from surgery.planning.speed import TimeTarget
 
 GIVE_CALIBRATION = "Give --calibration FILE"  # what to do about missing calibration text, on the command line
 # Keys of recipes that are younger than the first journals: left out at their default, so that conversions begun before them go on.
-ADDED_KEYS = ("round_ranks", "towers", "refine")
+ADDED_KEYS = ("round_ranks", "towers", "refine", "speed")
 
 
 def load_calibration(
@@ -85,9 +86,9 @@ def _default_keys(recipe: ConversionRecipe) -> set[str]:
 
 
 def journal_fingerprint(
-    source: CheckpointSource, recipe: ConversionRecipe, data: CalibrationSet | None
+    source: CheckpointSource, recipe: ConversionRecipe, data: CalibrationSet | None, time: TimeTarget | None = None
 ) -> dict[str, Any]:
-    """Return the values that must be equal when a conversion is resumed. data: the calibration samples."""
+    """Return the values that must be equal when a conversion is resumed. data: the calibration samples. time: the plan's, with `speed`."""
     return {
         "source": source.fingerprint(),
         "weights_digest": source.weights_digest(),
@@ -95,6 +96,7 @@ def journal_fingerprint(
         "version": __version__,
         "seed": recipe.seed,
         "calibration": data.digest() if data else None,
+        **({} if time is None else {"measured_times": time.digest}),
     }
 
 

@@ -9,7 +9,7 @@ contender's. Matrices are fitted to the original's inputs alone, which ignores t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -78,11 +78,19 @@ class _StageGram:
 class QuickTrial:
     """Score several allocations in one pass over the samples.
 
-    contenders: name -> (target name -> parameters). done: called after each layer.
+    contenders: name -> (target name -> parameters). done: called after each layer. plans: the plans of contenders that do not have ctx's,
+    by name; they replace the same matrices by other structures.
     """
 
-    def __init__(self, ctx: ConversionContext, contenders: dict[str, dict[str, float]], done: Callable[[], None]):
+    def __init__(
+        self,
+        ctx: ConversionContext,
+        contenders: dict[str, dict[str, float]],
+        done: Callable[[], None],
+        plans: Mapping[str, Plan] | None = None,
+    ):
         self.ctx = replace(ctx, recipe=limit_sweeps(ctx.recipe, calibrate="independent"))
+        self.plans = {name: (plans or {}).get(name, ctx.plan) for name in contenders}
         self.plan, self.runner, self.recipe = ctx.plan, ctx.runner, self.ctx.recipe
         self.contenders, self.done = contenders, done
         self.groups = RowGroups.for_trial(ctx.samples, len(contenders))
@@ -95,7 +103,7 @@ class QuickTrial:
         final_BTD = self.runner.gather_rows(self.runner.run(groups.inputs(self.ctx.samples), self._visit, segments))
         scores = {}
         for (name, budgets), rows in zip(self.contenders.items(), groups.converted):
-            head = convert_head(self.ctx, budgets, rows_of(final_BTD, groups.original))
+            head = convert_head(replace(self.ctx, plan=self.plans[name]), budgets, rows_of(final_BTD, groups.original))
             module = next(iter(head.modules.values()), None)
             held_BTD = rows_of(final_BTD, groups.held_out)
             scores[name] = held_out_score(self.ctx, held_BTD, rows_of(final_BTD, rows), module)
@@ -186,8 +194,12 @@ class QuickTrial:
             return quick_fit(target, configs, weight_OI, metrics[target.name], self.recipe.sweeps)
 
         wanted = [
-            {target.name: candidate_configs(target, target_budgets[target.name]) for target in targets}
-            for target_budgets in self.contenders.values()
+            {
+                target.name: candidate_configs(target, target_budgets[target.name])
+                for path in stage.paths
+                for target in self.plans[name].targets[path]
+            }
+            for name, target_budgets in self.contenders.items()
         ]
         # Contenders often share a config: each is fitted once.
         jobs = {
@@ -239,9 +251,11 @@ def measure_rank_errors(ctx: ConversionContext) -> dict[str, list[CostPoint]]:
 
 
 def choose_allocation(
-    ctx: ConversionContext, contenders: dict[str, dict[str, float]]
+    ctx: ConversionContext, contenders: dict[str, dict[str, float]], plans: Mapping[str, Plan] | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Try the contenders "uniform" and "spread" and return (the better one's budgets, the report's "allocation" entry).
+
+    plans: see `QuickTrial`.
 
     Trials fit to a quarter of the samples and are scored on all held-out samples. If the quick trial prefers the
     uniform allocation, although the Fisher pass predicts otherwise, and the loss rises by more than MIN_LOSS_RISE,
@@ -250,13 +264,14 @@ def choose_allocation(
     few, layers, how = ctx.samples.subset(TRIAL_SHARE), len(ctx.plan.layout.layers), "quick trials"
     trial = replace(ctx, data=few)
     with ctx.progress.bar("trying rank allocations", layers) as tick:
-        scores = QuickTrial(trial, contenders, tick).run()
+        scores = QuickTrial(trial, contenders, tick, plans).run()
     contradicts = scores["uniform"].converted < scores["spread"].converted
     if contradicts and scores["spread"].rise > MIN_LOSS_RISE and ctx.recipe.calibrate == "sequential":
         how = "sequential trials"
         with ctx.progress.bar("trying rank allocations layer by layer", layers * len(contenders)) as tick:
             for name, budgets in contenders.items():
-                scores[name] = sequential_trial(trial, budgets, tick)
+                plan = (plans or {}).get(name, trial.plan)
+                scores[name] = sequential_trial(replace(trial, plan=plan), budgets, tick)
     kept = min(scores, key=lambda name: scores[name].converted)
     allocation: dict[str, Any] = {"kept": kept, "why": f"held-out loss of {how} on {few.tokens():,} tokens"}
     allocation.update({name: result.to_dict() for name, result in scores.items()})

@@ -16,7 +16,7 @@ from surgery.core.errors import SurgeryError
 
 
 class CostPoint(NamedTuple):
-    """One option of a module: stored parameters and remaining error."""
+    """One option of a module: stored parameters, or nanoseconds where time is spent, and remaining error."""
 
     params: int
     error: float
@@ -52,15 +52,23 @@ def allocate_budget(options: Mapping[str, Sequence[CostPoint]], budget: float) -
 
     Raises SurgeryError if even the smallest options exceed the budget.
     """
-    hulls = {module: lower_hull(choices) for module, choices in options.items()}
-    chosen = {module: hull[0] for module, hull in hulls.items()}
-    least = sum(option.params for option in chosen.values())
-    left = budget - least
-    if left < 0:
+    chosen = spend(options, budget)
+    if chosen is None:
+        least = sum(lower_hull(choices)[0].params for choices in options.values())
         raise SurgeryError(
             f"the smallest structures of {len(options)} modules store {least:,} parameters, more than the "
             f"budget of {int(budget):,}; raise keep, or give fewer blocks"
         )
+    return {module: option.params for module, option in chosen.items()}
+
+
+def spend(options: Mapping[str, Sequence[CostPoint]], budget: float) -> dict[str, CostPoint] | None:
+    """Return the option of each module, in total at most `budget`; None if even the cheapest options exceed it."""
+    hulls = {module: lower_hull(choices) for module, choices in options.items()}
+    chosen = {module: hull[0] for module, hull in hulls.items()}
+    left = budget - sum(option.params for option in chosen.values())
+    if left < 0:
+        return None
     steps = [
         HullStep(_gain(a, b), module, b, b.params - a.params)
         for module, hull in hulls.items()
@@ -75,4 +83,4 @@ def allocate_budget(options: Mapping[str, Sequence[CostPoint]], budget: float) -
             continue
         chosen[step.module] = step.option
         left -= step.params
-    return {module: option.params for module, option in chosen.items()}
+    return chosen

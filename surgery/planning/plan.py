@@ -26,6 +26,7 @@ from surgery.mixers import AttentionShape
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import AttentionTarget, find_attention_targets, keep_heads, softmax_shapes
 from surgery.planning.recipe import ConversionRecipe, LinearSettings
+from surgery.planning.speed import TimedOption, TimeTarget, plan_by_time
 from surgery.structures import STRUCTURES, StructureConfig
 
 
@@ -49,7 +50,8 @@ class LinearTarget:
 
     linear: the module. out: output rows. configs: candidate structures, not yet resolved to a budget; () keeps the matrix dense
     (in a split linear). keep: fraction of its parameters to keep. part: its rows in a fused linear, or None. preview: the
-    structure shown in the plan, fitted to a uniform budget. round_ranks: ranks chosen by the budget are multiples of it.
+    structure shown in the plan, fitted to a uniform budget. round_ranks: ranks chosen by the budget are multiples of it. With `speed`,
+    options: the structures that it may get, dense_ns: predicted nanoseconds of the dense matrix; a preview of None stays dense.
     """
 
     linear: LinearInfo
@@ -59,6 +61,8 @@ class LinearTarget:
     part: FusedSlice | None = None
     preview: StructureConfig | None = None
     round_ranks: int = 1
+    options: tuple[TimedOption, ...] = ()
+    dense_ns: int = 0
 
     @property
     def name(self) -> str:
@@ -93,7 +97,7 @@ class Plan:
     mixers, by path of their layer. softmax_shapes: shapes of all other attention modules, if there are targets. notes: messages
     for the user. unreached: names of linears that the recipe would replace and that stay dense, because the calibration inputs do not
     reach them. model_params: parameters of the whole model, a tied pair counted once. untied_params: those that are stored twice
-    after the conversion, because a tied weight is replaced.
+    after the conversion, because a tied weight is replaced. time: what the replaced linears may take, with `speed`.
     """
 
     source: str
@@ -107,6 +111,7 @@ class Plan:
     unreached: tuple[str, ...] = ()
     model_params: int = 0
     untied_params: int = 0
+    time: TimeTarget | None = None
 
     @property
     def measured_softmax_count(self) -> int:
@@ -139,7 +144,7 @@ class Plan:
         for one token, which few of the routed experts compute; only if the model has such experts.
         """
         targets = self.replaced_targets()
-        after = [STRUCTURES[t.preview].params(t.preview, t.out, t.in_) for t in targets]
+        after = [STRUCTURES[t.preview].params(t.preview, t.out, t.in_) if t.preview else t.numel for t in targets]
         before = [t.numel for t in targets]
         totals = {"modules": len(targets), "params_before": sum(before), "params_after": sum(after)}
         change = sum(after) - sum(before) + self.untied_params
@@ -211,7 +216,11 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         )
     if layout.head in targets and f"{layout.head}.weight" in _tied_names(meta_model):
         notes.append(f"{layout.head} is tied to the input embedding; replacing it unties them (the embedding stays)")
-    if recipe.round_ranks > 1 and (note := _rounding_note(recipe.round_ranks, targets)):
+    time = None
+    if recipe.speed is not None:
+        targets, time, time_notes = plan_by_time(targets, recipe.speed, recipe.round_ranks, layout)
+        notes += time_notes
+    elif recipe.round_ranks > 1 and (note := _rounding_note(recipe.round_ranks, targets)):
         notes.append(note)
     counted = {
         name: parameter.numel()
@@ -231,6 +240,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         softmax_shapes(meta_model, attention_targets),
         model_params=sum(counted.values()),
         untied_params=untied,
+        time=time,
     )
 
 
@@ -337,6 +347,9 @@ def _linear_target(
     fitted, reasons = [], []
     for config in configs:
         try:
+            if recipe.speed is not None:
+                fitted.append(STRUCTURES[config].resolve(config, out, linear.in_))
+                continue
             budget = settings.keep * out * linear.in_
             fitted.append(_fitted_config(config, (out, linear.in_), budget, recipe.round_ranks))
         except SurgeryError as error:
@@ -344,7 +357,8 @@ def _linear_target(
     if not fitted:
         raise SurgeryError(f"plan: {linear.path} ({' '.join(linear.roles)}): {reasons[0]}")
     kept = tuple(c for c in configs if any(type(f) is type(c) for f in fitted))
-    return LinearTarget(linear, out, settings.keep, kept, part, fitted[0], recipe.round_ranks)
+    preview = None if recipe.speed is not None else fitted[0]
+    return LinearTarget(linear, out, settings.keep, kept, part, preview, recipe.round_ranks)
 
 
 @lru_cache(4096)

@@ -4,6 +4,7 @@ structure: btt        # or auto (choose among candidates), or dense (leave uncha
 blocks: [4, 4]
 towers: all           # of a model of text and images: auto (the text tower if it generates text, else all), all, or names
 keep: 0.5             # fraction of the parameters of the replaced weights; or {pattern: fraction}
+speed: {decode: 1.4, device: NVIDIA H200}   # instead of keep: a target of time, see speed_recipe.py
 rules:                # later rules win; match: a role or a path, with * and ?
   - {match: mlp.down, keep: 0.7}
   - {match: attention.key, structure: dense, layers: "2:-2"}
@@ -23,6 +24,7 @@ from surgery.architectures import ROLES
 from surgery.core.config import MAX_BYTES, check_layer_range, is_layer_selected, read_yaml
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.attention_recipe import AttentionRecipe
+from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.structures import STRUCTURES
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -101,6 +103,7 @@ class ConversionRecipe(_StrictModel):
     levels: Levels | None = None
     ranks: LevelRanks | None = None
     rank: Rank | None = None
+    speed: SpeedRecipe | None = None  # instead of `keep`
     round_ranks: int = Field(1, ge=1, le=4096, strict=True)  # ranks chosen by the budget are multiples of it
     layers: str = ":"
     towers: str | tuple[str, ...] = "auto"
@@ -159,6 +162,20 @@ class ConversionRecipe(_StrictModel):
             if isinstance(written, list | tuple):  # otherwise validation refuses `rules` by name
                 data["rules"] = rules + list(written)
         return data
+
+    @model_validator(mode="after")
+    def _check_one_budget(self) -> ConversionRecipe:
+        """Refuse parameters and ranks beside `speed`, which spends time."""
+        if self.speed is None:
+            return self
+        given = [name for name in ("keep", "rank") if name in self.model_fields_set]
+        given += [name for rule in self.rules for name in ("keep", "rank") if getattr(rule, name) is not None]
+        if given:
+            raise SurgeryError(
+                f"speed chooses ranks by time, so {given[0]} has no effect beside it. Leave {given[0]} out, in rules too; a rule "
+                "{match: .., structure: dense} leaves matrices dense"
+            )
+        return self
 
     def settings(self, matches: Any, index: int | None, count: int) -> LinearSettings:
         """Return the settings of a linear in layer `index` of `count` (None: outside the layers).
@@ -254,6 +271,7 @@ EXPECTED_VALUES = {
     "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
     "rank": "a whole number over 0, or full",
     "round_ranks": "a whole number from 1 to 4096, for example 64",
+    "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",
     "towers": "auto, all, or names of towers, for example [text, vision]",
     "refine": "auto, false, or epochs from 0 to 1000, for example {layers: 20, model: 20}",
 }

@@ -6,22 +6,19 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-from surgery.core.errors import SurgeryError
 from surgery.kernels.tuning import (
     IMPLEMENTATIONS,
-    MAX_DISTANCE,
     DeviceKey,
     NamedSizes,
     Pass,
-    distance,
-    has_names,
-    is_complete_row,
     named_sizes,
     nearby_rows,
     tables,
 )
+from surgery.planning.measured_times import MeasuredTimes, same_alignment
+from surgery.publish.tables import speed_in_words
 
 TOKEN_COUNTS = (1, 16, 512, 8192)
 MEASURED_LANES = {
@@ -30,7 +27,6 @@ MEASURED_LANES = {
     "step": 32,
     "captured step": 32,
 }  # batch size times heads of the measurements
-MAX_NAME = 200  # characters of a device's name in a file of times
 DEFAULT_CONTEXT = 4096  # for models whose config has no context length
 PASS_LABELS: dict[Pass, str] = {"forward": "prefill", "backward": "training", "step": "decoding"}
 
@@ -52,98 +48,6 @@ def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
     """Return the notes for a plan (see `plan_dict`)."""
     linears = ((entry["first"], entry["shape"]) for entry in plan["targets"] if entry["first"])
     return speed_notes(linears, (row["mixer"] for row in plan["mixers"]), context)
-
-
-class Predicted(NamedTuple):
-    """A predicted time in milliseconds. measured: whether a measured row has exactly these sizes."""
-
-    ms: float
-    measured: bool
-
-
-class MeasuredTimes:
-    """Times of linears on the GPU of one table, in the format of kernels/tuning.json.
-
-    Between measured sizes, a time is its lower bound times the mean ratio of time and lower bound of the measured rows, weighted by
-    distance^-4 in log sizes. The lower bound is the largest of operations / rate, bytes / bandwidth and the shortest measured time; rate
-    and bandwidth are the highest that the table's dense linears reached.
-    """
-
-    def __init__(self, table: dict[str, Any]):
-        self.width = 4 if table["dtype"] == "float32" else 2
-        rows = [row for row in table["rows"] if row["op"] in LINEAR_OPS and row["pass"] in PHASES.values()]
-        self.rows = rows
-        dense = [(row["original"], _dense_sizes(row["sizes"])) for row in rows if row.get("original")]
-        self.rate = max((2 * n * i * o / ms for ms, (n, i, o) in dense), default=0.0)
-        self.bandwidth = max((self._bytes(n, i, o, i * o) / ms for ms, (n, i, o) in dense), default=0.0)
-        self.shortest = {
-            pass_: min((t for row in rows if row["pass"] == pass_ for t in _times(row)), default=0.0)
-            for pass_ in PHASES.values()
-        }
-
-    def _bytes(self, tokens: int, in_: int, out: int, params: int) -> float:
-        return float(self.width * (tokens * (in_ + out) + params))
-
-    def _bound(self, pass_: str, sizes: tuple[int, int, int], params: int) -> float:
-        """Return the lower bound of a linear's time. sizes: tokens, inputs, outputs."""
-        work, moved = 2 * sizes[0] * params / self.rate, self._bytes(*sizes, params) / self.bandwidth
-        return max(work, moved, self.shortest[pass_])
-
-    def _nearby(self, ops: tuple[str, ...], phase: str, at: dict[str, int]) -> list[tuple[float, dict[str, Any]]]:
-        """Return (weight, row) of every row of the ops; an empty list if all are more than eight times away."""
-        rows = [row for row in self.rows if row["op"] in ops and row["pass"] == PHASES[phase] and _times(row)]
-        apart = [distance(row["sizes"], at) for row in rows]
-        return (
-            [((d * d + 1e-6) ** -2, row) for d, row in zip(apart, rows)] if rows and min(apart) <= MAX_DISTANCE else []
-        )
-
-    def dense(self, phase: str, tokens: int, out: int, in_: int) -> Predicted | None:
-        """Return the time of a dense linear; None if no nearby size was measured."""
-        rows = self._nearby(LINEAR_OPS, phase, {"tokens": tokens, "inputs": in_, "outputs": out})
-        known = [(w, row["original"], _dense_sizes(row["sizes"])) for w, row in rows if row.get("original")]
-        return self._predict(phase, (tokens, in_, out), in_ * out, [(w, ms, s, s[1] * s[2]) for w, ms, s in known])
-
-    def structured(self, phase: str, tokens: int, config: dict[str, Any], shape: tuple[int, int]) -> Predicted | None:
-        """Return the time of a structured linear by its fastest implementation; None if its structure or no nearby size was measured."""
-        (out, in_), name = shape, {"monarch": "btt"}.get(config["structure"], config["structure"])
-        if name not in LINEAR_OPS or not isinstance(config.get("rank", 1) or 1, int):
-            return None
-        at = {"tokens": tokens, "inputs": in_, "outputs": out, "rank": config.get("rank") or 1}
-        if name == "btt":
-            at |= dict(zip(("rows", "columns"), config["blocks"]))
-        rows = self._nearby((name,), phase, at)
-        known = [(w, min(_times(row)), _dense_sizes(row["sizes"]), _stored(row["sizes"])) for w, row in rows]
-        return self._predict(phase, (tokens, in_, out), _stored(at), known)
-
-    def _predict(self, phase: str, sizes: tuple[int, int, int], params: int, rows: list[Any]) -> Predicted | None:
-        if not rows or not self.rate:
-            return None
-        ratios = [(w, math.log(ms / self._bound(PHASES[phase], at, stored))) for w, ms, at, stored in rows]
-        mean = sum(w * ratio for w, ratio in ratios) / sum(w for w, _ in ratios)
-        exact = [ms for _, ms, at, stored in rows if (at, stored) == (sizes, params)]
-        return Predicted(exact[0] if exact else math.exp(mean) * self._bound(PHASES[phase], sizes, params), bool(exact))
-
-
-LINEAR_OPS = ("btt", "low_rank")
-LINEAR_SIZES: dict[str, tuple[str, ...]] = {"low_rank": ("tokens", "inputs", "outputs", "rank")}
-LINEAR_SIZES["btt"] = (*LINEAR_SIZES["low_rank"], "rows", "columns")
-PHASES = {"prefill": "forward", "decode": "captured"}  # decoding steps in a CUDA graph
-
-
-def _dense_sizes(sizes: dict[str, int]) -> tuple[int, int, int]:
-    return sizes["tokens"], sizes["inputs"], sizes["outputs"]
-
-
-def _stored(sizes: dict[str, int]) -> int:
-    """Return the stored elements of a structured linear in the terms of kernels/tuning.json."""
-    if "rows" not in sizes:
-        return sizes["rank"] * (sizes["inputs"] + sizes["outputs"])
-    b, c = sizes["rows"], sizes["columns"]
-    return b * c * sizes["rank"] * (-(-sizes["outputs"] // b) + -(-sizes["inputs"] // c))
-
-
-def _times(row: dict[str, Any]) -> list[float]:
-    return [row[name] for name in IMPLEMENTATIONS if row.get(name)]
 
 
 def predict_linears(
@@ -185,32 +89,6 @@ def _predict_phase(
     return {"tokens": tokens, **sums, "measured": counts[True], "interpolated": counts[False]}
 
 
-def check_measured_times(table: Any, where: str) -> dict[str, Any]:
-    """Return a table of times from a file. Raises SurgeryError unless its device and dtype are plain text, and rows of linears
-    have whole sizes over 0 and times over 0."""
-    if not isinstance(table, dict) or not has_names(table):
-        raise SurgeryError(f"{where} has no measured times of linears. Write it with: surgery bench linear --out FILE")
-    for name in ("device", "dtype"):
-        if not table[name].isprintable() or len(table[name]) > MAX_NAME:
-            raise SurgeryError(
-                f"{where}: {name} must be plain text of at most {MAX_NAME} characters (got {table[name][:40]!r})"
-            )
-    for row in table["rows"]:
-        sizes = row.get("sizes") if isinstance(row, dict) and row.get("op") in LINEAR_OPS else None
-        whole = isinstance(sizes, dict) and all(
-            type(sizes.get(name)) is int and 0 < sizes[name] < 2**31 for name in LINEAR_SIZES[row["op"]]
-        )
-        if not whole or not is_complete_row(row) or not _times(row):
-            raise SurgeryError(
-                f"{where}: a row of times reads {str(row)[:200]}; sizes must be whole numbers over 0 and times numbers over 0. Measure again"
-            )
-    if not table["rows"]:
-        raise SurgeryError(
-            f"{where} has no measured times of structured linears. Write it with: surgery bench linear --out FILE"
-        )
-    return table
-
-
 def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
     """Return the predicted times as lines in rich's markup, with "1.4x faster" or "1.7x slower" in words."""
     from rich.markup import escape
@@ -224,7 +102,7 @@ def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
         what = f"all linears of the model, {name.format(**one)}, {where}"
         if "unknown" in one:
             lines.append(
-                f"{what}: no prediction, {one['unknown']} was not measured. Measure it: surgery bench linear --out FILE"
+                f"{what}: no prediction, {one['unknown']} was not measured. Measure it: surgery bench linear --model SRC --out FILE"
             )
             continue
         lines.append(
@@ -234,16 +112,9 @@ def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
     return lines
 
 
-def speed_in_words(before: float, after: float) -> str:
-    """Return "1.4x faster", "1.7x slower" or "as fast"."""
-    ratio = before / after
-    if max(ratio, 1 / ratio) < 1.05:
-        return "as fast"
-    return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
-
-
 def report_notes(report: dict[str, Any], context: int | None = None) -> list[str]:
-    """Return the notes for a report. Kinds of linears whose ranks differ are noted at their median rank."""
+    """Return the notes for a report, after the predicted times of all linears where these were measured. Kinds of linears whose
+    ranks differ are noted at their median rank."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for module in report.get("modules", ()):
         if "shape" in module and module["structure"]["structure"] != "dense":
@@ -251,7 +122,25 @@ def report_notes(report: dict[str, Any], context: int | None = None) -> list[str
             kinds.setdefault(json.dumps([kind, module["shape"]]), []).append(module)
     middle = [sorted(kind, key=lambda m: m["structure"].get("rank") or 0)[len(kind) // 2] for kind in kinds.values()]
     linears = ((module["structure"], module["shape"]) for module in middle)
-    return speed_notes(linears, (row["mixer"] for row in report.get("mixer_rows", ())), context)
+    mixers = (row["mixer"] for row in report.get("mixer_rows", ()))
+    return [*report_times(report.get("linears"), context), *speed_notes(linears, mixers, context)]
+
+
+def report_times(linears: dict[str, Any] | None, context: int | None = None) -> list[str]:
+    """Return the predicted times of all linears of a converted checkpoint, as `predicted_lines` of a plan; [] where one was not measured.
+
+    linears: as `surgery.publish.summary.report_linears` returns them.
+    """
+    if linears is None:
+        return []
+    dense = {"structure": "dense"}
+    targets = [
+        {"first": None if kind["structure"] == dense else kind["structure"], "shape": kind["shape"]}
+        for kind in linears["replaced"]
+        for _ in range(kind["count"])
+    ]
+    found = predict_linears({"targets": targets, "unchanged": linears["unchanged"]}, context)
+    return [line for line in predicted_lines(found) if "no prediction" not in line]
 
 
 def speed_ratio(op: str, pass_: Pass, at: NamedSizes) -> float | None:
@@ -259,6 +148,8 @@ def speed_ratio(op: str, pass_: Pass, at: NamedSizes) -> float | None:
     size was measured."""
     table = tables()[0]
     rows = nearby_rows(op, pass_, at, DeviceKey(tuple(table["capability"]), table["dtype"]))
+    if "rank" in (sizes := dict(at)):
+        rows = same_alignment(rows, sizes, table["dtype"])
     log_ratios = [
         (
             weight,

@@ -26,6 +26,7 @@ from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.refine_budget import epoch_seconds, resolve_refine
+from surgery.planning.speed import speed_dict
 from surgery.structures import STRUCTURES, StructureConfig
 
 
@@ -51,7 +52,7 @@ def _plan_row(target: LinearTarget) -> dict[str, Any]:
     row = {"role": roles, "shape": [target.out, target.in_], "before": target.numel}
     if target.preview is None:
         return {**row, "structure": "dense", "after": target.numel, "macs": round(target.numel * target.linear.active)}
-    label = describe_structure(target.preview.to_dict()) if len(target.configs) == 1 else "auto"
+    label = describe_structure(target.preview.to_dict()) if len(target.configs) == 1 or target.options else "auto"
     params, macs = _structure_cost(target.preview, target.out, target.in_)
     return {**row, "structure": label, "after": params, "macs": round(macs * target.linear.active)}
 
@@ -107,6 +108,9 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             plan.measured_softmax_count,
         ),
         "refine": refine_dict(plan),
+        "speed_target": speed_dict(
+            plan, {t.name: t.preview.to_dict() if t.preview else None for t in plan.replaced_targets()}
+        ),
         "notes": list(plan.notes),
     }
 
@@ -115,7 +119,7 @@ def unchanged_linears(plan: Plan) -> list[dict[str, Any]] | None:
     """Return the linears that stay dense, as [{"shape": [out, in], "count"}]; None with routed experts, of which few compute a token."""
     if any(linear.experts for linear in plan.layout.linears):
         return None
-    shapes = [(t.out, t.in_) for targets in plan.targets.values() for t in targets if t.preview is None]
+    shapes = [(t.out, t.in_) for targets in plan.targets.values() for t in targets if not t.configs]
     shapes += [(linear.out, linear.in_) for linear in plan.layout.linears if linear.path not in plan.targets]
     return [{"shape": list(shape), "count": count} for shape, count in Counter(shapes).items()]
 
@@ -155,6 +159,7 @@ def inspect(name: str) -> dict[str, Any]:
     as_reported = stored == report["totals"][f"{unit}_after"]
     report["checks"] = {f"stored_{unit}": stored, "as_reported": as_reported, "structured_linears": len(table)}
     report["macs_per_token"] = macs_per_token(report, source)
+    report["linears"] = report_linears(report, source)
     if mixers := read_mixers(source.config, name):
         model = describe_unconverted_model(source)
         found = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
@@ -177,6 +182,27 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
     idle = {linear.path: 1 - linear.active for linear in layout.linears if linear.experts}
     change -= sum((r["macs_after"] - r["macs_before"]) * idle.get(r["name"], 0) for r in report["modules"])
     return {"before": round(before), "after": round(before + change)}
+
+
+def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str, Any] | None:
+    """Return the linears of a converted checkpoint as {"replaced": [{"structure", "shape", "count"}], "unchanged": [{"shape", "count"}]}.
+
+    None if their time is not that of their structures: with integers, with routed experts, and for models of remote code.
+    """
+    try:
+        layout: ModelLayout = find_linears(describe_unconverted_model(source))
+    except SurgeryError:  # a model of remote code
+        return None
+    if report.get("storage") or any(linear.experts for linear in layout.linears):
+        return None
+    replaced = Counter(json.dumps([r["structure"], r["shape"]]) for r in report["modules"])
+    paths = {record["name"].partition(":")[0] for record in report["modules"]}
+    others = Counter((linear.out, linear.in_) for linear in layout.linears if linear.path not in paths)
+    kinds = ((*json.loads(kind), count) for kind, count in replaced.items())
+    return {
+        "replaced": [{"structure": structure, "shape": shape, "count": count} for structure, shape, count in kinds],
+        "unchanged": [{"shape": list(shape), "count": count} for shape, count in others.items()],
+    }
 
 
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:

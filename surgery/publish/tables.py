@@ -48,10 +48,36 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
     mixers = mixer_tables(plan["mixers"], plan["attention_totals"])
     if any(row["structure"] == "auto" for row in plan["rows"]):
         lines.append("auto: the structure with the lowest error on held-out text, of " + ", ".join(plan["candidates"]))
-    if plan["recipe"]["allocate"] != "uniform" and total["modules"]:
+    speed = plan.get("speed_target")
+    if speed:
+        lines += speed_lines(speed)
+        lines.append("structures shown spend the time evenly; with --calibration they are chosen by error reduction")
+    elif plan["recipe"]["allocate"] != "uniform" and total["modules"]:
         lines.append("ranks shown are uniform; with --calibration the budget is allocated by error reduction")
     linears = [table, *lines] if total["modules"] else []
     return [*linears, *mixers, *refine_plan_lines(plan.get("refine")), *(f"note: {note}" for note in plan["notes"])]
+
+
+def speed_lines(speed: dict[str, Any] | None) -> list[str]:
+    """Return a line on the predicted time of the replaced linears and the target of a recipe's `speed`."""
+    if not speed:
+        return []
+    call = f"prompt of {speed['tokens']:,} tokens" if speed["phase"] == "prefill" else "decoding step in a CUDA graph"
+    where = escape(f"{speed['device']} ({speed['dtype']})")
+    share = "" if speed.get("share") is None else f"; {speed['share']:.0%} of the time of all linears before"
+    return [
+        f"replaced linears, {call}, {where}, predicted: {speed['before']:.3g} -> {speed['after']:.3g} ms, "
+        f"{speed_in_words(speed['before'], speed['after'])} (target {speed['target']:g}); {speed['dense']} of {speed['matrices']} "
+        f"matrices stay dense{share}"
+    ]
+
+
+def speed_in_words(before: float, after: float) -> str:
+    """Return "1.4x faster", "1.7x slower" or "as fast"."""
+    ratio = before / after
+    if max(ratio, 1 / ratio) < 1.05:
+        return "as fast"
+    return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
 
 
 def refine_plan_lines(refine: dict[str, Any] | None) -> list[str]:
@@ -226,6 +252,7 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
         lines.append(
             f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({format_share(macs['after'], macs['before'])})"
         )
+    lines += speed_lines(report.get("speed"))
     allocation = report["allocation"]
     if "spread" in allocation:
         tried = ", ".join(f"{name} {allocation[name]['converted']:.4f}" for name in ("uniform", "spread"))

@@ -30,6 +30,7 @@ from surgery.eval.speed.tables import (
 )
 from surgery.eval.speed.timer import Benchmark, BenchmarkCase, TimedImplementation, WorkEstimate, backward
 from surgery.kernels import tuning as measured
+from surgery.planning import measured_times
 from surgery.publish import speed_notes
 from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines, report_notes, speed_in_words
 
@@ -240,7 +241,7 @@ def test_command(monkeypatch, capsys, tmp_path):
 def test_the_table_in_the_repository_is_well_formed():
     options = {"rank", "rows", "columns", "levels", "window"}
     for row in (row for table in measured.tables() for row in table["rows"]):
-        assert row["pass"] in get_args(measured.Pass) and set(row["sizes"]) <= {*publish.SIZE_NAMES, *options}
+        assert row["pass"] in get_args(measured.Pass) and set(row["sizes"]) <= {*measured_times.SIZE_NAMES, *options}
         assert set(measured.IMPLEMENTATIONS) & row.keys() and all(
             row[way] > 0 for way in measured.IMPLEMENTATIONS if way in row
         )
@@ -405,7 +406,7 @@ def bench_result(**changes):
 
 def test_times_of_a_file_are_used(tmp_path):
     (tmp_path / "linear.json").write_text(json.dumps(bench_result()))
-    table = publish.read_measured_times(tmp_path / "linear.json")
+    table = measured_times.read_measured_times(tmp_path / "linear.json")
     plan = linears_plan(({"structure": "low_rank", "rank": 16}, (64, 64)))
     found = predict_linears(plan, 8, table)
     assert found["device"] == "my GPU" and (found["prefill"]["before"], found["prefill"]["after"]) == (2.0, 1.0)
@@ -414,7 +415,7 @@ def test_times_of_a_file_are_used(tmp_path):
 
 def test_a_device_s_name_is_printed_as_it_is(tmp_path):
     (tmp_path / "linear.json").write_text(json.dumps(bench_result(device="[/red] GPU")))
-    table = publish.read_measured_times(tmp_path / "linear.json")
+    table = measured_times.read_measured_times(tmp_path / "linear.json")
     plan = linears_plan(({"structure": "low_rank", "rank": 16}, (64, 64)))
     lines = [Text.from_markup(line).plain for line in predicted_lines(predict_linears(plan, 8, table))]
     assert all("[/red] GPU (float32)" in line for line in lines)
@@ -442,12 +443,12 @@ def damaged_results():
 def test_files_of_times_are_checked(text, tmp_path):
     (tmp_path / "linear.json").write_text(text)
     with pytest.raises(SurgeryError, match=r"linear\.json"):
-        publish.read_measured_times(tmp_path / "linear.json")
+        measured_times.read_measured_times(tmp_path / "linear.json")
 
 
 def test_a_missing_file_of_times_says_how_to_measure(tmp_path):
     with pytest.raises(SurgeryError, match=r"does not exist\. Measure this machine with"):
-        publish.read_measured_times(tmp_path / "none.json")
+        measured_times.read_measured_times(tmp_path / "none.json")
 
 
 def test_what_was_not_measured_is_left_to_the_kernel_s_rule(table):
@@ -495,7 +496,7 @@ def test_tables_read_as_written(tmp_path):
     results = [
         bench("linear", sizes="small", device="cpu", only="low", dtype=dtype) for dtype in ("float32", "bfloat16")
     ]
-    tables = publish.tuning_tables(results)
+    tables = measured_times.tuning_tables(results)
     assert json.loads(publish.format_json(tables))["tables"] == tables
     assert [t["dtype"] for t in tables] == ["float32", "bfloat16"]
     assert [publish.heading(r) for r in publish.merge_results(results)] == ["Linear, float32", "Linear"]
@@ -536,7 +537,7 @@ def test_times_of_a_sliding_window_are_not_those_of_chunks(table, monkeypatch):
 
 def test_results_become_the_table_and_the_page(tmp_path):
     results = [bench(kind, sizes="small", device="cpu", only="btt,mlr") for kind in ("linear", "attention")]
-    (table,) = publish.tuning_tables(results)
+    (table,) = measured_times.tuning_tables(results)
     rows = table["rows"]
     assert {row["op"] for row in rows} == {"btt", "mlr"}
     assert {row["pass"] for row in rows} == {"forward", "backward", "captured"}
@@ -549,7 +550,7 @@ def test_results_become_the_table_and_the_page(tmp_path):
 
 def test_windows_of_decoding_steps_are_rows_of_the_table():
     result = bench("decode", sizes="small", device="cpu", only="window 64")
-    rows = publish.tuning_tables([result])[0]["rows"]
+    rows = measured_times.tuning_tables([result])[0]["rows"]
     masks = ("gates", "hierarchical", "gates delta", "hierarchical delta")
     assert {row["op"] for row in rows} == {f"window {mask}" for mask in masks}
     assert {row["pass"] for row in rows} == {"step", "captured step"} and all(
@@ -594,7 +595,7 @@ def test_a_call_takes_what_the_cpu_takes_to_launch_it_but_not_in_a_graph():
     results = [{"device": "d", "capability": [9, 0], "dtype": "f", "date": "", "versions": {}}]
     for table, kernel in (("linear, forward", 0.05), ("linear, forward, CUDA graph", 0.01)):
         results[0]["rows"] = [{**r, "table": table} for r in (first, row)]
-        (made,) = publish.tuning_tables(results)[0]["rows"]
+        (made,) = measured_times.tuning_tables(results)[0]["rows"]
         assert made["kernel"] == kernel and made["original"] == 0.03
 
 

@@ -348,6 +348,31 @@ def test_a_stranger_s_results_are_checked(tmp_path, name, harm, says):
         compare_folders(folders, folders[0])
 
 
+def test_a_damaged_suite_is_left_out_and_the_others_are_compared(three, tmp_path):
+    """Of one model a suite, of another everything: the tables have what is whole, and say what is not in them and why."""
+    from surgery.cli.main import app
+
+    (path,) = three[1].rglob("needle/samples.jsonl")
+    path.write_text(path.read_text().replace('"length": 512', '"length": "long"', 1))
+    for path in three[2].rglob("result.json"):
+        path.write_text("{")
+    done = compare_folders(three[1:], three[0])
+    assert done.names == ["original", "small"] and {row.suite for row in done.rows} == {"ppl", "per-position", "speed"}
+    assert done.charts[0].points and done.exit_code == 2 and len(done.refused) == 5
+    (why,) = [each for each in done.refused if each.startswith("needle of small-")]
+    assert "must be a finite number. Measure it again with the same command." in why and "needle of small" in why
+    assert any(each.startswith("ppl of smaller-") and "Invalid JSON" in each for each in done.refused)
+    words = ["compare", *map(str, three), "--out", str(tmp_path / "out")]
+    run = CliRunner().invoke(app, words, env={"COLUMNS": "400"})
+    assert run.exit_code == 2 and "needle of small-" in run.output and "ppl" in run.stdout
+    assert json.loads((tmp_path / "out" / "comparison.json").read_text())["refused"] == done.refused
+    assert "is left out" in (tmp_path / "out" / "table.md").read_text()
+    with pytest.raises(SurgeryError, match=r"needs two models \(got 1\).*ppl of smaller-.* is left out"):
+        compare_folders([three[0], three[2]])
+    with pytest.raises(SurgeryError, match=r"--base .* has no result that can be read. needle of smaller-"):
+        compare_folders(three[:2], three[2])
+
+
 def test_arrays_and_sizes_are_checked(tmp_path, monkeypatch):
     folders = [save(tmp_path / each, each, {"per-position": positions(1.0)}) for each in ("a", "b")]
     (path,) = folders[1].rglob("arrays.safetensors")

@@ -10,10 +10,13 @@ import pytest
 import yaml
 
 from surgery.cli.main import main
+from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.eval import offline_data as mirror
-from surgery.eval.fetch import SUITE_SOURCES, DatasetSource, dataset_sources, fetch
+from surgery.eval.document_suites import INFINITEBENCH
+from surgery.eval.fetch import SUITE_SOURCES, DatasetSource, dataset_sources, fetch, read_commits
+from surgery.eval.results.data_read import mirror_commit
 
 MIRROR = Path(__file__).resolve().parents[2] / "eval" / "mirror"
 
@@ -24,24 +27,28 @@ def hub(monkeypatch):
     import datasets
     import huggingface_hub
 
-    place = SimpleNamespace(asked=[], broken=set())
+    place = SimpleNamespace(asked=[], broken=set(), scripts=set(), newest="commit of {}")
     real = datasets.load_dataset
 
-    def load_dataset(path, config=None, split=None, revision=None, cache_dir=None, trust_remote_code=False):
+    def load_dataset(
+        path, config=None, split=None, revision=None, cache_dir=None, trust_remote_code=False, features=None
+    ):
         if not Path(path).is_absolute():
             assert not Path(path).exists(), "datasets would read that folder, not the Hub"
             place.asked.append((path, config, split, revision))
             if (path, split) in place.broken:
                 raise ConnectionError("the line was cut\nand more")
+            if path in place.scripts:
+                raise RuntimeError(f"Dataset scripts are no longer supported, but found {path.split('/')[1]}.py")
             path = str(MIRROR / path)
-        return real(path, config, split=split, cache_dir=cache_dir)
+        return real(path, config, split=split, cache_dir=cache_dir, features=features)
 
     def names(path, config=None, revision=None, trust_remote_code=False):
         header = yaml.safe_load((MIRROR / path / "README.md").read_text().split("---\n")[1])["configs"]
         (one,) = [c for c in header if c["config_name"] == (config or "default")]
         return [file["split"] for file in one["data_files"]]
 
-    api = SimpleNamespace(dataset_info=lambda path: SimpleNamespace(sha=f"commit of {path}"))
+    api = SimpleNamespace(dataset_info=lambda path: SimpleNamespace(sha=place.newest.format(path)))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(datasets, "get_dataset_split_names", names)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
@@ -101,6 +108,57 @@ def test_3_1_a_folder_of_that_name_here_is_not_taken_for_the_hub(hub, tmp_path, 
     monkeypatch.chdir(tmp_path)
     fetch(Path(), [DatasetSource("baber/piqa")], Progress())
     assert [split for _, _, split, _ in hub.asked] == ["validation", "train"]
+
+
+def test_all_files_of_a_data_set_are_of_one_commit_and_a_mirror_can_be_made_again(hub, tmp_path):
+    first, second = "a" * 40, "b" * 40
+    hub.newest = first
+    fetch(tmp_path / "one", dataset_sources(["longbench"], ["qasper"]), Progress())
+    hub.newest = second  # the Hub moves on
+    fetch(tmp_path / "one", [*dataset_sources(["longbench"], ["trec"]), DatasetSource("baber/piqa")], Progress())
+    assert {(config, revision) for _, config, _, revision in hub.asked} == {
+        ("qasper", first), ("trec", first), (None, second)
+    }  # fmt: skip
+    commits = tmp_path / "one" / "commits.json"
+    assert json.loads(commits.read_text()) == {"Xnhyacinth/LongBench": first, "baber/piqa": second}
+    assert mirror_commit(tmp_path / "one" / "Xnhyacinth/LongBench") == first
+    hub.newest = "c" * 40
+    pinned = read_commits(commits)
+    fetch(
+        tmp_path / "two", [*dataset_sources(["longbench"], ["trec"]), DatasetSource("baber/piqa")], Progress(), pinned
+    )
+    assert (tmp_path / "two" / "commits.json").read_bytes() == commits.read_bytes()
+    assert content_digest(tmp_path / "two" / "baber/piqa") == content_digest(tmp_path / "one" / "baber/piqa")
+    with pytest.raises(SurgeryError, match=f"piqa is of commit {second}, not {'c' * 40}. Remove that folder"):
+        fetch(tmp_path / "two", [DatasetSource("baber/piqa")], Progress(), {"baber/piqa": "c" * 40})
+    commits.write_text('{"baber/piqa": "main"}')
+    with pytest.raises(SurgeryError, match="forty hexadecimal digits each"):
+        read_commits(commits)
+
+
+def test_data_sets_that_are_scripts_are_named_with_their_copy(hub, tmp_path):
+    hub.scripts |= {"ybisk/piqa", "some/thing"}
+    with pytest.raises(SurgeryError, match=r"ybisk/piqa is published as a loading script.* copy baber/piqa"):
+        fetch(tmp_path, [DatasetSource("ybisk/piqa", None, ("validation",))], Progress())
+    with pytest.raises(SurgeryError, match=r"some/thing is published as a loading script.*JSON lines"):
+        fetch(tmp_path, [DatasetSource("some/thing", None, ("test",))], Progress())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "commits.json"]
+
+
+def test_columns_of_infinitebench_have_types(hub, tmp_path):
+    fetch(tmp_path, [DatasetSource(INFINITEBENCH, None, ("math_find",))], Progress())
+    (row, _) = mirror.load_rows(tmp_path, "infinitebench", INFINITEBENCH, None, "math_find")
+    assert row["answer"] == ["345"] and row["options"] == []
+
+
+def test_suites_of_documents_name_what_they_read():
+    sources = dataset_sources(["babilong"], ["qa2", "qa7"])
+    assert [(s.config, s.splits) for s in sources[:2]] == [("0k", ("qa2", "qa7")), ("1k", ("qa2",))] and len(
+        sources
+    ) == 9
+    assert [s.config for s in dataset_sources(["longbench-e"], ["trec"])] == ["trec_e"]
+    assert len(dataset_sources(["longbench2"])) == 20
+    assert [s.config for s in dataset_sources(["longbench2"], ["code"])] == ["code_repo_qa"]
 
 
 def test_a_line_that_is_cut_leaves_nothing_half(hub, tmp_path):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def _fork(work: Callable[[], None]) -> int:
+def _fork(work: Callable[[], object]) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -27,10 +27,10 @@ def _fork(work: Callable[[], None]) -> int:
     return pid
 
 
-def _run_child(work: Callable[[], None], cpu_seconds: float = 0.0) -> tuple[bool, float]:
+def run_child(work: Callable[[], object], cpu_seconds: float = 0.0, killed_by: int = 0) -> tuple[bool, float]:
     """Run `work` in a child process; return (whether it ended by itself, seconds of processor time that it took).
 
-    cpu_seconds: when the child is killed, in seconds of its own processor time, which does not depend on what else runs on the
+    killed_by: the signal by which `work` kills itself; 0: it does not. cpu_seconds: when the child is killed, in seconds of its own processor time, which does not depend on what else runs on the
     machine; 0: never. The kernel ends the process at that moment (SIGPROF without a handler), as it does with SIGKILL.
     """
 
@@ -41,7 +41,9 @@ def _run_child(work: Callable[[], None], cpu_seconds: float = 0.0) -> tuple[bool
 
     _, status, usage = os.wait4(_fork(limited), 0)
     code = os.waitstatus_to_exitcode(status)
-    assert code in (0, -signal.SIGPROF if cpu_seconds else 0), f"a conversion failed by itself, exit code {code}"
+    assert code in (0, -signal.SIGPROF if cpu_seconds else 0, -killed_by), (
+        f"the work failed by itself, exit code {code}"
+    )
     return code == 0, usage.ru_utime + usage.ru_stime
 
 
@@ -53,13 +55,13 @@ def convert_with_kills(
     """
     chance = random.Random(seed)
     outs = [folder / "whole"]
-    _, whole = _run_child(lambda: convert(outs[0], False))
+    _, whole = run_child(lambda: convert(outs[0], False))
     killed, spared, out = 0, 0, folder / "out-0"
     while killed < kills and spared < 20:
         resume = out.with_name(out.name + ".partial").exists()
         # At least a tick of the kernel's clock: a timer of 0 would never fire.
         limit = max(0.01, whole * chance.uniform(0, 0.5))
-        done, _ = _run_child(lambda out=out, resume=resume: convert(out, resume), limit)
+        done, _ = run_child(lambda out=out, resume=resume: convert(out, resume), limit)
         if done or out.exists():  # killed when all was written: it had finished
             spared += 1
             outs += [out] if resume else []
@@ -68,7 +70,7 @@ def convert_with_kills(
             killed += 1
             print("killed", flush=True)
     resume = out.with_name(out.name + ".partial").exists()
-    _run_child(lambda: convert(out, resume))
+    run_child(lambda: convert(out, resume))
     return [*outs, out]
 
 
@@ -81,7 +83,7 @@ def copy_states(work: Callable[[], object], home: Path, folder: Path, since: str
     A state is copied only if it differs from the previous one. `work` runs once, in a child process. since: ending of the path whose
     renaming starts the recording.
     """
-    _run_child(lambda: record_states(work, home, folder, since))
+    run_child(lambda: record_states(work, home, folder, since))
     return sorted(folder.iterdir())
 
 

@@ -145,6 +145,7 @@ def test_the_command_takes_a_shape_and_a_tokenizer(text, tmp_path, capsys):
         ({"model": {"model_type": "gpt2", **SHAPE, "tie_word_embeddings": True}}, "tie_word_embeddings: false"),
         ({"model": {"model_type": "gpt2", **SHAPE, "vocab_size": 7}}, "vocab_size must be at least"),
         ({"layers": {"structure": "auto"}}, "Name a structure"),
+        ({"layers": {"structure": "btt", "speed": {"decode": 2, "device": "X"}}}, "Give keep and round_ranks"),
         ({"layers": {"structure": "btt", "attention": {"mixer": "linear", "hybrid": {"keep": 0.5}}}}, "by: every"),
         ({"tokenizer": {"path": "/nowhere"}}, "cannot be loaded by transformers"),
         ({"stages": [{"kind": "distill", "tokens": 1, "rate": 1}]}, "Use stages of kind lm"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.eval import offline_data as mirror
+from surgery.eval.averages import LONGBENCH_E_RANGES, LONGBENCH_E_TASKS
 from surgery.eval.lm_eval.bridge import run_own_tasks
 from surgery.eval.lm_eval.tasks import OwnTask
 from surgery.eval.long_context import prompt_token_counter
@@ -37,6 +39,28 @@ def run_longbench(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     return run_own_tasks(eval_model, tasks, options, SCORE, max(*lengths, eval_model.longest or 0))
 
 
+def run_longbench_e(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    """Run LongBench-E: thirteen tasks with as many documents of each range of length. --limit applies to each range."""
+    names = options.tasks or LONGBENCH_E_TASKS
+    if unknown := [name for name in names if name not in LONGBENCH_E_TASKS]:
+        raise SurgeryError(f"--suite longbench-e has no task {unknown[0]!r}{suggestion(unknown[0], LONGBENCH_E_TASKS)}")
+    mirror.check_datasets(options.data_root, "longbench-e", [DATASET])
+    lengths = options.lengths or (eval_model.longest or DEFAULT_LENGTH,)
+    tasks = [
+        (f"longbench_e_{name}", partial(_make_task, name, eval_model, options, n, ranges=True))
+        for n in lengths
+        for name in names
+    ]
+    asked = options.model_copy(update={"limit": None})  # the limit is of each range
+    return run_own_tasks(eval_model, tasks, asked, SCORE, max(*lengths, eval_model.longest or 0))
+
+
+def length_range(row: Mapping[str, Any]) -> str:
+    """Return LongBench-E's range of a row by its `length` in words: 0-4k (below 4000), 4-8k (below 8000) or 8k+."""
+    words = int(row["length"])
+    return LONGBENCH_E_RANGES[(words >= 4000) + (words >= 8000)]
+
+
 def best_score(task: LongBenchTask, output: str, answers: list[str], classes: list[str]) -> float:
     """Return the best score over the references."""
     scored = first_line(output) if task.first_line_only else output
@@ -49,9 +73,11 @@ def format_prompt(task: LongBenchTask, row: Mapping[str, Any]) -> str:
     return task.prompt.format(context=row["context"], input=asked)
 
 
-def _make_task(name: str, eval_model: EvalModel, options: EvalOptions, length: int) -> OwnTask:
+def _make_task(name: str, eval_model: EvalModel, options: EvalOptions, length: int, *, ranges: bool = False) -> OwnTask:
+    """Return a task of LongBench or, with `ranges`, of LongBench-E, whose documents have the group `words`."""
     task, tokenizer = TASKS[name], eval_model.tokenizer
-    rows = mirror.load_rows(options.data_root, "longbench", DATASET, name, "test")
+    suite, title = ("longbench-e", f"longbench_e_{name}") if ranges else ("longbench", f"longbench_{name}")
+    rows = mirror.load_rows(options.data_root, suite, DATASET, f"{name}_e" if ranges else name, "test")
     count = prompt_token_counter(tokenizer, options.apply_chat_template and not task.no_chat_template)
     most = length - task.answer_tokens
     if most < 32:
@@ -60,13 +86,17 @@ def _make_task(name: str, eval_model: EvalModel, options: EvalOptions, length: i
             f"Use --lengths {task.answer_tokens + 512}."
         )
     docs = []
+    counts: Counter[str] = Counter()
     for number, row in enumerate(rows):
-        if options.limit is not None and number == options.limit:
-            break
+        words = length_range(row) if ranges else ""
+        counts[words] += 1
+        if options.limit is not None and counts[words] > options.limit:
+            continue
         docs.append(
             {
-                "id": f"{name} {length} {row.get('_id') or row.get('id') or number}",
-                "task": f"longbench_{name}",
+                "id": f"{name}{'_e' if ranges else ''} {length} {row.get('_id') or row.get('id') or number}",
+                "task": title,
+                **({"words": words} if ranges else {}),
                 "prompt": truncate_middle(format_prompt(task, row), tokenizer, count, most),
                 "prefix": "",
                 "answers": list(row["answers"]),
@@ -79,7 +109,7 @@ def _make_task(name: str, eval_model: EvalModel, options: EvalOptions, length: i
         return best_score(task, output, doc["answers"], doc["classes"])
 
     generation = _one_line_generation(tokenizer) if name == "samsum" else {}
-    called = f"longbench_{name}_{length}" if options.lengths else f"longbench_{name}"
+    called = f"{title}_{length}" if options.lengths else title
     return OwnTask(called, docs, score, task.answer_tokens, generation=generation, chat=not task.no_chat_template)
 
 

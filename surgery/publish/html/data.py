@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.base import ROLES
 from surgery.checkpoint.meta_model import build_unconverted_model
@@ -16,11 +18,13 @@ from surgery.checkpoint.table import read_mixers
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 from surgery.mixers import MIXERS, mixer_config
+from surgery.publish.speed_notes import report_times
 from surgery.publish.summary import (
     describe_mixer,
     describe_structure,
     macs_per_token,
     read_report,
+    report_linears,
     softmax_cache,
     softmax_macs,
 )
@@ -93,6 +97,7 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
     data = PageData(name, source.folder, report, {})
     _add_attention(data, source)
     data.notes += text_warnings(report)
+    data.notes += [Text.from_markup(line).plain for line in report_times(report_linears(report, source))]
     data.log = _read_log(source.folder / "training" / "log.jsonl", data.notes)
     place = measured or source.folder / "eval"
     if (place / "results.json").is_file():

@@ -10,7 +10,7 @@ from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens
 from surgery.publish.html.data import PageData, layer_index, module_role, structure_class, structure_text
 from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart
-from surgery.publish.tables import format_share
+from surgery.publish.tables import format_share, speed_in_words
 
 HEADLINE_CONTEXT = 4096  # context length, in tokens, of the headline figures
 
@@ -65,6 +65,14 @@ def headline_figures(data: PageData) -> str:
         if cache[0] != cache[1]:
             text.append((format_share(cache[1], cache[0]), f"of the cache at {HEADLINE_CONTEXT:,} tokens"))
         text.append((format_share(macs[1], macs[0]), f"of the FLOPs per token at {HEADLINE_CONTEXT:,} tokens"))
+    if speed := data.report.get("speed"):
+        call = (
+            f"prompt of {speed['tokens']:,} tokens" if speed["phase"] == "prefill" else "decoding step in a CUDA graph"
+        )
+        where = f"{speed['device']} ({speed['dtype']})"
+        text.append(
+            (speed_in_words(speed["before"], speed["after"]), f"predicted of the replaced linears, {call}, {where}")
+        )
     run = (data.report.get("training") or [{}])[-1].get("validation") or {}
     scores = [(run.get(key) or {}).get("perplexity") for key in ("original", "before", "after")]
     if scores[0] and scores[2]:

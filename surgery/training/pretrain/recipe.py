@@ -82,6 +82,10 @@ def parse_pretrain_recipe(data: dict[str, Any], where: str = "recipe") -> Pretra
         raise SurgeryError(
             f"{where}: layers: auto chooses the structure that fits trained weights best, and a new model has none. Name a structure, e.g. btt."
         )
+    if structure is not None and structure.speed is not None:
+        raise SurgeryError(
+            f"{where}: layers: speed spreads time by the error of trained weights, and a new model has none. Give keep and round_ranks"
+        )
     return PretrainRecipe(new=new, structure=structure, training=training)
 
 

@@ -1,0 +1,49 @@
+"""Choose the structures of a recipe with `speed`: within the time that the target leaves, by error curves, and by trials on held-out text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from surgery.conversion.context import ConversionContext
+from surgery.conversion.trial import choose_allocation, measure_rank_errors, uniform_budgets
+from surgery.planning.plan import Plan
+from surgery.planning.speed import Choice, allocate_time, even_points, speed_dict, with_structures
+
+
+def choose_by_time(ctx: ConversionContext) -> dict[str, Any]:
+    """Return the journal's "budgets" entry: parameters and structure of each target by name, and the report's "allocation" entry.
+
+    Two contenders meet the target: "uniform" spends the time evenly, "spread" where it lowers the expected loss most. `allocate` chooses
+    one, or trials on held-out text do. Raises SurgeryError if the target cannot be reached.
+    """
+    plan, recipe, time = ctx.plan, ctx.recipe, ctx.plan.time
+    assert time is not None
+    targets = plan.replaced_targets()  # without those that the calibration inputs do not reach
+    even = allocate_time(targets, {target.name: even_points(target) for target in targets}, time)
+    contenders = {"uniform": structures_of(even)}
+    allocation = {"kept": "uniform", "why": "no calibration text" if ctx.data is None else "recipe"}
+    if ctx.data is not None and (recipe.curvature != "none" or recipe.allocate != "uniform"):
+        points = measure_rank_errors(ctx)
+        if recipe.allocate != "uniform":
+            contenders["spread"] = structures_of(allocate_time(targets, points, time))
+            allocation = {"kept": "spread", "why": "recipe"}
+    plans = {name: with_structures(plan, structures) for name, structures in contenders.items()}
+    budgets = {name: uniform_budgets(each) for name, each in plans.items()}
+    if ctx.data is not None and recipe.allocate == "best":
+        if contenders["uniform"] == contenders["spread"]:
+            allocation = {"kept": "spread", "why": "both ways to spend the time chose the same structures"}
+        else:
+            _, allocation = choose_allocation(ctx, budgets, plans)
+    kept = allocation["kept"]
+    return {"budgets": budgets[kept], "allocation": allocation, "structures": contenders[kept]}
+
+
+def structures_of(choice: Choice) -> dict[str, Any]:
+    """Return a choice as plain data, as journals store it."""
+    return {name: None if config is None else config.to_dict() for name, config in choice.items()}
+
+
+def speed_report(plan: Plan, records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the report's "speed" entry from the structures that were stored; None without `speed`. records: of all matrices."""
+    stored = {record["name"]: record["structure"] for record in records}
+    return speed_dict(plan, stored)

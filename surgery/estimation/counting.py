@@ -1,0 +1,191 @@
+"""Count the operations and the memory of PyTorch code that runs on the meta device.
+
+Inside `OperationCounter` the code of a conversion runs as it is, on tensors without data. Each operation is counted by its
+shapes, and the bytes of all living tensors are summed, so that their peak is known. Where the code reads a number out of a tensor
+(an error, a norm), it gets one that falls from read to read: sweeps and trials then go on as long as the recipe allows.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from surgery.calibration.layer_runner import CHUNK_TOKENS
+from surgery.calibration.lm_head import MAX_LOGITS
+from surgery.estimation.result_shapes import result
+from surgery.structures.btt import SWEEP_ELEMENTS
+from surgery.structures.metric import MOMENT_BLOCK
+
+
+@dataclass(frozen=True)
+class Work:
+    """Counted operations.
+
+    products: FLOP of matrix products. attention: FLOP of softmax attention. roots: sum of n^3 over symmetric eigenproblems and
+    singular value decompositions. solves: FLOP of Cholesky factors and triangular solves. traffic: bytes read and written by all
+    other operations. small_roots: number of eigenproblems of size 1024 or less. passed: bytes between processes. files: bytes
+    read from and written to files.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    roots: float = 0.0
+    solves: float = 0.0
+    traffic: float = 0.0
+    small_roots: float = 0.0
+    passed: float = 0.0
+    files: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Work)))
+
+    def times(self, factor: float) -> Work:
+        """Return this work `factor` times."""
+        return Work(*(getattr(self, f.name) * factor for f in fields(Work)))
+
+    def minus(self, other: Work) -> Work:
+        """Return the difference of two counts."""
+        return self + other.times(-1.0)
+
+
+SMALL_ROOT = 1024  # eigenproblems up to this size take a GPU equally long (docs/measurements/performance.md)
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot")
+ROOTS = {"_linalg_eigh": 1.0, "_linalg_svd": 4.0, "linalg_qr": 0.5}  # in eigenproblems with vectors of the size n^3
+EIGENVALUES = 0.5  # of the time with eigenvectors
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts the operations on meta tensors inside the context. work: counted so far. peak, held: bytes of living tensors."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Importing torch._dynamo takes four seconds, and nothing is compiled here."""
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work, self.held, self.peak, self._reads = Work(), 0, 0, 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "item", "is_nonzero") and args[0].is_meta:
+            return self._read(args[0])
+        if name == "equal":
+            return True
+        if name == "_to_copy" and _is_meta(args[0]) and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            dtype = kwargs.get("dtype") or args[0].dtype
+            return torch.full(args[0].shape, self._next(), dtype=torch.float64).to(dtype)
+        out = result(name, args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
+        found = [t for t in _tensors(out) if t.is_meta]
+        given = [t for t in _tensors((args, kwargs)) if t.is_meta]
+        if not found and not given:
+            return out
+        for tensor in found:
+            if tensor.dtype == torch.bool and tensor.dim() == 0:
+                tensor.counted_from = name  # type: ignore[attr-defined]
+        self._count(name, func, given, found)
+        # Memory that nothing was written to yet is not counted: a module on meta is filled with other tensors later.
+        for tensor in given if func._schema.is_mutable else () if name.startswith("empty") else found:
+            self._hold(tensor)
+        return out
+
+    def mark(self) -> Work:
+        """Return the work counted so far, to be subtracted from a later count."""
+        return self.work
+
+    # -- counting ----------------------------------------------------------------------------------
+    def _count(self, name: str, func: Any, given: list[Tensor], found: list[Tensor]) -> None:
+        bare = name.rstrip("_")
+        if bare in PRODUCTS:
+            a, b = [t for t in given if t.dim() >= 1][-2:]
+            batch = a.shape[0] if bare in ("bmm", "baddbmm") else 1
+            rows, inner = (a.shape[-2] if a.dim() > 1 else 1), a.shape[-1]
+            self._add(products=2.0 * batch * rows * inner * (b.shape[-1] if b.dim() > 1 else 1))
+        elif bare in ROOTS:
+            n, batch = min(given[0].shape[-2:]), math.prod(given[0].shape[:-2])
+            values_only = bare == "_linalg_eigh" and (len(found) < 2 or found[1].numel() == 0)
+            size = ROOTS[bare] * (EIGENVALUES if values_only else 1.0) * batch
+            long_side = max(given[0].shape[-2:])
+            self._add(roots=size * n * n * long_side, small_roots=batch if n <= SMALL_ROOT else 0)
+        elif bare in ("linalg_cholesky_ex", "linalg_lu_factor_ex", "linalg_inv_ex"):
+            n, batch = given[0].shape[-1], math.prod(given[0].shape[:-2])
+            self._add(solves={"linalg_cholesky_ex": 1 / 3}.get(bare, 2 / 3) * batch * n**3)
+        elif bare in ("linalg_solve_triangular", "_cholesky_solve_helper", "cholesky_solve", "_linalg_solve_ex"):
+            n = given[1].shape[-1] if "cholesky" in bare else given[0].shape[-1]
+            self._add(solves=(1.0 if "triangular" in bare else 2.0) * n * found[0].numel())
+        elif not (func.is_view or bare.startswith(("empty", "detach", "alias", "_unsafe_view", "lift"))):
+            self._add(traffic=float(sum(map(_bytes, given)) + sum(map(_bytes, found))))
+
+    def _add(self, **counts: float) -> None:
+        self.work = self.work + Work(**counts)
+
+    def _next(self) -> float:
+        self._reads += 1
+        return 0.9**self._reads + 1e-30
+
+    def _read(self, tensor: Tensor) -> Any:
+        if tensor.dtype == torch.bool:  # finite values and successful factorizations: `all` holds, `any` does not
+            return getattr(tensor, "counted_from", "") in ("all", "mul", "logical_and")
+        return self._next() if tensor.is_floating_point() else 0
+
+    # -- memory ------------------------------------------------------------------------------------
+    def _hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+        self._known[key], self.held = size, self.held + size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self.held -= self._known.pop(key, 0)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+LIMITS: tuple[dict[str, int], ...] = (CHUNK_TOKENS, MAX_LOGITS, SWEEP_ELEMENTS, MOMENT_BLOCK)
+
+
+@contextmanager
+def counted_as(device: str) -> Iterator[OperationCounter]:
+    """Count operations with the block sizes that the conversion uses on a device of this type, `cpu` or `cuda`."""
+    for limits in LIMITS:
+        limits["meta"] = limits[device]
+    try:
+        with torch.no_grad(), OperationCounter() as counter:
+            yield counter
+    finally:
+        for limits in LIMITS:
+            limits.pop("meta", None)

@@ -1,0 +1,193 @@
+"""Estimate a conversion from its plan: seconds and peak memory of each step, disk, and the memory of the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from surgery.checkpoint.outline import ModelDescription
+from surgery.conversion.refine_model import resident_bytes
+from surgery.core.errors import SurgeryError
+from surgery.core.files import size_text
+from surgery.estimation.attention_steps import hybrid_step, mixer_step
+from surgery.estimation.counting import Work
+from surgery.estimation.shape import ConversionShape, TextRows, conversion_shape
+from surgery.estimation.speeds import device_speeds
+from surgery.estimation.steps import Setting, Step, StepEstimates, stored_size
+from surgery.mixers import MIXERS
+from surgery.planning.plan import Plan
+from surgery.planning.refine_budget import BATCH_TOKENS, epoch_seconds, resolve_refine
+
+MIN_LIMIT = 2.0 * 2**30  # bytes of hidden states that stay in memory (surgery.calibration.layer_runner)
+SWEEPS = (1, None)  # fewest and most sweeps of alternating least squares; None: those of the recipe
+
+
+def estimate_conversion(
+    meta_model: ModelDescription,
+    plan: Plan,
+    *,
+    device: str | None = None,
+    processes: int = 1,
+    threads: int | None = None,
+    calibrated: bool = True,
+) -> dict[str, Any]:
+    """Return the estimate of a conversion as JSON data; times in seconds, sizes in bytes.
+
+    device: a name of surgery.estimation.speeds, None for this machine's kind. processes: that share the conversion. threads: of each
+    process on a CPU. calibrated: whether there is a calibration text, of the recipe's `tokens` and `length`.
+
+    Raises SurgeryError for an unknown device, or fewer than one process.
+    """
+    if processes < 1:
+        raise SurgeryError(f"--processes must be at least 1 (got {processes})")
+    name, speeds = device_speeds(device)
+    kind = "cuda" if speeds.memory else "cpu"
+    threads = threads or torch.get_num_threads()
+    shape = conversion_shape(meta_model, plan, calibrated)
+    found = []
+    for sweeps in dict.fromkeys(
+        plan.recipe.sweeps if limit is None else min(limit, plan.recipe.sweeps) for limit in SWEEPS
+    ):
+        setting = Setting(speeds, kind, processes, threads, max(MIN_LIMIT, speeds.memory / 4), sweeps)
+        found.append(estimate_steps(shape, setting))
+    steps = found[-1]
+    seconds = [speeds.startup + sum(step.seconds for step in each) for each in found]
+    host = speeds.program + max(step.host + (0 if kind == "cuda" else step.device) for step in steps)
+    result = result_bytes(shape)
+    source = shape.itemsize * shape.params
+    return {
+        "device": name, "processes": processes, "threads": threads if kind == "cpu" else None, "calibrated": calibrated,
+        "tokens": None if shape.rows is None else shape.rows.tokens,
+        "steps": [
+            {"name": step.name, "seconds": [round(low.seconds, 3), round(step.seconds, 3)], "device": int(step.device),
+             "host": int(step.host), "files": int(step.files)}
+            for low, step in zip(found[0], steps)
+        ],
+        "seconds": [round(seconds[0], 3), round(seconds[-1], 3)],
+        "peak_tensors": int(max(step.device + (step.host if kind == "cpu" else 0) for step in steps)),
+        "peak_device": int(max(step.device for step in steps)) if kind == "cuda" else None,
+        "peak_host": int(host), "device_memory": int(speeds.memory) or None,
+        "disk": {"source": int(source), "result": int(result), "most": int(disk_bytes(shape, steps, result))},
+        "result_memory": int(result + cache_bytes(shape, 4096)), "result_cache_tokens": 4096,
+        "speeds": speeds.source,
+    }  # fmt: skip
+
+
+def estimate_steps(shape: ConversionShape, setting: Setting) -> list[Step]:
+    """Return the steps of a conversion in order."""
+    steps, recipe, plan, rows = StepEstimates(shape, setting), shape.plan.recipe, shape.plan, shape.rows
+    if rows is None:
+        return [steps.data_free(), _write(shape, setting)]
+    found, targets = [], plan.replaced_targets()
+    hybrid = recipe.attention.hybrid if recipe.attention else None
+    if plan.attention_targets and hybrid is not None and hybrid.is_measured:
+        found.append(hybrid_step(steps, hybrid, rows))
+    free = [target for target in targets if not target.has_fixed_rank]
+    if targets and not (recipe.curvature == "none" and (recipe.allocate == "uniform" or not free)):
+        found.append(steps.sensitivities(rows))
+    if free and recipe.allocate == "best":
+        found.append(steps.trial(rows))
+    if plan.attention_targets:
+        found.append(mixer_step(steps, rows))
+    found.append(steps.layers(rows, bool(plan.attention_targets)))
+    found += _refine(shape, setting, steps, rows)
+    return [*found, _write(shape, setting)]
+
+
+def _refine(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows: TextRows) -> list[Step]:
+    """Return the refinements of a recipe; only the whole model's is done by one process alone."""
+    if not shape.plan.recipe.refine:
+        return []
+    epochs = resolve_refine(shape.plan, rows.tokens, setting.device, setting.threads)
+    each, found = epoch_seconds(shape.plan, rows.tokens, setting.device, setting.threads), []
+    tasks = [
+        ("refine layers", epochs.model_copy(update={"model": 0}), epochs.layers),
+        ("refine model", epochs.model_copy(update={"layers": 0}), epochs.model),
+    ]
+    for name, part, count in tasks:
+        if not count:
+            continue
+        if name == "refine layers":
+            trained = max(sum(n * stored_size(t) for t, n in kind.targets()) for kind in shape.kinds)
+            states = max(
+                4.0 * (kind.params + 5 * trained) + steps.activations(kind, BATCH_TOKENS, True) for kind in shape.kinds
+            )
+            device, host, files = steps.hidden(2 * rows.tokens, 3)
+        else:
+            states = float(resident_bytes(shape.plan))
+            device, host, files = steps.hidden(rows.tokens, 1)
+            if states > setting.limit:  # streamed: one layer at a time, states in a file
+                largest = max(kind.params for kind in shape.kinds)
+                trained = sum(stored_size(t) for t in shape.plan.replaced_targets())
+                states, files = 4.0 * 3 * largest, files + 16.0 * trained
+        found.append(Step(name, each.total(part), states + device, host, files))
+    return found
+
+
+def _write(shape: ConversionShape, setting: Setting) -> Step:
+    """Return the step that copies what stays and joins the layers' files: each byte of the result is written and read twice."""
+    return Step("write", setting.seconds(Work(files=4 * result_bytes(shape))), 64e6)
+
+
+def result_bytes(shape: ConversionShape) -> float:
+    """Return the bytes of the converted checkpoint."""
+    saved = sum(target.numel - stored_size(target) for target in shape.plan.replaced_targets())
+    mixers = sum(MIXERS[t.config].cost(t.config, t.shape, 1).params for t in shape.plan.expected_targets().values())
+    return shape.itemsize * (shape.params - saved + mixers + shape.plan.untied_params)
+
+
+def disk_bytes(shape: ConversionShape, steps: list[Step], result: float) -> float:
+    """Return the most bytes beside the source while the conversion runs: the layers' files twice while they are joined, output Gram
+    matrices, and temporary files of the largest step."""
+    grams = 0.0
+    if shape.rows is not None:
+        largest = max(shape.kinds, key=lambda kind: kind.count)
+        grams = StepEstimates(shape, _ANY).gram_bytes(largest, shape.rows) * shape.layers
+    twice = 1.0 if shape.layers == 0 else 1.0 + 5e9 / max(result, 5e9)
+    refined = 2.0 if any(step.name == "refine model" for step in steps) else twice
+    return result * refined + grams + max(step.files for step in steps)
+
+
+def cache_bytes(shape: ConversionShape, context: int) -> float:
+    """Return the bytes of the caches of one sequence of so many tokens, in the stored dtype."""
+    targets = shape.plan.expected_targets()
+    total = sum(MIXERS[t.config].cost(t.config, t.shape, context).cache for t in targets.values())
+    plain = sum(kind.count * _softmax_cache(kind.attention, context) for kind in shape.kinds if kind.target is None)
+    return shape.itemsize * (total + plain)
+
+
+def _softmax_cache(attention: Any, context: int) -> float:
+    return 0.0 if attention is None else float(attention.groups * (attention.key + attention.value) * context)
+
+
+_ANY = Setting(device_speeds("cpu")[1], "cpu", 1, 1, MIN_LIMIT, 1)
+
+
+def estimate_lines(found: dict[str, Any]) -> list[str]:
+    """Return the estimate as lines for the terminal."""
+    where = f"{found['processes']} process{'es' if found['processes'] > 1 else ''} on {found['device']}"
+    where += f" with {found['threads']} threads each" if found["threads"] else ", one device each"
+    text = f"{found['tokens']:,} tokens of calibration text" if found["calibrated"] else "no calibration text"
+    parts = ", ".join(f"{s['name']} {_range(s['seconds'])}" for s in found["steps"])
+    device = f"{size_text(found['peak_device'])} of GPU memory and " if found["peak_device"] is not None else ""
+    lines = [
+        f"estimate for {where}, {text}: {_range(found['seconds'])} ({parts})",
+        f"peak memory of each process: {device}{size_text(found['peak_host'])} of host memory; disk: up to {size_text(found['disk']['most'])} beside "
+        f"the source; result: {size_text(found['disk']['result'])}, {size_text(found['result_memory'])} of GPU memory with the caches of "
+        f"{found['result_cache_tokens']:,} tokens",
+    ]
+    if found["device_memory"] and found["peak_device"] > found["device_memory"]:
+        lines.append(f"note: the conversion needs more than the {size_text(found['device_memory'])} of this device")
+    return lines
+
+
+def _range(seconds: list[float]) -> str:
+    low, high = (_duration(value) for value in seconds)
+    return low if low == high else f"{low} to {high}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,133 @@
+"""Estimates: counts on the meta device equal counts on real tensors, follow the recipe, and agree with the memory of a conversion."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import random_llama
+from helpers.small import run_python
+
+import surgery
+from surgery.architectures.linears import LinearInfo
+from surgery.core.errors import SurgeryError
+from surgery.estimation.counting import OperationCounter, Work, counted_as
+from surgery.estimation.fits import FitTask, StageTask, bare_target, count_projection, count_stage
+from surgery.estimation.shape import TextRows
+from surgery.planning.plan import LinearTarget
+from surgery.structures.btt import BTT, SWEEP_ELEMENTS
+from surgery.structures.low_rank import LowRank
+
+INFO = LinearInfo("w", ("mlp.gate",), "layer", 0, 1, 64, 32, False, False)
+
+
+def make_plan(tmp_path, recipe="btt-half", **options):
+    config = random_llama.make_config("tiny")
+    if not (tmp_path / "source").exists():
+        (tmp_path / "source").mkdir()
+        (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    return surgery.plan(str(tmp_path / "source"), recipe, **options)["estimate"]
+
+
+def test_products_and_memory_are_counted_by_their_shapes():
+    with counted_as("cpu") as counter:
+        x, w = torch.zeros(8, 4, device="meta"), torch.zeros(4, 16, device="meta")
+        before, held = counter.mark(), counter.held
+        y = x @ w
+        assert counter.work.minus(before) == Work(products=2 * 8 * 4 * 16)
+        assert counter.held - held == 4 * y.numel()
+        del y
+        assert counter.held == held and counter.peak == held + 4 * 8 * 16
+        torch.linalg.eigh(torch.zeros(3, 16, 16, device="meta"))
+        assert counter.work.roots == 3 * 16**3 and counter.work.small_roots == 3
+    assert "meta" not in SWEEP_ELEMENTS
+
+
+def test_placeholders_on_meta_take_no_memory_until_they_are_written():
+    with OperationCounter() as counter:
+        empty = torch.empty(100, device="meta")
+        assert counter.held == 0
+        empty.zero_()
+        assert counter.held == 400
+
+
+@pytest.mark.parametrize("config", [BTT((4, 4)), LowRank()])
+def test_sweeps_and_tokens_add_work(config):
+    target = bare_target(LinearTarget(INFO, 64, 0.5, (config,)))
+    tasks = (FitTask(target, True, False),)
+    stage = StageTask(tasks, "cpu", 256, 64, 64, 1, 0, True, 1, 0.01, 0)
+    one = count_stage(stage)
+    six = count_stage(StageTask(tasks, "cpu", 512, 64, 64, 1, 0, True, 6, 0.01, 0))
+    assert (six.fits[0].products > one.fits[0].products) == isinstance(config, BTT)  # low rank needs no sweeps
+    assert six.moments[0].products == 2 * one.moments[0].products
+    assert six.dense == one.dense == 4 * 64 * 32
+    assert count_projection(target, "cpu")[0].roots > 0
+
+
+def test_rows_are_divided_as_in_a_conversion():
+    from surgery.calibration.data import CalibrationSet
+
+    for tokens, length, share in ((2048, 64, 0.125), (256, 64, 0.125), (4096, 1024, 0.5)):
+        samples = CalibrationSet.from_inputs(
+            {"input_ids": torch.zeros(tokens // length, length, dtype=torch.long)}, share
+        )
+        rows = TextRows.of(tokens, length, share)
+        assert (rows.fit, rows.held) == (samples.n_fit, samples.rows - samples.n_fit)
+
+
+def test_the_estimate_follows_the_recipe_and_the_processes(tmp_path):
+    plain = make_plan(tmp_path, "low-rank-half", device="cpu")
+    names = [step["name"] for step in plain["steps"]]
+    assert names == ["budgets", "trial", "layers", "write"]
+    refined = make_plan(tmp_path, "low-rank-half", device="cpu", refine={"layers": 2, "model": 1})
+    assert [step["name"] for step in refined["steps"]][3:5] == ["refine layers", "refine model"]
+    assert refined["seconds"][1] > plain["seconds"][1]
+    longer = make_plan(tmp_path, "low-rank-half", device="cpu", tokens=65536)
+    assert longer["seconds"][0] > plain["seconds"][0] and longer["peak_host"] > plain["peak_host"]
+    shared = make_plan(tmp_path, "low-rank-half", device="h200", processes=4)
+    alone = make_plan(tmp_path, "low-rank-half", device="h200")
+    assert shared["seconds"][1] < alone["seconds"][1] and alone["peak_device"] > 0
+    free = make_plan(tmp_path, "low-rank-half", device="cpu", calibrated=False)
+    assert [step["name"] for step in free["steps"]] == ["layers", "write"]
+
+
+@pytest.mark.parametrize("by", ["sensitivity", "restored", "gates"])
+def test_hybrids_are_estimated(tmp_path, by):
+    attention = {"mixer": "linear", "mask": "decay", "hybrid": {"keep": 0.5, "by": by}}
+    found = make_plan(tmp_path, {"structure": "dense", "attention": attention}, device="cpu")
+    assert [step["name"] for step in found["steps"]] == ["hybrid", "mixers", "layers", "write"]
+    assert all(step["seconds"][1] > 0 for step in found["steps"])
+
+
+def test_unknown_devices_are_refused(tmp_path):
+    with pytest.raises(SurgeryError, match="speeds are known of cpu, h200"):
+        make_plan(tmp_path, device="h201")
+    with pytest.raises(SurgeryError, match="--processes must be at least 1"):
+        make_plan(tmp_path, processes=0)
+
+
+MEASURE = """
+import json, sys
+sys.path.insert(0, "{helpers}")
+import check_estimate
+print(json.dumps(check_estimate.convert("{source}", "btt-half", {overrides}, False)))
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_a_conversion_is_as_estimated(tmp_path, monkeypatch):
+    """Tensors held at the peak of a calibrated conversion, as the profiler records them, and the size of the result."""
+    monkeypatch.setitem(random_llama.SHAPES, "small", (4, 512, 2048, 8, 4, 8000, True))
+    random_llama.write_checkpoint(tmp_path / "small", "small", tokens=4096, length=256)
+    keys = {"tokens": 4096, "length": 256}
+    estimate = surgery.plan(str(tmp_path / "small"), "btt-half", device="cpu", **keys)["estimate"]
+    overrides = [*(f"{k}={v}" for k, v in keys.items()), f"calibration={tmp_path / 'small-calibration.safetensors'}"]
+    code = MEASURE.format(
+        helpers=random_llama.__file__.rpartition("/")[0], source=tmp_path / "small", overrides=overrides
+    )
+    done = run_python(code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert abs(estimate["peak_tensors"] / measured["peak"] - 1) < 0.3
+    assert abs(estimate["disk"]["result"] / measured["result"] - 1) < 0.02
