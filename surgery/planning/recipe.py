@@ -33,6 +33,7 @@ BlockShape = Literal["sqrt", "budget"] | Count | tuple[Annotated[int, Field(ge=1
 Rank = Literal["full"] | Annotated[int, Field(ge=1)]
 Levels = Annotated[int, Field(ge=1, le=32, strict=True)]
 LevelRanks = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
+STRUCTURE_KEYS = ("blocks", "levels", "ranks", "rank")  # keys that are options of the structure
 
 
 class _StrictModel(BaseModel):
@@ -168,8 +169,9 @@ class ConversionRecipe(_StrictModel):
         """Refuse parameters and ranks beside `speed`, which spends time."""
         if self.speed is None:
             return self
-        given = [name for name in ("keep", "rank") if name in self.model_fields_set]
-        given += [name for rule in self.rules for name in ("keep", "rank") if getattr(rule, name) is not None]
+        sizes = ("keep", "rank", "ranks")
+        given = [name for name in sizes if name in self.model_fields_set]
+        given += [name for rule in self.rules for name in sizes if getattr(rule, name) is not None]
         if given:
             raise SurgeryError(
                 f"speed chooses ranks by time, so {given[0]} has no effect beside it. Leave {given[0]} out, in rules too; a rule "
@@ -200,9 +202,7 @@ class ConversionRecipe(_StrictModel):
             if index is None and base["structure"] == "dense":
                 base["structure"] = self.structure
             if rule.structure not in (None, base["structure"]):
-                base.update(
-                    blocks=None, levels=None, ranks=None, rank=None
-                )  # these options belong to the structure that was replaced
+                base.update(dict.fromkeys(STRUCTURE_KEYS))  # these options belong to the structure that was replaced
             base.update({k: v for k in base if (v := getattr(rule, k)) is not None})
         if base["keep"] >= 1 and base["rank"] is None and base["ranks"] is None:
             base["structure"] = "dense"
@@ -269,6 +269,8 @@ EXPECTED_VALUES = {
     "keep": "a fraction over 0 and at most 1, for example 0.5, or {pattern: fraction}",
     "attention.hybrid.keep": "a fraction over 0 and at most 1, for example 0.25",
     "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
+    "levels": "a whole number from 1 to 32, for example 4",
+    "ranks": "one whole number for each level, 0 allowed, for example [8, 0, 4]",
     "rank": "a whole number over 0, or full",
     "round_ranks": "a whole number from 1 to 4096, for example 64",
     "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",

@@ -3,8 +3,8 @@
     o,i: one block, ceil(O / p) x ceil(I / p) (the last one may be smaller)   r_l: rank of the blocks of level l, 0 allowed
 
 Level 1 is low rank, and every further level adds pairs of low-rank blocks along the diagonal. A unit of rank stores O + I
-elements on every level. Parshakova, Hastie, Darve and Boyd 2023, "Factor Fitting, Rank Allocation, and Partitioning in
-Multilevel Low Rank Matrices"; Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", eq. 4.
+elements on every level. Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", eq. 4, after Parshakova et al.
+2023, "Factor fitting, rank allocation, and partitioning in multilevel low rank matrices".
 
 The fit, with exact steps for single blocks and an exchange of rank between levels, is in `mlr_fit.py`.
 """
@@ -22,7 +22,7 @@ from surgery.core.errors import SurgeryError
 from surgery.structures.base import STRUCTURES, MuP, Rank, StructureConfig, StructuredLinear, curve_ranks
 from surgery.structures.btt import zero_pad
 from surgery.structures.metric import Metric
-from surgery.structures.mlr_fit import Descent, best_descent
+from surgery.structures.mlr_fit import Descent, best_descent, block_size
 
 DEFAULT_LEVELS = 4
 CURVE_POINTS = 6  # ranks of `rank_error_curve`, which fits the matrix at each of them
@@ -40,11 +40,6 @@ class MLR(StructureConfig):
     levels: int | None = None
     ranks: tuple[int, ...] | None = None
     rank: Rank = None
-
-
-def block_size(n: int, blocks: int) -> int:
-    """Return the size of a block of n rows or columns, rounded up."""
-    return -(-n // blocks)
 
 
 def most_levels(out: int, in_: int) -> int:
@@ -199,17 +194,22 @@ class MLRLinear(StructuredLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """Return B x (..., O) without the bias, for x (..., I)."""
-        terms = [level_product(x, blocks, left, right) for blocks, left, right in self._levels()]
-        return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
+        first, *others = self._levels()
+        y = level_product(x, *first)
+        for level in others:
+            y = y + level_product(x, *level)
+        return y
 
     def dense(self) -> Tensor:
         """Return B as a dense matrix (O, I)."""
-        out, in_, terms = self.out_features, self.in_features, []
+        out, in_ = self.out_features, self.in_features
+        dense_OI = self.weight.new_zeros((out, in_))
         for p, left_Or, right_rI in self._levels():
             o, i = block_size(out, p), block_size(in_, p)
-            pairs = zip(left_Or.split(o), right_rI.split(i, dim=1), strict=True)
-            terms.append(torch.block_diag(*[left @ right for left, right in pairs]))
-        return torch.stack(terms).sum(0)
+            for k in range(p):
+                rows, columns = slice(k * o, (k + 1) * o), slice(k * i, (k + 1) * i)
+                dense_OI[rows, columns] += left_Or[rows] @ right_rI[:, columns]
+        return dense_OI
 
     def macs(self) -> int:
         """Return multiply-accumulates per token."""

@@ -3,13 +3,13 @@
     descent = best_descent(weight_OI, metric, [(3, 2, 1)], limits=[32, 16, 8], exchange=True)
     descent.ranks, descent.error()
 
-Parshakova, Hastie, Darve and Boyd 2023, "Factor Fitting, Rank Allocation, and Partitioning in Multilevel Low Rank Matrices",
-sections 4 and 5. The metric (C, G) is ours: with E the remaining error and (k, k) a block, the sum of squares
-tr(G (E - X) C (E - X)^T) over a block X depends on
+Block descent fits one block at a time and keeps the others fixed. With E the remaining error, (k, k) the place of the block and
+a metric (C, G), the squared error tr(G (E - X) C (E - X)^T) of a block X depends on E only by
 
     T = G_kk^-1 (G E C)_kk C_kk^-1
 
-and the best block of rank r is the best approximation of T in the metric (C_kk, G_kk).
+and the best block of rank r is the best approximation of T in the metric (C_kk, G_kk). Parshakova et al. 2023, "Factor fitting,
+rank allocation, and partitioning in multilevel low rank matrices", name both problems, the fit and the allocation of rank.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from surgery.core.repeats import repeated
 from surgery.structures import linalg
 from surgery.structures.low_rank import low_rank_factors, tail_energies
 from surgery.structures.metric import Metric, inner_product, spd_factor
@@ -30,6 +31,11 @@ LAST_SWEEPS, LAST_GAIN = 20, 1e-2  # most sweeps at the final ranks; they stop w
 TRIES = 6  # exchanges that are tried before the search stops
 EXCHANGES = 8  # most exchanges that are accepted
 MIN_GAIN = 1e-4  # an exchange must lower the squared error by this fraction
+
+
+def block_size(n: int, blocks: int) -> int:
+    """Return the size of a block of n rows or columns, rounded up."""
+    return -(-n // blocks)
 
 
 class Descent:
@@ -61,7 +67,7 @@ class Descent:
 
     def spans(self, level: int, k: int) -> tuple[slice, slice]:
         """Return the rows and the columns of block k of a level."""
-        sizes = [-(-n // 2**level) for n in self.gap_OI.shape]
+        sizes = [block_size(n, 2**level) for n in self.gap_OI.shape]
         rows, columns = (
             slice(k * size, min((k + 1) * size, n)) for size, n in zip(sizes, self.gap_OI.shape, strict=True)
         )
@@ -187,11 +193,25 @@ class Descent:
             cores[f"right{level + 1}"][: right.shape[0], columns] = right
 
 
+def expected_sweeps(starts: Sequence[Sequence[int]], exchange: bool) -> int:
+    """Return the number of sweeps of a fit whose exchanges are each accepted at the first try. The gains cost one sweep."""
+    exchanges = 2 * EXCHANGES * (TRIAL_SWEEPS + 1) if exchange else 0
+    return START_SWEEPS * len(starts) + exchanges + LAST_SWEEPS
+
+
 @torch.no_grad()
 def best_descent(
     weight_OI: Tensor, metric: Metric, starts: Sequence[Sequence[int]], limits: Sequence[int], exchange: bool
 ) -> Descent:
-    """Return the best fit found from the starting ranks. exchange: move rank between levels while that lowers the error."""
+    """Return the best fit found from the starting ranks. exchange: move rank between levels while that lowers the error.
+
+    On the meta device, where there is no error to go by, one sweep of the first start stands for all sweeps of a fit.
+    """
+    if weight_OI.is_meta:
+        fit = Descent(weight_OI, metric, len(limits))
+        with repeated(expected_sweeps(starts, exchange and len(limits) > 1)):
+            fit.sweep(starts[0])
+        return fit
     fits = []
     for ranks in starts:
         fits.append(Descent(weight_OI, metric, len(limits)))

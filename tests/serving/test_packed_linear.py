@@ -59,7 +59,7 @@ def test_one_part_is_its_module(structure):
 
 
 def test_parts_of_different_structure_rank_and_dtype_lie_side_by_side():
-    outs = (32, 16, 16, 8, 24, 32, 16)
+    outs = (32, 16, 16, 8, 24, 16, 32, 16)
     specs = [entry(name, out) for name, out in zip(SHIPPED, outs)]
     modules, x = [random_module(spec) for spec in specs], torch.randn(2, 3, IN)
     packed = PackedLinear([*specs[:-1], None], IN, outs, torch.float32)

@@ -10,14 +10,18 @@ import torch
 from helpers.small import tiny_inputs
 from safetensors.torch import load_file, save_file
 
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.core.errors import SurgeryError
+from surgery.estimation.counting import OperationCounter
+from surgery.planning.plan import make_plan
 from surgery.planning.recipe import load_recipe
 from surgery.structures import STRUCTURES, Metric, add_damping
 from surgery.structures.low_rank import LowRank, low_rank_factors
 from surgery.structures.mlr import MLR, MLRLinear, rank_limits, spread_evenly
-from surgery.structures.mlr_fit import Descent, exchange_ranks
+from surgery.structures.mlr_fit import Descent, best_descent, exchange_ranks, expected_sweeps
 
 
 def random_levels(out, in_, ranks):
@@ -154,6 +158,31 @@ def test_never_worse_than_low_rank():
 def test_refusals(config, says):
     with pytest.raises(SurgeryError, match=says):
         MLRLinear.fit(config, 10, 12, budget=200)
+
+
+def test_given_ranks_take_no_part_in_the_allocation(checkpoints):
+    model = MetaModel(open_checkpoint(str(checkpoints("llama"))))
+    plan = make_plan(model, load_recipe("mlr-half", ["ranks=[4, 2, 1]", "levels=3", "keep=1.0"]))
+    assert all(target.has_fixed_rank and target.preview.ranks == (4, 2, 1) for target in plan.replaced_targets())
+
+
+def test_a_fit_without_values_is_counted_as_all_of_its_sweeps():
+    """One sweep on the meta device stands for the number of sweeps that a fit is expected to take."""
+    weight, limits, ranks = torch.empty(32, 48, device="meta"), rank_limits(3, 32, 48), (3, 2, 1)
+    with OperationCounter() as one:
+        Descent(weight, Metric(), 3).sweep(ranks)
+    with OperationCounter() as fit:
+        best_descent(weight, Metric(), [ranks], limits, exchange=True)
+    assert fit.work.roots == pytest.approx(expected_sweeps([ranks], True) * one.work.roots) and one.work.roots > 0
+
+
+@pytest.mark.parametrize(
+    "setting, says",
+    [("levels=0", "write a whole number from 1 to 32"), ("ranks=[1, -2]", "write one whole number for each level")],
+)
+def test_recipe_refuses(setting, says):
+    with pytest.raises(SurgeryError, match=says):
+        load_recipe("mlr-half", [setting])
 
 
 ONE_FREE = "rules=[{match: 'attention.*', structure: dense}, {match: 'mlp.*', structure: dense}, {match: mlp.down, structure: mlr}]"
