@@ -122,16 +122,26 @@ class Descent:
             self.gap_c_OI[rows] -= change @ self.metric.c_II[columns]
 
     def sweep(self, ranks: Sequence[int]) -> None:
-        """Fit every block of every level once, coarse levels first. Each step is the exact minimum over that block."""
+        """Fit every block of every level once, coarse levels first. Each step is the exact minimum over that block.
+
+        On the meta device the first block of a level stands for all of them.
+        """
         for level, rank in enumerate(ranks):
-            if rank or self.ranks[level]:
-                for k in range(2**level):
-                    factors = None
-                    if rank:
-                        target, metric = self.target(level, k)
-                        factors = low_rank_factors(target, rank, metric)
-                    self.place(level, k, factors)
+            if not rank and not self.ranks[level]:
+                continue
+            steps = 1 if self.gap_OI.is_meta else 2**level
+            with repeated(2**level / steps):
+                for k in range(steps):
+                    self.fit_block(level, k, rank)
         self.ranks = list(ranks)
+
+    def fit_block(self, level: int, k: int, rank: int) -> None:
+        """Replace a block by the best one of this rank with all others fixed; rank 0 removes it."""
+        factors = None
+        if rank:
+            target, metric = self.target(level, k)
+            factors = low_rank_factors(target, rank, metric)
+        self.place(level, k, factors)
 
     def gains(self, level: int, step: int, limit: int) -> tuple[float, float]:
         """Return by how much the squared error falls with `step` more ranks of a level, and rises with `step` fewer.
