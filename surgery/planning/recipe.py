@@ -32,8 +32,9 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 BlockShape = Literal["sqrt", "budget"] | Count | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
 Rank = Literal["full"] | Annotated[int, Field(ge=1)]
 Levels = Annotated[int, Field(ge=1, le=32, strict=True)]
+Cores = Annotated[int, Field(ge=2, le=16, strict=True)]
 LevelRanks = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
-STRUCTURE_KEYS = ("blocks", "levels", "ranks", "rank")  # keys that are options of the structure
+STRUCTURE_KEYS = ("blocks", "levels", "ranks", "cores", "rank")  # keys that are options of the structure
 
 
 class _StrictModel(BaseModel):
@@ -56,6 +57,7 @@ class Rule(_StrictModel):
     blocks: BlockShape | None = None
     levels: Levels | None = None
     ranks: LevelRanks | None = None
+    cores: Cores | None = None
     rank: Rank | None = None
     fused: Literal["whole", "split"] | None = None
 
@@ -79,6 +81,7 @@ class LinearSettings(BaseModel):
     blocks: BlockShape | None = None
     levels: Levels | None = None
     ranks: LevelRanks | None = None
+    cores: Cores | None = None
     rank: Rank | None = None
     fused: Literal["whole", "split"] = "whole"
 
@@ -103,6 +106,7 @@ class ConversionRecipe(_StrictModel):
     blocks: BlockShape | None = None
     levels: Levels | None = None
     ranks: LevelRanks | None = None
+    cores: Cores | None = None
     rank: Rank | None = None
     speed: SpeedRecipe | None = None  # instead of `keep`
     round_ranks: int = Field(1, ge=1, le=4096, strict=True)  # ranks chosen by the budget are multiples of it
@@ -191,6 +195,7 @@ class ConversionRecipe(_StrictModel):
             "blocks": self.blocks,
             "levels": self.levels,
             "ranks": self.ranks,
+            "cores": self.cores,
             "rank": self.rank,
             "fused": self.fused,
         }
@@ -271,6 +276,7 @@ EXPECTED_VALUES = {
     "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
     "levels": "a whole number from 1 to 32, for example 4",
     "ranks": "one whole number for each level, 0 allowed, for example [8, 0, 4]",
+    "cores": "a whole number from 2 to 16, for example 3",
     "rank": "a whole number over 0, or full",
     "round_ranks": "a whole number from 1 to 4096, for example 64",
     "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",
