@@ -34,7 +34,7 @@ Rank = Literal["full"] | Annotated[int, Field(ge=1)]
 Levels = Annotated[int, Field(ge=1, le=32, strict=True)]
 Cores = Annotated[int, Field(ge=2, le=16, strict=True)]
 LevelRanks = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
-STRUCTURE_KEYS = ("blocks", "levels", "ranks", "cores", "rank")  # keys that are options of the structure
+STRUCTURE_KEYS = ("blocks", "levels", "ranks", "cores", "rank", "order")  # keys that are options of the structure
 
 
 class _StrictModel(BaseModel):
@@ -59,6 +59,7 @@ class Rule(_StrictModel):
     ranks: LevelRanks | None = None
     cores: Cores | None = None
     rank: Rank | None = None
+    order: Literal["contiguous", "strided"] | None = None
     fused: Literal["whole", "split"] | None = None
 
     _structure = field_validator("structure")(_check_structure)
@@ -83,6 +84,7 @@ class LinearSettings(BaseModel):
     ranks: LevelRanks | None = None
     cores: Cores | None = None
     rank: Rank | None = None
+    order: Literal["contiguous", "strided"] | None = None
     fused: Literal["whole", "split"] = "whole"
 
 
@@ -108,6 +110,7 @@ class ConversionRecipe(_StrictModel):
     ranks: LevelRanks | None = None
     cores: Cores | None = None
     rank: Rank | None = None
+    order: Literal["contiguous", "strided"] | None = None
     speed: SpeedRecipe | None = None  # instead of `keep`
     round_ranks: int = Field(1, ge=1, le=4096, strict=True)  # ranks chosen by the budget are multiples of it
     layers: str = ":"
@@ -117,7 +120,7 @@ class ConversionRecipe(_StrictModel):
     attention: AttentionRecipe | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
 
-    allocate: Literal["best", "spread", "uniform"] = "best"
+    allocate: Literal["auto", "best", "spread", "uniform", "depth"] = "best"
     curvature: Literal["auto", "full", "diagonal", "none"] = "auto"
     calibrate: Literal["sequential", "independent"] = "sequential"
     sweeps: int = Field(6, ge=0, le=1000)
@@ -170,9 +173,14 @@ class ConversionRecipe(_StrictModel):
 
     @model_validator(mode="after")
     def _check_one_budget(self) -> ConversionRecipe:
-        """Refuse parameters and ranks beside `speed`, which spends time."""
+        """Refuse parameters, ranks and a tilt of the budget beside `speed`, which spends time."""
         if self.speed is None:
             return self
+        if self.allocate == "depth":
+            raise SurgeryError(
+                "allocate: depth moves parameters between early and late layers, and speed spends time. Use allocate: auto, spread or uniform "
+                "beside speed"
+            )
         sizes = ("keep", "rank", "ranks")
         given = [name for name in sizes if name in self.model_fields_set]
         given += [name for rule in self.rules for name in sizes if getattr(rule, name) is not None]
@@ -197,6 +205,7 @@ class ConversionRecipe(_StrictModel):
             "ranks": self.ranks,
             "cores": self.cores,
             "rank": self.rank,
+            "order": self.order,
             "fused": self.fused,
         }
         for rule in self.rules:
@@ -278,6 +287,7 @@ EXPECTED_VALUES = {
     "ranks": "one whole number for each level, 0 allowed, for example [8, 0, 4]",
     "cores": "a whole number from 2 to 16, for example 3",
     "rank": "a whole number over 0, or full",
+    "order": "contiguous or strided",
     "round_ranks": "a whole number from 1 to 4096, for example 64",
     "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",
     "towers": "auto, all, or names of towers, for example [text, vision]",
