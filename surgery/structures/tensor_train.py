@@ -24,11 +24,10 @@ from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 from surgery.core.repeats import repeated
-from surgery.structures import linalg
 from surgery.structures.base import STRUCTURES, MuP, Rank, StructureConfig, StructuredLinear, curve_ranks, is_exporting
 from surgery.structures.btt import zero_pad
 from surgery.structures.kronecker import conjugate_gradient
-from surgery.structures.low_rank import leading_directions
+from surgery.structures.low_rank import leading_directions, orthonormalize
 from surgery.structures.metric import Metric
 
 DEFAULT_CORES = 3
@@ -184,12 +183,12 @@ class TensorTrainLinear(StructuredLinear):
         The share of the error is that of the projection in the Frobenius norm.
         """
         config = cls.resolve(config, *weight_OI.shape)
-        square, norm = float(weight_OI.square().sum()), metric.squared_norm(weight_OI)
+        square, norm = Metric().squared_norm(weight_OI), metric.squared_norm(weight_OI)
         curve = []
         for rank in curve_ranks(cls.full_rank(config, *weight_OI.shape), min(steps, CURVE_POINTS)):
             option = replace(config, rank=rank)
             gap_OI = weight_OI - cls.project(weight_OI, option).dense().detach()
-            curve.append((option, float(gap_OI.square().sum()) / max(square, 1e-30) * norm))
+            curve.append((option, Metric().squared_norm(gap_OI) / max(square, 1e-30) * norm))
         return curve
 
     @torch.no_grad()
@@ -211,7 +210,7 @@ class TensorTrainLinear(StructuredLinear):
             def adjoint(matrix_OI: Tensor, core: Tensor = core, matrix: Any = matrix) -> Tensor:
                 with torch.enable_grad():
                     x = core.detach().requires_grad_(True)
-                    (found,) = torch.autograd.grad(matrix(x), x, matrix_OI)
+                    (found,) = torch.autograd.grad((matrix(x) * matrix_OI).sum(), x)
                 return found
 
             def normal(x: Tensor, adjoint: Any = adjoint, matrix: Any = matrix) -> Tensor:
@@ -248,11 +247,12 @@ class TensorTrainLinear(StructuredLinear):
             core = cores[name]
             (A, _, J, s), (_, L, n, r, _, m) = left.shape, core.shape
             if self.shared:
-                left = torch.einsum("AJs,nrsm->AmJnr", left[:, 0], core[0, 0])
+                left = torch.einsum("AJs,nrsm->AmJnr", left.flatten(0, 1), core.flatten(0, 2))
             else:
                 left = torch.einsum("AmLJs,JLnrsm->AmLJnr", left.reshape(A, m, L, J, s), core)
             left = left.reshape(A * m, L, J * n, r)
-        return left[: self.out_features, 0, : self.in_features, 0]
+        dense_OI, shape = left.flatten(2).flatten(0, 1), (self.out_features, self.in_features)
+        return dense_OI if dense_OI.shape == shape else dense_OI[: shape[0], : shape[1]]
 
     def _dense_macs(self) -> int:
         """Return the multiply-accumulates of `dense`."""
@@ -274,7 +274,7 @@ class TensorTrainLinear(StructuredLinear):
             J, L = math.prod(n[: t - 1]), math.prod(m[t:])
             z = z.reshape(-1, J, n[t - 1], L, core.shape[3])
             if self.shared:
-                z = torch.einsum("Njnlr,nrsm->Njmls", z, core[0, 0])
+                z = torch.einsum("Njnlr,nrsm->Njmls", z, core.flatten(0, 2))
             else:
                 z = torch.einsum("Njnlr,jlnrsm->Njmls", z, core)
             z = z.reshape(-1, J, m[t - 1] * L, core.shape[4])
@@ -311,13 +311,13 @@ def split_matrix(x_AK: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     A, K = x_AK.shape[-2:]
     if rank >= K:
         return x_AK, torch.eye(K, dtype=x_AK.dtype, device=x_AK.device).expand(*x_AK.shape[:-2], K, K)
-    right_Kr = linalg.qr(x_AK.mT)[0] if rank >= A else leading_directions(x_AK.mT, rank)
+    right_Kr = orthonormalize(x_AK.mT) if rank >= A else leading_directions(x_AK.mT, rank)
     return x_AK @ right_Kr, right_Kr.mT
 
 
 def balance_cores(cores: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rescale the cores to about equal root mean squares, by powers of two, so that no precision is lost."""
-    logs = torch.stack([core.square().mean().clamp_min(1e-30).log2() / 2 for core in cores.values()])
+    logs = torch.stack([(core * core).mean().clamp_min(1e-30).log2() / 2 for core in cores.values()])
     shifts = (logs.mean() - logs).round()
     shifts[-1] = -shifts[:-1].sum()
     return {name: core * shift.exp2() for (name, core), shift in zip(cores.items(), shifts)}
