@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from surgery.calibration.layer_runner import CHUNK_TOKENS
 from surgery.calibration.lm_head import MAX_LOGITS
+from surgery.core.repeats import repeats
 from surgery.estimation.result_shapes import result
 from surgery.structures.btt import SWEEP_ELEMENTS
 from surgery.structures.metric import MOMENT_BLOCK
@@ -129,7 +130,7 @@ class OperationCounter(TorchDispatchMode):
             self._add(traffic=float(sum(map(_bytes, given)) + sum(map(_bytes, found))))
 
     def _add(self, **counts: float) -> None:
-        self.work = self.work + Work(**counts)
+        self.work = self.work + Work(**counts).times(repeats())
 
     def _next(self) -> float:
         self._reads += 1

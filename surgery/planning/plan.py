@@ -25,7 +25,7 @@ from surgery.core.registry import validate_config
 from surgery.mixers import AttentionShape
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import AttentionTarget, find_attention_targets, keep_heads, softmax_shapes
-from surgery.planning.recipe import ConversionRecipe, LinearSettings
+from surgery.planning.recipe import STRUCTURE_KEYS, ConversionRecipe, LinearSettings
 from surgery.planning.speed import TimedOption, TimeTarget, plan_by_time
 from surgery.structures import STRUCTURES, StructureConfig
 
@@ -82,7 +82,7 @@ class LinearTarget:
     @property
     def has_fixed_rank(self) -> bool:
         """Whether the recipe fixes the rank, so that the matrix takes no part in budget allocation."""
-        return any(getattr(config, "rank", None) is not None for config in self.configs)
+        return any(getattr(config, key, None) is not None for config in self.configs for key in ("rank", "ranks"))
 
     def uniform_budget(self) -> float:
         """Return the number of parameters under a uniform allocation."""
@@ -372,7 +372,7 @@ def _structure_config(name: str, settings: LinearSettings, auto: bool) -> Struct
     """Return the structure's config with the recipe's options; with structure: auto, options that do not apply are ignored."""
     config_type = STRUCTURES.config_type(name)
     options = {field.name for field in dataclasses.fields(config_type)}
-    given = {k: getattr(settings, k) for k in ("blocks", "rank", "order") if getattr(settings, k) is not None}
+    given = {k: getattr(settings, k) for k in STRUCTURE_KEYS if getattr(settings, k) is not None}
     if not auto:
         for key in given:
             if key not in options:

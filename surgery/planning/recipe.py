@@ -31,6 +31,10 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 BlockShape = Literal["sqrt", "budget"] | Count | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
 Rank = Literal["full"] | Annotated[int, Field(ge=1)]
+Levels = Annotated[int, Field(ge=1, le=32, strict=True)]
+Cores = Annotated[int, Field(ge=2, le=16, strict=True)]
+LevelRanks = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
+STRUCTURE_KEYS = ("blocks", "levels", "ranks", "cores", "rank", "order")  # keys that are options of the structure
 
 
 class _StrictModel(BaseModel):
@@ -51,6 +55,9 @@ class Rule(_StrictModel):
     structure: str | None = None
     keep: Share | None = None
     blocks: BlockShape | None = None
+    levels: Levels | None = None
+    ranks: LevelRanks | None = None
+    cores: Cores | None = None
     rank: Rank | None = None
     order: Literal["contiguous", "strided"] | None = None
     fused: Literal["whole", "split"] | None = None
@@ -73,6 +80,9 @@ class LinearSettings(BaseModel):
     structure: str
     keep: float
     blocks: BlockShape | None = None
+    levels: Levels | None = None
+    ranks: LevelRanks | None = None
+    cores: Cores | None = None
     rank: Rank | None = None
     order: Literal["contiguous", "strided"] | None = None
     fused: Literal["whole", "split"] = "whole"
@@ -96,6 +106,9 @@ class ConversionRecipe(_StrictModel):
     structure: str = "btt"
     keep: Share = 0.5  # or {pattern: share}, see _keep_patterns
     blocks: BlockShape | None = None
+    levels: Levels | None = None
+    ranks: LevelRanks | None = None
+    cores: Cores | None = None
     rank: Rank | None = None
     order: Literal["contiguous", "strided"] | None = None
     speed: SpeedRecipe | None = None  # instead of `keep`
@@ -168,8 +181,9 @@ class ConversionRecipe(_StrictModel):
                 "allocate: depth moves parameters between early and late layers, and speed spends time. Use allocate: auto, spread or uniform "
                 "beside speed"
             )
-        given = [name for name in ("keep", "rank") if name in self.model_fields_set]
-        given += [name for rule in self.rules for name in ("keep", "rank") if getattr(rule, name) is not None]
+        sizes = ("keep", "rank", "ranks")
+        given = [name for name in sizes if name in self.model_fields_set]
+        given += [name for rule in self.rules for name in sizes if getattr(rule, name) is not None]
         if given:
             raise SurgeryError(
                 f"speed chooses ranks by time, so {given[0]} has no effect beside it. Leave {given[0]} out, in rules too; a rule "
@@ -187,6 +201,9 @@ class ConversionRecipe(_StrictModel):
             "structure": self.structure if inside else "dense",
             "keep": self.keep,
             "blocks": self.blocks,
+            "levels": self.levels,
+            "ranks": self.ranks,
+            "cores": self.cores,
             "rank": self.rank,
             "order": self.order,
             "fused": self.fused,
@@ -199,9 +216,9 @@ class ConversionRecipe(_StrictModel):
             if index is None and base["structure"] == "dense":
                 base["structure"] = self.structure
             if rule.structure not in (None, base["structure"]):
-                base.update(blocks=None, rank=None, order=None)  # they belong to the structure that was replaced
+                base.update(dict.fromkeys(STRUCTURE_KEYS))  # these options belong to the structure that was replaced
             base.update({k: v for k in base if (v := getattr(rule, k)) is not None})
-        if base["keep"] >= 1 and base["rank"] is None:
+        if base["keep"] >= 1 and base["rank"] is None and base["ranks"] is None:
             base["structure"] = "dense"
         return LinearSettings(**base)
 
@@ -266,6 +283,9 @@ EXPECTED_VALUES = {
     "keep": "a fraction over 0 and at most 1, for example 0.5, or {pattern: fraction}",
     "attention.hybrid.keep": "a fraction over 0 and at most 1, for example 0.25",
     "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
+    "levels": "a whole number from 1 to 32, for example 4",
+    "ranks": "one whole number for each level, 0 allowed, for example [8, 0, 4]",
+    "cores": "a whole number from 2 to 16, for example 3",
     "rank": "a whole number over 0, or full",
     "order": "contiguous or strided",
     "round_ranks": "a whole number from 1 to 4096, for example 64",

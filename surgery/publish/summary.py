@@ -77,7 +77,9 @@ def describe_structure(structure: dict[str, Any]) -> str:
     words = [structure["structure"], *([f"int{structure['bits']}"] if "bits" in structure else [])]
     if isinstance(structure.get("blocks"), (list, tuple)):
         words.append("x".join(str(n) for n in structure["blocks"]))
-    if structure.get("rank") is not None and (structure["structure"] != "monarch" or structure["rank"] != 1):
+    if structure.get("ranks") is not None:
+        words.append("ranks " + "+".join(str(n) for n in structure["ranks"]))
+    elif structure.get("rank") is not None and (structure["structure"] != "monarch" or structure["rank"] != 1):
         words.append(f"rank {structure['rank']}")
     if structure.get("order") == "strided":
         words.append("strided")

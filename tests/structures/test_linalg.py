@@ -128,7 +128,16 @@ def test_2_7_a_solver_s_error_code_is_not_the_disk_s(code):
 
 # -- conversions -------------------------------------------------------------------------------------------
 UP = "model.layers.0.mlp.up_proj"
-STRUCTURES = ("low_rank", "btt", "monarch", "kronecker", "pivoted_low_rank")
+STRUCTURES = (
+    "low_rank",
+    "btt",
+    "monarch",
+    "kronecker",
+    "pivoted_low_rank",
+    "mlr",
+    "tensor_train",
+    "block_tensor_train",
+)
 
 
 @pytest.fixture

@@ -92,7 +92,8 @@ def test_exact_at_full_rank(name, dims, seed, how):
     assert Metric().relative_error(weight, cls.project(weight, config, metric).dense()) < 2e-6
 
 
-@pytest.mark.parametrize("name", NAMES)
+# MLR has no closed form: its fit is a descent, whose own laws are in test_mlr.py.
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "mlr"])
 @LAWS
 @given(dims=DIMS, keep=st.sampled_from([0.4, 0.7]), seed=st.integers(0, 99))
 def test_projecting_twice_changes_nothing(name, dims, keep, seed):
@@ -170,7 +171,8 @@ def test_save_and_load_is_bit_equal(name, tmp_path):
     config = fit_config(name, 48, 64, 0.5)
     linear = STRUCTURES[config].project(*[torch.randn(48, 64), config])
     save_file(linear.state_dict(), tmp_path / "a.safetensors")
-    again = STRUCTURES[config](64, 48, config_from_dict(config.to_dict()), bias=False)
+    # The linear's own config, as tables store it: projection may fill in options, such as the ranks of levels.
+    again = STRUCTURES[linear.config](64, 48, config_from_dict(linear.config.to_dict()), bias=False)
     again.load_state_dict(load_file(tmp_path / "a.safetensors"))
     x = torch.randn(3, 64)
     assert torch.equal(linear(x), again(x))

@@ -167,7 +167,9 @@ def test_a_config_as_example(tmp_path):
 
 
 # -- how models begin ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["btt", "low_rank", "monarch", "kronecker", "pivoted_low_rank"])
+@pytest.mark.parametrize(
+    "name", ["btt", "low_rank", "monarch", "kronecker", "pivoted_low_rank", "mlr", "tensor_train", "block_tensor_train"]
+)
 def test_silent_linears_answer_zero_and_learn(name):
     config_type = STRUCTURES.config_type(name)
     config = STRUCTURES[config_type].fit(config_type(), 48, 64, 0.5 * 48 * 64)

@@ -185,7 +185,7 @@ def _read_generations(path: Path) -> list[dict[str, Any]]:
 def structure_class(record: dict[str, Any]) -> str:
     """Return the CSS class of a record's structure, "other" for structures of plugins."""
     name = str(record["structure"]["structure"])
-    return name if name in ("btt", "monarch", "low_rank", "pivoted_low_rank", "kronecker") else "other"
+    return name if name in ("btt", "monarch", "low_rank", "pivoted_low_rank", "kronecker", "mlr") else "other"
 
 
 def structure_text(record: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ PAPERS = {
     "blocks": "Zhang et al. 2026, MHLA",
     "hedgehog": "Zhang et al. 2024, The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry, arXiv:2402.04347",
 }
+PAPERS |= dict.fromkeys(("tensor_train", "block_tensor_train"), PAPERS["btt"])
 PAPERS |= dict.fromkeys(("bilinear_mlr", "bilinear_btt"), PAPERS["mlr"])
 
 
