@@ -48,6 +48,12 @@ DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -149,6 +155,18 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         {**DECODER, **DELTA_NET, "layer_types": ["linear_attention", "full_attention"]},
         in_ci=True,
         note="mixers in the layers with softmax attention; gated heads",
+    ),
+    "qwen3_next": TinyFamily(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {**DECODER, **DELTA_NET, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
+        note="mixers in the layers with softmax attention; gated heads; experts",
+    ),
+    "qwen3_5_moe": TinyFamily(
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        {**DECODER, **DELTA_NET, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
+        note="mixers in the layers with softmax attention; gated heads; experts",
     ),
     "gemma": TinyFamily("GemmaForCausalLM", "GemmaConfig", DECODER),
     "gemma2": TinyFamily(
