@@ -27,8 +27,12 @@ def require_architecture(model: Any) -> Architecture:
     architecture = _known_architecture(model)
     if architecture is None:
         kind = text_config(model).model_type
+        if get_architecture(kind) is not None:
+            raise SurgeryError(
+                f"the architecture of {kind!r} leaves its attention to a dry run, so it is not known which linear computes its values"
+            )
         raise SurgeryError(
-            f"no architecture describes the attention of {kind!r}, so it is not known which linear computes its values"
+            f"no architecture of {kind!r}, so it is not known which linear computes its values"
             f"{suggestion(kind, known_families())}; to add one, write a small file like surgery/architectures/llama.py"
         )
     return architecture
