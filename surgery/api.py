@@ -34,6 +34,8 @@ from surgery.core.progress import Progress, RichProgress
 if TYPE_CHECKING:
     from torch import nn
 
+    from surgery.checkpoint.outline import ModelDescription
+
 PathLike = str | os.PathLike[str]
 CONSOLE_WIDTH = 140
 
@@ -96,7 +98,8 @@ def plan(
         overrides: recipe keys by dotted path, e.g. {"attention.cache": 0.5}.
         context: prompt length in tokens that the notes on speed refer to.
         measured: file of `surgery bench linear --out`, from which the time of the linears is predicted; None: the times that are included.
-        device: estimate time and memory for this device: "cpu", "h200", or None for the kind of this machine. Not of a model in memory.
+        device: estimate time and memory for this device: "cpu", "h200", or None for the kind of this machine. Of a transformers
+            model in memory, the conversion of its checkpoint by `convert`; none of another module.
         processes: how many processes share the estimated conversion.
         calibrated: whether the estimated conversion has a calibration text, of the recipe's `tokens`.
         revision: branch, tag or commit of the Hub repository.
@@ -120,12 +123,14 @@ def plan(
         data = plan_dict(planned)
         for target in data["targets"]:
             target["name"] = live.live_path(target["name"])
+        described: ModelDescription | None = None if live.prefix else live
     else:
         name = _checkpoint_name(source, "plan")
         opened = open_checkpoint(name, trust_remote_code, weights=False, revision=revision)
         described = describe_checkpoint(opened, trust_remote_code)
         planned = make_plan(described, settings)
         data = plan_dict(planned)
+    if described is not None:
         data["estimate"] = estimate_conversion(
             described, planned, device=device, processes=processes, calibrated=calibrated
         )
@@ -645,10 +650,9 @@ def bench(
 
         measured = bench_draft(model, drafter, text, sizes, device=device, dtype=dtype, out=place, progress=shown)
         return CommandResult(measured, lambda: draft_tables(measured))
-    drafting = (
-        {"drafter": drafter, "text": text} if what == "linear" else {"model": model, "drafter": drafter, "text": text}
-    )
-    for name, value in drafting.items():
+    if model is not None and what != "linear":
+        raise SurgeryError(f"model is an option of bench draft and bench linear (got bench {what}). Leave it out")
+    for name, value in {"drafter": drafter, "text": text}.items():
         if value is not None:
             raise SurgeryError(f"{name} is an option of bench draft (got bench {what}). Leave it out")
     shapes = None if model is None else _checkpoint_name(model, "bench")

@@ -77,6 +77,23 @@ class BenchmarkCase:
     launches: bool = False
 
 
+class LastRun(NamedTuple):
+    """The last run of an implementation in a table: size, ms, and the bytes and operations it took."""
+
+    x: int
+    ms: float
+    work: WorkEstimate | None
+
+    def growth(self, x: int, work: WorkEstimate | None) -> float:
+        """Return a lower bound of time at size x over the time at the last size, proportional to x where the work is unknown.
+
+        One token of a linear takes the time in which its weights are read, and 8,192 tokens do not take 8,192 times as long.
+        """
+        if work is None or self.work is None or not self.work.bytes or not self.work.flops:
+            return x / self.x
+        return min(work.bytes / self.work.bytes, work.flops / self.work.flops)
+
+
 class TimedRun(NamedTuple):
     """A run: ms until the CPU had launched it and, on a GPU, the events around it."""
 
@@ -107,7 +124,7 @@ class Benchmark:
             deadline,
             min_runs,
         )
-        self.last: dict[tuple[str, str], tuple[int, float]] = {}
+        self.last: dict[tuple[str, str], LastRun] = {}
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
 
     def run(self, case: BenchmarkCase) -> list[ResultRow]:
@@ -136,7 +153,7 @@ class Benchmark:
                 calls.append((implementation, call, row))
         self._run_in_turns([entry for entry in calls if entry[2]["ms"] < self.max_ms])
         for implementation, _, row in calls:
-            self.last[case.table, implementation.name] = case.x, row["ms"]
+            self.last[case.table, implementation.name] = LastRun(case.x, row["ms"], implementation.work)
             for part in ("ms", "launch"):
                 if part in row:
                     row[part] /= implementation.times
@@ -145,10 +162,10 @@ class Benchmark:
     def _skip_reason(self, case: BenchmarkCase, implementation: TimedImplementation) -> str | None:
         if time.monotonic() > self.deadline:
             return "time limit"
-        x, ms = self.last.get((case.table, implementation.name), (case.x, 0.0))
+        last = self.last.get((case.table, implementation.name))
         max_ms = self.max_ms / 3 if implementation.choice == "reference" else self.max_ms
-        if case.x > x and ms * case.x / x > max_ms:
-            return f"left out: {ms:,.0f} ms at {x:,}"
+        if last is not None and case.x > last.x and last.ms * last.growth(case.x, implementation.work) > max_ms:
+            return f"left out: {last.ms:,.3g} ms at {last.x:,}"
         return None
 
     def _warm_up(self, implementation: TimedImplementation, row: ResultRow, launches: bool) -> Call | None:
@@ -156,8 +173,10 @@ class Benchmark:
 
         An implementation is not warmed up again if a long run of it succeeded at a smaller size.
         """
-        x, ms = self.last.get((row["table"], implementation.name), (row["x"], 0.0))
-        warm = row["x"] > x and ms * row["x"] / x > LONG_RUN_MS and implementation.choice != "kernel"
+        last = self.last.get((row["table"], implementation.name))
+        warm = False
+        if last is not None and row["x"] > last.x and implementation.choice != "kernel":
+            warm = last.ms * last.growth(row["x"], implementation.work) > LONG_RUN_MS
         try:
             with use_kernels(implementation.choice), record_dispatch() as used:
                 call = implementation.make()

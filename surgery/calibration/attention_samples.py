@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.calibration.layer_runner import LayerCall, StopForward
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.mixers import AttentionShape, Mixer, MixerInputs, MixerState
-from surgery.modeling.attention import attach_mixer
 from surgery.planning.attention_plan import AttentionTarget
 
 CAPTURE_NAME = "surgery-head-outputs"  # attention function that records the outputs of the function it stands for
@@ -59,6 +56,8 @@ class CapturingMixer(Mixer):
 @contextmanager
 def attention_replaced(module: Any, mixer: Mixer) -> Iterator[None]:
     """Replace the attention of `module` by `mixer` inside the context; its projections stay as they are."""
+    from surgery.modeling.attention import attach_mixer
+
     before = type(module), module.config
     attach_mixer(module, mixer)
     try:
@@ -143,6 +142,10 @@ def head_outputs_captured(module: Any, captured: list[Tensor]) -> Iterator[None]
 
     The input of the output projection is not always that: some families multiply it by a gate first.
     """
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(CAPTURE_NAME, _capture_heads)
     before = module.config
     default = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
     function = ALL_ATTENTION_FUNCTIONS.get_interface(before._attn_implementation, default)
@@ -160,9 +163,6 @@ def _capture_heads(*args: Any, **kwargs: Any) -> Any:
     function, captured = _captures[-1]
     captured.append(function(*args, **kwargs)[0])
     raise StopForward
-
-
-AttentionInterface.register(CAPTURE_NAME, _capture_heads)
 
 
 def run_until_stop(call: LayerCall, row: int) -> None:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from surgery.calibration.layer_runner import CHUNK_TOKENS
 from surgery.calibration.lm_head import MAX_LOGITS
+from surgery.estimation.result_shapes import result
 from surgery.structures.btt import SWEEP_ELEMENTS
 from surgery.structures.metric import MOMENT_BLOCK
 
@@ -84,7 +85,9 @@ class OperationCounter(TorchDispatchMode):
         if name == "_to_copy" and _is_meta(args[0]) and torch.device(kwargs.get("device") or "meta").type == "cpu":
             dtype = kwargs.get("dtype") or args[0].dtype
             return torch.full(args[0].shape, self._next(), dtype=torch.float64).to(dtype)
-        out = func(*args, **kwargs)
+        out = result(name, args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
         found = [t for t in _tensors(out) if t.is_meta]
         given = [t for t in _tensors((args, kwargs)) if t.is_meta]
         if not found and not given:

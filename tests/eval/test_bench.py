@@ -84,6 +84,14 @@ def test_the_slow_are_left_out_at_larger_sizes(clock):
     assert race.run(BenchmarkCase("t", 100, {}, [slow]))[0]["note"].startswith("left out")
 
 
+def test_a_growing_size_that_adds_little_work_is_timed(clock):
+    """One token of a linear reads all weights; more tokens read them no oftener."""
+    make = lambda: lambda: clock(20)  # noqa: E731
+    one, many = (TimedImplementation("linear", make, work=WorkEstimate(b, f)) for b, f in ((1e6, 1e6), (1.2e6, 1e8)))
+    race, _ = run_benchmark(one, x=1, max_ms=30.0)
+    assert "note" not in race.run(BenchmarkCase("t", 100, {}, [many]))[0]
+
+
 def test_time_is_over_at_once():
     _, rows = run_benchmark(TimedImplementation("r", lambda: lambda: None), deadline=time.monotonic() - 1)
     assert rows[0]["note"] == "time limit"

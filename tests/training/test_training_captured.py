@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from helpers.small_training import TINY_CHECKPOINT, convert_tiny, healing_recipe, read_losses, tensors
@@ -9,6 +11,7 @@ from helpers.small_training import TINY_CHECKPOINT, convert_tiny, healing_recipe
 from surgery.training import cuda_graph
 from surgery.training.finetune import finetune
 
+SEPARATOR = "<|endoftext|>"
 CUDA = torch.cuda.is_available()
 STAGES = [
     {"kind": "align", "of": ["attention"], "trains": ["attention", "mixers"], "length": 32, "tokens": 512, "batch": 4, "rows": 2, "rate": 1e-3},
@@ -43,10 +46,24 @@ def student(tmp_path_factory):
     )
 
 
+@pytest.fixture(scope="module")
+def texts(texts, tmp_path_factory):
+    """The documents as a text file, which is read without the datasets library: a machine with a GPU may lack it."""
+    path = tmp_path_factory.mktemp("captured-texts") / "stories.txt"
+    lines = texts.read_text(encoding="utf-8").splitlines()
+    path.write_text(SEPARATOR.join(json.loads(line)["text"] for line in lines), encoding="utf-8")
+    return path
+
+
+def separated(recipe, **data):
+    """Return the recipe with documents of a text file as its data, and further keys of `data`."""
+    sources = [{**source, "separator": SEPARATOR} for source in recipe.data["sources"]]
+    return recipe.model_copy(update={"data": {**recipe.data, "sources": sources, **data}})
+
+
 def train(student, texts, out, **keys):
     """Return (losses by stage and step, tensors) of a run of both stages on rows of one document."""
-    recipe = healing_recipe(texts, *STAGES, **keys)
-    recipe = recipe.model_copy(update={"data": {**recipe.data, "packing": "stream"}})
+    recipe = separated(healing_recipe(texts, *STAGES, **keys), packing="stream")
     device = "cuda" if CUDA else "cpu"
     finetune(str(student), recipe, out, teacher=str(TINY_CHECKPOINT), device=device, track="none")
     return read_losses(out / "training"), tensors(out)
@@ -68,7 +85,7 @@ def test_the_same_training(student, texts, tmp_path, replays, without_curves):
 
 
 def test_packed_documents_run_without_a_graph(student, texts, tmp_path, replays, without_curves):
-    recipe = healing_recipe(texts, STAGES[1], cuda_graph=True)
+    recipe = separated(healing_recipe(texts, STAGES[1], cuda_graph=True))
     finetune(
         str(student),
         recipe,
