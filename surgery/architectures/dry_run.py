@@ -186,13 +186,12 @@ def dry_run_inputs(model: Any) -> dict[str, Tensor]:
     if name == "pixel_values" and getattr(config, "image_size", None):
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
         return {name: torch.zeros(1, getattr(config, "num_channels", 3), *size)}
-    if (sound := _sound(config, name)) is not None:
-        takes = inspect.signature(model.forward).parameters
-        decoder = {"decoder_input_ids": torch.arange(TOKENS)[None]} if "decoder_input_ids" in takes else {}
-        return {name: sound, **decoder}
+    has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    if not has_decoder and (sound := _sound(config, name)) is not None:
+        return {name: sound}
     raise SurgeryError(
         f"{type(model).__name__} cannot be given mixers: surgery has no description of this family, and a dry run needs a model that "
-        f"reads input_ids, pixel_values, or sound of a length that its config tells (this one reads {name})"
+        f"reads input_ids, pixel_values, or, without a decoder, sound of a length that its config tells (this one reads {name})"
     )
 
 

@@ -13,7 +13,7 @@ def longest_input(model: Any) -> int | None:
     This is the config's max_position_embeddings, less the rows of a position table up to its padding index: RoBERTa and its kin
     count positions from padding_idx + 1, so that 514 rows serve 512 tokens.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
     limit: Any = getattr(config.get_text_config(), "max_position_embeddings", None)

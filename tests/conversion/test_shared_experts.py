@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from helpers.small_experts import write_experts
@@ -45,7 +47,7 @@ def test_no_sweep_of_a_shared_right_basis_increases_the_error(problem):
     errors = [
         table.squared_error(weights, moments, table.shared_right(weights, moments, 2, sweeps)) for sweeps in range(6)
     ]
-    assert all(after <= before * (1 + 1e-9) for before, after in zip(errors, errors[1:])) and errors[-1] < errors[0]
+    assert all(after <= before * (1 + 1e-9) for before, after in pairwise(errors)) and errors[-1] < errors[0]
     own = table.squared_error(weights, moments, table.each_low_rank(weights, moments, 2))
     assert own < errors[-1]
 

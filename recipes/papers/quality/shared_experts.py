@@ -5,8 +5,9 @@ python -m surgery.recipes.papers.quality.shared_experts SRC --calibration FILE -
     each      W_e ~ L_e R_e        low rank, the best in the metric C_e
     shared    W_e ~ L_e R          gate and up, which read one input: alternating least squares over L_e and R
               W_e ~ L R_e          down, which adds to one output: closed form
+    input     gate and up as in `shared`, down as in `each`
 
-Both minimize sum_e <(W_e - B_e) C_e, W_e - B_e> with C_e = sum w^2 x x^T over the calibration rows that the original's router sends to
+All minimize sum_e <(W_e - B_e) C_e, W_e - B_e> with C_e = sum w^2 x x^T over the calibration rows that the original's router sends to
 expert e, w the routing weight (surgery.calibration.routing). Nothing else is replaced. E experts of O x I matrices with rank r store
 E r (O + I) numbers with a basis each, and E r O + r I or r O + E r I with a shared one.
 """
@@ -33,6 +34,7 @@ from surgery.structures import Metric, linalg
 from surgery.structures.low_rank import leading_eigenvectors, low_rank_factors
 from surgery.structures.metric import damp_
 
+KINDS = ("each", "shared", "input")
 BATCH = 16  # windows in one forward
 STEPS = 60  # of conjugate gradients, for one update of a shared right basis
 
@@ -166,8 +168,9 @@ def replace_experts(model: Any, moments: Any, kind: str, keep: float, damping: f
             metrics = [(c_FF if down else c_DD).clone() for c_DD, c_FF, _ in sums]
             for c_II in metrics:
                 damp_(c_II, damping)
-            rank, numbers = rank_of(kind, down, len(linears), tuple(weights[0].shape), keep)
-            fit = each_low_rank if kind == "each" else shared_left if down else shared_right
+            bases = "each" if kind == "each" or (down and kind == "input") else "shared"
+            rank, numbers = rank_of(bases, down, len(linears), tuple(weights[0].shape), keep)
+            fit = each_low_rank if bases == "each" else shared_left if down else shared_right
             fits = fit(weights, metrics, rank)
             lost[role][0] += squared_error(weights, metrics, fits)
             lost[role][1] += squared_error(weights, metrics, [torch.zeros_like(w_OI) for w_OI in weights])
@@ -220,7 +223,7 @@ def main() -> None:
     print("| --- " * 6 + "|")
     print(f"| all | original | | | {found[0]['perplexity']:.4g} ± {found[0]['se']:.2g} | |", flush=True)
     for keep in arguments.keep or [0.75, 0.5, 0.25]:
-        for kind in ("each", "shared"):
+        for kind in KINDS:
             model, tokenizer = load_split(arguments.source, device)
             row = {"keep": keep, "kind": kind, **replace_experts(model, moments, kind, keep)}
             found.append({**row, **ppl.summarize(ppl.measure(model, tokenizer, options), base)})
