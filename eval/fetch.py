@@ -159,8 +159,13 @@ def fetch(
                 _fetch_dataset(root / path, path, head, missing, pinned.get(path))
             done["fetched" if missing else "kept"].append(path)
             tick()
-        write_json(root / COMMITS, _all_commits(root))
+        write_commits(root)
     return done
+
+
+def write_commits(root: Path) -> None:
+    """Write commits.json, the commits of all data sets of the mirror."""
+    write_json(root / COMMITS, _all_commits(root))
 
 
 def _all_commits(root: Path) -> dict[str, str]:
@@ -242,7 +247,7 @@ def _fetch_dataset(place: Path, path: str, head: MirrorReadme, wanted: list[Data
                 source, _write_splits(partial, source, commit, {file["split"] for file in head.files(source.name)})
             )
         (partial / "README.md").write_text(head.text(path, commit), encoding="utf-8")
-        _replace_folder(partial, place)
+        replace_folder(partial, place)
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, SurgeryError) or is_disk_error(error):
@@ -267,7 +272,7 @@ def _script_message(path: str) -> str:
     )
 
 
-def _replace_folder(partial: Path, place: Path) -> None:
+def replace_folder(partial: Path, place: Path) -> None:
     """Rename `partial` to `place`; if that fails, restore the old folder."""
     before = place.with_name(f"{place.name}.before")
     if not place.exists():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.core.device import choose_device, device_name
+from surgery.core.digests import content_digest
 from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import exclusive_lock, explain_disk_errors, is_disk_error
@@ -20,7 +21,7 @@ from surgery.eval.journal import SampleJournal
 from surgery.eval.model import LiveEvalModel, OpenedModel, check_dtype, load, load_eval_model, open_model
 from surgery.eval.results.averages import AverageRow, average_rows
 from surgery.eval.results.compare import ComparisonRow, compare_results
-from surgery.eval.results.data_read import describe_data, package_versions, record_reads
+from surgery.eval.results.data_read import describe_data, list_reads, package_versions, record_reads
 from surgery.eval.results.store import ResultStore, result_key
 from surgery.eval.results.thresholds import Threshold, ThresholdResult, check_thresholds, parse_thresholds
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Role, Suite, SuiteResult, find_suite
@@ -70,7 +71,12 @@ class Evaluation:
         """Return the content of results.json, with access tokens redacted."""
         suites = {
             suite: {
-                role: {"seconds": r.seconds, "notes": r.notes, "provenance": r.provenance}
+                role: {
+                    "seconds": r.seconds,
+                    "notes": r.notes,
+                    "provenance": r.provenance,
+                    "reads": redact_secrets(list_reads(r.reads)),
+                }
                 for role, r in by_role.items()
             }
             for suite, by_role in self.results.items()
@@ -79,6 +85,7 @@ class Evaluation:
             "provenance": self.provenance,
             "models": self.models,
             "options": redact_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
+            "all_options": redact_secrets(self.options.model_dump(mode="json")),
             "suites": suites,
             "rows": [row.to_dict() for row in self.rows],
             "averages": [row.to_dict() for row in self.averages],
@@ -309,9 +316,11 @@ class _EvaluationRun:
             "date": utc_timestamp(),
             "model": one.fingerprint,
             "name": redact_secrets(one.name),
+            "suite_version": suite.version,
             "parameters": one.parameters,
             "options": redact_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
             "data": data,
+            **self._extra_tasks(),
         }
         self.results[suite.name][one.role] = self.cache[one.fingerprint, suite.name] = result
         self.broken |= {f"{suite.name} {task}": f"{why} ({one.name})" for task, why in result.broken.items()}
@@ -321,6 +330,11 @@ class _EvaluationRun:
                 if eval_model.journal is not None:
                     eval_model.journal.remove()
             self.progress.say(f"{suite.name} of {one.name}: {len(result.samples):,} samples, {result.seconds:.1f} s")
+
+    def _extra_tasks(self) -> dict[str, str]:
+        """Return the digest of the folder of additional lm-eval tasks, if there is one."""
+        place = self.options.include_path
+        return {} if place is None or not place.exists() else {"include_path": content_digest(place)}
 
     def _record_failure(self, suite: Suite, one: OpenedModel, error: Exception) -> None:
         """Re-raise if this is the only suite or a disk error; otherwise record the failure and continue."""

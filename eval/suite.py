@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # torch is imported only when something is measured
     from surgery.eval.journal import SampleJournal
 
 Role = Literal["base", "converted"]
+OMITTED_AT_DEFAULT = ("prompts", "fill", "pairs")  # see EvalOptions.digest
 
 
 @dataclass
@@ -96,14 +97,26 @@ class EvalOptions(BaseModel):
         default_factory=dict, description="document indices to run, by lm-eval task"
     )
     use_cache: Path | None = Field(None, description="folder in which answers are cached as they are computed")
+    prompts: Literal["based", "jrt"] = Field(
+        "based",
+        description="prompts and truncation of the retrieval tasks: this package's, or those of the Just-Read-Twice harness",
+    )
+    fill: Literal["exact", "ruler"] = Field(
+        "exact",
+        description="length of RULER's prompts: the exact number of tokens, or whole units of text as the original counts them",
+    )
+    pairs: tuple[Annotated[int, Field(ge=1)], ...] | Literal["zoology", "based", "log-linear"] = Field(
+        (), description="key-value pairs of mqar, or the lengths and pairs of a paper"
+    )
 
     def digest(self) -> str:
         """Return the SHA-256 of every option that affects results.
 
-        Files enter by content. The mirror enters as present or absent only: the data sets that a suite reads from it are
+        Options of OMITTED_AT_DEFAULT enter only if they are set, so that results of versions without them stay valid. Files enter by content. The mirror enters as present or absent only: the data sets that a suite reads from it are
         recorded per result (eval/results/data_read.py).
         """
-        data = self.model_dump(mode="json", exclude={"batch_size", "use_cache", "data_root"})
+        unset = {name for name in OMITTED_AT_DEFAULT if getattr(self, name) == type(self).model_fields[name].default}
+        data = self.model_dump(mode="json", exclude={"batch_size", "use_cache", "data_root", *unset})
         data["mirror"] = self.data_root is not None
         for name in ("text", "include_path"):
             if data[name] is not None and Path(data[name]).exists():

@@ -36,15 +36,18 @@ if TYPE_CHECKING:
     from surgery.api import quantize as quantize
     from surgery.api import recipes as recipes
     from surgery.api import report as report
+    from surgery.api import run as run
     from surgery.api import teacher_cache as teacher_cache
     from surgery.api import toeplitz as toeplitz
+    from surgery.api import verify as verify
 
 register()
 
 # The commands as functions. api.py is imported on first access, to keep `import surgery` light.
 COMMANDS = (
     *("apply", "bench", "compare", "convert", "densify", "drafter", "evaluate", "fetch_eval_data", "finetune"),
-    *("inspect", "load", "plan", "pretrain", "push", "quantize", "recipes", "report", "teacher_cache", "toeplitz"),
+    *("inspect", "load", "plan", "pretrain", "push", "quantize", "recipes", "report", "run", "teacher_cache"),
+    *("toeplitz", "verify"),
 )
 __all__ = ["__version__", *COMMANDS]
 

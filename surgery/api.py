@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from surgery.checkpoint.outline import ModelDescription
+    from surgery.workflow import RunResult
 
 PathLike = str | os.PathLike[str]
 CONSOLE_WIDTH = 140
@@ -217,7 +218,7 @@ def convert(
         progress: progress display; None: bars on a terminal.
     """
     from surgery.conversion.convert import convert as run
-    from surgery.publish.speed_notes import report_notes
+    from surgery.publish.speed_notes import notes_for_device, report_notes
     from surgery.publish.tables import inspect_table
 
     name = _checkpoint_name(source, "convert", "surgery.apply(model, recipe), which converts it in place")
@@ -238,7 +239,8 @@ def convert(
         revision=revision,
         progress=progress or RichProgress(),
     )
-    return CommandResult(report, lambda: [*inspect_table(report), *report_notes(report, context)])
+    notes = notes_for_device(report_notes(report, context), report["time"]["device"])
+    return CommandResult(report, lambda: [*inspect_table(report), *notes])
 
 
 def load(
@@ -531,6 +533,48 @@ def evaluate(
     return CommandResult(done.to_dict(), lambda: eval_table(done))
 
 
+def verify(
+    results: PathLike,
+    model: PathLike | None = None,
+    *,
+    compare: PathLike | None = None,
+    text: str | None = None,
+    data_root: PathLike | None = None,
+    include_path: PathLike | None = None,
+    suites: Sequence[str] = (),
+    **options: Any,
+) -> CommandResult:
+    """Compare what a finished evaluation recorded with what is here: versions, models, data, options. Measures nothing.
+
+    The result has `same`, and in `checks` one entry for each thing: same, different, or cannot be checked. Nothing that the results
+    name is opened: a model or a text that is not given here cannot be checked. Raises SurgeryError if the results are damaged.
+
+    Args:
+        results: results.json that `evaluate(out=..)` wrote, or its folder.
+        model, compare: the checkpoints to compare with the recorded ones, local folders or Hub ids.
+        text, data_root, include_path: as for `evaluate`; their contents are compared.
+        suites: names of suites to compare with the recorded ones; empty: not compared.
+        options: fields of `surgery.eval.suite.EvalOptions` to compare with the recorded ones.
+    """
+    from surgery.core.errors import suggestion
+    from surgery.eval.suite import EvalOptions
+    from surgery.eval.verify import verify as run
+
+    for unknown in set(options) - set(EvalOptions.model_fields):
+        raise SurgeryError(f"verify has no option {unknown!r}{suggestion(unknown, EvalOptions.model_fields)}")
+    done = run(
+        Path(results),
+        None if model is None else _checkpoint_name(model, "verify"),
+        compare=None if compare is None else _checkpoint_name(compare, "verify(compare=..)"),
+        text=text,
+        data_root=None if data_root is None else Path(data_root),
+        include_path=None if include_path is None else Path(include_path),
+        suites=tuple(suites),
+        options=options,
+    )
+    return CommandResult(done.to_dict(), lambda: list(done.lines()))
+
+
 def compare(
     folders: Sequence[PathLike],
     *,
@@ -721,11 +765,12 @@ def fetch_eval_data(
         commits: commits.json of another mirror, whose commits are downloaded; None: the folder's own, else the newest.
         progress: as in `convert`.
     """
-    from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch, read_commits
+    from surgery.eval.fetch import SUITE_SOURCES, read_commits
+    from surgery.eval.word_list import fetch_suites
 
-    sources = dataset_sources(list(suites) or list(SUITE_SOURCES), list(tasks))
     pinned = None if commits is None else read_commits(Path(commits))
-    done = fetch(Path(folder), sources, progress or RichProgress(), pinned)
+    wanted = list(suites) or list(SUITE_SOURCES)
+    done = fetch_suites(Path(folder), wanted, list(tasks), progress or RichProgress(), pinned)
     result = {"folder": os.fspath(folder), **done}
     line = f"{len(done['fetched'])} data sets downloaded, {len(done['kept'])} already present: {os.fspath(folder)}"
     return CommandResult(result, lambda: [line])
@@ -792,6 +837,63 @@ def push(
     if not dry_run:
         result |= run(upload, private, revision, message, progress or RichProgress())
     return CommandResult(result, lambda: upload_table(result))
+
+
+def run(
+    source: PathLike,
+    recipe: str,
+    out: PathLike,
+    *,
+    heal: str | None = None,
+    data: PathLike | None = None,
+    calibration: PathLike | None = None,
+    text: PathLike | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    heal_overrides: Mapping[str, Any] | None = None,
+    tiny: bool = False,
+    suites: Sequence[str] = ("ppl", "needle", "speed"),
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> RunResult:
+    """Plan, convert, heal, evaluate and report in the folder `out`. The same call continues an interrupted run.
+
+    Args:
+        source: checkpoint to convert, a local folder or a Hub id.
+        recipe: name of a shipped conversion recipe or path of a YAML file; overrides: its keys, as in `plan`.
+        out: folder of the run: converted/, healed/, eval/, report.html.
+        heal: name or path of a healing recipe; None: no healing. heal_overrides: its keys. tiny: as in `finetune`.
+        data: text to train on, and to calibrate on without `calibration`; a file, a folder or a Hub id.
+        calibration: text to calibrate on, as in `convert`.
+        text: text to measure on; None: the last tenth of `data` or `calibration`, if that is a .txt file, of which the rest is trained on.
+        suites: suites of `evaluate`; options: its options, e.g. tokens=4096, length=512.
+        device, trust_remote_code, progress: as in `convert`.
+    """
+    from surgery.core.errors import suggestion
+    from surgery.eval.suite import EvalOptions
+    from surgery.workflow import RunOptions
+    from surgery.workflow import run as run_all
+
+    unknown = next((name for name in options if name not in EvalOptions.model_fields), None)
+    if unknown is not None:
+        raise SurgeryError(f"run has no option {unknown!r}{suggestion(unknown, EvalOptions.model_fields)}")
+    chosen = RunOptions(
+        _checkpoint_name(source, "run"),
+        os.fspath(recipe),
+        overrides=tuple(_to_overrides(overrides or {})),
+        heal=heal,
+        heal_overrides=tuple(_to_overrides(heal_overrides or {})),
+        data=None if data is None else os.fspath(data),
+        calibration=None if calibration is None else os.fspath(calibration),
+        text=None if text is None else os.fspath(text),
+        suites=tuple(suites),
+        eval_options=tuple(options.items()),
+        tiny=tiny,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    return run_all(chosen, Path(out), progress or RichProgress())
 
 
 SAVE_FIRST = "model.save_pretrained(folder), and give the folder"

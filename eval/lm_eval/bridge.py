@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from surgery.core.errors import SurgeryError
+from surgery.core.project import install_command
 from surgery.eval import offline_data as mirror
 from surgery.eval.lm_eval.adapter import harness_model
 from surgery.eval.lm_eval.samples import (
@@ -40,7 +41,7 @@ def require_lm_eval() -> None:
             import lm_eval.evaluator  # noqa: F401
     except ImportError as error:
         raise SurgeryError(
-            f"this suite needs lm-eval ({error}): pip install 'transformer-surgery[eval]', or 'lm_eval[hf,ruler,longbench]'"
+            f"this suite needs lm-eval ({error}): {install_command('eval')}, or 'lm_eval[hf,ruler,longbench]'"
         ) from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from surgery.core.errors import SurgeryError, suggestion
@@ -31,6 +31,7 @@ SCORE = EvalMetric("score", "mean", True, scale=100.0, top=1.0, floor=0.0)
 
 ESSAYS = ("baber/paul_graham_essays", None, "train")
 SQUAD = ("rajpurkar/squad_v2", None, "validation")
+WORD_LIST = ("NVIDIA/RULER", None, "train")  # of GitHub; see eval/word_list.py
 HOTPOT = ("hotpotqa/hotpot_qa", "distractor", "validation")
 
 
@@ -69,7 +70,7 @@ def _run_suite(
     notes: list[str] = []
 
     def make_task(name: str, length: int) -> OwnTask | None:
-        ctx = TaskContext(count, length, options.seed, texts)
+        ctx = TaskContext(count, length, options.seed, texts, fill=options.fill)
         try:
             docs = [question.to_dict() for question in known[name].make_questions(ctx, samples, depths)]
         except LengthTooShortError as error:
@@ -132,8 +133,19 @@ def load_texts(tasks: Iterable[RulerTask], suite: str, options: EvalOptions) -> 
     mirror_check = partial(mirror.check_datasets, options.data_root, suite)
     if needs:
         mirror_check([sources[need][0] for need in sorted(needs)])
+    words = {"english_words": cache(partial(_english_words, options, suite))} if _has_word_list(options) else {}
     readers = {"essays": _join_essays, "squad": squad, "hotpot": hotpot}
-    return {need: readers[need](mirror.load_rows(options.data_root, suite, *sources[need])) for need in sorted(needs)}
+    read = {need: readers[need](mirror.load_rows(options.data_root, suite, *sources[need])) for need in sorted(needs)}
+    return words | read
+
+
+def _has_word_list(options: EvalOptions) -> bool:
+    return options.data_root is not None and (options.data_root / WORD_LIST[0]).is_dir()
+
+
+def _english_words(options: EvalOptions, suite: str) -> tuple[str, ...]:
+    """Return RULER's longer list of words, read when a task needs it."""
+    return tuple(mirror.load_rows(options.data_root, suite, *WORD_LIST)["word"])
 
 
 def _join_essays(rows: Any) -> str:

@@ -2,6 +2,7 @@
 
 The tasks are those of Based (Arora et al. 2024, arXiv:2402.18668) and Just Read Twice (arXiv:2407.05483). The context is truncated
 to given lengths around the answer. An output is correct if its first line, of at most 48 tokens, contains one of the answers.
+`--prompts jrt` takes the prompts and the truncation of the Just-Read-Twice harness (jrt_prompts.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from surgery.eval import offline_data as mirror
 from surgery.eval.lm_eval.bridge import run_own_tasks
 from surgery.eval.lm_eval.tasks import OwnTask
 from surgery.eval.long_context import prompt_token_counter
+from surgery.eval.long_context.jrt_prompts import JRT_PROMPTS, jrt_prompt, says_answer
 from surgery.eval.long_context.truncate import truncate_around
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult
 
@@ -104,6 +106,10 @@ def run_retrieval(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     )
     tasks = [(f"{name}_{n}", partial(_make_task, name, eval_model, options, n)) for n in lengths for name in names]
     result = run_own_tasks(eval_model, tasks, options, SCORE, max(*lengths, eval_model.longest or 0))
+    if options.prompts == "jrt" and (whole := [name for name in names if not JRT_PROMPTS[name].is_cut]):
+        result.notes.append(
+            f"{', '.join(whole)}: the Just-Read-Twice harness does not truncate these prompts to --lengths"
+        )
     for name in names:
         most = max(TASKS[name].lengths, default=None)
         if most is not None and (beyond := [f"{n:,}" for n in lengths if n > most]):
@@ -117,29 +123,53 @@ def contains_answer(output: str, answers: Sequence[str]) -> float:
 
 
 def _make_task(name: str, eval_model: EvalModel, options: EvalOptions, length: int) -> OwnTask:
-    source, count = TASKS[name], prompt_token_counter(eval_model.tokenizer, options.apply_chat_template)
+    source, is_jrt = TASKS[name], options.prompts == "jrt"
     rows = mirror.load_rows(options.data_root, "retrieval", source.path_for_length(length), None, "validation")
+    ask, contains = (_ask_jrt, says_answer) if is_jrt else (_ask_based, contains_answer)
     docs = []
     for number, row in enumerate(rows):
-        cloze = source.read(row)
-        if not any(answer.strip() for answer in cloze.answers):
+        asked = ask(name, row, eval_model.tokenizer, length, options)
+        if asked is None:
             continue
-        prompt = truncate_around(
-            cloze.context, cloze.tail, cloze.answers, eval_model.tokenizer, count, length - ANSWER_TOKENS
-        )
+        prompt, answers = asked
         docs.append(
-            {"id": f"{name} {length} {number}", "task": name, "prompt": prompt, "prefix": "", "answers": list(cloze.answers),
-             "length": length}
+            {"id": f"{name} {length} {number}{' jrt' if is_jrt else ''}", "task": name, "prompt": prompt, "prefix": "",
+             "answers": answers, "length": length}
         )  # fmt: skip
         if options.limit is not None and len(docs) == options.limit:
             break
     return OwnTask(
         f"{name}_{length}",
         docs,
-        lambda doc, output: contains_answer(output, doc["answers"]),
+        lambda doc, output: contains(output, doc["answers"]),
         ANSWER_TOKENS,
         until=("\n",),
     )
+
+
+def _ask_based(
+    name: str, row: Mapping[str, Any], tokenizer: Any, length: int, options: EvalOptions
+) -> tuple[str, list[str]] | None:
+    """Return (prompt, answers) with the prompts of Based, of at most `length` tokens; None without an answer."""
+    cloze = TASKS[name].read(row)
+    if not any(answer.strip() for answer in cloze.answers):
+        return None
+    count = prompt_token_counter(tokenizer, options.apply_chat_template)
+    prompt = truncate_around(cloze.context, cloze.tail, cloze.answers, tokenizer, count, length - ANSWER_TOKENS)
+    return prompt, list(cloze.answers)
+
+
+def _ask_jrt(
+    name: str, row: Mapping[str, Any], tokenizer: Any, length: int, options: EvalOptions
+) -> tuple[str, list[str]] | None:
+    """Return (prompt, answers) as the Just-Read-Twice harness does; None for a document that it drops."""
+    try:
+        return jrt_prompt(JRT_PROMPTS[name], row, tokenizer, length)
+    except (KeyError, ValueError) as error:
+        raise SurgeryError(
+            f"--prompts jrt: a row of {TASKS[name].path_for_length(length)} is not of the harness's form ({error}). Use --prompts based, or "
+            "fetch the data set again: surgery fetch-eval-data DATA --suite retrieval"
+        ) from None
 
 
 def _split_at(text: str, place: int) -> tuple[str, str]:

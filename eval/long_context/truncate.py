@@ -48,6 +48,39 @@ def truncate_around(context: str, tail: str, answers: Sequence[str], tokenizer: 
     return _shrink_to_fit(build, count, most)
 
 
+def cut_window(
+    context: str,
+    searched: Sequence[str],
+    alternatives: Sequence[str],
+    tokenizer: Any,
+    length: int,
+    token: int | None = None,
+) -> str:
+    """Return `length` tokens of a stripped context around its first occurrence of one of `searched`, as Just Read Twice cuts them.
+
+    The rule is `Task.truncate_context` in the lm-eval-harness of HazyResearch/prefix-linear-attention at commit 7490f22:
+    as many as length // 2 tokens before the occurrence, the rest from it on. If none of `searched` occurs, the first of `alternatives`
+    that does; then position `token` if it is known; then the last character. Special tokens count, and none is in the result. The result may tokenize to another
+    number of tokens, and what is behind the window is lost, also the end of the context.
+    """
+    context = context.strip()
+    ids_T = tokenizer(context, truncation=False).input_ids
+    places = [place for word in searched if (place := _find(word, context)) >= 0]
+    places = places or [place for word in alternatives if (place := _find(word, context)) >= 0][:1]
+    first = min(places, default=-1)
+    here = len(tokenizer(context[:first], truncation=False).input_ids)
+    if first < 0 and token is not None and here > length:
+        here = token
+    start = max(0, here - length // 2)
+    end = min(len(ids_T), start + length)
+    return _decode(tokenizer, ids_T[start:end])
+
+
+def _find(word: str, text: str) -> int:
+    found = re.search(re.escape(word), text, re.IGNORECASE)
+    return found.start() if found else -1
+
+
 def _shrink_to_fit(build: Callable[[int], str], count: Count, most: int) -> str:
     """Reduce the room until the result fits: decoded text may tokenize to a few more tokens."""
     room = most

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from surgery.eval.suite import EvalOptions
 
 UNKNOWN = "unknown"
+PACKAGES = ("surgery", "torch", "transformers", "tokenizers", "triton", "datasets", "lm_eval", "wonderwords")
 FETCHED_LINE = re.compile(r"^Fetched by `surgery fetch-eval-data` from \S+ at ([0-9a-f]{40})\.$", re.MULTILINE)
 DATASET_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _recordings: list[dict[str, str]] = []
@@ -38,7 +39,7 @@ def record_reads() -> Iterator[dict[str, str]]:
 def note_read(kind: str, name: str, root: Path | None = None) -> None:
     """Record a read. kind: mirror (a data set below `root`), file, hub (a data set of the Hub) or package."""
     if _recordings:
-        _recordings[-1][f"{kind}:{name}"] = _current_digest(kind, name, root)
+        _recordings[-1][f"{kind}:{name}"] = current_digest(kind, name, root)
 
 
 def current_reads() -> dict[str, str]:
@@ -62,7 +63,7 @@ def is_unchanged(reads: Mapping[str, str], options: EvalOptions) -> bool:
         try:
             if not (known.get(kind) or read == "package:lm_eval"):
                 return False
-            if digest == UNKNOWN or _current_digest(kind, name, options.data_root) != digest:
+            if digest == UNKNOWN or current_digest(kind, name, options.data_root) != digest:
                 return False
         except (OSError, ValueError):
             return False
@@ -83,6 +84,15 @@ def describe_data(reads: Mapping[str, str], root: Path | None) -> dict[str, dict
     return found
 
 
+def list_reads(reads: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return what was read as {kind, name, digest}, for results.json; names of files are values of their own, which a push shortens."""
+    found = []
+    for read, digest in reads.items():
+        kind, _, name = read.partition(":")
+        found.append({"kind": kind, "name": name, "digest": digest})
+    return found
+
+
 def mirror_commit(place: Path) -> str | None:
     """Return the Hub commit that a mirrored data set's README names, or None."""
     try:
@@ -97,7 +107,7 @@ def package_versions() -> dict[str, str]:
     import platform
 
     found = {"python": platform.python_version()}
-    for package in ("surgery", "torch", "transformers", "datasets", "lm_eval"):
+    for package in PACKAGES:
         if (version := package_version(package)) is not None:
             found[package] = version
     return found
@@ -115,7 +125,8 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def _current_digest(kind: str, name: str, root: Path | None) -> str:
+def current_digest(kind: str, name: str, root: Path | None) -> str:
+    """Return what `note_read` records of a read: a SHA-256, version or commit; UNKNOWN if there is none. See there for `kind`."""
     if kind == "mirror":
         return content_digest((root or Path()) / name)
     if kind == "file":

@@ -122,7 +122,7 @@ def _role_fingerprint(folder: Path, role: str) -> str | None:
         path = folder / name
         if not path.exists():
             continue
-        _check_file(path, name)
+        check_file(path, name)
         read = read_json(path)
         try:
             models = read["models"]
@@ -155,7 +155,7 @@ def _read_model(place: Path) -> tuple[list[StoredModel], list[str]]:
             key, told = stored.key, stored.result.provenance
             name, parameters = told.get("name"), told.get("parameters")
             shown = name if isinstance(name, str) and name else place.name.rpartition("-")[0] or place.name
-            model = StoredModel(_checked_name(Path(shown).name or shown, folder), key["fingerprint"], key["dtype"])
+            model = StoredModel(checked_name(Path(shown).name or shown, folder), key["fingerprint"], key["dtype"])
         except SurgeryError as error:
             damaged.append(f"{printable(folder.name)} of {printable(place.name)} is left out: {printable(str(error))}")
             continue
@@ -173,9 +173,9 @@ def printable(text: str) -> str:
 
 def _read_suite(folder: Path) -> StoredSuite:
     for name in (RESULT, SAMPLES):
-        _check_file(folder / name, name)
+        check_file(folder / name, name)
     if (folder / ARRAYS).exists() or (folder / ARRAYS).is_symlink():
-        _check_file(folder / ARRAYS, ARRAYS)
+        check_file(folder / ARRAYS, ARRAYS)
     try:
         stored = read_stored_result(folder)
         _check_key(stored)
@@ -189,7 +189,7 @@ def _read_suite(folder: Path) -> StoredSuite:
     return StoredSuite(stored.key, result, folder)
 
 
-def _check_file(path: Path, name: str) -> None:
+def check_file(path: Path, name: str) -> None:
     """Raise SurgeryError unless the path is a regular file of at most MAX_BYTES."""
     try:
         found = path.lstat()
@@ -205,12 +205,12 @@ def _check_key(stored: StoredResult) -> None:
     for name, kind in KEY_TYPES.items():
         if not isinstance(stored.key.get(name), kind):
             raise ValueError(f"the key of {RESULT} has no {name}")
-        _checked_name(stored.key[name], Path(RESULT))
+        checked_name(stored.key[name], Path(RESULT))
     if not isinstance(stored.key.get("version", 1), int):
         raise ValueError(f"the version in {RESULT} must be a whole number")
     for metric in stored.metrics.values():
         for text in (metric.name, metric.title, metric.unit):
-            _checked_name(text, Path(RESULT), empty=True)
+            checked_name(text, Path(RESULT), empty=True)
         numbers = [metric.scale, *(x for x in (metric.top, metric.floor) if x is not None)]
         if not all(math.isfinite(x) for x in numbers) or metric.scale <= 0 or (metric.top or 1) <= 0:
             raise ValueError(
@@ -222,11 +222,11 @@ def _check_result(result: SuiteResult, folder: Path) -> None:
     if not result.samples:
         raise ValueError(f"{SAMPLES} is empty")
     for sample in result.samples:
-        _checked_name(sample.task, folder)
+        checked_name(sample.task, folder)
         for name, value in sample.group.items():
-            _checked_name(name, folder)
+            checked_name(name, folder)
             if isinstance(value, str) and name not in AXES:
-                _checked_name(value, folder)
+                checked_name(value, folder)
             elif isinstance(value, (str, bool)) or not math.isfinite(value):
                 raise ValueError(f"a sample has the {name} {value!r}, which must be a finite number")
         unknown = [name for name in sample.metrics if name not in result.metrics]
@@ -242,7 +242,7 @@ def _check_result(result: SuiteResult, folder: Path) -> None:
         raise ValueError(f"loss_NT in {ARRAYS} must be a matrix of losses (got {losses.dtype} {tuple(losses.shape)})")
 
 
-def _checked_name(text: str, place: Path, empty: bool = False) -> str:
+def checked_name(text: str, place: Path, empty: bool = False) -> str:
     """Return a name that is printed in tables; raise SurgeryError if it is empty, long or has control characters."""
     plain = all(unicodedata.category(c)[0] != "C" for c in text)
     if not plain or len(text) > MAX_NAME or not (text or empty):

@@ -29,7 +29,7 @@ register(
         "the thirteen tasks of RULER, prompts filled to the exact length",
         run_ruler,
         averages=ruler_averages,
-        version=2,  # 2: vt as since RULER's commit 4a216f4
+        version=3,  # 2: vt as since RULER's commit 4a216f4; 3: cwe with more than 8,166 words has RULER's list
     )
 )
 register(

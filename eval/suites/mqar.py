@@ -94,8 +94,19 @@ def _power_law(rng: Random, space: int, count: int, power: float) -> list[int]:
     return [s for _, s in sorted(scores, reverse=True)[:count]]
 
 
-LENGTHS = (64, 128, 256, 512)  # tokens; lengths of the paper's Figure 2, which uses 4, 8, 16 and 64 pairs
+LENGTHS = (64, 128, 256, 512)  # tokens; the lengths of Zoology's Figure 2
 TOKENS_PER_PAIR = 16
+# (tokens, pairs) of papers, for --pairs NAME; paths are those of HazyResearch/zoology at commit d88d6f5 (eval/upstream.py).
+#   zoology     Arora et al. 2023, arXiv:2312.04927, Figure 2: zoology/experiments/paper_configs/iclr24_zoology_figure2, whose entry
+#               (512, 64) is a comment there
+#   based       Arora et al. 2024, arXiv:2402.18668, Figure 2: the test configurations of arxiv24_based_figure2 beside it
+#   log-linear  Guo et al. 2025, arXiv:2506.04761, section 4.1: "256-token sequences containing 4 to 64 key-value pairs"; the powers of
+#               two between them are those of Based
+PAPER_SETTINGS: dict[str, tuple[tuple[int, int], ...]] = {
+    "zoology": ((64, 4), (128, 8), (256, 16), (512, 64)),
+    "based": ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)),
+    "log-linear": ((256, 4), (256, 8), (256, 16), (256, 32), (256, 64)),
+}
 SEQUENCES, VOCABULARY_SIZE = 64, 8192
 METRICS = {
     "accuracy": EvalMetric("accuracy", "accuracy", scale=100, unit="%"),
@@ -115,52 +126,74 @@ def sample_vocabulary(tokenizer: Any, seed: int) -> list[int]:
     return sorted(ids[:VOCABULARY_SIZE], key=lambda i: rng.random())
 
 
+def lengths_and_pairs(options: EvalOptions, room: int) -> list[tuple[int, int]]:
+    """Return (tokens, pairs) of the sequences to draw, from --lengths and --pairs. room: most tokens that the model can read.
+
+    Raises SurgeryError if no length fits, or if --lengths is combined with a paper's settings, which have their own.
+    """
+    if isinstance(options.pairs, str):
+        if options.lengths:
+            raise SurgeryError(
+                f"--pairs {options.pairs} sets the lengths too. Leave out --lengths, or give --pairs as numbers."
+            )
+        found = [(n, pairs) for n, pairs in PAPER_SETTINGS[options.pairs] if n <= room]
+    else:
+        lengths = options.lengths or tuple(n for n in LENGTHS if n <= room)
+        found = [(n, pairs) for n in lengths for pairs in options.pairs or (n // TOKENS_PER_PAIR,)]
+        if options.pairs and not options.lengths:  # with the default lengths, those in which the pairs fit
+            found = [(n, pairs) for n, pairs in found if 4 * pairs <= n]
+    if not found:
+        raise SurgeryError(
+            f"mqar: no length fits inputs of {room} tokens and {options.pairs or 'the default'} pairs, which need 4 tokens each. "
+            "Give --lengths, or fewer --pairs."
+        )
+    return found
+
+
+def task_name(length: int, pairs: int | None = None) -> str:
+    """Return the task of a cell: mqar, or with --pairs mqar_ and the number of pairs."""
+    return "mqar" if pairs is None else f"mqar_{pairs}"
+
+
 def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
-    """Ask the model SEQUENCES (or --limit) sequences per length."""
+    """Ask the model SEQUENCES (or --limit) sequences for each length and number of pairs.
+
+    With --pairs each number of pairs is a task, mqar_4 and so on, and the samples have the group `pairs`.
+    """
     check_lm_head(eval_model.model)
     vocabulary, (before, _) = (
         sample_vocabulary(eval_model.tokenizer, options.seed),
         special_tokens(eval_model.tokenizer),
     )
     room = min(eval_model.longest or 2**30, len(vocabulary) - 1) - len(before)
-    lengths = options.lengths or tuple(n for n in LENGTHS if n <= room)
-    if not lengths:
-        raise SurgeryError(
-            f"mqar: no length of {LENGTHS} fits inputs of {eval_model.longest} tokens and a vocabulary of {len(vocabulary)}"
-        )
-    asked = [
-        (
-            length,
-            i,
-            make_recall_sequence(
-                vocabulary, length, length // TOKENS_PER_PAIR, Random(f"mqar {options.seed} {length} {i}")
-            ),
-        )
-        for length in lengths
-        for i in range(options.limit or SEQUENCES)
-    ]
+    asked = []
+    for length, pairs in lengths_and_pairs(options, room):
+        cell = (length, pairs) if options.pairs else (length,)
+        for i in range(options.limit or SEQUENCES):
+            rng = Random(" ".join(map(str, ("mqar", options.seed, *cell, i))))
+            asked.append((cell, i, make_recall_sequence(vocabulary, length, pairs, rng)))
     values_V = torch.tensor(vocabulary[len(vocabulary) // 2 :], device=eval_model.model.device)
 
-    def score(batch: list[tuple[int, int, RecallSequence]]) -> list[list[dict[str, float]]]:
+    def score(batch: list[tuple[tuple[int, ...], int, RecallSequence]]) -> list[list[dict[str, float]]]:
         return _score_batch(eval_model.model, [one for _, _, one in batch], before, values_V)
 
     most = max_batch_tokens(eval_model.model)
     found = score_in_batches(
-        eval_model, options, asked, score, lambda q: q[0], f"mqar of {eval_model.name}", tokens=most
+        eval_model, options, asked, score, lambda q: q[0][0], f"mqar of {eval_model.name}", tokens=most
     )
     samples = [
         Sample(
-            "mqar",
-            stable_id(length, i, k),
+            task_name(*cell),
+            stable_id(*cell, i, k),
             metrics,
-            {"length": length},
-            unit=f"{length} {i}",
+            dict(zip(("length", "pairs"), cell)),
+            unit=" ".join(map(str, (*cell, i))),
             shown={"gap": one.gaps[k]},
         )
-        for (length, i, one), every in zip(asked, found)
+        for (cell, i, one), every in zip(asked, found)
         for k, metrics in enumerate(every)
     ]
-    return SuiteResult(samples, METRICS, floors={"mqar": {"accuracy": 1 / len(values_V)}})
+    return SuiteResult(samples, METRICS, floors={s.task: {"accuracy": 1 / len(values_V)} for s in samples})
 
 
 @torch.inference_mode()

@@ -101,13 +101,19 @@ def gates_of(mixer: LinearMixer) -> Mask:
     return mixer.mask.gates if isinstance(mixer.mask, HierarchicalMask) else mixer.mask
 
 
+def knows_mask(mixer: LinearMixer) -> bool:
+    """Return whether the fused kernels compute this mask: gates, decay or ones, or these with standard log-linear levels."""
+    mask = mixer.mask
+    return type(gates_of(mixer)) in GATES and (not isinstance(mask, HierarchicalMask) or mask.is_standard)
+
+
 def project_signals(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (log-gates_BG, beta_BG, level_BGJL or None), float32. Of the levels the first `used` are filled; beta is not filled
     for kernel scores."""
     batch, dim = x_BD.shape
     inner, groups, heads = gates_of(mixer), mixer.linear_shape.groups, mixer.shape.heads
     tree = mixer.mask if isinstance(mixer.mask, HierarchicalMask) else None
-    lambdas = 0 if tree is None else tree.config.levels
+    lambdas = 0 if tree is None else tree.config.lambdas
     buffer = torch.empty(batch * (2 * groups + heads * lambdas), dtype=torch.float32, device=x_BD.device)
     gates, betas, levels = buffer.split([batch * groups, batch * groups, batch * heads * lambdas])
     scale = buffer  # not read for a mask of ones
@@ -145,12 +151,11 @@ def reads_plain_linears(mixer: LinearMixer) -> bool:
 
 def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
     """Return whether the kernel computes this call: one token, no gradients, nothing between projections and states."""
-    inner = gates_of(mixer)
     extras = (mixer.window_buffer, mixer.convolution, mixer.norm, mixer.gate)
     given = (q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD, *state.tensors.values())
     return (
         q_BHTK.shape[2] == 1
-        and type(inner) in GATES
+        and knows_mask(mixer)
         and type(mixer.feature_map) is IdentityMap
         and reads_plain_linears(mixer)
         and mixer.config.states == "shared"
@@ -223,4 +228,4 @@ def count_lambdas(mixer: LinearMixer, states: Tensor) -> int:
     and one for each state."""
     if not isinstance(mixer.mask, HierarchicalMask):
         return 0
-    return min(states.shape[1] + (block_bits(mixer) == 0), mixer.mask.config.levels)
+    return min(states.shape[1] + (block_bits(mixer) == 0), mixer.mask.config.lambdas)

@@ -25,13 +25,13 @@ from surgery.kernels.kernel_tensors import unit_last_stride
 from surgery.kernels.launch import CachedLaunch
 from surgery.kernels.local_attention import DTYPES, MAX_SINKS
 from surgery.kernels.ssd.fused_token import (
-    GATES,
     MAX_FEATURES,
     MAX_HEADS,
     block_bits,
     count_lambdas,
     count_states,
     gates_of,
+    knows_mask,
     project_signals,
     reads_plain_linears,
 )
@@ -200,7 +200,7 @@ def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mixe
         and mixer.config.window > 0
         and mixer.config.near == "sliding"
         and mixer.config.sinks <= MAX_SINKS
-        and type(gates_of(mixer)) in GATES
+        and knows_mask(mixer)
         and mixer.shape.causal
         and mixer.shape.scaling > 0
         and state.max_seen is not None

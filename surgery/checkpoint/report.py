@@ -84,12 +84,19 @@ class TrialReport(ReportModel):
 
 
 class AllocationReport(ReportModel):
-    """Which allocation of the budget was kept, why, and the scores of those that were tried."""
+    """Which allocation of the budget was kept, why, and the scores of those that were tried.
+
+    expected: the expected rise of the loss (nats per token) with the allocation `spread`, as a share of that with `uniform`.
+    With allocate: depth, tilt: the tilt that was kept; tilts: the score of each tilt that was tried.
+    """
 
     kept: Text | None = None
     why: Text | None = None
     uniform: TrialReport | None = None
     spread: TrialReport | None = None
+    expected: Annotated[float, Field(ge=0, le=1e30)] | None = None
+    tilt: Annotated[float, Field(ge=-100, le=100)] | None = None
+    tilts: dict[Text, TrialReport] | None = None
 
 
 class HybridReport(ReportModel):

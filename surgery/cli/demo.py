@@ -3,6 +3,7 @@
 DEMO/original       the embedded checkpoint                     DEMO/calibration.txt   calibration text
 DEMO/converted      the converted checkpoint                    DEMO/heldout.txt       evaluation text
 DEMO/densified      the converted checkpoint, dense again       DEMO/report.md         results and commands
+DEMO/eval           results of the evaluation                   DEMO/report.html       the report page
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
-from surgery.core.files import REPORT_NAME
+from surgery.core.files import REPORT_NAME, read_json
 from surgery.core.journal import check_absent
 from surgery.core.progress import Progress
 from surgery.planning.plan import make_plan
@@ -39,7 +40,7 @@ Show = Callable[[list[Any]], None]
 
 
 def demo(out: Path | None, recipe: str, progress: Progress, show: Show) -> dict[str, Any]:
-    """Run the demo in `out` and return {"folder", "report", "commands", "rows"}.
+    """Run the demo in `out` and return {"folder", "report", "page", "verdict", "generations", "commands", "rows"}.
 
     out: None is ./surgery-demo, or the next free ./surgery-demo-N. recipe: name or file of a conversion recipe. show: prints a
     list of tables and lines.
@@ -62,6 +63,7 @@ class _Demo:
         self.folder, self.name, self.recipe, self.progress, self.show = folder, name, recipe, progress, show
         self.paths = {role: folder / role for role in ROLES}
         self.calibration, self.heldout = (folder / text for text in TEXTS)
+        self.results = folder / "eval"
         self.commands: list[str] = []
 
     def run(self) -> dict[str, Any]:
@@ -71,8 +73,13 @@ class _Demo:
         perplexity = self._evaluate()
         self._densify()
         rows = [*_size_rows(report), *self._score_rows(perplexity)]
-        path = self._write_report(rows)
-        return {"folder": str(self.folder), "report": str(path), "commands": self.commands, "rows": rows}
+        generations = self._generate()
+        page, sentence = self._write_page()
+        path = self._write_report(rows, sentence, generations)
+        return {
+            "folder": str(self.folder), "report": str(path), "page": str(page), "verdict": sentence, "generations": generations,
+            "commands": self.commands, "rows": rows,
+        }  # fmt: skip
 
     def _step(self, what: str, command: str) -> None:
         self.commands.append(f"surgery {command}")
@@ -117,10 +124,10 @@ class _Demo:
         original, converted = str(self.paths["original"]), str(self.paths["converted"])
         self._step(
             "Evaluate both models on text that neither was trained or calibrated on.",
-            f"eval {converted} --text {self.heldout} --tokens {TOKENS} --compare {original}",
+            f"eval {converted} --text {self.heldout} --tokens {TOKENS} --compare {original} --out {self.results}",
         )
         options = EvalOptions(text=str(self.heldout), tokens=TOKENS, length=LENGTH)
-        measured = evaluate(converted, ["ppl"], options, compare=original, progress=self.progress)
+        measured = evaluate(converted, ["ppl"], options, compare=original, out=self.results, progress=self.progress)
         self.show(eval_table(measured))
         row = measured.row("ppl")
         return {"original": _ppl(row, "base"), "converted": _ppl(row, "converted")}
@@ -156,9 +163,39 @@ class _Demo:
             [f"needles found, of {cells * NEEDLES['samples']}", *(f"{table.mean:.0%}" for table in found)],
         ]
 
-    def _write_report(self, rows: list[list[str]]) -> Path:
-        lines = ["# surgery demo: before and after", "", "| | " + " | ".join(ROLES) + " |", "| --- | --- | --- | --- |"]
+    def _generate(self) -> list[dict[str, str]]:
+        """Continue three prompts of the evaluation text with the original and the converted model."""
+        from surgery.eval.generations import pick_prompts, write_generations
+
+        prompts = pick_prompts(self.heldout.read_text(encoding="utf-8"))
+        original, converted = (str(self.paths[role]) for role in ROLES[:2])
+        return write_generations(original, converted, prompts, self.results, torch.device("cpu"))
+
+    def _write_page(self) -> tuple[Path, str]:
+        """Write the report page; return its path and the verdict."""
+        from surgery.publish.html.page import write_page
+        from surgery.publish.verdict import verdict
+
+        page, converted = self.folder / "report.html", str(self.paths["converted"])
+        self._step("Report: one HTML page.", f"report {converted} --eval {self.results} --out {page}")
+        write_page(converted, page, self.results)
+        return page, verdict(inspect(converted), read_json(self.results / "results.json"))
+
+    def _write_report(self, rows: list[list[str]], sentence: str, generations: list[dict[str, str]]) -> Path:
+        lines = [
+            "# surgery demo: before and after",
+            "",
+            sentence,
+            "",
+            "| | " + " | ".join(ROLES) + " |",
+            "| --- | --- | --- | --- |",
+        ]
         lines += ["| " + " | ".join(row) + " |" for row in rows]
+        for entry in generations:
+            lines += [
+                "",
+                *(f"- {label}: {' '.join(entry[label].split())}" for label in ("prompt", "original", "converted")),
+            ]
         lines += ["", "The converted checkpoint was not trained. The error of every replaced module is in"]
         lines += [f"`converted/{REPORT_NAME}`. Commands:", ""]
         lines += [f"    {command}" for command in self.commands]

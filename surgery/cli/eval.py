@@ -100,6 +100,32 @@ Chat = Annotated[bool, typer.Option("--apply-chat-template", help="Format prompt
 Dtype = Annotated[
     str, typer.Option(help="Compute in float32, bfloat16, float16, or auto (the dtype of the stored weights).")
 ]
+Prompts = Annotated[
+    str,
+    typer.Option(
+        help="Prompts and truncation of the retrieval tasks: based (this package's), or jrt, those of the Just-Read-Twice harness."
+    ),
+]
+Fill = Annotated[
+    str,
+    typer.Option(
+        help="Fill RULER's prompts to the exact number of tokens (exact), or by whole units as the original (ruler)."
+    ),
+]
+Pairs = Annotated[
+    str | None,
+    typer.Option(
+        help="Key-value pairs of mqar, e.g. 4,16,64, or the lengths and pairs of a paper: zoology, based, log-linear. Default: one for each 16 tokens."
+    ),
+]
+Verify = Annotated[
+    Path | None,
+    typer.Option(
+        "--verify",
+        metavar="RESULTS",
+        help="Measure nothing: say what differs between the versions, models, data and options of these finished results and those given here. Exit code 1 unless all is the same.",
+    ),
+]
 ListSuites = Annotated[bool, typer.Option("--list-suites", help="List the suites, one per line, and exit.")]
 
 
@@ -133,6 +159,10 @@ def evaluate(
     apply_chat_template: Chat = False,
     samples: SomeSamples = None,
     use_cache: UseCache = None,
+    prompts: Prompts = "based",
+    fill: Fill = "exact",
+    pairs: Pairs = None,
+    verify: Verify = None,
     device: options.Device = None,
     dtype: Dtype = "float32",
     trust_remote_code: options.TrustRemoteCode = False,
@@ -150,31 +180,78 @@ def evaluate(
     if list_suites:
         print("\n".join(f"{name:<14} {suite.description}" for name, suite in load_suites().items()))
         return
-    if not converted:
+    if not converted and verify is None:
         raise SurgeryError("MODEL is missing. Name the checkpoint to evaluate: surgery eval MODEL --text FILE")
-    chosen = [name for raw in suite or ["ppl"] for name in _split_words(raw)]
+    chosen = [name for raw in suite or ["ppl"] for name in split_words(raw)]
     eval_options = parse_options(
-        text=text, limit=limit, tokens=tokens, length=length, lengths=_split_words(lengths), depths=_split_words(depths),
-        tasks=_split_words(tasks), batch_size=batch_size, seed=seed, data_root=data_root, num_fewshot=num_fewshot,
+        text=text, limit=limit, tokens=tokens, length=length, lengths=split_words(lengths), depths=split_words(depths),
+        tasks=split_words(tasks), batch_size=batch_size, seed=seed, data_root=data_root, num_fewshot=num_fewshot,
         gen_kwargs=_parse_pairs(gen_kwargs), metadata=_parse_json("--metadata", metadata), include_path=include_path,
         apply_chat_template=apply_chat_template, samples=_parse_json("--samples", samples), use_cache=use_cache,
+        prompts=prompts, fill=fill, pairs=parse_pair_numbers(pairs),
     )  # fmt: skip
     settings: dict[str, Any] = {
         "compare": compare, "out": out, "fail_below": fail_below or [], "device": device, "dtype": dtype,
         "trust_remote_code": trust_remote_code, "progress": progress(as_json), "command": command_words(context),
     }  # fmt: skip
-    if len(converted) > 1:
-        exit_code = evaluate_several(converted, chosen, eval_options, settings, as_json)
+    if verify is not None:
+        verify_results(context, verify, converted or [], compare, chosen if suite else [], eval_options, as_json)
+        return
+    models = converted or []
+    if len(models) > 1:
+        exit_code = evaluate_several(models, chosen, eval_options, settings, as_json)
         if exit_code:
             raise typer.Exit(exit_code)
         return
-    done = run(converted[0], chosen, eval_options, **settings)
+    done = run(models[0], chosen, eval_options, **settings)
     if is_main_process():
         print(json.dumps(done.to_dict(), indent=2, default=str)) if as_json else show(eval_table(done))
         if out is not None and not as_json:
             show([f"results: {out}"])
     if done.exit_code:
         raise typer.Exit(done.exit_code)
+
+
+def verify_results(
+    context: typer.Context,
+    results: Path,
+    models: list[str],
+    compare: str | None,
+    suites: list[str],
+    eval_options: Any,
+    as_json: bool,
+) -> None:
+    """Compare finished results with what is here; exit code 1 unless all is the same."""
+    from rich.markup import escape
+
+    from surgery.eval.verify import verify
+
+    given = {name for name in context.params if is_given(context, name)}
+    if wrong := given & {"out", "fail_below", "use_cache"}:
+        option = sorted(wrong)[0].replace("_", "-")
+        raise SurgeryError(f"--verify measures nothing, so it takes no --{option}. Leave it out.")
+    if len(models) > 1:
+        raise SurgeryError(f"--verify takes one MODEL and its --compare BASE (got {len(models)} models)")
+    named = {name: getattr(eval_options, name) for name in type(eval_options).model_fields if name in given}
+    done = verify(
+        results,
+        models[0] if models else None,
+        compare=compare,
+        text=named.pop("text", None),
+        data_root=named.pop("data_root", None),
+        include_path=named.pop("include_path", None),
+        suites=tuple(suites),
+        options=named,
+    )
+    print(json.dumps(done.to_dict(), indent=2)) if as_json else show([escape(line) for line in done.lines()])
+    if done.exit_code:
+        raise typer.Exit(done.exit_code)
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return whether the command line gives this parameter."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def evaluate_several(
@@ -200,8 +277,7 @@ def command_words(context: typer.Context) -> list[str]:
     words = ["surgery", str(context.info_name)]
     for parameter in context.command.params:
         name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE":
+        if not is_given(context, name):
             continue
         value = context.params[name]
         option = [max(parameter.opts, key=len)] if parameter.param_type_name == "option" else []
@@ -224,8 +300,26 @@ def parse_options(**raw: Any) -> Any:
         raise SurgeryError(f"{name} {first.get('input')!r}: {first['msg'].lower()}") from None
 
 
-def _split_words(raw: str | None) -> tuple[str, ...]:
+def split_words(raw: str | None) -> tuple[str, ...]:
+    """Return the words of a list separated by commas."""
     return tuple(word.strip() for word in (raw or "").split(",") if word.strip())
+
+
+def parse_pair_numbers(raw: str | None) -> Any:
+    """Return the name of a paper's settings, or numbers of pairs separated by commas."""
+    words = split_words(raw)
+    if not words:
+        return ()
+    from surgery.core.errors import suggestion
+    from surgery.eval.suites.mqar import PAPER_SETTINGS
+
+    if all(word.isdecimal() for word in words):
+        return words
+    if len(words) == 1 and words[0] in PAPER_SETTINGS:
+        return words[0]
+    raise SurgeryError(
+        f"--pairs {raw!r} must be whole numbers separated by commas, or one of {', '.join(PAPER_SETTINGS)}{suggestion(str(raw), PAPER_SETTINGS)}"
+    )
 
 
 def _parse_pairs(raw: str | None) -> dict[str, Any]:
@@ -233,7 +327,7 @@ def _parse_pairs(raw: str | None) -> dict[str, Any]:
     from surgery.core.config import read_yaml
 
     found: dict[str, Any] = {}
-    for word in _split_words(raw):
+    for word in split_words(raw):
         name, equals, value = word.partition("=")
         if not equals:
             raise SurgeryError(

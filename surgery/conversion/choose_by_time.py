@@ -14,7 +14,7 @@ def choose_by_time(ctx: ConversionContext) -> dict[str, Any]:
     """Return the journal's "budgets" entry: parameters and structure of each target by name, and the report's "allocation" entry.
 
     Two contenders meet the target: "uniform" spends the time evenly, "spread" where it lowers the expected loss most. `allocate` chooses
-    one, or trials on held-out text do. Raises SurgeryError if the target cannot be reached.
+    one, or (with `auto` and `best`) trials on held-out text do. Raises SurgeryError if the target cannot be reached.
     """
     plan, recipe, time = ctx.plan, ctx.recipe, ctx.plan.time
     assert time is not None
@@ -29,7 +29,7 @@ def choose_by_time(ctx: ConversionContext) -> dict[str, Any]:
             allocation = {"kept": "spread", "why": "recipe"}
     plans = {name: with_structures(plan, structures) for name, structures in contenders.items()}
     budgets = {name: uniform_budgets(each) for name, each in plans.items()}
-    if ctx.data is not None and recipe.allocate == "best":
+    if ctx.data is not None and recipe.allocate in ("auto", "best"):
         if contenders["uniform"] == contenders["spread"]:
             allocation = {"kept": "spread", "why": "both ways to spend the time chose the same structures"}
         else:

@@ -389,7 +389,8 @@ class Conversion:
         """Convert this process's share of the layers that the journal lacks; return the head's replacement."""
         dist, layers = self.ctx.dist, self.ctx.plan.layout.layers
         for warning in uncalibrated_warnings(self.ctx, self.calibration_hint):
-            self.ctx.progress.say(f"[bold yellow]warning:[/] {warning}")
+            label = "[bold yellow]warning:[/]" if self.ctx.plan.replaced_targets() else "note:"
+            self.ctx.progress.say(f"{label} {warning}")
         todo = [path for path in layers if self.journal.find("piece", piece=path) is None]
         tick(len(layers) - len(todo))
         own = todo[dist.index :: dist.count]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from torch import Tensor
 
 from surgery.architectures.positions import longest_input
@@ -26,7 +28,8 @@ from surgery.planning.speed import TimeTarget
 
 GIVE_CALIBRATION = "Give --calibration FILE"  # what to do about missing calibration text, on the command line
 # Keys of recipes that are younger than the first journals: left out at their default, so that conversions begun before them go on.
-ADDED_KEYS = ("round_ranks", "towers", "refine", "speed")
+ADDED_KEYS = ("round_ranks", "towers", "refine", "speed", "order")
+ADDED_RULE_KEYS = ("order",)
 
 
 def load_calibration(
@@ -81,9 +84,15 @@ def check_needs_no_calibration(recipe: ConversionRecipe, hint: str = GIVE_CALIBR
         )
 
 
-def _default_keys(recipe: ConversionRecipe) -> set[str]:
-    """Return the ADDED_KEYS that the recipe leaves at their default."""
-    return {name for name in ADDED_KEYS if getattr(recipe, name) == type(recipe).model_fields[name].default}
+def _left_out_keys(recipe: ConversionRecipe) -> dict[str, Any]:
+    """Return the keys that a journal leaves out, as pydantic's `exclude`: those added at their default, also in rules."""
+    left_out: dict[str, Any] = dict.fromkeys(("description", "calibration", *_defaults(recipe, ADDED_KEYS)), True)
+    rules = {index: _defaults(rule, ADDED_RULE_KEYS) for index, rule in enumerate(recipe.rules)}
+    return left_out | {"rules": {index: names for index, names in rules.items() if names}}
+
+
+def _defaults(data: BaseModel, names: Iterable[str]) -> set[str]:
+    return {name for name in names if getattr(data, name) == type(data).model_fields[name].default}
 
 
 def journal_fingerprint(
@@ -93,7 +102,7 @@ def journal_fingerprint(
     return {
         "source": source.fingerprint(),
         "weights_digest": source.weights_digest(),
-        "recipe": recipe.model_dump_json(exclude={"description", "calibration", *_default_keys(recipe)}),
+        "recipe": recipe.model_dump_json(exclude=_left_out_keys(recipe)),
         "version": __version__,
         "seed": recipe.seed,
         "calibration": data.digest() if data else None,

@@ -1,5 +1,5 @@
-"""Choose how the parameter budget is allocated over the linears: measure the gain of each rank, try the resulting
-allocation against the uniform one, keep the better one, and report both.
+"""Choose how the parameter budget is allocated over the linears: measure the gain of each rank, and where the expected gain of the
+resulting allocation is small, try it against the uniform one, keep the better one, and report both.
 
 `QuickTrial` scores all contenders (candidate allocations) in one pass. The samples to fit run through the original layers
 once and give E[x x^T] of every linear's input. The held-out samples run through the original layers and through each
@@ -9,6 +9,7 @@ contender's. Matrices are fitted to the original's inputs alone, which ignores t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,10 +27,10 @@ from surgery.calibration.routing import RoutingRecord
 from surgery.conversion.context import ConversionContext, RowGroups, rows_of
 from surgery.conversion.fit import FitResult, candidate_configs, quick_fit
 from surgery.conversion.replacement import LayerReplacement, add_linear, broadcast_fits, densify_module, swapped_modules
-from surgery.conversion.score import HeldOutScore, held_out_score
+from surgery.conversion.score import HeldOutScore, held_out_score, predicts_next_token
 from surgery.conversion.sequential import SequentialConverter, convert_head, find_stages
 from surgery.core.distributed import DistContext
-from surgery.planning.allocate import CostPoint, allocate_budget
+from surgery.planning.allocate import CostPoint, allocate_budget, expected_error
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.weights import target_weight
@@ -39,6 +40,15 @@ from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 TRIAL_SHARE = 0.25  # fraction of the samples to fit that a trial uses
 # Relative rise of the held-out loss (or relative output error) below which the quick trial decides.
 MIN_LOSS_RISE = 0.02
+# With `allocate: auto`, `spread` needs no trial where conversions of four decoders confirmed its gain (docs/measurements/quality.md): at
+# most this expected rise of the loss, as a share of that with the uniform allocation; at least this share of each matrix kept; at least so
+# many tokens to fit to for each input of a matrix; one of these structures for each. Elsewhere `spread` can be much worse.
+CERTAIN_SHARE, CERTAIN_KEEP, CERTAIN_TOKENS = 0.9, 0.5, 4
+CERTAIN_STRUCTURES = ("low_rank", "pivoted_low_rank", "btt")
+
+TILT_SHARE = 0.5  # fraction of the samples to fit that a trial of a tilt over depth uses; a quarter misleads
+TILT_STEP, MAX_TILT = 0.5, 1.5
+MIN_TILT_GAIN = 0.01  # smallest decrease of the rise of the held-out loss for which the tilt moves on
 
 
 def sequential_trial(ctx: ConversionContext, budgets: dict[str, float], done: Callable[[], None]) -> HeldOutScore:
@@ -235,13 +245,58 @@ def choose_budgets(ctx: ConversionContext) -> tuple[dict[str, float], dict[str, 
     options = measure_rank_errors(ctx)
     if recipe.allocate == "uniform" or not free:
         return uniform, {"kept": "uniform", "why": "recipe" if free else "every rank is given"}
-    allocated = allocate_budget(
-        {target.name: options[target.name] for target in free}, sum(target.uniform_budget() for target in free)
-    )
-    by_gain = {**uniform, **allocated}
+    if recipe.allocate == "depth":
+        return choose_tilt(ctx, lambda tilt: {**uniform, **tilted_budgets(plan, options, free, tilt)})
+    by_gain = {**uniform, **tilted_budgets(plan, options, free, 0.0)}
     if recipe.allocate == "spread":
         return by_gain, {"kept": "spread", "why": "recipe"}
-    return choose_allocation(ctx, {"uniform": uniform, "spread": by_gain})
+    expected = ctx.dist.broadcast_object(_expected_share(options, free, by_gain))
+    if recipe.allocate == "auto" and expected <= CERTAIN_SHARE and is_expectation_reliable(ctx, free):
+        why = f"expected rise of the loss at most {CERTAIN_SHARE} of that with the uniform allocation: no trial"
+        return by_gain, {"kept": "spread", "why": why, "expected": expected}
+    budgets, allocation = choose_allocation(ctx, {"uniform": uniform, "spread": by_gain})
+    return budgets, {**allocation, "expected": expected}
+
+
+def tilted_budgets(
+    plan: Plan, options: dict[str, list[CostPoint]], free: list[LinearTarget], tilt: float
+) -> dict[str, int]:
+    """Return the parameters of each free target, with the errors of layer l of L weighted by exp(tilt (1 - 2 l / (L - 1))).
+
+    A positive tilt gives more parameters to early layers. The LM head counts as the last layer.
+    """
+    layers = plan.layout.layers
+    place = {path: 2 * index / max(1, len(layers) - 1) for index, path in enumerate(layers)}
+    weighted = {}
+    for target in free:
+        weight = math.exp(tilt * (1 - place.get(target.linear.layer or "", 2.0)))
+        weighted[target.name] = [CostPoint(params, weight * error) for params, error in options[target.name]]
+    return allocate_budget(weighted, sum(target.uniform_budget() for target in free))
+
+
+def is_expectation_reliable(ctx: ConversionContext, free: list[LinearTarget]) -> bool:
+    """Return whether the expected gain of `spread` can decide without a trial: elsewhere, conversions with `spread` were sometimes worse.
+
+    The Fisher pass must measure the loss of next tokens for each output, layers must be fitted to the outputs of the converted layers
+    below them, and every matrix must have one of CERTAIN_STRUCTURES as a candidate, keep CERTAIN_KEEP of its parameters and read
+    CERTAIN_TOKENS tokens for each of its inputs.
+    """
+    recipe, samples = ctx.recipe, ctx.samples
+    tokens = samples.tokens() * samples.n_fit / samples.rows
+    return (
+        recipe.curvature != "none"
+        and recipe.calibrate == "sequential"
+        and predicts_next_token(ctx.model)
+        and all(t.keep >= CERTAIN_KEEP and tokens * t.linear.active >= CERTAIN_TOKENS * t.in_ for t in free)
+        and all(any(config.name in CERTAIN_STRUCTURES for config in t.configs) for t in free)
+    )
+
+
+def _expected_share(options: dict[str, list[CostPoint]], free: list[LinearTarget], by_gain: dict[str, float]) -> float:
+    """Return the expected rise of the loss with the budgets `by_gain`, as a share of that with uniform ones; 1 if neither has a rise."""
+    uniform = sum(expected_error(options[target.name], target.uniform_budget()) for target in free)
+    rise = sum(expected_error(options[target.name], by_gain[target.name]) for target in free)
+    return max(rise, 0.0) / uniform if uniform > 0 else 1.0
 
 
 def measure_rank_errors(ctx: ConversionContext) -> dict[str, list[CostPoint]]:
@@ -276,3 +331,42 @@ def choose_allocation(
     allocation: dict[str, Any] = {"kept": kept, "why": f"held-out loss of {how} on {few.tokens():,} tokens"}
     allocation.update({name: result.to_dict() for name, result in scores.items()})
     return contenders[kept], allocation
+
+
+def choose_tilt(
+    ctx: ConversionContext, allocate: Callable[[float], dict[str, float]]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return (the budgets of the best tilt over depth, the report's "allocation" entry). allocate(tilt): its budgets.
+
+    The Fisher pass knows neither how errors of early layers grow in later ones, nor how much of them later layers
+    compensate when they are fitted to the converted layers' outputs. Which of the two prevails depends on the model, and only
+    sequential trials show it. From 0 the tilt moves in steps of TILT_STEP, first up, then down if that did not help, as
+    long as a step lowers the rise of the held-out loss by MIN_TILT_GAIN.
+    """
+    few = ctx.samples.subset(TILT_SHARE)
+    scores: dict[float, HeldOutScore] = {}
+
+    def score(tilt: float) -> HeldOutScore:
+        with ctx.progress.bar(f"trying a tilt of {tilt:+g} over depth", len(ctx.plan.layout.layers)) as tick:
+            found = sequential_trial(replace(ctx, data=few), allocate(tilt), tick)
+        scores[tilt] = ctx.dist.broadcast_object(found)
+        return scores[tilt]
+
+    best, least = 0.0, score(0.0)
+    for step in (TILT_STEP, -TILT_STEP):
+        while abs(best + step) <= MAX_TILT and _gains(found := score(best + step), least):
+            best, least = best + step, found
+        if best:
+            break
+    allocation: dict[str, Any] = {
+        "kept": "depth",
+        "why": f"held-out loss of sequential trials on {few.tokens():,} tokens",
+        "tilt": best,
+        "tilts": {f"{tilt:+g}": found.to_dict() for tilt, found in scores.items()},
+    }
+    return allocate(best), allocation
+
+
+def _gains(score: HeldOutScore, before: HeldOutScore) -> bool:
+    rise = max(before.converted - before.original, 0.0)
+    return before.converted - score.converted > MIN_TILT_GAIN * rise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from surgery.estimation.attention_steps import hybrid_step, mixer_step
 from surgery.estimation.counting import Work
 from surgery.estimation.shape import ConversionShape, TextRows, conversion_shape
 from surgery.estimation.speeds import device_speeds
-from surgery.estimation.steps import Setting, Step, StepEstimates, stored_size
+from surgery.estimation.steps import MAX_TILTS, MIN_TILTS, Setting, Step, StepEstimates, stored_size
 from surgery.mixers import MIXERS
 from surgery.planning.plan import Plan
+from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.refine_budget import BATCH_TOKENS, epoch_seconds, resolve_refine
 
 MIN_LIMIT = 2.0 * 2**30  # bytes of hidden states that stay in memory (surgery.calibration.layer_runner)
@@ -51,6 +53,7 @@ def estimate_conversion(
     ):
         setting = Setting(speeds, kind, processes, threads, max(MIN_LIMIT, speeds.memory / 4), sweeps)
         found.append(estimate_steps(shape, setting))
+    found[:1] = [fewest_trials(found[0], plan.recipe), found[0]]
     steps = found[-1]
     seconds = [speeds.startup + sum(step.seconds for step in each) for each in found]
     host = speeds.program + max(step.host + (0 if kind == "cuda" else step.device) for step in steps)
@@ -86,13 +89,23 @@ def estimate_steps(shape: ConversionShape, setting: Setting) -> list[Step]:
     free = [target for target in targets if not target.has_fixed_rank]
     if targets and not (recipe.curvature == "none" and (recipe.allocate == "uniform" or not free)):
         found.append(steps.sensitivities(rows))
-    if free and recipe.allocate == "best":
+    if free and recipe.allocate in ("auto", "best"):
         found.append(steps.trial(rows))
+    if free and recipe.allocate == "depth":
+        found.append(steps.tilts(rows))
     if plan.attention_targets:
         found.append(mixer_step(steps, rows))
     found.append(steps.layers(rows, bool(plan.attention_targets)))
     found += _refine(shape, setting, steps, rows)
     return [*found, _write(shape, setting)]
+
+
+def fewest_trials(steps: list[Step], recipe: ConversionRecipe) -> list[Step]:
+    """Return the steps with the fewest trials that may run: none where the measured gain can decide, and as few tilts as possible."""
+    shares = {"tilts": MIN_TILTS / MAX_TILTS}
+    if recipe.allocate == "auto" and recipe.speed is None:
+        shares["trial"] = 0.0
+    return [replace(step, seconds=step.seconds * shares.get(step.name, 1.0)) for step in steps]
 
 
 def _refine(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows: TextRows) -> list[Step]:

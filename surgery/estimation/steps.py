@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from surgery.calibration.layer_runner import CHUNK_TOKENS
 from surgery.calibration.lm_head import MAX_LOGITS, ROWS_PER_PASS
 from surgery.calibration.partition import MAX_SHARDS, MIN_SHARD_TOKENS
-from surgery.conversion.trial import TRIAL_SHARE
+from surgery.conversion.trial import MAX_TILT, TILT_SHARE, TILT_STEP, TRIAL_SHARE
 from surgery.core.distributed import DistContext
 from surgery.estimation.counting import Work
 from surgery.estimation.fits import (
@@ -30,6 +30,9 @@ from surgery.structures import STRUCTURES
 # query features): counted on Llama layers of six shapes. With a backward pass: of both passes together.
 TRAFFIC, TRAFFIC_BACKWARD = (21.0, 5.0, 12.0), (79.0, 14.0, 30.0)
 ACTIVATIONS, ACTIVATIONS_BACKWARD = (3.5, 3.2, 3.0), (9.2, 7.4, 5.0)
+
+# Trials of tilts over depth: 0, one step up and one down; at most all steps of one side and one of the other.
+MIN_TILTS, MAX_TILTS = 3, 2 + int(MAX_TILT / TILT_STEP)
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,12 @@ class StepEstimates:
         device, host, _ = self.hidden(few.fit_tokens + 3 * few.held_tokens, 2)
         seconds += setting.seconds(self.head(3 * few.held_tokens, 1))
         return Step("trial", seconds, max(peak, self.head_bytes(few.held_tokens)) + device, host)
+
+    def tilts(self, rows: TextRows) -> Step:
+        """The conversions that choose a tilt of the budget over depth, as many as there can be (surgery.conversion.trial)."""
+        setting = replace(self.setting, sweeps=min(self.setting.sweeps, 1))
+        each = StepEstimates(self.shape, setting).layers(rows.part(TILT_SHARE), has_mixers=False)
+        return replace(each, name="tilts", seconds=MAX_TILTS * each.seconds)
 
     def gram_bytes(self, kind: LayerKind, rows: TextRows) -> float:
         """Return the bytes of a layer's output Gram matrices."""

@@ -143,8 +143,10 @@ def linear_shape(config: LinearAttention, shape: AttentionShape) -> AttentionSha
 
 
 def mask_shape(config: LinearAttention, shape: AttentionShape) -> AttentionShape:
-    """Return the shape for the mask: always causal, unless the mask itself supports bidirectional attention."""
+    """Return the shape for the mask: its keys are features, and it is always causal, unless the mask itself supports bidirectional
+    attention."""
     shape = linear_shape(config, shape)
+    shape = replace(shape, key=FEATURES[config.features].features(config.features, shape))
     return shape if config.mask.name in BIDIRECTIONAL_MASKS else replace(shape, causal=True)
 
 
@@ -153,6 +155,11 @@ def resolve_rope(config: LinearAttention, shape: AttentionShape) -> str:
     attention has none."""
     half_split = shape.rotary and not shape.interleaved
     return config.rope if half_split or config.rope not in TWO_FORMS else "keep"
+
+
+def has_signed_lambdas(mask: Any) -> bool:
+    """Return whether the config is of a log-linear mask whose weights may be negative."""
+    return bool(mask.name == "hierarchical" and (mask.form == "linear" or mask.matrix != "scalar"))
 
 
 def check_config(config: LinearAttention, shape: AttentionShape) -> None:
@@ -176,6 +183,11 @@ def check_config(config: LinearAttention, shape: AttentionShape) -> None:
         raise SurgeryError(
             f"linear: {config.features.name} with queries: scaled divides the features of each query by their maximum, "
             "which cancels only in normalised attention; use normalise: true, or queries: exact"
+        )
+    if config.normalise and has_signed_lambdas(config.mask):
+        raise SurgeryError(
+            f"linear: log-linear weights with form: {config.mask.form} and matrix: {config.mask.matrix} may be negative and cannot be "
+            "normalised; use normalise: false, or form: positive and matrix: scalar"
         )
     if config.normalise and config.mask.name in SIGNED_MASKS:
         raise SurgeryError(
@@ -390,6 +402,7 @@ class LinearMixer(Mixer):
             written = written if self.window_buffer is None else self.window_buffer.delayed_tokens(queue)
             rows = replace(self._mask_inputs(tokens, written, signals, past.seen_B), max_seen=max_seen)
             linear_BGJTV, mask_state = self._linear_branch(rows, apply, unpadder)
+        linear_BGJTV = self.mask.sum_queries(linear_BGJTV)
         after.update({f"mask.{name}": t for name, t in (mask_state or {}).items()})
         return linear_BGJTV, local, tokens, MixerState(past.seen_B + unpadder.count_B, after, max_seen)
 
@@ -445,8 +458,9 @@ class LinearMixer(Mixer):
         if self.beta_proj is not None:
             k_BGTF = l2_normalize(k_BGTF)
         v_BGTV = v.transpose(1, 2).to(dtype)
+        q_BGJTF, signals = self.mask("expand_queries", self._query_features(tokens, seen_B), signals)
         return MaskInputs(
-            q_BGJTF=self._query_features(tokens, seen_B),
+            q_BGJTF=q_BGJTF,
             k_BGTF=k_BGTF,
             v_BGTV=F.pad(v_BGTV, (0, 1), value=1.0) if self.config.normalise else v_BGTV,
             beta_BGT=written["beta"].mT if self.beta_proj is not None else None,
@@ -480,13 +494,14 @@ class LinearMixer(Mixer):
         ends_block_B = buffer.far_tokens_of_rows(seen_B + tokens.unpadder.count_B) > far_B
         out_BGJTV: Tensor
         if before and length == 1 and not bool(ends_block_B.any()):
-            out_BGJTV = self.mask("read", self._query_features(tokens, seen_B), far_B, signals, before)
+            q_BGJTF, signals = self.mask("expand_queries", self._query_features(tokens, seen_B), signals)
+            out_BGJTV = self.mask("read", q_BGJTF, far_B, signals, before)
             return out_BGJTV, before
         entries = length if past.max_seen == 0 else length + buffer.window - 1
         written, position_BL = buffer.written_tokens(queue, seen_B, entries)
         rows = replace(self._assemble_inputs(tokens, written, signals, seen_B, position_BL), max_seen=max_seen)
         names = self.mask.written_signals
-        rows, place_B = buffer.align_queries(rows, [name for name in signals if name not in names])
+        rows, place_B = buffer.align_queries(rows, [name for name in rows.signals if name not in names])
         out_BGJTV, mask_state = apply(zero_padding_writes(rows, names))
         out_BGJTV = shift_rows(out_BGJTV, place_B, dim=3)[:, :, :, :length]
         return out_BGJTV, mask_state
@@ -562,6 +577,7 @@ class LinearMixer(Mixer):
         writes = groups * features * values * (3 if config.scores == "delta" else 1)
         linears = sum(m.weight.numel() for m in mixer.modules() if isinstance(m, (nn.Linear, ShortConvolution)))
         macs = shape.heads * (state + local * (shape.key + shape.value)) + writes + linears
+        macs += shape.heads * mask.query_macs(config.mask, mask_shape(config, shape), features)
         return MixerCost(
             cache=groups * state + sum(t.numel() for t in buffers.tensors.values()),
             macs=macs + mixer.feature_map.macs(config.features, mixer.linear_shape),

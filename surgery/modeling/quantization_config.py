@@ -8,6 +8,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from surgery.checkpoint.table import QUANT_METHOD
 from surgery.core.errors import SurgeryError
+from surgery.core.project import install_command
 from surgery.core.version import __version__
 
 FORMAT = 1
@@ -32,7 +33,7 @@ class SurgeryConfig(QuantizationConfigMixin):
         if format != FORMAT:
             raise SurgeryError(
                 f"this checkpoint has table format {format} (written by surgery {surgery_version}); this version reads {FORMAT}: "
-                "pip install -U transformer-surgery"
+                f"install a newer one ({install_command()})"
             )
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.format, self.surgery_version = format, surgery_version

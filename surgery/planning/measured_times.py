@@ -77,14 +77,21 @@ class MeasuredTimes:
         return self._predict(phase, (tokens, in_, out), in_ * out, [(w, ms, s, s[1] * s[2]) for w, ms, s in known])
 
     def structured(self, phase: str, tokens: int, config: dict[str, Any], shape: tuple[int, int]) -> Predicted | None:
-        """Return the time of a structured linear by its fastest implementation; None if its structure or no nearby size was measured."""
+        """Return the time of a structured linear by its fastest implementation; None if its structure or no nearby size was measured.
+
+        Tables hold contiguous order. In strided order the copy of the outputs is added, at the bandwidth of the table.
+        """
         (out, in_), terms = shape, _table_terms(config, shape, tokens)
         if terms is None:
             return None
         name, at = terms
         rows = same_alignment(self._nearby((name,), phase, at), at, self.dtype)
         known = [(w, min(_times(row)), _dense_sizes(row["sizes"]), _stored(row["sizes"])) for w, row in rows]
-        return self._predict(phase, (tokens, in_, out), _stored(at), known)
+        found = self._predict(phase, (tokens, in_, out), _stored(at), known)
+        if found is None or config.get("order") != "strided":
+            return found
+        copy = max(2 * self.width * tokens * out / self.bandwidth, self.shortest[PHASES[phase]])
+        return Predicted(found.ms + copy, measured=False)
 
     def covers_dense(self, phase: str, tokens: int, out: int, in_: int) -> bool:
         """Return whether a dense linear was measured within the factors of COVERED."""

@@ -372,7 +372,7 @@ def _structure_config(name: str, settings: LinearSettings, auto: bool) -> Struct
     """Return the structure's config with the recipe's options; with structure: auto, options that do not apply are ignored."""
     config_type = STRUCTURES.config_type(name)
     options = {field.name for field in dataclasses.fields(config_type)}
-    given = {k: getattr(settings, k) for k in ("blocks", "rank") if getattr(settings, k) is not None}
+    given = {k: getattr(settings, k) for k in ("blocks", "rank", "order") if getattr(settings, k) is not None}
     if not auto:
         for key in given:
             if key not in options:

@@ -52,6 +52,7 @@ class Rule(_StrictModel):
     keep: Share | None = None
     blocks: BlockShape | None = None
     rank: Rank | None = None
+    order: Literal["contiguous", "strided"] | None = None
     fused: Literal["whole", "split"] | None = None
 
     _structure = field_validator("structure")(_check_structure)
@@ -73,6 +74,7 @@ class LinearSettings(BaseModel):
     keep: float
     blocks: BlockShape | None = None
     rank: Rank | None = None
+    order: Literal["contiguous", "strided"] | None = None
     fused: Literal["whole", "split"] = "whole"
 
 
@@ -95,6 +97,7 @@ class ConversionRecipe(_StrictModel):
     keep: Share = 0.5  # or {pattern: share}, see _keep_patterns
     blocks: BlockShape | None = None
     rank: Rank | None = None
+    order: Literal["contiguous", "strided"] | None = None
     speed: SpeedRecipe | None = None  # instead of `keep`
     round_ranks: int = Field(1, ge=1, le=4096, strict=True)  # ranks chosen by the budget are multiples of it
     layers: str = ":"
@@ -104,7 +107,7 @@ class ConversionRecipe(_StrictModel):
     attention: AttentionRecipe | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
 
-    allocate: Literal["best", "spread", "uniform"] = "best"
+    allocate: Literal["auto", "best", "spread", "uniform", "depth"] = "best"
     curvature: Literal["auto", "full", "diagonal", "none"] = "auto"
     calibrate: Literal["sequential", "independent"] = "sequential"
     sweeps: int = Field(6, ge=0, le=1000)
@@ -157,9 +160,14 @@ class ConversionRecipe(_StrictModel):
 
     @model_validator(mode="after")
     def _check_one_budget(self) -> ConversionRecipe:
-        """Refuse parameters and ranks beside `speed`, which spends time."""
+        """Refuse parameters, ranks and a tilt of the budget beside `speed`, which spends time."""
         if self.speed is None:
             return self
+        if self.allocate == "depth":
+            raise SurgeryError(
+                "allocate: depth moves parameters between early and late layers, and speed spends time. Use allocate: auto, spread or uniform "
+                "beside speed"
+            )
         given = [name for name in ("keep", "rank") if name in self.model_fields_set]
         given += [name for rule in self.rules for name in ("keep", "rank") if getattr(rule, name) is not None]
         if given:
@@ -180,6 +188,7 @@ class ConversionRecipe(_StrictModel):
             "keep": self.keep,
             "blocks": self.blocks,
             "rank": self.rank,
+            "order": self.order,
             "fused": self.fused,
         }
         for rule in self.rules:
@@ -190,7 +199,7 @@ class ConversionRecipe(_StrictModel):
             if index is None and base["structure"] == "dense":
                 base["structure"] = self.structure
             if rule.structure not in (None, base["structure"]):
-                base.update(blocks=None, rank=None)  # these options belong to the structure that was replaced
+                base.update(blocks=None, rank=None, order=None)  # they belong to the structure that was replaced
             base.update({k: v for k in base if (v := getattr(rule, k)) is not None})
         if base["keep"] >= 1 and base["rank"] is None:
             base["structure"] = "dense"
@@ -258,6 +267,7 @@ EXPECTED_VALUES = {
     "attention.hybrid.keep": "a fraction over 0 and at most 1, for example 0.25",
     "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
     "rank": "a whole number over 0, or full",
+    "order": "contiguous or strided",
     "round_ranks": "a whole number from 1 to 4096, for example 64",
     "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",
     "towers": "auto, all, or names of towers, for example [text, vision]",

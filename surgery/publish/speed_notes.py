@@ -27,7 +27,9 @@ MEASURED_LANES = {
     "step": 32,
     "captured step": 32,
 }  # batch size times heads of the measurements
+NOTE_ON_SPEED = "note: speed on one"
 DEFAULT_CONTEXT = 4096  # for models whose config has no context length
+UNMEASURED = ("near chunks", "strong admissibility", " lambda", " Lambda")  # words of `describe_mixer`
 PASS_LABELS: dict[Pass, str] = {"forward": "prefill", "backward": "training", "step": "decoding"}
 
 
@@ -38,10 +40,13 @@ def speed_notes(
     be slower than the original. context: tokens; None: DEFAULT_CONTEXT."""
     if not any(table["rows"] for table in tables()):
         return []
+    structures = list(structures)
     found = {_linear_note(config, *shape) for config, shape in structures}
+    if any(config.get("order") == "strided" for config, _ in structures):
+        found.add("order: strided copies the outputs of each such linear once, which notes on speed ratios leave out")
     found |= {_attention_note(mixer, context or DEFAULT_CONTEXT) for mixer in mixers}
     device = tables()[0]["device"]
-    return [f"note: speed on one {device}, launches counted: {note}" for note in sorted(found - {""})]
+    return [f"{NOTE_ON_SPEED} {device}, launches counted: {note}" for note in sorted(found - {""})]
 
 
 def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
@@ -143,6 +148,11 @@ def report_times(linears: dict[str, Any] | None, context: int | None = None) -> 
     return [line for line in predicted_lines(found) if "no prediction" not in line]
 
 
+def notes_for_device(notes: Iterable[str], device: str) -> list[str]:
+    """Return notes without advice on a GPU's speed if `device` ("cpu", "cuda:1") is a CPU."""
+    return [note for note in notes if not (device.startswith("cpu") and note.startswith(NOTE_ON_SPEED))]
+
+
 def speed_ratio(op: str, pass_: Pass, at: NamedSizes) -> float | None:
     """Return time of the original / time of the fastest implementation, interpolated between measured sizes; None if no nearby
     size was measured."""
@@ -173,13 +183,17 @@ def _linear_note(config: dict[str, Any], out: int, in_: int) -> str:
         name += f" {config['blocks'][0]}x{config['blocks'][1]}"
     ratios = {n: speed_ratio(structure, "forward", named_sizes(tokens=n, **named)) for n in TOKEN_COUNTS}
     graph = graph_note(speed_ratio(structure, "captured", named_sizes(tokens=1, **named)))
-    lost = [f"{r:.2f}x at {n:,} token{'s' if n > 1 else graph}" for n, r in ratios.items() if r is not None and r < 1]
-    return f"{name} for {in_:,} -> {out:,} is slower than dense: {', '.join(lost)}" if lost else ""
+    lost = [
+        f"{speed_in_words(r, 1)} at {n:,} token{'s' if n > 1 else graph}"
+        for n, r in ratios.items()
+        if r is not None and r < 1
+    ]
+    return f"{name} for {in_:,} -> {out:,} beside dense: {', '.join(lost)}" if lost else ""
 
 
 def graph_note(ratio: float | None) -> str:
     """Format the ratio inside a CUDA graph, where launches cost nothing."""
-    return "" if ratio is None else f" ({ratio:.2f}x in a CUDA graph)"
+    return "" if ratio is None else f" ({speed_in_words(ratio, 1)} in a CUDA graph)"
 
 
 def _attention_note(mixer: str, context: int) -> str:
@@ -187,14 +201,16 @@ def _attention_note(mixer: str, context: int) -> str:
     words = mixer.replace(",", "").split()
     op = words[0] if words[0] != "linear:" else words[1] + (" delta" if "delta rule" in mixer else "")
     levels = {"levels": words[1].count("|") + 1} if op == "mlr" else {}
-    if "near chunks" in mixer:  # runs without the kernels that were measured
+    if any(words in mixer for words in UNMEASURED):  # runs without the kernels that were measured
         return ""
     here = {pass_: _ratio_to_softmax(op, pass_, context, levels) for pass_ in PASS_LABELS}
     if not any(r is not None and r < 1 for r in here.values()):
         return ""
     graph = graph_note(_ratio_to_softmax(op, "captured step", context, levels))
     known = {pass_: r for pass_, r in here.items() if r is not None}
-    ratios = ", ".join(f"{PASS_LABELS[p]} {r:.2f}x{graph if p == 'step' else ''}" for p, r in known.items())
+    ratios = ", ".join(
+        f"{PASS_LABELS[p]} {speed_in_words(r, 1)}{graph if p == 'step' else ''}" for p, r in known.items()
+    )
     ahead = ", ".join(
         f"in {PASS_LABELS[pass_]} {_break_even(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1
     )

@@ -79,6 +79,8 @@ def describe_structure(structure: dict[str, Any]) -> str:
         words.append("x".join(str(n) for n in structure["blocks"]))
     if structure.get("rank") is not None and (structure["structure"] != "monarch" or structure["rank"] != 1):
         words.append(f"rank {structure['rank']}")
+    if structure.get("order") == "strided":
+        words.append("strided")
     return " ".join(words)
 
 
@@ -340,6 +342,7 @@ def describe_mixer(config: Any) -> str:
     extras = [f"{name} {getattr(config, name)}" for name in ("window", "sinks", "convolution") if getattr(config, name)]
     extras += [f"near {config.near}"] if config.near != "sliding" else []
     extras += [f"block {config.mask.block}"] if getattr(config.mask, "block", 1) > 1 else []
+    extras += describe_log_linear(config.mask) if config.mask.name == "hierarchical" else []
     extras += [f"rope {config.rope}"] if config.rope != "keep" else []
     extras += ["states per head"] if config.states == "per_head" else []
     return ", ".join(
@@ -347,9 +350,19 @@ def describe_mixer(config: Any) -> str:
     )
 
 
+def describe_log_linear(mask: Any) -> list[str]:
+    """Return the options of a log-linear mask for which no fused kernel was measured, for example ["strong admissibility"]."""
+    words = ["strong admissibility"] if mask.strong else []
+    words += [f"{mask.form} lambda"] if mask.form != "softplus" else []
+    return words + ([f"{mask.matrix.replace('_', ' ')} Lambda"] if mask.matrix != "scalar" else [])
+
+
 def mixer_notes(config: Any) -> list[str]:
-    """Return warnings about the size of a mixer's state."""
+    """Return warnings about the size of a mixer's state, and about options that have no fused kernel."""
     mask = getattr(getattr(config, "others", config), "mask", None)
+    if mask is not None and mask.name == "hierarchical" and (words := describe_log_linear(mask)):
+        where = "training, prefill and decoding run" if mask.strong else "decoding steps run"
+        return [f"no fused kernel computes log-linear attention with {' and '.join(words)}: {where} in plain torch"]
     if mask is not None and not MASKS[mask].has_bounded_state:
         return [f"a {mask.name} mask has no bounded state: each step keeps and reads all tokens so far"]
     return []

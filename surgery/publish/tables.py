@@ -234,6 +234,22 @@ def _format_error(value: float | None, places: int) -> str:
     return "-" if value is None else f"{value:.{places}f}"
 
 
+def allocation_lines(allocation: dict[str, Any]) -> list[str]:
+    """Return a line on the kept allocation of the budget, with the trials or the expected gain that chose it; none if the recipe chose it."""
+    kept, why, tilt = allocation.get("kept"), allocation.get("why"), allocation.get("tilt")
+    scores = {name: allocation[name] for name in ("uniform", "spread") if allocation.get(name)}
+    if tilt is not None and allocation.get("tilts"):
+        kept, scores = f"tilt {tilt:+g} over depth", allocation["tilts"]
+    if scores:
+        tried = ", ".join(f"{name} {score['converted']:.4f}" for name, score in scores.items())
+        why = f"{why}: {tried} {next(iter(scores.values())).get('unit', '')}"
+    elif allocation.get("expected") is not None:
+        why = f"{why}; expected: {allocation['expected']:.2f}"
+    else:
+        return []
+    return [escape(f"ranks: {kept} kept ({why})")]
+
+
 def _total_lines(report: dict[str, Any]) -> list[str]:
     t = report["totals"]
     lines = [
@@ -253,10 +269,7 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
             f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({format_share(macs['after'], macs['before'])})"
         )
     lines += speed_lines(report.get("speed"))
-    allocation = report["allocation"]
-    if "spread" in allocation:
-        tried = ", ".join(f"{name} {allocation[name]['converted']:.4f}" for name in ("uniform", "spread"))
-        lines.append(f"ranks: {allocation['kept']} kept ({allocation['why']}: {tried} {allocation['spread']['unit']})")
+    lines += allocation_lines(report["allocation"])
     if held := report["held_out"]:
         se = f" ± {held['difference_se']:.4f}" if held["difference_se"] is not None else ""
         lines.append(
@@ -302,6 +315,15 @@ def demo_table(result: dict[str, Any]) -> list[Any]:
     for label, *values in result["rows"]:
         table.add_row(label, *(_format_value(v) if not isinstance(v, str) else v for v in values))
     return [table]
+
+
+def demo_ending(result: dict[str, Any]) -> list[Any]:
+    """Return the last lines of `surgery demo`: each prompt with the continuations of both models, and the verdict."""
+    lines: list[Any] = []
+    for entry in result["generations"]:
+        lines += ["", f"[bold]prompt:[/]    {escape(' '.join(entry['prompt'].split()))}"]
+        lines += [f"{f'{role}:':<10} {escape(' '.join(entry[role].split()))}" for role in ("original", "converted")]
+    return [*lines, "", f"[bold]{escape(result['verdict'])}[/]"]
 
 
 def upload_table(upload: dict[str, Any]) -> list[Any]:

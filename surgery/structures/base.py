@@ -62,8 +62,11 @@ class StructureConfig:
     name: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as plain data, for recipes and checkpoints."""
-        return {"structure": self.name, **{k: _to_plain(v) for k, v in asdict(self).items()}}
+        """Return the config as plain data, for recipes and checkpoints. An `order` of contiguous is left out, as readers assume it."""
+        data = {"structure": self.name, **{k: _to_plain(v) for k, v in asdict(self).items()}}
+        if data.get("order") == "contiguous":
+            del data["order"]
+        return data
 
 
 def _to_plain(value: Any) -> Any:

@@ -3,8 +3,11 @@
     b,c: block grid   a,d: block shape   s: block rank        out = b*a, in = c*d (padded up where they do not divide)
 
 Low rank, block by block; b = c = 1 is low rank, s = 1 is Monarch (Dao et al. 2022). Qiu et al. 2024,
-"Compute Better Spent", section 2, eq. 2 (whose rows lie in another order: its y[a, b] is row b * |a| + a here, a fixed
-permutation). The product is two batched matrix products (`btt_products.py`).
+"Compute Better Spent", section 2, eq. 2. The product is two batched matrix products (`btt_products.py`).
+
+`order` says which output y[b, a] is: contiguous, row b * |a| + a, so that a block is a slice of the matrix; or strided, row
+a * |b| + b as printed in eq. 2, so that block b holds rows b, b + |b|, b + 2 |b|, ... In strided order, and only there, rank 1
+includes every Kronecker product of a (a x c) and a (b x d) matrix.
 """
 
 from __future__ import annotations
@@ -43,13 +46,20 @@ LAUNCH_MACS = 160
 SWEEP_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 
 
+Order = Literal["contiguous", "strided"]
+
+
 @dataclass(frozen=True)
 class BTT(StructureConfig):
-    """Config of BTT. blocks: grid (b, c), or "sqrt", about the square root of each dimension. rank: s."""
+    """Config of BTT. blocks: grid (b, c), or "sqrt", about the square root of each dimension. rank: s.
+
+    order: which rows of the matrix a block holds, neighbors ("contiguous") or every |b|-th ("strided").
+    """
 
     name: ClassVar[str] = "btt"
     blocks: tuple[int, int] | Literal["sqrt"] = "sqrt"
     rank: Rank = None
+    order: Order = "contiguous"
 
 
 def btt_mvm(x_Ncd: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> Tensor:
@@ -86,6 +96,34 @@ def btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | 
     y_Nba = btt_mvm(x.reshape(-1, c, d), right_cdbs, left_bcsa)
     y = y_Nba.reshape(*x.shape[:-1], b * a)[..., :out]
     return y if bias is None else y + bias
+
+
+def strided_btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
+    """Return B x + bias (..., out) of a B in strided order; arguments as in `btt_linear`.
+
+    The product and its kernels write the outputs block by block. One copy of them then brings them into order.
+    """
+    b, a = left_bcsa.shape[0], left_bcsa.shape[3]
+    blockwise = None if bias is None else rows_by_block(bias[:, None], b, a, "strided").flatten()
+    y: Tensor = btt_linear(x, right_cdbs, left_bcsa, blockwise, b * a)
+    ordered: Tensor = y.unflatten(-1, (b, a)).transpose(-1, -2).flatten(-2)
+    return ordered[..., :out]
+
+
+def rows_by_block(rows_OX: Tensor, b: int, a: int, order: Order, fill: float = 0.0) -> Tensor:
+    """Return the rows by block (b, a, X), in the order of the config. Positions past O hold `fill`."""
+    if len(rows_OX) != b * a:
+        rows_OX = F.pad(rows_OX, (0, 0, 0, b * a - len(rows_OX)), value=fill)
+    blocks_baX: Tensor = rows_OX.unflatten(0, (b, a) if order == "contiguous" else (a, b))
+    return blocks_baX if order == "contiguous" else blocks_baX.transpose(0, 1)
+
+
+def rows_in_order(rows_bX: Tensor, blocks: int, order: Order) -> Tensor:
+    """Return the rows (b a, X), given one block after another, in the order of the matrix."""
+    if order == "contiguous":
+        return rows_bX
+    ordered: Tensor = rows_bX.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(0, 1)
+    return ordered
 
 
 def sqrt_blocks(n: int) -> int:
@@ -141,7 +179,8 @@ class BTTLinear(StructuredLinear):
     def _blocks(cls, weight_OI: Tensor, config: Any) -> Tensor:
         """Return the blocks (b, c, a, d) of the zero-padded matrix."""
         (b, c), (a, d) = config.blocks, cls.block_shape(config, *weight_OI.shape)
-        return zero_pad(weight_OI, b * a, c * d).reshape(b, a, c, d).transpose(1, 2)
+        wide_OI = zero_pad(weight_OI, len(weight_OI), c * d)
+        return rows_by_block(wide_OI, b, a, config.order).reshape(b, a, c, d).transpose(1, 2)
 
     @classmethod
     def _roots(cls, config: Any, shape: Sequence[int], metric: Metric) -> tuple[Any, Any, Any]:
@@ -150,10 +189,10 @@ class BTTLinear(StructuredLinear):
         apply_root: Callable[[Tensor], Tensor] = _identity
         apply_inverse, c_root = apply_root, None
         if metric.g_OO is not None and metric.g_OO.dim() == 1:
-            scale_b1a1 = F.pad(metric.g_OO, (0, b * a - shape[0]), value=1.0).sqrt().view(b, 1, a, 1)
+            scale_b1a1 = rows_by_block(metric.g_OO[:, None], b, a, config.order, fill=1.0).sqrt()[:, None]
             apply_root, apply_inverse = (lambda m: m * scale_b1a1), (lambda m: m / scale_b1a1)
         elif metric.g_OO is not None:
-            root, inverse = (r[:, None] for r in output_roots(diagonal_blocks(metric.g_OO, b, a)))
+            root, inverse = (r[:, None] for r in output_roots(gram_blocks(metric.g_OO, b, a, config.order)))
             apply_root, apply_inverse = (lambda m: root @ m), (lambda m: inverse @ m)
         if metric.c_II is not None:
             moment_II = metric.c_II
@@ -205,9 +244,11 @@ class BTTLinear(StructuredLinear):
         if s >= min(a, d) or metric.c_II is None:  # block SVD is already the optimum
             return None
         c_II = zero_pad(metric.c_II, c * d, c * d)
-        wc_baI = zero_pad(metric.times_c(weight_OI), b * a, c * d).view(b, a, c * d)
-        target_baI = zero_pad(weight_OI, b * a, c * d).view(b, a, c * d)
-        g_baa = None if metric.g_OO is None else diagonal_blocks(metric.g_OO, b, a)
+        wc_baI, target_baI = (
+            rows_by_block(zero_pad(rows_OI, self.out_features, c * d), b, a, self.config.order)
+            for rows_OI in (metric.times_c(weight_OI), weight_OI)
+        )
+        g_baa = None if metric.g_OO is None else gram_blocks(metric.g_OO, b, a, self.config.order)
         inverses_cdd = metric.compute_once(("block inverses", c), lambda: spd_inverse(diagonal_blocks(c_II, c, d)))
         square = 0.0
         for rows in row_groups(b, c * d * c * s + a * c * d, weight_OI.device.type):
@@ -223,15 +264,21 @@ class BTTLinear(StructuredLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """Return B x (..., O) without the bias, for x (..., I)."""
-        return btt_linear(x, self.right, self.weight, None, self.out_features)
+        return self._run(x, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return B x + bias (..., O) for x (..., I)."""
-        return btt_linear(x, self.right, self.weight, self.bias, self.out_features)
+        return self._run(x, self.bias)
+
+    def _run(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        run = btt_linear if self.config.order == "contiguous" else strided_btt_linear
+        y: Tensor = run(x, self.right, self.weight, bias, self.out_features)
+        return y
 
     def dense(self) -> Tensor:
         """Return B as a dense matrix (O, I)."""
-        return btt_dense(self.right, self.weight)[: self.out_features, : self.in_features]
+        rows_bI = btt_dense(self.right, self.weight)
+        return rows_in_order(rows_bI, self.config.blocks[0], self.config.order)[: self.out_features, : self.in_features]
 
     def macs(self) -> int:
         """Return multiply-accumulates per token."""
@@ -267,6 +314,14 @@ def diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:
     whole = zero_pad(matrix, count * size, count * size)
     whole.diagonal()[n:] = diagonal.mean()
     return torch.stack([whole[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)])
+
+
+def gram_blocks(g_OO: Tensor, b: int, a: int, order: Order) -> Tensor:
+    """Return G_bb (b, a, a) of the rows of each block, of G (O, O) or its diagonal (O,), padded as in `diagonal_blocks`."""
+    if order == "contiguous":
+        return diagonal_blocks(g_OO, b, a)
+    parts = [g_OO[j::b] if g_OO.dim() == 1 else g_OO[j::b, j::b] for j in range(b)]
+    return torch.cat([diagonal_blocks(part, 1, a) for part in parts])
 
 
 def row_groups(b: int, block_elements: int, device: str) -> Iterator[slice]:

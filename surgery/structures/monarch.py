@@ -17,7 +17,7 @@ from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 from surgery.structures.base import STRUCTURES, StructureConfig, min_keep
-from surgery.structures.btt import BTTLinear
+from surgery.structures.btt import BTTLinear, Order
 from surgery.structures.metric import Metric
 
 
@@ -31,11 +31,13 @@ class Monarch(StructureConfig):
         "budget"    the largest grid within the budget, with the squarest blocks among equals
         "sqrt"      as in BTT
     rank: 1, or "full" for blocks of one row, which represent any matrix exactly.
+    order: as in BTT.
     """
 
     name: ClassVar[str] = "monarch"
     blocks: tuple[int, int] | int | Literal["budget", "sqrt"] = "budget"
     rank: Literal["full"] | int | None = None
+    order: Order = "contiguous"
 
 
 @STRUCTURES.register(Monarch)

@@ -175,10 +175,16 @@ def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | N
         )
     for stage in result["stages"]:
         parts.append(
-            f"{stage['kind']}: {stage['steps']:,} steps, {stage['tokens']:,} tokens, loss {stage['first_loss']:.4f} -> "
-            f"{stage['last_loss']:.4f}, {stage['tokens_per_second']:,.0f} tokens/s"
+            f"{stage['kind']}: {stage['steps']:,} steps, {stage['tokens']:,} tokens, loss {_first_and_last(stage)}, "
+            f"{stage['tokens_per_second']:,.0f} tokens/s"
         )
     return [*parts, f"delivered: {result['delivered']['says']}"]
+
+
+def _first_and_last(stage: dict[str, Any]) -> str:
+    """Format the first and last logged loss of a stage, "0.5100 -> 0.2766"; a single value if they are one log entry."""
+    first, last = stage["first_loss"], stage["last_loss"]
+    return f"{last:.4f}" if first == last else f"{first:.4f} -> {last:.4f}"
 
 
 def last_line(result: dict[str, Any], what: str) -> str:
@@ -265,13 +271,17 @@ def draw_curve(lines: list[dict[str, Any]], path: Path) -> bool:
         own = [line for line in lines if line["stage"] == stage]
         trained = [(line["tokens"], line["loss"]) for line in own if line.get("loss") is not None]
         checked = [(line["tokens"], line["validation"]) for line in own if line.get("validation") is not None]
-        axes.plot(*zip(*trained) if trained else ([], []), lw=1, label="training loss")
+        if trained:  # a line through one point is invisible without its marker
+            axes.plot(*zip(*trained), "o-" if len(trained) < 3 else "-", ms=3, lw=1, label="training loss")
         if checked:
             axes.plot(*zip(*checked), "o-", ms=3, lw=0.8, label="validation, nats per token")
         if all(loss > 0 for _, loss in trained):
             axes.set_yscale("log")
         axes.set(title=f"{stage + 1}. {own[0]['kind']}", xlabel="tokens")
-        axes.legend(fontsize=8)
+        if trained or checked:
+            axes.legend(fontsize=8)
+        else:
+            axes.text(0.5, 0.5, "no finite loss was logged", ha="center", va="center", transform=axes.transAxes)
     partial = path.with_name(path.name + ".tmp")
     FigureCanvasAgg(figure).print_png(str(partial))
     os.replace(partial, path)

@@ -144,7 +144,8 @@ def slice_spec(spec: dict[str, Any], shard: Shard) -> tuple[dict[str, Any], dict
 
     Column parallel slices own rows of the matrix (outputs), row parallel slices own columns (inputs, whose products are summed over
     the processes). Low rank W = left right: `out` cuts left and copies right, `in` cuts right and copies left. BTT and Monarch: `out`
-    cuts the b block rows of both cores, `in` the c block columns. Raises SurgeryError where the sizes do not divide.
+    cuts the b block rows of both cores, `in` the c block columns. Raises SurgeryError where the sizes do not divide, and for `out` of
+    BTT in strided order, whose blocks are no slices of the matrix.
     """
     structure, count, out = spec["structure"], shard.count, shard.side == "out"
     if count == 1:
@@ -172,10 +173,15 @@ def slice_spec(spec: dict[str, Any], shard: Shard) -> tuple[dict[str, Any], dict
             f"{count} processes must divide the {grid[which]} blocks along {size.split('_')[0]} of a {structure} matrix, which must tile its "
             f"{spec[size]} {size.replace('_', ' ')} without padding. Use one process, or other blocks"
         )
+    if out and spec.get("order") == "strided":
+        raise SurgeryError(
+            f"order: strided of a {structure} matrix of {spec[size]} outputs: each block holds every {grid[0]}th output, so {count} "
+            "processes cannot take consecutive outputs of it (tensor parallelism). Use one process, or convert with order: contiguous"
+        )
     grid[which] //= count
     rank = build_module(without_bias(spec)).state_dict()["weight"].shape[2]
     local = {key: local[key] for key in ("in_features", "out_features", "bias")}
-    local |= {"structure": "btt", "blocks": grid, "rank": rank}
+    local |= {"structure": "btt", "blocks": grid, "rank": rank, "order": spec.get("order", "contiguous")}
     return local, {"weight": (0, count), "right": (2, count)} if out else {"weight": (1, count), "right": (0, count)}
 
 

@@ -144,6 +144,7 @@ def test_every_command_is_a_documented_function():
         "apply",
         "drafter",
         "load",
+        "verify",  # `surgery eval --verify`
     }
     for name in surgery.COMMANDS:
         function = getattr(surgery, name)

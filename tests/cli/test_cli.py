@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -239,3 +241,50 @@ def test_an_interrupt_that_a_library_turned_into_its_own_error_is_an_interrupt(m
     with pytest.raises(SystemExit) as left:
         main(["plan", "x"])
     assert left.value.code == 130 and "interrupted" in capsys.readouterr().err
+
+
+def test_an_interrupt_prints_the_command_that_goes_on(monkeypatch, capsys):
+    import typer
+
+    from surgery.cli.main import RESUMABLE, app, continue_command
+
+    commands = typer.main.get_command(app).commands
+    assert {name for name, c in commands.items() if any("--resume" in p.opts for p in c.params)} == set(RESUMABLE)
+    assert continue_command(["convert", "a b", "--out", "x"]) == "surgery convert 'a b' --out x --resume"
+    assert continue_command(["--debug", "finetune", "x", "--resume"]) == "surgery --debug finetune x --resume"
+    assert continue_command(["eval", "x", "--text", "t"]) == "surgery eval x --text t"
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("surgery.cli.main.app", interrupted)
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as left:
+        main(["convert", "SRC", "-r", "btt-half", "--out", "OUT"])
+    if left.type is SystemExit:
+        assert "surgery convert SRC -r btt-half --out OUT --resume" in capsys.readouterr().err
+
+
+FIRST_OUTPUT = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "transformers"):
+            raise SystemExit(7)
+sys.meta_path.insert(0, NoTorch())
+from surgery.cli.main import main
+main(["convert", "SRC", "--recipe", "btt-half", "--out", "OUT"])
+"""
+
+
+def test_convert_prints_a_line_before_it_imports_torch():
+    done = subprocess.run([sys.executable, "-c", FIRST_OUTPUT], capture_output=True, text=True)
+    assert done.returncode == 7 and done.stderr.startswith("converting SRC by recipe btt-half into OUT"), done.stderr
+
+
+def test_missing_calibration_is_a_warning_only_where_weights_are_projected(run, checkpoints, tmp_path):
+    for recipe, begins in (("low-rank-half", "warning: no calibration text"), ("ssd", "note: no calibration text")):
+        code, out, err = run("convert", checkpoints("llama"), "-r", recipe, "--out", tmp_path / recipe)
+        assert code == 0, err
+        assert any(line.startswith(begins) for line in err.splitlines()), err
+        assert ("warning" in err) == (recipe == "low-rank-half")
+        assert "numbers" not in out + err and "NVIDIA" not in out

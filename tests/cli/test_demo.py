@@ -44,7 +44,7 @@ def test_what_it_leaves(run):
     place, result, _ = run
     assert result["folder"] == "surgery-demo" and (place / result["report"]).is_file()
     names = {path.name for path in (place / "surgery-demo").iterdir()}
-    assert names == {*ROLES, "calibration.txt", "heldout.txt", "report.md"}
+    assert names == {*ROLES, "calibration.txt", "heldout.txt", "report.md", "report.html", "eval"}
     assert dimensions(place / "surgery-demo" / "converted") == {4}
     assert dimensions(place / "surgery-demo" / "densified") == {2}
 
@@ -61,10 +61,23 @@ def test_before_and_after(run):
     assert all(int(n.removesuffix("%")) > 90 for n in rows["needles found"])
 
 
+def test_it_ends_with_prompts_the_verdict_and_the_page(run):
+    from surgery.publish.tables import demo_ending
+
+    place, result, _ = run
+    assert len(result["generations"]) == 3 and all(all(each.values()) for each in result["generations"])
+    page = (place / result["page"]).read_text()
+    assert result["page"].endswith("report.html") and result["verdict"] in page
+    assert all(each["prompt"] in page for each in result["generations"])
+    lines = demo_ending(result)
+    assert lines[-1] == f"[bold]{result['verdict']}[/]" and sum("prompt:" in line for line in lines) == 3
+    assert "smaller, perplexity x 1." in result["verdict"]
+
+
 def test_the_report_shows_the_table_and_the_commands(run):
     place, result, _ = run
     text = (place / result["report"]).read_text()
-    assert all(command in text for command in result["commands"]) and len(result["commands"]) == 5
+    assert all(command in text for command in result["commands"]) and len(result["commands"]) == 6
     assert all(value in text for row in result["rows"] for value in row)
 
 

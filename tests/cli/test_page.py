@@ -13,7 +13,9 @@ import pytest
 
 from surgery.core.errors import SurgeryError
 from surgery.publish.html.page import write_page
+from surgery.publish.html.sections import error_class
 from surgery.publish.html.svg import Axis, Series, heat_map, line_chart, ticks
+from surgery.publish.verdict import verdict
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EVIL = "</script><script>alert(1)</script>\"'<img src=x onerror=alert(2)>"
@@ -98,12 +100,80 @@ def test_everything_is_on_it(out):
     report = json.loads((out / "surgery_report.json").read_text())
     for record in report["modules"]:
         assert record["name"] in text
-    for words in ("12,345", "1.250 x", "accuracy in percent", "Loss by position", "2.5"):
+    for words in ("12,345", "x 1.25", "accuracy in percent", "Loss by position", "2.5"):
         assert words in text, words
-    assert text.count("<svg") == text.count('role="img"') >= 8
+    assert text.count("<svg") == text.count('role="img"')
+    assert text.count("<svg") + text.count('class="flat"') >= 8  # flat curves are sentences
     assert (
         text.count('class="wide" tabindex="0"') == 1 and 'class="dot few' in text
     )  # the model scrolls, by keyboard too
+
+
+def test_the_verdict_comes_before_any_chart_and_numbers_agree(out):
+    """One sentence of measured values; the page and the table of `surgery eval` tell the same change as the same ratio."""
+    results = json.loads((out / "eval" / "results.json").read_text())
+    first = results["rows"][0]
+    first |= {"suite": "ppl", "ratio": {"change": 1.2161, "low": 1.1, "high": 1.4}}
+    first["metric"]["kind"] = "ppl"
+    found = {**row("needle", "accuracy", {}, 100.0, 97.5), "suite": "needle"}
+    timed = [row("speed", name, {"length": 4096}, *values) | {"suite": "speed"}
+             for name, values in (("prefill_ms", (140.0, 100.0)), ("decode_ms", (10.0, 17.0)), ("cache_mb", (4.0, 2.0)))]  # fmt: skip
+    results["rows"] += [found, *timed]
+    (out / "eval" / "results.json").write_text(json.dumps(results))
+    text, _ = parse_page(write_page(str(out)))
+    sentence = re.search(r'<p class="verdict">(.*?)</p>', text)[1].replace("&#x27;", "'")
+    size, rest = sentence.split(" smaller, ")
+    assert re.fullmatch(r"\d+%", size)
+    assert rest == (
+        "perplexity x 1.216, needles 39 of 40 (original 40), prefill of 4K tokens 1.4x faster, decoding 1.7x slower, "
+        "cache 50% of the original's; healed on 12.3k tokens."
+    )
+    assert text.index('class="verdict"') < text.index("<svg") and text.count("x 1.216") == 2
+    assert "1.1 to 1.4" in text and "+0.5<" not in text  # not also as a difference of perplexities
+
+
+def test_what_was_not_measured_is_not_in_the_verdict():
+    totals = {"bytes_before": 100, "bytes_after": 100}
+    assert verdict({"totals": totals}) == "Same size, quality not measured; not healed."
+    held = {"original": 1.0, "converted": 1.5, "unit": "nats per token"}
+    assert (
+        verdict({"totals": totals, "held_out": held}) == "Same size, perplexity x 1.649 on held-out text; not healed."
+    )
+    held["unit"] = "relative error"
+    assert "quality not measured" in verdict({"totals": totals, "held_out": held})
+    guessed = {**row("needle", "accuracy", {}, 10.0, 0.0), "suite": "needle", "flags": ["no better than guessing"]}
+    assert "needles" not in verdict({"totals": totals}, {"rows": [guessed]})
+
+
+def test_flat_and_identical_curves_are_sentences():
+    flat = [Series("a", "base", [(1, 3), (2, 3)]), Series("b", "converted", [(1, 4), (2, 4)])]
+    said = line_chart("Rank by layer", flat, Axis("layer"), Axis("rank"))
+    assert "<svg" not in said and "rank: a 3, b 4; the same at every layer" in said
+    same = [Series(name, "base", [(1, 3), (2, 5)]) for name in ("a", "b")]
+    said = line_chart("Loss", same, Axis("step"), Axis("loss"))
+    assert "<svg" not in said and "a, b are identical: loss from 3 to 5" in said
+    assert "<svg" not in line_chart("Loss", [Series("a", "base", [(1, 3)])], Axis("step"), Axis("loss"))
+    drawn = line_chart("Loss", same[:1], Axis("step"), Axis("loss"))
+    assert '<p class="chart">Loss</p>' in drawn and "<svg" in drawn
+
+
+def test_matrices_are_colored_by_error_and_the_title_is_the_models_name(out):
+    text, _ = parse_page(write_page(str(out)))
+    report = json.loads((out / "surgery_report.json").read_text())
+    worst = {error_class(record["error"]) for record in report["modules"]}
+    assert worst == set(re.findall(r'class="kept (e\d)"', text)) and "error under 0.05" in text
+    assert [error_class(e) for e in (0.0, 0.05, 0.3, 9.0)] == ["e0", "e1", "e3", "e4"]
+    assert f"<h1>{Path(report['source']['name']).name}</h1>" in text
+
+
+def test_generations_stand_side_by_side(out):
+    entry = {"prompt": "Once", "original": "upon a time", "converted": EVIL}
+    (out / "eval" / "generations.json").write_text(json.dumps({"generations": [entry] * 3}))
+    text, reader = parse_page(write_page(str(out)))
+    assert "generations" in reader.ids and text.count('<div class="samples">') == 3 and "upon a time" in text
+    (out / "eval" / "generations.json").write_text(json.dumps({"generations": [3]}))
+    with pytest.raises(SurgeryError, match="list of generations"):
+        write_page(str(out))
 
 
 def test_without_healing_and_measurements(converted, tmp_path):
@@ -294,6 +364,29 @@ def test_a_browser_shows_it_without_a_complaint(out, tmp_path):
     done = browse("--window-size=390,1200", f"--screenshot={shot}", page.as_uri())
     assert shot.stat().st_size > 20_000
     assert "CONSOLE" not in done.stderr, done.stderr
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_is_cut_off(out, width, dark):
+    """The page is no wider than the window; what is wider scrolls in a box of its own."""
+    page = write_page(str(out))
+    text = page.read_text(encoding="utf-8")
+    measure = "<script>document.title = document.documentElement.scrollWidth + ' ' + innerWidth</script></body>"
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text).replace("</body>", measure)
+    page.write_text(text, encoding="utf-8")
+    words = ["--force-dark-mode"] if dark else []
+    done = browse(*words, f"--window-size={width},1200", "--dump-dom", page.as_uri())
+    wide, window = map(int, re.search(r"<title>(.*?)</title>", done.stdout)[1].split())
+    assert wide <= window
+
+
+@needs_browser
+def test_it_can_be_printed(out, tmp_path):
+    pdf = tmp_path / "page.pdf"
+    browse("--no-pdf-header-footer", f"--print-to-pdf={pdf}", write_page(str(out)).as_uri())
+    assert pdf.read_bytes().startswith(b"%PDF") and pdf.stat().st_size > 20_000
 
 
 @needs_browser

@@ -390,3 +390,56 @@ def test_2_6_a_code_fence_in_a_recipe_stays_inside(out, ticks):
     inside = [i for i, line in enumerate(lines) if "Not a heading" in line or "x.org" in line]
     assert inside and all(start < i < stop for i in inside)
     assert "seed: " in "\n".join(lines[start:stop]) and not [line for line in lines if line.startswith("# Nor")]
+
+
+def _eval_results(value: float) -> dict[str, Any]:
+    row = {
+        "suite": "ppl", "task": "ppl", "group": {}, "values": {"base": 2.0, "converted": value},
+        "metric": {"name": "nll", "kind": "ppl", "title": "perplexity"},
+    }  # fmt: skip
+    found = {
+        **row,
+        "suite": "needle",
+        "task": "needle",
+        "metric": {"name": "accuracy", "kind": "accuracy", "title": ""},
+    }
+    grouped = {**row, "group": {"length": 128}}
+    return {"rows": [row, grouped, {**found, "values": {"converted": 75.0}}, {"values": None}, "damaged"]}
+
+
+def test_the_card_has_the_metrics_of_the_hubs_model_index(out, tmp_path):
+    """The library that the Hub itself uses reads them."""
+    from huggingface_hub import ModelCard
+
+    measured = tmp_path / "measured"
+    measured.mkdir()
+    (measured / "results.json").write_text(json.dumps(_eval_results(2.5)))
+    (measured / "table.md").write_text("| suite | base |\n| --- | --- |\n")
+    card = prepare_upload(str(out), "me/small", "mit", "org/base", measured).card
+    data = ModelCard(card, ignore_metadata_errors=False).data
+    assert data.base_model == "org/base" and data.model_name == "small" and data.widget[0]["text"]
+    found = {(r.dataset_name, r.metric_type, r.metric_name, r.metric_value) for r in data.eval_results}
+    assert found == {("ppl", "perplexity", "perplexity", 2.5), ("needle", "accuracy", "accuracy", 75.0)}
+    (measured / "results.json").write_text(json.dumps(_eval_results(float("nan"))))
+    card = prepare_upload(str(out), "me/small", "mit", "org/base", measured).card
+    assert {r.metric_type for r in ModelCard(card).data.eval_results} == {"accuracy"}
+
+
+def test_a_base_model_is_asked_for_where_the_source_is_a_folder(out):
+    upload = prepare_upload(str(out), "me/small", "mit")
+    assert upload.note and "--base-model org/name" in upload.note and "base_model" not in upload.card
+    assert prepare_upload(str(out), "me/small", "mit", "org/base").note is None
+
+
+def test_cards_say_how_to_install_from_source(out, monkeypatch):
+    from surgery.core import project
+
+    card = prepare_upload(str(out), "me/small", "mit").card
+    assert "pypi.org" not in card and "pip install ." in card and f"pip install {project.PACKAGE_NAME}" not in card
+    monkeypatch.setattr(project, "REPOSITORY_URL", "https://example.org/o/surgery")
+    card = prepare_upload(str(out), "me/small", "mit").card
+    assert (
+        "[surgery](https://example.org/o/surgery)" in card and "pip install git+https://example.org/o/surgery" in card
+    )
+    monkeypatch.setattr(project, "PACKAGE_IS_PUBLISHED", True)
+    assert f"pip install {project.PACKAGE_NAME}\n" in prepare_upload(str(out), "me/small", "mit").card

@@ -9,7 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from surgery.core.errors import SurgeryError
-from surgery.planning.allocate import CostPoint, allocate_budget, lower_hull
+from surgery.planning.allocate import CostPoint, allocate_budget, expected_error, lower_hull
+from surgery.recipes.papers.quality.allocations import lems_factor, parse_allocation
 
 OPTION = st.builds(CostPoint, st.integers(1, 40), st.integers(0, 60).map(float))
 OPTIONS = st.lists(OPTION, min_size=1, max_size=6)
@@ -52,6 +53,15 @@ def test_the_hull_falls_ever_more_slowly_and_nothing_lies_below_it(options):
             if a.params <= option.params <= b.params:
                 line = a.error + (b.error - a.error) * (option.params - a.params) / (b.params - a.params)
                 assert option.error >= line - 1e-9
+
+
+@LAWS
+@given(OPTIONS, st.floats(0, 50), st.floats(0, 50))
+def test_the_expected_error_falls_and_passes_through_the_hull(options, params, more):
+    hull = lower_hull(options)
+    assert all(expected_error(options, option.params) == pytest.approx(option.error) for option in hull)
+    assert hull[-1].error <= expected_error(options, params + more) + 1e-9
+    assert expected_error(options, params + more) <= expected_error(options, params) + 1e-9
 
 
 @LAWS
@@ -118,3 +128,14 @@ def test_modules_get_what_they_need():
         "does not": [CostPoint(10, 1.0), CostPoint(20, 0.5), CostPoint(30, 0.0)],
     }
     assert allocate_budget(options, 40) == {"minds": 30, "does not": 10}
+
+
+def test_the_allocations_of_the_table_of_measurements():
+    """recipes/papers/quality/allocations.py: the factor of LEMS falls from 1 + gamma in the first layer to 1 in the last."""
+    factors = [lems_factor(layer, 4, 1.0, 5.0) for layer in range(4)]
+    assert factors[0] == pytest.approx(6) and factors[-1] == pytest.approx(1) and factors == sorted(factors)[::-1]
+    assert [lems_factor(layer, 3, 0.0, 2.0) for layer in range(3)] == pytest.approx([3, 2, 1])
+    assert parse_allocation("lems=0.5,2") == ("lems", (0.5, 2.0)) and parse_allocation("mean") == ("mean", ())
+    for wrong in ("tilt", "lems=1", "spread=1", "power=x", "tilt=nan", "best"):
+        with pytest.raises(SurgeryError, match="must be uniform, spread"):
+            parse_allocation(wrong)

@@ -92,6 +92,25 @@ def test_the_estimate_follows_the_recipe_and_the_processes(tmp_path):
     assert [step["name"] for step in free["steps"]] == ["layers", "write"]
 
 
+def test_the_estimate_has_the_trials_that_may_run(tmp_path):
+    """With `auto` the measured gain can decide without a trial, so the shorter time has none; tilts are three to five trials."""
+    steps = {
+        allocate: {
+            step["name"]: step["seconds"]
+            for step in make_plan(
+                tmp_path, "low-rank-half", device="cpu", allocate=allocate, sweeps=1, tokens=2**20, length=256
+            )["steps"]
+        }
+        for allocate in ("auto", "best", "spread", "depth")
+    }
+    assert steps["auto"]["trial"][0] == 0 and steps["auto"]["trial"][1] == steps["best"]["trial"][1] > 0
+    assert steps["best"]["trial"][0] == steps["best"]["trial"][1]
+    assert "trial" not in steps["spread"] and "tilts" not in steps["spread"]
+    low, high = steps["depth"]["tilts"]
+    assert low / high == pytest.approx(3 / 5, rel=0.01)
+    assert 0.3 < high / (5 * steps["depth"]["layers"][1]) < 0.9  # each has half of the text, and all held-out rows
+
+
 @pytest.mark.parametrize("by", ["sensitivity", "restored", "gates"])
 def test_hybrids_are_estimated(tmp_path, by):
     attention = {"mixer": "linear", "mask": "decay", "hybrid": {"keep": 0.5, "by": by}}

@@ -33,6 +33,10 @@ SMALL = {  # what shipped recipes say in hundreds of tokens, for texts of 48
     "mhla": ["attention.mask.block=8"],
     "lolcats": NEAR,
     "sliding-window": ["attention.window=12", "attention.sinks=2"],
+    "alternating-window": ["attention.window=12"],
+    "window-equal-state": ["attention.window=12"],
+    "mhla-frozen": ["attention.mask.block=8"],
+    "ssd-equal-state": ["attention.features.features=8"],
 }
 
 

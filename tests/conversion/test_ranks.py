@@ -87,8 +87,17 @@ def run_conversion(checkpoint, inputs, out, recipe, count=1, resume=False):
 
 @pytest.mark.parametrize(
     "recipe, family, count",
-    [(MIXED, None, 2), (HYBRID, "llama", 2), (RESTORED, "llama", 3), (HEADS, "llama", 2), (GATES, "llama", 2)],
-    ids=["without text", "hybrid", "restored", "heads", "gates"],
+    [
+        (MIXED, None, 2),
+        (HYBRID, "llama", 2),
+        (RESTORED, "llama", 3),
+        (HEADS, "llama", 2),
+        (GATES, "llama", 2),
+        ({**MIXED, "allocate": "best"}, "llama", 2),
+        ({**MIXED, "allocate": "depth", "sweeps": 0}, "llama", 2),
+        ({"structure": "btt", "blocks": [2, 2], "order": "strided", "keep": 0.6, "sweeps": 1}, "llama", 2),
+    ],
+    ids=["without text", "hybrid", "restored", "heads", "gates", "trials", "depth", "strided"],
 )
 def test_the_same_bytes_as_one_process(recipe, family, count, checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints(family or "llama"), calibration(family) if family else None

@@ -136,6 +136,7 @@ def test_several_structures_and_what_was_not_measured(checkpoints, times):
     [
         ("speed: {decode: 1.2, device: X}\nkeep: 0.5", "keep has no effect beside it"),
         ("speed: {decode: 1.2, device: X}\nrules: [{match: mlp.up, rank: 3}]", "rank has no effect beside it"),
+        ("speed: {decode: 1.2, device: X}\nallocate: depth", "Use allocate: auto, spread or uniform"),
         ("speed: {decode: 1.2}", "name the device"),
         ("speed: {decode: 1.2, prefill: 2, device: X}", "either prefill or decode"),
         ("speed: {device: X}", "either prefill or decode"),
@@ -226,7 +227,7 @@ def test_trials_run_with_each_contender_s_structures(rise, checkpoints, calibrat
 
 
 # -- the conversion ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("allocate", ["best", "spread", "uniform"])
+@pytest.mark.parametrize("allocate", ["auto", "best", "spread", "uniform"])
 def test_a_conversion_meets_the_target(allocate, checkpoints, calibration, times, tmp_path):
     keys = {**BASE, "structure": "auto", "candidates": ["btt", "low_rank"], "blocks": [2, 2], "round_ranks": 8}
     keys |= {"allocate": allocate, "speed": {"decode": 1.2, "measured": times()}, "calibration": calibration("llama")}
@@ -242,10 +243,10 @@ def test_a_conversion_meets_the_target(allocate, checkpoints, calibration, times
     kept = report["allocation"]
     assert (
         kept["kept"] == allocate
-        if allocate != "best"
+        if allocate not in ("auto", "best")
         else "tokens" in kept["why"] and kept["uniform"] and kept["spread"]
     )
-    if allocate == "best":
+    if allocate in ("auto", "best"):
         assert kept["kept"] == min(("uniform", "spread"), key=lambda name: kept[name]["converted"])
 
 

@@ -11,6 +11,11 @@ from surgery.conversion import trial
 from surgery.conversion import trial as budget
 from surgery.conversion.convert import convert
 from surgery.conversion.score import HeldOutScore
+from surgery.publish.tables import allocation_lines
+
+TOKENS_PER_INPUT = (
+    6 * 24 / 64
+)  # of the tiny models: windows to fit to, their tokens, and the inputs of the widest matrix
 
 
 def conversion(family, checkpoints, tmp_path, padded=False, **keys):
@@ -20,7 +25,8 @@ def conversion(family, checkpoints, tmp_path, padded=False, **keys):
         mask[::2, 15:] = 0
         inputs["attention_mask"] = mask
     save_file(inputs, tmp_path / "inputs.safetensors")
-    recipe = make_recipe(structure="low_rank", holdout=0.25, calibration=tmp_path / "inputs.safetensors", **keys)
+    keys = {"holdout": 0.25, **keys}
+    recipe = make_recipe(structure="low_rank", calibration=tmp_path / "inputs.safetensors", **keys)
     return inputs, convert(str(checkpoints(family)), recipe, tmp_path / "out", device="cpu")
 
 
@@ -77,3 +83,103 @@ def test_sequential_trials_decide_where_the_quick_one_contradicts_the_survey(
     assert (allocation["spread"]["tokens"] == 10) == (kind == "quick trials")
     best = min(("uniform", "spread"), key=lambda name: allocation[name]["converted"])
     assert allocation["kept"] == best
+
+
+def test_no_trial_where_the_expected_rise_is_certain(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial.QuickTrial, "run", lambda self: pytest.fail("a trial ran"))
+    monkeypatch.setattr(trial, "CERTAIN_SHARE", 1.0)
+    monkeypatch.setattr(trial, "CERTAIN_TOKENS", TOKENS_PER_INPUT)
+    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, allocate="auto")
+    allocation = report["allocation"]
+    assert allocation["kept"] == "spread" and "no trial" in allocation["why"]
+    assert 0 < allocation["expected"] <= 1
+
+
+@pytest.mark.parametrize(
+    "family, share, keys",
+    [
+        ("llama", 0.0, {}),
+        ("llama", 1.0, {"curvature": "none"}),
+        ("llama", 1.0, {"calibrate": "independent"}),
+        ("llama", 1.0, {"keep": 0.45}),
+        ("llama", 1.0, {"rules": [{"match": "mlp.up", "keep": 0.45}]}),
+        ("llama", 1.0, {"holdout": 0.75}),
+        ("llama", 1.0, {"rules": [{"match": "mlp.up", "structure": "monarch"}]}),
+        ("bert", 1.0, {}),
+    ],
+    ids=[
+        "small gain",
+        "no curvature",
+        "independent",
+        "few parameters",
+        "few of one role",
+        "few tokens",
+        "monarch",
+        "no next token",
+    ],
+)
+def test_a_trial_where_the_expected_rise_is_not_certain(family, share, keys, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "CERTAIN_SHARE", share)
+    monkeypatch.setattr(trial, "CERTAIN_TOKENS", TOKENS_PER_INPUT)
+    _, report = conversion(family, checkpoints, tmp_path, **{"keep": 0.5, "allocate": "auto", **keys})
+    assert "trials" in report["allocation"]["why"] and report["allocation"]["uniform"]["tokens"]
+
+
+@pytest.mark.parametrize(
+    "losses, kept",
+    [
+        ({}, 0.0),
+        ({0.5: 2.9}, 0.5),
+        ({0.5: 2.9, 1.0: 2.8}, 1.0),
+        ({0.5: 2.9, 1.0: 2.8, 1.5: 2.7}, 1.5),
+        ({-0.5: 2.9, 0.5: 2.995}, -0.5),  # a step up that gains less than one percent of the rise does not count
+    ],
+)
+def test_the_tilt_moves_as_long_as_the_loss_falls(losses, kept, checkpoints, tmp_path, monkeypatch):
+    """The trials are made up: 3 nats at every tilt that is not in `losses`, of 2 originally."""
+    budgets_of: dict[float, dict[str, int]] = {}
+    allocated, tried = trial.tilted_budgets, []
+
+    def allocate(plan, options, free, tilt):
+        budgets_of[tilt] = allocated(plan, options, free, tilt)
+        return budgets_of[tilt]
+
+    def sequential(ctx, budgets, done):
+        tried.append(list(budgets_of)[-1])
+        return HeldOutScore("nats per token", 2.0, losses.get(tried[-1], 3.0), None, 10)
+
+    monkeypatch.setattr(trial, "tilted_budgets", allocate)
+    monkeypatch.setattr(trial, "sequential_trial", sequential)
+    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, allocate="depth")
+    allocation = report["allocation"]
+    assert allocation["kept"] == "depth" and allocation["tilt"] == kept
+    assert len(tried) == len(set(tried)) == len(allocation["tilts"])
+    assert max(map(abs, tried)) <= trial.MAX_TILT
+    stored = sum(record["params_after"] for record in report["modules"])
+    assert stored <= 0.5 * sum(record["params_before"] for record in report["modules"])
+    if kept > 0:  # the first of the two layers has more parameters, the last one less
+        first = [sum(n for name, n in budgets_of[tilt].items() if ".layers.0." in name) for tilt in (0.0, kept)]
+        assert first[0] < first[1]
+
+
+def test_a_tilt_over_depth_is_found_by_conversions(checkpoints, tmp_path):
+    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, allocate="depth", sweeps=1)
+    allocation = report["allocation"]
+    assert {"+0", "+0.5"} <= set(allocation["tilts"]) and allocation["tilt"] in (-1.5, -1, -0.5, 0, 0.5, 1, 1.5)
+    least = min(score["converted"] for score in allocation["tilts"].values())
+    kept = allocation["tilts"][f"{allocation['tilt']:+g}"]
+    assert kept["converted"] <= least + trial.MIN_TILT_GAIN * max(kept["converted"] - kept["original"], 0.0)
+
+
+def test_the_kept_allocation_is_shown_with_its_reason():
+    """Reasons are read from a report, which may be a stranger's: brackets are no markup."""
+    score = {"unit": "nats per token", "original": 1.0, "converted": 2.0, "difference_se": None, "tokens": 10}
+    worse = {**score, "converted": 2.5}
+    assert allocation_lines({"kept": "uniform", "why": "recipe"}) == []
+    tried = allocation_lines({"kept": "uniform", "why": "trials", "uniform": score, "spread": worse, "expected": 0.95})
+    assert tried == ["ranks: uniform kept (trials: uniform 2.0000, spread 2.5000 nats per token)"]
+    certain = allocation_lines({"kept": "spread", "why": "[bold]no trial", "expected": 0.25})
+    assert certain == ["ranks: spread kept (\\[bold]no trial; expected: 0.25)"]
+    depth = {"kept": "depth", "why": "trials", "tilt": -0.5, "tilts": {"+0": worse, "-0.5": score}}
+    shown = "ranks: tilt -0.5 over depth kept (trials: +0 2.5000, -0.5 2.0000 nats per token)"
+    assert allocation_lines(depth) == [shown]

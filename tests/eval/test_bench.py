@@ -517,15 +517,18 @@ def test_what_is_slower_is_said(table):
     linear, attention = plan_notes(plan, 1024)
     assert (
         linear
-        == "note: speed on one X1, launches counted: btt 64x64 for 4,096 -> 4,096 is slower than dense: 0.50x at 512 tokens"
+        == "note: speed on one X1, launches counted: btt 64x64 for 4,096 -> 4,096 beside dense: 2.0x slower at 512 tokens"
     )
-    assert "features beside SDPA at a context of 1,024 tokens: prefill 0.13x; ahead in prefill from 8,192" in attention
+    assert (
+        "features beside SDPA at a context of 1,024 tokens: prefill 7.8x slower; ahead in prefill from 8,192"
+        in attention
+    )
     assert report_notes({"mixer_rows": mixers}, 1024) == [attention] and report_notes({}) == []
     assert report_notes({"mixer_rows": mixers}, 16384) == []
     mixers[0]["mixer"] += ", window 64, sinks 4"  # the table has no row with a window, and the note says so
     (attention,) = report_notes({"mixer_rows": mixers}, 1024)
     assert (
-        "sinks 4, measured without window and sinks, beside SDPA at a context of 1,024 tokens: prefill 0.13x"
+        "sinks 4, measured without window and sinks, beside SDPA at a context of 1,024 tokens: prefill 7.8x slower"
         in attention
     )
     ranks = [{"structure": {**first, "rank": rank}, "shape": [4096, 4096]} for rank in (4, 3, 1000)]
@@ -535,12 +538,18 @@ def test_what_is_slower_is_said(table):
     )  # nothing near was measured
 
 
+def test_a_cpu_gets_no_advice_on_a_gpu(table):
+    notes = plan_notes({"targets": [], "mixers": [{"mixer": "linear: hierarchical mask, identity features"}]}, 1024)
+    assert notes and speed_notes.notes_for_device([*notes, "other"], "cpu") == ["other"]
+    assert speed_notes.notes_for_device(notes, "cuda:0") == notes
+
+
 def test_times_of_a_sliding_window_are_not_those_of_chunks(table, monkeypatch):
     monkeypatch.setattr(speed_notes, "_ratio_to_softmax", lambda *_: 0.5)
     monkeypatch.setattr(speed_notes, "_break_even", lambda *_: "nowhere")
     mixer = "linear: hierarchical mask, identity features, window 64"
     (sliding,), chunks = (report_notes({"mixer_rows": [{"mixer": m}]}, 1024) for m in (mixer, f"{mixer}, near chunks"))
-    assert "decoding 0.50x (0.50x in a CUDA graph)" in sliding and not chunks
+    assert "decoding 2.0x slower (2.0x slower in a CUDA graph)" in sliding and not chunks
 
 
 def test_results_become_the_table_and_the_page(tmp_path):

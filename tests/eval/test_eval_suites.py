@@ -246,6 +246,24 @@ def test_mqar_is_zoology_s():
             make_recall_sequence(vocabulary, *bad, Random("a"))
 
 
+def test_mqar_s_numbers_of_pairs():
+    """As options, as the papers' settings, and one for each 16 tokens without either."""
+    from surgery.eval.suites.mqar import PAPER_SETTINGS, lengths_and_pairs
+
+    assert lengths_and_pairs(EvalOptions(), 300) == [(64, 4), (128, 8), (256, 16)]
+    assert lengths_and_pairs(EvalOptions(pairs=(4, 32)), 300) == [(64, 4), (128, 4), (128, 32), (256, 4), (256, 32)]
+    assert lengths_and_pairs(EvalOptions(pairs=(4,), lengths=(64, 100)), 300) == [(64, 4), (100, 4)]
+    assert lengths_and_pairs(EvalOptions(pairs="based"), 300) == list(PAPER_SETTINGS["based"][:5])
+    assert {n for n, _ in PAPER_SETTINGS["log-linear"]} == {256}
+    assert all(n % 2 == 0 and 4 * pairs <= n for each in PAPER_SETTINGS.values() for n, pairs in each)
+    for asked, said in (
+        ({"pairs": "zoology", "lengths": (64,)}, "sets the lengths too"),
+        ({"pairs": (200,)}, "no length fits"),
+    ):
+        with pytest.raises(SurgeryError, match=said):
+            lengths_and_pairs(EvalOptions(**asked), 300)
+
+
 def test_recalls_follow_the_power_law():
     """One pair: its place s has probability s^(a - 1) / sum."""
     found = Counter(make_recall_sequence(range(200), 34, 1, Random(i)).queries[0] // 2 - 1 for i in range(4000))
@@ -285,6 +303,11 @@ def test_mqar_scores_a_model_that_looks_up(tokenizer, monkeypatch):
     result = mqar.run(asked, EvalOptions(lengths=(64,), limit=4))
     assert len(result.samples) == 16 and all(s.metrics["accuracy"] == 1 for s in result.samples)
     assert result.floors["mqar"]["accuracy"] == pytest.approx(2 / len(sample_vocabulary(tokenizer, 0)), rel=0.01)
+    assert all(s.group == {"length": 64} for s in result.samples)
+    several = mqar.run(asked, EvalOptions(lengths=(64,), pairs=(2, 16), limit=2))
+    assert Counter(s.group["pairs"] for s in several.samples) == {2: 4, 16: 32}
+    assert {s.task for s in several.samples} == set(several.floors) == {"mqar_2", "mqar_16"}
+    assert len({s.id for s in several.samples}) == 36 and all(s.metrics["accuracy"] == 1 for s in several.samples)
 
 
 # -- speed, and all of them ------------------------------------------------------------------------------

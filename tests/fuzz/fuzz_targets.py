@@ -248,6 +248,39 @@ def _call_silently(do: Callable[..., Any], *given: Any) -> None:
         do(*given)
 
 
+RECORDED = {
+    "provenance": {"versions": {"torch": "2.0"}},
+    "models": {"converted": {"name": "it", "fingerprint": "0" * 64}},
+    "options": {"text": "text.txt", "limit": 3},
+    "all_options": {"text": "text.txt", "limit": 3, "tokens": 64},
+    "suites": {
+        "ppl": {
+            "converted": {
+                "provenance": {
+                    "versions": {"torch": "2.1"},
+                    "suite_version": 1,
+                    "data": {"a/b": {"sha256": "0", "commit": "1"}},
+                },
+                "reads": [
+                    {"kind": kind, "name": name, "digest": "0"}
+                    for kind, name in (("file", "text.txt"), ("mirror", "a/b"), ("package", "lm_eval"))
+                ],
+            }
+        }
+    },
+}
+
+
+@fuzz_target("results.json", RECORDED)
+def recorded_results(path: Path) -> None:
+    """results.json as read by `surgery eval --verify`."""
+    from surgery.eval.verify import verify
+
+    done = verify(path, text=str(path), data_root=path.parent)
+    json.dumps(done.to_dict())
+    assert all("\n" not in line for line in done.lines())
+
+
 @fuzz_target("README.md", "---\nlicense: mit\nlicense_name: x\nbase_model: a/b\n---\n# It\n")
 def card(path: Path) -> None:
     """A checkpoint's model card, as read for its license."""
@@ -667,7 +700,7 @@ def mirror(path: Path) -> None:
 @fuzz_target(None, '{"max_seq_lengths": [4096]}', "temperature=0.7,top_p=0.9,do_sample=true", "ppl=1.05", "ppl:nll=0.9", "4096,8192", "0,0.5,1")  # fmt: skip
 def eval_options(text: str) -> None:
     """Options of an evaluation."""
-    from surgery.cli.eval import _parse_json, _parse_pairs, _split_words, parse_options
+    from surgery.cli.eval import _parse_json, _parse_pairs, _split_words, parse_options, parse_pair_numbers
     from surgery.eval.results.thresholds import parse_thresholds
 
     for read in (
@@ -676,6 +709,7 @@ def eval_options(text: str) -> None:
         lambda: parse_options(gen_kwargs=_parse_pairs(text)),
         lambda: parse_options(lengths=_split_words(text)),
         lambda: parse_options(depths=_split_words(text)),
+        lambda: parse_options(pairs=parse_pair_numbers(text)),
         lambda: parse_options(batch_size=text),
         lambda: parse_thresholds([text], True),
     ):

@@ -23,6 +23,8 @@ MIXER_SPECS: dict[str, dict[str, Any]] = {
     "gated deltanet": {"mixer": "linear", "scores": "delta", **SHIPPED},
     "log-linear": {"mixer": "linear", "mask": {"name": "hierarchical", "block": 4}, "scores": "delta", **SHIPPED},
     "log-linear mamba-2": {"mixer": "linear", "mask": "hierarchical", "chunk": 8, "states": "per_head"},
+    "log-linear strong": {"mixer": "linear", "mask": {"name": "hierarchical", "levels": "strong"}, "scores": "delta", "chunk": 8},
+    "log-linear matrices": {"mixer": "linear", "mask": {"name": "hierarchical", "levels": 5, "matrix": "low_rank", "form": "bounded"}, "window": 4, "chunk": 8},
     "toeplitz blocks": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, **SHIPPED, "normalise": True, "rope": "window"},
     "mhla": {"mixer": "linear", "mask": {"name": "blocks", "block": 8, "count": 8}, "features": "relu", "normalise": True, "chunk": 8},
     "softmax": {"mixer": "softmax", "rope": "drop", "scale": "length", "trained_length": 6},

@@ -92,7 +92,17 @@ def test_half_precision_and_strides():
     assert all(miss(left.tensors[n], t) < 1e-5 for n, t in after.tensors.items())
 
 
-@pytest.mark.parametrize("options", [{"features": "relu"}, {"sinks": 4}, {"convolution": 3}, {"gate": "head"}])
+UNKNOWN = [
+    {"levels": "strong"},
+    {"levels": 3, "form": "bounded"},
+    {"levels": 2, "matrix": "static"},
+]  # options of log-linear masks that the kernels of a decoding step do not compute
+UNKNOWN = [{"mask": {"name": "hierarchical", **options}} for options in UNKNOWN]
+
+
+@pytest.mark.parametrize(
+    "options", [{"features": "relu"}, {"sinks": 4}, {"convolution": 3}, {"gate": "head"}, *UNKNOWN], ids=str
+)
 @torch.no_grad()
 def test_what_is_left_to_the_reference(options):
     mixer = mixer_of(LinearAttention(**options)).float()
@@ -100,6 +110,32 @@ def test_what_is_left_to_the_reference(options):
     state = mixer.empty_state(1, DEVICE)
     with use_kernels("kernel"):
         assert one_token.select_kernel(inputs.q_BHTK, mixer, inputs, state) is None
+
+
+CALLS = [
+    *((UNKNOWN[0], more) for more in ({}, {"scores": "delta"}, {"window": 3})),
+    *((mask, {}) for mask in UNKNOWN[1:]),
+]
+
+
+@pytest.mark.parametrize("options, more", CALLS, ids=str)
+@torch.no_grad()
+def test_masks_without_a_kernel_give_the_definition(options, more):
+    """Prefill and steps with kernels requested, against the quadratic definition in float64."""
+    mixer = mixer_of(LinearAttention(**options, **more))
+    whole = tokens(1, 5)
+    right = mixer.dense(whole)
+    given = MixerInputs(*(x.float() for x in (whole.q_BHTK, whole.k_BGTK, whole.v_BGTV, whole.x_BTD)))
+    mixer, state, outs = mixer.float(), mixer.float().empty_state(1, DEVICE), []
+    with use_kernels("kernel"):
+        for a, b in ((0, 3), (3, 4), (4, 5)):
+            heads = (x[:, :, a:b] for x in (given.q_BHTK, given.k_BGTK, given.v_BGTV))
+            piece = MixerInputs(*heads, given.x_BTD[:, a:b])
+            out, state = mixer.mix(piece, state)
+            assert b - a > 1 or one_token.select_kernel(piece.q_BHTK, mixer, piece, state) is None
+            outs.append(out)
+        assert miss(mixer.mix(given)[0], right) < 2e-6
+    assert miss(torch.cat(outs, 2), right) < 2e-6
 
 
 @torch.no_grad()

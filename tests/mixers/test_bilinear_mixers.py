@@ -180,6 +180,34 @@ def test_every_level_of_norm_qk_is_normalised_on_its_own():
         assert changed < 1e-4 if norm == "qk" else changed > 0.05
 
 
+def test_the_score_of_eq_39_is_a_sum_over_levels_of_at_most_c_each():
+    """A level whose factors are zero has the score 0, as LN(0) = 0; the others do not change."""
+    shape, inputs = replace(SHAPE, groups=4), random_inputs(shape=replace(SHAPE, groups=4))
+    mixer = make_mixer(BilinearMLR((4, 2, 3), base="own", norm="qk", scale=5.0), shape)
+    torch.nn.init.ones_(mixer.key_gain)
+    kept, alone = {n: p.detach().clone() for n, p in mixer.named_parameters()}, []
+    for level in (1, 2, 3):
+        mixer.load_state_dict(kept, strict=False)
+        for other in {1, 2, 3} - {level}:
+            torch.nn.init.zeros_(getattr(mixer, f"left{other}"))
+        alone.append(scores(mixer, inputs))
+        assert 0.5 < alone[-1].abs().max() <= 5.0
+    mixer.load_state_dict(kept, strict=False)
+    assert relative_error(scores(mixer, inputs), sum(alone)) < 1e-12
+
+
+def test_eq_40_is_bounded_by_c_and_ignores_the_size_of_factors():
+    """Both sides are normalised: scores are at most C, and twice the factors of W_Q or W_K change nothing, up to the norm's epsilon."""
+    shape, inputs = replace(SHAPE, groups=4), random_inputs(shape=replace(SHAPE, groups=4))
+    mixer = make_mixer(BilinearBTT((4, 6), 2, base="own", norm="qk", scale=5.0), shape)
+    torch.nn.init.ones_(mixer.key_gain)
+    before = scores(mixer, inputs)
+    assert 0.5 < before.abs().max() <= 5.0
+    for name in ("left", "right"):
+        getattr(mixer, name).data *= 2
+        assert relative_error(scores(mixer, inputs), before) < 1e-3
+
+
 OLDER = {  # of what version 0.1.0 computes: configs as its checkpoints hold them
     "bilinear_mlr layer": ({"mixer": "bilinear_mlr", "ranks": [8, 3, 2], "base": "kept", "norm": "layer", "contraction": "auto"}, -20.044598110205527),
     "bilinear_mlr own layer": ({"mixer": "bilinear_mlr", "ranks": [4, 2], "base": "own", "norm": "layer", "contraction": "auto"}, -9.44446192207682),

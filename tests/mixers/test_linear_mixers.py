@@ -31,6 +31,15 @@ SMALL = {  # options at which 20 tokens are many
     "lara": {"features": 7},
     "rfa": {"features": 9},
 }
+MASK_OPTIONS = (
+    "block",
+    "admissibility",
+    "form",
+    "matrix",
+    "rank",
+    "levels",
+    "gates",
+)  # options of masks that a config of the tests gives beside the mixer's
 MASK_NAMES, FEATURE_NAMES = MASKS.names(), FEATURES.names()
 HYBRIDS = [
     {"window": 5},
@@ -51,6 +60,8 @@ HYBRIDS = [
     {"window": 3, "rope": "window", "convolution": 2, "mask": "toeplitz_blocks"},
     {"window": 3, "sinks": 1, "scores": "delta", "mask": "hierarchical", "block": 4},
     {"mask": "hierarchical", "block": 2, "features": "elu"},
+    {"mask": "hierarchical", "admissibility": "strong", "scores": "delta", "window": 3, "sinks": 1},
+    {"mask": "hierarchical", "admissibility": "strong", "features": "elu", "normalise": True},
     {"mask": "hierarchical", "block": 8, "states": "per_head", "window": 2},
 ]
 HYBRIDS += [
@@ -66,6 +77,7 @@ HYBRIDS += [
         {"window": 2, "mask": "hierarchical", "block": 8, "scores": "delta", "rope": "window"},
         {"window": 4, "mask": "hierarchical", "block": 2, "states": "per_head", "sinks": 3},
         {"window": 1, "mask": "hierarchical", "features": "cosformer"},
+        {"window": 4, "sinks": 1, "mask": "hierarchical", "admissibility": "strong", "scores": "delta"},
         {"window": 5, "sinks": 3, "scores": "delta", "convolution": 3, "gate": "value", "norm": "rms"},
         {"window": 3, "mask": "blocks", "features": "elu", "normalise": True},
         {"window": 2, "sinks": 2, "mask": "blocks", "scores": "delta"},
@@ -89,7 +101,7 @@ def config_of(mask: str = "gates", features: str = "identity", **options) -> Lin
             (phi.positive or phi.min_denominator > 0) and mask not in SIGNED_MASKS and options.get("scores") != "delta"
         )
         options["normalise"] = may
-    mask_options = {**small(mask), **({"block": options.pop("block")} if "block" in options else {})}
+    mask_options = small(mask) | {name: options.pop(name) for name in MASK_OPTIONS if name in options}
     mask_options |= {"length": options.pop("mask_length")} if "mask_length" in options else {}
     map_options = small(features)
     if features in ("favor", "lara") and not options["normalise"]:
@@ -117,6 +129,9 @@ def config_name(config: LinearAttention) -> str:
     extras += [
         f"{part}{n}" for part in ("block",) if config.mask.name == "hierarchical" and (n := config.mask.block) > 1
     ]
+    if config.mask.name == "hierarchical":
+        extras += ["strong"] * config.mask.strong + [config.mask.form] * (config.mask.form != "softplus")
+        extras += [config.mask.matrix] * (config.mask.matrix != "scalar")
     return "-".join([config.mask.name, config.features.name, config.scores, *extras])
 
 

@@ -27,7 +27,13 @@ from surgery.mixers.masks.base import MASKS, MaskInputs
 OPTIONS = {"blocks": {"block": 12, "count": 100}, "toeplitz_blocks": {"block": 12}, "toeplitz": {"length": 50}}
 # Levels shared early, gates of every kind.
 MORE = {
-    "hierarchical": [{"levels": 4, "gates": "decay"}, {"gates": "ones"}],
+    "hierarchical": [
+        {"levels": 4, "gates": "decay"},
+        {"gates": "ones"},
+        {"levels": "strong"},
+        {"levels": 4, "gates": "decay", "admissibility": "strong"},
+        {"levels": 3, "form": "bounded"},
+    ],
     "blocks": [{"block": 5, "count": 220, "normalise": "sum"}],
 }
 CONFIGS = [
@@ -247,6 +253,12 @@ def test_tokens_beyond_the_last_block_are_refused():
         ("hierarchical", {"gates": "blocks"}, "gates, decay"),
         ("hierarchical", {"gates": "decy"}, "did you mean 'decay'"),
         ("hierarchical", {"levels": 1}, "2 or more"),
+        ("hierarchical", {"levels": "weak"}, "a number or strong"),
+        ("hierarchical", {"admissibility": "medium"}, "one of weak, strong"),
+        ("hierarchical", {"form": "cubic"}, "one of softplus, linear, positive, bounded"),
+        ("hierarchical", {"matrix": "dense"}, "one of scalar, diagonal, static, low_rank"),
+        ("hierarchical", {"matrix": "low_rank", "rank": 0}, r"rank must be 1 or more \(got 0\)"),
+        ("hierarchical", {"levels": "strong", "block": 4}, r"block must be 1 with strong admissibility \(got 4\)"),
         ("blocks", {"weights": "fixed"}, "frozen"),
         ("blocks", {"count": 0}, "count=32"),
         ("toeplitz", {"length": 0}, "1 or more"),
@@ -265,6 +277,16 @@ def test_far_gates_are_not_lost_behind_a_strong_one():
     rows.signals["gate"][:, 2] = -9000.0
     expected, single = dense_output(mask, rows), to_dtype(rows, torch.float32)
     assert relative_error(mask.float().chunked(single, None, 64)[0], expected, rows) < 1e-6
+
+
+@pytest.mark.parametrize("scores", ["kernel", "delta"])
+def test_strong_states_are_all_in_use(scores):
+    """One bucket for each level from 1 to bit_length(n) after n tokens, and none of them is empty."""
+    mask = make_mask(MASKS.config_type("hierarchical")(levels="strong"))
+    for length in (1, 2, 3, 255, 256, 300):
+        _, state = run_in_pieces(mask, random_rows(mask, scores, length, [0], [length]), [0, length], 64)
+        assert state["buckets"].shape[1] == length.bit_length()
+        assert (state["buckets"].flatten(2).norm(dim=-1) > 0).all()
 
 
 @pytest.mark.parametrize("scores", ["kernel", "delta"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import functools
 import math
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from helpers.mask_rows import SHAPE, dense_output, make_mask, random_rows, relat
 
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.masks.delta_rule import dense_scores
+from surgery.mixers.masks.strong_levels import bucket_starts, strong_level
 
 LENGTH = 41
 EITHER = pytest.mark.parametrize("scores", ["kernel", "delta"])
@@ -156,6 +158,80 @@ def test_hierarchical_is_log_linear_attention_s_recurrence(scores):
             lambdas = rows.signals["level"][b, t, g, j]
             expected[(*at, t)] = sum(lambdas[min(level, 4)] * (q[t] @ state) for level, state in states.items())
     both_forms(mask, rows, expected)
+
+
+@functools.cache
+def level_by_recursion(t: int, s: int) -> int:
+    """Strong admissibility of the paper's appendix B.4 as a recursion over the lower triangle: its first half is cut in
+    blocks of half the size, which are admissible unless they touch the diagonal."""
+    if s == t:
+        return 0
+    top = t.bit_length() - 1
+    half, rest = 2 ** max(top - 1, 0), t - 2**top
+    if s < half or (s < 2 * half and rest >= half):
+        return top + 1
+    return level_by_recursion(t - half, s - half) if s < 2 * half else level_by_recursion(t - 2 * half, s - 2 * half)
+
+
+def test_strong_levels_are_the_recursion_s():
+    at_T = torch.arange(300)
+    level_TT = strong_level(at_T[:, None], at_T)
+    for t in range(300):
+        expected = [level_by_recursion(t, s) for s in range(t + 1)]
+        assert level_TT[t, : t + 1].tolist() == expected
+        assert (
+            sorted(set(expected), reverse=True) == list(range(t.bit_length(), -1, -1)) == list(dict.fromkeys(expected))
+        )
+        sizes = [expected.count(level) for level in range(2, t.bit_length() + 1)]
+        assert all(size in (2 ** (i), 2 ** (i + 1)) for i, size in enumerate(sizes))
+        starts = bucket_starts(torch.tensor([t]), t.bit_length())[0].tolist()
+        assert starts == [expected.index(level) for level in range(1, t.bit_length() + 1)]
+
+
+@pytest.mark.parametrize("chunk", [4, 8, 16])
+def test_strong_levels_of_distant_chunks_are_those_of_the_chunks(chunk):
+    at_T = torch.arange(256)
+    level_TT, number_T = strong_level(at_T[:, None], at_T), at_T // chunk
+    far_TT = number_T[:, None] >= number_T + 2
+    of_chunks_TT = strong_level(number_T[:, None], number_T) + chunk.bit_length() - 1
+    assert torch.equal(level_TT[far_TT], of_chunks_TT[far_TT])
+
+
+@torch.no_grad()
+@EITHER
+def test_strong_log_linear_is_a_recurrence_over_buckets(scores):
+    """At token t the states of t - 1 pass into the level of their tokens, all pass the gate and the transition, and the token is
+    level 0; o_t = sum_l lambda_t^(l) q_t S_t^(l)."""
+    mask = mask_of("hierarchical", levels=5, admissibility="strong")
+    rows = random_rows(mask, scores, LENGTH, [0, 0], [LENGTH, 30])
+    expected = torch.zeros(*rows.q_BGJTF.shape[:4], 3, dtype=torch.float64)
+    for at, q, k, v, beta in heads(rows):
+        b, g, j = at
+        states: dict[int, tuple[int, torch.Tensor]] = {}  # of each level: its first token, and its sum
+        nothing = torch.zeros(5, dtype=torch.float64)
+        for t in range(LENGTH):
+            moved: dict[int, tuple[int, torch.Tensor]] = {}
+            for first, state in sorted(states.values(), key=lambda pair: pair[0]):
+                level = level_by_recursion(t, first)
+                moved[level] = (moved[level][0], moved[level][1] + state) if level in moved else (first, state)
+            alpha, strength = rows.signals["gate"][b, t, g].exp(), None if beta is None else beta[t]
+            key = nothing if beta is None else k[t]
+            states = {n: (first, next_state(s, key, 0 * v[t], strength, alpha)) for n, (first, s) in moved.items()}
+            states[0] = (t, (1 if beta is None else beta[t]) * torch.outer(k[t], v[t]))
+            assert len(states) == t.bit_length() + 1
+            lambdas = rows.signals["level"][b, t, g, j]
+            expected[(*at, t)] = sum(lambdas[min(level, 4)] * (q[t] @ s) for level, (_, s) in states.items())
+    both_forms(mask, rows, expected)
+
+
+@torch.no_grad()
+def test_strong_levels_with_equal_lambdas_are_the_gates():
+    mask = mask_of("hierarchical", levels="strong")
+    rows = random_rows(mask, "delta", LENGTH, [7], [LENGTH])
+    rows.signals["level"] = torch.ones_like(rows.signals["level"])
+    torch.testing.assert_close(
+        mask.dense(rows.start_B, LENGTH, rows.signals)[:, :, :1], mask.gates.dense(rows.start_B, LENGTH, rows.signals)
+    )
 
 
 @torch.no_grad()

@@ -23,14 +23,21 @@ BESIDE = (
     "Makefile",
     "constraints-cpu.txt",
     "build_backend.py",
+    "setup.py",
     "surgery_startup.py",
 )
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 BUILD = """
-import pathlib, build_backend
+import os, pathlib, build_backend
 build_backend.build_sdist("dist")
-pathlib.Path("editable").mkdir()
+for folder in ("editable", "direct"):
+    pathlib.Path(folder).mkdir()
 build_backend.build_editable("editable")
+for path in pathlib.Path("surgery").rglob("*.py"):  # another checkout has other times and modes
+    os.utime(path, (1e9, 1e9))
+    path.chmod(0o600)
+build_backend.build_sdist("again")
+build_backend.build_wheel("direct")
 """
 WORKS = """
 import site, sys
@@ -100,6 +107,25 @@ def test_the_source_distribution_can_be_read_and_tested(sdist):
     beside = {name for name in beside if "__pycache__" not in name} | set(BESIDE)
     assert beside <= files, beside - files
     assert not [name for name in files if name.endswith(".pyc")]
+
+
+def test_the_source_distribution_is_reproducible(sdist):
+    """Times, modes and owners of the checkout do not matter."""
+    assert (sdist.parents[1] / "again" / sdist.name).read_bytes() == sdist.read_bytes()
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert [m.name for m in members] == sorted(m.name for m in members)
+    assert {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in members} == {(315_532_800, 0, 0, "", "")}
+    assert {m.mode for m in members} <= {0o644, 0o755}
+
+
+def test_the_wheel_is_reproducible(sdist, wheel):
+    """Built in a checkout and from the source distribution elsewhere: the same bytes."""
+    assert (sdist.parents[1] / "direct" / wheel.name).read_bytes() == wheel.read_bytes()
+    members = zipfile.ZipFile(wheel).infolist()
+    assert {m.date_time for m in members} == {(1980, 1, 1, 0, 0, 0)}
+    assert {m.external_attr >> 16 for m in members} == {0o100644}
+    assert members[-1].filename.endswith(".dist-info/RECORD")
 
 
 def test_data_marker_and_licence(wheel):

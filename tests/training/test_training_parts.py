@@ -13,7 +13,7 @@ from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
 from surgery.training.batches import BatchLayout
 from surgery.training.data.prefetch import ProcessPrefetcher, ThreadPrefetcher, limit_tokenizer_threads
-from surgery.training.logging import TrainingLog, draw_curve, tracker_names
+from surgery.training.logging import TrainingLog, draw_curve, result_table, tracker_names
 from surgery.training.optim import WeightEMA
 from surgery.training.weight_norm import add_core_norms, fold_core_norms, rms
 
@@ -146,6 +146,34 @@ def test_the_log_forgets_what_will_be_done_again(tmp_path):
     assert log.lines()[0]["loss"] is None
     assert draw_curve(log.lines(), tmp_path / "curve.png") and not draw_curve([], tmp_path / "none.png")
     assert tracker_names("none") == []
+
+
+def test_a_curve_is_never_empty(tmp_path, monkeypatch):
+    """One point has a marker, and a stage without a finite loss says so."""
+    from matplotlib.axes import Axes
+
+    drawn: list[str] = []
+    plot, text = Axes.plot, Axes.text
+    monkeypatch.setattr(Axes, "plot", lambda self, *a, **k: drawn.append(a[2]) or plot(self, *a, **k))
+    monkeypatch.setattr(Axes, "text", lambda self, *a, **k: drawn.append(a[2]) or text(self, *a, **k))
+    line = {"stage": 0, "step": 1, "kind": "lm", "tokens": 1}
+    assert draw_curve([{**line, "loss": 0.5}], tmp_path / "one.png")
+    assert draw_curve([{**line, "loss": None}], tmp_path / "none.png")
+    assert drawn == ["o-", "no finite loss was logged"]
+
+
+@pytest.mark.parametrize("last, shown", [(0.2766, "loss 0.2766,"), (0.25, "loss 0.2766 -> 0.2500,")])
+def test_one_loss_is_shown_once(last, shown):
+    stage = {
+        "kind": "distill",
+        "steps": 1,
+        "tokens": 8,
+        "first_loss": 0.2766,
+        "last_loss": last,
+        "tokens_per_second": 1.0,
+    }
+    parts = result_table({"validation": {}, "stages": [stage], "delivered": {"says": "x"}})
+    assert shown in "\n".join(map(str, parts))
 
 
 def test_what_spreads_otherwise_is_refused():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import pi
 from random import Random
 
-from surgery.eval.long_context.ruler.base import LengthTooShortError, RulerQuestion, TaskContext, parallel_map
-from surgery.eval.long_context.ruler.words import random_compound, random_letters, vocabulary
+from surgery.core.errors import SurgeryError
+from surgery.eval.long_context.ruler.base import LengthTooShortError, RulerQuestion, TaskContext
+from surgery.eval.long_context.ruler.prompt import FilledPrompt, WholeUnits
+from surgery.eval.long_context.ruler.words import random_letters, vocabulary
 
 COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear "
@@ -48,7 +51,7 @@ class CommonWords:
 
     def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
         """Yield questions; the task has no needle, so depths are ignored."""
-        yield from parallel_map(lambda index: self._make_question(ctx, index), range(samples))
+        yield from ctx.make_each(lambda index: self._make_question(ctx, index), range(samples))
 
     def _make_question(self, ctx: TaskContext, index: int) -> RulerQuestion:
         for shape in (LONG, *SMALLER) if ctx.length >= 4096 else SMALLER:
@@ -67,17 +70,7 @@ class CommonWords:
             shown = COMMON.format(context=_numbered_list(sample, often, seldom, rng.random(), "")) + COMMON_PREFIX
             before = shown + " " + " ".join(f"{i}. {word}" for i, word in enumerate(sample[:TOP], 1)) + "\n"
         rng.shuffle(words)
-        filler = " ".join(words[-8:])
-
-        def build(n: int, rest: str) -> str:
-            while len(words) < n:  # beyond the lists, pairs of words
-                words.append(random_compound(rng))
-            context = _numbered_list(words[:n], shape.common, shape.other, seed, rest)
-            return before + COMMON.format(context=context) + COMMON_PREFIX
-
-        found = ctx.fill_prompt(
-            build, self.answer_tokens, TOP + 1, 4 * ctx.length, max(1, ctx.length // 128), filler=filler, mixed=True
-        )
+        found, words = self._fill(ctx, shape, words, before, seed, rng)
         return RulerQuestion(
             id=f"{self.name} {ctx.length} {index}",
             prompt=found.text[: -len(COMMON_PREFIX)],
@@ -87,6 +80,52 @@ class CommonWords:
             tokens=found.tokens + self.answer_tokens,
             note=_shortening_note(shape, ctx.length),
         )
+
+    def _fill(
+        self, ctx: TaskContext, shape: WordRepeats, words: list[str], before: str, seed: float, rng: Random
+    ) -> tuple[FilledPrompt, list[str]]:
+        """Return the prompt and its words in the order of their frequency; of the longer list where `words` are too few, as in RULER."""
+        filler, most, short = " ".join(words[-8:]), len(words), words
+        longer: list[str] = []
+
+        def build(n: int, rest: str) -> str:
+            chosen = short if n <= most else longer
+            context = _numbered_list(chosen[:n], shape.common, shape.other, seed, rest)
+            return before + COMMON.format(context=context) + COMMON_PREFIX
+
+        def fill(least: int, largest: int) -> FilledPrompt:
+            kind = f"{self.name} {shape} {largest > most}"
+            original = WholeUnits(10, sample=min(4096, most), slack=2, most=largest)
+            return ctx.fill_prompt(
+                build, self.answer_tokens, least, largest, max(1, ctx.length // 128), filler=filler, mixed=True,
+                original=original, kind=kind,
+            )  # fmt: skip
+
+        found = fill(TOP + 1, most)
+        if found.units < most or found.tokens + self.answer_tokens >= ctx.length * 0.999:
+            return found, short
+        english = english_words(ctx)
+        if len(english) <= most:
+            raise SurgeryError(
+                f"cwe at {ctx.length:,} tokens needs more than {most:,} words, but the mirror's list has {len(english):,}. Remove its folder "
+                "NVIDIA/RULER, then run `surgery fetch-eval-data DATA --suite ruler`"
+            )
+        longer += rng.sample(english, min(len(english), ctx.length // shape.other))
+        with suppress(LengthTooShortError):  # words of the longer list are longer
+            found = fill(most + 1, len(longer))
+        return found, short if found.units <= most else longer
+
+
+def english_words(ctx: TaskContext) -> Sequence[str]:
+    """Return RULER's longer list of words from the mirror. Raises SurgeryError without it."""
+    load = ctx.texts.get("english_words")
+    if load is None:
+        raise SurgeryError(
+            f"cwe at {ctx.length:,} tokens needs more than the {len(vocabulary()):,} words of wonderwords. Fetch RULER's longer list with "
+            "`surgery fetch-eval-data DATA --suite ruler`, and give --data-root DATA"
+        )
+    found: Sequence[str] = load()
+    return found
 
 
 def _shortening_note(shape: WordRepeats, length: int) -> str:
@@ -117,7 +156,7 @@ class FrequentWords:
 
     def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
         """Yield questions; the task has no needle, so depths are ignored."""
-        yield from parallel_map(lambda index: self._make_question(ctx, index), range(samples))
+        yield from ctx.make_each(lambda index: self._make_question(ctx, index), range(samples))
 
     def _make_question(self, ctx: TaskContext, index: int) -> RulerQuestion:
         rng = ctx.rng(self.name, index)
@@ -132,8 +171,9 @@ class FrequentWords:
             return FREQUENT.format(context=" ".join(text) + rest) + FREQUENT_PREFIX
 
         found = ctx.fill_prompt(
-            build, self.answer_tokens, 1, 16 * ctx.length, max(1, ctx.length // 32), filler=" ..." * 64, mixed=True
-        )
+            build, self.answer_tokens, 1, 16 * ctx.length, max(1, ctx.length // 32), filler=" ..." * 64, mixed=True,
+            original=WholeUnits(max(1, goal // 32), start=goal // self.letters), kind=self.name,
+        )  # fmt: skip
         times = _word_counts(found.units, len(coded))
         if not times[1] > times[2] > times[3] > times[4]:
             raise LengthTooShortError(

@@ -1,7 +1,7 @@
 """Question type and shared code of RULER's generators.
 
 Prompts, budgets and one-shot examples are those of RULER (Hsieh et al. 2024, arXiv:2404.06654; NVIDIA, Apache-2.0). There are
-three differences. Prompts are filled to the exact number of tokens. Every sample has its own seed. One-shot examples that do not
+three differences. Prompts are filled to the exact number of tokens (with `fill="ruler"` by whole units, as in the original). Every sample has its own seed. One-shot examples that do not
 fit are shortened or left out, below 4096 tokens, where RULER is not defined.
 """
 
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from random import Random
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ from surgery.eval.long_context.ruler.prompt import (
     DifferenceEstimate,
     FilledPrompt,
     SentenceEstimate,
+    WholeUnits,
     fill_prompt,
 )
 
@@ -60,13 +62,19 @@ class LengthTooShortError(Exception):
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What generators share: token counter, target length, seed, and texts from the mirror."""
+    """What generators share: token counter, target length, seed, and texts from the mirror.
+
+    fill: "exact" fills prompts to the exact number of tokens, "ruler" with whole units as the original. units: the number of units that was
+    found for a kind of prompt.
+    """
 
     count: Count
     length: int
     seed: int
     texts: Mapping[str, Any]
     sentences: dict[str, int] = field(default_factory=dict)  # token counts of sentences, shared by a task's samples
+    fill: str = "exact"
+    units: dict[str, int] = field(default_factory=dict)
 
     def rng(self, task: str, *parts: Any) -> Random:
         """Return a generator seeded by task, length and sample only."""
@@ -80,10 +88,17 @@ class TaskContext:
         most: int,
         probe: int,
         *,
+        original: WholeUnits,
+        kind: str,
         filler: str = "",
         mixed: bool = False,
     ) -> FilledPrompt:
-        """Fill a prompt to the target length. mixed: the order of the units depends on their number."""
+        """Fill a prompt to the target length.
+
+        mixed: the order of the units depends on their number. original: the fill of the original, for prompts of this kind.
+        """
+        if self.fill == "ruler":
+            return self._fill_whole_units(build, answer_tokens, original, kind)
         estimate = DifferenceEstimate(self.count) if mixed else SentenceEstimate(self.count, self.sentences)
         found = fill_prompt(
             build, self.count, self.length - answer_tokens, least, most, probe, filler=filler, estimate=estimate
@@ -94,6 +109,29 @@ class TaskContext:
                 f"needs {needed:,} tokens with this tokenizer, {answer_tokens} of them for the answer"
             )
         return found
+
+    def _fill_whole_units(self, build: Build, answer_tokens: int, original: WholeUnits, kind: str) -> FilledPrompt:
+        goal = self.length - answer_tokens
+        if kind not in self.units:
+            self.units[kind] = original.search(self.count, build, self.length, goal)
+        found = original.fill(self.count, build, goal, self.units[kind])
+        if found is None:
+            needed = self.count(build(original.size(original.step), "")) + answer_tokens
+            raise LengthTooShortError(
+                f"needs {needed:,} tokens with this tokenizer for the {original.step} units that the original begins with"
+            )
+        return found
+
+    def step(self, units: int) -> int:
+        """Return the original's step of a haystack: 5 below 4096 tokens, where it is not defined, otherwise `units`."""
+        return units if self.length >= 4096 else 5
+
+    def make_each(self, make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+        """Yield make(item) in order. With the original's fill the first, which finds the number of units, is made before the others."""
+        rest = iter(items)
+        if self.fill == "ruler":
+            yield from map(make, islice(rest, 1))
+        yield from parallel_map(make, rest)
 
 
 def parallel_map(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

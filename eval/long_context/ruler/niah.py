@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 
-from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, parallel_map
+from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext
+from surgery.eval.long_context.ruler.prompt import WholeUnits
 from surgery.eval.long_context.ruler.words import NOISE, random_compound, random_number, random_uuid
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -50,7 +52,7 @@ class NeedleTask:
     def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
         """Yield questions; of several needles, one lies at the given depth and the others at random."""
         cells = [(index, depth) for depth in depths or (None,) for index in range(samples)]
-        yield from parallel_map(lambda cell: self._make_question(ctx, *cell), cells)
+        yield from ctx.make_each(lambda cell: self._make_question(ctx, *cell), cells)
 
     def _make_question(self, ctx: TaskContext, index: int, depth: float | None) -> RulerQuestion:
         rng = ctx.rng(self.name, index, depth)
@@ -68,6 +70,7 @@ class NeedleTask:
         found = ctx.fill_prompt(
             lambda n, rest: template.format(context=haystack.text(n, rest), **words) + prefix,
             self.answer_tokens, haystack.least, 16 * ctx.length, haystack.probe, filler=haystack.filler,
+            original=haystack.original(ctx), kind=self.name,
         )  # fmt: skip
         return RulerQuestion(
             id=f"{self.name} {ctx.length} {depth} {index}",
@@ -94,6 +97,10 @@ class Haystack:
         """Return the text of n units and `rest`."""
         raise NotImplementedError
 
+    def original(self, ctx: TaskContext) -> WholeUnits:
+        """Return how the original fills this haystack."""
+        raise NotImplementedError
+
     def needle_positions(self, units: int) -> list[int]:
         """Return the unit before which each needle is inserted, ascending."""
         rng = Random(self.seed)
@@ -118,6 +125,10 @@ class NoiseHaystack(Haystack):
         lines, part = divmod(n, len(NOISE) + 1)
         return self.insert_needles([NOISE] * lines + [NOISE[:part]] * (part > 0), "\n")
 
+    def original(self, ctx: TaskContext) -> WholeUnits:
+        """Return the fill by whole lines."""
+        return WholeUnits(ctx.step(25), lambda lines: lines * (len(NOISE) + 1))
+
 
 class EssayHaystack(Haystack):
     """The essays from their beginning, repeated if too short; a unit is a character."""
@@ -132,6 +143,16 @@ class EssayHaystack(Haystack):
         if self.depth is not None:
             return super().needle_positions(units)
         return sorted(int(units * place) for place in Random(self.seed).sample(RULER_DEPTHS, len(self.needles)))
+
+    def original(self, ctx: TaskContext) -> WholeUnits:
+        """Return the fill by whole words."""
+        ends = word_ends(self.essays)
+
+        def size(words: int) -> int:
+            rounds, rest = divmod(words, len(ends))
+            return rounds * len(self.essays) + (ends[rest - 1] if rest else -1)
+
+        return WholeUnits(500, size)
 
 
 class NeedleHaystack(Haystack):
@@ -152,8 +173,18 @@ class NeedleHaystack(Haystack):
             self.other_needles.append(NEEDLE.format(kind=self.task.value, key=key, value=value))
         return self.insert_needles(self.other_needles[:n], "\n") + (f"\n{rest}" if rest else "")
 
+    def original(self, ctx: TaskContext) -> WholeUnits:
+        """Return the fill by whole needles."""
+        return WholeUnits(ctx.step(25))
+
 
 HAYSTACKS = {"noise": NoiseHaystack, "essay": EssayHaystack, "needle": NeedleHaystack}
+
+
+@lru_cache(maxsize=2)
+def word_ends(text: str) -> tuple[int, ...]:
+    """Return the position behind each word of a text whose words are separated by single spaces."""
+    return tuple(found.end() for found in re.finditer(r"\S+", text))
 
 
 def _join_names(names: list[str]) -> str:

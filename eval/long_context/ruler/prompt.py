@@ -34,6 +34,64 @@ class FilledPrompt:
     tokens: int
 
 
+@dataclass(frozen=True)
+class WholeUnits:
+    """How the original of RULER fills a task's prompts: with whole units, as many in every prompt of a task and length.
+
+    Source: the generators in scripts/data/synthetic of NVIDIA/RULER at commit c3f5e3b. The number of units is searched on one
+    prompt, by bisection or, from `start`, step by step. A prompt that is too long with it loses `step` units until it fits.
+
+    Attributes:
+        step: smallest number of units, and what a prompt that is too long loses.
+        size: number of units -> n of `build`.
+        sample: units of the prompt from which the upper end of the bisection is estimated; None: `step`.
+        slack: upper end of the bisection, in multiples of the estimate.
+        start: first number of a search step by step; None: bisection.
+        most: largest number of units; None: unlimited.
+    """
+
+    step: int
+    size: Callable[[int], int] = lambda units: units
+    sample: int | None = None
+    slack: int = 3
+    start: int | None = None
+    most: int | None = None
+
+    def search(self, count: Count, build: Build, length: int, goal: int) -> int:
+        """Return the number of units for prompts of `goal` tokens. length: tokens of prompt and answer."""
+
+        def tokens(units: int) -> int:
+            return count(build(self.size(units), ""))
+
+        if self.start is not None:
+            units = self.start
+            while tokens(units) < goal:
+                units += self.step
+            return units - self.step
+        sample = self.sample or self.step
+        low, high = self.step, max(int(length * sample / tokens(sample) * self.slack), 2 * self.step)
+        high = high if self.most is None else min(high, self.most)
+        found = self.step
+        while low <= high:
+            middle = (low + high) // 2
+            if tokens(middle) <= goal:
+                found, low = middle, middle + 1
+            else:
+                high = middle - 1
+        return found
+
+    def fill(self, count: Count, build: Build, goal: int, units: int) -> FilledPrompt | None:
+        """Return the prompt of at most `units` units that fits; None if `step` units are too many."""
+        while True:
+            text = build(self.size(units), "")
+            tokens = count(text)
+            if tokens <= goal:
+                return FilledPrompt(text, self.size(units), tokens)
+            if units <= self.step:
+                return None
+            units = max(units - self.step, 1)
+
+
 def prompt_counter(tokenizer: Any) -> Count:
     """Return a function prompt -> tokens as the model receives it, special tokens included."""
     counts = encoding.counter(tokenizer)

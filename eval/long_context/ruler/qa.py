@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from surgery.eval.long_context.ruler.base import LengthTooShortError, RulerQuestion, TaskContext, parallel_map
+from surgery.eval.long_context.ruler.base import LengthTooShortError, RulerQuestion, TaskContext
+from surgery.eval.long_context.ruler.prompt import WholeUnits
 
 TEMPLATE = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\nThe "
@@ -96,7 +97,7 @@ class DocumentQATask:
                 return error
 
         found, reason = 0, LengthTooShortError("has no questions")
-        for question in parallel_map(make_or_fail, range(len(library.questions))):
+        for question in ctx.make_each(make_or_fail, range(len(library.questions))):
             if isinstance(question, LengthTooShortError):
                 reason = question
                 continue
@@ -120,8 +121,9 @@ class DocumentQATask:
 
         most = 4 * ctx.length if others else 0
         found = ctx.fill_prompt(
-            build, self.answer_tokens, 0, most, max(1, ctx.length // 1024), filler=f"{last} " * 4, mixed=True
-        )
+            build, self.answer_tokens, 0, most, max(1, ctx.length // 1024), filler=f"{last} " * 4, mixed=True,
+            original=WholeUnits(10, lambda documents: min(most, max(0, documents - len(asked.gold)))), kind=self.name,
+        )  # fmt: skip
         return RulerQuestion(
             id=f"{self.name} {ctx.length} {index}",
             prompt=found.text[: -len(PREFIX)],

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from surgery.eval.long_context.ruler.base import LengthTooShortError, RulerQuestion, TaskContext, parallel_map
-from surgery.eval.long_context.ruler.prompt import fill_prompt
+from surgery.eval.long_context.ruler.base import LengthTooShortError, RulerQuestion, TaskContext
+from surgery.eval.long_context.ruler.prompt import WholeUnits, fill_prompt
 from surgery.eval.long_context.ruler.words import NOISE, random_letters
 
 TEMPLATE = (
@@ -35,7 +35,7 @@ class VariableTracking:
 
     def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
         """Yield questions; the chain lies at random places, so depths are ignored."""
-        yield from parallel_map(lambda index: self._make_question(ctx, index), range(samples))
+        yield from ctx.make_each(lambda index: self._make_question(ctx, index), range(samples))
 
     def _make_question(self, ctx: TaskContext, index: int) -> RulerQuestion:
         """Make a question with an example of up to 500 tokens and a quarter of the length, or without one."""
@@ -57,7 +57,10 @@ class VariableTracking:
         def build(n: int, rest: str) -> str:
             return example + TEMPLATE.format(context=_insert_chain(lines, n, seed), value=value) + prefix
 
-        found = ctx.fill_prompt(build, self.answer_tokens, 0, 16 * ctx.length, max(8, ctx.length // 4))
+        found = ctx.fill_prompt(
+            build, self.answer_tokens, 0, 16 * ctx.length, max(8, ctx.length // 4),
+            original=WholeUnits(ctx.step(10), lambda lines: lines * (len(NOISE) + 1)), kind=f"{self.name} {bool(example)}",
+        )  # fmt: skip
         return RulerQuestion(
             id=f"{self.name} {ctx.length} {index}",
             prompt=found.text[: -len(prefix)],

@@ -8,6 +8,7 @@ from importlib.resources import files
 from random import Random
 
 from surgery.core.errors import SurgeryError
+from surgery.core.project import install_command
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -18,9 +19,7 @@ def load_words(kind: str) -> tuple[str, ...]:
     try:
         text = (files("wonderwords") / "assets" / f"{kind}list.txt").read_text(encoding="utf-8")
     except (ModuleNotFoundError, FileNotFoundError):
-        raise SurgeryError(
-            "RULER's words need the package wonderwords. Run pip install 'transformer-surgery[eval]'."
-        ) from None
+        raise SurgeryError(f"RULER's words need the package wonderwords: {install_command('eval')}.") from None
     return tuple(sorted({line.strip() for line in text.splitlines() if line.strip()}))
 
 

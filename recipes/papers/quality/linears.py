@@ -1,6 +1,6 @@
 """Table of docs/quality.md: perplexity after converting every linear of the layers, by structure and method, without training.
 
-python -m surgery.recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--refine 20 20] [--json OUT]
+python -m surgery.recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--refine 20 20] [--allocate depth] [--json OUT]
 
     plain        no calibration text: Frobenius norm
     whitened     closed form in the metric of the inputs, each layer separately, the same share of parameters everywhere
@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,18 @@ def convert_and_measure(
         "kept": report["totals"]["kept"],
         "macs": report["totals"]["macs_after"] / report["totals"]["macs_before"],
         "allocation": report["allocation"]["kept"],
+        "errors": role_errors(report),
         "seconds": seconds,
     }
+
+
+def role_errors(report: dict[str, Any]) -> dict[str, float]:
+    """Return the mean relative output error of each role's matrices."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    for row in report["modules"]:
+        if row["error"] is not None:
+            errors[" ".join(row["roles"])].append(row["error"])
+    return {role: sum(found) / len(found) for role, found in errors.items()}
 
 
 def main() -> None:
@@ -100,6 +111,7 @@ def main() -> None:
         metavar=("LAYERS", "MODEL"),
         help="Epochs of refinement of each layer and of the whole model. Default: no refinement.",
     )
+    add("--allocate", help="Allocation of the budget, for the method `everything`. Default: that of recipes.")
     add("--device", help="Compute on this device. Default: a GPU if there is one.")
     add("--json", type=Path, help="Write the rows to this file.")
     arguments = parser.parse_args()
@@ -110,6 +122,7 @@ def main() -> None:
     print(format_line(rows[0]), flush=True)
     text = {"calibration": arguments.calibration, "tokens": arguments.tokens, "length": arguments.length}
     refine = {} if arguments.refine is None else {"refine": dict(zip(("layers", "model"), arguments.refine))}
+    allocate = {} if arguments.allocate is None else {"allocate": arguments.allocate}
     for keep in arguments.keep or [0.75, 0.5]:
         for structure in arguments.structure or list(STRUCTURES):
             for step in structure_steps(structure, arguments.step or list(STEPS)):
@@ -120,6 +133,7 @@ def main() -> None:
                     "keep": keep,
                     **STRUCTURES[structure],
                     **STEPS[step],
+                    **(allocate if step == "everything" else {}),
                 }
                 found = {"structure": structure, "step": step, "keep": keep}
                 try:

@@ -267,11 +267,13 @@ def visible_terms(mixer: LinearMixer, tokens: int) -> list[int]:
     ):  # states after blocks of 2^w tokens have buckets w .. only, which are levels w + 1 ..
         far = buffer.far_tokens(tokens - 1)
         lowest, highest = config.window.bit_length(), far.bit_length()
+        if isinstance(mask, HierarchicalMask) and mask.config.strong:
+            lowest = 1  # all buckets hold tokens
     if far < 1:
         return []
     if not isinstance(mask, HierarchicalMask):
         return list(range(mask.config.components if isinstance(mask, ToeplitzBlocksMask) else 1))
-    bits, last = mask.config.block_bits, mask.config.levels - 1
+    bits, last = mask.config.block_bits, mask.config.lambdas - 1
     return sorted({min(max(0, level - bits), last) for level in range(lowest, highest + 1)})
 
 
@@ -281,7 +283,7 @@ def single_term_copies(mixer: LinearMixer, terms: list[int]) -> list[LinearMixer
     for i in terms:
         variant = copy.deepcopy(mixer)
         if isinstance(variant.mask, HierarchicalMask):
-            variant.mask.level.bias.view(mixer.shape.heads, -1).fill_(SOFTPLUS_ZERO)[:, i] = SOFTPLUS_ONE
+            variant.mask.keep_one_level(i)
         elif isinstance(variant.mask, ToeplitzBlocksMask):
             variant.mask.amplitude_RGJ.fill_(SOFTPLUS_ZERO)[i] = SOFTPLUS_ONE
         variant.linear_weight_H.fill_(1.0)  # type: ignore[union-attr]
@@ -292,14 +294,11 @@ def single_term_copies(mixer: LinearMixer, terms: list[int]) -> list[LinearMixer
 def set_term_weights(mixer: LinearMixer, terms: list[int], weight_HN: Tensor) -> None:
     """Set the weights of these terms of the linear part in place. Levels beyond a sample's length get the last weight, and levels
     below the lowest the first."""
-    mask, heads = mixer.mask, mixer.shape.heads
+    mask = mixer.mask
     mixer.linear_weight_H.fill_(1.0)  # type: ignore[union-attr]
     raw_HN = inverse_softplus(weight_HN.double().clamp_min(1e-6)).float()
     if isinstance(mask, HierarchicalMask):
-        bias_HL = mask.level.bias.view(heads, -1)
-        bias_HL.copy_(raw_HN[:, -1:].expand_as(bias_HL))
-        bias_HL[:, : terms[0]] = raw_HN[:, :1]
-        bias_HL[:, terms] = raw_HN
+        mixer.linear_weight_H.copy_(mask.set_constant_lambdas(weight_HN, terms))  # type: ignore[union-attr]
     elif isinstance(mask, ToeplitzBlocksMask):
         mask.amplitude_RGJ.copy_(raw_HN.mT.view_as(mask.amplitude_RGJ))
     else:

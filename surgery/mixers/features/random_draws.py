@@ -10,7 +10,7 @@ from surgery.structures import linalg
 
 def draw_gaussian(seed: int, *shape: int) -> Tensor:
     """Return standard normal numbers (*shape) on the default device (which may be meta)."""
-    return _draw(seed, shape).to(torch.get_default_device())
+    return _draw(seed, shape).to(default_device())
 
 
 def draw_orthogonal(seed: int, groups: int, features: int, dim: int) -> Tensor:
@@ -25,7 +25,12 @@ def draw_orthogonal(seed: int, groups: int, features: int, dim: int) -> Tensor:
     square_GRKK = square_GRKK * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
     length_GF = _draw(seed + 1, (groups, features, dim)).norm(dim=-1)
     w_GFK: Tensor = square_GRKK.flatten(1, 2)[:, :features] * length_GF.unsqueeze(-1)
-    return w_GFK.to(torch.get_default_device())
+    return w_GFK.to(default_device())
+
+
+def default_device() -> torch.device:
+    """Return the device on which torch makes tensors. `torch.get_default_device` imports a module that `surgery plan` does without."""
+    return torch.zeros(0).device
 
 
 def _draw(seed: int, shape: tuple[int, ...]) -> Tensor:

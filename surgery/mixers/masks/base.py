@@ -70,6 +70,22 @@ class Mask(MethodModule):
         """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
         return {}
 
+    def expand_queries(self, q_BGJTF: Tensor, signals: Signals) -> tuple[Tensor, Signals]:
+        """Return (queries (B, G, J n, T, F), signals) of a mask that reads its states with n queries in place of each one.
+
+        The other methods take these, and `sum_queries` is applied to their outputs.
+        """
+        return q_BGJTF, signals
+
+    def sum_queries(self, out_BGJTV: Tensor) -> Tensor:
+        """Return the outputs of expanded queries, (B, G, J n, T, V), summed over the n queries, (B, G, J, T, V)."""
+        return out_BGJTV
+
+    @classmethod
+    def query_macs(cls, config: Any, shape: AttentionShape, features: int) -> int:
+        """Return multiply-accumulates of `expand_queries` per token and query head."""
+        return 0
+
     def empty_state(self, rows: int, features: int, values: int, device: torch.device | str) -> MaskState:
         """Return the state of `rows` sequences before their first token."""
         raise NotImplementedError

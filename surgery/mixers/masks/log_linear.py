@@ -8,28 +8,45 @@ log-linear Gated DeltaNet.
 The state after n tokens is one sum per set bit of n: `buckets` (B, L, G, F, V) with L = bit_length of the longest row.
 Bucket l holds the tokens whose position differs from n in bit l but in no higher bit; other buckets are zeros. A token
 reads all buckets. Then the token and all buckets below the lowest zero bit of n are merged into the bucket of that bit.
+
+With strong admissibility (appendix B.4; strong_levels.py) the levels of the tokens differ, and buckets pass differently from token to
+token. The number of buckets is the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape, from_options
 from surgery.mixers.masks.base import MASKS, Mask, MaskInputs, MaskState, Signals
-from surgery.mixers.masks.chunking import ChunkLayout, inverse_softplus, upcast_inputs
+from surgery.mixers.masks.chunking import ChunkLayout, upcast_inputs
 from surgery.mixers.masks.decay import Decay
 from surgery.mixers.masks.gates import Gates
+from surgery.mixers.masks.level_weights import (
+    FORMS,
+    LARGEST_BOUNDED,
+    MATRICES,
+    Form,
+    LevelMatrices,
+    Matrix,
+    compute_lambdas,
+    initial_scale,
+    invert_lambdas,
+    one_level_each,
+)
 from surgery.mixers.masks.log_linear_chunked import FenwickTree, bit_length
 from surgery.mixers.masks.ones import Ones
 from surgery.mixers.masks.semiseparable import Semiseparable, write_token
+from surgery.mixers.masks.strong_levels import move_buckets, strong_chunks, strong_level
 from surgery.mixers.projections import Float32Linear
 
 
@@ -37,18 +54,32 @@ from surgery.mixers.projections import Float32Linear
 class Hierarchical:
     """Config of the log-linear mask.
 
-    levels: number of lambdas per query. Higher levels share the last one, so length is unlimited.
+    levels: number of lambdas per query. Higher levels share the last one, so length is unlimited. "strong" is short for
+    20 levels and `admissibility: strong`.
     block: tokens per leaf of the tree, a power of two. The levels within a block share the first lambda and one sum, so the
     state holds 1 + log2(T / block) sums instead of log2(T).
     gates: Gates, Decay or Ones (no gates), their names ("decay") or mappings, as in recipes.
+    admissibility: which tokens share a level.
+        weak    the first level at which query and token lie in the same block of 2^l tokens
+        strong  the first at which they lie in the same block or in neighboring ones (strong_levels.py); block must be 1
+    form: of lambda as a function of the hidden states: softplus, linear, positive or bounded (level_weights.py).
+    matrix: scalar lambdas, or matrices Lambda of query features: diagonal, static or low_rank (level_weights.py), of rank `rank` if
+    diagonal or low_rank.
     """
 
     name: ClassVar[str] = "hierarchical"
-    levels: int = 20
+    levels: int | Literal["strong"] = 20
     gates: Any = "gates"
     block: int = 1
+    admissibility: Literal["weak", "strong"] = "weak"
+    form: Form = "softplus"
+    matrix: Matrix = "scalar"
+    rank: int = 4
 
     def __post_init__(self) -> None:
+        if self.levels == "strong":
+            object.__setattr__(self, "levels", type(self).levels)
+            object.__setattr__(self, "admissibility", "strong")
         gates = self.gates
         if isinstance(gates, str):
             gates = {"name": gates}
@@ -57,6 +88,16 @@ class Hierarchical:
             gates = from_options(MASKS.config_type(str(options.pop("name", ""))), options)
         if not isinstance(gates, (Gates, Decay, Ones)):
             raise SurgeryError(f"hierarchical: gates must be gates, decay or ones (got {gates}); use ones for no gates")
+        if not isinstance(self.levels, int):
+            raise SurgeryError(f"hierarchical: levels must be a number or strong (got {self.levels!r}); for example 20")
+        choices = {"admissibility": ("weak", "strong"), "form": FORMS, "matrix": MATRICES}
+        for option, valid in choices.items():
+            if getattr(self, option) not in valid:
+                raise SurgeryError(
+                    f"hierarchical: {option} must be one of {', '.join(valid)} (got {getattr(self, option)!r})"
+                )
+        if self.rank < 1:
+            raise SurgeryError(f"hierarchical: rank must be 1 or more (got {self.rank}); for example 4")
         if self.levels < 2:
             raise SurgeryError(
                 f"hierarchical: levels must be 2 or more (got {self.levels}), as level 0 is the query's own token; "
@@ -64,7 +105,22 @@ class Hierarchical:
             )
         if self.block < 1 or self.block & (self.block - 1):
             raise SurgeryError(f"hierarchical: block must be a power of two (got {self.block}); for example 64")
+        if self.block > 1 and self.admissibility == "strong":
+            raise SurgeryError(
+                f"hierarchical: block must be 1 with strong admissibility (got {self.block}), because a sum of the levels within a "
+                "block would have to be split later; use block: 1, or levels: 20 for weak admissibility"
+            )
         object.__setattr__(self, "gates", gates)
+
+    @property
+    def strong(self) -> bool:
+        """Whether levels follow strong admissibility."""
+        return self.admissibility == "strong"
+
+    @property
+    def lambdas(self) -> int:
+        """The number of lambdas per query, `levels` as a number."""
+        return int(self.levels)
 
     @property
     def block_bits(self) -> int:
@@ -72,11 +128,21 @@ class Hierarchical:
         return self.block.bit_length() - 1
 
 
+# Biases of lambda = 0 and lambda = 1, with c at its initial value: softplus maps -30 to 1e-13.
+ONE_LEVEL_BIASES: dict[str, tuple[float, float]] = {
+    "softplus": (-30.0, math.log(math.e - 1)),
+    "linear": (0.0, 1.0),
+    "positive": (-30.0, math.log(math.e - 1)),
+    "bounded": (30.0, -30.0),
+}
+
+
 @MASKS.register(Hierarchical)
 class HierarchicalMask(Mask):
-    """Log-linear mask. Signal `level` (B, T, G, J, levels): lambda = softplus(W x + b) per query head.
+    """Log-linear mask. Signal `level` (B, T, G, J, levels): lambda per query head, by default softplus(W x + b).
 
-    Initially W = 0 and lambda = 1, so that the mask equals its gates.
+    Initially W = 0 and lambda = 1, so that the mask equals its gates; 0.99 in the form `bounded`.
+    scale_HL: c of the forms of lambda, None for `softplus`. matrices: of matrix-valued Lambda, None for scalars.
     """
 
     config: Hierarchical
@@ -87,10 +153,14 @@ class HierarchicalMask(Mask):
         assert isinstance(gates, Semiseparable)  # Hierarchical accepts no other masks
         self.gates = gates
         self.written_signals = gates.written_signals
-        self.level = Float32Linear(shape.dim, shape.heads * config.levels)
+        self.level = Float32Linear(shape.dim, shape.heads * config.lambdas)
         with torch.no_grad():
             self.level.weight.zero_()
-            self.level.bias.copy_(inverse_softplus(torch.ones(())))
+            self.level.bias.copy_(invert_lambdas(config.form, torch.ones(())))
+        scale_HL = torch.full((shape.heads, config.lambdas), initial_scale(config.form))
+        self.scale_HL = None if config.form == "softplus" else nn.Parameter(scale_HL)
+        kind = config.matrix
+        self.matrices = None if kind == "scalar" else LevelMatrices(kind, config.rank, shape, config.lambdas)
 
     @classmethod
     def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
@@ -100,9 +170,58 @@ class HierarchicalMask(Mask):
 
     def signals(self, x_BTD: Tensor) -> Signals:
         """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
-        heads = (self.shape.groups, -1, self.config.levels)
-        level_BTGJL = F.softplus(self.level(x_BTD)).unflatten(-1, heads)
-        return {"level": level_BTGJL, **self.gates("signals", x_BTD)}
+        heads = (self.shape.groups, -1, self.config.lambdas)
+        scale = None if self.scale_HL is None else self.scale_HL.flatten()
+        level_BTGJL = compute_lambdas(self.config.form, self.level(x_BTD), scale).unflatten(-1, heads)
+        more = {} if self.matrices is None else self.matrices("signals", x_BTD)
+        return {"level": level_BTGJL, **more, **self.gates("signals", x_BTD)}
+
+    def expand_queries(self, q_BGJTF: Tensor, signals: Signals) -> tuple[Tensor, Signals]:
+        """Return (queries, signals) with a query for each level, if Lambda is matrix-valued."""
+        if self.matrices is None:
+            return q_BGJTF, signals
+        q_BGJTF = self.matrices("queries", q_BGJTF, signals)
+        others = {name: t for name, t in signals.items() if name != "diagonal"}
+        return q_BGJTF, {**others, "level": one_level_each(signals["level"])}
+
+    def sum_queries(self, out_BGJTV: Tensor) -> Tensor:
+        """Return the outputs summed over the queries of all levels, if Lambda is matrix-valued."""
+        if self.matrices is None:
+            return out_BGJTV
+        summed_BGJTV: Tensor = out_BGJTV.unflatten(2, (-1, self.config.lambdas)).sum(3)
+        return summed_BGJTV
+
+    @classmethod
+    def query_macs(cls, config: Any, shape: AttentionShape, features: int) -> int:
+        """Return multiply-accumulates of the matrices Lambda per token and query head."""
+        return LevelMatrices.macs(config.matrix, config.rank, features, config.lambdas)
+
+    @torch.no_grad()
+    def set_constant_lambdas(self, lambda_HN: Tensor, levels: list[int]) -> Tensor:
+        """Set the lambdas of these levels in place, by the bias; levels below and above get the first and the last of them.
+
+        lambda_HN: >= 0, for each query head. Returns a factor (H,) that the mixer applies to the linear branch: 1, or in the form
+        `bounded` what takes the largest lambda to 0.99.
+        """
+        lambda_HN, factor_H = (
+            lambda_HN.double(),
+            torch.ones(len(lambda_HN), dtype=torch.float64, device=lambda_HN.device),
+        )
+        if self.config.form == "bounded":
+            factor_H = (lambda_HN.amax(-1) / LARGEST_BOUNDED).clamp_min(1e-6)
+            lambda_HN = lambda_HN / factor_H.unsqueeze(-1)
+        raw_HN, bias_HL = invert_lambdas(self.config.form, lambda_HN).float(), self.level.bias.view(len(lambda_HN), -1)
+        bias_HL.copy_(raw_HN[:, -1:].expand_as(bias_HL))
+        bias_HL[:, : levels[0]] = raw_HN[:, :1]
+        bias_HL[:, levels] = raw_HN
+        return factor_H.float()
+
+    @torch.no_grad()
+    def keep_one_level(self, level: int) -> None:
+        """Set lambda in place to 1 at this level and to 0 at the others, up to 1e-12."""
+        zero, one = ONE_LEVEL_BIASES[self.config.form]
+        self.level.bias.fill_(zero)
+        self.level.bias.view(-1, self.config.lambdas)[:, level] = one
 
     def empty_state(self, rows: int, features: int, values: int, device: torch.device | str) -> MaskState:
         """Return the state of `rows` sequences before their first token."""
@@ -112,18 +231,30 @@ class HierarchicalMask(Mask):
     def dense(self, start_B: Tensor, length: int, signals: Signals) -> Tensor:
         """Return M_BGJTT of tokens at start .. start + length."""
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
-        # Higher levels share the last lambda, so bit_length may stop there.
-        bits = self.config.block_bits
-        level_BTT = bit_length(at_BT.unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1 + bits)
-        level_BTT = (level_BTT - bits).clamp_min(0)
+        level_BTT = self._lambda_numbers(at_BT.unsqueeze(2), at_BT.unsqueeze(1))
         level_BGJTL = signals["level"].movedim(1, 3)
         shape = (*level_BGJTL.shape[:-1], length)
         lambda_BGJTT = level_BGJTL.gather(-1, level_BTT[:, None, None].expand(shape))
         gates_BGJTT: Tensor = self.gates("dense", start_B, length, signals)
         return lambda_BGJTT * gates_BGJTT
 
+    @property
+    def is_standard(self) -> bool:
+        """Whether the fused kernels of a decoding step, which compute levels and lambdas themselves, know the mask's options."""
+        return not self.config.strong and self.config.form == "softplus" and self.config.matrix == "scalar"
+
+    def _lambda_numbers(self, t: Tensor, s: Tensor) -> Tensor:
+        """Return the number of the lambda with which position t reads position s <= t, at most levels - 1."""
+        if self.config.strong:
+            return strong_level(t, s).clamp_max(self.config.lambdas - 1)
+        # Higher levels share the last lambda, so bit_length may stop there.
+        bits = self.config.block_bits
+        return (bit_length(t ^ s, self.config.lambdas - 1 + bits) - bits).clamp_min(0)
+
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
+        if self.config.strong:
+            return self._chunked_strong(rows, state, chunk)
         gates_BRGT = self.gates("log_gates", rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
         bits = self.config.block_bits
         operands = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV, rows.beta_BGT, gates_BRGT.squeeze(1), self._all_levels(rows)
@@ -138,6 +269,16 @@ class HierarchicalMask(Mask):
         )
         return out, None if after is None else {"buckets": merge_low_buckets(after, bits)}
 
+    def _chunked_strong(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
+        rows = upcast_inputs(rows)
+        gates_BRGT = self.gates("log_gates", rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
+        before = None if state is None else state["buckets"].to(rows.v_BGTV.dtype)
+        levels = max_levels_after(rows, before)
+        levels = levels_after(before, rows.start_B, rows.count_B) if levels is None else levels
+        gates_BGT = gates_BRGT.squeeze(1).to(rows.v_BGTV.dtype)
+        out, after = strong_chunks(rows, gates_BGT, before, chunk, levels)
+        return out, None if after is None else {"buckets": after}
+
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         """Return (out_BGJTV, state) for one token of each row."""
         gate_BG = self.gates("log_gates", rows.start_B, rows.count_B, 1, rows.signals)[:, 0, :, 0]
@@ -146,7 +287,8 @@ class HierarchicalMask(Mask):
         bits = self.config.block_bits
         before = expand_buckets(state["buckets"], rows.start_B, bits)
         operands = *token, beta_BG, gate_BG, self._all_levels(rows).squeeze(1)
-        out_BGJV, after = log_linear_step(
+        step = strong_log_linear_step if self.config.strong else log_linear_step
+        out_BGJV, after = step(
             *operands,
             start_B=rows.start_B,
             count_B=rows.count_B,
@@ -161,12 +303,8 @@ class HierarchicalMask(Mask):
         Levels are those of a query at the first token of the block: there, buckets are merged as in the state.
         """
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
-        bits = self.config.block_bits
-        level_BTT = bit_length(
-            (at_BT // block * block).unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1 + bits
-        )
         level_BGJTL = signals["level"].movedim(1, 3)
-        index_BTT = (level_BTT - bits).clamp_min(0)[:, None, None]
+        index_BTT = self._lambda_numbers((at_BT // block * block).unsqueeze(2), at_BT.unsqueeze(1))[:, None, None]
         lambda_BGJTT = level_BGJTL.gather(-1, index_BTT.expand(*level_BGJTL.shape[:-1], length))
         gates_BGJTT: Tensor = self.gates("dense_by_block", start_B, length, signals, block)
         return lambda_BGJTT * gates_BGJTT
@@ -174,6 +312,8 @@ class HierarchicalMask(Mask):
     def by_block(self, rows: MaskInputs, state: MaskState | None, block: int) -> tuple[Tensor, MaskState | None]:
         """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at the start
         of their block. block: a power of two, so that blocks are the chunks of the tree."""
+        if self.config.strong:
+            return super().by_block(rows, state, block)
         rows = upcast_inputs(rows)
         gates_BRGT = self.gates("log_gates", rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
         bits = self.config.block_bits
@@ -198,7 +338,7 @@ class HierarchicalMask(Mask):
         buckets_BNGFV, lambda_BTGJL = state["buckets"].to(q_BGJTF.dtype), signals["level"].to(q_BGJTF.dtype)
         first = 0 if self.config.block_bits else 1  # level of the first sum
         level_N = first + torch.arange(buckets_BNGFV.shape[1], device=q_BGJTF.device)
-        weight_BGJTN = lambda_BTGJL[..., level_N.clamp_max(self.config.levels - 1)].movedim(1, 3)
+        weight_BGJTN = lambda_BTGJL[..., level_N.clamp_max(self.config.lambdas - 1)].movedim(1, 3)
         seen_BNGJTV = q_BGJTF.unsqueeze(1) @ buckets_BNGFV.unsqueeze(3)
         return torch.einsum("bgjtn,bngjtv->bgjtv", weight_BGJTN, seen_BNGJTV)
 
@@ -284,6 +424,48 @@ def log_linear_step(
 
     Arguments as in `log_linear`.
     """
+    out_BGJV, token_BGFV, buckets_BLGFV = read_with_token(
+        q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, buckets_BLGFV=buckets_BLGFV
+    )
+    size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
+    return out_BGJV, merge_buckets(buckets_BLGFV, token_BGFV, start_B, count_B, size)
+
+
+def strong_log_linear_step(
+    q_BGJF: Tensor,
+    k_BGF: Tensor,
+    v_BGV: Tensor,
+    beta_BG: Tensor | None,
+    gate_BG: Tensor,
+    level_BGJL: Tensor,
+    *,
+    start_B: Tensor,
+    count_B: Tensor,
+    buckets_BLGFV: Tensor,
+    levels: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`log_linear_step` with strong admissibility. No kernel replaces it."""
+    out_BGJV, token_BGFV, buckets_BLGFV = read_with_token(
+        q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, buckets_BLGFV=buckets_BLGFV
+    )
+    size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
+    return out_BGJV, move_buckets(buckets_BLGFV, token_BGFV, start_B, count_B, size)
+
+
+def read_with_token(
+    q_BGJF: Tensor,
+    k_BGF: Tensor,
+    v_BGV: Tensor,
+    beta_BG: Tensor | None,
+    gate_BG: Tensor,
+    level_BGJL: Tensor,
+    *,
+    buckets_BLGFV: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (out_BGJV, the token's k v^T (B, G, F, V), the buckets after its gate and transition) in float32 or float64.
+
+    The query reads its own token at level 0 and bucket l - 1 at level l.
+    """
     wide = torch.promote_types(v_BGV.dtype, torch.float32)
     q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL, buckets_BLGFV = (
         x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL, buckets_BLGFV)
@@ -295,8 +477,7 @@ def log_linear_step(
     which_L = torch.arange(every_BLGFV.shape[1], device=level_BGJL.device).clamp_max(level_BGJL.shape[-1] - 1)
     seen_BLGJV = q_BGJF.unsqueeze(1) @ every_BLGFV
     out_BGJV = (level_BGJL[..., which_L].movedim(-1, 1).unsqueeze(-1) * seen_BLGJV).sum(1)
-    size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
-    return out_BGJV, merge_buckets(buckets_BLGFV, token_BGFV, start_B, count_B, size)
+    return out_BGJV, token_BGFV, buckets_BLGFV
 
 
 def max_levels_after(rows: MaskInputs, buckets_BLGFV: Tensor | None) -> int | None:

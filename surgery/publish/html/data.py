@@ -30,6 +30,7 @@ from surgery.publish.summary import (
 )
 
 CONTEXTS = tuple(1024 * 4**power for power in range(6))  # 1K to 1M
+GENERATIONS_NAME, MAX_GENERATIONS = "generations.json", 8
 MAX_BYTES = 64 * 2**20  # largest training log and results file that are read
 
 
@@ -39,7 +40,8 @@ class PageData:
 
     report: surgery_report.json. mixing: path of an attention module -> description of its token mixing. costs: context length in
     tokens -> {"cache": (before, after), "macs": (before, after)}: elements in the cache of one sequence, and multiply-accumulates
-    of the next token. log: entries of the training log. results: of `surgery eval --out`. comparison: of `surgery compare --out`. notes: remarks to show on the page.
+    of the next token. log: entries of the training log. results: of `surgery eval --out`. comparison: of `surgery compare --out`. notes: remarks to show on the page. generations: continuations
+    of prompts, {"prompt", "original", "converted"}.
     """
 
     name: str
@@ -51,6 +53,7 @@ class PageData:
     results: dict[str, Any] | None = None
     comparison: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+    generations: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def layers(self) -> list[int]:
@@ -102,6 +105,8 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
     place = measured or source.folder / "eval"
     if (place / "results.json").is_file():
         data.results = _read_results(place / "results.json")
+    if (place / GENERATIONS_NAME).is_file():
+        data.generations = _read_generations(place / GENERATIONS_NAME)
     if (place / "comparison.json").is_file():
         data.comparison = _read_results(place / "comparison.json")
     if measured is not None and data.results is None and data.comparison is None:
@@ -162,6 +167,19 @@ def _read_results(path: Path) -> dict[str, Any]:
     if not isinstance(read, dict) or not isinstance(read.get("rows"), list):
         raise SurgeryError(f"{path} is not a results file of `surgery eval`")
     return read
+
+
+def _read_generations(path: Path) -> list[dict[str, Any]]:
+    if path.stat().st_size > MAX_BYTES:
+        raise SurgeryError(f"{path} must have at most {MAX_BYTES:,} bytes (got {path.stat().st_size:,})")
+    read = read_json(path)
+    entries = read.get("generations") if isinstance(read, dict) else None
+    keys = {"prompt", "original", "converted"}
+    if not isinstance(entries, list) or not all(isinstance(e, dict) and keys <= e.keys() for e in entries):
+        raise SurgeryError(
+            f"{path} must hold a list of generations with {', '.join(sorted(keys))}. Write it again with `surgery run`"
+        )
+    return entries[:MAX_GENERATIONS]
 
 
 def structure_class(record: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from surgery.core.files import atomic_write, check_not_dangling, explain_disk_er
 from surgery.core.version import __version__
 from surgery.publish.html import models, sections
 from surgery.publish.html.data import PageData, load_page_data
+from surgery.publish.verdict import verdict
 
 PAGE_NAME = "report.html"
 SECTIONS = (
@@ -21,6 +22,7 @@ SECTIONS = (
     ("errors", "Errors and ranks", sections.error_section),
     ("costs", "Costs", sections.cost_section),
     ("training", "Healing", sections.training_section),
+    ("generations", "Prompts", sections.generation_section),
     ("measured", "Before and after", sections.eval_section),
     ("models", "Many models", models.models_section),
     ("matrices", "Matrices", sections.matrix_section),
@@ -57,7 +59,8 @@ def render_page(data: PageData) -> str:
     parts = [(key, name, make(data)) for key, name, make in SECTIONS]
     headline = sections.headline_figures(data)
     nonempty = [(key, name, text) for key, name, text in parts if text]
-    title = f"{Path(data.name).name} by surgery"
+    name = model_title(data)
+    title = f"{name} by surgery"
     links = " · ".join(f'<a href="#{key}">{escape(name)}</a>' for key, name, _ in nonempty)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in data.notes)
     script, style = _read_resource("page.js"), _read_resource("page.css")
@@ -76,7 +79,8 @@ def render_page(data: PageData) -> str:
 <body>
 <a class="skip" href="#content">Skip to the content</a>
 <header>
-<h1>{escape(Path(data.name).name)}</h1>
+<h1>{escape(name)}</h1>
+<p class="verdict">{escape(verdict(data.report, data.results))}</p>
 <p class="lead">{_subtitle(data)}</p>
 <nav aria-label="Sections">{links}</nav>
 {headline}
@@ -93,6 +97,11 @@ def render_page(data: PageData) -> str:
 """
 
 
+def model_title(data: PageData) -> str:
+    """Return the name of the original model, the last part of its Hub id or folder; without one, the name of the folder."""
+    return Path(str(data.report.get("source", {}).get("name", ""))).name or Path(data.name).name
+
+
 def _subtitle(data: PageData) -> str:
     report = data.report
     source = report.get("source", {})
@@ -100,7 +109,7 @@ def _subtitle(data: PageData) -> str:
     kind = f" ({report['model_type']})" if report.get("model_type") else ""
     healed = ", healed" if report.get("training") else ""
     return escape(
-        f"{Path(str(source.get('name', ''))).name}{kind}{at}, converted{healed} by surgery {report.get('surgery', '')}"
+        f"{Path(data.name).name}: {Path(str(source.get('name', ''))).name}{kind}{at}, converted{healed} by surgery {report.get('surgery', '')}"
     )
 
 

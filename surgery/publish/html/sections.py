@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from surgery.core.files import size_text
@@ -11,7 +12,9 @@ from surgery.core.tables import format_count, format_tokens
 from surgery.publish.html.data import PageData, layer_index, module_role, structure_class, structure_text
 from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart
 from surgery.publish.tables import format_share, speed_in_words
+from surgery.publish.verdict import format_ratio, perplexity_ratio
 
+ERROR_STEPS = (0.05, 0.1, 0.2, 0.4)  # relative errors between the colors of matrices
 HEADLINE_CONTEXT = 4096  # context length, in tokens, of the headline figures
 
 
@@ -76,9 +79,13 @@ def headline_figures(data: PageData) -> str:
     run = (data.report.get("training") or [{}])[-1].get("validation") or {}
     scores = [(run.get(key) or {}).get("perplexity") for key in ("original", "before", "after")]
     if scores[0] and scores[2]:
-        text.append((f"{scores[2] / scores[0]:.3f} x", "perplexity after healing, relative to the original"))
+        text.append((format_ratio(scores[2] / scores[0]), "perplexity after healing, relative to the original"))
     elif held := data.report.get("held_out"):
-        text.append((f"{held['converted'] - held['original']:+.4f}", f"{held['unit']} on held-out text"))
+        ratio = perplexity_ratio(held["original"], held["converted"], held["unit"])
+        change = f"{held['converted'] - held['original']:+.4f}", f"{held['unit']} on held-out text"
+        text.append(
+            change if ratio is None else (format_ratio(ratio), "perplexity on held-out text, before any healing")
+        )
     return (
         '<ul class="figures">'
         + "".join(f"<li><b>{escape(a)}</b><span>{escape(b)}</span></li>" for a, b in text)
@@ -98,11 +105,17 @@ def model_section(data: PageData) -> str:
     ]
     if not rows:
         return ""
-    kinds = dict.fromkeys(structure_class(record) for record in data.report["modules"])
-    keys = "".join(f'<li><span class="key {kind}"></span>{escape(kind.replace("_", " "))}</li>' for kind in kinds)
+    if any(record["error"] is not None for record in data.report["modules"]):
+        kinds = {f"e{i}": label for i, label in enumerate(error_labels())}
+    else:
+        kinds = {structure_class(r): structure_class(r).replace("_", " ") for r in data.report["modules"]}
+    keys = "".join(f'<li><span class="key {kind}"></span>{escape(label)}</li>' for kind, label in kinds.items())
     names = [role.replace("attention.", "").replace("mlp.", "mlp ") for role in data.roles]
     drawn = layer_diagram("The model before and after", names, rows)
-    caption = "Each box is an original matrix; the filled part is the share of its parameters that is kept. Hover for details."
+    caption = (
+        "Each box is an original matrix. The filled part is the share of its parameters that is kept, its color the relative error. "
+        "Hover for details."
+    )
     return "<h2 id=model>The model, before and after</h2>" + figure_html(
         drawn, caption, f'<ul class="legend">{keys}</ul>'
     )
@@ -118,7 +131,19 @@ def _matrix_box(records: list[dict[str, Any]] | None) -> MatrixBox | None:
         "" if first["error"] is None else f", error {first['error']:.3f}"
     )  # models trained from scratch have no error
     text = f"{first['name']}{more}: {structure_text(first)}, {after:,} of {before:,} parameters{error}"
-    return MatrixBox(after / max(before, 1), structure_class(first), text)
+    errors = [float(r["error"]) for r in records if r["error"] is not None]
+    return MatrixBox(after / max(before, 1), error_class(max(errors)) if errors else structure_class(first), text)
+
+
+def error_labels() -> list[str]:
+    """Return the labels of the color classes e0 to e4, from the smallest error to the largest."""
+    between = [f"{low:g} to {high:g}" for low, high in pairwise(ERROR_STEPS)]
+    return [f"error under {ERROR_STEPS[0]:g}", *between, f"{ERROR_STEPS[-1]:g} and more"]
+
+
+def error_class(error: float) -> str:
+    """Return the CSS class of a relative error, e0 (small) to e4 (large)."""
+    return f"e{sum(error >= step for step in ERROR_STEPS)}"
 
 
 def error_section(data: PageData) -> str:
@@ -223,10 +248,7 @@ def eval_section(data: PageData) -> str:
     body = []
     for row in rows:
         cells = [_format_value(row, role) for role in roles]
-        change = row.get("difference") or {}
-        low, high = change.get("low"), change.get("high")
-        interval = "-" if low is None else f"{low:+.4g} to {high:+.4g}"
-        moved = "-" if change.get("change") is None else (f"{change['change']:+.4g}", change["change"])
+        interval, moved = _change_cells(row)
         text = "; ".join(str(flag) for flag in row.get("flags", []))
         measure = str(row["metric"]["title"] or row["metric"]["name"])
         body.append([str(row["task"]), measure, *cells, moved, interval, str(row["samples"]), text])
@@ -250,6 +272,28 @@ def eval_section(data: PageData) -> str:
     ]
     parts.append(averages_table(data.results.get("averages") or [], roles))
     return "".join([*parts, needle_maps(data.results["rows"], roles), position_chart(data.results["rows"], roles)])
+
+
+def _change_cells(row: dict[str, Any]) -> tuple[str, Any]:
+    """Return the cells (95% interval, change) of a row: a ratio for perplexities, as in the table of `surgery eval`, else a difference."""
+    ratio = row.get("ratio") if row["metric"].get("kind") == "ppl" else None
+    change, sign = (ratio, "") if ratio else (row.get("difference") or {}, "+")
+    low, high, moved = (change.get(key) for key in ("low", "high", "change"))
+    interval = "-" if low is None else f"{low:{sign}.4g} to {high:{sign}.4g}"
+    if moved is None:
+        return interval, "-"
+    return interval, (format_ratio(moved) if ratio else f"{moved:+.4g}", moved)
+
+
+def generation_section(data: PageData) -> str:
+    """Return the continuations of a few prompts by the original and by the converted model, side by side."""
+    parts = []
+    for entry in data.generations:
+        texts = (("prompt", "Prompt"), ("original", "Original"), ("converted", "Converted"))
+        cells = (f"<div><h3>{label}</h3><p>{escape(str(entry[key]))}</p></div>" for key, label in texts)
+        parts.append(f'<div class="samples">{"".join(cells)}</div>')
+    note = '<p class="note">Greedy continuations, from the most likely token each time.</p>'
+    return f"<h2 id=generations>The same prompts, before and after</h2>{note}{''.join(parts)}" if parts else ""
 
 
 def averages_table(rows: list[dict[str, Any]], roles: Sequence[str]) -> str:

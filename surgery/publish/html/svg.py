@@ -89,6 +89,8 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
     kept = [s for s in kept if s.points]
     if not kept:
         return ""
+    if said := _flat_or_identical(kept, x, y):
+        return f'<p class="chart">{escape(title)}</p><p class="flat">{escape(said)}</p>'
     xs, ys = zip(*(point for s in kept for point in s.points))
     across = AxisScale(xs, x.log, LEFT, WIDTH - RIGHT)
     up = AxisScale(ys, y.log, HEIGHT - BOTTOM, TOP)
@@ -107,6 +109,35 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
         ]
     description = "; ".join(f"{s.name} from {format_si(s.points[0][1])} to {format_si(s.points[-1][1])}" for s in kept)
     return _chart(title, f"{title}: {description}.", "".join(marks), WIDTH, HEIGHT) + _legend(kept)
+
+
+def _flat_or_identical(series: Sequence[Series], x: Axis, y: Axis) -> str:
+    """Return a sentence that replaces a chart whose lines are all flat, or all the same; "" otherwise."""
+    if all(_is_flat(s.points) for s in series):
+        values = {s.name: y.format(s.points[0][1]) for s in series}
+        if len(set(values.values())) == 1:
+            names = " and ".join([", ".join([*values][:-1]), [*values][-1]]) if len(values) > 1 else next(iter(values))
+            said = next(iter(values.values()))
+            return f"{names}: {y.label} {said} at every {x.label}" if _several(series) else f"{names}: {y.label} {said}"
+        return (
+            f"{y.label}: "
+            + ", ".join(f"{name} {value}" for name, value in values.items())
+            + f"; the same at every {x.label}"
+        )
+    first = series[0].points
+    if len(series) > 1 and all(list(s.points) == list(first) for s in series):
+        names = ", ".join(s.name for s in series)
+        return f"{names} are identical: {y.label} from {y.format(first[0][1])} to {y.format(first[-1][1])}"
+    return ""
+
+
+def _several(series: Sequence[Series]) -> bool:
+    return any(len(s.points) > 1 for s in series)
+
+
+def _is_flat(points: Sequence[tuple[float, float]]) -> bool:
+    values = [value for _, value in points]
+    return max(values) - min(values) <= 1e-6 * max(abs(v) for v in values)
 
 
 def _is_drawable(point: tuple[float, float], x: Axis, y: Axis) -> bool:
@@ -216,7 +247,7 @@ def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], values: Se
 
 @dataclass(frozen=True)
 class MatrixBox:
-    """A matrix in the layer diagram. fraction: filled share in [0, 1]; kind: CSS class; title: text shown when hovering."""
+    """A matrix in the layer diagram. fraction: filled share in [0, 1]; kind: CSS class of its error (e0 to e4) or structure; title: text shown when hovering."""
 
     fraction: float
     kind: str
@@ -267,5 +298,8 @@ def _chart(title: str, description: str, inside: str, width: float, height: floa
         f'<svg role="img" viewBox="0 0 {width:g} {height:g}" style="{least}max-width:{width * 1.4:.0f}px" aria-label="{escape(description)}">'
         f"<title>{escape(title)}</title>{inside}</svg>"
     )
+    heading = f'<p class="chart">{escape(title)}</p>'
+    if not least:
+        return heading + drawn
     # tabindex makes it scrollable by keyboard
-    return f'<div class="wide" tabindex="0" role="group" aria-label="{escape(title)}">{drawn}</div>' if least else drawn
+    return f'{heading}<div class="wide" tabindex="0" role="group" aria-label="{escape(title)}">{drawn}</div>'

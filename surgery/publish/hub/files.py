@@ -39,7 +39,14 @@ EXTRA_FILES = (
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),
     *("eval/results.json", "eval/*.png", "eval/table.md", "eval/comparison.json", "eval/table.csv", "eval/table.tex"),
 )
-LOCAL_FILES = ("eval/*/**", "eval/lock", "training/tensorboard/**", ".cache/huggingface/**", ".gitattributes")
+LOCAL_FILES = (
+    "eval/*/**",
+    "eval/generations.json",
+    "eval/lock",
+    "training/tensorboard/**",
+    ".cache/huggingface/**",
+    ".gitattributes",
+)
 # Tokens of the Hub, GitHub and OpenAI, keys of Amazon and Google, private keys.
 SECRET_PATTERN = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{60,}|\bsk-[A-Za-z0-9_-]{32,}"

@@ -20,6 +20,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME
 from surgery.core.progress import Progress
 from surgery.core.version import __version__
+from surgery.publish.hub.card_metadata import base_model_note
 from surgery.publish.hub.files import CARD_NAME, EXTRA_FILES, UploadFile, clean_report, collect_files, matches_any
 from surgery.publish.hub.license import License, find_license
 from surgery.publish.hub.model_card import render_card
@@ -37,7 +38,7 @@ REPLACED_FILES = (
 
 @dataclass(frozen=True)
 class Upload:
-    """A prepared upload: files, license and model card. note: a remark on the origin of the card, or None."""
+    """A prepared upload: files, license and model card. note: a remark on the card, its origin or a missing base model, or None."""
 
     repo: str
     items: tuple[UploadFile, ...]
@@ -75,7 +76,8 @@ def prepare_upload(
     terms = find_license(source, report, license, base_model)
     own = next((item for item in items if item.name == CARD_NAME), None)
     if own is None or own.path is None:
-        text, note = render_card(source, _strip_report_paths(report), terms, base_model, items, repo), None
+        text = render_card(source, _strip_report_paths(report), terms, base_model, items, repo)
+        note = base_model_note(report, base_model)
         items = [*items, UploadFile(CARD_NAME, text=text)]
     else:
         text, note = (

@@ -1,0 +1,102 @@
+"""The command `surgery run`; imports nothing heavy before it prints its first line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from surgery.cli import options
+from surgery.cli.console import progress, show
+from surgery.cli.eval import Length, Lengths, Limit, Suites, Tokens, parse_options, split_words
+
+Out = Annotated[
+    Path,
+    typer.Option(
+        "--out", "-o", help="Write everything to this folder. The same command continues an interrupted run there."
+    ),
+]
+Heal = Annotated[
+    str | None,
+    typer.Option(
+        "--heal",
+        metavar="RECIPE",
+        help="Heal by this recipe: weights-only, standard or another shipped one, or a .yaml file. Default: do not heal.",
+    ),
+]
+HealOverrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--heal-set",
+        metavar="KEY=VALUE",
+        help="Override one key of the healing recipe, e.g. stages.0.tokens=3M. Repeatable.",
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help="Train on this text: a file (.txt, .jsonl, .parquet), a folder or a Hub id. Without --calibration, also calibrate on it. Default: the healing recipe's.",
+    ),
+]
+HeldOutText = Annotated[
+    str | None,
+    typer.Option(
+        "--text",
+        help="Measure on this text, a file or a Hub data set. Default: the last tenth of --data or --calibration, if that is a .txt file.",
+    ),
+]
+
+
+def run(
+    source: options.Source,
+    recipe: options.RecipeName,
+    out: Out,
+    heal: Heal = None,
+    data: Data = None,
+    calibration: options.Calibration = None,
+    text: HeldOutText = None,
+    overrides: options.Overrides = None,
+    heal_overrides: HealOverrides = None,
+    tiny: options.Tiny = False,
+    suite: Suites = None,
+    limit: Limit = None,
+    tokens: Tokens = 65536,
+    length: Length = 1024,
+    lengths: Lengths = None,
+    device: options.Device = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+) -> None:
+    """Plan, convert, heal, evaluate and report in one folder; the same command continues an interrupted run.
+
+    surgery run SRC --recipe btt-half --heal weights-only --data corpus.txt --out RUN
+    """
+    shown = progress(as_json)
+    shown.say(escape(f"running {recipe} on {source} in {out}"))  # before torch and transformers are imported
+    from surgery.workflow import RunOptions, parse_suites
+    from surgery.workflow import run as run_all
+
+    given = {"limit": limit, "tokens": tokens, "length": length, "lengths": split_words(lengths)}
+    parse_options(**given)
+    chosen = RunOptions(
+        source,
+        recipe,
+        overrides=tuple(overrides or ()),
+        heal=heal,
+        heal_overrides=tuple(heal_overrides or ()),
+        data=data,
+        calibration=calibration,
+        text=text,
+        suites=parse_suites(suite),
+        eval_options=tuple(given.items()),
+        tiny=tiny,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    result = run_all(chosen, out, shown, (lambda parts: None) if as_json else show)
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2))

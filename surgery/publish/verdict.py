@@ -1,0 +1,102 @@
+"""The verdict on a conversion: one sentence of measured values, for the report page, `surgery run` and the demo.
+
+Size is counted in the stored tensors. Perplexity, needles, prefill, decoding and cache are rows of `surgery eval`. Without such rows the perplexity
+is that of the last healing run on its validation text, else that of the conversion on its held-out text. What was not measured is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from surgery.core.tables import format_count, format_tokens
+from surgery.publish.tables import speed_in_words
+
+SAME = 0.005  # sizes that differ by less are "the same"
+
+
+def verdict(report: Mapping[str, Any], results: Mapping[str, Any] | None = None) -> str:
+    """Return the verdict, e.g. "46% smaller, perplexity x 1.02, needles 98 of 100 (original 99); healed on 3M tokens."
+
+    report: surgery_report.json. results: results.json of `surgery eval OUT --compare SRC`; None: not measured.
+    """
+    rows = [row for row in (results or {}).get("rows", ()) if {"base", "converted"} <= row["values"].keys()]
+    measured = [_perplexity(report, rows), *_needles(rows), *_speed(rows)]
+    parts = [_size(report["totals"]), *(part for part in measured if part)]
+    unmeasured = [] if measured[0] else ["quality not measured"]
+    return ", ".join([*parts, *unmeasured]) + _healing(report.get("training") or []) + "."
+
+
+def perplexity_ratio(before: float, after: float, unit: str) -> float | None:
+    """Return the ratio of the perplexities of two losses in nats per token; None for losses in another unit."""
+    return math.exp(after - before) if unit.startswith("nats") and after - before < 500 else None
+
+
+def format_ratio(ratio: float) -> str:
+    """Format the ratio of two perplexities as in the tables of `surgery eval`: "x 1.216"."""
+    return f"x {ratio:.4g}"
+
+
+def _size(totals: Mapping[str, Any]) -> str:
+    share = totals["bytes_after"] / max(totals["bytes_before"], 1)
+    if abs(1 - share) < SAME:
+        return "Same size"
+    return f"{abs(1 - share):.0%} {'smaller' if share < 1 else 'larger'}"
+
+
+def _perplexity(report: Mapping[str, Any], rows: list[Any]) -> str:
+    for row in rows:
+        if row.get("suite") == "ppl" and row["metric"].get("kind") == "ppl" and not row["group"]:
+            ratio = (row.get("ratio") or {}).get("change") or row["values"]["converted"] / row["values"]["base"]
+            return f"perplexity {format_ratio(ratio)}"
+    run = (report.get("training") or [{}])[-1].get("validation") or {}
+    original, healed = ((run.get(key) or {}).get("perplexity") for key in ("original", "after"))
+    if original and healed:
+        return f"perplexity {format_ratio(healed / original)} on validation text"
+    held = report.get("held_out")
+    ratio = perplexity_ratio(held["original"], held["converted"], held["unit"]) if held else None
+    return f"perplexity {format_ratio(ratio)} on held-out text{' before healing' if run else ''}" if ratio else ""
+
+
+def _needles(rows: list[Any]) -> list[str]:
+    """Return the needles that were found; [] if the original does no better than guessing, which is no evidence."""
+    for row in rows:
+        if (row.get("suite", row["task"]), row["task"], row["metric"]["name"]) == (
+            "needle",
+            "needle",
+            "accuracy",
+        ) and not row["group"]:
+            found = {
+                role: round(row["values"][role] / row["metric"]["scale"] * row["samples"])
+                for role in ("base", "converted")
+            }
+            guessed = any("guessing" in str(flag) for flag in row.get("flags", ()))
+            said = f"needles {found['converted']} of {row['samples']} (original {found['base']})"
+            return [] if guessed or not found["base"] else [said]
+    return []
+
+
+def _speed(rows: list[Any]) -> list[str]:
+    """Return prefill, decoding and cache at the longest measured length, beside the original on the same device."""
+    timed = [row for row in rows if row.get("suite") == "speed" and set(row["group"]) == {"length"}]
+    if not timed:
+        return []
+    longest = max(row["group"]["length"] for row in timed)
+    values = {row["metric"]["name"]: row["values"] for row in timed if row["group"]["length"] == longest}
+    said = []
+    for name, label in (("prefill_ms", f"prefill of {format_tokens(longest)} tokens"), ("decode_ms", "decoding")):
+        if name in values and min(values[name].values()) > 0:
+            said.append(f"{label} {speed_in_words(values[name]['base'], values[name]['converted'])}")
+    cache = values.get("cache_mb")
+    if cache and cache["base"] and abs(1 - cache["converted"] / cache["base"]) >= SAME:
+        said.append(f"cache {cache['converted'] / cache['base']:.0%} of the original's")
+    return said
+
+
+def _healing(runs: list[Any]) -> str:
+    if not runs:
+        return "; not healed"
+    tokens = sum(int(stage["tokens"]) for run in runs for stage in run.get("stages", []))
+    unchanged = " without improvement" if (runs[-1].get("delivered") or {}).get("state") == "start" else ""
+    return f"; healed on {format_count(tokens)} tokens{unchanged}"
