@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from surgery.architectures.positions import longest_input
 from surgery.calibration.data import load_tokenizer
 from surgery.checkpoint.load_model import load_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint, read_config
@@ -148,7 +149,7 @@ def load_eval_model(
     else:
         model, tokenizer = load_from_folder(opened.folder, device, dtype, trust_remote_code)
         modes = []
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = longest_input(model)
     eval_model = EvalModel(
         opened.role, opened.name, opened.folder, opened.fingerprint, model, tokenizer, device, model.dtype, longest, ranks,
         progress if ranks.main else Progress(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from surgery.architectures.positions import longest_input
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
@@ -48,7 +49,7 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
 def measure(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Run the suite on a loaded model."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = longest_input(model)
     eval_model = EvalModel(
         "converted",
         "model",

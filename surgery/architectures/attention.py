@@ -27,6 +27,10 @@ def require_architecture(model: Any) -> Architecture:
     architecture = _known_architecture(model)
     if architecture is None:
         kind = text_config(model).model_type
+        if get_architecture(kind) is not None:
+            raise SurgeryError(
+                f"the architecture of {kind!r} leaves its attention to a dry run, so it is not known which linear computes its values"
+            )
         raise SurgeryError(
             f"no architecture of {kind!r}, so it is not known which linear computes its values"
             f"{suggestion(kind, known_families())}; to add one, write a small file like surgery/architectures/llama.py"
@@ -35,17 +39,20 @@ def require_architecture(model: Any) -> Architecture:
 
 
 def _known_architecture(model: Any) -> Architecture | None:
-    """Return the architecture of a model, None without one. Raise SurgeryError if its attention cannot be replaced."""
+    """Return the architecture that describes a model's attention, or None if a dry run has to find it.
+
+    Raise SurgeryError if its attention cannot be replaced.
+    """
     architecture = get_architecture(text_config(model).model_type)
     if architecture is not None and architecture.unmixable:
         raise SurgeryError(f"{type(model).__name__} cannot be given mixers: {architecture.unmixable}")
     if not any(uses_attention_interface(module) for module in model.modules()):
         raise SurgeryError(f"{type(model).__name__} cannot be given mixers: {own_attention_reason(model)}")
-    return architecture
+    return None if architecture is not None and architecture.observed_attention else architecture
 
 
 def _observed(model: Any) -> dict[str, ObservedAttention]:
-    """Return the self-attention modules of a model without an architecture. Raise SurgeryError if none of them can be replaced."""
+    """Return the self-attention modules that a dry run of a model finds. Raise SurgeryError if none of them can be replaced."""
     found = observe_attention(model)
     if not found:
         raise SurgeryError(f"{type(model).__name__} cannot be given mixers: its forward ran no self-attention")

@@ -89,6 +89,8 @@ class Architecture:
     grouped_heads: whether query heads may share key/value heads, whose number is then the config's num_key_value_heads; False if the
         family does not read that key, as transformers ignores it too.
     score_softcap: config key of the soft cap on attention scores. unmixable: why its attention cannot be replaced.
+    observed_attention: whether a dry run finds the softmax attention for mixers instead of the fields above, as in a family without
+        an Architecture: for layers of several kinds, or attention with computations of its own.
     outline: the modules of transformers' class for `surgery plan`; None to import that class for every plan.
     """
 
@@ -115,6 +117,7 @@ class Architecture:
     grouped_heads: bool = True
     score_softcap: str = ""
     unmixable: str = ""
+    observed_attention: bool = False
     outline: OutlineSpec | None = None
 
     def linears(self) -> list[tuple[str, tuple[str, ...], FusedLinear | None, str]]:

@@ -175,7 +175,7 @@ def build_placeholder_model(cls: Any, config: Any) -> tuple[Any, Placeholders]:
 
 
 def dry_run_inputs(model: Any) -> dict[str, Tensor]:
-    """Return the keyword arguments of one call: token ids or images. SurgeryError for models that read anything else."""
+    """Return the keyword arguments of one call: token ids, images or sound. SurgeryError for models that read anything else."""
     config, name = model.config, model.main_input_name
     if name == "input_ids":
         first = 3 if config.get_text_config().vocab_size > TOKENS + 3 else 0
@@ -186,10 +186,29 @@ def dry_run_inputs(model: Any) -> dict[str, Tensor]:
     if name == "pixel_values" and getattr(config, "image_size", None):
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
         return {name: torch.zeros(1, getattr(config, "num_channels", 3), *size)}
+    has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    if not has_decoder and (sound := _sound(config, name)) is not None:
+        return {name: sound}
     raise SurgeryError(
         f"{type(model).__name__} cannot be given mixers: surgery has no description of this family, and a dry run needs a model that "
-        f"reads input_ids or pixel_values (this one reads {name})"
+        f"reads input_ids, pixel_values, or, without a decoder, sound of a length that its config tells (this one reads {name})"
     )
+
+
+def _sound(config: Any, name: str) -> Tensor | None:
+    """Return silence for an input of sound, or None: a spectrogram (1, bins, frames) or (1, frames, bins), or a waveform (1, samples)."""
+    bins, positions = (getattr(config, key, None) for key in ("num_mel_bins", "max_source_positions"))
+    if name == "input_features" and bins and positions:  # Whisper: two frames a position
+        return torch.zeros(1, bins, 2 * positions)
+    if name == "input_values" and bins and getattr(config, "max_length", None):  # the audio spectrogram transformer
+        return torch.zeros(1, config.max_length, bins)
+    strides, kernels = (getattr(config, key, None) for key in ("conv_stride", "conv_kernel"))
+    if name == "input_values" and strides and kernels:  # wav2vec 2.0 and its kin
+        samples = TOKENS
+        for stride, kernel in zip(reversed(strides), reversed(kernels)):
+            samples = (samples - 1) * stride + kernel
+        return torch.zeros(1, samples)
+    return None
 
 
 # -- the run ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5-MoE: experts with a gated shared one; most layers have gated delta networks instead of attention."""
+"""Qwen3-Next and Qwen3.5-MoE: experts with a gated shared one; most layers have gated delta networks instead of softmax attention."""
 
 from dataclasses import replace
 
@@ -14,6 +14,6 @@ ARCHITECTURE = replace(
     residual_attention=("input_layernorm", "input_layernorm"),
     residual_mlp=("post_attention_layernorm", ""),
     qk_norm=True,
-    unmixable="its query projection also computes a gate for the output, and most of its layers have no softmax attention",
+    observed_attention=True,  # most layers have no softmax attention, and its queries are computed together with a gate of the output
     outline=None,
 )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from surgery.checkpoint import meta_model
+from surgery.checkpoint.model_classes import class_of_tensors, model_class
 from surgery.checkpoint.remote_code import check_code_trusted
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.tensor_names import load_checked_model
@@ -21,9 +22,11 @@ def load_config(source: CheckpointSource, trust_remote_code: bool = False) -> An
 def load_model(source: CheckpointSource, dtype: torch.dtype | str, trust_remote_code: bool = False) -> Any:
     """Load the model of a checkpoint on the CPU, in evaluation mode.
 
-    The class is the first one that `architectures` in config.json names and transformers has, otherwise an Auto class.
+    The class is the first one that `architectures` in config.json names and transformers has, otherwise the one that the tensors fit,
+    otherwise an Auto class.
     dtype: of the parameters; "auto" keeps the dtype of the checkpoint.
     Raises SurgeryError if tensors are missing or unexpected, or if the checkpoint has remote code that is not trusted.
     """
-    cls = meta_model.model_class(load_config(source, trust_remote_code), trust_remote_code)
+    config = load_config(source, trust_remote_code)
+    cls = class_of_tensors(config, source) or model_class(config, trust_remote_code)
     return load_checked_model(cls, source.folder, source.name, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from surgery.architectures.experts import MERGED_DOWN, MERGED_GATE_UP, RoutedExperts, split_experts
+from surgery.checkpoint.model_classes import build_on_meta, class_of_tensors, model_class
 from surgery.checkpoint.safetensors_io import TensorInfo, read_tensor
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.tensor_names import (
     check_linear_tensors,
     check_tensor_names,
     check_tensor_shapes,
-    find_model_class,
     map_tensor_names,
     missing_and_unexpected,
 )
@@ -38,6 +38,8 @@ class MetaModel:
     def __init__(self, source: CheckpointSource, trust_remote_code: bool = False):
         self.trust_remote_code = trust_remote_code
         self.config = load_config(source, trust_remote_code)
+        if (cls := class_of_tensors(self.config, source)) is not None:
+            self.config.architectures = [cls.__name__]
         self.model = _build_on_meta(self.config, source, trust_remote_code)
         self.source = source = split_stored_experts(source, self.model)
         self.keys = _parameter_keys(self.model, source)
@@ -120,19 +122,6 @@ def load_config(source: CheckpointSource, trust_remote_code: bool) -> Any:
         ) from None
 
 
-def model_class(config: Any, trust_remote_code: bool = False) -> Any:
-    """Return the class named by the config's `architectures`, or an Auto class that supports the config."""
-    import transformers
-
-    if (found := find_model_class(config)) is not None:
-        return found
-    if getattr(config, "auto_map", None) and trust_remote_code:
-        for auto in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModel"):
-            if auto in config.auto_map:
-                return getattr(transformers, auto)
-    return transformers.AutoModel
-
-
 def split_stored_experts(source: CheckpointSource, model: Any) -> CheckpointSource:
     """Return the source with merged tensors of experts listed as a tensor for each linear of the model's RoutedExperts.
 
@@ -170,29 +159,6 @@ def _expert_tensors(info: TensorInfo, base: str, module: RoutedExperts) -> list[
 def _build_on_meta(config: Any, source: CheckpointSource, trust_remote_code: bool) -> Any:
     model = build_on_meta(model_class(config, trust_remote_code), config, source.name, trust_remote_code)
     split_experts(model)
-    return model
-
-
-def build_on_meta(cls: Any, config: Any, name: str, trust_remote_code: bool = False) -> Any:
-    """Build a model of a class with parameters on meta and computed buffers (rotary tables), without allocating weights.
-
-    name: of the checkpoint or the model, for errors.
-    """
-    from accelerate import init_empty_weights
-    from transformers.initialization import no_init_weights
-
-    try:
-        with no_init_weights(), init_empty_weights(include_buffers=False):
-            if hasattr(cls, "from_config") and not hasattr(cls, "base_model_prefix"):
-                model = cls.from_config(config, trust_remote_code=trust_remote_code)
-            else:
-                model = cls._from_config(config)
-    except Exception as error:
-        raise SurgeryError(
-            f"{name}: transformers cannot build {cls.__name__} from its config ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        ) from None
-    model.eval()
-    model.requires_grad_(False)
     return model
 
 

@@ -142,8 +142,13 @@ def _merge_shards(target: Path, layer_files: list[Path]) -> str:
 def converted_config(
     source: CheckpointSource, meta_model: MetaModel, table: dict[str, Any], mixers: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the source's config with the table of replacements. Replacing the head or the embedding unties them."""
-    config = {**source.config, "quantization_config": quantization_table(table, mixers, meta_model.unused)}
+    """Return the source's config with the table of replacements, and with the model's class if the source names none.
+
+    Replacing the head or the embedding unties them.
+    """
+    found = meta_model.config.architectures
+    named = {} if source.config.get("architectures") or not found else {"architectures": found}
+    config = {**source.config, **named, "quantization_config": quantization_table(table, mixers, meta_model.unused)}
     twins = {name.removesuffix(".weight") for pair in meta_model.tied.items() for name in pair}
     return _untie_config(config, meta_model.config) if twins & set(table) else config
 

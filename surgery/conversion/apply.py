@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.architectures.experts import keep_experts_split, split_experts
+from surgery.architectures.positions import longest_input
 from surgery.calibration.data import CalibrationSet, check_model_inputs, read_labels
 from surgery.calibration.layer_runner import LayerRunner
 from surgery.checkpoint.safetensors_io import TensorSource
@@ -79,7 +80,8 @@ def apply(
     if calibration is None:
         check_needs_no_calibration(recipe, PASS_CALIBRATION)
     else:
-        given = live_inputs(model, calibration, recipe, live.config, tokenizer)
+        length = min(recipe.length, longest_input(live.model) or recipe.length)
+        given = live_inputs(model, calibration, recipe.model_copy(update={"length": length}), live.config, tokenizer)
         if is_library_model(model):
             given.tensors = read_labels(given.tensors, live.model)
         check_model_inputs(given.tensors, live.model)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from surgery.architectures.experts import split_experts
-from surgery.checkpoint.meta_model import MetaModel, build_on_meta, split_stored_experts
+from surgery.checkpoint.meta_model import MetaModel, split_stored_experts
+from surgery.checkpoint.model_classes import build_on_meta
 from surgery.checkpoint.safetensors_io import TensorInfo
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.table import QUANT_METHOD

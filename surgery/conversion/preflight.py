@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from torch import Tensor
 
+from surgery.architectures.positions import longest_input
 from surgery.calibration.data import CalibrationSet, check_model_inputs, read_labels
 from surgery.calibration.inputs import checkpoint_inputs
 from surgery.checkpoint.meta_model import MetaModel
@@ -46,7 +47,7 @@ def load_calibration(
         source.folder,
         meta_model.config,
         recipe.tokens,
-        recipe.length,
+        min(recipe.length, longest_input(meta_model.model) or recipe.length),
         trust_remote_code=meta_model.trust_remote_code,
         notes=[] if notes is None else notes,
     )

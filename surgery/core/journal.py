@@ -199,13 +199,18 @@ def _parse_entry(raw: bytes) -> dict[str, Any] | None:
 
 
 def check_output_path(out: Path, resume: bool, what: str = "conversion") -> None:
-    """Raise SurgeryError unless work that ends in `out` can begin: `out` is absent and its parent folder exists."""
+    """Raise SurgeryError unless work that ends in `out` can begin: `out` is absent, and its parent is a folder and no checkpoint."""
     check_absent(out)
     check_no_links(partial_path(out), FOREIGN)
     if partial_path(out).exists() and not resume:
         raise_unfinished(partial_path(out), what)
     if not out.parent.is_dir():
         raise SurgeryError(f"{out.parent} is not a folder; make it first")
+    if (out.parent / "config.json").is_file() and any(out.parent.glob("*.safetensors")):
+        raise SurgeryError(
+            f"{out.parent} is a checkpoint, and {out} would lie inside it, where programs that copy or upload the checkpoint would take it "
+            f"along. Choose an --out beside it, for example {out.parent}-{out.name}"
+        )
 
 
 def check_absent(out: Path) -> None:

@@ -10,6 +10,7 @@ own forward to the attention function registered here. Parameter names stay the 
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 from dataclasses import dataclass
 from functools import cache
@@ -56,11 +57,16 @@ class AttentionCall:
 
 
 class MixerAttention:
-    """Mixin of an attention class with a mixer. host: the model's config, which determines how masks are made."""
+    """Mixin of an attention class with a mixer.
+
+    host: the model's config, which determines how masks are made. arguments: names of the forward's arguments. passes_options: whether
+    the forward hands its keyword arguments on to the attention function; if not (SigLIP), the function finds the call in the module.
+    """
 
     mixer: Mixer
     host: Any
     arguments: tuple[str, ...]
+    passes_options: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the library's forward with the mixer as attention function, and the mixer's state as cache."""
@@ -85,7 +91,14 @@ class MixerAttention:
         documents = self._documents(bound, valid_BT, mask_BHTS, layer)
         offloading = past if getattr(past, "offloading", False) else None
         call = AttentionCall(x_BTD, valid_BT, mask_BHTS, layer, offloading, documents, rope)
-        out = super().forward(**bound, surgery=call)  # type: ignore[misc]
+        if self.passes_options:
+            out = super().forward(**bound, surgery=call)  # type: ignore[misc]
+        else:
+            self._surgery_call = call
+            try:
+                out = super().forward(**bound)  # type: ignore[misc]
+            finally:
+                del self._surgery_call
         if (
             self.host._attn_implementation == "eager"
         ):  # others have no weights in any layer, and transformers lists none
@@ -203,7 +216,7 @@ def mixer_attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> Any:
     """Attention function of modules with a mixer; returns (output (B, T, H, V), None or a placeholder for the weights)."""
-    call = kwargs.get("surgery")
+    call = kwargs.get("surgery") or getattr(module, "_surgery_call", None)
     if call is None:
         raise SurgeryError(
             f"attention implementation {ATTENTION_NAME!r} is for modules that surgery.modeling.attention.install has given a mixer; "
@@ -235,7 +248,18 @@ def mixin_class(base: Any, mixin: Any) -> Any:
     names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     if issubclass(mixin, MixerAttention):
         names["arguments"] = tuple(inspect.signature(base.forward).parameters)[1:]
+        names["passes_options"] = passes_options(base.forward)
     return type(base.__name__, (mixin, base), names)
+
+
+def passes_options(forward: Any) -> bool:
+    """Return whether a function reads its **kwargs, and so may pass them on; False if it has none."""
+    code = inspect.unwrap(forward).__code__
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
+    loads = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST"))
+    return any(name in (value if isinstance(value, tuple) else (value,)) for value in loads)
 
 
 def reduce_mixin(self: Any, reduced: Any) -> tuple[Any, ...]:

@@ -80,6 +80,10 @@ class HybridRecipe(BaseModel):
                 "attention.hybrid: give keep, for example {keep: 0.25}, or layers, for example {layers: [0, 8]}, or heads, for example "
                 f"{{heads: {{0: [1, 3]}}}} (got {' and '.join(given) or 'none of them'})"
             )
+        if self.layers is not None and not self.layers:
+            raise SurgeryError(
+                "attention.hybrid.layers names no layer; leave hybrid out, or name layers that keep softmax, for example [0, 8]"
+            )
         if self.of_heads and self.layers is not None:
             raise SurgeryError(
                 "attention.hybrid: layers names whole layers and of: heads asks for a choice of heads. Give heads, for example "

@@ -55,9 +55,9 @@ def quantize_rows(rows_XK: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
     blocks = rows_XK.float().unflatten(-1, (-1, storage.group_size(inputs)))
     extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     if storage.bits == 8:
-        scale = _rounded_scale(extreme.abs() / 127, rows_XK.dtype)
+        scale = _rounded_scale(extreme.abs() / 127, rows_XK.dtype, 127)
         return _to_integers(blocks, scale, 127).flatten(-2).to(torch.int8), scale[..., 0].to(rows_XK.dtype)
-    scales = torch.stack([_rounded_scale(extreme * (-factor / 8), rows_XK.dtype) for factor in SCALES])
+    scales = torch.stack([_rounded_scale(extreme * (-factor / 8), rows_XK.dtype, 8) for factor in SCALES])
     errors = torch.stack([(blocks - s * _to_integers(blocks, s, 8)).square().sum(-1, keepdim=True) for s in scales])
     scale = scales.gather(0, errors.argmin(0, keepdim=True))[0]
     integers = (_to_integers(blocks, scale, 8).flatten(-2) + 8).to(torch.uint8)
@@ -74,9 +74,15 @@ def dequantize_rows(integers: Tensor, scale: Tensor, inputs: int, bits: int) -> 
     return rows
 
 
-def _rounded_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return scales in float32 with values of `dtype`; 1 for groups of zeros and for scales too small for the dtype."""
-    stored = scale.to(dtype).float()
+def _rounded_scale(scale: Tensor, dtype: torch.dtype, most: int) -> Tensor:
+    """Return scales in float32 with values of `dtype`; 1 for groups of zeros and for scales too small for the dtype.
+
+    Scales are at most the largest value of the dtype divided by `most`, the largest integer, so that no product overflows: rounded to
+    the nearest, the scale of 65504 in 8 bits is 516 in float16, and 127 * 516 is infinite there.
+    """
+    info = torch.finfo(dtype)
+    largest = torch.tensor(info.max / most * (1 - info.eps), dtype=torch.float32).to(dtype).float()
+    stored = scale.to(dtype).float().clamp(-largest, largest)
     return torch.where(stored == 0, 1.0, stored)
 
 

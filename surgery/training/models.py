@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from surgery.architectures.experts import split_experts
 from surgery.architectures.linears import find_linears
+from surgery.architectures.positions import longest_input
 from surgery.calibration.data import load_tokenizer
 from surgery.checkpoint.load_model import load_config, load_model
 from surgery.checkpoint.meta_model import build_unconverted_model
@@ -59,8 +61,12 @@ def load_causal_lm(source: CheckpointSource, dtype: torch.dtype, trust_remote_co
 
 
 def load_student(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
-    """Load the student, frozen, in float32: bfloat16 would round away updates of relative size 1e-5."""
+    """Load the student, frozen, in float32: bfloat16 would round away updates of relative size 1e-5.
+
+    Experts become linears, which have the names of the tensors in the files, so that trained values can be written back.
+    """
     student = load_causal_lm(source, torch.float32, trust_remote_code)
+    split_experts(student)
     return student.requires_grad_(False)
 
 
@@ -135,8 +141,8 @@ def linear_roles(source: CheckpointSource, model: Any) -> dict[str, tuple[str, .
 
 
 def check_length(model: Any, length: int) -> None:
-    """Raise SurgeryError if `length` (tokens per row) exceeds the model's max_position_embeddings."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """Raise SurgeryError if `length` (tokens per row) exceeds the model's max_position_embeddings, or the rows that its table has for them."""
+    limit = longest_input(model)
     if limit is not None and length > limit:
         raise SurgeryError(
             f"stages: length must be at most {limit}, max_position_embeddings of {type(model).__name__} (got {length}). "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from safetensors.torch import save_file
 
 import surgery
 from surgery.architectures.attention import attention_paths, attention_shape
-from surgery.checkpoint.meta_model import model_class
+from surgery.checkpoint.load_model import load_model
+from surgery.checkpoint.model_classes import model_class
+from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.modeling.attention import install
@@ -36,7 +39,10 @@ REFUSED = [name for name, family in TINY_FAMILIES.items() if family.mixers]
 def load(folder: Path) -> Any:
     from transformers import AutoConfig
 
-    return model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32).eval()
+    config = AutoConfig.from_pretrained(folder)
+    if not config.architectures:
+        return load_model(open_checkpoint(str(folder)), torch.float32).eval()
+    return model_class(config).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -51,6 +57,10 @@ class Workshop:
         self.family, self.folder, self.source = TINY_FAMILIES[name], folder, folder / "source"
         self.model = self.family.build()
         self.model.save_pretrained(self.source)
+        if not self.family.named:
+            config = json.loads((self.source / "config.json").read_text())
+            del config["architectures"]
+            (self.source / "config.json").write_text(json.dumps(config))
         self.inputs = self.family.inputs(ROWS, LENGTH, 2)
         self.calibration = folder / "calibration.safetensors"
         save_file(self.family.inputs(16, LENGTH, 5), self.calibration)

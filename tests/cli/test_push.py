@@ -253,6 +253,15 @@ def test_the_licence_is_that_of_the_source(out, checkpoints):
     assert prepare_upload(str(out), "me/small", license="mit").license.id == "mit"
 
 
+def test_a_license_that_the_hub_does_not_list_is_refused(out):
+    with pytest.raises(
+        SurgeryError, match=r"--license apache-2: the Hub has no license .* did you mean 'apache-2.0'\?"
+    ):
+        prepare_upload(str(out), "me/small", license="apache-2")
+    for name in ("other", "unknown", "llama3.1"):
+        assert prepare_upload(str(out), "me/small", license=name).license.id == name
+
+
 def test_the_card_says_what_the_report_says(out, tmp_path):
     report = json.loads((out / "surgery_report.json").read_text())
     report["held_out"] = {

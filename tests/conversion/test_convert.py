@@ -332,6 +332,8 @@ def test_out_exists_or_its_parent_does_not(deep, tmp_path):
         convert(str(deep[0]), make_recipe(), tmp_path / "out")
     with pytest.raises(SurgeryError, match="is not a folder; make it first"):
         convert(str(deep[0]), make_recipe(), tmp_path / "no" / "out")
+    with pytest.raises(SurgeryError, match=f"{deep[0]} is a checkpoint, and .*sub would lie inside it"):
+        convert(str(deep[0]), make_recipe(), deep[0] / "sub")
 
 
 def test_a_disk_too_small_is_noticed_before_anything_is_written(deep, tmp_path, monkeypatch):

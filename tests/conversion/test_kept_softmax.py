@@ -48,6 +48,7 @@ def test_plans_give_kept_layers_and_heads_their_options(sources):  # noqa: F811
         ({"layers": [0], "trained_length": 8}, "option of scale: length"),
         ({"layers": [0], "scale": "length", "trained_length": 1}, "trained_length"),
         ({"layers": [0], "scale": "log"}, "attention.hybrid.scale"),
+        ({"layers": []}, "attention.hybrid.layers names no layer; leave hybrid out"),
         ({"layers": [0, 1, 2], **FAR}, "nothing would be replaced"),
         ({"heads": {0: [0, 1], 1: [0, 1], 2: [0, 1]}, **FAR}, "nothing would be replaced"),
     ],

@@ -59,6 +59,17 @@ def rounded(checkpoints, tmp_path_factory):
 
 
 # -- one linear ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("bits, within", [(8, 1 / 127), (4, 1 / 7)])
+@pytest.mark.parametrize("largest", [65504.0, -65504.0])
+def test_values_at_the_limit_of_float16_stay_finite(bits, within, largest):
+    rows = torch.linspace(-1, 1, 32).repeat(4, 1)
+    rows[:, 5] = largest
+    rows = rows.half()
+    found = dequantize_rows(*quantize_rows(rows, Storage(bits)), 32, bits)
+    assert found.dtype == torch.float16 and bool(found.isfinite().all())
+    assert float((found.double() - rows.double()).abs().max()) <= within * abs(largest)
+
+
 @pytest.mark.parametrize("bits, steps", [(8, 0.5), (4, 2.0)])
 @pytest.mark.parametrize("inputs, group", [(64, 16), (33, None), (7, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -40,6 +40,32 @@ IMAGES = {
     "patch_size": 4,
     "num_labels": 5,
 }
+WAVEFORM = {
+    **{key: IMAGES[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+    "conv_dim": (16, 16),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 2),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "vocab_size": 32,
+}
+WHISPER = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
 GPT2 = {**TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48}
 LOCAL_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 DELTA_NET = {
@@ -47,6 +73,12 @@ DELTA_NET = {
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
@@ -59,6 +91,7 @@ LLAMA3 = {
 }
 
 
+UNNAMED = "config.json may lack `architectures`"
 OWN_CODE = "computes attention in its own forward, without transformers' attention functions"
 
 
@@ -80,6 +113,17 @@ def pairs(rows: int, length: int, seed: int) -> dict[str, torch.Tensor]:
     return {**text(rows, length, seed), "decoder_input_ids": decoder}
 
 
+def waveforms(rows: int, length: int, seed: int) -> dict[str, torch.Tensor]:
+    """Return random waveforms, (rows, 10 length + 15): `length` frames of WAVEFORM's convolutions."""
+    generator = torch.Generator().manual_seed(seed)
+    return {"input_values": torch.randn(rows, 10 * length + 15, generator=generator)}
+
+
+def spectrograms(rows: int, length: int, seed: int) -> dict[str, torch.Tensor]:
+    """Return random spectrograms, (rows, 8, 32): bins, frames."""
+    return {"input_features": torch.randn(rows, 8, 32, generator=torch.Generator().manual_seed(seed))}
+
+
 # -- the table ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TinyFamily:
@@ -88,7 +132,7 @@ class TinyFamily:
     model_class, config_class: names in transformers. options: of the config. inputs: function (rows, length, seed) that
     returns the model's keyword arguments, batch first. linears, mixers: "" if linears can be replaced, and attention by a
     mixer; otherwise a part of the error message that says which property forbids it. generates: whether the model has
-    generate(). resized: vocabulary to which the embeddings are resized after the model was built, 0: unchanged. note: a sentence
+    generate(). named: whether config.json of its checkpoint has `architectures`. resized: vocabulary to which the embeddings are resized after the model was built, 0: unchanged. note: a sentence
     for docs/models.md. in_ci: whether CI runs this family (all others only run with -m slow).
     """
 
@@ -99,6 +143,7 @@ class TinyFamily:
     linears: str = ""
     mixers: str = ""
     generates: bool = True
+    named: bool = True
     resized: int = 0
     note: str = ""
     in_ci: bool = False
@@ -149,6 +194,18 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         {**DECODER, **DELTA_NET, "layer_types": ["linear_attention", "full_attention"]},
         in_ci=True,
         note="mixers in the layers with softmax attention; gated heads",
+    ),
+    "qwen3_next": TinyFamily(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {**DECODER, **DELTA_NET, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
+        note="mixers in the layers with softmax attention; gated heads; experts",
+    ),
+    "qwen3_5_moe": TinyFamily(
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        {**DECODER, **DELTA_NET, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
+        note="mixers in the layers with softmax attention; gated heads; experts",
     ),
     "gemma": TinyFamily("GemmaForCausalLM", "GemmaConfig", DECODER),
     "gemma2": TinyFamily(
@@ -268,6 +325,31 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     ),
     "vit": TinyFamily("ViTForImageClassification", "ViTConfig", IMAGES, images, generates=False),
     "dinov2": TinyFamily("Dinov2ForImageClassification", "Dinov2Config", IMAGES, images, generates=False, in_ci=True),
+    # Towers that were saved on their own, without `architectures` in config.json
+    "clip_vision_model": TinyFamily(
+        "CLIPVisionModel", "CLIPVisionConfig", IMAGES, images, generates=False, named=False, in_ci=True, note=UNNAMED
+    ),
+    "siglip_vision_model": TinyFamily(
+        "SiglipVisionModel", "SiglipVisionConfig", IMAGES, images, generates=False, named=False, note=UNNAMED
+    ),
+    "vit-unnamed": TinyFamily(
+        "ViTForImageClassification", "ViTConfig", IMAGES, images, generates=False, named=False, note=UNNAMED
+    ),
+    "whisper-encoder": TinyFamily(
+        "WhisperForAudioClassification",
+        "WhisperConfig",
+        WHISPER,
+        spectrograms,
+        generates=False,
+        named=False,
+        note=UNNAMED,
+    ),
+    "wav2vec2": TinyFamily(
+        "Wav2Vec2ForCTC", "Wav2Vec2Config", WAVEFORM, waveforms, generates=False, named=False, note=UNNAMED
+    ),
+    "hubert": TinyFamily(
+        "HubertModel", "HubertConfig", WAVEFORM, waveforms, generates=False, named=False, note=UNNAMED
+    ),
     # Attention code of their own
     "bloom": TinyFamily(
         "BloomForCausalLM",

@@ -3,12 +3,20 @@
     python tests/mixins/fetch.py        (make test-mixins runs it)
 
 The distribution holds the modules of its folder tests, and no folder in it. The module test_modeling_common imports two mixins from such folders,
-the tests of generation and of export, so an empty class takes the place of each.
+the tests of generation and of export. They are taken from a checkout of transformers at the same version, if the environment variable
+TRANSFORMERS_CHECKOUT names one:
+
+    git clone --depth 1 --branch vVERSION https://github.com/huggingface/transformers CHECKOUT
+    TRANSFORMERS_CHECKOUT=CHECKOUT make test-mixins
+
+Without a checkout an empty class takes the place of each, and their tests are not run.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,9 +30,14 @@ STAND_INS = {"generation/test_utils.py": "GenerationTesterMixin", "exporters/tes
 def fetch() -> Path:
     """Return the folder of the package, which is made if it does not exist or is of another version."""
     version = importlib.metadata.version("transformers")
-    made = PACKAGE / "version"
-    if made.is_file() and made.read_text() == version:
+    checkout = os.environ.get("TRANSFORMERS_CHECKOUT", "")
+    made, wanted = PACKAGE / "version", f"{version} {checkout}".strip()
+    if made.is_file() and made.read_text() == wanted:
         return PACKAGE
+    if checkout:
+        check_version(Path(checkout), version)
+    shutil.rmtree(PACKAGE, ignore_errors=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "transformers"]
     subprocess.run([*pip, "--no-build-isolation", "-d", str(FOLDER), f"transformers=={version}"], check=True)
     PACKAGE.mkdir(exist_ok=True)
@@ -35,12 +48,27 @@ def fetch() -> Path:
                 content = archive.extractfile(member)
                 assert content is not None
                 write(below, content.read())
+    if checkout:
+        for path in sorted((Path(checkout) / "tests").glob("*/*.py")):
+            if any(path.match(f"tests/{Path(name).parent}/*.py") for name in STAND_INS):
+                write(f"{path.parent.name}/{path.name}", path.read_bytes())
     for name, mixin in STAND_INS.items():
         if not (PACKAGE / name).exists():
-            print(f"transformers-{version}.tar.gz has no tests/{name}: its tests are not run")
+            print(
+                f"transformers-{version}.tar.gz has no tests/{name}: the tests of {mixin} are not run (set TRANSFORMERS_CHECKOUT)"
+            )
             write(name, f"class {mixin}:\n    pass\n".encode())
-    made.write_text(version)
+    made.write_text(wanted)
     return PACKAGE
+
+
+def check_version(checkout: Path, version: str) -> None:
+    """Raise SystemExit unless a folder is a checkout of transformers at that version."""
+    source = checkout / "src" / "transformers" / "__init__.py"
+    if not source.is_file() or f'__version__ = "{version}"' not in source.read_text(encoding="utf-8"):
+        raise SystemExit(
+            f"TRANSFORMERS_CHECKOUT={checkout} must be a checkout of transformers {version}, the installed version"
+        )
 
 
 def write(name: str, content: bytes) -> None:

@@ -65,6 +65,20 @@ def test_shipped_recipes_run_for_a_few_steps(name, text, tmp_path):
     assert whole.training.stages[0].tokens >= 10**9 and whole.training.stages[0].optimiser.base_width
 
 
+def test_a_mixture_of_experts_is_trained_and_written_back(text, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    recipe = small(text, model={**experts, **sizes, "tie_word_embeddings": False}, layers=None)
+    record = pretrain(recipe, tmp_path / "out", device="cpu")
+    stage = record["stages"][0]
+    assert stage["last_loss"] < stage["first_loss"]
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    down = next(value for name, value in state.items() if name.endswith("experts.down_proj"))
+    assert down.shape == (4, 32, 16) and bool((down != 0).any())  # outputs to the residual stream begin at zero
+
+
 def test_it_learns_and_is_inspected(text, tmp_path):
     from surgery.publish.summary import inspect
 

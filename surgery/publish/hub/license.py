@@ -8,10 +8,97 @@ from typing import Any
 
 from surgery.checkpoint.source import CheckpointSource
 from surgery.core.config import read_front_matter
-from surgery.core.errors import SurgeryError
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.version import __version__
 from surgery.publish.hub.files import strip_local_paths
 
+# The identifiers of https://huggingface.co/docs/hub/repositories-licenses; the Hub refuses a model card with any other.
+HUB_LICENSES = frozenset(
+    [
+        "apache-2.0",
+        "mit",
+        "openrail",
+        "bigscience-openrail-m",
+        "creativeml-openrail-m",
+        "bigscience-bloom-rail-1.0",
+        "bigcode-openrail-m",
+        "openrail++",
+        "deepfloyd-if-license",
+        "fair-noncommercial-research-license",
+        "intel-research",
+        "h-research",
+        "apple-ascl",
+        "apple-amlr",
+        "grok2-community",
+        "llama2",
+        "llama3",
+        "llama3.1",
+        "llama3.2",
+        "llama3.3",
+        "llama4",
+        "gemma",
+        "openmdw-1.0",
+        "afl-3.0",
+        "artistic-2.0",
+        "bsl-1.0",
+        "bsd",
+        "bsd-2-clause",
+        "bsd-3-clause",
+        "bsd-3-clause-clear",
+        "c-uda",
+        "cc",
+        "cc0-1.0",
+        "cc-by-2.0",
+        "cc-by-2.5",
+        "cc-by-3.0",
+        "cc-by-4.0",
+        "cc-by-sa-3.0",
+        "cc-by-sa-4.0",
+        "cc-by-nc-2.0",
+        "cc-by-nc-3.0",
+        "cc-by-nc-4.0",
+        "cc-by-nd-4.0",
+        "cc-by-nc-nd-3.0",
+        "cc-by-nc-nd-4.0",
+        "cc-by-nc-sa-2.0",
+        "cc-by-nc-sa-3.0",
+        "cc-by-nc-sa-4.0",
+        "cdla-sharing-1.0",
+        "cdla-permissive-1.0",
+        "cdla-permissive-2.0",
+        "wtfpl",
+        "ecl-2.0",
+        "epl-1.0",
+        "epl-2.0",
+        "etalab-2.0",
+        "eupl-1.1",
+        "eupl-1.2",
+        "agpl-3.0",
+        "gfdl",
+        "gpl",
+        "gpl-2.0",
+        "gpl-3.0",
+        "lgpl",
+        "lgpl-2.1",
+        "lgpl-3.0",
+        "lgpl-lr",
+        "isc",
+        "lppl-1.3c",
+        "ms-pl",
+        "mpl-2.0",
+        "odc-by",
+        "odbl",
+        "osl-3.0",
+        "postgresql",
+        "ofl-1.1",
+        "ncsa",
+        "unlicense",
+        "zlib",
+        "pddl",
+        "unknown",
+        "other",
+    ]
+)
 COMMON_LICENSES = "apache-2.0, mit, llama3.1, gemma, cc-by-4.0, other"
 
 
@@ -34,9 +121,14 @@ def find_license(source: CheckpointSource, report: dict[str, Any], choice: str |
     """Return the license given by the user, else that of the source's model card, else the license file next to the weights.
 
     choice: value of --license, or None. base: Hub id of the source, if the user named one.
-    Raises SurgeryError if no license is found.
+    Raises SurgeryError if no license is found, or if the Hub does not list the one given.
     """
     if choice is not None:
+        if choice not in HUB_LICENSES:
+            raise SurgeryError(
+                f"--license {choice}: the Hub has no license of that identifier{suggestion(choice, HUB_LICENSES)}. For a license "
+                "that it does not list, use other, and put its text into a file LICENSE beside the weights"
+            )
         return License(choice, "given with --license")
     name = base or report["source"]["name"]
     revision = None if base else report["source"].get("revision")

@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from surgery.architectures.linears import ModelLayout, find_linears, is_linear
-from surgery.checkpoint.meta_model import MetaModel, bare_model, model_class
+from surgery.checkpoint.meta_model import MetaModel, bare_model
+from surgery.checkpoint.model_classes import model_class
 from surgery.checkpoint.safetensors_io import TensorInfo
 from surgery.checkpoint.source import CheckpointSource
 from surgery.core.errors import SurgeryError
