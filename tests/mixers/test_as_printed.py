@@ -313,7 +313,7 @@ PLACES = {
     "Guo": {
         "section 2": "mask", "section 3.1": "level", "section 3.2": "level", "section 3.3": "chunk|segment|tree",
         "section 3.4": "gate|delta|mamba", "eq 2": "gate|weight one", "eq 3": "mask", "eq 4": "mask", "eq 5": "chunk",
-        "section b.4": "admissib", "table 1": "toeplitz", "table 6": "task", "figure 5": "position",
+        "section 4.1": "mqar", "section b.4": "admissib", "table 1": "toeplitz", "table 6": "task", "figure 5": "position",
     },
     "FARS": {**{f"eq {n}": "block" for n in range(1, 7)}, "figure 2": "toeplitz"},
 }  # fmt: skip
