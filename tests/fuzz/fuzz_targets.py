@@ -167,7 +167,7 @@ def weights(path: Path) -> None:
     """A converted checkpoint's weights, multiplied out."""
     from surgery.conversion.densify import densify
 
-    out = path.parent / "dense"
+    out = path.parent.with_name(f"{path.parent.name}-dense")
     shutil.rmtree(out, ignore_errors=True)
     densify(str(path.parent), out)
 
@@ -201,7 +201,7 @@ def table(path: Path) -> None:
 
     inspect(str(path.parent))
     said = json.loads(path.read_text())
-    out = path.parent / "dense"
+    out = path.parent.with_name(f"{path.parent.name}-dense")
     shutil.rmtree(out, ignore_errors=True)
     densify(str(path.parent), out)
     if read_table(said, "it") or read_mixers(said, "it"):
@@ -700,7 +700,7 @@ def mirror(path: Path) -> None:
 @fuzz_target(None, '{"max_seq_lengths": [4096]}', "temperature=0.7,top_p=0.9,do_sample=true", "ppl=1.05", "ppl:nll=0.9", "4096,8192", "0,0.5,1")  # fmt: skip
 def eval_options(text: str) -> None:
     """Options of an evaluation."""
-    from surgery.cli.eval import _parse_json, _parse_pairs, split_words, parse_options, parse_pair_numbers
+    from surgery.cli.eval import _parse_json, _parse_pairs, parse_options, parse_pair_numbers, split_words
     from surgery.eval.results.thresholds import parse_thresholds
 
     for read in (
