@@ -104,7 +104,7 @@ def calibration(checkpoints):
     return lambda family: checkpoints(family).parent / f"{checkpoints(family).name}-calibration.safetensors"
 
 
-# Every structure has its role, and fused linears are split.
+# Structures by role, and fused linears are split. OTHERS: the remaining structures, in the first layer.
 MIXED = {
     "structure": "btt",
     "blocks": [2, 2],
@@ -116,6 +116,11 @@ MIXED = {
         {"match": "mlp.down", "structure": "pivoted_low_rank"},
     ],
 }
+OTHERS = [
+    {"match": "attention.query", "layers": "0", "structure": "mlr"},
+    {"match": "attention.key", "layers": "0", "structure": "tensor_train"},
+    {"match": "attention.value", "layers": "0", "structure": "block_tensor_train"},
+]
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +133,7 @@ def converted(checkpoints, tmp_path_factory):
     def make(family: str) -> Path:
         if family not in made:
             out = tmp_path_factory.mktemp("converted") / family
-            convert(str(checkpoints(family)), make_recipe(**MIXED), out)
+            convert(str(checkpoints(family)), make_recipe(**{**MIXED, "rules": [*MIXED["rules"], *OTHERS]}), out)
             made[family] = out
         return made[family]
 

@@ -1,7 +1,7 @@
 """`surgery bench serve`: decoding throughput over batch sizes and contexts, original and converted, beside counted bytes.
 
 Models of a Llama's shape with random weights; one row is prefilled with random tokens and its cache copied to all rows
-(surgery/eval/speed/generation.py). Tokens per second = 1000 B / ms of a step of B rows. Beside each cell stands what memory traffic alone
+(eval/speed/generation.py). Tokens per second = 1000 B / ms of a step of B rows. Beside each cell stands what memory traffic alone
 predicts: with W bytes of weights and C(T) bytes of one row's cache (surgery/speculation/bound.py), a step reads W + B C(T), so
 
     predicted speed over the original = (W_o + B C_o(T)) / (W + B C(T)),    crossover  B* = (W - W_o) / (C_o(T) - C(T))
@@ -91,7 +91,9 @@ def serve(
         if words and name != ORIGINAL and not any(word in name.lower() for word in words):
             continue
         cells = [(b, t) for t in CONTEXTS[sizes] for b in BATCHES[sizes] if (name, b, t) not in done]
-        if cells and not measure_model(name, change, cells, result, device, dtype, deadline, out, progress):
+        if cells and not measure_model(
+            name, change, cells, result, device=device, dtype=dtype, deadline=deadline, out=out, progress=progress
+        ):
             return result
     result["complete"] = True
     save(out, result)
@@ -127,6 +129,7 @@ def measure_model(
     change: Callable[[Any], None],
     cells: list[tuple[int, int]],
     result: dict[str, Any],
+    *,
     device: torch.device,
     dtype: torch.dtype,
     deadline: float,

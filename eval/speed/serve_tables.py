@@ -8,7 +8,7 @@ from typing import Any
 
 from surgery.core.errors import SurgeryError
 
-Cell = dict[str, Any]  # a row of the result, see surgery/eval/speed/serve.py
+Cell = dict[str, Any]  # a row of the result, see eval/speed/serve.py
 LEGEND = (
     "tokens per second of all rows together; speed over the original in the same cell, measured / predicted from the bytes that a step reads "
     "(weights once, the cache of each row)"

@@ -12,7 +12,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from surgery.core.errors import SurgeryError
 from surgery.training.data.generated import GeneratedTask
@@ -91,6 +99,12 @@ class DataConfig(_FrozenModel):
     shuffle: int = Field(1024, ge=0)
     epochs: int | None = Field(None, ge=1)
     rows: int | None = Field(None, ge=1)
+
+    @model_serializer(mode="wrap")
+    def _omit_no_task(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `generated` where there is none, so that runs and teacher caches made before the key existed go on."""
+        values: dict[str, Any] = to_dict(self)
+        return {name: value for name, value in values.items() if name != "generated" or value is not None}
 
     @field_validator("sources", "validation", mode="before")
     @classmethod
