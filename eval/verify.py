@@ -82,9 +82,10 @@ class Verification:
         return sum(check.status == status for check in self.checks)
 
     def lines(self) -> list[str]:
-        """Return one line for each check, and a summary."""
+        """Return one line for each check, a remark, and a summary."""
         counts = [f"{self.count(status)} {status}" for status in ("same", "different", "cannot be checked")]
-        return [*(check.line() for check in self.checks), ", ".join(counts)]
+        remark = "The measured values themselves are not checked."
+        return [*(check.line() for check in self.checks), remark, ", ".join(counts)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the checks as JSON data."""
@@ -272,6 +273,9 @@ def _check_data(recorded: RecordedResults, given: EvalOptions) -> list[Check]:
         for read in one.reads:
             if read not in checks and read.kind != "package":
                 checks[read] = _check_read(read, recorded, given)
+        read_names = {read.name for read in one.reads}
+        for name in one.provenance.data.keys() - read_names:
+            checks.setdefault(("unread", name), _unchecked(f"data {name}", "the results do not say how it was read"))
         commits = {name: told.get("commit") for name, told in one.provenance.data.items() if "sha256" in told}
         for name, commit in commits.items():
             if isinstance(commit, str) and given.data_root is not None and one.has_read("mirror", name):
@@ -363,4 +367,8 @@ def _check_options(recorded: RecordedResults, given: Mapping[str, Any]) -> list[
             same += 1
         else:
             checks.append(_compare(f"option {name}", was, now))
-    return [*checks, *([Check(f"options ({same})", "same")] if same else [])]
+    kept = sorted(
+        name for name in told if name in recorded.options and name in defaults and name not in (*given, *left_out)
+    )
+    assumed = f"not given here, so taken as recorded: {', '.join(kept)}" if kept else ""
+    return [*checks, *([Check(f"options ({same})", "same", now=assumed)] if same else [])]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError
 from surgery.core.files import atomic_write, exclusive_lock, explain_disk_errors, partial_path, read_json
 from surgery.core.progress import Progress
@@ -99,8 +100,14 @@ class _Run:
         self.converted, self.healed = out / CONVERTED, out / HEALED
 
     def run(self) -> RunResult:
-        _check_texts(self.options)
+        from surgery.eval.suite import find_suite
+
+        for name in self.options.suites:
+            find_suite(name)
+        if self.out.exists() and not self.out.is_dir():
+            raise SurgeryError(f"--out {self.out} is a file. Choose a folder for the run, which is created")
         planned = self._plan()
+        _check_texts(self.options)
         settings = self._settings(planned)
         self._check_held_out()
         with explain_disk_errors(self.out, "run the same command again"):
@@ -115,13 +122,14 @@ class _Run:
 
     def _generate(self, held_out: str) -> None:
         """Continue three prompts with both models, unless it was done; the prompts are from the text to measure on, if it is a file."""
+        from surgery.calibration.data import decode_text
         from surgery.core.device import choose_device
         from surgery.eval.generations import FILE_NAME, pick_prompts, write_generations
 
         path = Path(held_out)
         if path.suffix != ".txt" or not path.is_file() or (self.out / EVAL / FILE_NAME).is_file():
             return
-        prompts = pick_prompts(path.read_text(encoding="utf-8"))
+        prompts = pick_prompts(decode_text(path)[0])
         device, trust = choose_device(self.options.device), self.options.trust_remote_code
         write_generations(self.options.source, str(self.model), prompts, self.out / EVAL, device, trust=trust)
 
@@ -158,7 +166,6 @@ class _Run:
 
     def _settings(self, planned: dict[str, Any]) -> dict[str, Any]:
         """Return what a continued run must have in common: sources and recipes, and the contents of local texts."""
-        from surgery.core.digests import content_digest
         from surgery.training.recipe import stage_data_config
 
         given = self.options
@@ -179,7 +186,7 @@ class _Run:
 
     def _check_held_out(self) -> None:
         """Raise SurgeryError if the text to measure on is a file too short for two windows, which would show only after the training."""
-        from surgery.calibration.data import load_tokenizer, text_windows
+        from surgery.calibration.data import decode_text, load_tokenizer, text_windows
         from surgery.checkpoint.source import open_checkpoint
         from surgery.eval.suite import EvalOptions
 
@@ -187,13 +194,16 @@ class _Run:
         path = Path(single or self.options.text or "")
         if "ppl" not in self.options.suites or path.suffix != ".txt" or not path.is_file():
             return
-        text = path.read_text(encoding="utf-8")
+        text = decode_text(path)[0]
         part = split_text(text, str(path))[1] if single else text
         folder = open_checkpoint(self.options.source, self.options.trust_remote_code, weights=False).folder
         asked = EvalOptions(**dict(self.options.eval_options))
         where = f"the last tenth of {path}" if single else str(path)
         tokenizer = load_tokenizer(folder, self.options.trust_remote_code)
-        text_windows(iter([part]), tokenizer, asked.tokens, asked.length, where)
+        try:
+            text_windows(iter([part]), tokenizer, asked.tokens, asked.length, where)
+        except SurgeryError as error:
+            raise SurgeryError(str(error).replace("--set length=", "--length ")) from None
 
     def _convert(self, train: str | None) -> None:
         from surgery.conversion.convert import convert
@@ -265,10 +275,35 @@ def _check_texts(options: RunOptions) -> None:
         raise SurgeryError(
             f"--heal-set {options.heal_overrides[0]} changes a healing recipe, and there is none. Give --heal RECIPE"
         )
+    from surgery.calibration.data import CALIBRATION_SUFFIXES, HUB_DATASET
+
+    for name in ("data", "calibration", "text"):
+        given = getattr(options, name)
+        if given is None or Path(given).exists():
+            continue
+        if not HUB_DATASET.fullmatch(given) or Path(given).suffix in CALIBRATION_SUFFIXES:
+            raise SurgeryError(
+                f"--{name} {given}: there is no such file or folder. Give a local file, or a Hub data set as org/name"
+            )
+    measured, fitted = options.text, {options.data, options.calibration} - {None}
+    if measured is not None and any(_is_same_file(measured, str(each)) for each in fitted):
+        raise SurgeryError(
+            f"--text {measured} is also the text to train or calibrate on, so that the measurements would flatter. Give another text, or leave out "
+            "--text: then the last tenth of a .txt file is kept for them"
+        )
     if options.text is None and _single_text(options) is None:
         given = options.data or options.calibration
         why = "no text was given" if given is None else f"{given} is not a local .txt file, which could be split"
         raise SurgeryError(f"surgery run measures the result on a text, and {why}. Give --text FILE")
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    paths = Path(one), Path(other)
+    if not all(path.is_file() for path in paths) or paths[0].stat().st_size != paths[1].stat().st_size:
+        return False
+    return content_digest(paths[0]) == content_digest(paths[1])
 
 
 def _single_text(options: RunOptions) -> str | None:
@@ -287,7 +322,9 @@ def _split_texts(options: RunOptions, folder: Path) -> tuple[str | None, str]:
     parts = {name: folder / f"{name}.txt" for name in ("train", "heldout")}
     if not all(path.is_file() for path in parts.values()):
         folder.mkdir(exist_ok=True)
-        for name, part in zip(parts, split_text(Path(single).read_text(encoding="utf-8"), single)):
+        from surgery.calibration.data import decode_text
+
+        for name, part in zip(parts, split_text(decode_text(Path(single))[0], single)):
             with atomic_write(parts[name], "w") as file:
                 file.write(part)
     return str(parts["train"]), str(parts["heldout"])

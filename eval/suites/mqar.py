@@ -138,8 +138,8 @@ def lengths_and_pairs(options: EvalOptions, room: int) -> list[tuple[int, int]]:
             )
         found = [(n, pairs) for n, pairs in PAPER_SETTINGS[options.pairs] if n <= room]
     else:
-        lengths = options.lengths or tuple(n for n in LENGTHS if n <= room)
-        found = [(n, pairs) for n in lengths for pairs in options.pairs or (n // TOKENS_PER_PAIR,)]
+        lengths = tuple(dict.fromkeys(options.lengths)) or tuple(n for n in LENGTHS if n <= room)
+        found = [(n, pairs) for n in lengths for pairs in dict.fromkeys(options.pairs) or (n // TOKENS_PER_PAIR,)]
         if options.pairs and not options.lengths:  # with the default lengths, those in which the pairs fit
             found = [(n, pairs) for n, pairs in found if 4 * pairs <= n]
     if not found:

@@ -87,7 +87,10 @@ class MLRLinear(StructuredLinear):
             return replace(config, levels=levels)
         limits = rank_limits(levels, out, in_)
         if len(config.ranks) != levels or not all(0 <= r <= limit for r, limit in zip(config.ranks, limits)):
-            raise SurgeryError(f"{config}, out={out}, in={in_}: ranks must be {levels} numbers from 0 to {limits}")
+            raise SurgeryError(
+                f"mlr, out={out}, in={in_}: ranks must be {levels} numbers from 0 to {limits}, one for each level "
+                f"(got {list(config.ranks)}). Set levels to the number of ranks"
+            )
         total = sum(config.ranks)
         if total < 1 or config.rank not in (None, total) or total > min(out, in_):
             raise SurgeryError(

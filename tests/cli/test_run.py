@@ -75,7 +75,11 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_verdict(text, tmp_path, mo
         ({"data": None}, "no text was given"),
         ({"data": "org/name"}, "not a local .txt file"),
         ({"heal_overrides": ("seed=1",)}, "Give --heal RECIPE"),
-        ({"heal": "weights-only", "data": None, "text": "t.txt"}, "Give --data"),
+        ({"heal": "weights-only", "data": None, "text": str(TINY / "heldout.txt")}, "Give --data"),
+        ({"text": "absent.txt"}, "--text absent.txt: there is no such file"),
+        ({"suites": ("ppll",)}, "unknown suite 'ppll'"),
+        ({"recipe": "nope", "data": None}, "no recipe 'nope'"),
+        ({"eval_options": (("length", 4095),)}, "or --length "),
         ({"eval_options": (("length", 4096),)}, "at least two windows"),
         ({"recipe": "btt-hlaf"}, "did you mean 'btt-half'"),
         ({"heal": "weights-onyl"}, "weights-only"),
@@ -87,7 +91,25 @@ def test_mistakes_are_told_before_anything_is_written(text, tmp_path, changed, w
     assert not (tmp_path / "RUN").exists()
 
 
+def test_a_model_is_not_measured_on_the_text_it_was_fitted_to(text, tmp_path):
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(text.read_bytes())
+    for measured in (text, copy):
+        with pytest.raises(SurgeryError, match="also the text to train or calibrate on"):
+            run(options(text, text=str(measured)), tmp_path / "RUN")
+
+
+def test_texts_in_utf_16_are_split(text, tmp_path):
+    words = text.read_text(encoding="utf-8")
+    text.write_text(words, encoding="utf-16")
+    train, held_out = workflow._split_texts(options(text), tmp_path)
+    assert Path(train).read_text(encoding="utf-8") + Path(held_out).read_text(encoding="utf-8") == words
+
+
 def test_a_folder_of_something_else_is_refused(text, tmp_path):
+    (tmp_path / "FILE").write_text("mine")
+    with pytest.raises(SurgeryError, match="is a file"):
+        run(options(text), tmp_path / "FILE")
     (tmp_path / "RUN").mkdir()
     (tmp_path / "RUN" / "notes.txt").write_text("mine")
     with pytest.raises(SurgeryError, match="holds no run"):

@@ -91,6 +91,17 @@ def test_nothing_differs(same):
     for word in ("package torch", "package lm_eval", "model (base)", "model (converted)", DATA, "text", "suite essays"):
         assert word in things
     assert done.lines()[-1].endswith("same, 0 different, 0 cannot be checked")
+    assert "values themselves are not checked" in done.lines()[-2]
+    assert "not given here, so taken as recorded: limit" in " ".join(done.lines())
+
+
+def test_data_that_is_named_but_not_among_the_reads_cannot_be_checked(same):
+    place, verify = same
+    for role in ("converted", "base"):
+        rewrite(place, lambda told, role=role: told["suites"]["essays"][role].update(reads=[]))
+    done = verify()
+    unknown = [check for check in done.checks if check.status == "cannot be checked"]
+    assert done.exit_code == 1 and any("do not say how it was read" in check.why for check in unknown)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])

@@ -43,6 +43,8 @@ class Favor:
 
     def __post_init__(self) -> None:
         check_queries_option(self.name, self.queries)
+        if self.features < 1:
+            raise SurgeryError(f"favor: features must be 1 or more (got {self.features}); for example 128")
         if self.sides not in (1, 2) or self.features % self.sides:
             raise SurgeryError(
                 "favor: sides must be 1 or 2, and sides: 2 needs an even number of features "
