@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
+ENGINES: list[Path] = []  # folders of the engines of this process
 LARGEST_GAP = 1e-3  # nats between log probabilities of the same token in float32
 
 
@@ -43,7 +44,13 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
     os.environ.update(ENVIRONMENT)
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
 
+    if ENGINES:
+        # Without Triton, vLLM puts Python functions in the place of kernels by going through all objects of all modules. Once is enough, and
+        # after an engine with n-gram speculation it meets an object of llvmlite that it cannot read.
+        current_platform.register_triton_kernel_overrides = lambda: None
+    ENGINES.append(folder)
     defaults = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "enforce_eager": True}
     llm = None
     try:
