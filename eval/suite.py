@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from surgery.core.config import fields_at_default
 from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError, suggestion
 
@@ -115,7 +116,7 @@ class EvalOptions(BaseModel):
         Options of OMITTED_AT_DEFAULT enter only if they are set, so that results of versions without them stay valid. Files enter by content. The mirror enters as present or absent only: the data sets that a suite reads from it are
         recorded per result (eval/results/data_read.py).
         """
-        unset = {name for name in OMITTED_AT_DEFAULT if getattr(self, name) == type(self).model_fields[name].default}
+        unset = fields_at_default(self, OMITTED_AT_DEFAULT)
         data = self.model_dump(mode="json", exclude={"batch_size", "use_cache", "data_root", *unset})
         data["mirror"] = self.data_root is not None
         for name in ("text", "include_path"):

@@ -112,7 +112,10 @@ def load_text_windows(suite: str, eval_model: EvalModel, options: EvalOptions) -
     note_text(text, options)
     length = min(options.length, eval_model.longest or options.length)
     if Path(text).is_file() and Path(text).suffix in PLAIN_TEXT_SUFFIXES:
-        windows = text_windows(document_stream(text), eval_model.tokenizer, options.tokens, length, text).tolist()
+        windows_NT = text_windows(
+            document_stream(text), eval_model.tokenizer, options.tokens, length, text, option="--length "
+        )
+        windows = windows_NT.tolist()
         return [TextWindow(tuple(row), stable_id(i, row), None) for i, row in enumerate(windows[: options.limit])]
     return list(_document_windows(text, eval_model.tokenizer, options, length))
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError
 from surgery.core.files import atomic_write, exclusive_lock, explain_disk_errors, partial_path, read_json
 from surgery.core.progress import Progress
@@ -166,6 +165,7 @@ class _Run:
 
     def _settings(self, planned: dict[str, Any]) -> dict[str, Any]:
         """Return what a continued run must have in common: sources and recipes, and the contents of local texts."""
+        from surgery.core.digests import content_digest
         from surgery.training.recipe import stage_data_config
 
         given = self.options
@@ -179,6 +179,7 @@ class _Run:
             heal = recipe.model_dump(mode="json")
         paths = {name: getattr(given, name) for name in ("data", "calibration", "text")}
         digests = {name: content_digest(Path(p)) for name, p in paths.items() if p is not None and Path(p).exists()}
+        _check_measured(given, digests)
         return {
             "version": __version__, "source": given.source, "recipe": planned["recipe"], "heal": heal, **paths, "digests": digests,
             "suites": list(given.suites), "eval_options": dict(given.eval_options),
@@ -200,10 +201,7 @@ class _Run:
         asked = EvalOptions(**dict(self.options.eval_options))
         where = f"the last tenth of {path}" if single else str(path)
         tokenizer = load_tokenizer(folder, self.options.trust_remote_code)
-        try:
-            text_windows(iter([part]), tokenizer, asked.tokens, asked.length, where)
-        except SurgeryError as error:
-            raise SurgeryError(str(error).replace("--set length=", "--length ")) from None
+        text_windows(iter([part]), tokenizer, asked.tokens, asked.length, where, option="--length ")
 
     def _convert(self, train: str | None) -> None:
         from surgery.conversion.convert import convert
@@ -285,25 +283,22 @@ def _check_texts(options: RunOptions) -> None:
             raise SurgeryError(
                 f"--{name} {given}: there is no such file or folder. Give a local file, or a Hub data set as org/name"
             )
-    measured, fitted = options.text, {options.data, options.calibration} - {None}
-    if measured is not None and any(_is_same_file(measured, str(each)) for each in fitted):
-        raise SurgeryError(
-            f"--text {measured} is also the text to train or calibrate on, so that the measurements would flatter. Give another text, or leave out "
-            "--text: then the last tenth of a .txt file is kept for them"
-        )
     if options.text is None and _single_text(options) is None:
         given = options.data or options.calibration
         why = "no text was given" if given is None else f"{given} is not a local .txt file, which could be split"
         raise SurgeryError(f"surgery run measures the result on a text, and {why}. Give --text FILE")
 
 
-def _is_same_file(one: str, other: str) -> bool:
-    if one == other:
-        return True
-    paths = Path(one), Path(other)
-    if not all(path.is_file() for path in paths) or paths[0].stat().st_size != paths[1].stat().st_size:
-        return False
-    return content_digest(paths[0]) == content_digest(paths[1])
+def _check_measured(options: RunOptions, digests: dict[str, str]) -> None:
+    """Raise SurgeryError if the text to measure on is one that the model is fitted to. digests: of the local texts, by option."""
+    if options.text is None:
+        return
+    for name in ("data", "calibration"):
+        if options.text == getattr(options, name) or (name in digests and digests[name] == digests.get("text")):
+            raise SurgeryError(
+                f"--text {options.text} is also the text to train or calibrate on, so that the measurements would flatter. Give another text, "
+                "or leave out --text: then the last tenth of a .txt file is kept for them"
+            )
 
 
 def _single_text(options: RunOptions) -> str | None:

@@ -427,8 +427,13 @@ def _stream_texts(
             yield row[column]
 
 
-def text_windows(documents: Iterator[str], tokenizer: Any, tokens: int, length: int, where: str) -> Tensor:
-    """Return token ids (N, length): the concatenated documents cut into windows, each with the tokenizer's special tokens."""
+def text_windows(
+    documents: Iterator[str], tokenizer: Any, tokens: int, length: int, where: str, *, option: str = "--set length="
+) -> Tensor:
+    """Return token ids (N, length): the concatenated documents cut into windows, each with the tokenizer's special tokens.
+
+    where, option: the text and the caller's option for the length, for the message of a SurgeryError about too short a text.
+    """
     prefix, suffix = special_tokens(tokenizer)
     body, wanted = length - len(prefix) - len(suffix), max(1, tokens // length)
     ids: list[int] = []
@@ -448,7 +453,7 @@ def text_windows(documents: Iterator[str], tokenizer: Any, tokens: int, length: 
     if count < 2:
         raise SurgeryError(
             f"{where} has {len(ids):,} tokens; at least two windows of {length} are needed "
-            f"(a longer text, or --set length={max(8, len(ids) // 4)})"
+            f"(a longer text, or {option}{max(8, len(ids) // 4)})"
         )
     rows = [prefix + ids[i * body : (i + 1) * body] + suffix for i in range(count)]
     return torch.tensor(rows, dtype=torch.int64)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from torch import Tensor
 
 from surgery.architectures.positions import longest_input
@@ -17,6 +15,7 @@ from surgery.calibration.inputs import checkpoint_inputs
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import CheckpointSource
 from surgery.conversion.restored import NEAR
+from surgery.core.config import fields_at_default
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path, size_text
@@ -86,13 +85,11 @@ def check_needs_no_calibration(recipe: ConversionRecipe, hint: str = GIVE_CALIBR
 
 def _left_out_keys(recipe: ConversionRecipe) -> dict[str, Any]:
     """Return the keys that a journal leaves out, as pydantic's `exclude`: those added at their default, also in rules."""
-    left_out: dict[str, Any] = dict.fromkeys(("description", "calibration", *_defaults(recipe, ADDED_KEYS)), True)
-    rules = {index: _defaults(rule, ADDED_RULE_KEYS) for index, rule in enumerate(recipe.rules)}
+    left_out: dict[str, Any] = dict.fromkeys(
+        ("description", "calibration", *fields_at_default(recipe, ADDED_KEYS)), True
+    )
+    rules = {index: fields_at_default(rule, ADDED_RULE_KEYS) for index, rule in enumerate(recipe.rules)}
     return left_out | {"rules": {index: names for index, names in rules.items() if names}}
-
-
-def _defaults(data: BaseModel, names: Iterable[str]) -> set[str]:
-    return {name for name in names if getattr(data, name) == type(data).model_fields[name].default}
 
 
 def journal_fingerprint(

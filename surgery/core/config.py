@@ -18,6 +18,11 @@ from surgery.core.files import check_surrogates
 MAX_BYTES = 1_000_000  # largest recipe file that is read
 
 
+def fields_at_default(data: BaseModel, names: Iterable[str]) -> set[str]:
+    """Return those of `names` whose fields have their default: younger keys that old digests and journals do not hold are left out so."""
+    return {name for name in names if getattr(data, name) == type(data).model_fields[name].default}
+
+
 class _NoAliasLoader(yaml.SafeLoader):
     """A safe YAML loader without aliases: nested aliases let a few lines expand to billions of values."""
 

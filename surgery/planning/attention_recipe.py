@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from surgery.core.config import check_layer_range, is_layer_selected
+from surgery.core.config import check_layer_range, fields_at_default, is_layer_selected
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.head_hybrid import OTHER_MIXERS
@@ -118,7 +118,7 @@ class HybridRecipe(BaseModel):
         """Return the fields without the options of another choice, which keeps recipes in reports and journals as they were."""
         values: dict[str, Any] = to_dict(self)
         left = {name for names in CHOICE_OPTIONS.values() for name in names} - set(self._read_options)
-        left |= {name for name in ADDED_OPTIONS if values[name] == type(self).model_fields[name].default}
+        left |= fields_at_default(self, ADDED_OPTIONS)
         return {name: value for name, value in values.items() if name not in left}
 
     @property

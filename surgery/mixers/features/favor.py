@@ -43,13 +43,18 @@ class Favor:
 
     def __post_init__(self) -> None:
         check_queries_option(self.name, self.queries)
-        if self.features < 1:
-            raise SurgeryError(f"favor: features must be 1 or more (got {self.features}); for example 128")
+        check_count(self.name, self.features)
         if self.sides not in (1, 2) or self.features % self.sides:
             raise SurgeryError(
                 "favor: sides must be 1 or 2, and sides: 2 needs an even number of features "
                 f"(got features {self.features}, sides {self.sides}); for example features: 128, sides: 2"
             )
+
+
+def check_count(name: str, features: int) -> None:
+    """Raise SurgeryError unless a random feature map has at least one feature."""
+    if features < 1:
+        raise SurgeryError(f"{name}: features must be 1 or more (got {features}); for example 64")
 
 
 def check_queries_option(name: str, queries: str) -> None:

@@ -19,10 +19,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.features.base import FEATURES, FeatureMap
-from surgery.mixers.features.favor import bounded_exp, check_queries_option, exponents, query_features
+from surgery.mixers.features.favor import bounded_exp, check_count, check_queries_option, exponents, query_features
 from surgery.mixers.features.random_draws import draw_gaussian, project_groups
 
 
@@ -42,8 +41,7 @@ class Lara:
 
     def __post_init__(self) -> None:
         check_queries_option(self.name, self.queries)
-        if self.features < 1:
-            raise SurgeryError(f"{self.name}: features must be 1 or more (got {self.features}); for example 64")
+        check_count(self.name, self.features)
 
 
 @FEATURES.register(Lara)

@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.features.base import FEATURES, FeatureMap
+from surgery.mixers.features.favor import check_count
 from surgery.mixers.features.random_draws import draw_gaussian, project_groups
 
 
@@ -34,8 +34,7 @@ class RFA:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.features < 1:
-            raise SurgeryError(f"{self.name}: features must be 1 or more (got {self.features}); for example 64")
+        check_count(self.name, self.features)
 
 
 @FEATURES.register(RFA)

@@ -16,8 +16,9 @@ token. The number of buckets is the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -287,7 +288,8 @@ class HierarchicalMask(Mask):
         bits = self.config.block_bits
         before = expand_buckets(state["buckets"], rows.start_B, bits)
         operands = *token, beta_BG, gate_BG, self._all_levels(rows).squeeze(1)
-        step = strong_log_linear_step if self.config.strong else log_linear_step
+        # No kernel replaces the step with strong admissibility.
+        step = partial(step_buckets, move=move_buckets) if self.config.strong else log_linear_step
         out_BGJV, after = step(
             *operands,
             start_B=rows.start_B,
@@ -424,14 +426,13 @@ def log_linear_step(
 
     Arguments as in `log_linear`.
     """
-    out_BGJV, token_BGFV, buckets_BLGFV = read_with_token(
-        q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, buckets_BLGFV=buckets_BLGFV
-    )
-    size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
-    return out_BGJV, merge_buckets(buckets_BLGFV, token_BGFV, start_B, count_B, size)
+    return step_buckets(
+        q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL,
+        move=merge_buckets, start_B=start_B, count_B=count_B, buckets_BLGFV=buckets_BLGFV, levels=levels,
+    )  # fmt: skip
 
 
-def strong_log_linear_step(
+def step_buckets(
     q_BGJF: Tensor,
     k_BGF: Tensor,
     v_BGV: Tensor,
@@ -439,17 +440,18 @@ def strong_log_linear_step(
     gate_BG: Tensor,
     level_BGJL: Tensor,
     *,
+    move: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor],
     start_B: Tensor,
     count_B: Tensor,
     buckets_BLGFV: Tensor,
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`log_linear_step` with strong admissibility. No kernel replaces it."""
+    """`log_linear_step` whose token enters the buckets by `move`: `merge_buckets`, or `move_buckets` with strong admissibility."""
     out_BGJV, token_BGFV, buckets_BLGFV = read_with_token(
         q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, buckets_BLGFV=buckets_BLGFV
     )
     size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
-    return out_BGJV, move_buckets(buckets_BLGFV, token_BGFV, start_B, count_B, size)
+    return out_BGJV, move(buckets_BLGFV, token_BGFV, start_B, count_B, size)
 
 
 def read_with_token(
