@@ -291,13 +291,13 @@ class LinearMixer(Mixer):
         past = self._empty_buffers(batch, device)
         return replace(past, tensors={**past.tensors, **{f"mask.{name}": t for name, t in mask_state.items()}})
 
-    def _empty_buffers(self, batch: int, device: torch.device | str) -> MixerState:
-        """Return the state without the mask's: last inputs of the convolution, window and sinks."""
+    def _empty_buffers(self, batch: int, device: torch.device | str, *, rings: bool = True) -> MixerState:
+        """Return the state without the mask's: last inputs of the convolution, and, if asked for, window and sinks."""
         tensors: dict[str, Tensor] = {}
         if self.convolution is not None:
             channels, width = self.convolution.channels, self.convolution.width
             tensors["convolution"] = torch.zeros(batch, width - 1, channels, device=device)
-        if self.window_buffer is not None:
+        if self.window_buffer is not None and rings:
             slots = self.window_buffer.slots
             zeros_BSD = torch.zeros(batch, slots, self.shape.dim, device=device)
             for name, t in self._written_signals(zeros_BSD, self.mask("signals", zeros_BSD)).items():
@@ -325,19 +325,17 @@ class LinearMixer(Mixer):
         """Return (out_BHTV, state after these tokens, or None without a state)."""
         window = self.config.window
         if state is None:
-            past = self._empty_buffers(len(inputs.x_BTD), inputs.x_BTD.device)
             apply = lambda rows: self._apply_mask(rows, None, inputs)  # noqa: E731
-            return self._run(inputs, past, apply, max(window, 64))[0], None
+            return self._run(inputs, None, apply, max(window, 64))[0], None
         if not self.shape.causal:
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
         return (one_token if inputs.x_BTD.shape[1] == 1 else mix_tokens)(inputs.q_BHTK, self, inputs, state)
 
     def dense(self, inputs: MixerInputs) -> Tensor:
         """Return out_BHTV by the definition, in quadratic time."""
-        past = self._empty_buffers(len(inputs.x_BTD), inputs.x_BTD.device)
         block = self.config.window if self.config.near == "chunks" else None
         apply = lambda rows: (dense_output(self.mask, rows, block), None)  # noqa: E731
-        return self._run(inputs, past, apply, inputs.x_BTD.shape[1])[0]
+        return self._run(inputs, None, apply, inputs.x_BTD.shape[1])[0]
 
     def _apply_mask(
         self, rows: MaskInputs, state: Tensors | None, inputs: MixerInputs
@@ -352,7 +350,9 @@ class LinearMixer(Mixer):
         out_BGJTV, after = self.mask("chunked", to_matmul_dtype(rows, inputs.v_BGTV), state, self.config.chunk)
         return out_BGJTV.to(rows.v_BGTV.dtype), after
 
-    def _run(self, inputs: MixerInputs, past: MixerState, apply: MaskFn, block: int) -> tuple[Tensor, MixerState]:
+    def _run(
+        self, inputs: MixerInputs, past: MixerState | None, apply: MaskFn, block: int
+    ) -> tuple[Tensor, MixerState]:
         with autocast_disabled(inputs.x_BTD.device):
             linear_BGJTV, local, tokens, after = self._branches(inputs, past, apply, block)
             out_BTHV = tokens.unpadder.pad(self._combine(linear_BGJTV, local, tokens.x_BTD), dim=1)
@@ -362,10 +362,9 @@ class LinearMixer(Mixer):
         """Return one output (B, H, T, V) per weight: that weight on the linear branch of all heads, 1 on the softmax
         branch. The branches are computed once."""
         assert self.linear_weight_H is not None
-        past = self._empty_buffers(len(inputs.x_BTD), inputs.x_BTD.device)
         with autocast_disabled(inputs.x_BTD.device):
             apply = lambda rows: self._apply_mask(rows, None, inputs)  # noqa: E731
-            linear_BGJTV, local, tokens, _ = self._branches(inputs, past, apply, max(self.config.window, 64))
+            linear_BGJTV, local, tokens, _ = self._branches(inputs, None, apply, max(self.config.window, 64))
             outs = []
             for weight in weights:
                 linear_H = torch.full_like(self.linear_weight_H, weight)
@@ -374,9 +373,14 @@ class LinearMixer(Mixer):
         return outs
 
     def _branches(
-        self, inputs: MixerInputs, past: MixerState, apply: MaskFn, block: int
+        self, inputs: MixerInputs, past: MixerState | None, apply: MaskFn, block: int
     ) -> tuple[Tensor, LocalOutput | None, ProjectedTokens, MixerState]:
-        """Return (linear branch without its weight, softmax branch or None, tokens, state after the tokens)."""
+        """Return (linear branch without its weight, softmax branch or None, tokens, state after the tokens).
+
+        past: None in a call without a state; the state after the tokens then lacks what only a later call reads.
+        """
+        buffer, stateless, first = self.window_buffer, past is None, self._are_first_tokens(inputs, past)
+        past = past or self._empty_buffers(len(inputs.x_BTD), inputs.x_BTD.device, rings=not first)
         tokens, after = self.project_tokens(inputs, past)
         unpadder, local, queue = tokens.unpadder, None, {}
         signals = self.mask("signals", tokens.x_BTD)
@@ -385,26 +389,68 @@ class LinearMixer(Mixer):
             written["linear_k"] = tokens.k_BTGK[
                 ..., : self.shape.key
             ]  # the other form of `both` is the window's own key
-        if self.window_buffer is not None:
-            queue = self.window_buffer.queue(written, past.tensors, past.seen_B)
-            sinks = {n: self.window_buffer.fill_sinks(n, written[n], past.tensors, past.seen_B, unpadder) for n in "kv"}
-            recent = self.window_buffer.recent_tokens(queue)
+        if buffer is not None and stateless and first:
+            recent, sinks = buffer.recent_first_tokens(written), buffer.first_sinks(written)
+            local = self._local_attention(tokens.window_q_BTHK, recent, sinks, past.seen_B, block)
+        elif buffer is not None:
+            queue = buffer.queue(written, past.tensors, past.seen_B)
+            sinks = {n: buffer.fill_sinks(n, written[n], past.tensors, past.seen_B, unpadder) for n in "kv"}
+            recent = buffer.recent_tokens(queue)
             local = self._local_attention(tokens.window_q_BTHK, recent, sinks, past.seen_B, block)
             after = {
                 **after,
-                **self.window_buffer.next_rings(queue, past.seen_B, unpadder),
+                **buffer.next_rings(queue, past.seen_B, unpadder),
                 **{f"sink.{n}": t for n, t in sinks.items()},
             }
         max_seen = None if past.max_seen is None else past.max_seen + inputs.x_BTD.shape[1]
-        if isinstance(self.window_buffer, ChunkBuffer):
+        if first:
+            linear_BGJTV, mask_state = self._branch_of_first_tokens(tokens, written, signals, past.seen_B, apply)
+        elif isinstance(buffer, ChunkBuffer):
             linear_BGJTV, mask_state = self._branch_of_blocks(tokens, queue, signals, past, max_seen, apply)
         else:
-            written = written if self.window_buffer is None else self.window_buffer.delayed_tokens(queue)
+            written = written if buffer is None else buffer.delayed_tokens(queue)
             rows = replace(self._mask_inputs(tokens, written, signals, past.seen_B), max_seen=max_seen)
             linear_BGJTV, mask_state = self._linear_branch(rows, apply, unpadder)
         linear_BGJTV = self.mask.sum_queries(linear_BGJTV)
         after.update({f"mask.{name}": t for name, t in (mask_state or {}).items()})
         return linear_BGJTV, local, tokens, MixerState(past.seen_B + unpadder.count_B, after, max_seen)
+
+    def _are_first_tokens(self, inputs: MixerInputs, past: MixerState | None) -> bool:
+        """Return whether all rows begin with this call, have no padding, and go on behind window and sinks.
+
+        The first token written and the first query that reads it are then the same in all rows: slices take the place of tables.
+        """
+        buffer = self.window_buffer
+        if buffer is None or isinstance(buffer, ChunkBuffer) or inputs.valid_BT is not None:
+            return False
+        begins = past is None or past.max_seen == 0
+        return begins and inputs.x_BTD.shape[1] > buffer.window + buffer.sinks
+
+    def _branch_of_first_tokens(
+        self, tokens: ProjectedTokens, written: Tensors, signals: Signals, seen_B: Tensor, apply: MaskFn
+    ) -> tuple[Tensor, Tensors | None]:
+        """Return (out_BGJTV of the linear branch, state of the mask) of rows for which `_are_first_tokens` holds.
+
+        The token at position `sinks` is the first written, just before the query at `window + sinks` reads.
+        """
+        window, sinks, length = self.config.window, self.config.sinks, tokens.x_BTD.shape[1]
+        start = window + sinks
+        count_B = tokens.unpadder.count_B - start
+        late = replace(
+            tokens,
+            q_BTHK=tokens.q_BTHK[:, start:],
+            x_BTD=tokens.x_BTD[:, start:],
+            unpadder=replace(tokens.unpadder, count_B=count_B, real_BT=tokens.unpadder.real_BT[:, start:]),
+        )
+        rows = self._assemble_inputs(
+            late,
+            {name: t[:, sinks : length - window] for name, t in written.items()},
+            {name: t[:, start:] for name, t in signals.items()},
+            seen_B + start,
+            token_positions(tokens, seen_B)[:, sinks : length - window],
+        )
+        out_BGJTV, mask_state = apply(replace(rows, start_B=seen_B, max_seen=length - start))
+        return F.pad(out_BGJTV, (0, 0, start, 0)), mask_state
 
     def project_tokens(self, inputs: MixerInputs, past: MixerState) -> tuple[ProjectedTokens, Tensors]:
         """Return (unpadded and convolved tokens, state of the convolution after them)."""
@@ -547,7 +593,8 @@ class LinearMixer(Mixer):
         if local is not None and local_H is not None:
             # Under one denominator, weights of the softmax branch are exp(score - largest) (LoLCATs, eq. 6).
             softmax = local.sums() if normalise else local.out
-            out = out + branch_weight(local_H, out, normalise) * softmax.flatten(1, 2).transpose(1, 2)
+            near_H = branch_weight(local_H, out, normalise)
+            out = torch.addcmul(out, near_H, softmax.flatten(1, 2).transpose(1, 2))
         if normalise:
             out = out[..., :-1] / out[..., -1:].clamp_min(max(self.feature_map.min_denominator, MIN_DENOMINATOR))
         if self.norm is not None:

@@ -60,6 +60,14 @@ class WindowBuffer:
         """Return the last `window` tokens before the call and its own, (B, window + T, ..) each."""
         return {name: t[:, self.slots - self.window :] for name, t in queue.items()}
 
+    def recent_first_tokens(self, new: Tensors) -> Tensors:
+        """Return the keys and values of `recent_tokens` for rows that begin with the call."""
+        return {name: F.pad(new[name], (0, 0, 0, 0, self.window, 0)) for name in "kv"}
+
+    def first_sinks(self, new: Tensors) -> Tensors:
+        """Return the keys and values of the sinks, (B, sinks, G, .), of rows that begin with the call and fill them."""
+        return {name: new[name][:, : self.sinks] for name in "kv"}
+
     def delayed_tokens(self, queue: Tensors) -> Tensors:
         """Return the tokens that enter the linear branch in this call: entry i just before query i reads."""
         return {name: t[:, : t.shape[1] - self.window] for name, t in self.recent_tokens(queue).items()}
