@@ -48,6 +48,7 @@ from surgery.mixers.common.window_hybrid import (
     RecentAndSinks,
     Tensors,
     WindowBuffer,
+    join_branches,
     local_attention,
 )
 from surgery.mixers.features.base import FEATURES
@@ -377,6 +378,7 @@ class LinearMixer(Mixer):
     ) -> tuple[Tensor, LocalOutput | None, ProjectedTokens, MixerState]:
         """Return (linear branch without its weight, softmax branch or None, tokens, state after the tokens).
 
+        The linear branch may have the last tokens only, if those before read an empty state.
         past: None in a call without a state; the state after the tokens then lacks what only a later call reads.
         """
         buffer, stateless, first = self.window_buffer, past is None, self._are_first_tokens(inputs, past)
@@ -431,6 +433,7 @@ class LinearMixer(Mixer):
     ) -> tuple[Tensor, Tensors | None]:
         """Return (out_BGJTV of the linear branch, state of the mask) of rows for which `_are_first_tokens` holds.
 
+        The outputs are those of the queries that read a state; earlier ones have none.
         The token at position `sinks` is the first written, just before the query at `window + sinks` reads.
         """
         window, sinks, length = self.config.window, self.config.sinks, tokens.x_BTD.shape[1]
@@ -449,8 +452,7 @@ class LinearMixer(Mixer):
             seen_B + start,
             token_positions(tokens, seen_B)[:, sinks : length - window],
         )
-        out_BGJTV, mask_state = apply(replace(rows, start_B=seen_B, max_seen=length - start))
-        return F.pad(out_BGJTV, (0, 0, start, 0)), mask_state
+        return apply(replace(rows, start_B=seen_B, max_seen=length - start))
 
     def project_tokens(self, inputs: MixerInputs, past: MixerState) -> tuple[ProjectedTokens, Tensors]:
         """Return (unpadded and convolved tokens, state of the convolution after them)."""
@@ -588,13 +590,13 @@ class LinearMixer(Mixer):
         local_H = self.near_weight_H if local_H is None else local_H
         out = linear_BGJTV.flatten(1, 2).transpose(1, 2)
         normalise = self.config.normalise
-        if linear_H is not None:
-            out = out * branch_weight(linear_H, out, normalise)
-        if local is not None and local_H is not None:
+        far_H1 = None if linear_H is None else branch_weight(linear_H, out, normalise)
+        if local is not None and local_H is not None and far_H1 is not None:
             # Under one denominator, weights of the softmax branch are exp(score - largest) (LoLCATs, eq. 6).
-            softmax = local.sums() if normalise else local.out
-            near_H = branch_weight(local_H, out, normalise)
-            out = torch.addcmul(out, near_H, softmax.flatten(1, 2).transpose(1, 2))
+            near = (local.sums() if normalise else local.out).flatten(1, 2).transpose(1, 2)
+            out = join_branches(near, out, branch_weight(local_H, out, normalise), far_H1)
+        elif far_H1 is not None:
+            out = out * far_H1
         if normalise:
             out = out[..., :-1] / out[..., -1:].clamp_min(max(self.feature_map.min_denominator, MIN_DENOMINATOR))
         if self.norm is not None:

@@ -622,7 +622,7 @@ def _(grid: str) -> Iterator[Case]:
             at, rows = of_mixer(mixer), inputs_of(B, 1, shape, dtype)
             rows["seen"] = (7 * torch.arange(B, device=DEVICE) + 5) % (window + sinks + 16)
             rows["valid"] = (torch.arange(B, device=DEVICE) % 5 != 4).unsqueeze(1)
-            for name, t in mixer.empty_state(1, "cpu").tensors.items():
+            for name, t in mixer.empty_state(1, DEVICE).tensors.items():
                 waits = name in ("ring.k", "ring.v", "sink.k", "sink.v")
                 rows[name] = normal(B, *t.shape[1:], dtype=dtype if waits else F32)
             for name in {"ring.gate", "ring.beta"} & set(rows):
