@@ -531,7 +531,7 @@ def of_mixer(mixer: Any) -> Any:
 def _(grid: str) -> Iterator[Case]:
     """Yield whole attention modules as models call them, and a case that once failed: 64 windows of 1,024 tokens."""
     from surgery.mixers.base import AttentionShape, MixerInputs
-    from surgery.mixers.linear import LinearAttention
+    from surgery.mixers.linear_config import LinearAttention
 
     shape = AttentionShape(dim=448, heads=7, groups=1, key=64, value=64, scaling=0.125)
     two = AttentionShape(dim=448, heads=8, groups=2, key=64, value=64, scaling=0.125)
@@ -562,7 +562,7 @@ def _(grid: str) -> Iterator[Case]:
 @cases("one_token")
 def _(grid: str) -> Iterator[Case]:
     from surgery.mixers.base import AttentionShape, MixerInputs, MixerState
-    from surgery.mixers.linear import LinearAttention
+    from surgery.mixers.linear_config import LinearAttention
 
     shape = AttentionShape(dim=64, heads=4, groups=2, key=24, value=17, scaling=24**-0.5)
     for B in sizes_of({"full": (3001, 20000), "reduced": (100,), "tiny": (2,)}, grid):
@@ -610,7 +610,7 @@ WINDOW_STEPS = {
 def _(grid: str) -> Iterator[Case]:
     """Yield steps of `one_token` behind a window, at all positions around its end, some rows without a token."""
     from surgery.mixers.base import AttentionShape, MixerInputs, MixerState
-    from surgery.mixers.linear import LinearAttention
+    from surgery.mixers.linear_config import LinearAttention
 
     lolcats = {"mask": "ones", "features": "hedgehog", "normalise": True}
     options = [{"mask": mask, "scores": scores} for mask in ("gates", "hierarchical") for scores in ("kernel", "delta")]
