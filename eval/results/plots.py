@@ -30,12 +30,20 @@ LINES, MARKERS = ("-", "-.", ":"), ("o", "s", "^", "D", "v", "P", "X")
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve: points, and the ends of their 95% intervals, or empty."""
+    """A curve: points, and the ends of their 95% intervals or of another band, or empty."""
 
     xs: Sequence[float]
     ys: Sequence[float]
     lows: Sequence[float] = ()
     highs: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A measure of several models over lengths: title, and curve by model."""
+
+    title: str
+    curves: Mapping[str, Curve]
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,36 @@ def plot_lines(
 ) -> Path:
     """Draw one curve per model, with its 95% band, over a number of tokens; return the path. base: which model is the base."""
     figure, (axes,) = _figure()
-    styles = model_styles(list(series), base if base in series else None)
+    _draw_curves(axes, series, model_styles(list(series), base if base in series else None))
+    _token_ticks(axes, [x for curve in series.values() for x in curve.xs], log)
+    axes.set(xlabel=x, ylabel=_plain(y), title=_plain(title))
+    axes.grid(alpha=0.3)
+    _legend(axes, len(series))
+    return _save_figure(figure, path)
+
+
+def plot_panels(
+    path: Path, panels: Sequence[Panel], names: Sequence[str], x: str, title: str, *, base: str | None
+) -> Path:
+    """Draw a panel for each measure, one below the other, both axes logarithmic; return the path. names: of all models, for their
+    colors."""
+    figure, every = _figure(len(panels), height=1.0 + 2.9 * len(panels))
+    styles = model_styles(names, base if base in names else None)
+    for axes, panel in zip(every, panels):
+        _draw_curves(axes, panel.curves, styles)
+        _token_ticks(axes, [x for curve in panel.curves.values() for x in curve.xs], True)
+        _number_ticks(axes)
+        axes.set(title=_plain(panel.title))
+        axes.grid(alpha=0.3)
+    every[-1].set_xlabel(x)
+    handles, labels = every[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=FONT_POINTS - 2)
+    figure.suptitle(_plain(title), fontsize=FONT_POINTS)
+    return _save_figure(figure, path)
+
+
+def _draw_curves(axes: Any, series: Mapping[str, Curve], styles: Mapping[str, Style]) -> None:
+    """Draw one curve for each model, with its band."""
     for name, curve in series.items():
         style, few = styles[name], len(curve.xs) < 20
         axes.plot(
@@ -127,11 +164,21 @@ def plot_lines(
         )
         if len(curve.lows):
             axes.fill_between(curve.xs, curve.lows, curve.highs, color=style.color, alpha=0.18, linewidth=0)
-    _token_ticks(axes, [x for curve in series.values() for x in curve.xs], log)
-    axes.set(xlabel=x, ylabel=_plain(y), title=_plain(title))
-    axes.grid(alpha=0.3)
-    _legend(axes, len(series))
-    return _save_figure(figure, path)
+
+
+def _number_ticks(axes: Any) -> None:
+    """Make the vertical axis logarithmic, with ticks at 1, 2 and 5 times powers of ten, as people write them: 500, 2k, 10M."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < 4 * low:  # at least one tick of 1, 2 and 5 on either side
+        middle = math.sqrt(low * high)
+        axes.set_ylim(middle / 2, middle * 2)
+    wide = axes.get_ylim()[1] > 100 * axes.get_ylim()[0]
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _format_cost(y)))
 
 
 def plot_heat_maps(
