@@ -227,6 +227,7 @@ class _EvaluationRun:
                 "device": device_name(self.device),
                 "processes": self.ranks.count,
                 "parameters": one.parameters,
+                "stored_bytes": one.stored_bytes,
             }
         two = len({one.fingerprint for one in opened}) == 2
         paired = [suite for suite in self.suites if two and suite.run_pair is not None]
@@ -318,6 +319,7 @@ class _EvaluationRun:
             "name": redact_secrets(one.name),
             "suite_version": suite.version,
             "parameters": one.parameters,
+            "stored_bytes": one.stored_bytes,
             "options": redact_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
             "data": data,
             **self._extra_tasks(),

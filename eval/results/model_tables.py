@@ -19,8 +19,8 @@ from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import atomic_write, check_not_dangling
 from surgery.core.tables import format_count
 from surgery.eval.results.averages import AverageRow
-from surgery.eval.results.folders import AXES, COMPARISON
-from surgery.eval.results.models import PARAMETERS, ModelComparison, ModelRow
+from surgery.eval.results.folders import AXES, COMPARISON, StoredModel
+from surgery.eval.results.models import PARAMETERS, STORED_BYTES, ModelComparison, ModelRow
 from surgery.eval.results.pareto import ParetoChart
 from surgery.eval.results.statistics import Interval
 from surgery.eval.results.tables import LINE_GROUPS, format_average, format_number
@@ -34,6 +34,10 @@ CSV_COLUMNS = (
     *("suite", "task", "length", "depth", "position", "metric", "n", "units", "model", "value", "standard_error", "low", "high"),
     *("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high", "mcnemar_p", "remarks"),
 )  # fmt: skip
+SIZES: dict[str, Callable[[StoredModel], int | None]] = {
+    PARAMETERS: lambda model: model.parameters,
+    STORED_BYTES: lambda model: model.stored_bytes,
+}
 SUFFIXES = {".md": "markdown", ".csv": "csv", ".tex": "latex", ".json": "json"}
 
 
@@ -44,9 +48,13 @@ def headers(done: ModelComparison) -> list[str]:
 
 
 def lines(done: ModelComparison) -> list[list[str]]:
-    """Return the cells: stored parameters, then summaries, lengths of each suite's main metric, and averages."""
-    counts = ["" if m.parameters is None else format_count(m.parameters) for m in done.models]
-    found = [["model", PARAMETERS, "", *counts]] if any(counts) else []
+    """Return the cells: stored parameters and bytes, then summaries, lengths of each suite's main metric, and averages."""
+    found = []
+    for title, count in SIZES.items():
+        counts = [count(model) for model in done.models]
+        if any(counts):
+            cells = ["" if number is None else format_count(number) for number in counts]
+            found.append(["" if found else "model", title, "", *cells])
     for suite in dict.fromkeys(row.suite for row in done.rows):
         each: list[list[str]] = []
         for row in (row for row in done.rows if row.suite == suite):
@@ -131,8 +139,9 @@ def to_csv(done: ModelComparison) -> str:
     writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n", restval="")
     writer.writeheader()
     for model in done.models:
-        if model.parameters is not None:
-            writer.writerow(_plain({"task": PARAMETERS, "model": model.name, "value": model.parameters}))
+        for title, count in SIZES.items():
+            if (number := count(model)) is not None:
+                writer.writerow(_plain({"task": title, "model": model.name, "value": number}))
     for row in done.rows:
         for name in row.values:
             writer.writerow(_plain(_csv_row(row, name)))

@@ -23,7 +23,7 @@ from surgery.eval.suite import SUITES, EvalMetric, SuiteResult, load_suites
 
 REMARKED = ("surgery", "torch", "transformers", "lm_eval", "datasets")  # packages whose other versions are remarked
 COSTS = {"cache_mb": "cache, MB", "prefill_ms": "prefill, ms", "decode_ms": "decode, ms a token"}  # metrics of `speed`
-PARAMETERS = "stored parameters"
+PARAMETERS, STORED_BYTES = "stored parameters", "stored bytes"
 MAX_NOTE = 500  # characters of a remark in a results folder
 
 
@@ -108,7 +108,13 @@ class ModelComparison:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of comparison.json."""
         models = [
-            {"name": m.name, "fingerprint": m.fingerprint, "dtype": m.dtype, "parameters": m.parameters}
+            {
+                "name": m.name,
+                "fingerprint": m.fingerprint,
+                "dtype": m.dtype,
+                "parameters": m.parameters,
+                "stored_bytes": m.stored_bytes,
+            }
             for m in self.models
         ]
         return {
@@ -144,7 +150,11 @@ def compare_folders(
             f"{', '.join(map(str, folders))}: a comparison needs two models (got {len(found)}). Give the folders of others."
             + "".join(f" {why}" for why in damaged)
         )
-    wanted = base_of_folder(base) if base is not None else named_base(folders)
+    if base is not None:
+        wanted: str | None = base_of_folder(base)
+    else:
+        wanted, unread = named_base(folders)
+        damaged = [*damaged, *unread]
     return compare_models(found, wanted, quality=quality, seed=seed, damaged=damaged)
 
 
@@ -343,13 +353,14 @@ def _reproduction_notes(models: Sequence[StoredModel]) -> list[str]:
 
 # -- quality against costs ---------------------------------------------------------------------------
 def _charts(done: ModelComparison, quality: str | None) -> list[ParetoChart]:
-    """Return one chart for each cost that two models have: parameters, and cache and times at the longest length measured."""
+    """Return one chart for each cost that two models have: parameters, bytes, and cache and times at the longest length measured."""
     chosen = _quality(done, quality)
     if chosen is None:
         return []
     title, better, points = chosen
     costs: dict[str, dict[str, tuple[float, tuple[float, float] | None]]] = {
-        PARAMETERS: {m.name: (float(m.parameters), None) for m in done.models if m.parameters}
+        PARAMETERS: {m.name: (float(m.parameters), None) for m in done.models if m.parameters},
+        STORED_BYTES: {m.name: (float(m.stored_bytes), None) for m in done.models if m.stored_bytes},
     }
     timed = [row for row in done.rows if row.suite == "speed" and row.metric.name in COSTS and len(row.group) == 1]
     for metric, label in COSTS.items():
