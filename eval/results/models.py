@@ -201,11 +201,14 @@ def _compare_suite(done: ModelComparison, suite: str, seed: int) -> None:
         remark = _remarks(reference.suites[suite], model.suites[suite])
         done.notes += [f"{suite} of {model.name}: {', '.join(remark)}"] if remark else []
     known = SUITES.get(suite)
+    timed = in_turns = False
     if known is not None and known.run_pair is not None:
-        results = _shared_lengths(suite, results, done.notes)
-        done.notes.append(
-            f"{suite}: no differences are given, because models of different runs were not timed alternately"
-        )
+        results, timed = _shared_lengths(suite, results, done.notes), True
+        in_turns = _took_turns([model.suites[suite] for model in owners if model.name in results])
+        if not in_turns:
+            done.notes.append(
+                f"{suite}: no differences are given, because models of different runs were not timed alternately"
+            )
     if len(results) < 2:
         return
     base = done.base if done.base in results else None
@@ -216,8 +219,7 @@ def _compare_suite(done: ModelComparison, suite: str, seed: int) -> None:
         combined = {name: known.combine(results[base], result) for name, result in results.items() if name != base}
         done.rows += _merge_rows(suite, combined, None, seed)
         return
-    timed = known is not None and known.run_pair is not None
-    done.rows += _merge_rows(suite, results, None if timed else base, seed)
+    done.rows += _merge_rows(suite, results, None if timed and not in_turns else base, seed)
     done.results[suite] = results
     if known is not None and known.averages is not None:
         rows, notes = average_rows(suite, known.averages, results, base, seed=seed)
@@ -225,6 +227,14 @@ def _compare_suite(done: ModelComparison, suite: str, seed: int) -> None:
         done.notes += [f"{suite}: {note}" for note in notes]
     for name, result in results.items():
         done.notes += [f"{suite} of {name}: {_short(note, MAX_NOTE)}" for note in dict.fromkeys(result.notes)]
+
+
+def _took_turns(timed: Sequence[StoredSuite]) -> bool:
+    """Return whether timings are of one run in which all these models took turns: their keys name the same models, and all of them."""
+    named = timed[0].key.get("pair") if timed else None
+    if not isinstance(named, list) or any(each.key.get("pair") != named for each in timed):
+        return False
+    return len(timed) > 1 and all(each.key["fingerprint"] in named for each in timed)
 
 
 def _merge_rows(suite: str, results: Mapping[str, SuiteResult], base: str | None, seed: int) -> list[ModelRow]:

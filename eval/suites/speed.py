@@ -54,7 +54,7 @@ def _length_rows(
     eval_models: list[EvalModel], names: list[str], options: EvalOptions, length: int
 ) -> list[dict[str, Any]]:
     """Return the rows of all models at one length, from the journal of an interrupted run if it has them."""
-    journal, runs = eval_models[0].journal, options.limit or REPEATS
+    journal, runs = eval_models[-1].journal, options.limit or REPEATS
     key = "" if journal is None else journal.key_of("speed", [length, runs, DECODE_TOKENS, BATCHES])
     if journal is not None and _is_whole(rows := journal.stored.get(key), length, names):
         journal.used += len(rows)

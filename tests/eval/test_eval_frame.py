@@ -133,6 +133,25 @@ def test_several_models_share_the_base_and_are_compared(models, tmp_path):
         evaluate_models(["worse", "worse"], ["right"], OPTIONS, out=tmp_path / "one")
 
 
+def test_several_models_take_turns(models, tmp_path, monkeypatch):
+    """Suites that time load all models together, once; the same command again measures nothing, and differences are given."""
+    from surgery.eval.several import evaluate_models
+
+    monkeypatch.setattr("surgery.eval.results.models.SUITES", suites.SUITES)
+    done = evaluate_models(["worse", "other"], ["both"], OPTIONS, out=tmp_path / "out", compare="good")
+    assert models == [("both", "good worse other")]
+    again = evaluate_models(["other", "worse"], ["both"], OPTIONS, out=tmp_path / "out", compare="good")
+    assert (
+        len(models) == 1
+        and again.comparison.to_dict()["rows"][0]["values"] == done.comparison.to_dict()["rows"][0]["values"]
+    )
+    row = next(row for row in done.comparison.rows if row.task == "both")
+    assert set(row.differences) == {"worse", "other"}
+    assert not any("no differences" in note for note in done.comparison.notes)
+    evaluate("worse", ["both"], OPTIONS, compare="good", out=tmp_path / "out")
+    assert models[1:] == [("both", "good worse")]
+
+
 HARMS = [("result.json", harm) for harm in ("", "{", "[]", "3", "null", '"x"', '{"key": {}}', "[" * 100_000)]
 HARMS += [
     ("samples.jsonl", '{"task": 3'),
