@@ -126,7 +126,8 @@ def evaluate(
         fail_below: thresholds NAME=SHARE (eval/results/thresholds.py); they need `compare`.
         dtype: one of eval.model.DTYPES.
         command: the command line's arguments, recorded in results.json.
-        comparison_files: whether results.json, the table and the figures are written beside the results of the suites.
+        comparison_files: whether results.json, the table and the figures are written beside the results of the suites; False: only
+            results.json, in the folder of the model.
         lock: whether to lock `out` against other evaluations; False if the caller holds the lock.
         beside: further models that take turns with these in suites that time (`run_pair`); they are all loaded together.
     """
@@ -429,7 +430,9 @@ class _EvaluationRun:
     def _write(self, done: Evaluation) -> None:
         from surgery.eval.results.tables import markdown
 
-        if not self.comparison_files:
-            return
-        self.store.write(RESULTS, json.dumps(done.to_dict(), indent=1, ensure_ascii=False, default=str) + "\n")
-        self.store.write(TABLE, markdown(done))
+        text = json.dumps(done.to_dict(), indent=1, ensure_ascii=False, default=str) + "\n"
+        if self.comparison_files:
+            self.store.write(RESULTS, text)
+            self.store.write(TABLE, markdown(done))
+        else:  # one of several models: for --verify, in the folder of the model
+            self.store.write(RESULTS, text, self.models["converted"])

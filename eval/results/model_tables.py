@@ -23,7 +23,7 @@ from surgery.eval.results.folders import AXES, COMPARISON, StoredModel
 from surgery.eval.results.models import PARAMETERS, STORED_BYTES, ModelComparison, ModelRow
 from surgery.eval.results.pareto import ParetoChart
 from surgery.eval.results.statistics import Interval
-from surgery.eval.results.tables import LINE_GROUPS, format_average, format_number
+from surgery.eval.results.tables import LINE_GROUPS, command_line, format_average, format_number
 from surgery.eval.suite import SUITES
 
 LEGEND = (
@@ -32,7 +32,7 @@ LEGEND = (
 )
 CSV_COLUMNS = (
     *("suite", "task", "length", "depth", "position", "metric", "n", "units", "model", "value", "standard_error", "low", "high"),
-    *("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high", "mcnemar_p", "remarks"),
+    *("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high", "mcnemar_p", "remarks", "command"),
 )  # fmt: skip
 SIZES: dict[str, Callable[[StoredModel], int | None]] = {
     PARAMETERS: lambda model: model.parameters,
@@ -49,9 +49,9 @@ def headers(done: ModelComparison) -> list[str]:
 
 def lines(done: ModelComparison) -> list[list[str]]:
     """Return the cells: stored parameters and bytes, then summaries, lengths of each suite's main metric, and averages."""
-    found = []
-    for title, count in SIZES.items():
-        counts = [count(model) for model in done.models]
+    found: list[list[str]] = []
+    for title, size in SIZES.items():
+        counts = [size(model) for model in done.models]
         if any(counts):
             cells = ["" if number is None else format_count(number) for number in counts]
             found.append(["" if found else "model", title, "", *cells])
@@ -139,15 +139,15 @@ def to_csv(done: ModelComparison) -> str:
     writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n", restval="")
     writer.writeheader()
     for model in done.models:
-        for title, count in SIZES.items():
-            if (number := count(model)) is not None:
+        for title, size in SIZES.items():
+            if (number := size(model)) is not None:
                 writer.writerow(_plain({"task": title, "model": model.name, "value": number}))
     for row in done.rows:
         for name in row.values:
-            writer.writerow(_plain(_csv_row(row, name)))
+            writer.writerow(_plain(_csv_row(row, name) | {"command": _command(done, row.suite, name)}))
     for average in done.averages:
         for name in average.values:
-            writer.writerow(_plain(_csv_average(average, name)))
+            writer.writerow(_plain(_csv_average(average, name) | {"command": _command(done, average.suite, name)}))
     return file.getvalue()
 
 
@@ -170,6 +170,12 @@ def _csv_average(row: AverageRow, name: str) -> dict[str, Any]:
         "model": name, "value": row.values[name], "low": low, "high": high,
         **_csv_interval("difference", row.differences.get(name)), "remarks": missing,
     }  # fmt: skip
+
+
+def _command(done: ModelComparison, suite: str, name: str) -> str:
+    """Return the command that measured a suite of a model; "" if it was not recorded."""
+    held = next((model.suites.get(suite) for model in done.models if model.name == name), None)
+    return "" if held is None else command_line(held.result.provenance.get("command"))
 
 
 def _csv_interval(name: str, found: Interval | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -184,10 +184,14 @@ class ResultStore:
             with atomic_write(new / name, "w") as file:
                 file.write(json.dumps(data, indent=1, ensure_ascii=False, default=str))
 
-    def write(self, name: str, text: str) -> None:
-        """Write one file directly in the folder."""
-        if self.folder is not None:
-            with atomic_write(self.folder / name, "w") as file:
+    def write(self, name: str, text: str, model: Mapping[str, Any] | None = None) -> None:
+        """Write one file directly in the folder; or in that of a model (name and fingerprint), if it has results."""
+        place = self.folder
+        if place is not None and model is not None:
+            suite = self.result_folder(model["name"], model["fingerprint"], "suite")
+            place = None if suite is None or not suite.parent.is_dir() else suite.parent
+        if place is not None:
+            with atomic_write(place / name, "w") as file:
                 file.write(text)
 
 

@@ -17,8 +17,10 @@ from surgery.eval import run as frame
 from surgery.eval import suite as suites
 from surgery.eval.batching import score_in_batches
 from surgery.eval.model import OpenedModel
+from surgery.eval.results.models import compare_folders
 from surgery.eval.results.thresholds import parse_thresholds
 from surgery.eval.run import evaluate
+from surgery.eval.several import evaluate_models
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult
 
 ACCURACY = EvalMetric("accuracy", "accuracy", scale=100, floor=0.1)
@@ -110,8 +112,6 @@ def test_side_by_side(models, tmp_path):
 
 
 def test_several_models_share_the_base_and_are_compared(models, tmp_path):
-    from surgery.eval.several import evaluate_models
-
     out = tmp_path / "out"
     evaluate("old", ["right"], OPTIONS, out=out)
     done = evaluate_models(
@@ -127,6 +127,11 @@ def test_several_models_share_the_base_and_are_compared(models, tmp_path):
     assert {"comparison.json", "table.md", "table.csv", "table.tex"} <= {path.name for path in out.iterdir()}
     assert json.loads((out / "results.json").read_text())["models"]["converted"]["name"] == "old"
     assert done.to_dict()["limits"]["other"][0]["held"]
+    for name in ("worse", "other"):  # what --verify reads
+        (place,) = out.glob(f"{name}-*")
+        told = json.loads((place / "results.json").read_text())
+        assert {role: model["name"] for role, model in told["models"].items()} == {"base": "good", "converted": name}
+        assert compare_folders([out, place]).base == "good"
     with pytest.raises(SurgeryError, match="Give --out DIR"):
         evaluate_models(["worse", "other"], ["right"], OPTIONS, out=None)
     with pytest.raises(SurgeryError, match="one and the same"):
@@ -135,8 +140,6 @@ def test_several_models_share_the_base_and_are_compared(models, tmp_path):
 
 def test_several_models_take_turns(models, tmp_path, monkeypatch):
     """Suites that time load all models together, once; the same command again measures nothing, and differences are given."""
-    from surgery.eval.several import evaluate_models
-
     monkeypatch.setattr("surgery.eval.results.models.SUITES", suites.SUITES)
     done = evaluate_models(["worse", "other"], ["both"], OPTIONS, out=tmp_path / "out", compare="good")
     assert models == [("both", "good worse other")]
