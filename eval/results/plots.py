@@ -22,8 +22,9 @@ from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 MAX_TASKS = 4  # a suite with more tasks gets one figure for all
 MAX_TICKS = 8
 HEAT_MAPS_PER_ROW = 2
+LABEL_OFFSETS = tuple((x, y) for y in (8, -16, 24, -32, 40, -48) for x in (8, -8))  # points from a point to its label
 FONT_POINTS, DPI = 13, 150
-BASE_COLOR = "#6b7280"
+BASE_COLOR, BASE_LINE = "#6b7280", "--"
 COLORS = ("#0f766e", "#c2570c", "#6d28d9", "#0072b2", "#b8860b", "#be185d", "#1c2330")
 LINES, MARKERS = ("-", "-.", ":"), ("o", "s", "^", "D", "v", "P", "X")
 
@@ -62,7 +63,7 @@ def model_styles(names: Sequence[str], base: str | None) -> dict[str, Style]:
         name: Style(COLORS[i % len(COLORS)], LINES[i // len(COLORS) % len(LINES)], MARKERS[i % len(MARKERS)])
         for i, name in enumerate(others)
     }
-    return found | ({base: Style(BASE_COLOR, "--", "o")} if base is not None else {})
+    return found | ({base: Style(BASE_COLOR, BASE_LINE, "o")} if base is not None else {})
 
 
 def _figure(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 4.3) -> tuple[Any, list[Any]]:
@@ -160,7 +161,13 @@ def _draw_curves(axes: Any, series: Mapping[str, Curve], styles: Mapping[str, St
     for name, curve in series.items():
         style, few = styles[name], len(curve.xs) < 20
         axes.plot(
-            curve.xs, curve.ys, style.line, color=style.color, label=_plain(name), marker=style.marker if few else None
+            curve.xs,
+            curve.ys,
+            style.line,
+            color=style.color,
+            label=_plain(name),
+            marker=style.marker if few else None,
+            zorder=3 if style.line == BASE_LINE else 2,  # dashes show the line below them
         )
         if len(curve.lows):
             axes.fill_between(curve.xs, curve.lows, curve.highs, color=style.color, alpha=0.18, linewidth=0)
@@ -230,7 +237,8 @@ def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str 
     figure, (axes,) = _figure(width=7.0, height=4.8)
     styles = model_styles(names, base)
     ordered = sorted(chart.points, key=lambda name: (chart.points[name].cost, chart.points[name].quality))
-    for index, name in enumerate(ordered):
+    labels = []
+    for name in ordered:
         point, style = chart.points[name], styles[name]
         bars = {
             "xerr": _bar(point.cost, point.cost_interval),
@@ -240,9 +248,9 @@ def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str 
             point.cost, point.quality, fmt=style.marker, color=style.color, capsize=3, markersize=8,
             markerfacecolor=style.color if name in chart.front else "white", **bars,
         )  # fmt: skip
-        offset = (8, 8) if index % 2 == 0 else (8, -16)
-        axes.annotate(
-            _plain(name), (point.cost, point.quality), offset, textcoords="offset points", fontsize=FONT_POINTS - 2
+        where = (point.cost, point.quality)
+        labels.append(
+            axes.annotate(_plain(name), where, LABEL_OFFSETS[0], textcoords="offset points", fontsize=FONT_POINTS - 2)
         )
     front = [chart.points[name] for name in chart.front]
     axes.plot(
@@ -258,7 +266,34 @@ def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str 
     axes.set(xlabel=_plain(chart.cost), ylabel=_plain(f"{chart.quality}\n({better})"))
     axes.grid(alpha=0.3)
     _legend(axes, 1)
+    _set_font_sizes(figure)
+    _separate_labels(figure, labels, [axes.get_legend()])
     return _save_figure(figure, path)
+
+
+def _separate_labels(figure: Any, labels: Sequence[Any], fixed: Sequence[Any]) -> None:
+    """Move each label to the first place around its point where it covers no earlier label and nothing that is fixed.
+
+    Without such a place, it takes the one where it covers least.
+    """
+    figure.draw_without_rendering()
+    taken = [each.get_window_extent().padded(2) for each in fixed]
+    for label in labels:
+        found = []
+        for x, y in LABEL_OFFSETS:
+            label.set_horizontalalignment("left" if x > 0 else "right")
+            label.xyann = (x, y)
+            box = label.get_window_extent()
+            overlaps = (box.intersection(box, other) for other in taken)
+            covered = sum(common.width * common.height for common in overlaps if common is not None)
+            outside = box.x1 > figure.bbox.x1 or box.x0 < 0
+            found.append((covered + (box.width * box.height if outside else 0), len(found), (x, y), box))
+            if not found[-1][0]:
+                break
+        _, _, best, box = min(found, key=lambda each: each[:2])
+        label.set_horizontalalignment("left" if best[0] > 0 else "right")
+        label.xyann = best
+        taken.append(box)
 
 
 def _bar(value: float, interval: tuple[float, float] | None) -> list[list[float]] | None:
