@@ -22,6 +22,7 @@ from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 MAX_TASKS = 4  # a suite with more tasks gets one figure for all
 MAX_TICKS = 8
 HEAT_MAPS_PER_ROW = 2
+MARKER_POINTS = 8
 LABEL_OFFSETS = tuple((x, y) for y in (8, -16, 24, -32, 40, -48) for x in (8, -8))  # points from a point to its label
 FONT_POINTS, DPI = 13, 150
 BASE_COLOR, BASE_LINE = "#6b7280", "--"
@@ -245,7 +246,7 @@ def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str 
             "yerr": _bar(point.quality, point.quality_interval),
         }
         axes.errorbar(
-            point.cost, point.quality, fmt=style.marker, color=style.color, capsize=3, markersize=8,
+            point.cost, point.quality, fmt=style.marker, color=style.color, capsize=3, markersize=MARKER_POINTS,
             markerfacecolor=style.color if name in chart.front else "white", **bars,
         )  # fmt: skip
         where = (point.cost, point.quality)
@@ -267,17 +268,22 @@ def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str 
     axes.grid(alpha=0.3)
     _legend(axes, 1)
     _set_font_sizes(figure)
-    _separate_labels(figure, labels, [axes.get_legend()])
+    _separate_labels(figure, labels, [axes.get_legend()], [label.xy for label in labels])
     return _save_figure(figure, path)
 
 
-def _separate_labels(figure: Any, labels: Sequence[Any], fixed: Sequence[Any]) -> None:
-    """Move each label to the first place around its point where it covers no earlier label and nothing that is fixed.
+def _separate_labels(figure: Any, labels: Sequence[Any], fixed: Sequence[Any], points: Sequence[Any]) -> None:
+    """Move each label to the first place around its point where it covers no earlier label, no point and nothing that is fixed.
 
-    Without such a place, it takes the one where it covers least.
+    Without such a place, it takes the one where it covers least. points: (x, y) in the units of the axes.
     """
+    from matplotlib.transforms import Bbox
+
     figure.draw_without_rendering()
     taken = [each.get_window_extent().padded(2) for each in fixed]
+    half = MARKER_POINTS / 2 * figure.dpi / 72
+    for x, y in figure.axes[0].transData.transform(points):
+        taken.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
     for label in labels:
         found = []
         for x, y in LABEL_OFFSETS:
