@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from surgery.core.errors import SurgeryError
 from surgery.core.tables import format_tokens
 from surgery.eval.speed.serve_tables import conditions
 from surgery.eval.suite import EvalMetric, Sample, SuiteResult
@@ -147,11 +148,13 @@ def speed_markdown(result: dict[str, Any]) -> str:
 # -- figure ------------------------------------------------------------------------------------------
 def save_speed_plot(result: dict[str, Any], path: Path) -> None:
     """Draw a result of `surgery bench speed`: time to first token, tokens per second and memory by context."""
-    rows = result["rows"]
-    results = {name: speed_result(held) for name, held in by_model(rows).items()}
-    plot_speed(
-        {name: found for name, found in results.items() if found.samples}, path, base=rows[0]["model"] if rows else None
-    )
+    results = {name: speed_result(held) for name, held in by_model(result["rows"]).items()}
+    results = {name: found for name, found in results.items() if found.samples}
+    if not results:
+        raise SurgeryError(
+            "no context was measured, so there is nothing to draw. Run the same command again without a time limit"
+        )
+    plot_speed(results, path, base=result["rows"][0]["model"])
 
 
 def plot_speed(results: Mapping[str, SuiteResult], path: Path, base: str | None) -> list[Path]:

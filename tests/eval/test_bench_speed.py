@@ -81,7 +81,10 @@ def test_a_killed_run_goes_on_at_the_missing_context(small, tmp_path, monkeypatc
     assert result["rows"][1]["cache_bytes"] == 2 * result["rows"][0]["cache_bytes"]
     with pytest.raises(SurgeryError, match=r"other models, to which this run cannot add"):
         run(out, only="btt")
-    assert run(tmp_path / "none.json", time_limit=-1)["rows"] == []
+    none = run(tmp_path / "none.json", time_limit=-1)
+    assert none["rows"] == [] and not none["complete"]
+    with pytest.raises(SurgeryError, match="no context was measured"):
+        save_plot(none, tmp_path / "none.png")
 
 
 def test_the_live_cache_is_what_it_holds(small):
