@@ -288,6 +288,13 @@ class _EvaluationRun:
             for one in opened:
                 self._load_stored(one, suite, pair)
         except Exception as error:
+            from surgery.eval.speed.generation import is_out_of_memory
+
+            if is_out_of_memory(error):
+                error = SurgeryError(
+                    f"{suite.name}: {len(together)} models take turns and must fit in the memory of {self.device} together. Evaluate fewer "
+                    "at once, or use --dtype bfloat16"
+                )
             self._record_failure(suite, opened[-1], error)
 
     def _load_model(self, one: OpenedModel) -> AbstractContextManager[EvalModel]:

@@ -285,7 +285,7 @@ def _separate_labels(figure: Any, labels: Sequence[Any], fixed: Sequence[Any], p
     for x, y in figure.axes[0].transData.transform(points):
         taken.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
     for label in labels:
-        found = []
+        found: list[tuple[float, int, tuple[int, int], Any]] = []
         for x, y in LABEL_OFFSETS:
             label.set_horizontalalignment("left" if x > 0 else "right")
             label.xyann = (x, y)

@@ -155,6 +155,19 @@ def test_several_models_take_turns(models, tmp_path, monkeypatch):
     assert models[1:] == [("both", "good worse")]
 
 
+def test_models_that_do_not_fit_together(models, monkeypatch):
+    def beside(eval_models, options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setitem(suites.SUITES, "both", Suite("both", "side by side", lambda s, o: None, run_pair=beside))
+    with pytest.raises(
+        SurgeryError, match=r"both: 2 models take turns and must fit in the memory of .* Evaluate fewer at once"
+    ):
+        evaluate("worse", ["both"], OPTIONS, compare="good")
+    done = evaluate("worse", ["both", "right"], OPTIONS, compare="good")
+    assert "take turns" in done.broken["both"] and done.exit_code == 2
+
+
 HARMS = [("result.json", harm) for harm in ("", "{", "[]", "3", "null", '"x"', '{"key": {}}', "[" * 100_000)]
 HARMS += [
     ("samples.jsonl", '{"task": 3'),
