@@ -152,8 +152,10 @@ def plot_panels(
         axes.grid(alpha=0.3)
     every[-1].set_xlabel(x)
     handles, labels = every[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=FONT_POINTS - 2)
-    figure.suptitle(_plain(title), fontsize=FONT_POINTS)
+    small = FONT_POINTS - 2
+    figure.legend(
+        handles, labels, loc="outside upper center", ncols=2, fontsize=small, title=_plain(title), title_fontsize=small
+    )
     return _save_figure(figure, path)
 
 
