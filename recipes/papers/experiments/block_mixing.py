@@ -55,7 +55,7 @@ from surgery.training.pretrain.compute import count_compute
 HEAD = 64  # dimensions of a head
 COMPONENTS = 8  # exponentials of the fit
 TIMES = (2, 4, 8)  # lengths of scored rows, in lengths of training rows
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 METHODS = (
     "softmax", "linear", "retnet", "ssd", "mhla_frozen", "mhla", "mhla_random", "tbm_1", "tbm_4", "tbm_8", "tbm_16", "tbm_8_near",
     "tbm_8_frozen",
@@ -63,12 +63,12 @@ METHODS = (
 CORE = ("softmax", "mhla_frozen", "mhla", "tbm_1", "tbm_8", "tbm_8_near")
 SETTINGS = (
     Setting(
-        "cpu", "cpu", (32,), CORE, (3e-3, 1e-2, 3e-2), 4, 1500, 32, 64, 2,
+        "cpu", "cpu", (32,), CORE, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), 4, 1500, 32, 64, 2,
         {"vocabulary": 64, "pairs": (4,), "layout": "scattered", "block": 4, "held_out": 1024},
     ),
     Setting(
-        "gpu_256", "gpu", (128,), METHODS, RATES, 5, 3000, 64, 256, 2,
-        {"vocabulary": 256, "pairs": (8,), "layout": "scattered", "block": 8, "held_out": 2048},
+        "gpu_128", "gpu", (128,), METHODS, RATES, 5, 3000, 32, 128, 2,
+        {"vocabulary": 256, "pairs": (8,), "layout": "scattered", "block": 4, "held_out": 2048},
     ),
     Setting(
         "gpu", "gpu", (256,), METHODS, (3e-4, 1e-3, 3e-3), 3, 4000, 32, 1024, 4,
@@ -80,7 +80,7 @@ SETTINGS = (
     ),
 )  # fmt: skip
 SMOKE = Setting(
-    "smoke", "cpu", (16,), METHODS, (1e-2,), 1, 2, 4, 16, 1,
+    "smoke", "cpu", (16,), ("softmax", "mhla_frozen", "mhla", "tbm_1", "tbm_8", "tbm_8_frozen"), (1e-2,), 1, 2, 4, 16, 1,
     {"vocabulary": 16, "pairs": (2,), "layout": "scattered", "block": 2, "held_out": 8},
 )  # fmt: skip
 

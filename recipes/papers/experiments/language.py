@@ -11,13 +11,11 @@ logarithm of the length; `ssd_wide` and `gdn_wide` have heads of twice the size 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from surgery.recipes.papers.experiments.characters import draw
 from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.recall import ATTENTION, CORE, FAMILIES
+from surgery.recipes.papers.experiments.recall import CORE, FAMILIES, attention_keys
 from surgery.recipes.papers.experiments.sweep import (
     Cell,
     Difference,
@@ -39,20 +37,20 @@ METHODS = (*CORE, *WIDE)
 SETTINGS = (
     Setting(
         "cpu", "cpu", (32,), CORE, (3e-3, 1e-2, 3e-2), 3, 400, 8, 64, 2,
-        {"text": "surgery", "characters": 1_000_000, "held_out": 512, "convolution": 3, "late": 16},
+        {"text": "surgery", "characters": 1_000_000, "held_out": 512, "convolution": 3, "late": 16, "levels": 7},
     ),
     Setting(
-        "gpu_512", "gpu", (128,), METHODS, (1e-3, 3e-3, 9e-3), 4, 3000, 8, 512, 4,
-        {"text": "packages", "characters": 24_000_000, "held_out": 2048, "convolution": 3, "late": 128},
+        "gpu_512", "gpu", (128,), CORE, (1e-3, 3e-3, 9e-3), 4, 2500, 8, 512, 4,
+        {"text": "packages", "characters": 24_000_000, "held_out": 2048, "convolution": 3, "late": 128, "levels": 10},
     ),
     Setting(
         "gpu", "gpu", (256,), METHODS, (1e-3, 3e-3, 9e-3), 3, 5000, 8, 2048, 8,
-        {"text": "packages", "characters": 48_000_000, "held_out": 512, "convolution": 3, "late": 128},
+        {"text": "packages", "characters": 48_000_000, "held_out": 512, "convolution": 3, "late": 128, "levels": 12},
     ),
 )  # fmt: skip
 SMOKE = Setting(
     "smoke", "cpu", (32,), METHODS, (1e-2,), 1, 2, 2, 32, 1,
-    {"text": "surgery", "characters": 50_000, "held_out": 4, "convolution": 3, "mlp": 1, "late": 16},
+    {"text": "surgery", "characters": 50_000, "held_out": 4, "convolution": 3, "mlp": 1, "late": 16, "levels": 6},
 )  # fmt: skip
 
 
@@ -61,14 +59,10 @@ def heads(cell: Cell) -> int:
     return max(1, cell.width // HEAD // (2 if cell.method in WIDE else 1))
 
 
-def attention_keys(cell: Cell) -> dict[str, Any] | None:
-    """Return the recipe keys of a method's attention; None: softmax with RoPE."""
-    return ATTENTION[WIDE.get(cell.method, cell.method)]
-
-
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
-    return train_text(setting, cell, runs, device, attention_keys(cell), heads(cell))
+    keys = attention_keys(WIDE.get(cell.method, cell.method), setting.options["levels"])
+    return train_text(setting, cell, runs, device, keys, heads(cell))
 
 
 # -- results --------------------------------------------------------------------------------------------

@@ -44,16 +44,16 @@ SOFTMAX_FLOOR = 0.99
 SETTINGS = (
     Setting(
         "cpu", "cpu", (16,), CORE, (3e-3, 1e-2, 3e-2), 4, 1500, 32, 32, 2,
-        {"vocabulary": 64, "pairs": (1, 2, 4), "layout": "scattered", "held_out": 1024},
+        {"vocabulary": 64, "pairs": (1, 2, 4), "layout": "scattered", "held_out": 1024, "levels": 6},
     ),
     Setting(
-        "gpu_128", "gpu", (32,), CORE, (1e-3, 3e-3, 1e-2), 5, 5000, 128, 128, 2,
-        {"vocabulary": 512, "pairs": (1, 2, 4, 8), "layout": "scattered", "held_out": 4096},
+        "gpu_128", "gpu", (32,), CORE, (1e-3, 3e-3, 1e-2), 5, 5000, 64, 128, 2,
+        {"vocabulary": 512, "pairs": (1, 2, 4, 8), "layout": "scattered", "held_out": 4096, "levels": 8},
     ),
 )  # fmt: skip
 SMOKE = Setting(
     "smoke", "cpu", (16,), ("ssd", "log_linear_ssd"), (1e-2,), 1, 2, 4, 16, 1,
-    {"vocabulary": 16, "pairs": (1, 2), "layout": "scattered", "held_out": 8},
+    {"vocabulary": 16, "pairs": (1, 2), "layout": "scattered", "held_out": 64, "levels": 5},
 )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from surgery.training.data.generated import IGNORE_INDEX, VALIDATION_SEED, MQART
 from surgery.training.pretrain.compute import count_compute, state_size
 from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask
 
-TREE = {"name": "hierarchical", "levels": 9}
+TREE: dict[str, Any] = {"name": "hierarchical", "levels": 9}
 INPUTS = ("input_ids", "query", "target")
 SHARED = {"mixer": "linear", "gate": "value", "norm": "rms", "rope": "drop"}
 ATTENTION: dict[str, dict[str, Any] | None] = {
@@ -66,6 +66,10 @@ SETTINGS = (
         {"vocabulary": 64, "pairs": (2, 4), "held_out": 1024},
     ),
     Setting(
+        "gpu_64", "gpu", (16, 32, 64), CORE, (1e-3, 3e-3, 1e-2, 3e-2), 5, 4000, 128, 64, 2,
+        {"vocabulary": 512, "pairs": (4, 8, 16), "held_out": 4096, "levels": 7},
+    ),
+    Setting(
         "gpu", "gpu", (16, 32, 64), tuple(ATTENTION), RATES, 5, 5000, 128, 128, 2,
         {"vocabulary": 8192, "pairs": (4, 8, 16, 32), "held_out": 2000},
     ),
@@ -89,9 +93,18 @@ def heads(cell: Cell) -> int:
     return max(1, cell.width // HEAD)
 
 
+def attention_keys(method: str, levels: int) -> dict[str, Any] | None:
+    """Return the recipe keys of a method. levels: of hierarchical masks; higher ones share the last lambda, so bit_length(T - 1) + 1
+    levels are all trained by rows of T tokens."""
+    keys = ATTENTION[method]
+    if keys is None or not isinstance(keys.get("mask"), dict):
+        return keys
+    return {**keys, "mask": {**keys["mask"], "levels": levels}}
+
+
 def make_recall_model(setting: Setting, cell: Cell, seed: int) -> RecallModel:
     """Return the model of a method at a width."""
-    attention = ATTENTION[cell.method]
+    attention = attention_keys(cell.method, setting.options.get("levels", TREE["levels"]))
     if cell.method == "window":
         attention = {
             "mixer": "window",
@@ -195,7 +208,8 @@ def score(
 
     rows_of = []
     for right_BP, nll_BP in zip(right_MBP, nll_MBP):
-        by_pairs = {str(p): round(mean(right_BP, asked_BP & (pairs_BP == p)), 5) for p in setting.options["pairs"]}
+        shown = [p for p in setting.options["pairs"] if bool((pairs_BP == p).any())]
+        by_pairs = {str(p): round(mean(right_BP, asked_BP & (pairs_BP == p)), 5) for p in shown}
         by_gap, low = {}, 0
         for high in BINS:
             inside_BP = asked_BP & (gap_BP > low) & (gap_BP <= high)

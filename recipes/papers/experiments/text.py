@@ -10,6 +10,7 @@ tokens: printable ASCII, the line end, and one token for all others.
 from __future__ import annotations
 
 import math
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -51,8 +52,8 @@ def code_tokens(source: Source, characters: int) -> Tensor:
         raise SurgeryError(
             f"the Python files in {folder} have {size:,} characters, and {characters:,} are needed. Install more packages."
         )
-    data = "\0".join(parts)[:characters].encode("ascii", "replace")
-    return token_table()[torch.frombuffer(bytearray(data), dtype=torch.uint8).long()]
+    text = re.sub("[^\n -~]", "\0", "\0".join(parts)[:characters])
+    return token_table()[torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8).long()]
 
 
 def token_table() -> Tensor:

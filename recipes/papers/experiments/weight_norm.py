@@ -48,6 +48,10 @@ SETTINGS = (
         {"text": "surgery", "characters": 1_000_000, "held_out": 256, "mlp": 2},
     ),
     Setting(
+        "gpu_128", "gpu", (128,), ("none", "cores"), (1e-3, 4e-3, 1.6e-2), 4, 3000, 16, 128, 8,
+        {"text": "packages", "characters": 24_000_000, "held_out": 2048, "mlp": 4},
+    ),
+    Setting(
         "gpu", "gpu", (128,), ("none", "cores"), (1e-3, 4e-3, 1.6e-2), 4, 6000, 32, 128, 12,
         {"text": "packages", "characters": 24_000_000, "held_out": 2048, "mlp": 4},
     ),
