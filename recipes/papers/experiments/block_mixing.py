@@ -44,6 +44,7 @@ from surgery.recipes.papers.experiments.sweep import (
     at_edge,
     best_rows,
     difference,
+    edge_words,
     is_complete,
     mean_and_error,
     paired_difference,
@@ -55,7 +56,7 @@ from surgery.training.pretrain.compute import count_compute
 HEAD = 64  # dimensions of a head
 COMPONENTS = 8  # exponentials of the fit
 TIMES = (2, 4, 8)  # lengths of scored rows, in lengths of training rows
-RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 METHODS = (
     "softmax", "linear", "retnet", "ssd", "mhla_frozen", "mhla", "mhla_random", "tbm_1", "tbm_4", "tbm_8", "tbm_16", "tbm_8_near",
     "tbm_8_frozen",
@@ -67,7 +68,7 @@ SETTINGS = (
         {"vocabulary": 64, "pairs": (4,), "layout": "scattered", "block": 4, "held_out": 1024},
     ),
     Setting(
-        "gpu_128", "gpu", (128,), METHODS, RATES, 5, 3000, 32, 128, 2,
+        "gpu_128", "gpu", (128,), METHODS, RATES, 5, 2500, 32, 128, 2,
         {"vocabulary": 256, "pairs": (8,), "layout": "scattered", "block": 4, "held_out": 2048},
     ),
     Setting(
@@ -206,6 +207,8 @@ def verdict(rows: list[Row], setting: Setting) -> Verdict:
         return Verdict(
             "undecided", f"neither answers {100 * floor:.0f}%, twice the share of a value drawn from the row; {text}"
         )
+    if edges := edge_words(best, setting, ("tbm_8", "mhla", "mhla_frozen")):
+        return Verdict("undecided", f"{edges}; {text}")
     if gain.low > 0 and learned.low > 0:
         return Verdict("reproduced", text)
     return Verdict("refuted" if gain.high < 0 else "undecided", text)

@@ -25,6 +25,7 @@ from surgery.recipes.papers.experiments.sweep import (
     at_edge,
     best_rows,
     difference,
+    edge_words,
     is_complete,
     mean_and_error,
     paired_difference,
@@ -40,7 +41,7 @@ SETTINGS = (
         {"text": "surgery", "characters": 1_000_000, "held_out": 512, "convolution": 3, "late": 16, "levels": 7},
     ),
     Setting(
-        "gpu_512", "gpu", (128,), CORE, (1e-3, 3e-3, 9e-3), 4, 2500, 8, 512, 4,
+        "gpu_512", "gpu", (128,), CORE, (1e-3, 3e-3, 9e-3, 2.7e-2), 4, 2000, 8, 512, 4,
         {"text": "packages", "characters": 24_000_000, "held_out": 2048, "convolution": 3, "late": 128, "levels": 10},
     ),
     Setting(
@@ -89,6 +90,8 @@ def verdict(rows: list[Row], setting: Setting) -> Verdict:
             words.append("reproduced")
         elif last.low > 0:
             words.append("refuted")
+    if edges := edge_words(best, setting, {name for pair in FAMILIES for name in pair}):
+        return Verdict("undecided", f"{edges}; {'; '.join(parts)}")
     word = "refuted" if "refuted" in words else "reproduced" if len(words) == len(FAMILIES) else "undecided"
     return Verdict(word, "; ".join(parts))
 

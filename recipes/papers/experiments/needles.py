@@ -34,6 +34,7 @@ from surgery.recipes.papers.experiments.sweep import (
     at_edge,
     best_rows,
     difference,
+    edge_words,
     is_complete,
     mean_and_error,
 )
@@ -47,7 +48,7 @@ SETTINGS = (
         {"vocabulary": 64, "pairs": (1, 2, 4), "layout": "scattered", "held_out": 1024, "levels": 6},
     ),
     Setting(
-        "gpu_128", "gpu", (32,), CORE, (1e-3, 3e-3, 1e-2), 5, 5000, 64, 128, 2,
+        "gpu_128", "gpu", (32,), CORE, (1e-3, 3e-3, 1e-2, 3e-2), 5, 5000, 64, 128, 2,
         {"vocabulary": 512, "pairs": (1, 2, 4, 8), "layout": "scattered", "held_out": 4096, "levels": 8},
     ),
 )  # fmt: skip
@@ -113,6 +114,8 @@ def verdict(rows: list[Row], setting: Setting) -> Verdict:
     text = "; ".join(f"{name}: {value}" for name, value in found.items())
     if any(value.high < 0 for value in found.values()):
         return Verdict("refuted", text)
+    if edges := edge_words(best, setting, {name for pair in FAMILIES for name in pair}):
+        return Verdict("undecided", f"{edges}; {text}")
     softmax = mean_and_error([row["accuracy"] for (m, _, _), row in best.items() if m == "softmax"])[0]
     if softmax < SOFTMAX_FLOOR:
         return Verdict("undecided", f"softmax answers {100 * softmax:.1f}%, so training is too short; {text}")

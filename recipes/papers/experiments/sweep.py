@@ -276,6 +276,13 @@ def at_edge(setting: Setting, rate: float) -> bool:
     return len(setting.rates) > 1 and rate in (min(setting.rates), max(setting.rates))
 
 
+def edge_words(best: dict[tuple[str, int, int], Row], setting: Setting, methods: Iterable[str]) -> str:
+    """Return which of the methods have a best rate at an end of the grid, as a clause for verdicts; empty if none."""
+    chosen = set(methods)
+    found = {f"{m} {w}" for (m, w, _), row in best.items() if m in chosen and at_edge(setting, row["rate"])}
+    return f"the best rate of {', '.join(sorted(found))} lies at an end of the grid" if found else ""
+
+
 def difference(values: Sequence[float]) -> Difference:
     """Return the mean of paired differences with its interval."""
     n = len(values)
