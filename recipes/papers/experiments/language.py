@@ -37,7 +37,7 @@ WIDE = {"ssd_wide": "ssd", "gdn_wide": "gdn"}
 METHODS = (*CORE, *WIDE)
 SETTINGS = (
     Setting(
-        "cpu", "cpu", (32,), CORE, (3e-3, 1e-2, 3e-2), 3, 400, 8, 64, 2,
+        "cpu", "cpu", (32,), CORE, (3e-3, 1e-2, 3e-2, 1e-1), 3, 400, 8, 64, 2,
         {"text": "surgery", "characters": 1_000_000, "held_out": 512, "convolution": 3, "late": 16, "levels": 7},
     ),
     Setting(

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-import surgery
+from surgery.core import errors
 from surgery.core.errors import SurgeryError
 from surgery.recipes.papers.experiments.models import make_decoder
 from surgery.recipes.papers.experiments.sweep import Cell, Row, Setting, finite_or_none
@@ -40,7 +40,7 @@ def code_tokens(source: Source, characters: int) -> Tensor:
 
     Raises SurgeryError for fewer than `characters` characters.
     """
-    own = Path(surgery.__file__).parent
+    own = Path(errors.__file__).parents[1]
     folder = own if source == "surgery" else Path(torch.__file__).parents[1]
     parts, size = [], 0
     for text in code_documents(folder, [], seed=0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -37,6 +38,9 @@ def train_stack(
     models: seed -> initialized model. row_numbers: random numbers in a row, which bounds the rows that are made together. factors:
     parameter -> factor on the rate; None: those of a recipe with `base_width`. floor: share of the rate at the last step; 1: no decay. after_step: called with the stack and the step.
     """
+    if device.type == "cuda":  # return what earlier stacks held: other processes may share the GPU
+        gc.collect()
+        torch.cuda.empty_cache()
     stage = make_stage(setting.steps, base_width=base_width, floor=floor)
     factors = rate_factors(models[runs[0][1]], stage) if factors is None else factors
     rates = [{name: rate * f for name, f in factors.items()} for rate, _ in runs]
