@@ -64,7 +64,7 @@ METHODS = (
 CORE = ("softmax", "mhla_frozen", "mhla", "tbm_1", "tbm_8", "tbm_8_near")
 SETTINGS = (
     Setting(
-        "cpu", "cpu", (32,), CORE, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), 4, 1500, 32, 64, 2,
+        "cpu", "cpu", (32,), CORE, (3e-3, 1e-2, 3e-2, 1e-1), 4, 1500, 32, 64, 2,
         {"vocabulary": 64, "pairs": (4,), "layout": "scattered", "block": 4, "held_out": 1024},
     ),
     Setting(
