@@ -278,7 +278,8 @@ def draw(axes: Any, rows: list[Row], setting: Setting) -> None:
         if own:
             means = [_mean(own, "accuracy"), *(_mean(own, "by_length", str(t)) for t in TIMES)]
             axes[1].plot((1, *TIMES), means, "o-", label=method)
-    axes[1].set(xscale="log", xlabel="length / length in training")
+    axes[1].set_xscale("log", base=2)
+    axes[1].set_xlabel("length / length in training")
     axes[1].legend(fontsize=6)
 
 

@@ -44,7 +44,7 @@ TIMES = (1, 2, 4, 8)  # lengths of scored rows, in lengths of training rows
 SOFTMAX_FLOOR = 0.99
 SETTINGS = (
     Setting(
-        "cpu", "cpu", (16,), CORE, (3e-3, 1e-2, 3e-2), 4, 1500, 32, 32, 2,
+        "cpu", "cpu", (16,), CORE, (1e-3, 3e-3, 1e-2, 3e-2), 4, 1500, 32, 32, 2,
         {"vocabulary": 64, "pairs": (1, 2, 4), "layout": "scattered", "held_out": 1024, "levels": 6},
     ),
     Setting(

@@ -69,16 +69,18 @@ def heads(cell: Cell) -> int:
 
 
 class RecordingNorm(nn.Module):
-    """A norm that keeps its last input."""
+    """A norm that keeps its input while `recording`, so that a training step leaves no reference to its graph."""
 
     def __init__(self, norm: nn.Module):
         super().__init__()
         self.norm = norm
         self.last: Tensor | None = None
+        self.recording = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized rows."""
-        self.last = x
+        if self.recording:
+            self.last = x
         return self.norm(x)
 
 
@@ -121,7 +123,9 @@ class FeatureMeter:
                 x_BTD, norm.last = norm.last, None
                 return x_BTD.float().square().mean().sqrt()
 
+            norm.recording = True
             self.found[step + 1] = stack.map(size, self.batch).tolist()
+            norm.recording = False
 
 
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
