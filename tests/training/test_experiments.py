@@ -25,7 +25,7 @@ from surgery.recipes.papers.experiments.sweep import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNNERS = {"recall": recall.EXPERIMENT, "regression": regression.EXPERIMENT, "scaling": scaling.EXPERIMENT}
+RUNNERS = {experiment.name: experiment for experiment in page.EXPERIMENTS}
 
 
 @pytest.mark.parametrize("name", RUNNERS)

@@ -5,22 +5,25 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from surgery.core.device import choose_device
+from surgery.core.errors import SurgeryError
 from surgery.recipes.papers.experiments.sweep import (
     Cell,
     Row,
     Setting,
     Verdict,
+    cell_minutes,
     gpu_minutes,
     is_complete,
     read_rows,
     run_sweep,
+    split_cells,
     stack_size,
 )
 from surgery.training.pretrain.compute import CONVENTION
@@ -31,12 +34,17 @@ MEMORY = {"cpu": 2.0, "gpu": 60.0}  # GB of a stack of runs
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment of a paper: see its fields in recall.py. settings: sweeps of several sizes; smoke: of seconds, for tests."""
+    """One experiment of a paper: see its fields in recall.py.
+
+    rule: which rows reproduce and which refute the claim, as docs/papers.md prints it. settings: sweeps of several sizes; smoke: of
+    seconds, for tests.
+    """
 
     name: str
     title: str
     source: str
     claim: str
+    rule: str
     settings: tuple[Setting, ...]
     smoke: Setting
     heads: Callable[[Cell], int]
@@ -68,15 +76,31 @@ class Experiment:
 
 def run(experiment: Experiment, arguments: argparse.Namespace) -> None:
     """Train the runs that the file lacks."""
-    setting, device = experiment.setting(arguments.setting), choose_device(arguments.device)
+    setting = replace(experiment.setting(arguments.setting), graph=not arguments.plain)
+    device = choose_device(arguments.device)
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     memory = arguments.memory or MEMORY["gpu" if device.type == "cuda" else "cpu"]
     stack = stack_size(setting, experiment.heads, memory)
     out = arguments.out or ROWS / f"{experiment.name}.jsonl"
+    part, parts = arguments.part
+    if parts > 1 and arguments.out is None:
+        raise SurgeryError(f"--part {part}/{parts} needs --out: processes that run side by side write to a file each.")
+    cells = split_cells(setting, parts, lambda c: cell_minutes(setting, c, experiment.heads(c), stack(c)))[part - 1]
     if device.type == "cuda":
-        print(f"forecast, counted: {gpu_minutes(setting, experiment.heads, stack):.1f} minutes")
-    if run_sweep(setting, experiment.train, out, device, stack=stack, minutes=arguments.minutes):
+        counted = sum(cell_minutes(setting, c, experiment.heads(c), stack(c)) for c in cells)
+        print(f"forecast, counted: {counted:.1f} minutes", flush=True)
+    if run_sweep(setting, experiment.train, out, device, stack=stack, cells=cells, minutes=arguments.minutes):
         print(f"complete: {out}")
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Return (part, number of parts) of "2/8". Raises argparse's error for other text."""
+    part, _, parts = text.partition("/")
+    if not (part.isascii() and part.isdigit() and parts.isascii() and parts.isdigit()) or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"--part must be PART/PARTS, for example 2/8 (got {text!r})")
+    if not 1 <= int(part) <= int(parts):
+        raise argparse.ArgumentTypeError(f"--part: the part must be 1 to {parts} (got {part})")
+    return int(part), int(parts)
 
 
 def load_rows(experiment: Experiment, paths: list[Path]) -> list[Row]:
@@ -135,6 +159,11 @@ def main(experiment: Experiment, given: list[str] | None = None) -> None:
     running.add_argument("--device", help="Default: a GPU if there is one.")
     running.add_argument("--memory", type=float, help="GB of a stack of runs. Default: 2 on a CPU, 60 on a GPU.")
     running.add_argument("--minutes", type=float, default=math.inf, help="Start no stack that would end later.")
+    running.add_argument(
+        "--part", type=parse_part, default=(1, 1), metavar="K/N",
+        help="Train the K-th of N parts of the sweep, for N processes with an --out each. Default: 1/1.",
+    )  # fmt: skip
+    running.add_argument("--plain", action="store_true", help="Do not use CUDA graphs.")
     running.set_defaults(do=lambda arguments: run(experiment, arguments))
     showing = commands.add_parser("show", help="Print tables and verdicts.")
     showing.add_argument("rows", type=Path, nargs="*", help="Files of `run`. Default: the one of the repository.")

@@ -58,10 +58,11 @@ def make_decoder(
     mlp: int = 0,
     convolution: int = 0,
     embedding_std: float = 1.0,
+    structure: dict[str, Any] | None = None,
 ) -> Any:
     """Return an initialized Llama in float32. attention: keys of a recipe's `attention`, None: softmax with RoPE.
 
-    mlp: hidden units, 0: no MLP. convolution: width in tokens of a convolution before every mixer, 0: none.
+    structure: keys of a recipe for all linears but the head; None: dense. mlp: hidden units, 0: no MLP. convolution: width in tokens of a convolution before every mixer, 0: none.
     """
     from transformers import LlamaConfig
 
@@ -80,12 +81,13 @@ def make_decoder(
     )
     config._attn_implementation = "eager"  # CUDA graphs of stacked runs need it
     plan = None
+    keys: dict[str, Any] = {**(structure or {"structure": "dense"})}
     if attention is not None:
+        keys["attention"] = attention
+    if structure or attention:
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
-            plan = plan_new_model(
-                Path(folder), validate_recipe({"structure": "dense", "attention": attention}, "experiment")
-            )
+            plan = plan_new_model(Path(folder), validate_recipe(keys, "experiment"))
     model = make_model(config, plan, embedding_std, seed)
     for layer in model.model.layers:
         if not mlp:

@@ -11,12 +11,32 @@ import math
 from pathlib import Path
 
 from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.experiments import recall, regression, scaling
+from surgery.recipes.papers.experiments import (
+    block_mixing,
+    characters,
+    language,
+    needles,
+    recall,
+    regression,
+    scaling,
+    updates,
+    weight_norm,
+)
 from surgery.recipes.papers.experiments.driver import MEMORY, Experiment, load_rows, markdown
 from surgery.recipes.papers.experiments.sweep import gpu_minutes, is_complete, stack_size
 
 BEGIN, END = "<!-- experiments -->", "<!-- /experiments -->"
-EXPERIMENTS = (recall.EXPERIMENT, regression.EXPERIMENT, scaling.EXPERIMENT)
+EXPERIMENTS = (
+    recall.EXPERIMENT,
+    block_mixing.EXPERIMENT,
+    regression.EXPERIMENT,
+    scaling.EXPERIMENT,
+    updates.EXPERIMENT,
+    weight_norm.EXPERIMENT,
+    characters.EXPERIMENT,
+    language.EXPERIMENT,
+    needles.EXPERIMENT,
+)
 OUT_OF_REACH = (  # what no hour of one GPU shows: source, what it needs
     ("Compute Better Spent, Figure 8 (ViT on ImageNet)", "ImageNet, which is not included"),
     ("Log-Linear Attention, Tables 3 to 6 (800M models, LongBench, SWDE, NQ)", "pretraining on 50B tokens"),
@@ -39,7 +59,8 @@ def section() -> str:
                 tables.append(f"`{experiment.name}`, setting `{setting.name}` ({_size(experiment, setting.name)}):")
                 tables.append(markdown(experiment.table(rows, setting)))
     lines += [[source, source.split(",")[0], "none", f"out of reach ({why})"] for source, why in OUT_OF_REACH]
-    return "\n\n".join([markdown(lines), *tables])
+    rules = [f"- {e.title}: {e.rule}" for e in EXPERIMENTS]
+    return "\n\n".join(["Rules of the verdicts:", "\n".join(rules), markdown(lines), *tables])
 
 
 def _words(word: str, why: str) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.models import RecallModel, make_decoder, make_stage
+from surgery.recipes.papers.experiments.models import RecallModel, make_decoder
 from surgery.recipes.papers.experiments.sweep import (
     Cell,
     Row,
@@ -33,12 +33,13 @@ from surgery.recipes.papers.experiments.sweep import (
     mean_and_error,
     paired_difference,
 )
-from surgery.recipes.papers.mup.models import rate_factors
+from surgery.recipes.papers.experiments.training import pick, train_stack
 from surgery.training.data.generated import IGNORE_INDEX, VALIDATION_SEED, MQARTask
 from surgery.training.pretrain.compute import count_compute, state_size
 from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask
 
-TREE = {"name": "hierarchical", "levels": 9}
+TREE: dict[str, Any] = {"name": "hierarchical", "levels": 9}
+INPUTS = ("input_ids", "query", "target")
 SHARED = {"mixer": "linear", "gate": "value", "norm": "rms", "rope": "drop"}
 ATTENTION: dict[str, dict[str, Any] | None] = {
     "softmax": None,
@@ -57,12 +58,16 @@ CORE = ("softmax", "ssd", "log_linear_ssd", "gdn", "log_linear_gdn")
 HEAD = 16  # dimensions of a head and of its state, for Mamba-2
 SOFTMAX_FLOOR = 0.99  # the paper's Transformer answers 99% or more
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)  # at width 64; linears of width d take 64 / d times as much
-BINS = (8, 16, 32, 64, 128, 256)  # upper ends of the distances
+BINS = (8, 16, 32, 64, 128, 256, 512, 1024)  # upper ends of the distances
 
 SETTINGS = (
     Setting(
         "cpu", "cpu", (16,), CORE, (3e-3, 1e-2, 3e-2), 4, 1500, 32, 16, 2,
         {"vocabulary": 64, "pairs": (2, 4), "held_out": 1024},
+    ),
+    Setting(
+        "gpu_64", "gpu", (16, 32, 64), CORE, (1e-3, 3e-3, 1e-2, 3e-2), 5, 4000, 128, 64, 2,
+        {"vocabulary": 512, "pairs": (4, 8, 16), "held_out": 4096, "levels": 7},
     ),
     Setting(
         "gpu", "gpu", (16, 32, 64), tuple(ATTENTION), RATES, 5, 5000, 128, 128, 2,
@@ -88,9 +93,18 @@ def heads(cell: Cell) -> int:
     return max(1, cell.width // HEAD)
 
 
+def attention_keys(method: str, levels: int) -> dict[str, Any] | None:
+    """Return the recipe keys of a method. levels: of hierarchical masks; higher ones share the last lambda, so bit_length(T - 1) + 1
+    levels are all trained by rows of T tokens."""
+    keys = ATTENTION[method]
+    if keys is None or not isinstance(keys.get("mask"), dict):
+        return keys
+    return {**keys, "mask": {**keys["mask"], "levels": levels}}
+
+
 def make_recall_model(setting: Setting, cell: Cell, seed: int) -> RecallModel:
     """Return the model of a method at a width."""
-    attention = ATTENTION[cell.method]
+    attention = attention_keys(cell.method, setting.options.get("levels", TREE["levels"]))
     if cell.method == "window":
         attention = {
             "mixer": "window",
@@ -105,7 +119,9 @@ def make_recall_model(setting: Setting, cell: Cell, seed: int) -> RecallModel:
 
 def make_task(setting: Setting) -> MQARTask:
     """Return the task of a setting."""
-    return MQARTask(vocabulary=setting.options["vocabulary"], pairs=setting.options["pairs"])
+    sizes = setting.options
+    layout = sizes.get("layout", "pairs_first")
+    return MQARTask(vocabulary=sizes["vocabulary"], pairs=sizes["pairs"], layout=layout)
 
 
 def logits_of(call: Any, batch: Batch) -> Tensor:
@@ -130,21 +146,28 @@ def query_losses(call: Any, batch: Batch) -> Tensor:
     return torch.stack([right_BP, nll_BP * (target_BP >= 0)])
 
 
+def train_recall(
+    setting: Setting,
+    runs: list[tuple[float, int]],
+    models: dict[int, RecallModel],
+    task: MQARTask,
+    device: torch.device,
+    factors: dict[str, float] | None = None,
+) -> StackedTraining:
+    """Return the trained stack. models: by seed. factors: on the rates of parameters; None: those of muP."""
+
+    def rows_of(seed: int, first: int, rows: int) -> Batch:
+        return pick(task.batch(seed, first, rows, setting.length, device), INPUTS)
+
+    numbers = 2 * task.vocabulary + 2 * setting.length
+    return train_stack(setting, runs, models, rows_of, device, loss=recall_loss, row_numbers=numbers, factors=factors)
+
+
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
-    task, stage = make_task(setting), make_stage(setting.steps, base_width=64)
+    task = make_task(setting)
     models = {seed: make_recall_model(setting, cell, seed) for _, seed in runs}
-    factors = rate_factors(models[runs[0][1]], stage)
-    rates = [{name: rate * f for name, f in factors.items()} for rate, _ in runs]
-    stack = StackedTraining(
-        [models[seed] for _, seed in runs], rates, stage.optimiser, stage.clip, device, loss=recall_loss
-    )
-    names, seeds = ("input_ids", "query", "target"), sorted(models)
-    which = torch.tensor([seeds.index(seed) for _, seed in runs], device=device)
-    for step in range(setting.steps):
-        made = [task.batch(seed, step * setting.rows, setting.rows, setting.length, device) for seed in seeds]
-        batch = {n: torch.stack([m[n] for m in made])[which] for n in names}
-        stack.step(batch, stage.schedule.factor(step, setting.steps))
+    stack = train_recall(setting, runs, models, task, device)
     scores = score(stack, setting, task, len(runs), device)
     compute, state = (
         count_compute(models[runs[0][1]].model, setting.length),
@@ -156,14 +179,23 @@ def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: t
 
 
 def score(
-    stack: StackedTraining, setting: Setting, task: MQARTask, runs: int, device: torch.device
+    stack: StackedTraining,
+    setting: Setting,
+    task: MQARTask,
+    runs: int,
+    device: torch.device,
+    times: int = 1,
 ) -> list[dict[str, Any]]:
-    """Return loss and accuracy of each run over held-out rows: of all queries, by number of pairs and by distance."""
+    """Return loss and accuracy of each run over held-out rows: of all queries, by number of pairs and by distance.
+
+    times: length of the rows in lengths of training rows; longer rows are fewer, so that the number of tokens is the same.
+    """
+    length, at_once = times * setting.length, max(1, setting.rows // times)
+    held_out = max(1, setting.options["held_out"] // times)
     found, targets, gaps, pairs = [], [], [], []
-    for first in range(0, setting.options["held_out"], setting.rows):
-        rows = min(setting.rows, setting.options["held_out"] - first)
-        batch = task.batch(VALIDATION_SEED, first, rows, setting.length, device)
-        expanded = {n: batch[n].expand(runs, *batch[n].shape) for n in ("input_ids", "query", "target")}
+    for first in range(0, held_out, at_once):
+        batch = task.batch(VALIDATION_SEED, first, min(at_once, held_out - first), length, device)
+        expanded = {n: batch[n].expand(runs, *batch[n].shape) for n in INPUTS}
         found.append(stack.map(query_losses, expanded).cpu())
         targets.append(batch["target"].cpu())
         gaps.append(batch["gap"].cpu())
@@ -176,7 +208,8 @@ def score(
 
     rows_of = []
     for right_BP, nll_BP in zip(right_MBP, nll_MBP):
-        by_pairs = {str(p): round(mean(right_BP, asked_BP & (pairs_BP == p)), 5) for p in setting.options["pairs"]}
+        shown = [p for p in setting.options["pairs"] if bool((pairs_BP == p).any())]
+        by_pairs = {str(p): round(mean(right_BP, asked_BP & (pairs_BP == p)), 5) for p in shown}
         by_gap, low = {}, 0
         for high in BINS:
             inside_BP = asked_BP & (gap_BP > low) & (gap_BP <= high)
@@ -272,6 +305,10 @@ EXPERIMENT = Experiment(
     title="MQAR: log-linear against linear",
     source="Log-Linear Attention, Table 2, Figure 9",
     claim="at a state of equal width the log-linear mask answers more",
+    rule=(
+        "reproduced: the interval of log-linear minus linear lies above 0 in both families, softmax answers "
+        "99% at every width, and accuracy rises with the width. Refuted: an interval lies below 0"
+    ),
     settings=SETTINGS,
     smoke=SMOKE,
     heads=heads,

@@ -40,7 +40,7 @@ class Setting:
     """Size of a sweep.
 
     where: `cpu` or `gpu`. rates: peak learning rates that every method tries. seeds: runs at the best rate. steps, rows, length: of
-    training. heads: attention heads of a method at a width. options: what only the experiment reads.
+    training. options: what only the experiment reads. graph: whether a GPU records the step as a CUDA graph.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Setting:
     length: int
     layers: int
     options: dict[str, Any]
+    graph: bool = True
 
     @property
     def runs(self) -> int:
@@ -149,17 +150,19 @@ def run_sweep(
     device: Any,
     *,
     stack: Callable[[Cell], int],
+    cells: list[Cell] | None = None,
     minutes: float = math.inf,
     say: Callable[[str], None] = print,
 ) -> bool:
-    """Train the runs that `out` lacks and append their rows. Return whether the sweep is complete.
+    """Train the runs that `out` lacks and append their rows. Return whether all runs of the cells have rows.
 
-    stack: the largest number of runs at once. minutes: no stack is started whose forecast, from the time of earlier stacks of this
-    call, ends later.
+    stack: the largest number of runs at once. cells: those to train; None: all of the setting. minutes: no stack is started whose
+    forecast, from the time of earlier stacks of this call, ends later.
     """
+    chosen = setting.cells if cells is None else cells
     began, slowest = time.monotonic(), 0.0
     for phase in ("rates", "seeds"):
-        for cell in setting.cells:
+        for cell in chosen:
             for runs in _stacks(_missing(setting, cell, phase, read_rows(out)), stack(cell)):
                 spent = time.monotonic() - began
                 if spent + slowest * len(runs) > 60 * minutes:
@@ -171,7 +174,9 @@ def run_sweep(
                 slowest = max(slowest, seconds / len(runs))
                 shared = {"seconds": round(seconds / len(runs), 3), "stack": len(runs), "device": str(device)}
                 append_rows(out, [{**row, **shared} for row in rows])
-                left = (setting.runs - sum(r["setting"] == setting.name for r in read_rows(out))) * slowest / 60
+                known = read_rows(out)
+                missing = sum(len(_missing(setting, c, p, known)) for c in chosen for p in ("rates", "seeds"))
+                left = missing * slowest / 60
                 best = min((row["loss"] for row in rows if row["loss"] is not None), default=math.nan)
                 say(
                     f"{setting.name} {cell.method} {cell.width}: {len(runs)} runs, {seconds:.1f} s, lowest loss {best:.4f}; at most {left:.0f} minutes left"
@@ -214,14 +219,28 @@ def gpu_minutes(setting: Setting, heads: Callable[[Cell], int], stack: Callable[
     A step takes at least 1.5 ms (the launches of a CUDA graph), else the time to move its tensors at 4.1 TB/s: 50 kB a token and layer at
     width 64, in proportion to the width, and 30 float32 matrices T x T for each head, layer and row. Doubled for safety.
     """
-    total = 0.0
-    for cell in setting.cells:
-        tokens, length = setting.rows * setting.length, setting.length
-        moved = tokens * setting.layers * (50_000 * cell.width / 64 + 120 * heads(cell) * length)
-        for count in (len(setting.rates), setting.seeds - 1):
-            for some in _stacks([(0.0, 0)] * count, stack(cell)):
-                total += 2 * setting.steps * max(1.5e-3, len(some) * moved / 4.1e12)
+    return sum(cell_minutes(setting, cell, heads(cell), stack(cell)) for cell in setting.cells)
+
+
+def cell_minutes(setting: Setting, cell: Cell, heads: int, stack: int) -> float:
+    """Return the part of one cell in `gpu_minutes`."""
+    tokens, total = setting.rows * setting.length, 0.0
+    moved = tokens * setting.layers * (50_000 * cell.width / 64 + 120 * heads * setting.length)
+    for count in (len(setting.rates), setting.seeds - 1):
+        for some in _stacks([(0.0, 0)] * count, stack):
+            total += 2 * setting.steps * max(1.5e-3, len(some) * moved / 4.1e12)
     return total / 60
+
+
+def split_cells(setting: Setting, parts: int, minutes: Callable[[Cell], float]) -> list[list[Cell]]:
+    """Return the cells in disjoint parts of similar `minutes` each: longest first, to the part with the least so far."""
+    found: list[list[Cell]] = [[] for _ in range(parts)]
+    times = [0.0] * parts
+    for cell in sorted(setting.cells, key=minutes, reverse=True):
+        least = times.index(min(times))
+        found[least].append(cell)
+        times[least] += minutes(cell)
+    return found
 
 
 def stack_size(setting: Setting, heads: Callable[[Cell], int], memory: float) -> Callable[[Cell], int]:
@@ -255,6 +274,13 @@ def is_complete(rows: list[Row], setting: Setting) -> bool:
 def at_edge(setting: Setting, rate: float) -> bool:
     """Return whether a rate lies at an end of the grid, so that a better one may lie outside."""
     return len(setting.rates) > 1 and rate in (min(setting.rates), max(setting.rates))
+
+
+def edge_words(best: dict[tuple[str, int, int], Row], setting: Setting, methods: Iterable[str]) -> str:
+    """Return which of the methods have a best rate at an end of the grid, as a clause for verdicts; empty if none."""
+    chosen = set(methods)
+    found = {f"{m} {w}" for (m, w, _), row in best.items() if m in chosen and at_edge(setting, row["rate"])}
+    return f"the best rate of {', '.join(sorted(found))} lies at an end of the grid" if found else ""
 
 
 def difference(values: Sequence[float]) -> Difference:

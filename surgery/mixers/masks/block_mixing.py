@@ -59,6 +59,11 @@ def blocks_bidirectional(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix
     return layout.from_chunks(layout.to_chunks(q_BGJTF.to(wide), 3) @ mixed_BGJNFV, 3)
 
 
+def is_recording(tensor: Tensor) -> bool:
+    """Return whether a CUDA graph is being recorded, which cannot read a tensor on the host."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def pad_blocks(sums_BAGFV: Tensor, blocks: int) -> Tensor:
     """Return the sums padded with zeros to at least `blocks` blocks."""
     missing = blocks - sums_BAGFV.shape[1]
@@ -247,7 +252,8 @@ class BlocksMask(Mask):
 
     def dense(self, start_B: Tensor, length: int, signals: Signals) -> Tensor:
         """Return M_BGJTT of tokens at start .. start + length."""
-        self._check_length(int(start_B.max()) + length)
+        if not is_recording(start_B):  # a graph is recorded after a step of the same shapes that was checked
+            self._check_length(int(start_B.max()) + length)
         block_BT = (start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)) // self.config.block
         mask = self.matrix()[:, :, block_BT.unsqueeze(2), block_BT.unsqueeze(1)].movedim(2, 0)
         return mask.tril() if self.shape.causal else mask
