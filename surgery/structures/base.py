@@ -195,7 +195,7 @@ class StructuredLinear(nn.Module):
         return list(self.shapes(self.config, self.out_features, self.in_features))
 
     def output_cores(self) -> list[str]:
-        """Return the names of the cores of which the output is a linear function: if all are 0, so is the output."""
+        """Return the names of the cores that the product applies last. If they are 0, so is the output."""
         return ["weight"]
 
     def reset_parameters(self) -> None:

@@ -102,6 +102,22 @@ def test_all_levels_of_blocks_are_mlr():
     assert torch.allclose(linear.dense(), mlr.dense()) and linear.cost() == mlr.cost()
 
 
+def test_numbers_and_ranks_are_those_of_table_1():
+    """D x D: 2 D r and r, 2 D sum r_l and sum r_l p_l, 2 D^(3/2) s and D; as many multiplications as numbers."""
+    D, s = 64, 1
+    table = [
+        (MLBTC(levels=(1,), ranks=(5,)), 2 * D * 5, 5),
+        (MLBTC(levels=(1, 2, 4), ranks=(2, 3, 4)), 2 * D * 9, 2 + 6 + 16),
+        (MLBTC(levels=((8, 8),), ranks=(s,)), 2 * 8 * D * s, D),
+        (LowRank(rank=5), 2 * D * 5, 5),
+        (MLR(levels=3, ranks=(2, 3, 4), rank=9), 2 * D * 9, 2 + 6 + 16),
+        (BTT(blocks=(8, 8), rank=s), 2 * 8 * D * s, D),
+    ]
+    for config, numbers, rank in table:
+        linear = fill_cores(config, D, D)
+        assert linear.cost() == (numbers, numbers) and int(torch.linalg.matrix_rank(linear.dense())) == rank
+
+
 SHAPE = AttentionShape(dim=16, heads=2, groups=2, key=4, value=4, scaling=0.5)
 
 

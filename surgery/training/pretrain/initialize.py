@@ -150,7 +150,10 @@ def initialize_module(module: Any) -> None:
 
 
 def zero_output(module: Any) -> None:
-    """Initialize a linear so that its output is 0 and its gradient is not: only the cores that the output is linear in are 0."""
+    """Initialize a linear so that its output is 0 and its gradient is not: only the last core is 0.
+
+    Pivoted low rank and sums of structures have several cores that are last (`output_cores`).
+    """
     initialize_module(module)
     if isinstance(module, SplitLinear):
         for part in module.parts.values():
