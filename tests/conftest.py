@@ -120,6 +120,7 @@ OTHERS = [
     {"match": "attention.query", "layers": "0", "structure": "mlr"},
     {"match": "attention.key", "layers": "0", "structure": "tensor_train"},
     {"match": "attention.value", "layers": "0", "structure": "block_tensor_train"},
+    {"match": "attention.output", "layers": "0", "structure": "mlbtc", "levels": [1, 2], "ranks": [3, 2]},
 ]
 
 

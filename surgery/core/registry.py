@@ -43,7 +43,7 @@ def validate_config(config_type: Any, options: dict[str, Any]) -> Any:
     """
     from pydantic import ValidationError
 
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    options = {k: _lists_to_tuples(v) for k, v in options.items()}
     for name, value in options.items():
         try:
             if name in (types := _field_adapters(config_type)):
@@ -58,6 +58,13 @@ def validate_config(config_type: Any, options: dict[str, Any]) -> Any:
                 f"{config_type.name!r}: {name} must be at most {MAX_OPTION:,} in absolute value (got {str(value)[:50]})"
             )
     return config_type(**options)
+
+
+def _lists_to_tuples(value: Any) -> Any:
+    """Return a list as a tuple, and lists inside of it too; deeper ones stay, which no option has."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
 
 
 def _validate_by_constructor(config_type: Any, options: dict[str, Any]) -> None:

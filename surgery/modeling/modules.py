@@ -111,6 +111,9 @@ def build_module(
     structure: Any = STRUCTURES[config]
     if isinstance(getattr(config, "blocks", None), str):
         raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its blocks must be numbers")
+    levels = getattr(config, "levels", None)
+    if isinstance(levels, tuple) and any(isinstance(level, str) for level in levels):
+        raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its levels must be numbers")
     resolved = structure.resolve(config, out, in_)
     if getattr(resolved, "blocks", None) != getattr(config, "blocks", None):  # "sqrt" is allowed in recipes only
         raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its blocks must be numbers")

@@ -31,7 +31,8 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 BlockShape = Literal["sqrt", "budget"] | Count | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
 Rank = Literal["full"] | Annotated[int, Field(ge=1)]
-Levels = Annotated[int, Field(ge=1, le=32, strict=True)]
+Grid = tuple[Count, Count] | tuple[Count, Count, Count]  # with the largest block rank
+Levels = Annotated[int, Field(ge=1, le=32, strict=True)] | tuple[Count | Grid | Literal["sqrt", "monarch"], ...]
 Cores = Annotated[int, Field(ge=2, le=16, strict=True)]
 LevelRanks = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
 STRUCTURE_KEYS = ("blocks", "levels", "ranks", "cores", "rank", "order")  # keys that are options of the structure
@@ -283,7 +284,7 @@ EXPECTED_VALUES = {
     "keep": "a fraction over 0 and at most 1, for example 0.5, or {pattern: fraction}",
     "attention.hybrid.keep": "a fraction over 0 and at most 1, for example 0.25",
     "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
-    "levels": "a whole number from 1 to 32, for example 4",
+    "levels": "a whole number from 1 to 32, for example 4, or (mlbtc) a list of blocks and grids, for example [1, [4, 4]]",
     "ranks": "one whole number for each level, 0 allowed, for example [8, 0, 4]",
     "cores": "a whole number from 2 to 16, for example 3",
     "rank": "a whole number over 0, or full",

@@ -71,12 +71,14 @@ def _path_in_layer(linear: LinearInfo) -> str:
 
 
 def describe_structure(structure: dict[str, Any]) -> str:
-    """Format a structure: {"structure": "btt", "blocks": [4, 4], "rank": 8} -> btt 4x4 rank 8."""
+    """Format a structure: {"structure": "btt", "blocks": [4, 4], "rank": 8} -> btt 4x4 rank 8, and with levels mlbtc 1+4x4 ranks 16+2."""
     if structure["structure"] == "split":
         return "split: " + ", ".join(f"{k} {describe_structure(v)}" for k, v in structure["parts"].items())
     words = [structure["structure"], *([f"int{structure['bits']}"] if "bits" in structure else [])]
     if isinstance(structure.get("blocks"), (list, tuple)):
         words.append("x".join(str(n) for n in structure["blocks"]))
+    if isinstance(levels := structure.get("levels"), (list, tuple)):
+        words.append("+".join("x".join(map(str, n[:2])) if isinstance(n, (list, tuple)) else str(n) for n in levels))
     if structure.get("ranks") is not None:
         words.append("ranks " + "+".join(str(n) for n in structure["ranks"]))
     elif structure.get("rank") is not None and (structure["structure"] != "monarch" or structure["rank"] != 1):

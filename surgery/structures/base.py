@@ -70,7 +70,7 @@ class StructureConfig:
 
 
 def _to_plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return [_to_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def config_from_dict(data: dict[str, Any]) -> StructureConfig:
@@ -193,6 +193,10 @@ class StructuredLinear(nn.Module):
     def core_names(self) -> list[str]:
         """Return the names of the stored tensors."""
         return list(self.shapes(self.config, self.out_features, self.in_features))
+
+    def output_cores(self) -> list[str]:
+        """Return the names of the cores that the product applies last. If they are 0, so is the output."""
+        return ["weight"]
 
     def reset_parameters(self) -> None:
         """Initialize cores and bias by muP, for training from scratch."""

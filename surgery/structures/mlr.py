@@ -142,9 +142,9 @@ class MLRLinear(StructuredLinear):
     def _from_descent(cls, descent: Descent, config: Any) -> StructuredLinear:
         out, in_ = descent.gap_OI.shape
         config = replace(config, ranks=tuple(descent.ranks), rank=sum(descent.ranks))
-        shapes = cls.shapes(config, out, in_)
-        cores = {name: descent.gap_OI.new_zeros(shape) for name, shape in shapes.items()}
-        descent.write_factors(cores)
+        factors = {level: descent.level_factors(level) for level, rank in enumerate(config.ranks) if rank}
+        cores = {f"right{level + 1}": right_rI for level, (_, right_rI) in factors.items()}
+        cores["weight"] = torch.cat([left_Or for left_Or, _ in factors.values()], dim=1)[None]
         return cls.from_cores(config, (out, in_), cores)
 
     @classmethod
@@ -178,11 +178,14 @@ class MLRLinear(StructuredLinear):
         if ranks[0] >= min(weight_OI.shape) or not any(ranks[1:]):
             return None
         descent = Descent(weight_OI, metric, len(ranks))
-        descent.read_factors(ranks, dict(self.named_parameters()))
+        for p, left_Or, right_rI in self._levels():
+            descent.read_level(p.bit_length() - 1, left_Or.data, right_rI.data)
         if metric.g_OO is None or metric.g_OO.dim() == 1:
             descent.solve_left()
         descent.sweep(ranks)
-        descent.write_factors({name: getattr(self, name).data for name in self.core_names()})
+        for p, left_Or, right_rI in self._levels():
+            for core, factor in zip((left_Or, right_rI), descent.level_factors(p.bit_length() - 1)):
+                core.data.copy_(factor)
         return descent.error()
 
     def _levels(self) -> list[tuple[int, Tensor, Tensor]]:
@@ -205,13 +208,9 @@ class MLRLinear(StructuredLinear):
 
     def dense(self) -> Tensor:
         """Return B as a dense matrix (O, I)."""
-        out, in_ = self.out_features, self.in_features
-        dense_OI = self.weight.new_zeros((out, in_))
-        for p, left_Or, right_rI in self._levels():
-            o, i = block_size(out, p), block_size(in_, p)
-            for k in range(p):
-                rows, columns = slice(k * o, (k + 1) * o), slice(k * i, (k + 1) * i)
-                dense_OI[rows, columns] += left_Or[rows] @ right_rI[:, columns]
+        dense_OI = self.weight.new_zeros((self.out_features, self.in_features))
+        for level in self._levels():
+            add_level(dense_OI, *level)
         return dense_OI
 
     def macs(self) -> int:
@@ -229,6 +228,14 @@ class MLRLinear(StructuredLinear):
             if r
         }
         return {**right, "weight": MuP(self.config.rank, self.out_features)}
+
+
+def add_level(dense_OI: Tensor, blocks: int, left_Or: Tensor, right_rI: Tensor) -> None:
+    """Add the matrix of one level to a dense matrix (O, I), in place."""
+    o, i = (block_size(n, blocks) for n in dense_OI.shape)
+    for k in range(blocks):
+        rows, columns = slice(k * o, (k + 1) * o), slice(k * i, (k + 1) * i)
+        dense_OI[rows, columns] += left_Or[rows] @ right_rI[:, columns]
 
 
 def level_product(x: Tensor, blocks: int, left_Or: Tensor, right_rI: Tensor) -> Tensor:

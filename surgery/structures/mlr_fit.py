@@ -15,7 +15,8 @@ rank allocation, and partitioning in multilevel low rank matrices", name both pr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ EXCHANGES = 8  # most exchanges that are accepted
 MIN_GAIN = 1e-4  # an exchange must lower the squared error by this fraction
 
 
+DescentT = TypeVar("DescentT", bound="Descent")
+
+
 def block_size(n: int, blocks: int) -> int:
     """Return the size of a block of n rows or columns, rounded up."""
     return -(-n // blocks)
@@ -41,18 +45,19 @@ def block_size(n: int, blocks: int) -> int:
 class Descent:
     """An MLR matrix during its fit. weight_OI: the target. ranks: current rank of each level, at first 0.
 
-    gap_OI: W - B. gap_c_OI: (W - B) C. blocks: (level, k) -> left (o, r) and right (r, i) factors; r is less than the level's rank
-    where the block is smaller.
+    gap_OI: W - B. gap_c_OI: (W - B) C. counts: number of blocks of each level. blocks: (level, k) -> left (o, r) and right (r, i)
+    factors; r is less than the level's rank where the block is smaller.
     """
 
     def __init__(self, weight_OI: Tensor, metric: Metric, levels: int):
-        self.weight_OI, self.metric, self.levels, self.ranks = weight_OI, metric, levels, [0] * levels
+        self.weight_OI, self.metric, self.ranks = weight_OI, metric, [0] * levels
+        self.counts = [2**level for level in range(levels)]
         self.gap_OI, self.gap_c_OI = weight_OI.clone(), metric.times_c(weight_OI).clone()
         self.blocks: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def copy(self) -> Descent:
+    def copy(self: DescentT) -> DescentT:
         """Return an independent copy; factors are shared, because they are replaced, never changed."""
-        other = object.__new__(Descent)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.gap_OI, other.gap_c_OI = self.gap_OI.clone(), self.gap_c_OI.clone()
         other.blocks, other.ranks = dict(self.blocks), list(self.ranks)
@@ -67,7 +72,7 @@ class Descent:
 
     def spans(self, level: int, k: int) -> tuple[slice, slice]:
         """Return the rows and the columns of block k of a level."""
-        sizes = [block_size(n, 2**level) for n in self.gap_OI.shape]
+        sizes = [block_size(n, self.counts[level]) for n in self.gap_OI.shape]
         rows, columns = (
             slice(k * size, min((k + 1) * size, n)) for size, n in zip(sizes, self.gap_OI.shape, strict=True)
         )
@@ -90,7 +95,7 @@ class Descent:
     def target(self, level: int, k: int) -> tuple[Tensor, Metric]:
         """Return the matrix T (o, i) that the block should be, with all other blocks fixed, and the block's metric."""
         rows, columns = self.spans(level, k)
-        whole = level == 0  # then T = E
+        whole = self.counts[level] == 1  # then T = E
         metric, factor = (self.metric, None) if whole else self.block_metric(rows, columns)
         g_OO = self.metric.g_OO
         if whole:
@@ -122,18 +127,21 @@ class Descent:
             self.gap_c_OI[rows] -= change @ self.metric.c_II[columns]
 
     def sweep(self, ranks: Sequence[int]) -> None:
-        """Fit every block of every level once, coarse levels first. Each step is the exact minimum over that block.
+        """Fit every level once, the first ones first."""
+        for level, rank in enumerate(ranks):
+            if rank or self.ranks[level]:
+                self.fit_level(level, rank)
+        self.ranks = list(ranks)
+
+    def fit_level(self, level: int, rank: int) -> None:
+        """Fit every block of a level once. Each step is the exact minimum over that block.
 
         On the meta device the first block of a level stands for all of them.
         """
-        for level, rank in enumerate(ranks):
-            if not rank and not self.ranks[level]:
-                continue
-            steps = 1 if self.gap_OI.is_meta else 2**level
-            with repeated(2**level / steps):
-                for k in range(steps):
-                    self.fit_block(level, k, rank)
-        self.ranks = list(ranks)
+        steps = 1 if self.gap_OI.is_meta else self.counts[level]
+        with repeated(self.counts[level] / steps):
+            for k in range(steps):
+                self.fit_block(level, k, rank)
 
     def fit_block(self, level: int, k: int, rank: int) -> None:
         """Replace a block by the best one of this rank with all others fixed; rank 0 removes it."""
@@ -143,25 +151,26 @@ class Descent:
             factors = low_rank_factors(target, rank, metric)
         self.place(level, k, factors)
 
-    def gains(self, level: int, step: int, limit: int) -> tuple[float, float]:
-        """Return by how much the squared error falls with `step` more ranks of a level, and rises with `step` fewer.
-
-        Other levels stay as they are, so both are estimates. Impossible changes gain minus infinity and cost infinity.
-        """
-        rank, up, down = self.ranks[level], 0.0, 0.0
-        for k in range(2**level):
+    def tails(self, level: int) -> list[float]:
+        """Return tail[r], the part of the squared error that a level of rank r leaves if all other levels stay as they are."""
+        found: list[float] = []
+        for k in range(self.counts[level]):
             target, metric = self.target(level, k)
-            tail = tail_energies(metric.whiten(target))
-            at = [float(tail[min(max(r, 0), len(tail) - 1)]) for r in (rank - step, rank, rank + step)]
-            up, down = up + at[1] - at[2], down + at[0] - at[1]
-        return (up if rank + step <= limit else float("-inf")), (down if rank >= step else float("inf"))
+            tail = tail_energies(metric.whiten(target)).tolist()
+            found += [0.0] * (len(tail) - len(found))  # a last block may be smaller than the others
+            found = [square + (tail[r] if r < len(tail) else 0.0) for r, square in enumerate(found)]
+        return found
+
+    def block_target(self) -> Tensor:
+        """Return the matrix (O, I) that all blocks of all levels together should be."""
+        return self.weight_OI
 
     def solve_left(self) -> None:
         """Solve for the left factors of all levels at once, rows that lie in the same blocks together.
 
         The optimum if G is diagonal or the identity: then every row has its own least squares, in which G drops out.
         """
-        metric, spans = self.metric, {key: self.spans(*key) for key in self.blocks}
+        metric, spans, weight_OI = self.metric, {key: self.spans(*key) for key in self.blocks}, self.block_target()
         bounds = sorted({bound for rows, _ in spans.values() for bound in (rows.start, rows.stop)})
         new_left = {key: left.clone() for key, (left, _) in self.blocks.items()}
         for start, stop in itertools.pairwise(bounds):
@@ -175,32 +184,29 @@ class Descent:
                 at += right.shape[0]
             weighed_RI = right_RI if metric.c_II is None else right_RI @ metric.c_II
             gram = spd_factor(weighed_RI @ right_RI.mT, (1e-6, 1e-4, 1e-2))
-            left_OR = linalg.cholesky_solve((self.weight_OI[start:stop] @ weighed_RI.mT).mT.contiguous(), gram).mT
+            left_OR = linalg.cholesky_solve((weight_OI[start:stop] @ weighed_RI.mT).mT.contiguous(), gram).mT
             for key, place in zip(keys, places):
                 first = spans[key][0].start
                 new_left[key][start - first : stop - first] = left_OR[:, place]
         for key, left in new_left.items():
             self.place(*key, (left, self.blocks[key][1]))
 
-    def read_factors(self, ranks: Sequence[int], cores: dict[str, Tensor]) -> None:
-        """Take the factors of a module's cores `weight` (1, O, R) and `right<l>` (r_l, I)."""
-        self.ranks, at = list(ranks), 0
-        for level, rank in enumerate(ranks):
-            for k in range(2**level if rank else 0):
-                rows, columns = self.spans(level, k)
-                left, right = cores["weight"].data[0, rows, at : at + rank], cores[f"right{level + 1}"].data
-                self.place(level, k, (left.clone(), right[:, columns].clone()))
-            at += rank
-
-    def write_factors(self, cores: dict[str, Tensor]) -> None:
-        """Write the factors into cores, which are overwritten; blocks of a smaller rank are filled up with zeros."""
-        for core in cores.values():
-            core.zero_()
-        starts = [sum(self.ranks[:level]) for level in range(self.levels)]
-        for (level, k), (left, right) in self.blocks.items():
+    def read_level(self, level: int, left_Or: Tensor, right_rI: Tensor) -> None:
+        """Take the factors of all blocks of a level, as `level_factors` returns them."""
+        self.ranks[level] = left_Or.shape[1]
+        for k in range(self.counts[level]):
             rows, columns = self.spans(level, k)
-            cores["weight"][0, rows, starts[level] : starts[level] + left.shape[1]] = left
-            cores[f"right{level + 1}"][: right.shape[0], columns] = right
+            self.place(level, k, (left_Or[rows].clone(), right_rI[:, columns].clone()))
+
+    def level_factors(self, level: int) -> tuple[Tensor, Tensor]:
+        """Return the factors left (O, r) and right (r, I) of a level; blocks of a smaller rank are filled up with zeros."""
+        (out, in_), rank = self.gap_OI.shape, self.ranks[level]
+        left_Or, right_rI = self.gap_OI.new_zeros(out, rank), self.gap_OI.new_zeros(rank, in_)
+        for k in range(self.counts[level]):
+            if block := self.blocks.get((level, k)):
+                rows, columns = self.spans(level, k)
+                left_Or[rows, : block[0].shape[1]], right_rI[: block[1].shape[0], columns] = block
+        return left_Or, right_rI
 
 
 def expected_sweeps(starts: Sequence[Sequence[int]], exchange: bool) -> int:
@@ -209,29 +215,45 @@ def expected_sweeps(starts: Sequence[Sequence[int]], exchange: bool) -> int:
     return START_SWEEPS * len(starts) + exchanges + LAST_SWEEPS
 
 
-@torch.no_grad()
 def best_descent(
     weight_OI: Tensor, metric: Metric, starts: Sequence[Sequence[int]], limits: Sequence[int], exchange: bool
 ) -> Descent:
-    """Return the best fit found from the starting ranks. exchange: move rank between levels while that lowers the error.
+    """Return the best fit of an MLR matrix found from the starting ranks; arguments as in `best_fit`."""
+    return best_fit(lambda: Descent(weight_OI, metric, len(limits)), starts, limits, [1] * len(limits), exchange)
+
+
+@torch.no_grad()
+def best_fit(
+    begin: Callable[[], DescentT],
+    starts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    costs: Sequence[int],
+    exchange: bool,
+) -> DescentT:
+    """Return the best fit found from the starting ranks.
+
+    begin: returns a new fit, whose ranks are 0. limits, costs: largest rank of each level, and stored elements of a unit of it, in any
+    unit. exchange: move rank between levels while that lowers the error. The result costs no more than the first start.
 
     On the meta device, where there is no error to go by, one sweep of the first start stands for all sweeps of a fit.
     """
-    if weight_OI.is_meta:
-        fit = Descent(weight_OI, metric, len(limits))
-        with repeated(expected_sweeps(starts, exchange and len(limits) > 1)):
+    exchange = exchange and len(limits) > 1
+    fit = begin()
+    if fit.gap_OI.is_meta:
+        with repeated(expected_sweeps(starts, exchange)):
             fit.sweep(starts[0])
         return fit
     fits = []
     for ranks in starts:
-        fits.append(Descent(weight_OI, metric, len(limits)))
+        fits.append(begin())
         for _ in range(START_SWEEPS if sum(rank > 0 for rank in ranks) > 1 else 1):
             fits[-1].sweep(ranks)
     best = min(fits, key=lambda fit: fit.error())
-    if exchange and len(limits) > 1:
+    if exchange:
         # From the first start, an even spread, as well: from rank on level 1 alone the exchange often ends in a local minimum.
         fits = [best] if best is fits[0] else [fits[0], best]
-        best = min((exchange_ranks(fit, limits) for fit in fits), key=lambda fit: fit.error())
+        budget = total_cost(starts[0], costs)
+        best = min((exchange_ranks(fit, limits, costs, budget) for fit in fits), key=lambda fit: fit.error())
     if sum(rank > 0 for rank in best.ranks) > 1:
         before = best.error()
         for _ in range(LAST_SWEEPS):
@@ -242,33 +264,73 @@ def best_descent(
     return best
 
 
-def exchange_ranks(fit: Descent, limits: Sequence[int]) -> Descent:
+def total_cost(ranks: Sequence[int], costs: Sequence[int]) -> int:
+    """Return the cost of all ranks, in the unit of `costs`."""
+    return sum(rank * cost for rank, cost in zip(ranks, costs))
+
+
+def exchange_ranks(
+    fit: DescentT, limits: Sequence[int], costs: Sequence[int] | None = None, budget: int | None = None
+) -> DescentT:
     """Return the fit after exchanges of rank between two levels, each accepted only if the refitted error falls.
 
-    Pairs are tried in the order of estimated gain minus cost. The step begins at a sixteenth of the rank and is halved when none
-    of the best pairs lowers the error.
+    limits, costs: as in `best_fit`; by default every unit of rank costs 1. budget: most that all ranks may cost, by default what they cost.
+    Pairs are tried in the order of estimated gain minus loss. The amount that is moved begins at a sixteenth of the cost and is halved
+    when none of the best pairs lowers the error.
     """
-    step, accepted = 1 << max(0, (sum(fit.ranks) // 16).bit_length() - 1), 0
-    while step and accepted < EXCHANGES:
-        if (better := _first_better(fit, limits, step)) is None:
-            step //= 2
+    costs = [1] * len(limits) if costs is None else costs
+    total = total_cost(fit.ranks, costs)
+    budget = total if budget is None else budget
+    amount, accepted = 1 << max(0, (total // 16).bit_length() - 1), 0
+    failed: set[tuple[int, ...]] = set()
+    while amount and accepted < EXCHANGES:
+        better = _first_better(fit, _exchanges(fit, limits, costs, budget, amount), failed)
+        if better is not None:
+            fit, accepted, failed = better, accepted + 1, set()
+        elif amount < min(costs):  # only single ranks were moved
+            break
         else:
-            fit, accepted = better, accepted + 1
+            amount //= 2
     return fit
 
 
-def _first_better(fit: Descent, limits: Sequence[int], step: int) -> Descent | None:
-    """Return a refitted copy after the first exchange of `step` ranks that lowers the error, or None."""
-    gains = [fit.gains(level, step, limit) for level, limit in enumerate(limits)]
-    pairs = [(gains[up][0] - gains[down][1], up, down) for up in range(len(limits)) for down in range(len(limits))]
-    possible = sorted((pair for pair in pairs if pair[1] != pair[2] and pair[0] > float("-inf")), reverse=True)
+def _exchanges(
+    fit: Descent, limits: Sequence[int], costs: Sequence[int], budget: int, amount: int
+) -> list[tuple[int, ...]]:
+    """Return the ranks after each exchange of about `amount` between two levels that is possible, the most promising first.
+
+    One level gets ranks of that cost, at least one, and another gives as many as the budget then lacks. Gain and loss are estimates,
+    because other levels stay as they are.
+    """
+    total, ranks, tails = total_cost(fit.ranks, costs), fit.ranks, [fit.tails(level) for level in range(len(limits))]
+
+    def tail(level: int, rank: int) -> float:
+        return tails[level][min(rank, len(tails[level]) - 1)]
+
+    found = []
+    for up, down in itertools.permutations(range(len(limits)), 2):
+        more = max(1, amount // costs[up])
+        fewer = max(0, -(-(total + more * costs[up] - budget) // costs[down]))
+        if ranks[up] + more > limits[up] or fewer > ranks[down]:
+            continue
+        gain = tail(up, ranks[up]) - tail(up, ranks[up] + more)
+        loss = tail(down, ranks[down] - fewer) - tail(down, ranks[down])
+        after = list(ranks)
+        after[up], after[down] = ranks[up] + more, ranks[down] - fewer
+        found.append((gain - loss, up, down, tuple(after)))
+    return list(dict.fromkeys(after for *_, after in sorted(found, reverse=True)))
+
+
+def _first_better(fit: DescentT, exchanges: list[tuple[int, ...]], failed: set[tuple[int, ...]]) -> DescentT | None:
+    """Return a refitted copy with the first ranks that lower the error, or None. Ranks that do not are added to `failed`."""
     before = fit.error()
-    for _, up, down in possible[:TRIES]:
-        ranks = list(fit.ranks)
-        ranks[up], ranks[down] = ranks[up] + step, ranks[down] - step
+    for ranks in exchanges[:TRIES]:
+        if ranks in failed:
+            continue
         trial = fit.copy()
         for _ in range(TRIAL_SWEEPS):
             trial.sweep(ranks)
         if trial.error() < before * (1 - MIN_GAIN):
             return trial
+        failed.add(ranks)
     return None

@@ -121,6 +121,10 @@ class PivotedLowRankLinear(StructuredLinear):
         """Return the names of the stored tensors."""
         return ["weight", "right", "place"]
 
+    def output_cores(self) -> list[str]:
+        """Return the names of both cores: rows of `right` are copied to the output."""
+        return ["weight", "right"]
+
     def product(self, x: Tensor) -> Tensor:
         """Return B x (..., O) without the bias, for x (..., I)."""
         z = F.linear(x, self.right)

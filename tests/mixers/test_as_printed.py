@@ -33,6 +33,7 @@ from surgery.structures.btt import BTT
 from surgery.structures.kronecker import Kronecker
 from surgery.structures.low_rank import LowRank
 from surgery.structures.monarch import Monarch
+from surgery.structures.tensor_train import BlockTensorTrain, TensorTrain
 from surgery.training.optim import RATE_RULES, Fans
 from surgery.training.pretrain.initialize import init_unit_low_rank
 from surgery.training.pretrain.recipe import load_pretrain_recipe
@@ -106,6 +107,41 @@ def test_rates_are_table_2_without_its_half():
         fans = STRUCTURES[config](d, d, config, bias=False).mup()
         ours = {name: RATE_RULES["adamw"](Fans(mup.fan_in, mup.fan_out, d, d), d) for name, mup in fans.items()}
         assert {name: rate / 2 for name, rate in ours.items()} == rates
+
+
+def test_costs_are_table_1_of_compute_better_spent():
+    """Multiplications and numbers of d x d matrices; BTT and TT of two cores. Convolutions are no structure here."""
+    d, r, b = 64, 2, 4
+    table = [
+        (LowRank(rank=r), 2 * r * d, 2 * r * d),
+        (Kronecker(rank=1), 2 * d**1.5, 2 * d),
+        (Monarch(blocks=b), 2 * d**2 / b, 2 * d**2 / b),
+        (TensorTrain(cores=2, rank=r), 2 * r * d**1.5, 2 * r * d),
+        (BlockTensorTrain(cores=2, rank=r), 2 * r * d**1.5, 2 * r * d**1.5),
+        (BTT(rank=r), 2 * r * d**1.5, 2 * r * d**1.5),
+    ]
+    for config, macs, params in table:
+        config = STRUCTURES[config].fit(config, d, d, 0.0)
+        assert STRUCTURES[config](d, d, config, bias=False).cost() == (params, macs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [LowRank(rank=3), BTT(rank=2), BlockTensorTrain(cores=3, rank=2)], ids=str)
+def test_updates_add_up_to_first_order(config):
+    """Eq. 3: the change of the output is the sum over cores of the product with that core's change in its place, up to squares."""
+    config = STRUCTURES[config].fit(config, 24, 36, 0.0)
+    linear, x = STRUCTURES[config](36, 24, config, bias=False).double(), random(5, 36)
+    cores = {name: random(*core.shape, seed=i) for i, (name, core) in enumerate(linear.named_parameters())}
+    steps = {name: random(*core.shape, seed=9 + i) for i, (name, core) in enumerate(cores.items())}
+
+    def run(cores):
+        return torch.func.functional_call(linear, cores, (x,))
+
+    first_order, gaps = sum(run({**cores, name: step}) for name, step in steps.items()), []
+    for size in (1e-3, 1e-4):
+        moved = run({name: core + size * steps[name] for name, core in cores.items()})
+        gaps.append(float((moved - run(cores) - size * first_order).norm()))
+    assert gaps[0] < 0.1 * float(first_order.norm()) * 1e-3 and 0.5 < gaps[0] / gaps[1] / 100 < 2
 
 
 def test_kronecker_fans():

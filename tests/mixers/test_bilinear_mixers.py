@@ -256,6 +256,20 @@ def test_both_orders_of_contraction_agree(config):
     )
 
 
+def test_costs_are_those_of_tables_2_and_3():
+    """One head, T tokens, values left out: 2 T D r + T^2 sum 2^(l-1) r_l for eq. 32, T^2 D + 2 s T D^(3/2) for eq. 35."""
+    tokens, dims, ranks, s = 50, 64, (4, 2, 3), 2
+    shape = AttentionShape(dim=dims, heads=1, groups=1, key=8, value=6, scaling=1.0)
+
+    def macs(config):
+        return tokens * (MIXERS[config].cost(config, shape, tokens).macs - tokens * shape.value)
+
+    mlr = BilinearMLR(ranks, base="own", contraction="split")
+    assert macs(mlr) == 2 * tokens * dims * sum(ranks) + tokens**2 * sum(2**i * r for i, r in enumerate(ranks))
+    btt = BilinearBTT((8, 8), s, base="own", contraction="query")
+    assert macs(btt) == tokens**2 * dims + 2 * s * tokens * round(dims**1.5)
+
+
 @pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.base == "kept"], ids=str)
 def test_beside_rope_the_start_is_exact_and_learns(config):
     torch.manual_seed(0)

@@ -1,9 +1,15 @@
-"""docs/papers.md: the listed files exist and name their papers."""
+"""docs/papers.md: the listed files exist and name their papers; every equation, figure and table has a row."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
+
+import pytest
+
+from surgery.recipes.papers.experiments import figures
+from surgery.training.pretrain.recipe import load_pretrain_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,3 +27,71 @@ def test_each_file_names_its_paper():
             if not path.is_file() or author not in path.read_text(encoding="utf-8"):
                 missing.append(f"{file} does not name {author}")
     assert rows > 30 and not missing
+
+
+def equation_rows():
+    """Return (heading of the paper, cells) of each row of the tables of equations."""
+    paper, found = "", []
+    text = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
+    for line in text.split("## Equations of the five papers")[1].split("\n## ")[0].splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        paper = line.removeprefix("### ") if line.startswith("### ") else paper
+        if len(cells) == 4 and cells[0] not in ("equations", "---"):
+            found.append((paper, cells))
+    return found
+
+
+def has_test(name):
+    path, _, function = name.partition("::")
+    file = ROOT / path
+    return file.is_file() and (not function or f"def {function}(" in file.read_text(encoding="utf-8"))
+
+
+# Numbered equations of each paper.
+NUMBERED = {"Kuang": (1, 40), "Qiu": (1, 18), "Guo": (1, 5), "FARS": (1, 6), "Dao": (9, 15)}
+
+
+def test_each_equation_has_a_file_and_a_test():
+    numbers = {author: set() for author in NUMBERED}
+    for paper, (equations, _, files, tests) in equation_rows():
+        author, listed = paper.split()[0], re.findall(r"`([^`]+)`", files)
+        assert listed and all((ROOT / file).is_file() for file in listed), (paper, equations)
+        named = re.findall(r"`([^`]+)`", tests)
+        assert named and all(has_test(name) for name in named), (equations, named)
+        for part in re.split(r", |; ", equations):
+            if found := re.fullmatch(r"(\d+)(?: to (\d+))?", part):
+                numbers[author] |= set(range(int(found[1]), int(found[2] or found[1]) + 1))
+    for author, (first, last) in NUMBERED.items():
+        assert numbers[author] == set(range(first, last + 1)), author
+
+
+# Figures and tables of each paper.
+PRINTED = {"Customizing": (15, 3), "Compute Better Spent": (12, 2), "Log-Linear Attention": (10, 8), "Toeplitz Block Mixing": (3, 3)}  # fmt: skip
+
+
+def test_each_figure_and_table_has_a_row():
+    for paper, (last_figure, last_table) in PRINTED.items():
+        found = [name for place in figures.PLACES[paper] for name in figures.places_in(place.name)]
+        printed = [f"Figure {n}" for n in range(1, last_figure + 1)] + [f"Table {n}" for n in range(1, last_table + 1)]
+        assert sorted(found) == sorted(printed), paper
+    for places in figures.PLACES.values():
+        for place in places:
+            assert all(has_test(name) for name in re.findall(r"`(tests/[^`]+)`", place.how)), place.how
+    assert figures.places_in("Log-Linear Attention, Table 2, Figure 9") == {"Table 2", "Figure 9"}
+    assert figures.places_in("Figures 1b, 1c, 4 to 6") == {f"Figure {n}" for n in (1, 4, 5, 6)}
+
+
+def test_commands_of_larger_runs_have_valid_recipes():
+    shown = [place.how.strip("`") for places in figures.PLACES.values() for place in places]
+    commands = [text for text in [*shown, *(cost.command for cost in figures.OUT_OF_REACH)] if "pretrain" in text]
+    for command in commands:
+        words = shlex.split(command.split(" && ")[0])
+        overrides = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+        assert words[:3] == ["surgery", "pretrain", "--recipe"] and "--out" in words
+        load_pretrain_recipe(words[3], overrides)
+    assert len(commands) > 6
+
+
+def test_hours_are_counted_from_parameters_and_tokens():
+    cost = figures.Cost("", "", "", parameters=1e9, tokens=1e9)
+    assert cost.hours() == pytest.approx(6e18 / (0.4 * 990e12) / 3600)

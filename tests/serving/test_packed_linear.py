@@ -21,6 +21,7 @@ SHIPPED = {
     "monarch": {"structure": "monarch", "blocks": [4, 6], "rank": 1},
     "kronecker": {"structure": "kronecker", "blocks": [4, 4], "rank": 3},
     "mlr": {"structure": "mlr", "levels": 3, "ranks": [3, 0, 2], "rank": 5},
+    "mlbtc": {"structure": "mlbtc", "levels": [1, [4, 4], 2], "ranks": [3, 1, 2], "rank": 9},
     "tensor_train": {"structure": "tensor_train", "cores": 3, "rank": 3},
     "block_tensor_train": {"structure": "block_tensor_train", "cores": 3, "rank": 2},
     "folded": {"structure": "folded"},
@@ -61,7 +62,7 @@ def test_one_part_is_its_module(structure):
 
 
 def test_parts_of_different_structure_rank_and_dtype_lie_side_by_side():
-    outs = (32, 16, 16, 8, 24, 16, 16, 24, 32, 16)
+    outs = (32, 16, 16, 8, 24, 16, 16, 16, 24, 32, 16)
     specs = [entry(name, out) for name, out in zip(SHIPPED, outs)]
     modules, x = [random_module(spec) for spec in specs], torch.randn(2, 3, IN)
     packed = PackedLinear([*specs[:-1], None], IN, outs, torch.float32)

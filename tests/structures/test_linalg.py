@@ -135,6 +135,7 @@ STRUCTURES = (
     "kronecker",
     "pivoted_low_rank",
     "mlr",
+    "mlbtc",
     "tensor_train",
     "block_tensor_train",
 )

@@ -1,4 +1,4 @@
-"""Low rank, BTT and MLR as points of one family, written from its definition (Kuang et al. 2025, eq. 8, MLBTC):
+"""MLBTC, and low rank, BTT and MLR as points of this family, written from its definition (Kuang et al. 2025, eq. 8, MLBTC):
 
     W = sum_l alpha_l P_L (+)_k' L[l, k'] P_R (+)_k R[l, k]^T
 
@@ -8,6 +8,7 @@ as they stand in the equation.
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from surgery.mixers import AttentionShape
@@ -16,6 +17,8 @@ from surgery.mixers.bilinear_mlr import BilinearMLR, BilinearMLRAttention
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
 from surgery.structures.low_rank import LowRank
+from surgery.structures.mlbtc import MLBTC
+from surgery.structures.mlr import MLR
 
 
 def mlbtc(levels):
@@ -53,6 +56,66 @@ def test_low_rank():
     u, s, vh = torch.linalg.svd(linear.dense())
     left, right = u[:, :3] * s[:3], vh[:3]
     assert torch.allclose(linear.dense(), mlbtc([(1.0, None, [left], None, [right])]))
+
+
+def fill_cores(config, out, in_):
+    linear = STRUCTURES[config](in_, out, config, bias=False).double()
+    for i, core in enumerate(linear.parameters()):
+        core.data = random(*core.shape, seed=i)
+    return linear
+
+
+@pytest.mark.parametrize("order", ["contiguous", "strided"])
+def test_the_structure_is_eq_8(order):
+    """Blocks have P = I; a grid has p = c, p' = b, r = b s, r' = c s, P_R swaps b and c, and P_L is the order of the outputs."""
+    b, c, a, d, s, p = 3, 4, 8, 6, 2, 2
+    config = MLBTC(levels=(1, p, (b, c)), ranks=(2, 3, s), order=order)
+    linear = fill_cores(config, b * a, c * d)
+    alphas = (0.5, -2.0, 3.0)
+    for core, alpha in zip((linear.weight, linear.left2, linear.left3), alphas):
+        core.data *= alpha
+    left = [linear.left2[0, i * 12 : (i + 1) * 12] / alphas[1] for i in range(p)]
+    right = [linear.right2[:, i * 12 : (i + 1) * 12] for i in range(p)]
+    grid_right = [linear.right3[i].reshape(d, b * s).mT for i in range(c)]
+    grid_left = [linear.left3[i].reshape(c * s, a).mT / alphas[2] for i in range(b)]
+    order_L = swap(b, a, 1) if order == "strided" else None
+    levels = [
+        (alphas[0], None, [linear.weight[0] / alphas[0]], None, [linear.right1]),
+        (alphas[1], None, left, None, right),
+        (alphas[2], order_L, grid_left, swap(c, b, s), grid_right),
+    ]
+    expected, x = mlbtc(levels), random(5, c * d, seed=9)
+    assert torch.allclose(linear.dense(), expected)
+    assert torch.allclose(linear(x), x @ expected.mT)
+    m, n = b * a, c * d
+    assert linear.cost() == (m * (2 + 3 + c * s) + n * (2 + 3 + b * s),) * 2  # sum of O r'_l + I r_l
+
+
+def test_all_levels_of_blocks_are_mlr():
+    """With 1, 2 and 4 blocks: the same cores give the same matrix."""
+    mlr = fill_cores(MLR(levels=3, ranks=(2, 1, 3), rank=6), 24, 40)
+    linear = fill_cores(MLBTC(levels=(1, 2, 4), ranks=(2, 1, 3)), 24, 40)
+    for name, level in (("weight", slice(0, 2)), ("left2", slice(2, 3)), ("left3", slice(3, 6))):
+        getattr(linear, name).data = mlr.weight.data[..., level]
+    for level in (1, 2, 3):
+        getattr(linear, f"right{level}").data = getattr(mlr, f"right{level}").data
+    assert torch.allclose(linear.dense(), mlr.dense()) and linear.cost() == mlr.cost()
+
+
+def test_numbers_and_ranks_are_those_of_table_1():
+    """D x D: 2 D r and r, 2 D sum r_l and sum r_l p_l, 2 D^(3/2) s and D; as many multiplications as numbers."""
+    D, s = 64, 1
+    table = [
+        (MLBTC(levels=(1,), ranks=(5,)), 2 * D * 5, 5),
+        (MLBTC(levels=(1, 2, 4), ranks=(2, 3, 4)), 2 * D * 9, 2 + 6 + 16),
+        (MLBTC(levels=((8, 8),), ranks=(s,)), 2 * 8 * D * s, D),
+        (LowRank(rank=5), 2 * D * 5, 5),
+        (MLR(levels=3, ranks=(2, 3, 4), rank=9), 2 * D * 9, 2 + 6 + 16),
+        (BTT(blocks=(8, 8), rank=s), 2 * 8 * D * s, D),
+    ]
+    for config, numbers, rank in table:
+        linear = fill_cores(config, D, D)
+        assert linear.cost() == (numbers, numbers) and int(torch.linalg.matrix_rank(linear.dense())) == rank
 
 
 SHAPE = AttentionShape(dim=16, heads=2, groups=2, key=4, value=4, scaling=0.5)

@@ -182,7 +182,18 @@ def test_a_config_as_example(tmp_path):
 
 # -- how models begin ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "name", ["btt", "low_rank", "monarch", "kronecker", "pivoted_low_rank", "mlr", "tensor_train", "block_tensor_train"]
+    "name",
+    [
+        "btt",
+        "low_rank",
+        "monarch",
+        "kronecker",
+        "pivoted_low_rank",
+        "mlr",
+        "mlbtc",
+        "tensor_train",
+        "block_tensor_train",
+    ],
 )
 def test_silent_linears_answer_zero_and_learn(name):
     config_type = STRUCTURES.config_type(name)

@@ -1,6 +1,7 @@
-"""The table of experiments in docs/papers.md: experiment, command and verdict, computed from the rows of the repository.
+"""The generated sections of docs/papers.md: experiments with their verdicts, computed from the rows of the repository, all figures and tables of the
+five papers, and what is out of reach.
 
-python -m surgery.recipes.papers.experiments.page            print the section
+python -m surgery.recipes.papers.experiments.page            print the sections
 python -m surgery.recipes.papers.experiments.page --write docs/papers.md
 """
 
@@ -23,9 +24,9 @@ from surgery.recipes.papers.experiments import (
     weight_norm,
 )
 from surgery.recipes.papers.experiments.driver import MEMORY, Experiment, load_rows, markdown
+from surgery.recipes.papers.experiments.figures import costs_section, figures_section
 from surgery.recipes.papers.experiments.sweep import gpu_minutes, is_complete, stack_size
 
-BEGIN, END = "<!-- experiments -->", "<!-- /experiments -->"
 EXPERIMENTS = (
     recall.EXPERIMENT,
     block_mixing.EXPERIMENT,
@@ -36,10 +37,6 @@ EXPERIMENTS = (
     characters.EXPERIMENT,
     language.EXPERIMENT,
     needles.EXPERIMENT,
-)
-OUT_OF_REACH = (  # what no hour of one GPU shows: source, what it needs
-    ("Compute Better Spent, Figure 8 (ViT on ImageNet)", "ImageNet, which is not included"),
-    ("Log-Linear Attention, Tables 3 to 6 (800M models, LongBench, SWDE, NQ)", "pretraining on 50B tokens"),
 )
 
 
@@ -58,7 +55,6 @@ def section() -> str:
             if is_complete(rows, setting):
                 tables.append(f"`{experiment.name}`, setting `{setting.name}` ({_size(experiment, setting.name)}):")
                 tables.append(markdown(experiment.table(rows, setting)))
-    lines += [[source, source.split(",")[0], "none", f"out of reach ({why})"] for source, why in OUT_OF_REACH]
     rules = [f"- {e.title}: {e.rule}" for e in EXPERIMENTS]
     return "\n\n".join(["Rules of the verdicts:", "\n".join(rules), markdown(lines), *tables])
 
@@ -76,23 +72,37 @@ def _size(experiment: Experiment, name: str) -> str:
     return f"{counted}, forecast {math.ceil(minutes)} GPU minutes"
 
 
+def judge(experiment: Experiment) -> list[tuple[str, str]]:
+    """Return (setting, word of the verdict) of each setting, from the rows of the repository."""
+    rows = load_rows(experiment, [])
+    return [(setting.name, experiment.judge(rows, setting).word) for setting in experiment.settings]
+
+
+def sections() -> dict[str, str]:
+    """Return marker -> section in Markdown."""
+    return {"experiments": section(), "figures": figures_section(EXPERIMENTS, judge), "costs": costs_section()}
+
+
 def replace_section(text: str) -> str:
-    """Return the page with the section between its markers. Raises SurgeryError if the page has no markers."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise SurgeryError(
-            f"the page must contain {BEGIN} and {END} once each, in this order. Add them where the table belongs."
-        )
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{section()}\n{END}{rest.split(END)[1]}"
+    """Return the page with each section between its markers. Raises SurgeryError if the page lacks markers."""
+    for name, content in sections().items():
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise SurgeryError(
+                f"the page must contain {begin} and {end} once each, in this order. Add them where the table belongs."
+            )
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{content}\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def main() -> None:
-    """Print the section, or write it into a page."""
+    """Print the sections, or write them into a page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="Replace the section of this page.")
+    parser.add_argument("--write", type=Path, help="Replace the sections of this page.")
     given = parser.parse_args()
     if given.write is None:
-        print(section())
+        print("\n\n".join(sections().values()))
     else:
         given.write.write_text(replace_section(given.write.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -17,7 +17,11 @@ from typing import Any
 from surgery.conversion.convert import convert
 from surgery.planning.recipe import validate_recipe
 
-OPTIONS: dict[str, dict[str, Any]] = {"btt": {"blocks": [4, 4]}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "btt": {"blocks": [4, 4]},
+    "mlbtc": {"levels": [1, [4, 4]]},
+    "mlbtc_monarch": {"structure": "mlbtc", "levels": [1, 2, 4, "monarch"]},
+}
 
 
 def measure_structure(source: str, structure: str, keep: float, calibration: str | None) -> tuple[float, float, float]:

@@ -36,7 +36,7 @@ PAPERS = {
     "hedgehog": "Zhang et al. 2024, The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry, arXiv:2402.04347",
 }
 PAPERS |= dict.fromkeys(("tensor_train", "block_tensor_train"), PAPERS["btt"])
-PAPERS |= dict.fromkeys(("bilinear_mlr", "bilinear_btt"), PAPERS["mlr"])
+PAPERS |= dict.fromkeys(("mlbtc", "bilinear_mlr", "bilinear_btt"), PAPERS["mlr"])
 
 
 def render_card(

@@ -152,16 +152,15 @@ def initialize_module(module: Any) -> None:
 def zero_output(module: Any) -> None:
     """Initialize a linear so that its output is 0 and its gradient is not: only the last core is 0.
 
-    Pivoted low rank copies rows of its first core to the output, so that this core is 0 as well.
+    Pivoted low rank and sums of structures have several cores that are last (`output_cores`).
     """
     initialize_module(module)
     if isinstance(module, SplitLinear):
         for part in module.parts.values():
             zero_output(part)
         return
-    nn.init.zeros_(module.weight)
-    if isinstance(module, StructuredLinear) and bool(module.dense().any()):
-        nn.init.zeros_(module.get_parameter("right"))
+    for name in module.output_cores() if isinstance(module, StructuredLinear) else ["weight"]:
+        nn.init.zeros_(module.get_parameter(name))
 
 
 @torch.no_grad()
