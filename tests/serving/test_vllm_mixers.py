@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from helpers.served import converted, expected, ragged_prompts, random_checkpoint
@@ -86,6 +88,45 @@ def test_preempted_requests_start_again(hybrid):
     with engine(hybrid, num_gpu_blocks_override=15) as llm:
         check_equal(generate(llm, prompts, TOKENS), apart(expected, hybrid, prompts, TOKENS))
         assert preemptions(llm) > 0
+
+
+def run_schedule(llm: Any, prompts: list[list[int]], tokens: int, draw: Random) -> dict[str, tuple[int, list[int]]]:
+    """Let requests join, leave early and go on in a drawn order. Return, for each request, (its prompt, the tokens it got)."""
+    from vllm import SamplingParams
+
+    core = llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
+    waiting = draw.sample(range(len(prompts)), len(prompts))
+    running: dict[str, int] = {}
+    got: dict[str, tuple[int, list[int]]] = {}
+    while waiting or core.has_unfinished_requests():
+        if waiting and (not running or draw.random() < 0.4):
+            number = waiting.pop()
+            core.add_request(f"{number}", {"prompt_token_ids": prompts[number]}, sampling)
+            running[f"{number}"] = number
+        elif running and draw.random() < 0.05:
+            name = draw.choice(sorted(running))
+            core.abort_request([name])
+            del running[name]
+        for output in core.step():
+            if output.request_id in running:
+                got[output.request_id] = running[output.request_id], list(output.outputs[0].token_ids)
+                if output.finished:
+                    del running[output.request_id]
+    return got
+
+
+def test_any_schedule_of_the_engine_gives_the_tokens_of_transformers(hybrid):
+    """Drawn schedules of requests that join, are cancelled, share prefixes and are prefilled in pieces."""
+    prompts = [*ragged_prompts(4, shared=280, longest=40), *ragged_prompts(4)]
+    wanted = apart(expected, hybrid, prompts, TOKENS)
+    with engine(hybrid, enable_prefix_caching=True, max_num_batched_tokens=200, max_num_seqs=4) as llm:
+        whole = 0
+        for seed in range(6):
+            for number, tokens in run_schedule(llm, prompts, TOKENS, Random(seed)).values():
+                assert tokens == wanted[number][0][: len(tokens)], f"schedule {seed}, prompt {number}"
+                whole += len(tokens) == TOKENS
+        assert 24 < whole < 48, "schedules should finish most requests and cancel some"
 
 
 def test_speculation_is_refused(hybrid):
