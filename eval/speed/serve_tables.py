@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.core.errors import SurgeryError
+from surgery.core.files import size_text
 
 Cell = dict[str, Any]  # a row of the result, see eval/speed/serve.py
 LEGEND = (
@@ -48,7 +49,7 @@ def conditions(result: dict[str, Any]) -> str:
 
 
 def serve_grids(cells: list[Cell]) -> list[tuple[str, list[str], list[tuple[str, list[str]]]]]:
-    """Return for each context (title, columns, (model, cells)): throughput with speed over the original, then memory in GB."""
+    """Return for each context (title, columns, (model, cells)): throughput with speed over the original, then memory."""
     batches = sorted({cell["batch"] for cell in cells})
     columns = [f"batch {batch}" for batch in batches]
     grids = []
@@ -58,7 +59,7 @@ def serve_grids(cells: list[Cell]) -> list[tuple[str, list[str], list[tuple[str,
         rows = [(name, [throughput_cell(here, name, batch) for batch in batches]) for name in names]
         grids.append((f"context {context:,}: tokens per second", columns, rows))
         rows = [(name, [memory_cell(here.get((name, batch))) for batch in batches]) for name in names]
-        grids.append((f"context {context:,}: cache in GB, peak memory in GB", columns, rows))
+        grids.append((f"context {context:,}: cache, peak memory", columns, rows))
     return grids
 
 
@@ -92,11 +93,11 @@ def throughput_cell(here: dict[tuple[str, int], Cell], name: str, batch: int) ->
 
 
 def memory_cell(cell: Cell | None) -> str:
-    """Format the bytes of the cache and the peak memory of a cell."""
+    """Format the bytes of the cache and the peak memory of a cell, each in the unit that fits."""
     if cell is None or not cell.get("ms"):
         return "-"
     peak = cell.get("peak_bytes")
-    return f"{cell['cache_bytes'] / 1e9:.3g}" + (f", {peak / 1e9:.3g}" if peak else "")
+    return size_text(cell["cache_bytes"]) + (f", {size_text(peak)}" if peak else "")
 
 
 def predicted_crossover(original: Cell, cell: Cell) -> str:
