@@ -695,7 +695,7 @@ def bench(
         from surgery.eval.speed.draft import bench_draft, draft_tables
 
         asked = {"device": device, "dtype": dtype, "out": place, "progress": shown, "replayed": replay}
-        measured = bench_draft(model, drafter, text, sizes, **asked, time_limit=time_limit)  # type: ignore[arg-type]
+        measured = bench_draft(model, drafter, text, sizes, **asked, time_limit=time_limit)
         return CommandResult(measured, lambda: draft_tables(measured))
     if model is not None and what != "linear":
         raise SurgeryError(f"model is an option of bench draft and bench linear (got bench {what}). Leave it out")

@@ -73,9 +73,9 @@ def bench_draft(
             model, drafter and text.
         time_limit: seconds after which no further case of a replay starts.
     """
-    given = [n for n, value in {"model": model, "drafter": drafter, "text": text}.items() if value is not None]
-    if replayed is not None and given:
-        raise SurgeryError(f"--replay takes the place of --{', --'.join(given)}. Leave out one or the other")
+    others = [n for n, value in {"model": model, "drafter": drafter, "text": text}.items() if value is not None]
+    if replayed is not None and others:
+        raise SurgeryError(f"--replay takes the place of --{', --'.join(others)}. Leave out one or the other")
     if replayed is None and (model is None or text is None):
         raise SurgeryError("bench draft needs a checkpoint and a text: surgery bench draft --model SRC --text FILE")
     place = choose_device(device)

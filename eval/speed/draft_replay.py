@@ -173,7 +173,12 @@ def replay(
     sight = Sight(source["window"], source["sinks"])
     hits = "".join(source["patterns"])
     result = {"kind": "draft replay", "sizes": sizes, **about, "dtype": str(dtype).removeprefix("torch.")}
-    result |= {"shape": SHAPES[sizes], "window": sight.window, "sinks": sight.sinks, "probability": hits.count("1") / len(hits)}
+    result |= {
+        "shape": SHAPES[sizes],
+        "window": sight.window,
+        "sinks": sight.sinks,
+        "probability": hits.count("1") / len(hits),
+    }
     result |= {"pattern_of": str(source.get("model"))[:200], "pattern_tokens": source.get("prompt_tokens")}
     result |= {"rows": [], "complete": False}
     model = make_model(sizes, device, dtype)

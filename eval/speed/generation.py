@@ -119,7 +119,9 @@ def full_rows_attention(
 
 
 AttentionInterface.register(FULL_ROWS, full_rows_attention)
-AttentionMaskInterface.register(FULL_ROWS, lambda *args, **kwargs: None)  # transformers makes masks while a graph is captured
+AttentionMaskInterface.register(
+    FULL_ROWS, lambda *args, **kwargs: None
+)  # transformers makes masks while a graph is captured
 
 
 class RepeatedStep:
@@ -178,7 +180,7 @@ class RepeatedStep:
     def _step(self) -> None:
         self._forward()
         for index, (layer, held) in enumerate(zip(self.cache.layers, self.held)):
-            if held is not None and layer.state is not None:
+            if held is not None and held[0] is not None:
                 write_state(held[0], layer.state, all_of_it=index in self.linear)
         self._go_back()
 

@@ -53,7 +53,8 @@ FILL_TOKENS = 4096  # tokens at once while the row is prefilled
 RANK_MULTIPLE = 64  # as in the recipe fast-half
 KEPT_EVERY = 4  # the hybrid keeps softmax in one of four layers
 NO_MEMORY = "does not fit: out of memory"
-SAME = ("kind", "sizes", "device", "dtype", "versions", "shape")  # must match for a file to be continued
+LOOP = "captured steps, models in turns"
+SAME = ("kind", "loop", "sizes", "device", "dtype", "versions", "shape")  # must match for a file to be continued
 
 
 def model_changes(sizes: str) -> dict[str, Callable[[Any], None]]:
@@ -89,6 +90,7 @@ def serve(
     """Measure all cells that `out` does not hold yet. Return JSON data, written to `out` after every cell."""
     result = {
         "kind": "serve",
+        "loop": LOOP,
         "sizes": sizes,
         **about,
         "dtype": str(dtype).removeprefix("torch."),
@@ -96,9 +98,7 @@ def serve(
     }
     result |= {"rows": continued_rows(out, result), "complete": False}
     words = [word for word in (only or "").lower().split(",") if word]
-    names = [
-        n for n in model_changes(sizes) if n == ORIGINAL or not words or any(word in n.lower() for word in words)
-    ]
+    names = [n for n in model_changes(sizes) if n == ORIGINAL or not words or any(word in n.lower() for word in words)]
     models: dict[str, ServedModel] = {}
     for context, batch in ((t, b) for t in CONTEXTS[sizes] for b in BATCHES[sizes]):
         here = [row for row in result["rows"] if (row["batch"], row["context"]) == (batch, context)]
@@ -143,8 +143,14 @@ def continued_rows(out: Path | None, result: dict[str, Any]) -> list[dict[str, A
 def is_cell(row: dict[str, Any]) -> bool:
     """Return whether a row of a file has the names and numbers of a cell."""
     numbers = (row.get("batch"), row.get("context"), row.get("weight_bytes"), row.get("row_bytes"))
-    measured = isinstance(row.get("note"), str) or (isinstance(row.get("ms"), float) and 0 < row["ms"] < math.inf)
-    return isinstance(row.get("model"), str) and measured and all(type(n) is int and 0 < n < 2**63 for n in numbers)
+    runs = row.get("runs_ms")
+    is_timed = isinstance(runs, list) and all(
+        isinstance(ms, float) and 0 < ms < math.inf for ms in (row.get("ms"), *runs)
+    )
+    measured = isinstance(row.get("note"), str) or (is_timed and runs)
+    return (
+        isinstance(row.get("model"), str) and bool(measured) and all(type(n) is int and 0 < n < 2**63 for n in numbers)
+    )
 
 
 def measure_cells(

@@ -336,7 +336,14 @@ def bench_speed(
     if what == "draft" or drafter or text or replay or (model and what != "linear"):
         from surgery import api
 
-        asked = {"sizes": sizes, "dtype": dtype, "out": out, "device": device, "replay": replay, "time_limit": time_limit}
+        asked = {
+            "sizes": sizes,
+            "dtype": dtype,
+            "out": out,
+            "device": device,
+            "replay": replay,
+            "time_limit": time_limit,
+        }
         shown = api.bench(what, **asked, model=model, drafter=drafter, text=text, progress=_progress(as_json))
         print(json.dumps(shown, indent=2)) if as_json else _show(list(shown._parts()))
         return
