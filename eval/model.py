@@ -33,6 +33,7 @@ class OpenedModel:
 
     fingerprint: SHA-256 of its files, see `CheckpointSource.digest`, or of its tensors. live: the model in memory, or None.
     parameters: number of stored parameters, tied ones once; None for quantized models, whose tensors hold scales and packed integers.
+    stored_bytes: bytes of the stored tensors, scales and packed integers included.
     """
 
     role: Role
@@ -41,6 +42,7 @@ class OpenedModel:
     fingerprint: str
     live: LiveEvalModel | None = None
     parameters: int | None = None
+    stored_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,17 @@ def open_model(role: Role, name: str | LiveEvalModel, ranks: DistContext | None 
     if isinstance(name, LiveEvalModel):
         is_integer = any(isinstance(module, QuantizedLinear) for module in name.model.modules())
         count = None if is_integer else sum(parameter.numel() for parameter in name.model.parameters())
-        return OpenedModel(role, name.name(), Path(), (ranks or DistContext()).on_main(name.digest), name, count)
+        size = sum(
+            t.numel() * t.element_size() for t in {t.data_ptr(): t for t in name.model.state_dict().values()}.values()
+        )
+        return OpenedModel(
+            role, name.name(), Path(), (ranks or DistContext()).on_main(name.digest), name, count, size or None
+        )
     source = open_converted_checkpoint(name)
     return OpenedModel(
-        role, name, source.folder, (ranks or DistContext()).on_main(source.digest), parameters=_count_parameters(source)
-    )
+        role, name, source.folder, (ranks or DistContext()).on_main(source.digest),
+        parameters=_count_parameters(source), stored_bytes=source.nbytes or None,
+    )  # fmt: skip
 
 
 def _count_parameters(source: CheckpointSource) -> int | None:

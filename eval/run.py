@@ -111,6 +111,7 @@ def evaluate(
     command: Sequence[str] = (),
     comparison_files: bool = True,
     lock: bool = True,
+    beside: Sequence[str] = (),
 ) -> Evaluation:
     """Run suites on one model, or on two and compare them.
 
@@ -125,8 +126,10 @@ def evaluate(
         fail_below: thresholds NAME=SHARE (eval/results/thresholds.py); they need `compare`.
         dtype: one of eval.model.DTYPES.
         command: the command line's arguments, recorded in results.json.
-        comparison_files: whether results.json, the table and the figures are written beside the results of the suites.
+        comparison_files: whether results.json, the table and the figures are written beside the results of the suites; False: only
+            results.json, in the folder of the model.
         lock: whether to lock `out` against other evaluations; False if the caller holds the lock.
+        beside: further models that take turns with these in suites that time (`run_pair`); they are all loaded together.
     """
     chosen = [find_suite(suite) for suite in dict.fromkeys(suites)]
     for suite in chosen:
@@ -157,7 +160,8 @@ def evaluate(
                 lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if lock and ranks.main else None
             )
         opened = [open_model(role, name, ranks) for role, name in names]
-        run.measure(opened)
+        timed = any(suite.run_pair is not None for suite in chosen)
+        run.measure(opened, [open_model("converted", other, ranks) for other in beside if timed])
         return run.compare(opened, limits)
 
 
@@ -217,8 +221,8 @@ class _EvaluationRun:
         ranks.together_or_raise(self.store.open if ranks.main else lambda: None)
 
     # -- measuring -----------------------------------------------------------------------------------
-    def measure(self, opened: list[OpenedModel]) -> None:
-        """Run all suites: each model is loaded once; suites with `run_pair` then load both together."""
+    def measure(self, opened: list[OpenedModel], beside: Sequence[OpenedModel] = ()) -> None:
+        """Run all suites: each model is loaded once; suites with `run_pair` then load all together, those of `beside` too."""
         for one in opened:
             self.models[one.role] = {
                 "name": one.name,
@@ -227,13 +231,17 @@ class _EvaluationRun:
                 "device": device_name(self.device),
                 "processes": self.ranks.count,
                 "parameters": one.parameters,
+                "stored_bytes": one.stored_bytes,
             }
-        two = len({one.fingerprint for one in opened}) == 2
-        paired = [suite for suite in self.suites if two and suite.run_pair is not None]
+        unique: dict[str, OpenedModel] = {}
+        for one in (*opened, *beside):
+            unique.setdefault(one.fingerprint, one)
+        together = list(unique.values())
+        paired = [suite for suite in self.suites if len(together) > 1 and suite.run_pair is not None]
         for one in opened:
             self._measure(one, [suite for suite in self.suites if suite not in paired])
         for suite in paired:
-            self._measure_pair(opened, suite)
+            self._measure_together(opened, together, suite)
 
     def _measure(self, one: OpenedModel, suites: list[Suite]) -> None:
         wanted = [suite for suite in suites if suite.name not in self.broken and not self._load_stored(one, suite)]
@@ -250,31 +258,44 @@ class _EvaluationRun:
                 except Exception as error:
                     self._record_failure(suite, one, error)
 
-    def _open_journal(self, one: OpenedModel, suite: Suite) -> SampleJournal | None:
+    def _open_journal(self, one: OpenedModel, suite: Suite, pair: tuple[str, ...] = ()) -> SampleJournal | None:
         """Return the journal of a suite, with the samples of an interrupted run; None without --out."""
         place = self._result_folder(one, suite)
         if place is None:
             return None
-        journal = SampleJournal(place, self._key(one, suite, ()), self.ranks)
+        journal = SampleJournal(place, self._key(one, suite, pair), self.ranks)
         if journal.stored and self.ranks.main:
             self.progress.say(
                 f"{suite.name} of {one.name} continues with {len(journal.stored):,} samples of an interrupted run"
             )
         return journal
 
-    def _measure_pair(self, opened: list[OpenedModel], suite: Suite) -> None:
-        pair = tuple(one.fingerprint for one in opened)
+    def _measure_together(self, opened: list[OpenedModel], together: list[OpenedModel], suite: Suite) -> None:
+        """Run a suite on all models while they take turns, and keep the results of `opened`; those of all are written."""
+        pair = tuple(sorted(one.fingerprint for one in together))
         if all(self._load_stored(one, suite, pair) for one in opened) or suite.run_pair is None:
             return
         began = time.perf_counter()
         try:
-            with self._load_model(opened[0]) as first, self._load_model(opened[1]) as second:
+            with ExitStack() as stack:
+                models = [stack.enter_context(self._load_model(one)) for one in together]
+                # In the folder of the model that is written last, so that no result is lost between two of them.
+                models[-1].journal = self._open_journal(together[-1], suite, pair)
                 with record_reads() as reads:
-                    results = suite.run_pair([first, second], self.options)
-                for one, eval_model, result in zip(opened, (first, second), results):
+                    results = suite.run_pair(models, self.options)
+                for one, eval_model, result in zip(together, models, results):
                     self._store_result(one, suite, result, eval_model, began, reads=reads, pair=pair)
+            for one in opened:
+                self._load_stored(one, suite, pair)
         except Exception as error:
-            self._record_failure(suite, opened[1], error)
+            from surgery.eval.speed.generation import is_out_of_memory
+
+            if is_out_of_memory(error):
+                error = SurgeryError(
+                    f"{suite.name}: {len(together)} models take turns and must fit in the memory of {self.device} together. Evaluate fewer "
+                    "at once, or use --dtype bfloat16"
+                )
+            self._record_failure(suite, opened[-1], error)
 
     def _load_model(self, one: OpenedModel) -> AbstractContextManager[EvalModel]:
         return load_eval_model(one, self.device, self.dtype, self.trust_remote_code, self.ranks, self.progress)
@@ -318,6 +339,7 @@ class _EvaluationRun:
             "name": redact_secrets(one.name),
             "suite_version": suite.version,
             "parameters": one.parameters,
+            "stored_bytes": one.stored_bytes,
             "options": redact_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
             "data": data,
             **self._extra_tasks(),
@@ -415,7 +437,9 @@ class _EvaluationRun:
     def _write(self, done: Evaluation) -> None:
         from surgery.eval.results.tables import markdown
 
-        if not self.comparison_files:
-            return
-        self.store.write(RESULTS, json.dumps(done.to_dict(), indent=1, ensure_ascii=False, default=str) + "\n")
-        self.store.write(TABLE, markdown(done))
+        text = json.dumps(done.to_dict(), indent=1, ensure_ascii=False, default=str) + "\n"
+        if self.comparison_files:
+            self.store.write(RESULTS, text)
+            self.store.write(TABLE, markdown(done))
+        else:  # one of several models: for --verify, in the folder of the model
+            self.store.write(RESULTS, text, self.models["converted"])

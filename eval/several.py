@@ -52,8 +52,8 @@ def evaluate_models(
 ) -> ModelEvaluations:
     """Evaluate each model against the base and write the comparison of all to `out`.
 
-    Results of a model that was measured before are read, those of the base too, as in `evaluate`. Models of earlier runs in the folder
-    are not compared. The folder is locked until all is written. settings: further arguments of `evaluate`.
+    Results of a model that was measured before are read, those of the base too, as in `evaluate`. Suites that time load all models
+    together, which take turns. Models of earlier runs in the folder are not compared. The folder is locked until all is written. settings: further arguments of `evaluate`.
     """
     if out is None:
         raise SurgeryError(f"surgery eval of {len(names)} models writes their results to a folder. Give --out DIR.")
@@ -64,9 +64,9 @@ def evaluate_models(
         stack.callback(store.close)
         stack.enter_context(explain_disk_errors(out, "run the same command again to continue with what is missing"))
         ranks.together_or_raise(lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if ranks.main else None)
-        done = ModelEvaluations(
-            [evaluate(name, suites, options, out=out, comparison_files=False, lock=False, **settings) for name in names]
-        )
+        own = {"out": out, "comparison_files": False, "lock": False, **settings}
+        others = {name: [other for other in names if other != name] for name in names}
+        done = ModelEvaluations([evaluate(name, suites, options, beside=others[name], **own) for name in names])
         _collect_messages(done)
         ranks.together_or_raise(lambda: _compare(done, out, options.seed) if ranks.main else None)
     done.exit_code = ranks.broadcast_object(done.exit_code)

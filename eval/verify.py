@@ -149,7 +149,7 @@ def read_results(path: Path) -> RecordedResults:
     if path.parent.is_dir() and not path.exists() and not path.is_symlink():
         raise SurgeryError(
             f"{path} does not exist. Give the folder or the {RESULTS} that `surgery eval MODEL --out DIR` wrote; "
-            "an evaluation of several models writes none"
+            "of several models each has one in its own folder, DIR/MODEL-1a2b3c4d"
         )
     check_file(path, RESULTS)
     try:

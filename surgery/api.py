@@ -674,7 +674,7 @@ def bench(
     """Benchmark the kernels against their PyTorch references and torch's own operators. Return the measurements.
 
     Args:
-        what: linear, attention, decode, model, serve, train or draft.
+        what: linear, attention, decode, model, speed, serve, train or draft.
         sizes: full, main or small; None: full on a GPU, else small.
         peers: include other libraries.
         only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign excludes.

@@ -21,7 +21,7 @@ from surgery.eval.results.store import ARRAYS, RESULT, SAMPLES, StoredResult, re
 from surgery.eval.suite import SuiteResult
 
 RESULTS, COMPARISON = "results.json", "comparison.json"
-MAX_BYTES = {RESULT: 2**28, SAMPLES: 2**32, ARRAYS: 2**32, RESULTS: 2**28, COMPARISON: 2**28}
+MAX_BYTES = {RESULT: 2**28, SAMPLES: 2**32, ARRAYS: 2**30, RESULTS: 2**28, COMPARISON: 2**28}
 MAX_NAME = 300  # characters of a name of a task, metric or group
 AXES = ("length", "depth", "position")  # groups that are axes of figures
 KEY_TYPES = {"fingerprint": str, "suite": str, "options": str, "device": str, "dtype": str, "surgery": str}
@@ -47,7 +47,7 @@ class StoredModel:
 
     Attributes:
         name: unique among the models that are compared.
-        parameters: number of stored parameters; None if its results do not say.
+        parameters, stored_bytes: number of stored parameters, and bytes of the stored tensors; None if its results do not say.
         suites: by name.
     """
 
@@ -55,6 +55,7 @@ class StoredModel:
     fingerprint: str
     dtype: str
     parameters: int | None = None
+    stored_bytes: int | None = None
     suites: dict[str, StoredSuite] = field(default_factory=dict)
 
     @property
@@ -80,6 +81,7 @@ def read_models(folders: Sequence[Path]) -> tuple[list[StoredModel], list[str]]:
                 for suite, stored in model.suites.items():
                     known.suites.setdefault(suite, stored)
                 known.parameters = known.parameters or model.parameters
+                known.stored_bytes = known.stored_bytes or model.stored_bytes
     models = list(found.values())
     _make_names_unique(models)
     return models, list(damaged)
@@ -97,10 +99,22 @@ def model_folders(folder: Path) -> list[Path]:
     return found
 
 
-def named_base(folders: Sequence[Path]) -> str | None:
-    """Return the fingerprint of the model that all folders' results.json or comparison.json name as their base; None unless there is exactly one."""
-    found = {_role_fingerprint(folder, "base") for folder in folders} - {None}
-    return found.pop() if len(found) == 1 else None
+def named_base(folders: Sequence[Path]) -> tuple[str | None, list[str]]:
+    """Return the fingerprint of the model that all folders' results.json or comparison.json name as their base, and why files are left out.
+
+    The fingerprint is None unless exactly one is named.
+    """
+    found: set[str | None] = set()
+    damaged = []
+    for folder in folders:
+        try:
+            found.add(_role_fingerprint(folder, "base"))
+        except SurgeryError as error:
+            damaged.append(
+                f"which model is the base is not read from {printable(folder.name)}: {printable(str(error))}"
+            )
+    found -= {None}
+    return (found.pop() if len(found) == 1 else None), damaged
 
 
 def base_of_folder(folder: Path) -> str:
@@ -153,17 +167,22 @@ def _read_model(place: Path) -> tuple[list[StoredModel], list[str]]:
         try:
             stored = _read_suite(folder)
             key, told = stored.key, stored.result.provenance
-            name, parameters = told.get("name"), told.get("parameters")
+            name = told.get("name")
             shown = name if isinstance(name, str) and name else place.name.rpartition("-")[0] or place.name
             model = StoredModel(checked_name(Path(shown).name or shown, folder), key["fingerprint"], key["dtype"])
         except SurgeryError as error:
             damaged.append(f"{printable(folder.name)} of {printable(place.name)} is left out: {printable(str(error))}")
             continue
         model = models.setdefault(model.key, model)
-        if isinstance(parameters, int) and not isinstance(parameters, bool) and parameters > 0:
-            model.parameters = parameters
+        model.parameters = _count(told.get("parameters")) or model.parameters
+        model.stored_bytes = _count(told.get("stored_bytes")) or model.stored_bytes
         model.suites[key["suite"]] = stored
     return list(models.values()), damaged
+
+
+def _count(value: Any) -> int | None:
+    """Return a number of parameters or bytes from a file, or None if it is none."""
+    return value if type(value) is int and 0 < value < 2**63 else None
 
 
 def printable(text: str) -> str:
@@ -179,7 +198,7 @@ def _read_suite(folder: Path) -> StoredSuite:
     try:
         stored = read_stored_result(folder)
         _check_key(stored)
-        result = read_samples(folder, stored)
+        result = read_samples(folder, stored, shown=False)
         _check_result(result, folder)
     except (ValueError, RecursionError, OSError) as error:
         why = " ".join(str(error).split())[:300]

@@ -19,11 +19,11 @@ from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import atomic_write, check_not_dangling
 from surgery.core.tables import format_count
 from surgery.eval.results.averages import AverageRow
-from surgery.eval.results.folders import AXES, COMPARISON
-from surgery.eval.results.models import PARAMETERS, ModelComparison, ModelRow
+from surgery.eval.results.folders import AXES, COMPARISON, StoredModel
+from surgery.eval.results.models import PARAMETERS, STORED_BYTES, ModelComparison, ModelRow
 from surgery.eval.results.pareto import ParetoChart
 from surgery.eval.results.statistics import Interval
-from surgery.eval.results.tables import LINE_GROUPS, format_average, format_number
+from surgery.eval.results.tables import LINE_GROUPS, command_line, format_average, format_number
 from surgery.eval.suite import SUITES
 
 LEGEND = (
@@ -32,8 +32,12 @@ LEGEND = (
 )
 CSV_COLUMNS = (
     *("suite", "task", "length", "depth", "position", "metric", "n", "units", "model", "value", "standard_error", "low", "high"),
-    *("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high", "mcnemar_p", "remarks"),
+    *("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high", "mcnemar_p", "remarks", "command"),
 )  # fmt: skip
+SIZES: dict[str, Callable[[StoredModel], int | None]] = {
+    PARAMETERS: lambda model: model.parameters,
+    STORED_BYTES: lambda model: model.stored_bytes,
+}
 SUFFIXES = {".md": "markdown", ".csv": "csv", ".tex": "latex", ".json": "json"}
 
 
@@ -44,9 +48,13 @@ def headers(done: ModelComparison) -> list[str]:
 
 
 def lines(done: ModelComparison) -> list[list[str]]:
-    """Return the cells: stored parameters, then summaries, lengths of each suite's main metric, and averages."""
-    counts = ["" if m.parameters is None else format_count(m.parameters) for m in done.models]
-    found = [["model", PARAMETERS, "", *counts]] if any(counts) else []
+    """Return the cells: stored parameters and bytes, then summaries, lengths of each suite's main metric, and averages."""
+    found: list[list[str]] = []
+    for title, size in SIZES.items():
+        counts = [size(model) for model in done.models]
+        if any(counts):
+            cells = ["" if number is None else format_count(number) for number in counts]
+            found.append(["" if found else "model", title, "", *cells])
     for suite in dict.fromkeys(row.suite for row in done.rows):
         each: list[list[str]] = []
         for row in (row for row in done.rows if row.suite == suite):
@@ -131,14 +139,15 @@ def to_csv(done: ModelComparison) -> str:
     writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n", restval="")
     writer.writeheader()
     for model in done.models:
-        if model.parameters is not None:
-            writer.writerow(_plain({"task": PARAMETERS, "model": model.name, "value": model.parameters}))
+        for title, size in SIZES.items():
+            if (number := size(model)) is not None:
+                writer.writerow(_plain({"task": title, "model": model.name, "value": number}))
     for row in done.rows:
         for name in row.values:
-            writer.writerow(_plain(_csv_row(row, name)))
+            writer.writerow(_plain(_csv_row(row, name) | {"command": _command(done, row.suite, name)}))
     for average in done.averages:
         for name in average.values:
-            writer.writerow(_plain(_csv_average(average, name)))
+            writer.writerow(_plain(_csv_average(average, name) | {"command": _command(done, average.suite, name)}))
     return file.getvalue()
 
 
@@ -161,6 +170,12 @@ def _csv_average(row: AverageRow, name: str) -> dict[str, Any]:
         "model": name, "value": row.values[name], "low": low, "high": high,
         **_csv_interval("difference", row.differences.get(name)), "remarks": missing,
     }  # fmt: skip
+
+
+def _command(done: ModelComparison, suite: str, name: str) -> str:
+    """Return the command that measured a suite of a model; "" if it was not recorded."""
+    held = next((model.suites.get(suite) for model in done.models if model.name == name), None)
+    return "" if held is None else command_line(held.result.provenance.get("command"))
 
 
 def _csv_interval(name: str, found: Interval | None) -> dict[str, Any]:

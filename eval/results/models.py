@@ -23,7 +23,7 @@ from surgery.eval.suite import SUITES, EvalMetric, SuiteResult, load_suites
 
 REMARKED = ("surgery", "torch", "transformers", "lm_eval", "datasets")  # packages whose other versions are remarked
 COSTS = {"cache_mb": "cache, MB", "prefill_ms": "prefill, ms", "decode_ms": "decode, ms a token"}  # metrics of `speed`
-PARAMETERS = "stored parameters"
+PARAMETERS, STORED_BYTES = "stored parameters", "stored bytes"
 MAX_NOTE = 500  # characters of a remark in a results folder
 
 
@@ -108,7 +108,13 @@ class ModelComparison:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of comparison.json."""
         models = [
-            {"name": m.name, "fingerprint": m.fingerprint, "dtype": m.dtype, "parameters": m.parameters}
+            {
+                "name": m.name,
+                "fingerprint": m.fingerprint,
+                "dtype": m.dtype,
+                "parameters": m.parameters,
+                "stored_bytes": m.stored_bytes,
+            }
             for m in self.models
         ]
         return {
@@ -144,7 +150,11 @@ def compare_folders(
             f"{', '.join(map(str, folders))}: a comparison needs two models (got {len(found)}). Give the folders of others."
             + "".join(f" {why}" for why in damaged)
         )
-    wanted = base_of_folder(base) if base is not None else named_base(folders)
+    if base is not None:
+        wanted: str | None = base_of_folder(base)
+    else:
+        wanted, unread = named_base(folders)
+        damaged = [*damaged, *unread]
     return compare_models(found, wanted, quality=quality, seed=seed, damaged=damaged)
 
 
@@ -191,11 +201,14 @@ def _compare_suite(done: ModelComparison, suite: str, seed: int) -> None:
         remark = _remarks(reference.suites[suite], model.suites[suite])
         done.notes += [f"{suite} of {model.name}: {', '.join(remark)}"] if remark else []
     known = SUITES.get(suite)
+    timed = in_turns = False
     if known is not None and known.run_pair is not None:
-        results = _shared_lengths(suite, results, done.notes)
-        done.notes.append(
-            f"{suite}: no differences are given, because models of different runs were not timed alternately"
-        )
+        results, timed = _shared_lengths(suite, results, done.notes), True
+        in_turns = _took_turns([model.suites[suite] for model in owners if model.name in results])
+        if not in_turns:
+            done.notes.append(
+                f"{suite}: no differences are given, because models of different runs were not timed alternately"
+            )
     if len(results) < 2:
         return
     base = done.base if done.base in results else None
@@ -206,8 +219,7 @@ def _compare_suite(done: ModelComparison, suite: str, seed: int) -> None:
         combined = {name: known.combine(results[base], result) for name, result in results.items() if name != base}
         done.rows += _merge_rows(suite, combined, None, seed)
         return
-    timed = known is not None and known.run_pair is not None
-    done.rows += _merge_rows(suite, results, None if timed else base, seed)
+    done.rows += _merge_rows(suite, results, None if timed and not in_turns else base, seed)
     done.results[suite] = results
     if known is not None and known.averages is not None:
         rows, notes = average_rows(suite, known.averages, results, base, seed=seed)
@@ -215,6 +227,14 @@ def _compare_suite(done: ModelComparison, suite: str, seed: int) -> None:
         done.notes += [f"{suite}: {note}" for note in notes]
     for name, result in results.items():
         done.notes += [f"{suite} of {name}: {_short(note, MAX_NOTE)}" for note in dict.fromkeys(result.notes)]
+
+
+def _took_turns(timed: Sequence[StoredSuite]) -> bool:
+    """Return whether timings are of one run in which all these models took turns: their keys name the same models, and all of them."""
+    named = timed[0].key.get("pair") if timed else None
+    if not isinstance(named, list) or any(each.key.get("pair") != named for each in timed):
+        return False
+    return len(timed) > 1 and all(each.key["fingerprint"] in named for each in timed)
 
 
 def _merge_rows(suite: str, results: Mapping[str, SuiteResult], base: str | None, seed: int) -> list[ModelRow]:
@@ -343,13 +363,14 @@ def _reproduction_notes(models: Sequence[StoredModel]) -> list[str]:
 
 # -- quality against costs ---------------------------------------------------------------------------
 def _charts(done: ModelComparison, quality: str | None) -> list[ParetoChart]:
-    """Return one chart for each cost that two models have: parameters, and cache and times at the longest length measured."""
+    """Return one chart for each cost that two models have: parameters, bytes, and cache and times at the longest length measured."""
     chosen = _quality(done, quality)
     if chosen is None:
         return []
     title, better, points = chosen
     costs: dict[str, dict[str, tuple[float, tuple[float, float] | None]]] = {
-        PARAMETERS: {m.name: (float(m.parameters), None) for m in done.models if m.parameters}
+        PARAMETERS: {m.name: (float(m.parameters), None) for m in done.models if m.parameters},
+        STORED_BYTES: {m.name: (float(m.stored_bytes), None) for m in done.models if m.stored_bytes},
     }
     timed = [row for row in done.rows if row.suite == "speed" and row.metric.name in COSTS and len(row.group) == 1]
     for metric, label in COSTS.items():

@@ -22,20 +22,30 @@ from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 MAX_TASKS = 4  # a suite with more tasks gets one figure for all
 MAX_TICKS = 8
 HEAT_MAPS_PER_ROW = 2
+MARKER_POINTS = 8
+LABEL_OFFSETS = tuple((x, y) for y in (8, -16, 24, -32, 40, -48) for x in (8, -8))  # points from a point to its label
 FONT_POINTS, DPI = 13, 150
-BASE_COLOR = "#6b7280"
+BASE_COLOR, BASE_LINE = "#6b7280", "--"
 COLORS = ("#0f766e", "#c2570c", "#6d28d9", "#0072b2", "#b8860b", "#be185d", "#1c2330")
 LINES, MARKERS = ("-", "-.", ":"), ("o", "s", "^", "D", "v", "P", "X")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve: points, and the ends of their 95% intervals, or empty."""
+    """A curve: points, and the ends of their 95% intervals or of another band, or empty."""
 
     xs: Sequence[float]
     ys: Sequence[float]
     lows: Sequence[float] = ()
     highs: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A measure of several models over lengths: title, and curve by model."""
+
+    title: str
+    curves: Mapping[str, Curve]
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ def model_styles(names: Sequence[str], base: str | None) -> dict[str, Style]:
         name: Style(COLORS[i % len(COLORS)], LINES[i // len(COLORS) % len(LINES)], MARKERS[i % len(MARKERS)])
         for i, name in enumerate(others)
     }
-    return found | ({base: Style(BASE_COLOR, "--", "o")} if base is not None else {})
+    return found | ({base: Style(BASE_COLOR, BASE_LINE, "o")} if base is not None else {})
 
 
 def _figure(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 4.3) -> tuple[Any, list[Any]]:
@@ -119,19 +129,66 @@ def plot_lines(
 ) -> Path:
     """Draw one curve per model, with its 95% band, over a number of tokens; return the path. base: which model is the base."""
     figure, (axes,) = _figure()
-    styles = model_styles(list(series), base if base in series else None)
-    for name, curve in series.items():
-        style, few = styles[name], len(curve.xs) < 20
-        axes.plot(
-            curve.xs, curve.ys, style.line, color=style.color, label=_plain(name), marker=style.marker if few else None
-        )
-        if len(curve.lows):
-            axes.fill_between(curve.xs, curve.lows, curve.highs, color=style.color, alpha=0.18, linewidth=0)
+    _draw_curves(axes, series, model_styles(list(series), base if base in series else None))
     _token_ticks(axes, [x for curve in series.values() for x in curve.xs], log)
     axes.set(xlabel=x, ylabel=_plain(y), title=_plain(title))
     axes.grid(alpha=0.3)
     _legend(axes, len(series))
     return _save_figure(figure, path)
+
+
+def plot_panels(
+    path: Path, panels: Sequence[Panel], names: Sequence[str], x: str, title: str, *, base: str | None
+) -> Path:
+    """Draw a panel for each measure, one below the other, both axes logarithmic; return the path. names: of all models, for their
+    colors."""
+    figure, every = _figure(len(panels), height=1.0 + 2.9 * len(panels))
+    styles = model_styles(names, base if base in names else None)
+    for axes, panel in zip(every, panels):
+        _draw_curves(axes, panel.curves, styles)
+        _token_ticks(axes, [x for curve in panel.curves.values() for x in curve.xs], True)
+        _number_ticks(axes)
+        axes.set(title=_plain(panel.title))
+        axes.grid(alpha=0.3)
+    every[-1].set_xlabel(x)
+    handles, labels = every[0].get_legend_handles_labels()
+    small = FONT_POINTS - 2
+    figure.legend(
+        handles, labels, loc="outside upper center", ncols=2, fontsize=small, title=_plain(title), title_fontsize=small
+    )
+    return _save_figure(figure, path)
+
+
+def _draw_curves(axes: Any, series: Mapping[str, Curve], styles: Mapping[str, Style]) -> None:
+    """Draw one curve for each model, with its band."""
+    for name, curve in series.items():
+        style, few = styles[name], len(curve.xs) < 20
+        axes.plot(
+            curve.xs,
+            curve.ys,
+            style.line,
+            color=style.color,
+            label=_plain(name),
+            marker=style.marker if few else None,
+            zorder=3 if style.line == BASE_LINE else 2,  # dashes show the line below them
+        )
+        if len(curve.lows):
+            axes.fill_between(curve.xs, curve.lows, curve.highs, color=style.color, alpha=0.18, linewidth=0)
+
+
+def _number_ticks(axes: Any) -> None:
+    """Make the vertical axis logarithmic, with ticks at 1, 2 and 5 times powers of ten, as people write them: 500, 2k, 10M."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < 4 * low:  # at least one tick of 1, 2 and 5 on either side
+        middle = math.sqrt(low * high)
+        axes.set_ylim(middle / 2, middle * 2)
+    wide = axes.get_ylim()[1] > 100 * axes.get_ylim()[0]
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _format_cost(y)))
 
 
 def plot_heat_maps(
@@ -183,19 +240,20 @@ def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str 
     figure, (axes,) = _figure(width=7.0, height=4.8)
     styles = model_styles(names, base)
     ordered = sorted(chart.points, key=lambda name: (chart.points[name].cost, chart.points[name].quality))
-    for index, name in enumerate(ordered):
+    labels = []
+    for name in ordered:
         point, style = chart.points[name], styles[name]
         bars = {
             "xerr": _bar(point.cost, point.cost_interval),
             "yerr": _bar(point.quality, point.quality_interval),
         }
         axes.errorbar(
-            point.cost, point.quality, fmt=style.marker, color=style.color, capsize=3, markersize=8,
+            point.cost, point.quality, fmt=style.marker, color=style.color, capsize=3, markersize=MARKER_POINTS,
             markerfacecolor=style.color if name in chart.front else "white", **bars,
         )  # fmt: skip
-        offset = (8, 8) if index % 2 == 0 else (8, -16)
-        axes.annotate(
-            _plain(name), (point.cost, point.quality), offset, textcoords="offset points", fontsize=FONT_POINTS - 2
+        where = (point.cost, point.quality)
+        labels.append(
+            axes.annotate(_plain(name), where, LABEL_OFFSETS[0], textcoords="offset points", fontsize=FONT_POINTS - 2)
         )
     front = [chart.points[name] for name in chart.front]
     axes.plot(
@@ -211,7 +269,39 @@ def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str 
     axes.set(xlabel=_plain(chart.cost), ylabel=_plain(f"{chart.quality}\n({better})"))
     axes.grid(alpha=0.3)
     _legend(axes, 1)
+    _set_font_sizes(figure)
+    _separate_labels(figure, labels, [axes.get_legend()], [label.xy for label in labels])
     return _save_figure(figure, path)
+
+
+def _separate_labels(figure: Any, labels: Sequence[Any], fixed: Sequence[Any], points: Sequence[Any]) -> None:
+    """Move each label to the first place around its point where it covers no earlier label, no point and nothing that is fixed.
+
+    Without such a place, it takes the one where it covers least. points: (x, y) in the units of the axes.
+    """
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()
+    taken = [each.get_window_extent().padded(2) for each in fixed]
+    half = MARKER_POINTS / 2 * figure.dpi / 72
+    for x, y in figure.axes[0].transData.transform(points):
+        taken.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
+    for label in labels:
+        found: list[tuple[float, int, tuple[int, int], Any]] = []
+        for x, y in LABEL_OFFSETS:
+            label.set_horizontalalignment("left" if x > 0 else "right")
+            label.xyann = (x, y)
+            box = label.get_window_extent()
+            overlaps = (box.intersection(box, other) for other in taken)
+            covered = sum(common.width * common.height for common in overlaps if common is not None)
+            outside = box.x1 > figure.bbox.x1 or box.x0 < 0
+            found.append((covered + (box.width * box.height if outside else 0), len(found), (x, y), box))
+            if not found[-1][0]:
+                break
+        _, _, best, box = min(found, key=lambda each: each[:2])
+        label.set_horizontalalignment("left" if best[0] > 0 else "right")
+        label.xyann = best
+        taken.append(box)
 
 
 def _bar(value: float, interval: tuple[float, float] | None) -> list[list[float]] | None:

@@ -16,8 +16,9 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from surgery.eval.results.data_read import is_unchanged
 from surgery.eval.suite import EvalMetric, EvalOptions, Sample, SuiteResult
 
 RESULT, SAMPLES, ARRAYS = "result.json", "samples.jsonl", "arrays.safetensors"
+MAX_LINE, MAX_SAMPLES = 2**26, 2**20  # bytes of a sample with its prompt, and samples of a suite, in samples.jsonl
+MAX_KEPT, NUMBER_BYTES = 2**29, 32  # bytes of all names and numbers, counting as many for each number with its name
 LM_EVAL = "lm_eval.json"  # same schema as lm-eval's results file, for tools that read it
 
 
@@ -64,17 +67,23 @@ def describe(error: ValidationError) -> str:
     return ": ".join([*([".".join(map(str, first["loc"]))] if first["loc"] else []), first["msg"]])
 
 
-def read_samples(place: Path, stored: StoredResult) -> SuiteResult:
-    """Read the samples and arrays that belong to a result.json. Raises ValueError if they are damaged."""
+def read_samples(place: Path, stored: StoredResult, shown: bool = True) -> SuiteResult:
+    """Read the samples and arrays that belong to a result.json. Raises ValueError if they are damaged.
+
+    shown: keep prompts and outputs. Without them memory holds only the numbers of each sample, however long the file is.
+    """
     from safetensors import SafetensorError
 
-    read, samples = TypeAdapter(Sample), []
-    with open(place / SAMPLES, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                samples.append(read.validate_json(line.rstrip(b"\n"), strict=True))
-            except ValidationError as error:
-                raise ValueError(f"{SAMPLES}, line {number}: {describe(error)}") from None
+    read, samples, kept = TypeAdapter(Sample), [], 0
+    for number, line in enumerate(_sample_lines(place / SAMPLES), 1):
+        try:
+            sample = read.validate_json(line, strict=True)
+        except ValidationError as error:
+            raise ValueError(f"{SAMPLES}, line {number}: {describe(error)}") from None
+        samples.append(sample if shown else replace(sample, shown={}))
+        kept += len(sample.task) + len(sample.id) + NUMBER_BYTES * (len(sample.metrics) + len(sample.group))
+        if kept > MAX_KEPT:
+            raise ValueError(f"{SAMPLES} must have at most {MAX_KEPT:,} bytes of names and numbers, without prompts")
     if not all(0 <= sample.weight < math.inf for sample in samples):
         raise ValueError(f"{SAMPLES} has a weight that is negative or not finite")
     found = SuiteResult(samples, **{name: getattr(stored, name) for name in StoredResult.model_fields if name != "key"})
@@ -83,6 +92,20 @@ def read_samples(place: Path, stored: StoredResult) -> SuiteResult:
     except SafetensorError as error:
         raise ValueError(f"{ARRAYS}: {error}") from None
     return found
+
+
+def _sample_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file of samples. Raises ValueError for a line or a number of lines beyond all that suites write."""
+    with open(path, "rb") as file:
+        for number in range(MAX_SAMPLES + 1):
+            line = file.readline(MAX_LINE + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE:
+                raise ValueError(f"{SAMPLES}, line {number + 1} must have at most {MAX_LINE:,} bytes")
+            if number == MAX_SAMPLES:
+                raise ValueError(f"{SAMPLES} must have at most {MAX_SAMPLES:,} samples")
+            yield line.rstrip(b"\n")
 
 
 class ResultStore:
@@ -161,10 +184,14 @@ class ResultStore:
             with atomic_write(new / name, "w") as file:
                 file.write(json.dumps(data, indent=1, ensure_ascii=False, default=str))
 
-    def write(self, name: str, text: str) -> None:
-        """Write one file directly in the folder."""
-        if self.folder is not None:
-            with atomic_write(self.folder / name, "w") as file:
+    def write(self, name: str, text: str, model: Mapping[str, Any] | None = None) -> None:
+        """Write one file directly in the folder; or in that of a model (name and fingerprint), if it has results."""
+        place = self.folder
+        if place is not None and model is not None:
+            suite = self.result_folder(model["name"], model["fingerprint"], "suite")
+            place = None if suite is None or not suite.parent.is_dir() else suite.parent
+        if place is not None:
+            with atomic_write(place / name, "w") as file:
                 file.write(text)
 
 

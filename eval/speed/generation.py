@@ -69,6 +69,11 @@ class PreallocatedLayer(DynamicLayer):
 
 def repeat_rows(cache: Any, batch: int, room: int) -> Any:
     """Return a cache of `batch` rows equal to the one row of `cache`, which stays as it is. Plain layers get `room` further tokens."""
+    if not hasattr(cache, "layers"):  # a model's own kind of cache
+        rows = copy.deepcopy(cache)
+        if batch > 1:
+            rows.batch_repeat_interleave(batch)
+        return rows
     rows = copy.copy(cache)
     rows.layers = []
     for layer in cache.layers:
@@ -214,14 +219,18 @@ def synchronized_time(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def cache_bytes(cache: Any) -> int:
-    """Return the bytes of keys, values and mixer states; storage allocated in advance counts."""
+def cache_bytes(cache: Any, allocated: bool = True) -> int:
+    """Return the bytes of keys, values and mixer states.
+
+    allocated: whether room of preallocated layers for further tokens counts; False: only what the cache holds.
+    """
     total = 0
     for layer in getattr(cache, "layers", []):
         if (state := getattr(layer, "state", None)) is not None and hasattr(state, "nbytes"):
             total += state.nbytes()
         else:
-            tensors = getattr(layer, "buffers", (getattr(layer, "keys", None), getattr(layer, "values", None)))
+            tensors = getattr(layer, "keys", None), getattr(layer, "values", None)
+            tensors = getattr(layer, "buffers", tensors) if allocated else tensors
             total += sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
     return total
 

@@ -16,14 +16,14 @@ from surgery.core.device import choose_device, device_name
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import explain_disk_errors, write_json
 from surgery.core.progress import Progress
-from surgery.eval.speed import attention, decode, linear, model, serve
+from surgery.eval.speed import attention, contexts, decode, linear, model, serve
 from surgery.eval.speed import train as training
 from surgery.eval.speed.baselines import fla_version as peer_version
 from surgery.eval.speed.roofline import add_floor, measure_ceilings
 from surgery.eval.speed.timer import Benchmark, BenchmarkCase, ResultRow, TimedImplementation
 
 KINDS = ("linear", "attention", "decode", "model")
-TRAIN, SERVE = "train", "serve"
+TRAIN, SERVE, SPEED = "train", "serve", "speed"
 SIZES = ("full", "main", "compressed", "small")  # compressed: of linears alone
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -44,7 +44,7 @@ def bench(
     """Run a benchmark and return its results as JSON data, written to `out` after every case.
 
     Args:
-        kind: one of KINDS, or "train", or "serve", which continues the measurements of an unfinished run in `out`.
+        kind: one of KINDS, or "train", or "serve" or "speed", which continue the measurements of an unfinished run in `out`.
         sizes: full, main, compressed (linears at half and a quarter of the parameters) or small; default: full on a GPU, else small.
         peers: include other libraries.
         time_limit: seconds after which no further case starts.
@@ -69,9 +69,9 @@ def bench(
     sizes = sizes or ("full" if gpu else "small")
     _check_options(kind, sizes, dtype)
     torch_dtype = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
-    if kind == SERVE:
-        about = describe_environment(place)
-        return serve.serve(sizes, only, place, torch_dtype, deadline, out=out, progress=progress, about=about)
+    if kind in (SERVE, SPEED):
+        about, run = describe_environment(place), serve.serve if kind == SERVE else contexts.speed
+        return run(sizes, only, place, torch_dtype, deadline, out=out, progress=progress, about=about)
     budget_ms, max_ms = (25.0, 3000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
     benchmark = Benchmark(place, budget_ms, max_ms, deadline, min_runs=3 if kind != "model" else 1)
     limits = measure_ceilings(benchmark, torch_dtype)
@@ -105,7 +105,7 @@ def save_result(out: Path, result: dict[str, Any]) -> None:
 
 def _check_options(kind: str, sizes: str, dtype: str | None = None) -> None:
     is_selected = (
-        ("bench", kind, (*KINDS, TRAIN, SERVE)),
+        ("bench", kind, (*KINDS, SPEED, SERVE, TRAIN)),
         ("--sizes", sizes, SIZES),
         ("--dtype", dtype or DTYPES[0], DTYPES),
     )

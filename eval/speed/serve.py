@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,7 +54,7 @@ RANK_MULTIPLE = 64  # as in the recipe fast-half
 KEPT_EVERY = 4  # the hybrid keeps softmax in one of four layers
 NO_MEMORY = "does not fit: out of memory"
 LOOP = "captured steps, models in turns"
-SAME = ("kind", "loop", "sizes", "device", "dtype", "versions", "shape")  # must match for a file to be continued
+SAME = ("kind", "sizes", "device", "dtype", "versions", "shape")  # must match for a file to be continued
 
 
 def model_changes(sizes: str) -> dict[str, Callable[[Any], None]]:
@@ -96,7 +96,7 @@ def serve(
         "dtype": str(dtype).removeprefix("torch."),
         "shape": SHAPES[sizes],
     }
-    result |= {"rows": continued_rows(out, result), "complete": False}
+    result |= {"rows": continued_rows(out, result, is_cell, ("loop", *SAME)), "complete": False}
     words = [word for word in (only or "").lower().split(",") if word]
     names = [n for n in model_changes(sizes) if n == ORIGINAL or not words or any(word in n.lower() for word in words)]
     models: dict[str, ServedModel] = {}
@@ -123,19 +123,28 @@ def cell_text(cell: dict[str, Any]) -> str:
     return f"{1e3 * cell['batch'] / cell['ms']:,.0f} tokens/s" if cell["ms"] else cell["note"]
 
 
-def continued_rows(out: Path | None, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of an earlier, unfinished run of the same benchmark. Raise SurgeryError if the file holds anything else."""
+def continued_rows(
+    out: Path | None,
+    result: dict[str, Any],
+    is_whole: Callable[[dict[str, Any]], bool],
+    same: Sequence[str] = SAME,
+) -> list[dict[str, Any]]:
+    """Return the rows of an earlier, unfinished run of the same benchmark. Raise SurgeryError if the file holds anything else.
+
+    is_whole: whether a row has the names and numbers of this benchmark. same: what must be equal in both runs.
+    """
+    kind = result["kind"]
     if out is None or not out.exists():
         return []
     found = read_json(out)
-    if not isinstance(found, dict) or found.get("kind") != "serve" or not isinstance(found.get("rows"), list):
-        raise SurgeryError(f"{out} is not a result of bench serve. Give another --out, or remove it")
-    differ = [key for key in SAME if found.get(key) != result[key]]
+    if not isinstance(found, dict) or found.get("kind") != kind or not isinstance(found.get("rows"), list):
+        raise SurgeryError(f"{out} is not a result of bench {kind}. Give another --out, or remove it")
+    differ = [key for key in same if found.get(key) != result[key]]
     if differ:
         raise SurgeryError(
             f"{out} holds measurements with other {', '.join(differ)}, to which this run cannot add. Give another --out, or remove it"
         )
-    if not all(isinstance(row, dict) and is_cell(row) for row in found["rows"]):
+    if not all(isinstance(row, dict) and is_whole(row) for row in found["rows"]):
         raise SurgeryError(f"{out} has damaged rows. Give another --out, or remove it")
     return found["rows"]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from surgery.core.errors import SurgeryError
-from surgery.eval.speed.serve_tables import save_serve_plot, serve_tables
+from surgery.eval.speed.context_tables import save_speed_plot, speed_markdown, speed_tables
+from surgery.eval.speed.serve_tables import save_serve_plot, serve_markdown, serve_tables
 
 ResultRow = dict[str, Any]  # of surgery.eval.speed.timer, which brings torch
 
@@ -25,6 +26,8 @@ def result_tables(result: dict[str, Any]) -> list[Any]:
         return training_tables(result)
     if result["kind"] == "serve":
         return serve_tables(result)
+    if result["kind"] == "speed":
+        return speed_tables(result)
     parts: list[Any] = []
     for title, columns, rows in result_grids(result["rows"]):
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
@@ -142,6 +145,8 @@ def format_conditions(result: dict[str, Any]) -> list[str]:
 
 def markdown(result: dict[str, Any]) -> str:
     """Return a result as docs/measurements/performance.md shows it."""
+    if result["kind"] in ("serve", "speed"):
+        return serve_markdown(result) if result["kind"] == "serve" else speed_markdown(result)
     lines = []
     for title, columns, rows in result_grids(result["rows"]):
         lines += [f"### {title}", "", "| | " + " | ".join(f"{c:,}" for c in columns) + " |"]
@@ -153,14 +158,14 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def save_plot(result: dict[str, Any], path: Path) -> None:
-    """Draw ms against size, one figure per table; of `serve` tokens per second against the batch size."""
-    if result.get("kind") == "serve":
-        save_serve_plot(result, path)
-        return
+    """Draw ms against size, one figure per table; of `serve` tokens per second by batch size, of `speed` all measures by context."""
     try:
         import matplotlib
     except ImportError:
         raise SurgeryError("--plot needs matplotlib: pip install matplotlib") from None
+    if result.get("kind") in ("serve", "speed"):
+        save_serve_plot(result, path) if result["kind"] == "serve" else save_speed_plot(result, path)
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -2,6 +2,7 @@
 
     python -m surgery.eval.speed.update_tables linear.json attention.json decode.json model.json
     python -m surgery.eval.speed.update_tables --add compressed.json
+    python -m surgery.eval.speed.update_tables speed.json
 
 Several files of one kind are merged. The first three kinds determine kernels/tuning.json, the fastest implementation by op and
 size (kernels/tuning.py); all go between the <!-- bench --> marks of docs/measurements/performance.md. What the files do not measure stays
@@ -17,11 +18,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from surgery.eval.speed.serve_tables import conditions
 from surgery.eval.speed.tables import CELL_LEGEND, format_conditions, markdown
 from surgery.planning.measured_times import tuning_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, TABLE = ROOT / "docs/measurements/performance.md", ROOT / "kernels/tuning.json"
+WHOLE = ("speed", "serve")  # kinds whose files are not merged: the last of each kind and dtype is shown
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 
 
@@ -96,14 +99,17 @@ def main(arguments: list[str]) -> None:
     only_table, paths = "--add" in arguments, [path for path in arguments if path != "--add"]
     if not paths or any(path.startswith("-") for path in paths):
         raise SystemExit("usage: python -m surgery.eval.speed.update_tables [--add] FILE.json ..")
-    results = merge_results([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
-    of_ops = [result for result in results if result["kind"] != "model"]
+    read = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
+    whole = {heading(result): result for result in read if result["kind"] in WHOLE}
+    results = [*merge_results([result for result in read if result["kind"] not in WHOLE]), *whole.values()]
+    of_ops = [result for result in results if result["kind"] not in ("model", *WHOLE)]
     old = json.loads(TABLE.read_text(encoding="utf-8"))["tables"]
     TABLE.write_text(format_json(keep_unmeasured(tuning_tables(of_ops), old)), encoding="utf-8")
     if not only_table:
         PAGE.write_text(update_page(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
     changed = [TABLE] if only_table else [TABLE, PAGE]
-    print("\n".join([*map(str, changed), format_conditions(results[0])[0]]))
+    about = conditions(results[0]) if results[0]["kind"] in WHOLE else format_conditions(results[0])[0]
+    print("\n".join([*map(str, changed), about]))
 
 
 if __name__ == "__main__":

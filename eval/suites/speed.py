@@ -1,32 +1,23 @@
-"""Suite `speed`: prefill time, decoding time per token, and memory, by context length.
+"""Suite `speed`: time to first token, tokens per second, cache and peak memory, by context length.
 
-The input is one sequence of random tokens. Base and converted model are loaded in one process and measured alternately, so that
-other load on the machine affects both equally.
+The measurement is that of `surgery bench speed` (eval/speed/contexts.py): base and converted model are in memory together and take
+turns in one process. The JSON rows of the benchmark are in the result's `info`, and samples and figures are made from them.
+A length that was measured for all models is not measured again after an interruption.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from surgery.core.errors import SurgeryError
 from surgery.eval.losses import check_lm_head
-from surgery.eval.speed.generation import cache_bytes, decode, is_out_of_memory, prefill, synchronized_time
-from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register
+from surgery.eval.speed.context_tables import plot_speed, speed_result
+from surgery.eval.speed.contexts import check_rows, is_row, is_whole_context, measure_context
+from surgery.eval.suite import EvalModel, EvalOptions, Suite, SuiteResult, register
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
-REPEATS, DECODE_TOKENS = 10, 16
-
-
-def _lower_is_better(name: str, unit: str, title: str) -> EvalMetric:
-    return EvalMetric(name, "mean", higher_is_better=False, unit=unit, title=title, pooled=False)
-
-
-METRICS = {
-    "prefill_ms": _lower_is_better("prefill_ms", "ms", "prefill"),
-    "decode_ms": _lower_is_better("decode_ms", "ms", "decode, a token"),
-    "cache_mb": _lower_is_better("cache_mb", "MB", "cache"),
-    "peak_mb": _lower_is_better("peak_mb", "MB", "peak memory, weights included"),
-}
+REPEATS, DECODE_TOKENS, BATCHES = 10, 16, (1, 16)
 
 
 def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
@@ -41,52 +32,84 @@ def run_in_turns(eval_models: list[EvalModel], options: EvalOptions) -> list[Sui
         check_lm_head(eval_model.model)
     longest = min((s.longest for s in eval_models if s.longest), default=None)
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= (longest or n)) or (longest or 512,)
-    samples: list[list[Sample]] = [[] for _ in eval_models]
-    notes = [f"{first.ranks.count} processes ran at the same time"] if first.ranks.count > 1 else []
+    names = [str(i) for i in range(len(eval_models))]  # two models may have one name
+    rows: list[dict[str, Any]] = []
     with first.progress.bar("speed", len(lengths)) as tick:
         for length in lengths:
-            try:
-                for mine, rows in zip(samples, _measure_length(eval_models, options, length)):
-                    mine += [Sample("speed", f"{length} {i}", row, {"length": length}) for i, row in enumerate(rows)]
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                notes.append(f"out of memory at {length:,} tokens")
+            rows += _length_rows(eval_models, names, options, length)
             tick()
-    if not samples[0]:
-        raise SurgeryError(f"speed: no length fitted; {'; '.join(notes)}")
-    return [SuiteResult(mine, METRICS, notes=notes) for mine in samples]
-
-
-def _measure_length(eval_models: list[EvalModel], options: EvalOptions, length: int) -> list[list[dict[str, float]]]:
-    """Return the measurements of each model. The first round, which compiles and fills allocators, is discarded."""
-    generator = torch.Generator().manual_seed(options.seed)
-    size = min(s.model.config.get_text_config().vocab_size for s in eval_models)
-    ids_1T = torch.randint(size, (1, length), generator=generator).to(eval_models[0].device)
-    rounds = [
-        [_measure_once(eval_model, ids_1T) for eval_model in eval_models] for _ in range(1 + (options.limit or REPEATS))
-    ]
-    return [[taken[i] for taken in rounds[1:]] for i in range(len(eval_models))]
-
-
-@torch.inference_mode()
-def _measure_once(eval_model: EvalModel, ids_1T: torch.Tensor) -> dict[str, float]:
-    """Return prefill_ms, decode_ms, cache_mb and, on a GPU, peak_mb of one run."""
-    model, gpu = eval_model.model, eval_model.device.type == "cuda"
-    others = 0
-    if gpu:
-        torch.cuda.reset_peak_memory_stats(eval_model.device)
-        own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-        others = torch.cuda.memory_allocated(eval_model.device) - own
-    began = synchronized_time(eval_model.device)
-    out = prefill(model, ids_1T)
-    prefilled = synchronized_time(eval_model.device)
-    cache, token_11 = out.past_key_values, out.logits[:, -1:].argmax(-1)
-    found = {"prefill_ms": 1e3 * (prefilled - began), "decode_ms": decode(model, token_11, cache, DECODE_TOKENS)}
-    found["cache_mb"] = cache_bytes(cache) / 1e6
-    if gpu:
-        found["peak_mb"] = (torch.cuda.max_memory_allocated(eval_model.device) - others) / 1e6
+    check_rows(rows)
+    notes = [f"{first.ranks.count} processes ran at the same time"] if first.ranks.count > 1 else []
+    notes += _memory_notes(rows, dict(zip(names, eval_models)))
+    found = []
+    for name, eval_model in zip(names, eval_models):
+        own = [
+            {**row, "model": eval_model.name} for row in rows if row["model"] == name and _has_all(rows, row["context"])
+        ]
+        found.append(speed_result(own, notes))
     return found
 
 
-register(Suite("speed", "prefill, decode and memory by length", run, run_pair=run_in_turns))
+def _length_rows(
+    eval_models: list[EvalModel], names: list[str], options: EvalOptions, length: int
+) -> list[dict[str, Any]]:
+    """Return the rows of all models at one length, from the journal of an interrupted run if it has them."""
+    journal, runs = eval_models[-1].journal, options.limit or REPEATS
+    key = "" if journal is None else journal.key_of("speed", [length, runs, DECODE_TOKENS, BATCHES])
+    if journal is not None and _is_whole(rows := journal.stored.get(key), length, names):
+        journal.used += len(rows)
+        return list(rows)
+    rows = measure_context(
+        {name: eval_model.model for name, eval_model in zip(names, eval_models)},
+        length,
+        BATCHES,
+        runs=runs,
+        steps=DECODE_TOKENS,
+        device=eval_models[0].device,
+        seed=options.seed,
+    )
+    if journal is not None:
+        journal.append([key], [rows])
+    return rows
+
+
+def _is_whole(rows: Any, length: int, names: list[str]) -> bool:
+    """Return whether rows of a journal are those of all models at a length."""
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and is_row(row) for row in rows):
+        return False
+    return all(row["context"] == length for row in rows) and is_whole_context(rows, length, names, BATCHES)
+
+
+def _has_all(rows: list[dict[str, Any]], length: int) -> bool:
+    """Return whether every model was measured at a length: samples of base and converted model are paired."""
+    return all(row["step_ms"] for row in rows if row["context"] == length and row["batch"] == 1)
+
+
+def _memory_notes(rows: list[dict[str, Any]], models: Mapping[str, EvalModel]) -> list[str]:
+    """Return a note for each length and batch that does not fit, with the models that it does not fit for."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for row in (row for row in rows if row.get("note")):
+        found.setdefault((row["context"], row["batch"]), []).append(models[row["model"]].role)
+    return [
+        f"out of memory at {length:,} tokens{f' in batches of {batch}' if batch > 1 else ''} ({', '.join(roles)})"
+        for (length, batch), roles in found.items()
+        if batch == 1 or (length, 1) not in found
+    ]
+
+
+def plot(results: Mapping[str, SuiteResult], folder: Path, base: str | None = "base") -> list[Path]:
+    """Draw all metrics by length in one figure, if several lengths were measured."""
+    lengths = {sample.group.get("length") for result in results.values() for sample in result.samples}
+    return plot_speed(results, folder / "speed.png", base) if len(lengths) > 1 else []
+
+
+register(
+    Suite(
+        "speed",
+        "time to first token, tokens per second, cache and peak memory by length",
+        run,
+        run_pair=run_in_turns,
+        plot=plot,
+        version=2,
+    )
+)

@@ -308,7 +308,7 @@ def bench_speed(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="WHAT", help="Benchmark to run: linear, attention, decode, model, serve, train or draft."
+            metavar="WHAT", help="Benchmark to run: linear, attention, decode, model, speed, serve, train or draft."
         ),
     ],
     peers: options.Peers = False,

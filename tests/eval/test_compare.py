@@ -59,7 +59,7 @@ def speed(ms: float) -> SuiteResult:
     return SuiteResult(samples, {"prefill_ms": MS})
 
 
-def save(folder, name, results, *, options=None, parameters=1000, device="cpu", reads=None, **key):
+def save(folder, name, results, *, options=None, parameters=1000, stored_bytes=None, device="cpu", reads=None, **key):
     """Write results as `surgery eval --out` does."""
     folder.mkdir(exist_ok=True)
     options = options or EvalOptions()
@@ -68,6 +68,7 @@ def save(folder, name, results, *, options=None, parameters=1000, device="cpu", 
     for suite, result in results.items():
         result.reads = {"file:/a/b.txt": "0" * 64} if reads is None else reads
         told = {"versions": VERSIONS, "device": device, "name": name, "parameters": parameters}
+        told |= {"stored_bytes": stored_bytes}
         result.provenance = told | {"options": options.model_dump(mode="json", exclude_defaults=True)}
         whole = result_key(fingerprint, suite, options, "cpu", "float32") | key
         store.save(store.result_folder(name, fingerprint, suite), whole, result)
@@ -393,3 +394,59 @@ def test_a_link_to_a_model_elsewhere_is_not_followed(tmp_path):
     (tmp_path / "b" / "link").symlink_to(elsewhere)
     with pytest.raises(SurgeryError, match="has no results"):
         compare_folders([tmp_path / "a", tmp_path / "b"])
+
+
+def test_quality_against_stored_bytes(tmp_path):
+    """Integers have no number of parameters, but bytes, so a quantized model is in that chart."""
+    for name, right, told in (
+        ("a", 8, {"stored_bytes": 4000, "parameters": 1000}),
+        ("b", 7, {"stored_bytes": 500, "parameters": None}),
+    ):
+        save(tmp_path / name, name, {"needle": needle(right)}, **told)
+    done = compare_folders([tmp_path / "a", tmp_path / "b"])
+    (chart,) = done.charts
+    assert chart.cost == "stored bytes" and {n: p.cost for n, p in chart.points.items()} == {"a": 4000, "b": 500}
+    assert [line[1:] for line in lines(done)[:2]] == [
+        ["stored parameters", "", "1.00k", ""],
+        ["stored bytes", "", "4.00k", "500"],
+    ]
+    found = csv.DictReader(io.StringIO(format_comparison(done, "csv")))
+    assert [row["value"] for row in found if row["task"] == "stored bytes"] == ["4000", "500"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"models": 3}', '{"models": {"base": {"fingerprint": "\\ud800"}}}'])
+def test_a_damaged_file_of_an_evaluation_does_not_stop_the_comparison(three, text):
+    (three[0] / "results.json").write_text(text)
+    (three[2] / "results.json").write_text(
+        json.dumps({"models": {"base": {"fingerprint": (b"original".hex() * 40)[:64]}}})
+    )
+    done = compare_folders(three)
+    assert done.base == "original" and len(done.models) == 3
+    says = [why for why in done.refused if "which model is the base is not read from original" in why]
+    assert bool(says) == (text in ("{",) or "ud800" in text) and done.exit_code == (2 if says else 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "says"),
+    [
+        ("MAX_LINE", 40, "line 1 must"),
+        ("MAX_SAMPLES", 11, "at most 11 samples"),
+        ("MAX_KEPT", 500, "at most 500 bytes"),
+    ],
+)
+def test_files_of_samples_have_a_limited_size(three, monkeypatch, limit, value, says):
+    """Prompts are not kept, and lines, samples and numbers have limits: a file of gigabytes does not fill memory."""
+    monkeypatch.setattr(f"surgery.eval.results.store.{limit}", value)
+    with pytest.raises(SurgeryError, match=says):
+        compare_folders(three)
+
+
+def test_prompts_are_not_kept_in_memory(tmp_path):
+    for name in ("a", "b"):
+        result = needle(3)
+        result.samples = [
+            Sample(s.task, s.id, s.metrics, s.group, shown={"prompt": "x" * 1000}) for s in result.samples
+        ]
+        save(tmp_path / name, name, {"needle": result})
+    done = compare_folders([tmp_path / "a", tmp_path / "b"])
+    assert all(not sample.shown for sample in done.results["needle"]["a"].samples)

@@ -17,8 +17,10 @@ from surgery.eval import run as frame
 from surgery.eval import suite as suites
 from surgery.eval.batching import score_in_batches
 from surgery.eval.model import OpenedModel
+from surgery.eval.results.models import compare_folders
 from surgery.eval.results.thresholds import parse_thresholds
 from surgery.eval.run import evaluate
+from surgery.eval.several import evaluate_models
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult
 
 ACCURACY = EvalMetric("accuracy", "accuracy", scale=100, floor=0.1)
@@ -110,8 +112,6 @@ def test_side_by_side(models, tmp_path):
 
 
 def test_several_models_share_the_base_and_are_compared(models, tmp_path):
-    from surgery.eval.several import evaluate_models
-
     out = tmp_path / "out"
     evaluate("old", ["right"], OPTIONS, out=out)
     done = evaluate_models(
@@ -127,10 +127,45 @@ def test_several_models_share_the_base_and_are_compared(models, tmp_path):
     assert {"comparison.json", "table.md", "table.csv", "table.tex"} <= {path.name for path in out.iterdir()}
     assert json.loads((out / "results.json").read_text())["models"]["converted"]["name"] == "old"
     assert done.to_dict()["limits"]["other"][0]["held"]
+    for name in ("worse", "other"):  # what --verify reads
+        (place,) = out.glob(f"{name}-*")
+        told = json.loads((place / "results.json").read_text())
+        assert {role: model["name"] for role, model in told["models"].items()} == {"base": "good", "converted": name}
+        assert compare_folders([out, place]).base == "good"
     with pytest.raises(SurgeryError, match="Give --out DIR"):
         evaluate_models(["worse", "other"], ["right"], OPTIONS, out=None)
     with pytest.raises(SurgeryError, match="one and the same"):
         evaluate_models(["worse", "worse"], ["right"], OPTIONS, out=tmp_path / "one")
+
+
+def test_several_models_take_turns(models, tmp_path, monkeypatch):
+    """Suites that time load all models together, once; the same command again measures nothing, and differences are given."""
+    monkeypatch.setattr("surgery.eval.results.models.SUITES", suites.SUITES)
+    done = evaluate_models(["worse", "other"], ["both"], OPTIONS, out=tmp_path / "out", compare="good")
+    assert models == [("both", "good worse other")]
+    again = evaluate_models(["other", "worse"], ["both"], OPTIONS, out=tmp_path / "out", compare="good")
+    assert (
+        len(models) == 1
+        and again.comparison.to_dict()["rows"][0]["values"] == done.comparison.to_dict()["rows"][0]["values"]
+    )
+    row = next(row for row in done.comparison.rows if row.task == "both")
+    assert set(row.differences) == {"worse", "other"}
+    assert not any("no differences" in note for note in done.comparison.notes)
+    evaluate("worse", ["both"], OPTIONS, compare="good", out=tmp_path / "out")
+    assert models[1:] == [("both", "good worse")]
+
+
+def test_models_that_do_not_fit_together(models, monkeypatch):
+    def beside(eval_models, options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setitem(suites.SUITES, "both", Suite("both", "side by side", lambda s, o: None, run_pair=beside))
+    with pytest.raises(
+        SurgeryError, match=r"both: 2 models take turns and must fit in the memory of .* Evaluate fewer at once"
+    ):
+        evaluate("worse", ["both"], OPTIONS, compare="good")
+    done = evaluate("worse", ["both", "right"], OPTIONS, compare="good")
+    assert "take turns" in done.broken["both"] and done.exit_code == 2
 
 
 HARMS = [("result.json", harm) for harm in ("", "{", "[]", "3", "null", '"x"', '{"key": {}}', "[" * 100_000)]

@@ -320,7 +320,15 @@ def test_speed_by_length(near):
     assert cache[256]["base"] == pytest.approx((256 + 16) * per_token)
     assert cache[256]["converted"] < 0.5 * cache[256]["base"]
     assert [v.held for v in done.verdicts] == [False, True]
-    assert {r.metric.name for r in done.rows} == {"prefill_ms", "decode_ms", "cache_mb"}
+    assert {r.metric.name for r in done.rows} == {"prefill_ms", "decode_ms", "tokens_s", "tokens_s_many", "cache_mb"}
+    for result in done.results["speed"].values():
+        rows = result.info["bench"]
+        assert [(row["context"], row["batch"], len(row["step_ms"])) for row in rows] == [
+            (context, batch, 2) for context in (64, 256) for batch in (1, 16)
+        ]
+        assert rows[1]["cache_bytes"] == 16 * rows[0]["cache_bytes"] and "first_token_ms" not in rows[1]
+        for sample, ms in zip(result.samples, rows[0]["step_ms"]):
+            assert sample.metrics["tokens_s"] == 1e3 / ms == 1e3 / sample.metrics["decode_ms"]
 
 
 def test_the_command(near, tmp_path, capsys):

@@ -97,6 +97,30 @@ def test_pareto_labels_every_point_and_marks_the_front(drawn, tmp_path):
     assert list(front.get_xdata()) == [2e6, 3e6] and "lower is better" in axes.get_ylabel()
 
 
+def test_labels_of_points_at_one_place_do_not_cover_each_other(drawn, tmp_path):
+    points = {f"model number {i}": CostPoint(3e6 + i, None, 2.4 + 0.01 * i, None) for i in range(6)}
+    plot_pareto(
+        tmp_path / "a.png", ParetoChart("bytes", "perplexity", False, points, ["model number 0"]), list(points), None
+    )
+    (axes,) = drawn[0].axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == 6 and not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_panels_share_colors_and_have_ticks_that_people_write(drawn, tmp_path):
+    curve = Curve([2048, 131072], [1.5, 900.0], [1.0, 800.0], [2.0, 1000.0])
+    panels = [plots.Panel("ms", {"original": curve, "new": curve}), plots.Panel("MB", {"new": curve})]
+    plots.plot_panels(tmp_path / "a.png", panels, ["original", "new"], "context", "title", base="original")
+    first, second = drawn[0].axes
+    colors = {line.get_label(): line.get_color() for line in first.lines}
+    assert (
+        colors == {"original": plots.BASE_COLOR, "new": plots.COLORS[0]}
+        and second.lines[0].get_color() == plots.COLORS[0]
+    )
+    assert [t.get_text() for t in first.get_xticklabels()] == ["2K", "128K"]
+    assert {"1", "10", "100", "1k"} <= {t.get_text() for t in first.get_yticklabels()}
+
+
 def test_bands_of_accuracies_are_wilson_s(drawn, tmp_path):
     metric = EvalMetric("accuracy", "accuracy", scale=100)
     samples = [Sample("t", f"{n} {i}", {"accuracy": 1.0}, {"length": n}) for n in (64, 128) for i in range(10)]

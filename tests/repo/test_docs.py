@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import picture
 from helpers.quick_python import QuickPython
 from safetensors.torch import load_file, save_file
 
@@ -30,6 +31,9 @@ MEASUREMENTS = DOCS / "measurements"  # results, whose commands take hours
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TAUGHT = [page for page in PAGES if page.parent != MEASUREMENTS]
 NEED_OUT = {
+    "heal.md",
+    "publish.md",
+    "serving.md",
     "benchmarks.md",
     "checkpoint.md",
     "compare.md",
@@ -172,3 +176,9 @@ def test_defaults_are_as_documented():
         if isinstance(field.default, (int, float, str)) and key != "description":
             cell = re.search(rf"^\| `{key}` \| (.*?) \|", text, re.M)
             assert cell and cell.group(1).strip('`"') == str(field.default), key
+
+
+def test_the_picture_is_what_its_script_draws():
+    for theme in picture.COLORS:
+        drawn = (DOCS / "img" / f"surgery-{theme}.svg").read_text(encoding="utf-8")
+        assert drawn == picture.draw(theme), "run python tests/helpers/picture.py"

@@ -36,10 +36,11 @@ def model_classes(names: list[str], base: str | None) -> dict[str, str]:
 
 
 def _table(found: dict[str, Any], names: list[str], base: str | None) -> str:
-    counts = [model.get("parameters") for model in found["models"]]
     body: list[list[Any]] = []
-    if any(counts):
-        body.append(["stored parameters", "", *("-" if c is None else (format_count(int(c)), int(c)) for c in counts)])
+    for title, key in (("stored parameters", "parameters"), ("stored bytes", "stored_bytes")):
+        counts = [model.get(key) for model in found["models"]]
+        if any(counts):
+            body.append([title, "", *("-" if c is None else (format_count(int(c)), int(c)) for c in counts)])
     for row in found["rows"]:
         pooled = row["metric"]["pooled"]
         if bool(row["group"]) == bool(pooled) or len(row["group"]) > 1:
