@@ -669,6 +669,7 @@ def bench(
     model: PathLike | None = None,
     drafter: Any = None,
     text: PathLike | None = None,
+    replay: PathLike | None = None,
 ) -> CommandResult:
     """Benchmark the kernels against their PyTorch references and torch's own operators. Return the measurements.
 
@@ -683,6 +684,7 @@ def bench(
         device, progress: as in `convert`.
         model: for linear: a checkpoint whose shapes are measured instead of `sizes`.
         model, drafter, text: for draft: the checkpoint, the recipe or folder of its drafter (None: sliding-window), and the text of the prompts.
+        replay: for draft: the `out` of an earlier draft benchmark, whose acceptance is timed on random weights; no model or text then.
     """
     from surgery.eval.speed.run import bench as run
     from surgery.eval.speed.tables import result_tables
@@ -692,11 +694,12 @@ def bench(
     if what == "draft":
         from surgery.eval.speed.draft import bench_draft, draft_tables
 
-        measured = bench_draft(model, drafter, text, sizes, device=device, dtype=dtype, out=place, progress=shown)
+        asked = {"device": device, "dtype": dtype, "out": place, "progress": shown, "replayed": replay}
+        measured = bench_draft(model, drafter, text, sizes, **asked, time_limit=time_limit)
         return CommandResult(measured, lambda: draft_tables(measured))
     if model is not None and what != "linear":
         raise SurgeryError(f"model is an option of bench draft and bench linear (got bench {what}). Leave it out")
-    for name, value in {"drafter": drafter, "text": text}.items():
+    for name, value in {"drafter": drafter, "text": text, "replay": replay}.items():
         if value is not None:
             raise SurgeryError(f"{name} is an option of bench draft (got bench {what}). Leave it out")
     shapes = None if model is None else _checkpoint_name(model, "bench")

@@ -11,8 +11,10 @@ On a GPU the two loops are also timed side by side.
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import explain_disk_errors, size_text, write_json
 from surgery.core.progress import Progress
+from surgery.eval.speed.draft_replay import replay, replay_lines
 from surgery.eval.speed.run import DTYPES, describe_environment
 from surgery.planning.recipe import load_recipe
 from surgery.speculation.bound import best_length, speedup
@@ -53,6 +56,8 @@ def bench_draft(
     dtype: str | None = None,
     out: Path | None = None,
     progress: Progress | None = None,
+    replayed: str | os.PathLike[str] | None = None,
+    time_limit: float | None = None,
 ) -> dict[str, Any]:
     """Measure a drafter on a checkpoint and a text. Return JSON data, written to `out`.
 
@@ -64,8 +69,14 @@ def bench_draft(
         device, dtype: as in `bench`.
         out: JSON file.
         progress: progress display.
+        replayed: result of an earlier run, whose acceptance pattern is timed on random weights (eval/speed/draft_replay.py), in place of
+            model, drafter and text.
+        time_limit: seconds after which no further case of a replay starts.
     """
-    if model is None or text is None:
+    others = [n for n, value in {"model": model, "drafter": drafter, "text": text}.items() if value is not None]
+    if replayed is not None and others:
+        raise SurgeryError(f"--replay takes the place of --{', --'.join(others)}. Leave out one or the other")
+    if replayed is None and (model is None or text is None):
         raise SurgeryError("bench draft needs a checkpoint and a text: surgery bench draft --model SRC --text FILE")
     place = choose_device(device)
     sizes = sizes or ("main" if place.type == "cuda" else "small")
@@ -74,6 +85,11 @@ def bench_draft(
             raise SurgeryError(f"{what} {given!r} is not one of {', '.join(valid)}{suggestion(given, valid)}")
     count, prompt, new = SIZES[sizes]
     number = getattr(torch, dtype or ("bfloat16" if place.type == "cuda" else "float32"))
+    if replayed is not None:
+        deadline = time.monotonic() + time_limit if time_limit else math.inf
+        shown = {"deadline": deadline, "progress": progress or Progress(), "save": partial(save, out)}
+        return replay(replayed, sizes, place, number, **shown, about=describe_environment(place))
+    assert model is not None and text is not None
     source = open_checkpoint(os.fspath(model))
     original = load_model(source, number).to(place).eval()
     name = os.fspath(drafter or "sliding-window")
@@ -96,25 +112,33 @@ def bench_draft(
         "new_tokens": new,
     }
     result["window"] = made.sight.window if made.sight else None
-    result |= {"extra_bytes": made.extra_bytes, "acceptance": measure_acceptance(made, ids_NP, new)}
+    result["sinks"] = made.sight.sinks if made.sight else None
+    measured = measure_acceptance(made, ids_NP, new)
+    result |= {"extra_bytes": made.extra_bytes, "acceptance": measured.to_dict(), "patterns": measured.patterns}
     result["bounds"] = bounds(made, result["acceptance"]["probability"])
     if place.type == "cuda":
         result["timing"] = time_loops(made, ids_NP, new)
-    if out is not None:
-        with explain_disk_errors(out):
-            write_json(out, result)
+    save(out, result)
     return result
 
 
-def measure_acceptance(drafter: Drafter, ids_NP: Tensor, new: int) -> dict[str, float]:
-    """Return the statistics of greedy drafts, summed over the prompts."""
+def save(out: Path | None, result: dict[str, Any]) -> None:
+    """Write the result as JSON."""
+    if out is not None:
+        with explain_disk_errors(out):
+            write_json(out, result)
+
+
+def measure_acceptance(drafter: Drafter, ids_NP: Tensor, new: int) -> SpeculativeOutput:
+    """Return the statistics of greedy drafts, summed over the prompts, and the pattern of each prompt."""
     options = {"max_new_tokens": new, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     total = SpeculativeOutput(ids_NP)
     for ids_1P in ids_NP.split(1):
         found = drafter.generate(ids_1P, torch.ones_like(ids_1P), draft_tokens=DRAFTS, **options)
         for name in ("drafted", "accepted", "tested", "rounds", "forwards", "draft_forwards", "generated"):
             setattr(total, name, getattr(total, name) + getattr(found, name))
-    return total.to_dict()
+        total.patterns += found.patterns
+    return total
 
 
 def bounds(drafter: Drafter, probability: float) -> list[dict[str, Any]]:
@@ -157,6 +181,8 @@ def draft_tables(result: dict[str, Any]) -> list[Any]:
     """Return the result as rich tables and lines."""
     from rich.table import Table
 
+    if result["kind"] == "draft replay":
+        return list(replay_lines(result))
     found = result["acceptance"]
     table = Table(
         title="bound on the speedup (drafts per round)",

@@ -9,11 +9,23 @@ from __future__ import annotations
 import copy
 import inspect
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer
+
+from surgery.mixers import MixerState
+from surgery.mixers.common.kv_layout import drop_later_slots, is_view_of_buffer
+from surgery.modeling.cache import MixerCacheLayer, mixer_modules
+from surgery.modeling.cuda_graph import can_capture, record_graph, reserve_buckets
+
+FULL_ROWS = "surgery_full_rows"  # attention implementation, see `full_rows_attention`
+MOST_REPEATS = 4096  # tokens that a repeated step may write: log-linear states have room for them
 
 
 class PreallocatedLayer(DynamicLayer):
@@ -95,6 +107,109 @@ def decode(model: Any, token_B1: Tensor, cache: Any, steps: int) -> float:
         out = model(input_ids=token_B1, past_key_values=cache, use_cache=True)
         token_B1 = out.logits[:, -1:].argmax(-1)
     return 1e3 * (synchronized_time(token_B1.device) - began) / steps
+
+
+def full_rows_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention function for rows without padding, whose last tokens are the queries: SDPA without a mask, so that heads share keys.
+
+    Returns (out_BTHV, None). Several queries see the keys up to their own, which needs no mask in the flash kernel.
+    """
+    causal = None if query.shape[2] == 1 else causal_lower_right(query.shape[2], key.shape[2])
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=causal, scale=kwargs.get("scaling"), enable_gqa=query.shape[1] > key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(FULL_ROWS, full_rows_attention)
+AttentionMaskInterface.register(
+    FULL_ROWS, lambda *args, **kwargs: None
+)  # transformers makes masks while a graph is captured
+
+
+class RepeatedStep:
+    """A greedy decoding step of B rows at a context of one length, which can be repeated; on a GPU it is a CUDA graph.
+
+    Each call reads the same number of tokens: keys and values of the new token are written behind the context, and the next call
+    writes over them. Recurrent states move on, in the same memory.
+
+    Args:
+        model: a causal language model.
+        cache: rows made by `repeat_rows`, with room for WARMUPS + 1 tokens.
+        token_B1: the first tokens.
+
+    Attributes:
+        problem: why the step could not be captured and runs one operation at a time; None: it was captured, or there is no GPU.
+    """
+
+    WARMUPS = 2  # they compile kernels and let buffers of keys grow
+
+    def __init__(self, model: Any, cache: Any, token_B1: Tensor):
+        self.model, self.cache, self.token_B1 = model, cache, token_B1.clone()
+        self.problem: str | None = None
+        seen = cache.get_seq_length()
+        self.place_B1 = torch.full_like(token_B1, seen)
+        self.linear = {m.layer_idx for _, m in mixer_modules(model) if can_capture(m.mixer)}
+        for layer in cache.layers:
+            if isinstance(layer, MixerCacheLayer):
+                reserve_buckets(layer, seen + self.WARMUPS + MOST_REPEATS)
+        for _ in range(self.WARMUPS):
+            self._forward()
+            rewind(cache)
+        self.held = [(x.state, x.seen) if isinstance(x, MixerCacheLayer) else None for x in cache.layers]
+        self.run: Callable[[], None] = self._step
+        if token_B1.device.type == "cuda":
+            self._capture()
+
+    def __call__(self) -> None:
+        """Run the step once."""
+        self.run()
+
+    def _capture(self) -> None:
+        try:
+            self.run = record_graph(self._step, warmups=1)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            self.problem = " ".join(str(error).split())[:200]
+            self._go_back()
+
+    def _forward(self) -> None:
+        out = self.model(
+            input_ids=self.token_B1, position_ids=self.place_B1, past_key_values=self.cache, use_cache=True
+        )
+        self.token_B1.copy_(out.logits[:, -1:].argmax(-1))
+
+    def _step(self) -> None:
+        self._forward()
+        for index, (layer, held) in enumerate(zip(self.cache.layers, self.held)):
+            if held is not None and held[0] is not None:
+                write_state(held[0], layer.state, all_of_it=index in self.linear)
+        self._go_back()
+
+    def _go_back(self) -> None:
+        rewind(self.cache)
+        for layer, held in zip(self.cache.layers, self.held):
+            if held is not None:
+                layer.state, layer.seen = held
+
+
+def write_state(held: MixerState, left: MixerState, all_of_it: bool) -> None:
+    """Write a step's state into the memory of the state before it, as the next step will read it.
+
+    all_of_it: of a recurrent state every tensor. Of a cache of keys that grows, tensors that a step copies; slots that it
+    appended to a buffer are free again.
+    """
+    if all_of_it:
+        held.seen_B.copy_(left.seen_B)
+    else:
+        drop_later_slots(held, left)
+    for name, tensor in held.tensors.items():
+        new = left.tensors[name]
+        if new is not tensor and new.shape == tensor.shape and (all_of_it or not is_view_of_buffer(new)):
+            tensor.copy_(new)
 
 
 def synchronized_time(device: torch.device) -> float:

@@ -1,12 +1,14 @@
 """`surgery bench serve`: decoding throughput over batch sizes and contexts, original and converted, beside counted bytes.
 
 Models of a Llama's shape with random weights; one row is prefilled with random tokens and its cache copied to all rows
-(eval/speed/generation.py). Tokens per second = 1000 B / ms of a step of B rows. Beside each cell stands what memory traffic alone
+(eval/speed/generation.py). All models decode in the same way: the memory of their caches is allocated in advance, and a step is one CUDA
+graph. They take turns in one process, and a cell is the median of the turns. Between turns a model gives back its cache, so that
+the next one has the memory. Tokens per second = 1000 B / ms of a step of B rows. Beside each cell stands what memory traffic alone
 predicts: with W bytes of weights and C(T) bytes of one row's cache (surgery/speculation/bound.py), a step reads W + B C(T), so
 
     predicted speed over the original = (W_o + B C_o(T)) / (W + B C(T)),    crossover  B* = (W - W_o) / (C_o(T) - C(T))
 
-A cell is a row of the JSON file, which is written after each. The same command goes on where a killed run stopped.
+A cell is a row of the JSON file, which is written after each (batch, context). The same command goes on where a killed run stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import explain_disk_errors, read_json, size_text, write_json
 from surgery.core.progress import Progress
 from surgery.eval.speed.attention import split_ranks
-from surgery.eval.speed.generation import cache_bytes, decode, is_out_of_memory, prefill, repeat_rows, rewind
+from surgery.eval.speed.generation import (
+    FULL_ROWS,
+    RepeatedStep,
+    cache_bytes,
+    is_out_of_memory,
+    prefill,
+    repeat_rows,
+    synchronized_time,
+)
 from surgery.eval.speed.model import EXTENT, ORIGINAL, SHAPES, allow_cudnn, install_mixers, make_model, replace_linears
 from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.mlr import MLR
@@ -36,13 +46,14 @@ from surgery.speculation.bound import weight_bytes
 from surgery.structures.low_rank import LowRank
 
 CONTEXTS = {"full": (2048, 8192, 32768, 65536), "main": (2048, 65536), "small": (16, 48)}
-BATCHES = {"full": (1, 4, 16, 64, 128, 256), "main": (1, 16, 64), "small": (1, 2)}
-STEPS = {"full": 8, "main": 8, "small": 2}  # tokens of a run
-RUNS = {"full": 5, "main": 3, "small": 1}  # after one that compiles kernels and fills allocators
+BATCHES = {"full": (1, 4, 16, 64, 256), "main": (1, 16, 64), "small": (1, 2)}
+STEPS = {"full": 16, "main": 16, "small": 2}  # tokens of a run
+RUNS = {"full": 3, "main": 3, "small": 2}  # turns of each model
 FILL_TOKENS = 4096  # tokens at once while the row is prefilled
 RANK_MULTIPLE = 64  # as in the recipe fast-half
 KEPT_EVERY = 4  # the hybrid keeps softmax in one of four layers
 NO_MEMORY = "does not fit: out of memory"
+LOOP = "captured steps, models in turns"
 SAME = ("kind", "sizes", "device", "dtype", "versions", "shape")  # must match for a file to be continued
 
 
@@ -79,25 +90,37 @@ def serve(
     """Measure all cells that `out` does not hold yet. Return JSON data, written to `out` after every cell."""
     result = {
         "kind": "serve",
+        "loop": LOOP,
         "sizes": sizes,
         **about,
         "dtype": str(dtype).removeprefix("torch."),
         "shape": SHAPES[sizes],
     }
-    result |= {"rows": continued_rows(out, result, is_cell), "complete": False}
-    done = {(row["model"], row["batch"], row["context"]) for row in result["rows"]}
+    result |= {"rows": continued_rows(out, result, is_cell, ("loop", *SAME)), "complete": False}
     words = [word for word in (only or "").lower().split(",") if word]
-    for name, change in model_changes(sizes).items():
-        if words and name != ORIGINAL and not any(word in name.lower() for word in words):
+    names = [n for n in model_changes(sizes) if n == ORIGINAL or not words or any(word in n.lower() for word in words)]
+    models: dict[str, ServedModel] = {}
+    for context, batch in ((t, b) for t in CONTEXTS[sizes] for b in BATCHES[sizes]):
+        here = [row for row in result["rows"] if (row["batch"], row["context"]) == (batch, context)]
+        if set(names) <= {row["model"] for row in here}:
             continue
-        cells = [(b, t) for t in CONTEXTS[sizes] for b in BATCHES[sizes] if (name, b, t) not in done]
-        if cells and not measure_model(
-            name, change, cells, result, device=device, dtype=dtype, deadline=deadline, out=out, progress=progress
-        ):
+        if time.monotonic() > deadline:
             return result
+        if not models:
+            models = {n: ServedModel(model_changes(sizes)[n], sizes, device, dtype) for n in names}
+        cells = measure_cells(models, batch, context, sizes=sizes, device=device)
+        result["rows"] = [row for row in result["rows"] if row not in here or row["model"] not in names] + cells
+        save(out, result)
+        shown = ", ".join(f"{c['model']} {cell_text(c)}" for c in cells)
+        progress.say(f"batch {batch}, context {context:,}: {shown}")
     result["complete"] = True
     save(out, result)
     return result
+
+
+def cell_text(cell: dict[str, Any]) -> str:
+    """Return the throughput of a cell, or why it has none."""
+    return f"{1e3 * cell['batch'] / cell['ms']:,.0f} tokens/s" if cell["ms"] else cell["note"]
 
 
 def continued_rows(
@@ -129,53 +152,55 @@ def continued_rows(
 def is_cell(row: dict[str, Any]) -> bool:
     """Return whether a row of a file has the names and numbers of a cell."""
     numbers = (row.get("batch"), row.get("context"), row.get("weight_bytes"), row.get("row_bytes"))
-    measured = isinstance(row.get("note"), str) or (isinstance(row.get("ms"), float) and 0 < row["ms"] < math.inf)
-    return isinstance(row.get("model"), str) and measured and all(type(n) is int and 0 < n < 2**63 for n in numbers)
+    runs = row.get("runs_ms")
+    is_timed = isinstance(runs, list) and all(
+        isinstance(ms, float) and 0 < ms < math.inf for ms in (row.get("ms"), *runs)
+    )
+    measured = isinstance(row.get("note"), str) or (is_timed and runs)
+    return (
+        isinstance(row.get("model"), str) and bool(measured) and all(type(n) is int and 0 < n < 2**63 for n in numbers)
+    )
 
 
-def measure_model(
-    name: str,
-    change: Callable[[Any], None],
-    cells: list[tuple[int, int]],
-    result: dict[str, Any],
+def measure_cells(
+    models: dict[str, ServedModel],
+    batch: int,
+    context: int,
     *,
+    sizes: str,
     device: torch.device,
-    dtype: torch.dtype,
-    deadline: float,
-    out: Path | None,
-    progress: Progress,
-) -> bool:
-    """Append the cells (B, T) of one model to the result, contexts ascending. Return False if the deadline came first."""
-    from transformers import DynamicCache
-
-    sizes = result["sizes"]
-    model = make_model(sizes, device, dtype)
-    change(model)
-    row_cache, seen, longest = DynamicCache(config=model.config), 0, math.inf
-    for batch, context in cells:
-        if time.monotonic() > deadline:
-            return False
-        cell: dict[str, Any] = {"model": name, "batch": batch, "context": context, "ms": None}
-        cell |= {"weight_bytes": weight_bytes(model), "row_bytes": counted_cache_bytes(model, context)}
-        if note := too_large(cell, device) or (NO_MEMORY if context >= longest else None):
-            cell["note"] = note
-        else:
+) -> list[dict[str, Any]]:
+    """Return the cell (batch, context) of every model. The models run in turns, RUNS times each."""
+    cells = {name: empty_cell(name, model, batch, context, device) for name, model in models.items()}
+    for _ in range(RUNS[sizes]):
+        for name, model in models.items():
+            cell = cells[name]
+            if "note" in cell:
+                continue
             try:
-                longest = context  # a prefill that runs out of memory leaves no cache to go on from
-                seen, longest = fill(model, row_cache, seen, context, device), math.inf
-                cell |= measure_cell(model, row_cache, batch, sizes, device)
+                model.fill(context)
+                found = measure_once(model.model, model.row, batch, sizes, device)
+                cell["runs_ms"].append(found.pop("ms"))
+                cell |= found
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                cell["note"] = NO_MEMORY
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        result["rows"].append(cell)
-        save(out, result)
-        shown = f"{1e3 * batch / cell['ms']:,.0f} tokens/s" if cell["ms"] else cell["note"]
-        progress.say(f"{name}, batch {batch}, context {context:,}: {shown}")
-    return True
+                cell |= {"note": NO_MEMORY, "runs_ms": []}
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    for cell in cells.values():
+        cell["ms"] = median(cell["runs_ms"]) if cell["runs_ms"] else None
+    return list(cells.values())
+
+
+def empty_cell(name: str, model: ServedModel, batch: int, context: int, device: torch.device) -> dict[str, Any]:
+    """Return a cell with its counted bytes, and a note if it cannot fit."""
+    cell: dict[str, Any] = {"model": name, "batch": batch, "context": context, "ms": None, "runs_ms": []}
+    cell |= {"weight_bytes": weight_bytes(model.model), "row_bytes": counted_cache_bytes(model.model, context)}
+    if note := too_large(cell, device) or (NO_MEMORY if context >= model.longest else None):
+        cell["note"] = note
+    return cell
 
 
 def too_large(cell: dict[str, Any], device: torch.device) -> str | None:
@@ -186,31 +211,58 @@ def too_large(cell: dict[str, Any], device: torch.device) -> str | None:
     return f"does not fit: needs {size_text(needed)}"
 
 
+class ServedModel:
+    """A model and the cache of one row of random tokens, which grows from context to context.
+
+    longest: a context whose prefill ran out of memory, which leaves no cache to go on from.
+    """
+
+    def __init__(self, change: Callable[[Any], None], sizes: str, device: torch.device, dtype: torch.dtype):
+        from transformers import DynamicCache
+
+        self.model = make_model(sizes, device, dtype)
+        change(self.model)
+        self.model.config._attn_implementation = FULL_ROWS
+        self.row, self.longest = DynamicCache(config=self.model.config), math.inf
+
+    def fill(self, context: int) -> None:
+        """Extend the row's cache to `context` random tokens."""
+        self.longest = context
+        fill_row(self.model, self.row, context)
+        self.longest = math.inf
+
+
 @torch.inference_mode()
-def fill(model: Any, cache: Any, seen: int, context: int, device: torch.device) -> int:
-    """Extend a row's cache from `seen` to `context` random tokens and return `context`."""
-    while seen < context:
+def fill_row(model: Any, cache: Any, context: int) -> None:
+    """Extend a row's cache to `context` random tokens."""
+    while (seen := cache.get_seq_length()) < context:
         tokens = min(FILL_TOKENS, context - seen)
-        prefill(model, torch.randint(model.config.vocab_size, (1, tokens), device=device), cache)
-        seen += tokens
-    return seen
+        prefill(model, torch.randint(model.config.vocab_size, (1, tokens), device=model.device), cache)
 
 
-def measure_cell(model: Any, row_cache: Any, batch: int, sizes: str, device: torch.device) -> dict[str, Any]:
-    """Return ms of a step (median of the runs), the bytes of the cache and, on a GPU, the peak memory with weights and one row's cache."""
-    steps, gpu = STEPS[sizes], device.type == "cuda"
+def measure_once(model: Any, row_cache: Any, batch: int, sizes: str, device: torch.device) -> dict[str, Any]:
+    """Return ms of a step, whether it was captured, the bytes of the cache and, on a GPU, the peak memory of the device's process.
+
+    The peak leaves out the weights and rows of the other models.
+    """
+    gpu = device.type == "cuda"
+    others = 0
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    with torch.inference_mode(), allow_cudnn(False):  # it builds a plan for every length of a growing cache
-        cache = repeat_rows(row_cache, batch, steps)
+        others = torch.cuda.memory_allocated(device) - weight_bytes(model) - cache_bytes(row_cache)
+    with torch.inference_mode(), allow_cudnn(False):  # as in the decoding rows of bench model
+        cache = repeat_rows(row_cache, batch, RepeatedStep.WARMUPS + 2)
         held = cache_bytes(cache)
-        token_B1 = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        times = []
-        for _ in range(1 + RUNS[sizes]):
-            rewind(cache)
-            times.append(decode(model, token_B1, cache, steps))
-    found = {"ms": median(times[1:]), "cache_bytes": held}
-    return found | ({"peak_bytes": torch.cuda.max_memory_allocated(device)} if gpu else {})
+        step = RepeatedStep(model, cache, torch.zeros(batch, 1, dtype=torch.long, device=device))
+        step()
+        began = synchronized_time(device)
+        for _ in range(STEPS[sizes]):
+            step()
+        ms = 1e3 * (synchronized_time(device) - began) / STEPS[sizes]
+    found = {"ms": ms, "cache_bytes": held, "captured": gpu and step.problem is None}
+    if step.problem:
+        found["problem"] = step.problem
+    return found | ({"peak_bytes": torch.cuda.max_memory_allocated(device) - others} if gpu else {})
 
 
 def save(out: Path | None, result: dict[str, Any]) -> None:

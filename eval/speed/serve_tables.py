@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from surgery.core.errors import SurgeryError
+from surgery.core.files import size_text
 
 Cell = dict[str, Any]  # a row of the result, see eval/speed/serve.py
 LEGEND = (
@@ -28,7 +30,7 @@ def serve_tables(result: dict[str, Any]) -> list[Any]:
         for name, cells in rows:
             table.add_row(name, *cells)
         parts += [table, ""]
-    return [*parts, *crossover_lines(result["rows"]), *missing_lines(result["rows"]), "", LEGEND, conditions(result)]
+    return [*parts, *remarks(result["rows"]), "", LEGEND, conditions(result)]
 
 
 def serve_markdown(result: dict[str, Any]) -> str:
@@ -37,7 +39,41 @@ def serve_markdown(result: dict[str, Any]) -> str:
     for title, columns, rows in serve_grids(result["rows"]):
         lines += [f"### {title}", "", "| | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
         lines += [*(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows), ""]
-    return "\n".join([*lines, *(f"- {x}" for x in (*crossover_lines(result["rows"]), *missing_lines(result["rows"])))])
+    return "\n".join([*lines, *(f"- {x}" for x in remarks(result["rows"]))])
+
+
+def remarks(cells: list[Cell]) -> list[str]:
+    """Return lines about crossovers, the spread of the runs, steps that were not captured, and cells without a time."""
+    return [*crossover_lines(cells), *spread_lines(cells), *uncaptured_lines(cells), *missing_lines(cells)]
+
+
+def spread(cell: Cell) -> float:
+    """Return how far the runs of a cell lie apart, as a share of their median."""
+    return (max(cell["runs_ms"]) - min(cell["runs_ms"])) / cell["ms"]
+
+
+def spread_lines(cells: list[Cell]) -> list[str]:
+    """Return a line per model: the number of runs of a cell, and the median and the largest spread over its cells."""
+    lines = []
+    for name in dict.fromkeys(cell["model"] for cell in cells):
+        timed = [cell for cell in cells if cell["model"] == name and cell.get("ms")]
+        if timed:
+            worst, middle = max(timed, key=spread), median(map(spread, timed))
+            lines.append(
+                f"{name}: median of {min(len(c['runs_ms']) for c in timed)} runs in turns with the other models, which lie {middle:.1%} apart "
+                f"(at most {spread(worst):.1%}: batch {worst['batch']}, context {worst['context']:,})"
+            )
+    return lines
+
+
+def uncaptured_lines(cells: list[Cell]) -> list[str]:
+    """Return a line per model and reason for steps that ran without a CUDA graph on a GPU."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        if cell.get("problem"):
+            key = cell["model"], str(cell["problem"])
+            found.setdefault(key, []).append(f"batch {cell['batch']}, context {cell['context']:,}")
+    return [f"{name}, not in a CUDA graph ({problem}): {'; '.join(where)}" for (name, problem), where in found.items()]
 
 
 def conditions(result: dict[str, Any]) -> str:
@@ -48,7 +84,7 @@ def conditions(result: dict[str, Any]) -> str:
 
 
 def serve_grids(cells: list[Cell]) -> list[tuple[str, list[str], list[tuple[str, list[str]]]]]:
-    """Return for each context (title, columns, (model, cells)): throughput with speed over the original, then memory in GB."""
+    """Return for each context (title, columns, (model, cells)): throughput with speed over the original, then memory."""
     batches = sorted({cell["batch"] for cell in cells})
     columns = [f"batch {batch}" for batch in batches]
     grids = []
@@ -58,7 +94,7 @@ def serve_grids(cells: list[Cell]) -> list[tuple[str, list[str], list[tuple[str,
         rows = [(name, [throughput_cell(here, name, batch) for batch in batches]) for name in names]
         grids.append((f"context {context:,}: tokens per second", columns, rows))
         rows = [(name, [memory_cell(here.get((name, batch))) for batch in batches]) for name in names]
-        grids.append((f"context {context:,}: cache in GB, peak memory in GB", columns, rows))
+        grids.append((f"context {context:,}: cache, peak memory", columns, rows))
     return grids
 
 
@@ -92,11 +128,11 @@ def throughput_cell(here: dict[tuple[str, int], Cell], name: str, batch: int) ->
 
 
 def memory_cell(cell: Cell | None) -> str:
-    """Format the bytes of the cache and the peak memory of a cell."""
+    """Format the bytes of the cache and the peak memory of a cell, each in the unit that fits."""
     if cell is None or not cell.get("ms"):
         return "-"
     peak = cell.get("peak_bytes")
-    return f"{cell['cache_bytes'] / 1e9:.3g}" + (f", {peak / 1e9:.3g}" if peak else "")
+    return size_text(cell["cache_bytes"]) + (f", {size_text(peak)}" if peak else "")
 
 
 def predicted_crossover(original: Cell, cell: Cell) -> str:

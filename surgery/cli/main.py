@@ -323,6 +323,7 @@ def bench_speed(
     model: options.DraftModel = None,
     drafter: options.DrafterName = None,
     text: options.DraftText = None,
+    replay: options.DraftReplay = None,
 ) -> None:
     """Benchmark the kernels against their PyTorch references and torch's own operators.
 
@@ -332,10 +333,17 @@ def bench_speed(
     from surgery.eval.speed.tables import result_tables, save_plot
 
     asked: dict[str, Any]
-    if what == "draft" or drafter or text or (model and what != "linear"):
+    if what == "draft" or drafter or text or replay or (model and what != "linear"):
         from surgery import api
 
-        asked = {"sizes": sizes, "dtype": dtype, "out": out, "device": device}
+        asked = {
+            "sizes": sizes,
+            "dtype": dtype,
+            "out": out,
+            "device": device,
+            "replay": replay,
+            "time_limit": time_limit,
+        }
         shown = api.bench(what, **asked, model=model, drafter=drafter, text=text, progress=_progress(as_json))
         print(json.dumps(shown, indent=2)) if as_json else _show(list(shown._parts()))
         return

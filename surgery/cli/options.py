@@ -139,6 +139,14 @@ DrafterName = Annotated[
     ),
 ]
 DraftText = Annotated[Path | None, typer.Option("--text", help="With draft: take the prompts from this text file.")]
+DraftReplay = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay",
+        metavar="FILE",
+        help="With draft: time the acceptance of FILE, the --out of an earlier `bench draft`, on random weights of the --sizes, in place of --model and --text.",
+    ),
+]
 
 # -- surgery finetune
 HealingName = Annotated[

@@ -28,6 +28,7 @@ class SpeculativeOutput:
     the first rejection of each round, of which accepted / tested estimates the probability that a draft is accepted. rounds: rounds of
     the loop, summed over the rows that were not finished. forwards: forwards of the original, the prompt's included. draft_forwards:
     forwards of the drafter. generated: tokens written, without padding. draft_cache_bytes: cache of the drafter at the end.
+    patterns: for each row, 1 for every draft that was accepted and 0 for every one that was rejected, in the order of the text.
     """
 
     sequences: Tensor
@@ -39,6 +40,7 @@ class SpeculativeOutput:
     draft_forwards: int = 0
     generated: int = 0
     draft_cache_bytes: int = 0
+    patterns: list[str] = field(default_factory=list)
 
     @property
     def acceptance(self) -> float:
@@ -183,7 +185,7 @@ class Loop:
             torch.zeros(len(input_ids), dtype=torch.bool, device=device),
             0 if pad is None else int(pad),
         )
-        result = SpeculativeOutput(input_ids)
+        result = SpeculativeOutput(input_ids, patterns=[""] * len(input_ids))
         logits_BV = self.target.prefill(input_ids, mask_BL)
         result.forwards += 1
         scores_B1V = process_scores(logits_processor, rows.ids, rows.lengths(), logits_BV[:, None].float())
@@ -231,13 +233,16 @@ class Loop:
         tokens_BT = torch.cat([drafts_Bk, after_B[:, None]], 1).scatter(1, accepted_B[:, None], after_B[:, None])
         rows.put(tokens_BT)
         kept_B = self._keep(rows, (accepted_B + 1) * going_B, criteria, result)
-        going, hits = int(going_B.sum()), int(torch.minimum(accepted_B, kept_B)[going_B].sum())
-        result.forwards, result.rounds = result.forwards + 1, result.rounds + going
-        result.drafted, result.accepted = result.drafted + count * going, result.accepted + hits
         # A row that ended within its draft tells nothing about the drafts behind its end.
-        tested_B = torch.minimum((accepted_B + 1).clamp_max(count), kept_B)[going_B]
-        result.tested += int(tested_B.sum())
-        self.length.record(int(tested_B.sum()), hits)
+        hits_B = torch.minimum(accepted_B, kept_B) * going_B
+        tested_B = torch.minimum((accepted_B + 1).clamp_max(count), kept_B) * going_B
+        hits, tested, is_going = torch.stack([hits_B, tested_B, going_B.long()]).tolist()
+        for row, (accepted, of) in enumerate(zip(hits, tested)):
+            result.patterns[row] += "1" * accepted + "0" * (of - accepted)
+        result.forwards, result.rounds = result.forwards + 1, result.rounds + sum(is_going)
+        result.drafted, result.accepted = result.drafted + count * sum(is_going), result.accepted + sum(hits)
+        result.tested += sum(tested)
+        self.length.record(sum(tested), sum(hits))
 
     def _keep(self, rows: Rows, new_B: Tensor, criteria: Any, result: SpeculativeOutput) -> Tensor:
         """Append the tokens that end no row, and hand them to the streamer."""

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.small_mixers import random_model
+from transformers import DynamicCache
 
 import surgery
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
-from surgery.eval.speed import draft
+from surgery.eval.speed import draft, draft_replay
+from surgery.eval.speed.generation import FULL_ROWS
 from surgery.speculation.bound import speedup
 from surgery.speculation.drafter import Drafter
+from surgery.speculation.runners import Target
 from surgery.speculation.slots import Sight
 
 EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
@@ -90,3 +93,74 @@ def test_both_loops_are_timed(monkeypatch):
 def test_a_text_within_the_window_is_said(short):
     found = surgery.bench("draft", model=EMBEDDED, text=EMBEDDED / "heldout.txt", sizes="small", device="cpu")
     assert found["acceptance"]["acceptance"] == 1 and "fits into the drafter's window" in repr(found)
+
+
+def test_a_pattern_is_replayed_on_random_weights(short, tmp_path, monkeypatch):
+    """The file of one benchmark gives the accepted drafts of the other; each row of a batch begins at another place of it."""
+    recipe = tmp_path / "near.yaml"
+    recipe.write_text("structure: dense\nattention: {mixer: window, window: 8, sinks: 1}\n")
+    asked = {"model": EMBEDDED, "text": EMBEDDED / "heldout.txt", "sizes": "small", "device": "cpu"}
+    found = surgery.bench("draft", drafter=recipe, out=tmp_path / "draft.json", **asked)
+    assert len(found["patterns"]) == 2
+    hits, counts = "".join(found["patterns"]), found["acceptance"]
+    assert (hits.count("1"), len(hits)) == (counts["accepted"], counts["tested"])
+    monkeypatch.setitem(draft_replay.CONTEXTS, "small", (24,))
+    monkeypatch.setitem(draft_replay.TURNS, "small", 1)
+    out = tmp_path / "replay.json"
+    again = surgery.bench("draft", replay=tmp_path / "draft.json", sizes="small", device="cpu", out=out)
+    assert json.loads(out.read_text()) == again and again["complete"] and again["window"] == 8
+    for row in again["rows"]:
+        assert row["speedup"] == row["original_ms"] / row["drafting_ms"] > 0
+        assert 1 <= row["tokens_per_round"] <= row["drafts"] + 1
+        cost = row["draft_bytes"] / row["original_bytes"]
+        assert row["bound"] == pytest.approx(row["tokens_per_round"] / (row["drafts"] * cost + 1))
+    assert "acceptance replayed from" in repr(again) and "random weights" in repr(again)
+    with pytest.raises(SurgeryError, match="takes the place of --model, --text"):
+        surgery.bench("draft", replay=out, **asked)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "serve"}, "has no acceptance pattern"),
+        ({"patterns": ["10", "1x"]}, "has no acceptance pattern"),
+        ({"patterns": [""]}, "has no acceptance pattern"),
+        ({"patterns": "101"}, "has no acceptance pattern"),
+        ({"window": None}, "not a window of its original"),
+        ({"sinks": -1}, "not a window of its original"),
+        ({"window": 2**60}, "not a window of its original"),
+    ],
+)
+def test_files_without_a_pattern_are_refused(change, message, tmp_path):
+    path = tmp_path / "draft.json"
+    path.write_text(json.dumps({"kind": "draft", "patterns": ["101"], "window": 8, "sinks": 1} | change))
+    with pytest.raises(SurgeryError, match=message):
+        draft_replay.load_pattern(path)
+
+
+def test_rows_of_a_pattern_go_on_where_a_round_stopped():
+    pattern = draft_replay.Pattern(["1101", "11"], 2)  # 110111, from places 0 and 3
+    assert [pattern.next(4), pattern.next(4), pattern.next(2)] == [[2, 4], [4, 1], [1, 2]]
+
+
+def test_a_replayed_round_drafts_what_the_drafter_drafts():
+    """Drafts of a round in the preallocated cache are the drafter's greedy tokens, and the comparison counts those that the original chooses."""
+    model, sight = random_model("llama").double().eval(), Sight(4, 1)
+    ids = torch.arange(3, 23)[None]
+    with torch.inference_mode():
+        first = model(ids).logits[:, -1:].argmax(-1)
+        row, wanted = DynamicCache(config=model.config), Drafter(model, model, sight)
+        model(ids, past_key_values=row)
+        target = Target(model, [None, None])
+        target.prefill(ids, torch.ones_like(ids))
+        tokens = [first]
+        for place in range(20, 23):
+            logits = target.run_drafter(wanted.draft_model, tokens[-1], torch.tensor([place]), sight)
+            tokens.append(logits[:, -1:].argmax(-1))
+        verified = target.verify(torch.cat(tokens, 1), torch.tensor([20])).argmax(-1)
+        model.config._attn_implementation = FULL_ROWS
+        rounds = draft_replay.DraftRound(model, draft_replay.sighted_rows(row, 1, 4), sight, 1, 3)
+        rounds.tokens_BK[:, :1] = first
+        accepted = rounds()
+    assert torch.equal(rounds.tokens_BK[:, 1:], torch.cat(tokens[1:], 1))
+    assert accepted == (verified[:, :3] == rounds.tokens_BK[:, 1:]).long().cumprod(1).sum(1).tolist()

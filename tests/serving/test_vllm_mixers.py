@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.served import converted, expected, ragged_prompts, random_checkpoint
+from helpers.served import converted, expected, ragged_prompts
 from serving.engines import apart, check_equal, engine, generate, needs_vllm, preemptions
 
 from surgery.planning.recipe import load_recipe
@@ -27,11 +27,6 @@ TOKENS = 16
 LONG = {"shared": 300, "longest": 20}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return apart(random_checkpoint, tmp_path_factory.mktemp("source") / "SRC")
-
-
 def by_recipe(source: Path, out: Path, name: str, **attention) -> Path:
     """Convert by a shipped recipe, with a smaller window and block, so that short prompts leave them."""
     keys = load_recipe(name, []).attention.model_dump(exclude_unset=True)
@@ -48,16 +43,6 @@ def test_tokens_equal_those_of_transformers(name, source, tmp_path):
     with engine(out) as llm:
         assert llm.llm_engine.vllm_config.model_config.architecture == "SurgeryForCausalLM"
         check_equal(generate(llm, prompts, TOKENS), apart(expected, out, prompts, TOKENS))
-
-
-@pytest.fixture(scope="module")
-def hybrid(source, tmp_path_factory) -> Path:
-    """Gated DeltaNet with a window in two of three layers, softmax in the other, and BTT linears. The state is small, so that blocks of
-    the key cache, which vLLM makes as large, are shorter than the shared prefix."""
-    keys = {"mixer": "linear", "mask": "gates", "scores": "delta", "gate": "value", "window": 16, "sinks": 4}
-    keys |= {"hybrid": {"keep": 0.34, "by": "every"}}
-    out = tmp_path_factory.mktemp("hybrid") / "OUT"
-    return apart(converted, source, out, structure="btt", blocks=[4, 4], attention=keys)
 
 
 @pytest.mark.parametrize("name", ["log-linear", "tbm"])
@@ -97,7 +82,16 @@ def test_speculation_is_refused(hybrid):
         pass
 
 
-@pytest.mark.parametrize("mixer", [{"mixer": "window", "window": 8}, {"mixer": "linear", "mask": "toeplitz"}], ids=str)
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        {"mixer": "window", "window": 8},
+        {"mixer": "linear", "mask": "toeplitz"},
+        {"mixer": "mlr", "ranks": [16, 8, 8], "extents": [64, 16]},
+        {"mixer": "mlr", "ranks": [16, 16], "extents": [32], "form": "nested", "hybrid": {"keep": 0.34, "by": "every"}},
+    ],
+    ids=str,
+)
 def test_states_that_grow_are_refused(mixer, source, tmp_path):
     out = apart(converted, source, tmp_path / "OUT", structure="dense", attention=mixer)
     with pytest.raises(Exception, match=r"keeps keys or scores of its own|grows with the context"), engine(out):

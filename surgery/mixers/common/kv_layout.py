@@ -126,6 +126,11 @@ def _location(view: Tensor) -> tuple[KVBuffer | None, int, int]:
     return location
 
 
+def is_view_of_buffer(slots_BGSX: Tensor) -> bool:
+    """Return whether keys or values are slots of a `KVBuffer`, in which a later state has them in the same place."""
+    return _location(slots_BGSX)[0] is not None
+
+
 def drop_later_slots(kept: MixerState, dropped: MixerState) -> None:
     """Let `kept` grow in place again, in the buffers that it shares with `dropped`, a later state that is not read again."""
     for name, view in kept.tensors.items():
