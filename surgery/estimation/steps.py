@@ -24,7 +24,6 @@ from surgery.estimation.fits import (
 from surgery.estimation.shape import ConversionShape, LayerKind, StageShape, TextRows
 from surgery.estimation.speeds import Speeds
 from surgery.planning.plan import LinearTarget
-from surgery.structures import STRUCTURES
 
 # Elements per token that a layer's forward reads and writes outside of its products, and holds at its peak, by (width, MLP width,
 # query features): counted on Llama layers of six shapes. With a backward pass: of both passes together.
@@ -342,4 +341,4 @@ def stored_size(target: LinearTarget) -> int:
     """Return the stored elements of a target under a uniform allocation."""
     if target.preview is None:
         return target.numel
-    return int(STRUCTURES[target.preview].params(target.preview, target.out, target.in_))
+    return target.params(target.preview)
