@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -287,7 +287,7 @@ class SequentialConverter:
         members: list[LinearTarget],
         weights: dict[str, tuple[Tensor, bool]],
         fits: dict[int, InputMoments],
-        of_expert: dict[int, Callable[..., InputMoments]],
+        of_expert: Mapping[int, Callable[..., InputMoments]],
         grams: dict[str, Tensor],
     ) -> Callable[[], dict[str, FitResult]]:
         """Return a function that fits the matrices of one basis. Held-out rows of several processes are counted before it runs."""

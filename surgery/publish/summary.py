@@ -52,7 +52,7 @@ def _plan_row(target: LinearTarget) -> dict[str, Any]:
     row = {"role": roles, "shape": [target.out, target.in_], "before": target.numel}
     if target.preview is None:
         return {**row, "structure": "dense", "after": target.numel, "macs": round(target.numel * target.linear.active)}
-    label = describe_structure(_preview_dict(target)) if len(target.configs) == 1 or target.options else "auto"
+    label = describe_structure(_preview_dict(target) or {}) if len(target.configs) == 1 or target.options else "auto"
     _, macs = _structure_cost(target.preview, target.out, target.in_)
     return {
         **row,

@@ -118,7 +118,7 @@ class SharedLowRankLinear(StructuredLinear):
 
     def macs(self) -> int:
         """Return multiply-accumulates per token, those of the basis included."""
-        return self.weight.numel() + self.config.rank * self.in_features
+        return self.weight.numel() + int(self.config.rank) * self.in_features
 
     def mup(self) -> dict[str, MuP]:
         """Return fan-in and fan-out of the core."""
