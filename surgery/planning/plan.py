@@ -103,9 +103,14 @@ class LinearTarget:
             stored -= config.rank * self.in_  # type: ignore[attr-defined]
         return stored
 
+    @property
+    def basis_rank(self) -> int:
+        """The rank of the shared basis."""
+        return self.preview.rank  # type: ignore[union-attr, no-any-return]
+
     def basis_params(self) -> int:
         """Return how many of the stored elements of `preview` belong to a shared basis."""
-        return self.preview.rank * self.in_ if self.stores_basis else 0  # type: ignore[union-attr]
+        return self.basis_rank * self.in_ if self.stores_basis else 0
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,12 @@ from surgery.core.errors import SurgeryError
 from surgery.structures import linalg
 from surgery.structures.base import MuP, StructuredLinear, balance_factors
 from surgery.structures.low_rank import LowRank, low_rank_factors
-from surgery.structures.metric import Metric, inner_product
+from surgery.structures.metric import Metric, inner_product, spd_inverse
 
-STEPS = 60  # most steps of conjugate gradients, for one update of the basis
-TOLERANCE = 1e-12  # squared residual, relative to that of a basis of zeros, at which they stop
+STEPS = 20  # most steps of conjugate gradients, for one update of the basis
+TOLERANCE = (
+    1e-8  # squared residual in the norm of the preconditioner, relative to that of a basis of zeros, at which they stop
+)
 MIN_GAIN = 1e-3  # sweeps stop when one lowers the squared error by less than this fraction
 
 
@@ -192,14 +194,10 @@ def shared_factors(
 
 def start_basis(weights: Sequence[Tensor], metrics: Sequence[Metric], scales: Sequence[float], rank: int) -> Tensor:
     """Return the right factor (R, I) that is optimal for one metric, the sum of all s_e C_e, with orthonormal rows."""
-    if all(metric.c_II is not None for metric in metrics):
-        pooled = Metric(sum_of(scale * metric.c_II for metric, scale in zip(metrics, scales)))  # type: ignore[operator]
-        stacked_XI = torch.cat([metric.apply_output_root(w_OI) for w_OI, metric in zip(weights, metrics)])
-    else:
-        pooled = Metric()
-        roots = [math.sqrt(scale) for scale in scales]
-        stacked_XI = torch.cat([r * m.apply_output_root(w_OI) for w_OI, m, r in zip(weights, metrics, roots)])
-    return orthonormal_rows(low_rank_factors(stacked_XI, rank, pooled)[1])
+    pooled_II = pooled_moment(metrics, scales)
+    roots = [1.0 if pooled_II is not None else math.sqrt(scale) for scale in scales]
+    stacked_XI = torch.cat([r * m.apply_output_root(w_OI) for w_OI, m, r in zip(weights, metrics, roots)])
+    return orthonormal_rows(low_rank_factors(stacked_XI, rank, Metric(pooled_II))[1])
 
 
 def orthonormal_rows(right_RI: Tensor) -> Tensor:
@@ -225,29 +223,41 @@ def solve_basis(
 ) -> Tensor:
     """Return the basis (R, I) for given left factors after at most STEPS steps of conjugate gradients from the given basis.
 
-    It solves sum_e s_e left_e^T G_e left_e basis C_e = sum_e s_e left_e^T G_e W_e C_e.
+    It solves sum_e s_e left_e^T G_e left_e basis C_e = sum_e s_e left_e^T G_e W_e C_e. The preconditioner is the inverse of
+    (sum_e s_e left_e^T G_e left_e) basis (sum_e s_e C_e), which is the operator itself, up to a factor, if all C_e are equal.
     """
     heavy = [weighed_left(left_OR, metric).mul(scale) for left_OR, metric, scale in zip(lefts, metrics, scales)]
     grams = [heavy_OR.mT @ left_OR for heavy_OR, left_OR in zip(heavy, lefts)]
+    inverse_RR, pooled_II = spd_inverse(sum_of(grams)), pooled_moment(metrics, scales)
+    inverse_II = None if pooled_II is None else spd_inverse(pooled_II)
 
     def times(r_RI: Tensor) -> Tensor:
         return sum_of(times_c(gram_RR @ r_RI, metric) for gram_RR, metric in zip(grams, metrics))
 
+    def precondition(r_RI: Tensor) -> Tensor:
+        moved_RI = inverse_RR @ r_RI
+        return moved_RI if inverse_II is None else moved_RI @ inverse_II
+
     wanted = sum_of(times_c(heavy_OR.mT @ w_OI, metric) for heavy_OR, w_OI, metric in zip(heavy, weights, metrics))
     residual = wanted - times(right_RI)
-    step, energy, least = residual, inner_product(residual, residual), TOLERANCE * inner_product(wanted, wanted)
+    step = precondition(residual)
+    energy, least = inner_product(residual, step), TOLERANCE * inner_product(wanted, precondition(wanted))
     for _ in range(STEPS):
-        if energy <= least:
+        if not energy > least:
             break
         product = times(step)
-        curvature = inner_product(step, product)
-        if not curvature > 0:
-            break
-        size = energy / curvature
+        size = energy / inner_product(step, product)
         right_RI, residual = right_RI + size * step, residual - size * product
-        energy, before = inner_product(residual, residual), energy
-        step = residual + (energy / before) * step
+        moved = precondition(residual)
+        energy, before = inner_product(residual, moved), energy
+        step = moved + (energy / before) * step
     return right_RI
+
+
+def pooled_moment(metrics: Sequence[Metric], scales: Sequence[float]) -> Tensor | None:
+    """Return sum_e s_e C_e (I, I), None if an expert has no C_e."""
+    moments = [scale * metric.c_II for metric, scale in zip(metrics, scales) if metric.c_II is not None]
+    return sum_of(moments) if len(moments) == len(metrics) else None
 
 
 def weighed_left(left_OR: Tensor, metric: Metric) -> Tensor:
