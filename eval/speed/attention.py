@@ -24,7 +24,7 @@ from surgery.eval.speed.timer import BenchmarkCase, TimedImplementation, WorkEst
 from surgery.mixers import MIXERS, MixerInputs
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.common.window_hybrid import RecentAndSinks, local_attention
-from surgery.mixers.linear import LinearAttention
+from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.base import MASKS, MaskInputs
 from surgery.mixers.mlr import MLR
 

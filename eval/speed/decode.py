@@ -21,7 +21,7 @@ from surgery.eval.speed.attention import split_ranks
 from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, WorkEstimate, forward, graph_call
 from surgery.mixers import MIXERS, MixerInputs, MixerState
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.linear import LinearAttention
+from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.mlr import MLR
 
 CONTEXTS = {"full": (1024, 4096, 16384, 65536), "main": (16384, 65536), "small": (64, 128)}

@@ -21,7 +21,7 @@ from torch import nn
 from surgery.architectures.attention import attention_paths
 from surgery.eval.speed.attention import split_ranks
 from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, forward
-from surgery.mixers.linear import LinearAttention
+from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.mlr import MLR
 from surgery.modeling.attention import install
 from surgery.structures import STRUCTURES

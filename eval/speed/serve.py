@@ -28,7 +28,7 @@ from surgery.core.progress import Progress
 from surgery.eval.speed.attention import split_ranks
 from surgery.eval.speed.generation import cache_bytes, decode, is_out_of_memory, prefill, repeat_rows, rewind
 from surgery.eval.speed.model import EXTENT, ORIGINAL, SHAPES, allow_cudnn, install_mixers, make_model, replace_linears
-from surgery.mixers.linear import LinearAttention
+from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.mlr import MLR
 from surgery.modeling.attention import install
 from surgery.speculation.bound import cache_bytes as counted_cache_bytes

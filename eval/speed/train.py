@@ -27,7 +27,7 @@ from surgery.core.files import write_json
 from surgery.core.progress import Progress
 from surgery.eval.speed.model import SHAPES, install_mixers, replace_linears
 from surgery.eval.speed.tables import training_line
-from surgery.mixers.linear import LinearAttention
+from surgery.mixers.linear_config import LinearAttention
 from surgery.structures.btt import BTT
 
 TEXT_COPIES = 12  # copies of the embedded text, half a million tokens: reading continues while steps are timed

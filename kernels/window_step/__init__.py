@@ -42,7 +42,8 @@ from surgery.kernels.window_step.step import window_step
 from surgery.mixers.base import MixerInputs, MixerState
 from surgery.mixers.common.padding import gather_rowwise
 from surgery.mixers.features.simple import IdentityMap
-from surgery.mixers.linear import MIN_DENOMINATOR, TWO_FORMS, LinearMixer, one_token
+from surgery.mixers.linear import MIN_DENOMINATOR, LinearMixer, one_token
+from surgery.mixers.linear_config import TWO_FORMS
 from surgery.mixers.masks.gates import GatesMask
 from surgery.mixers.masks.log_linear import HierarchicalMask
 from surgery.mixers.projections import autocast_disabled

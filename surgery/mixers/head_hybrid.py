@@ -35,7 +35,7 @@ from surgery.mixers.base import (
     mixer_config,
 )
 from surgery.mixers.common.rope import rotate_inputs
-from surgery.mixers.linear import LinearAttention, resolve_rope
+from surgery.mixers.linear_config import LinearAttention, resolve_rope
 from surgery.mixers.softmax import Softmax, SoftmaxAttention
 from surgery.structures.base import MuP
 

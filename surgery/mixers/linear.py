@@ -17,9 +17,8 @@ is ignored. Bidirectional attention runs a causal mask forwards and backwards (c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,16 +26,13 @@ from torch import Tensor, nn
 
 from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
-from surgery.core.registry import Registry
 from surgery.mixers.base import (
     MIXERS,
     AttentionShape,
     Mixer,
-    MixerConfig,
     MixerCost,
     MixerInputs,
     MixerState,
-    from_options,
 )
 from surgery.mixers.common.bidirectional import bidirectional_output, dense_output, zero_padding_writes
 from surgery.mixers.common.meta_weights import EmptyOnMeta
@@ -47,182 +43,23 @@ from surgery.mixers.common.window_hybrid import (
     LocalOutput,
     RecentAndSinks,
     Tensors,
-    WindowBuffer,
+    join_branches,
     local_attention,
 )
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.layers import HeadNorm, OutputGate, ShortConvolution
+from surgery.mixers.linear_config import (
+    BIDIRECTIONAL_MASKS,
+    TWO_FORMS,
+    LinearAttention,
+    check_config,
+    linear_shape,
+    make_buffer,
+    mask_shape,
+    resolve_rope,
+)
 from surgery.mixers.masks.base import MASKS, MaskInputs, Signals
 from surgery.mixers.projections import Float32Linear, autocast_disabled
-
-SIGNED_MASKS = ("toeplitz", "fourier")  # masks whose entries may be negative
-TWO_FORMS = ("window", "both")  # values of rope with which the branches read different forms of q and k
-BIDIRECTIONAL_MASKS = ("blocks", "toeplitz_blocks")  # masks that are bidirectional themselves
-
-
-@dataclass(frozen=True)
-class LinearAttention(MixerConfig):
-    """Config of the linear attention mixer.
-
-    mask, features: configs, their names ("decay") or mappings ({"name": "decay", ..}), as in recipes.
-    rope: which q and k the branches read.
-        keep    both branches after RoPE
-        drop    both branches before RoPE
-        window  the softmax branch after RoPE, the linear branch before it
-        both    the softmax branch after RoPE, the linear branch both forms side by side, with twice the key dims
-        Attention without RoPE, or with RoPE of interleaved pairs, treats `window` and `both` as `keep`.
-    states: one state per key/value head ("shared"), or a copy of k and v, a state and gates per query head ("per_head").
-    chunk: tokens per chunk in training and prefill.
-    convolution: width in tokens of a causal convolution on q, k and v (0: none).
-    gate: a sigmoid gate on the output per head or per value dim (None: none). norm: RMS norm of each head's output.
-    window, sinks: number of last and of first tokens in the softmax branch (0: none).
-    near: which last tokens are in the softmax branch.
-        sliding  the last `window` tokens
-        chunks   the query's block of `window` tokens, counted from the first token behind the sinks, up to the query, and the
-                 block before it: window + 1 to 2 window tokens
-    linear_weight: initial weight of the linear branch, learned per head; the softmax branch starts at 1.
-    """
-
-    name: ClassVar[str] = "linear"
-    mask: Any = "gates"
-    features: Any = "identity"
-    scores: Literal["kernel", "delta"] = "kernel"
-    normalise: bool = False
-    rope: Literal["keep", "drop", "window", "both"] = "keep"
-    chunk: int = 64
-    convolution: int = 0
-    gate: Literal["head", "value"] | None = None
-    norm: Literal["rms"] | None = None
-    window: int = 0
-    sinks: int = 0
-    linear_weight: float = 1.0
-    states: Literal["shared", "per_head"] = "shared"
-    near: Literal["sliding", "chunks"] = "sliding"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mask", parse_nested_config(MASKS, self.mask))
-        object.__setattr__(self, "features", parse_nested_config(FEATURES, self.features or "identity"))
-        choices: dict[str, tuple[str | None, ...]] = {"scores": ("kernel", "delta"), "gate": (None, "head", "value")}
-        choices |= {"norm": (None, "rms"), "states": ("shared", "per_head"), "rope": ("keep", "drop", "window", "both")}
-        choices |= {"near": ("sliding", "chunks")}
-        for option, valid in choices.items():
-            if getattr(self, option) not in valid:
-                raise SurgeryError(
-                    f"linear: {option} must be one of {', '.join(map(str, valid))} (got {getattr(self, option)!r})"
-                )
-        for option, minimum in {"chunk": 1, "convolution": 0, "window": 0, "sinks": 0}.items():
-            if getattr(self, option) < minimum:
-                raise SurgeryError(f"linear: {option} must be {minimum} or more (got {getattr(self, option)})")
-
-
-def parse_nested_config(registry: Registry[Any], value: Any) -> Any:
-    """Return the config of a mask or feature map, given as a config, its name, or a mapping with its name."""
-    if isinstance(value, str):
-        value = {"name": value}
-    if not isinstance(value, Mapping):
-        if not hasattr(value, "name"):
-            raise SurgeryError(
-                f"linear: {registry.what} must be the name of a {registry.what} or a mapping with it (got {value!r}); "
-                f"for example {registry.names()[0]!r}"
-            )
-        return value
-    options = dict(value)
-    if "name" not in options:
-        raise SurgeryError(
-            f"linear: the options of a {registry.what} need its name (got {value}); for example {{name: {registry.names()[0]}}}"
-        )
-    return from_options(registry.config_type(str(options.pop("name"))), options)
-
-
-def linear_shape(config: LinearAttention, shape: AttentionShape) -> AttentionShape:
-    """Return the shape of the linear branch: with states: per_head every query head has a key/value head of its own, and
-    with rope: both the keys have two forms."""
-    groups = shape.heads if config.states == "per_head" else shape.groups
-    both = resolve_rope(config, shape) == "both"
-    return replace(shape, groups=groups, key=2 * shape.key if both else shape.key)
-
-
-def mask_shape(config: LinearAttention, shape: AttentionShape) -> AttentionShape:
-    """Return the shape for the mask: its keys are features, and it is always causal, unless the mask itself supports bidirectional
-    attention."""
-    shape = linear_shape(config, shape)
-    shape = replace(shape, key=FEATURES[config.features].features(config.features, shape))
-    return shape if config.mask.name in BIDIRECTIONAL_MASKS else replace(shape, causal=True)
-
-
-def resolve_rope(config: LinearAttention, shape: AttentionShape) -> str:
-    """Return which q and k the branches read: `keep` where `window` or `both` needs RoPE in the half-split form and the
-    attention has none."""
-    half_split = shape.rotary and not shape.interleaved
-    return config.rope if half_split or config.rope not in TWO_FORMS else "keep"
-
-
-def has_signed_lambdas(mask: Any) -> bool:
-    """Return whether the config is of a log-linear mask whose weights may be negative."""
-    return bool(mask.name == "hierarchical" and (mask.form == "linear" or mask.matrix != "scalar"))
-
-
-def check_config(config: LinearAttention, shape: AttentionShape) -> None:
-    """Raise SurgeryError if the config does not fit the attention shape."""
-    if shape.heads % shape.groups:
-        raise SurgeryError(
-            f"linear: the number of query heads ({shape.heads}) must be a multiple of the number of key/value heads "
-            f"({shape.groups})"
-        )
-    features = FEATURES[config.features]
-    if config.normalise and config.scores == "delta":
-        raise SurgeryError(
-            "linear: scores: delta may be negative and cannot be normalised; use normalise: false, or scores: kernel"
-        )
-    if config.normalise and not (features.positive or features.min_denominator > 0):
-        raise SurgeryError(
-            f"linear: {config.features.name} scores may be negative and cannot be normalised; "
-            "use normalise: false, or features such as elu, hedgehog or favor"
-        )
-    if not config.normalise and getattr(config.features, "queries", "exact") == "scaled":
-        raise SurgeryError(
-            f"linear: {config.features.name} with queries: scaled divides the features of each query by their maximum, "
-            "which cancels only in normalised attention; use normalise: true, or queries: exact"
-        )
-    if config.normalise and has_signed_lambdas(config.mask):
-        raise SurgeryError(
-            f"linear: log-linear weights with form: {config.mask.form} and matrix: {config.mask.matrix} may be negative and cannot be "
-            "normalised; use normalise: false, or form: positive and matrix: scalar"
-        )
-    if config.normalise and config.mask.name in SIGNED_MASKS:
-        raise SurgeryError(
-            f"linear: a {config.mask.name} mask may be negative and cannot be normalised; "
-            "use normalise: false, or a mask such as gates or toeplitz_blocks"
-        )
-    if not shape.causal and config.window + config.sinks > 0:
-        raise SurgeryError(
-            f"linear: window {config.window} and sinks {config.sinks} need causal attention, and this module is "
-            "bidirectional; use window: 0 and sinks: 0"
-        )
-    if config.near == "chunks" and not config.window:
-        raise SurgeryError(
-            "linear: near: chunks needs the number of tokens of a block, and window is 0; set window, for example window: 64, or "
-            "use near: sliding"
-        )
-    if config.near == "chunks" and config.mask.name == "hierarchical" and config.window & (config.window - 1):
-        raise SurgeryError(
-            f"linear: near: chunks with a hierarchical mask needs a window that is a power of two (got {config.window}), so that "
-            f"the blocks are nodes of the tree; for example window: {1 << (config.window.bit_length() - 1)}"
-        )
-    if config.rope in TWO_FORMS and not config.window + config.sinks:
-        raise SurgeryError(
-            f"linear: rope: {config.rope} gives the window and the linear branch different q and k, and there is no window; "
-            "set window, or use rope: keep or rope: drop"
-        )
-    MASKS[config.mask].check_config(config.mask, mask_shape(config, shape), config.scores == "delta")
-
-
-def make_buffer(config: LinearAttention) -> WindowBuffer | None:
-    """Return the operations on the rings and sinks of the softmax branch, or None without that branch."""
-    if not config.window + config.sinks:
-        return None
-    return (ChunkBuffer if config.near == "chunks" else WindowBuffer)(config.window, config.sinks)
-
 
 # Applies the mask: (out_BGJTV, state of the mask after the tokens, or None without a state).
 MaskFn = Callable[[MaskInputs], tuple[Tensor, Tensors | None]]
@@ -291,13 +128,13 @@ class LinearMixer(Mixer):
         past = self._empty_buffers(batch, device)
         return replace(past, tensors={**past.tensors, **{f"mask.{name}": t for name, t in mask_state.items()}})
 
-    def _empty_buffers(self, batch: int, device: torch.device | str) -> MixerState:
-        """Return the state without the mask's: last inputs of the convolution, window and sinks."""
+    def _empty_buffers(self, batch: int, device: torch.device | str, *, rings: bool = True) -> MixerState:
+        """Return the state without the mask's: last inputs of the convolution, and, if asked for, window and sinks."""
         tensors: dict[str, Tensor] = {}
         if self.convolution is not None:
             channels, width = self.convolution.channels, self.convolution.width
             tensors["convolution"] = torch.zeros(batch, width - 1, channels, device=device)
-        if self.window_buffer is not None:
+        if self.window_buffer is not None and rings:
             slots = self.window_buffer.slots
             zeros_BSD = torch.zeros(batch, slots, self.shape.dim, device=device)
             for name, t in self._written_signals(zeros_BSD, self.mask("signals", zeros_BSD)).items():
@@ -325,19 +162,17 @@ class LinearMixer(Mixer):
         """Return (out_BHTV, state after these tokens, or None without a state)."""
         window = self.config.window
         if state is None:
-            past = self._empty_buffers(len(inputs.x_BTD), inputs.x_BTD.device)
             apply = lambda rows: self._apply_mask(rows, None, inputs)  # noqa: E731
-            return self._run(inputs, past, apply, max(window, 64))[0], None
+            return self._run(inputs, None, apply, max(window, 64))[0], None
         if not self.shape.causal:
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
         return (one_token if inputs.x_BTD.shape[1] == 1 else mix_tokens)(inputs.q_BHTK, self, inputs, state)
 
     def dense(self, inputs: MixerInputs) -> Tensor:
         """Return out_BHTV by the definition, in quadratic time."""
-        past = self._empty_buffers(len(inputs.x_BTD), inputs.x_BTD.device)
         block = self.config.window if self.config.near == "chunks" else None
         apply = lambda rows: (dense_output(self.mask, rows, block), None)  # noqa: E731
-        return self._run(inputs, past, apply, inputs.x_BTD.shape[1])[0]
+        return self._run(inputs, None, apply, inputs.x_BTD.shape[1])[0]
 
     def _apply_mask(
         self, rows: MaskInputs, state: Tensors | None, inputs: MixerInputs
@@ -352,7 +187,9 @@ class LinearMixer(Mixer):
         out_BGJTV, after = self.mask("chunked", to_matmul_dtype(rows, inputs.v_BGTV), state, self.config.chunk)
         return out_BGJTV.to(rows.v_BGTV.dtype), after
 
-    def _run(self, inputs: MixerInputs, past: MixerState, apply: MaskFn, block: int) -> tuple[Tensor, MixerState]:
+    def _run(
+        self, inputs: MixerInputs, past: MixerState | None, apply: MaskFn, block: int
+    ) -> tuple[Tensor, MixerState]:
         with autocast_disabled(inputs.x_BTD.device):
             linear_BGJTV, local, tokens, after = self._branches(inputs, past, apply, block)
             out_BTHV = tokens.unpadder.pad(self._combine(linear_BGJTV, local, tokens.x_BTD), dim=1)
@@ -362,10 +199,9 @@ class LinearMixer(Mixer):
         """Return one output (B, H, T, V) per weight: that weight on the linear branch of all heads, 1 on the softmax
         branch. The branches are computed once."""
         assert self.linear_weight_H is not None
-        past = self._empty_buffers(len(inputs.x_BTD), inputs.x_BTD.device)
         with autocast_disabled(inputs.x_BTD.device):
             apply = lambda rows: self._apply_mask(rows, None, inputs)  # noqa: E731
-            linear_BGJTV, local, tokens, _ = self._branches(inputs, past, apply, max(self.config.window, 64))
+            linear_BGJTV, local, tokens, _ = self._branches(inputs, None, apply, max(self.config.window, 64))
             outs = []
             for weight in weights:
                 linear_H = torch.full_like(self.linear_weight_H, weight)
@@ -374,9 +210,15 @@ class LinearMixer(Mixer):
         return outs
 
     def _branches(
-        self, inputs: MixerInputs, past: MixerState, apply: MaskFn, block: int
+        self, inputs: MixerInputs, past: MixerState | None, apply: MaskFn, block: int
     ) -> tuple[Tensor, LocalOutput | None, ProjectedTokens, MixerState]:
-        """Return (linear branch without its weight, softmax branch or None, tokens, state after the tokens)."""
+        """Return (linear branch without its weight, softmax branch or None, tokens, state after the tokens).
+
+        The linear branch may have the last tokens only, if those before read an empty state.
+        past: None in a call without a state; the state after the tokens then lacks what only a later call reads.
+        """
+        buffer, stateless, first = self.window_buffer, past is None, self._are_first_tokens(inputs, past)
+        past = past or self._empty_buffers(len(inputs.x_BTD), inputs.x_BTD.device, rings=not first)
         tokens, after = self.project_tokens(inputs, past)
         unpadder, local, queue = tokens.unpadder, None, {}
         signals = self.mask("signals", tokens.x_BTD)
@@ -385,26 +227,68 @@ class LinearMixer(Mixer):
             written["linear_k"] = tokens.k_BTGK[
                 ..., : self.shape.key
             ]  # the other form of `both` is the window's own key
-        if self.window_buffer is not None:
-            queue = self.window_buffer.queue(written, past.tensors, past.seen_B)
-            sinks = {n: self.window_buffer.fill_sinks(n, written[n], past.tensors, past.seen_B, unpadder) for n in "kv"}
-            recent = self.window_buffer.recent_tokens(queue)
+        if buffer is not None and stateless and first:
+            recent, sinks = buffer.recent_first_tokens(written), buffer.first_sinks(written)
+            local = self._local_attention(tokens.window_q_BTHK, recent, sinks, past.seen_B, block)
+        elif buffer is not None:
+            queue = buffer.queue(written, past.tensors, past.seen_B)
+            sinks = {n: buffer.fill_sinks(n, written[n], past.tensors, past.seen_B, unpadder) for n in "kv"}
+            recent = buffer.recent_tokens(queue)
             local = self._local_attention(tokens.window_q_BTHK, recent, sinks, past.seen_B, block)
             after = {
                 **after,
-                **self.window_buffer.next_rings(queue, past.seen_B, unpadder),
+                **buffer.next_rings(queue, past.seen_B, unpadder),
                 **{f"sink.{n}": t for n, t in sinks.items()},
             }
         max_seen = None if past.max_seen is None else past.max_seen + inputs.x_BTD.shape[1]
-        if isinstance(self.window_buffer, ChunkBuffer):
+        if first:
+            linear_BGJTV, mask_state = self._branch_of_first_tokens(tokens, written, signals, past.seen_B, apply)
+        elif isinstance(buffer, ChunkBuffer):
             linear_BGJTV, mask_state = self._branch_of_blocks(tokens, queue, signals, past, max_seen, apply)
         else:
-            written = written if self.window_buffer is None else self.window_buffer.delayed_tokens(queue)
+            written = written if buffer is None else buffer.delayed_tokens(queue)
             rows = replace(self._mask_inputs(tokens, written, signals, past.seen_B), max_seen=max_seen)
             linear_BGJTV, mask_state = self._linear_branch(rows, apply, unpadder)
         linear_BGJTV = self.mask.sum_queries(linear_BGJTV)
         after.update({f"mask.{name}": t for name, t in (mask_state or {}).items()})
         return linear_BGJTV, local, tokens, MixerState(past.seen_B + unpadder.count_B, after, max_seen)
+
+    def _are_first_tokens(self, inputs: MixerInputs, past: MixerState | None) -> bool:
+        """Return whether all rows begin with this call, have no padding, and go on behind window and sinks.
+
+        The first token written and the first query that reads it are then the same in all rows: slices take the place of tables.
+        """
+        buffer = self.window_buffer
+        if buffer is None or isinstance(buffer, ChunkBuffer) or inputs.valid_BT is not None:
+            return False
+        begins = past is None or past.max_seen == 0
+        return begins and inputs.x_BTD.shape[1] > buffer.window + buffer.sinks
+
+    def _branch_of_first_tokens(
+        self, tokens: ProjectedTokens, written: Tensors, signals: Signals, seen_B: Tensor, apply: MaskFn
+    ) -> tuple[Tensor, Tensors | None]:
+        """Return (out_BGJTV of the linear branch, state of the mask) of rows for which `_are_first_tokens` holds.
+
+        The outputs are those of the queries that read a state; earlier ones have none.
+        The token at position `sinks` is the first written, just before the query at `window + sinks` reads.
+        """
+        window, sinks, length = self.config.window, self.config.sinks, tokens.x_BTD.shape[1]
+        start = window + sinks
+        count_B = tokens.unpadder.count_B - start
+        late = replace(
+            tokens,
+            q_BTHK=tokens.q_BTHK[:, start:],
+            x_BTD=tokens.x_BTD[:, start:],
+            unpadder=replace(tokens.unpadder, count_B=count_B, real_BT=tokens.unpadder.real_BT[:, start:]),
+        )
+        rows = self._assemble_inputs(
+            late,
+            {name: t[:, sinks : length - window] for name, t in written.items()},
+            {name: t[:, start:] for name, t in signals.items()},
+            seen_B + start,
+            token_positions(tokens, seen_B)[:, sinks : length - window],
+        )
+        return apply(replace(rows, start_B=seen_B, max_seen=length - start))
 
     def project_tokens(self, inputs: MixerInputs, past: MixerState) -> tuple[ProjectedTokens, Tensors]:
         """Return (unpadded and convolved tokens, state of the convolution after them)."""
@@ -542,12 +426,13 @@ class LinearMixer(Mixer):
         local_H = self.near_weight_H if local_H is None else local_H
         out = linear_BGJTV.flatten(1, 2).transpose(1, 2)
         normalise = self.config.normalise
-        if linear_H is not None:
-            out = out * branch_weight(linear_H, out, normalise)
-        if local is not None and local_H is not None:
+        far_H1 = None if linear_H is None else branch_weight(linear_H, out, normalise)
+        if local is not None and local_H is not None and far_H1 is not None:
             # Under one denominator, weights of the softmax branch are exp(score - largest) (LoLCATs, eq. 6).
-            softmax = local.sums() if normalise else local.out
-            out = out + branch_weight(local_H, out, normalise) * softmax.flatten(1, 2).transpose(1, 2)
+            near = (local.sums() if normalise else local.out).flatten(1, 2).transpose(1, 2)
+            out = join_branches(near, out, branch_weight(local_H, out, normalise), far_H1)
+        elif far_H1 is not None:
+            out = out * far_H1
         if normalise:
             out = out[..., :-1] / out[..., -1:].clamp_min(max(self.feature_map.min_denominator, MIN_DENOMINATOR))
         if self.norm is not None:

@@ -18,7 +18,7 @@ from surgery.checkpoint.tensor_names import check_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, MixerConfig, mixer_config
 from surgery.mixers.head_hybrid import HeadHybrid
-from surgery.mixers.linear import LinearAttention
+from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.modeling.modules import build_module, shares_basis

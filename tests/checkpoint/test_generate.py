@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
-from surgery.mixers.linear import LinearAttention
+from surgery.mixers.linear_config import LinearAttention
 from surgery.modeling.cache import MAX_RECORDED, mixer_modules, record_past
 from surgery.modeling.cache_io import load_cache, save_cache
 from surgery.modeling.padding_positions import mask_positions

@@ -15,7 +15,7 @@ from surgery.eval.speed.model import install_mixers
 from surgery.eval.speed.run import bench
 from surgery.eval.speed.serve_tables import measured_crossover, predicted_crossover, serve_markdown, throughput_cell
 from surgery.eval.speed.tables import result_tables, save_plot
-from surgery.mixers.linear import LinearAttention
+from surgery.mixers.linear_config import LinearAttention
 
 
 @pytest.fixture

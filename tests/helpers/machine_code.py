@@ -193,7 +193,7 @@ def compile_local() -> None:
 def compile_window() -> None:
     """Compile a decoding step behind a window: log-linear states of the delta rule, and a normalised state."""
     from surgery.mixers import MIXERS, AttentionShape, MixerInputs
-    from surgery.mixers.linear import LinearAttention
+    from surgery.mixers.linear_config import LinearAttention
 
     shape = AttentionShape(256, 8, 2, 64, 64, 0.125)
     configs = (

@@ -531,7 +531,7 @@ def of_mixer(mixer: Any) -> Any:
 def _(grid: str) -> Iterator[Case]:
     """Yield whole attention modules as models call them, and a case that once failed: 64 windows of 1,024 tokens."""
     from surgery.mixers.base import AttentionShape, MixerInputs
-    from surgery.mixers.linear import LinearAttention
+    from surgery.mixers.linear_config import LinearAttention
 
     shape = AttentionShape(dim=448, heads=7, groups=1, key=64, value=64, scaling=0.125)
     two = AttentionShape(dim=448, heads=8, groups=2, key=64, value=64, scaling=0.125)
@@ -562,7 +562,7 @@ def _(grid: str) -> Iterator[Case]:
 @cases("one_token")
 def _(grid: str) -> Iterator[Case]:
     from surgery.mixers.base import AttentionShape, MixerInputs, MixerState
-    from surgery.mixers.linear import LinearAttention
+    from surgery.mixers.linear_config import LinearAttention
 
     shape = AttentionShape(dim=64, heads=4, groups=2, key=24, value=17, scaling=24**-0.5)
     for B in sizes_of({"full": (3001, 20000), "reduced": (100,), "tiny": (2,)}, grid):
@@ -610,7 +610,7 @@ WINDOW_STEPS = {
 def _(grid: str) -> Iterator[Case]:
     """Yield steps of `one_token` behind a window, at all positions around its end, some rows without a token."""
     from surgery.mixers.base import AttentionShape, MixerInputs, MixerState
-    from surgery.mixers.linear import LinearAttention
+    from surgery.mixers.linear_config import LinearAttention
 
     lolcats = {"mask": "ones", "features": "hedgehog", "normalise": True}
     options = [{"mask": mask, "scores": scores} for mask in ("gates", "hierarchical") for scores in ("kernel", "delta")]
@@ -622,7 +622,7 @@ def _(grid: str) -> Iterator[Case]:
             at, rows = of_mixer(mixer), inputs_of(B, 1, shape, dtype)
             rows["seen"] = (7 * torch.arange(B, device=DEVICE) + 5) % (window + sinks + 16)
             rows["valid"] = (torch.arange(B, device=DEVICE) % 5 != 4).unsqueeze(1)
-            for name, t in mixer.empty_state(1, "cpu").tensors.items():
+            for name, t in mixer.empty_state(1, DEVICE).tensors.items():
                 waits = name in ("ring.k", "ring.v", "sink.k", "sink.v")
                 rows[name] = normal(B, *t.shape[1:], dtype=dtype if waits else F32)
             for name in {"ring.gate", "ring.beta"} & set(rows):

@@ -14,7 +14,8 @@ from helpers.kernel_rows import CUDA, DEVICE, gpu, patch_bfloat16_products
 from surgery.core.dispatch import record_dispatch, use_kernels
 from surgery.mixers.base import AttentionShape, MixerInputs
 from surgery.mixers.common.window_hybrid import RecentAndSinks, local_attention
-from surgery.mixers.linear import LinearAttention, LinearMixer
+from surgery.mixers.linear import LinearMixer
+from surgery.mixers.linear_config import LinearAttention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LEAVES = ("q", "k", "v", "sink_k", "sink_v")

@@ -13,7 +13,8 @@ from helpers.kernel_rows import CUDA, DEVICE, gpu, patch_tensor_loops
 
 from surgery.core.dispatch import use_kernels
 from surgery.mixers.base import AttentionShape, MixerInputs
-from surgery.mixers.linear import LinearAttention, LinearMixer
+from surgery.mixers.linear import LinearMixer
+from surgery.mixers.linear_config import LinearAttention
 
 SIZE, LENGTH = (64, 300) if CUDA else (16, 40)
 SHAPE = AttentionShape(dim=32, heads=4, groups=2, key=SIZE, value=SIZE, scaling=SIZE**-0.5)

@@ -11,7 +11,8 @@ from helpers.kernel_rows import DEVICE
 
 from surgery.core.dispatch import use_kernels
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, MixerState
-from surgery.mixers.linear import LinearAttention, one_token
+from surgery.mixers.linear import one_token
+from surgery.mixers.linear_config import LinearAttention
 
 SHAPE = AttentionShape(dim=40, heads=4, groups=2, key=24, value=17, scaling=24**-0.5)
 MASKS = [

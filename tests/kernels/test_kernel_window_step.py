@@ -18,7 +18,8 @@ from helpers.small_mixers import random_model_with_mixers
 
 from surgery.core.dispatch import load_kernels, use_kernels
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, MixerState, mixer_config
-from surgery.mixers.linear import LinearAttention, one_token
+from surgery.mixers.linear import one_token
+from surgery.mixers.linear_config import LinearAttention
 
 SHAPE = AttentionShape(dim=40, heads=4, groups=2, key=24, value=17, scaling=24**-0.5, rotary=18)
 TREE = {"name": "hierarchical", "levels": 3}

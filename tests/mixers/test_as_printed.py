@@ -20,7 +20,8 @@ from surgery.core.errors import SurgeryError
 from surgery.mixers import AttentionShape, MixerInputs
 from surgery.mixers.features.favor import Favor, FavorMap
 from surgery.mixers.features.lara import Lara, LaraMap
-from surgery.mixers.linear import LinearAttention, LinearMixer
+from surgery.mixers.linear import LinearMixer
+from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.base import MASKS
 from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.plan import make_plan

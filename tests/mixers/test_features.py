@@ -17,7 +17,7 @@ from surgery.mixers.features.hedgehog import Hedgehog
 from surgery.mixers.features.lara import Lara
 from surgery.mixers.features.random_draws import draw_orthogonal
 from surgery.mixers.features.rfa import RFA
-from surgery.mixers.linear import parse_nested_config
+from surgery.mixers.linear_config import parse_nested_config
 
 SHAPE = AttentionShape(dim=24, heads=6, groups=2, key=5, value=7, scaling=5**-0.5)
 NAMES = ["cosformer", "elu", "favor", "hedgehog", "identity", "lara", "relu", "rfa"]

@@ -12,7 +12,8 @@ from torch import Tensor
 from surgery.conversion.mixer_init.linear import set_term_weights, single_term_copies
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs
-from surgery.mixers.linear import LinearAttention, LinearMixer, l2_normalize
+from surgery.mixers.linear import LinearMixer, l2_normalize
+from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.masks.level_weights import FORMS, LevelMatrices, invert_lambdas
 from surgery.mixers.masks.log_linear import Hierarchical

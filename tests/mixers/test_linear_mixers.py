@@ -14,7 +14,8 @@ from torch import Tensor
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, MixerState, mixer_config
 from surgery.mixers.features.base import FEATURES
-from surgery.mixers.linear import BIDIRECTIONAL_MASKS, SIGNED_MASKS, LinearAttention, LinearMixer, l2_normalize
+from surgery.mixers.linear import LinearMixer, l2_normalize
+from surgery.mixers.linear_config import BIDIRECTIONAL_MASKS, SIGNED_MASKS, LinearAttention
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.projections import Float32Linear
 

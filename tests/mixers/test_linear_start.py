@@ -22,7 +22,8 @@ from surgery.conversion.mixer_init.linear import (
 from surgery.core.errors import SurgeryError
 from surgery.mixers import AttentionShape, MixerInputs
 from surgery.mixers.features.base import FEATURES
-from surgery.mixers.linear import LinearAttention, LinearMixer
+from surgery.mixers.linear import LinearMixer
+from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.base import MASKS
 from surgery.planning.attention_recipe import AttentionRecipe
 from surgery.planning.recipe import load_recipe, shipped_recipes

@@ -18,7 +18,7 @@ from torch import nn
 from surgery.core.config import read_yaml
 from surgery.mixers import MIXERS, MixerConfig, mixer_config
 from surgery.mixers.features.base import FEATURES
-from surgery.mixers.linear import LinearAttention
+from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.projections import is_hooked
 

@@ -10,7 +10,7 @@ from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape
 from surgery.mixers.bilinear_btt import BilinearBTT
 from surgery.mixers.bilinear_mlr import BilinearMLR
-from surgery.mixers.linear import LinearAttention
+from surgery.mixers.linear_config import LinearAttention
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
 from surgery.training.finetune import finetune

@@ -111,7 +111,7 @@ def main() -> None:
     for allocation in arguments.allocations:
         name, values = parse_allocation(allocation)
         with patch.object(convert, "choose_budgets", partial(choose, name=name, values=values)):
-            found = convert_and_measure(arguments.source, recipe, options, base, device)
+            found = convert_and_measure(arguments.source, recipe, [options], [base], device)
         rows.append({"structure": arguments.structure, "step": allocation, "keep": arguments.keep, **found})
         print(format_line(rows[-1]), flush=True)
         if arguments.json:

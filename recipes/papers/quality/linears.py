@@ -58,17 +58,20 @@ def measure_checkpoint(folder: str, options: EvalOptions, device: torch.device) 
 
 
 def convert_and_measure(
-    source: str, recipe: dict[str, Any], options: EvalOptions, base: SuiteResult, device: Any
+    source: str, recipe: dict[str, Any], options: list[EvalOptions], bases: list[SuiteResult], device: Any
 ) -> dict[str, Any]:
-    """Convert, measure, and delete the conversion."""
+    """Convert, measure on every text, and delete the conversion. The first text gives the row, the others are under "texts"."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         report = convert(source, validate_recipe(recipe, "table"), out, device=str(device))
         seconds = time.perf_counter() - began
-        found = measure_checkpoint(str(out), options, device)
+        scores = [
+            ppl.summarize(measure_checkpoint(str(out), one, device), base) for one, base in zip(options, bases)
+        ]
     return {
-        **ppl.summarize(found, base),
+        **scores[0],
+        "texts": {one.text: score for one, score in zip(options[1:], scores[1:])},
         "kept": report["totals"]["kept"],
         "macs": report["totals"]["macs_after"] / report["totals"]["macs_before"],
         "allocation": report["allocation"]["kept"],
@@ -92,7 +95,7 @@ def main() -> None:
     add = parser.add_argument
     add("source", help="Checkpoint to convert.")
     add("--calibration", required=True, help="Calibration text.")
-    add("--text", required=True, help="Text to score.")
+    add("--text", required=True, action="append", help="Text to score. Repeatable; the table is of the first.")
     add(
         "--keep",
         type=float,
@@ -116,9 +119,11 @@ def main() -> None:
     add("--json", type=Path, help="Write the rows to this file.")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
-    options = EvalOptions(text=arguments.text, tokens=arguments.score or arguments.tokens, length=arguments.length)
-    base = measure_checkpoint(arguments.source, options, device)
-    rows = [{"structure": "original", **ppl.summarize(base)}]
+    scored = arguments.score or arguments.tokens
+    options = [EvalOptions(text=text, tokens=scored, length=arguments.length) for text in arguments.text]
+    bases = [measure_checkpoint(arguments.source, one, device) for one in options]
+    texts = {one.text: ppl.summarize(base) for one, base in zip(options[1:], bases[1:])}
+    rows = [{"structure": "original", **ppl.summarize(bases[0]), "texts": texts}]
     print(format_line(rows[0]), flush=True)
     text = {"calibration": arguments.calibration, "tokens": arguments.tokens, "length": arguments.length}
     refine = {} if arguments.refine is None else {"refine": dict(zip(("layers", "model"), arguments.refine))}
@@ -137,7 +142,7 @@ def main() -> None:
                 }
                 found = {"structure": structure, "step": step, "keep": keep}
                 try:
-                    found |= convert_and_measure(arguments.source, choices, options, base, device)
+                    found |= convert_and_measure(arguments.source, choices, options, bases, device)
                 except SurgeryError as error:
                     found["refused"] = str(error)
                 rows.append(found)
@@ -146,12 +151,19 @@ def main() -> None:
                     arguments.json.write_text(json.dumps(rows, indent=1))
 
 
+def format_score(score: dict[str, Any]) -> str:
+    """Format the perplexity on a further text."""
+    ratio = f", x {ppl.format_interval(score['ratio'])}" if "ratio" in score else ""
+    return f"{score['perplexity']:.4g} +- {score['se']:.2g}{ratio}"
+
+
 def format_line(found: dict[str, Any]) -> str:
     """Format a result as a line."""
     place = " ".join(str(found.get(k, "")) for k in ("structure", "step", "keep"))
     if "refused" in found:
         return f"{place}: {found['refused']}"
-    score = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
+    others = "".join(f", {Path(name).name} {format_score(score)}" for name, score in found.get("texts", {}).items())
+    score = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}{others}"
     if "ratio" not in found:
         return score
     return (

@@ -36,7 +36,8 @@ from surgery.conversion.mixer_init.base import (
 from surgery.mixers import AttentionShape
 from surgery.mixers.common.near_chunks import ChunkBuffer
 from surgery.mixers.features.hedgehog import HedgehogMap
-from surgery.mixers.linear import LinearAttention, LinearMixer
+from surgery.mixers.linear import LinearMixer
+from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.block_mixing import BlocksMask
 from surgery.mixers.masks.chunking import inverse_softplus
 from surgery.mixers.masks.decay import DecayMask

@@ -21,7 +21,7 @@ still read: they have different slots, so a kernel needs no order between its pr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,14 @@ class WindowBuffer:
     def recent_tokens(self, queue: Tensors) -> Tensors:
         """Return the last `window` tokens before the call and its own, (B, window + T, ..) each."""
         return {name: t[:, self.slots - self.window :] for name, t in queue.items()}
+
+    def recent_first_tokens(self, new: Tensors) -> Tensors:
+        """Return the keys and values of `recent_tokens` for rows that begin with the call."""
+        return {name: F.pad(new[name], (0, 0, 0, 0, self.window, 0)) for name in "kv"}
+
+    def first_sinks(self, new: Tensors) -> Tensors:
+        """Return the keys and values of the sinks, (B, sinks, G, .), of rows that begin with the call and fill them."""
+        return {name: new[name][:, : self.sinks] for name in "kv"}
 
     def delayed_tokens(self, queue: Tensors) -> Tensors:
         """Return the tokens that enter the linear branch in this call: entry i just before query i reads."""
@@ -242,3 +250,35 @@ def apply_softcap(score: Tensor, softcap: float | None) -> Tensor:
 def _pad_length(t: Tensor, length: int) -> Tensor:
     """Pad axis -2 at its end with zeros up to that length."""
     return F.pad(t, (0, 0, 0, length - t.shape[-2]))
+
+
+class _JoinedBranches(torch.autograd.Function):
+    """near * near_H1 + far * far_H1 with one pass over the far branch, whose tokens are the last ones."""
+
+    @staticmethod
+    def forward(ctx: Any, near_BTHV: Tensor, far_BTHV: Tensor, near_H1: Tensor, far_H1: Tensor) -> Tensor:
+        """Return the sum (B, T, H, V)."""
+        ctx.save_for_backward(near_BTHV, far_BTHV, near_H1, far_H1)
+        out_BTHV = near_BTHV * near_H1
+        out_BTHV[:, out_BTHV.shape[1] - far_BTHV.shape[1] :].addcmul_(far_BTHV, far_H1)
+        return out_BTHV
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of branches and weights."""
+        near_BTHV, far_BTHV, near_H1, far_H1 = ctx.saved_tensors
+        needs, (grad_BTHV,) = ctx.needs_input_grad, grads
+        late_BTHV = grad_BTHV[:, near_BTHV.shape[1] - far_BTHV.shape[1] :]
+        return (
+            grad_BTHV * near_H1 if needs[0] else None,
+            late_BTHV * far_H1 if needs[1] else None,
+            (grad_BTHV * near_BTHV).sum_to_size(near_H1.shape) if needs[2] else None,
+            (late_BTHV * far_BTHV).sum_to_size(far_H1.shape) if needs[3] else None,
+        )
+
+
+def join_branches(near_BTHV: Tensor, far_BTHV: Tensor, near_H1: Tensor, far_H1: Tensor) -> Tensor:
+    """Return near * near_H1 + far * far_H1, (B, T, H, V). far_BTHV: of the last tokens; earlier ones have none."""
+    apply: Any = _JoinedBranches.apply  # this function has no types
+    joined: Tensor = apply(near_BTHV, far_BTHV, near_H1, far_H1)
+    return joined
