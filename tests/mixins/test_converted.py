@@ -37,6 +37,7 @@ RECIPES = ("low-rank-half", "btt-half", "monarch-half", "mlr-cache-60", "gated-d
 MIXERS = ("mlr-cache-60", "gated-deltanet", "log-linear")
 NO_WEIGHTS = "a mixer has no attention weights, so its entry of `attentions` is None, and the test reads a tensor there"
 NO_KEYS = "a mixer's layer of the cache holds a state instead of keys and values, whose shapes the test reads"
+NOT_COMPILED = "the layers of a mixer in a cache say that they do not compile into one graph (`is_compileable`), so `generate` does not compile a step"
 STRUCTURES = tuple(recipe for recipe in RECIPES if recipe not in MIXERS)
 GENERATED_WEIGHTS = (  # tests of GenerationTesterMixin that ask for attention weights
     "test_greedy_generate_dict_outputs",
@@ -79,10 +80,8 @@ EXPECTED: dict[str, tuple[tuple[str, ...], str]] = {
     "test_generate_with_static_cache": (MIXERS, NO_KEYS),
     "test_generate_from_inputs_embeds_with_static_cache": (MIXERS, NO_KEYS),
     "test_past_key_values_format": (MIXERS, NO_KEYS),
-    "test_generate_compile_model_forward_fullgraph": (
-        MIXERS,
-        "it asks for a cache that compiles into one graph; that of a mixer grows with the tokens or records them, and says so",
-    ),
+    "test_generate_compile_model_forward_fullgraph": (MIXERS, NOT_COMPILED),
+    "test_static_cache_no_recompile_with_smaller_length": (MIXERS, NOT_COMPILED),
     "test_custom_4d_attention_mask": (
         ("gated-deltanet", "log-linear"),
         "it gives a mask that is not causal, for which linear attention has no state; an error says so",
@@ -109,7 +108,10 @@ def converting(cls: type, recipe: str) -> type:
         surgery.apply(self, load_recipe(recipe, ["calibration=null"]), progress=Progress())
         self.__class__ = made
 
-    bases = (MixerGenerationMixin, cls) if recipe in MIXERS else (cls,)  # as the class of a converted model
+    generates = issubclass(cls, transformers.GenerationMixin)
+    bases = (
+        (MixerGenerationMixin, cls) if generates and recipe in MIXERS else (cls,)
+    )  # as the class of a converted model
     made: Any = type(cls.__name__, bases, {"__init__": __init__, "__module__": cls.__module__})
     return made
 
