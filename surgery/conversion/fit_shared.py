@@ -62,7 +62,7 @@ def fit_shared(
             found = shared_factors(wanted, metrics, scales, config.rank, contexts[0].sweeps)
             for index, (lefts, right_RI) in enumerate(found):
                 candidates.append(SharedFactors(lefts, right_RI, is_refit, contexts[0].sweeps if index else 0))
-        best, errors = _choose(targets, weights, contexts, metrics, scales, candidates, held_out)
+        best, errors = _choose(targets, weights, contexts, metrics, scales, candidates, held_out=held_out)
     results, seconds = {}, (time.perf_counter() - began) / len(targets)
     for index, (target, (start, error)) in enumerate(zip(targets, errors)):
         cores = {"weight": best.lefts[index][None], "right": best.right_RI.clone()}
@@ -104,6 +104,7 @@ def _choose(
     metrics: Sequence[Metric],
     scales: Sequence[float],
     candidates: list[SharedFactors],
+    *,
     held_out: Callable[[int], InputMoments] | None,
 ) -> tuple[SharedFactors, list[tuple[float, float]]]:
     """Return the candidate with the least held-out error, and of each expert the relative errors (of its first candidate, of the chosen one)."""

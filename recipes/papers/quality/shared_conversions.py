@@ -16,20 +16,22 @@ from typing import Any
 
 import torch
 
-from surgery.api import apply
+from surgery.conversion.apply import apply
 from surgery.core.device import choose_device
+from surgery.core.progress import Progress
 from surgery.eval.run import load
 from surgery.eval.suite import EvalOptions
 from surgery.eval.suites import perplexity as ppl
+from surgery.planning.recipe import ConversionRecipe, validate_recipe
 
 BASES = {"own": "none", "shared": "experts"}
 
 
-def expert_recipe(bases: str, keep: float, tokens: int, length: int) -> dict[str, Any]:
+def expert_recipe(bases: str, keep: float, tokens: int, length: int) -> ConversionRecipe:
     """Return the recipe of a row. bases: own or shared."""
     rule = {"match": "expert.*", "structure": "low_rank", "share": BASES[bases]}
     common = {"structure": "dense", "keep": keep, "rules": [rule], "tokens": tokens, "length": length}
-    return {**common, "allocate": "uniform", "curvature": "none"}
+    return validate_recipe({**common, "allocate": "uniform", "curvature": "none"}, f"of the {bases} bases")
 
 
 def convert_and_score(arguments: Any, device: torch.device, bases: str, keep: float, base: Any) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def convert_and_score(arguments: Any, device: torch.device, bases: str, keep: fl
     model, tokenizer = load(arguments.source, device, "float32", False)
     began = time.perf_counter()
     recipe = expert_recipe(bases, keep, arguments.tokens, arguments.length)
-    model = apply(model, recipe, calibration=arguments.calibration, tokenizer=tokenizer)
+    model = apply(model, recipe, arguments.calibration, tokenizer=tokenizer, progress=Progress())
     seconds, report = time.perf_counter() - began, model.surgery_report
     ranks, errors = {}, {}
     for role in ("gate", "up", "down"):
