@@ -49,7 +49,7 @@ def main() -> None:
                     recipe = {**text, "structure": structure, "keep": keep, **STRUCTURES[structure], **STEPS[step]}
                     recipe |= {"allocate": "uniform", "order": order}
                     found = {"structure": structure, "step": step, "keep": keep, "order": order}
-                    found |= convert_and_measure(arguments.source, recipe, options, base, device)
+                    found |= convert_and_measure(arguments.source, recipe, [options], [base], device)
                     rows.append(found)
                     print(format_line(found), flush=True)
                     if arguments.json:
