@@ -66,9 +66,7 @@ def convert_and_measure(
         out = Path(folder) / "out"
         report = convert(source, validate_recipe(recipe, "table"), out, device=str(device))
         seconds = time.perf_counter() - began
-        scores = [
-            ppl.summarize(measure_checkpoint(str(out), one, device), base) for one, base in zip(options, bases)
-        ]
+        scores = [ppl.summarize(measure_checkpoint(str(out), one, device), base) for one, base in zip(options, bases)]
     return {
         **scores[0],
         "texts": {one.text: score for one, score in zip(options[1:], scores[1:])},
