@@ -42,11 +42,12 @@ from surgery.core.progress import Progress
 from surgery.mixers import mixer_config
 from surgery.modeling.applied import original_folder, set_applied_class
 from surgery.modeling.attention import replace_attention
-from surgery.modeling.modules import build_module
+from surgery.modeling.modules import build_module, connect_bases, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import untie
 from surgery.planning.plan import LinearTarget, Plan, make_plan
 from surgery.planning.recipe import ConversionRecipe
+from surgery.structures.shared_basis import SharedBasis, basis_path
 
 PASS_CALIBRATION = "Pass the argument calibration, for example calibration=[text]"
 AGAIN = "free some space, or choose another folder for temporary files (scratch=), and call surgery.apply again"
@@ -273,6 +274,8 @@ def install(live: LiveModel, conversion: LiveConversion, report: dict[str, Any],
         ready = {path: _build(live, path, spec, conversion.tensors) for path, spec in conversion.table.items()}
         for path, module in ready.items():
             _swap(model, live.live_path(path), module, undo)
+        sharing = [path for path, spec in conversion.table.items() if shares_basis(spec)]
+        connect_bases(model, sharing, {basis_path(path): _basis(live, path, conversion.tensors) for path in sharing})
         for path, weight in refits.items():
             _set_weight(model.get_submodule(live.live_path(path)), weight, undo)
         if not is_library_model(model):
@@ -307,6 +310,15 @@ def _build(live: LiveModel, path: str, spec: dict[str, Any], tensors: dict[str, 
     copy_hooks(linear, module)
     built: nn.Module = module.train(linear.training)
     return built
+
+
+def _basis(live: LiveModel, path: str, tensors: dict[str, Tensor]) -> SharedBasis:
+    """Build the basis that the expert's linear at `path` shares, on its device."""
+    linear: Any = live.live.get_submodule(path)
+    weight, name = linear.weight, f"{stored_module_name(live, basis_path(path))}.weight"
+    basis = SharedBasis(linear.in_features, linear.config.rank, device=weight.device, dtype=weight.dtype)
+    basis.load_state_dict({"weight": tensors[name]})
+    return basis.requires_grad_(weight.requires_grad).train(linear.training)
 
 
 Undo = list[Callable[[], None]]

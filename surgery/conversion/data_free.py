@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from surgery.conversion.context import ConversionContext
-from surgery.conversion.fit import FitContext, fit_linear
+from surgery.conversion.fit import FitContext, FitResult, fit_linear
+from surgery.conversion.fit_shared import fit_shared, targets_by_basis
 from surgery.conversion.mixer_init.base import InitializedMixer, build_mixer
 from surgery.conversion.replacement import LayerReplacement, add_linear, add_mixer, fold_output, stored_dtype
 from surgery.core.device import side_stream
@@ -36,9 +37,17 @@ def _convert_layer(ctx: ConversionContext, budgets: dict[str, float], path: str)
     began, replacement = time.perf_counter(), LayerReplacement()
     model, plan, device = ctx.model, ctx.plan, ctx.device
     with side_stream(device):
-        for targets in plan.targets_in_layer(path).values():
+        found = plan.targets_in_layer(path)
+        shared: dict[str, FitResult] = {}
+        for members in targets_by_basis([targets[0] for targets in found.values()]).values():
+            contexts = [FitContext(stored_dtype=stored_dtype(model, target)) for target in members]
+            shared |= fit_shared(members, [target_weight(model, target, device) for target in members], contexts)
+        for targets in found.values():
             fitted = []
             for target in targets:
+                if target.basis:
+                    fitted.append(shared.pop(target.name))
+                    continue
                 fit_context = FitContext(stored_dtype=stored_dtype(model, target))
                 weight_OI = target_weight(model, target, device)
                 fitted.append(fit_linear(target, budgets[target.name], weight_OI, fit_context))

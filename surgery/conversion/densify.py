@@ -24,10 +24,11 @@ from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
 from surgery.modeling.applied import remove_table
-from surgery.modeling.modules import REPLACED, GuardedLinear, SplitLinear, build_module
+from surgery.modeling.modules import REPLACED, GuardedLinear, SplitLinear, build_module, shares_basis
 from surgery.modeling.quantizer import replace_modules, split_named_experts
 from surgery.structures import StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
+from surgery.structures.shared_basis import SharedBasis, basis_path
 
 
 def densify(converted: str, out: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -71,9 +72,10 @@ def densify_live(model: Any) -> int:
     table: dict[str, Any] = dict(config.quantization_config.modules) if config is not None else {}
     mixers = set(config.quantization_config.mixers) if config is not None else set()
     outputs = {output_path(model, path) for path in mixers}
-    structured = {
+    found = {
         path: module for path, module in model.named_modules() if isinstance(module, REPLACED) and ".parts." not in path
     }
+    structured = {path: module for path, module in found.items() if not isinstance(module, SharedBasis)}
     guarded = {path for path, module in structured.items() if isinstance(module, GuardedLinear)}
     dense = {
         path: dense_module(module, bool(table.get(path, {}).get("transposed")), folded=path in outputs)
@@ -82,6 +84,9 @@ def densify_live(model: Any) -> int:
     }
     for path, module in dense.items():
         model.set_submodule(path, module)
+    for path in found.keys() - structured.keys():
+        parent, _, leaf = path.rpartition(".")
+        delattr(model.get_submodule(parent), leaf)
     if config is not None:
         kept = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
         remove_table(model, kept)
@@ -173,6 +178,7 @@ def _iter_tensors(
     """Yield the unchanged tensors, then the dense weights."""
     paths = {entry.get("file_name", path): path for path, entry in table.items()}
     replaced = {f"{base}.{name}" for base, path in paths.items() for name in _stored_tensor_names(table[path])}
+    replaced |= {f"{basis_path(base)}.weight" for base, path in paths.items() if shares_basis(table[path])}
     yield from (TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in replaced)
     with progress.bar("multiplying out", len(table)) as tick:
         for base, path in paths.items():

@@ -117,7 +117,7 @@ def _fit_best_candidate(target: LinearTarget, budget: float, weight_OI: Tensor, 
     began = time.perf_counter()
     metric = stage_metric(fit_context)
     configs = candidate_configs(target, budget)
-    targets_OI = [weight_OI, *_regression_target(target, weight_OI, fit_context, metric)]
+    targets_OI = [weight_OI, *regression_target(target, weight_OI, fit_context, metric)]
     scorer: CandidateScorer = metric
     if fit_context.held_out is not None:
         scorer = HeldOutError(fit_context.held_out(), target.name, damp_output_gram(fit_context.gram))
@@ -135,7 +135,7 @@ def _fit_best_candidate(target: LinearTarget, budget: float, weight_OI: Tensor, 
         start = min(reversed(starts), key=lambda candidate: candidate.loss)
         candidates.append(_refine(start, metric, scorer, fit_context.sweeps))
     best = min(candidates, key=lambda candidate: candidate.loss)
-    return _fit_result(target, best, fit_context.stored_dtype, time.perf_counter() - began)
+    return fit_result(target, best, fit_context.stored_dtype, time.perf_counter() - began)
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def quick_fit(
             _refine(_initial_candidate(c, weight_OI, metric, scorer, False), metric, scorer, sweeps) for c in configs
         ]
         best = min(candidates, key=lambda candidate: candidate.loss)
-        return _fit_result(target, best, torch.float32, time.perf_counter() - began)
+        return fit_result(target, best, torch.float32, time.perf_counter() - began)
 
 
 def stage_metric(fit_context: FitContext) -> Metric:
@@ -182,9 +182,7 @@ def candidate_configs(target: LinearTarget, budget: float) -> list[StructureConf
     return configs
 
 
-def _regression_target(
-    target: LinearTarget, weight_OI: Tensor, fit_context: FitContext, metric: Metric
-) -> list[Tensor]:
+def regression_target(target: LinearTarget, weight_OI: Tensor, fit_context: FitContext, metric: Metric) -> list[Tensor]:
     """Return [(K + ridge W)(C + ridge)^-1], which the ridge keeps close to W; [] if that is W itself."""
     fit = fit_context.fit
     if fit is None or metric.c_II is None or not fit.diverged:
@@ -249,7 +247,8 @@ def _refine(start: Candidate, metric: Metric, scorer: CandidateScorer, sweeps: i
     return best
 
 
-def _fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, seconds: float) -> FitResult:
+def fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, seconds: float) -> FitResult:
+    """Return the fit of a candidate, rounded to the stored dtype. Raises NumericalError if it holds values that are not finite."""
     linear = None if isinstance(best.b, Tensor) else round_to_dtype(best.b, stored)
     dense_OI = best.b.to(stored).float().contiguous() if isinstance(best.b, Tensor) else None
     for tensor in [*linear.parameters()] if linear is not None else [dense_OI]:
@@ -260,13 +259,14 @@ def _fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, seco
                 f"dense (a rule {{match: {target.name}, structure: dense}}), or convert from a checkpoint in bfloat16 or float32"
             )
     params, macs = linear.cost() if linear is not None else (target.numel, target.numel)
+    share = {"share": "experts"} if target.basis else {}
     record = FitRecord(
         name=target.name,
         roles=[target.part.role] if target.part else list(target.linear.roles),
-        structure=linear.config.to_dict() if linear is not None else {"structure": "dense"},
+        structure={**linear.config.to_dict(), **share} if linear is not None else {"structure": "dense"},
         shape=(target.out, target.in_),
         params_before=target.numel,
-        params_after=params,
+        params_after=target.params(linear.config) if linear is not None else params,
         macs_before=target.numel,
         macs_after=macs,
         error=best.error,

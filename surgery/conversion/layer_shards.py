@@ -37,10 +37,11 @@ from surgery.conversion.replacement import stored_module_name
 from surgery.conversion.sequential import untied_entries
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
-from surgery.modeling.modules import build_module
+from surgery.modeling.modules import build_module, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import Plan
 from surgery.planning.speed import option_of, time_after, time_before, with_structures
+from surgery.structures.shared_basis import basis_path
 
 NON_LAYER = "rest"  # name of the shard of all tensors outside the layers, as files and journals spell it
 TensorShapes = dict[str, tuple[int, ...]]
@@ -193,6 +194,10 @@ class LayerShards:
                 shapes.pop(f"{base}.bias", None)
             state = build_module(table[path]).state_dict()
             shapes |= {f"{base}.{name}": tuple(t.shape) for name, t in state.items() if name != "bias"}
+            if shares_basis(table[path]) != bool(targets[path][0].basis if path in targets else ""):
+                raise SurgeryError(f"the journal's entry for {path} shares a basis, or has its own, unlike the plan")
+            if shares_basis(table[path]):
+                shapes[f"{basis_path(base)}.weight"] = (1, state["weight"].shape[-1], linear.in_)
 
     def _mixer_shapes(self, layer: str, mixers: dict[str, dict[str, Any]]) -> TensorShapes:
         target = self.plan.attention_targets.get(layer)

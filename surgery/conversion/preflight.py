@@ -27,7 +27,7 @@ from surgery.planning.speed import TimeTarget
 
 GIVE_CALIBRATION = "Give --calibration FILE"  # what to do about missing calibration text, on the command line
 # Keys of recipes that are younger than the first journals: left out at their default, so that conversions begun before them go on.
-ADDED_RULE_KEYS = ("order", "levels", "ranks", "cores")
+ADDED_RULE_KEYS = ("order", "levels", "ranks", "cores", "share")
 ADDED_KEYS = ("round_ranks", "towers", "refine", "speed", *ADDED_RULE_KEYS)
 
 

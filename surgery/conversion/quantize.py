@@ -28,7 +28,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json, write_json
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
-from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
+from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import ModuleFinder, split_named_experts
 from surgery.structures.quantized import QuantizedLinear, Storage
@@ -197,6 +197,11 @@ def dense_linears(model: Any, table: dict[str, Any]) -> dict[str, dict[str, Any]
 def quantized_table(table: dict[str, Any], storage: Storage) -> dict[str, Any]:
     """Return a table with the storage in each entry. Raises SurgeryError, with the path, if groups do not divide a matrix."""
     for path, entry in table.items():
+        if shares_basis(entry):
+            raise SurgeryError(
+                f"{path} shares its basis with the other experts of its layer, and such linears are not stored as integers. Convert with "
+                "share: none, or multiply the structures out first: surgery densify"
+            )
         quantize_named(path, build_module(entry), storage)
     return {path: _with_storage(entry, storage) for path, entry in table.items()}
 

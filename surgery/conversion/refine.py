@@ -154,7 +154,10 @@ class TrainedLayer:
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Swap the layer's replacement into the model inside the context."""
-        layer, modules = self.meta_model.module(self.path), {**self.replacement.modules, **self.replacement.structured}
+        layer, modules = (
+            self.meta_model.module(self.path),
+            {**self.replacement.modules, **self.replacement.trained_modules()},
+        )
         with (
             swapped_modules(layer, self.path, modules),
             all_attention_replaced(self.meta_model, self.replacement.mixers),

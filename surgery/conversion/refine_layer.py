@@ -117,4 +117,4 @@ def refine_layer(
     for name in sorted(tensors):
         ctx.dist.broadcast_(tensors[name], 0)
     replacement.set_tensors(tensors)
-    replacement.modules |= {path: densify_module(module) for path, module in replacement.structured.items()}
+    replacement.modules |= {path: densify_module(module) for path, module in replacement.trained_modules().items()}

@@ -31,7 +31,6 @@ from surgery.conversion.refine import Refinement, TrainedLayer, split_rows
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.planning.plan import Plan
 from surgery.planning.refine_budget import BATCH_TOKENS
-from surgery.structures import STRUCTURES
 
 STATES = 4  # copies of each trained tensor: its value, the saved value, Adam's two moments
 
@@ -300,5 +299,5 @@ def resident_bytes(plan: Plan) -> int:
     weights = sum(linear.in_ * linear.out for linear in plan.layout.linears)
     for target in plan.replaced_targets():
         if target.preview is not None:
-            trained += STRUCTURES[target.preview].params(target.preview, target.out, target.in_)
+            trained += target.params(target.preview)
     return 4 * (weights + (STATES + 1) * trained + 3 * BATCH_TOKENS * rows)

@@ -5,7 +5,7 @@ Distribute fits over processes and broadcast the results, so that all processes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,12 +21,13 @@ from surgery.conversion.mixer_init import InitializedMixer
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, Mixer, mixer_config
-from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
+from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.weights import select_rows, slice_name, table_entry
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
+from surgery.structures.shared_basis import SharedBasis, SharedLowRankLinear, basis_path, first_expert
 
 
 @dataclass
@@ -56,10 +57,16 @@ class LayerReplacement:
                 self.entries[i] = TensorSource.from_tensor(entry.name, tensors[entry.name].to(DTYPES[entry.dtype]))
 
     def find_structured(self) -> None:
-        """Set `structured` to the modules with structured weights."""
+        """Set `structured` to the modules with structured weights, and the bases that experts share."""
         for path, module in self.modules.items():
             if isinstance(module, (StructuredLinear, SplitLinear)):
                 self.structured[path] = module
+            if isinstance(module, SharedLowRankLinear):
+                self.structured[basis_path(path)] = module.basis
+
+    def trained_modules(self) -> dict[str, nn.Module]:
+        """Return the modules of `structured` that replace a linear; a shared basis is called by those of the experts."""
+        return {path: module for path, module in self.structured.items() if not isinstance(module, SharedBasis)}
 
 
 def densify_module(module: nn.Module) -> nn.Module:
@@ -103,6 +110,9 @@ def stored_dtype(meta_model: MetaModel, target: LinearTarget) -> torch.dtype:
 
 def stored_module_name(meta_model: MetaModel, path: str) -> str:
     """Return the module's name in the checkpoint files, which may differ from its path."""
+    expert = first_expert(path)
+    if f"{expert}.weight" in meta_model.keys:  # the basis of experts is stored beside them
+        return basis_path(stored_module_name(meta_model, expert))
     key = meta_model.keys.get(f"{path}.weight", f"{path}.weight")
     return key.removesuffix(".weight")
 
@@ -142,7 +152,12 @@ def add_linear(
         if name == "bias":
             continue  # copied from the source unchanged
         stored = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        replacement.entries.append(TensorSource.from_tensor(f"{base}.{name}", stored))
+        stored_name = f"{base}.{name}"
+        if targets[0].basis and name == "right":
+            if not targets[0].stores_basis:
+                continue  # stored once for the experts of the layer
+            stored_name, stored = f"{basis_path(base)}.weight", stored[None]
+        replacement.entries.append(TensorSource.from_tensor(stored_name, stored))
 
 
 def _storage_options(base: str, linear: LinearInfo) -> dict[str, Any]:
@@ -221,10 +236,14 @@ def load_replacement(
 ) -> LayerReplacement:
     """Return the replacement of a finished layer, from its journal entry and the tensors of its layer shard."""
     replacement = LayerReplacement(table=entry["table"], records=entry["records"], refined=entry.get("refined"))
+    bases: dict[str, SharedBasis] = {}
     for path, targets in plan.targets_in_layer(entry["piece"]).items():
         linear = targets[0].linear
         spec = entry["table"].get(path) or {**table_entry(targets[0], None), "transposed": linear.transposed}
-        replacement.modules[path] = load_replacement_module(spec, stored_module_name(meta_model, path), tensors, device)
+        module = load_replacement_module(spec, stored_module_name(meta_model, path), tensors, device)
+        if isinstance(module, SharedLowRankLinear):  # one module for the experts of the layer
+            module.connect(bases.setdefault(basis_path(path), module.basis))
+        replacement.modules[path] = module
     replacement.mixer_table, replacement.mixer_records = entry.get("mixers", {}), entry.get("mixer_records", [])
     for path, spec in replacement.mixer_table.items():
         attention_target = plan.attention_targets[entry["piece"]]
@@ -253,23 +272,34 @@ def load_replacement_module(
 
     Raises SurgeryError if a tensor is missing or has another shape.
     """
-    module = build_module(spec).float()
+    module: Any = build_module(spec).float()
+    if shares_basis(spec):
+        basis = SharedBasis(module.in_features, module.config.rank, device="meta")
+        _load_tensors(basis, {}, basis_path(base), tensors, device)
+        module.connect(basis)
+    _load_tensors(module, spec, base, tensors, device)
+    for part in module.modules():
+        if isinstance(part, (StructuredLinear, QuantizedLinear)):
+            part.check_loaded()
+    loaded: nn.Module = module
+    return loaded
+
+
+def _load_tensors(
+    module: nn.Module, spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo], device: torch.device
+) -> None:
     for name, tensor in module.state_dict().items():
         info = tensors.get(f"{base}.{name}")
         if info is None:
             raise SurgeryError(f"the checkpoint lacks tensor {base}.{name}, which its table needs")
         loaded = read_tensor(info)
-        if spec["structure"] == "dense" and spec.get("transposed") and name == "weight":
+        if spec.get("structure") == "dense" and spec.get("transposed") and name == "weight":
             loaded = loaded.mT.contiguous()
         if loaded.shape != tensor.shape:
             raise SurgeryError(
                 f"tensor {info.name} has shape {list(loaded.shape)}, the table says {list(tensor.shape)}"
             )
         set_module_tensor(module, name, (loaded.float() if loaded.is_floating_point() else loaded).to(device))
-    for part in module.modules():
-        if isinstance(part, (StructuredLinear, QuantizedLinear)):
-            part.check_loaded()
-    return module
 
 
 K = TypeVar("K")
@@ -293,6 +323,28 @@ def broadcast_fits(
     return {
         name: _broadcast_fit(dist, owner, jobs[name][0], own.get(name), *per_rank[owner][name], device=device)
         for name, owner in zip(names, owners)
+    }
+
+
+def broadcast_shared_fits(
+    dist: DistContext,
+    jobs: Sequence[tuple[Sequence[LinearTarget], Callable[[], dict[str, FitResult]]]],
+    device: torch.device,
+) -> dict[str, FitResult]:
+    """Run joint fits of several targets each on all processes, and return the results by name in every process."""
+    if dist.count == 1:
+        return {name: result for _, fit in jobs for name, result in fit().items()}
+    owners = dist.assign_jobs([sum(target.numel for target in targets) for targets, _ in jobs])
+    own = dist.together_or_raise(
+        lambda: {n: r for (_, fit), owner in zip(jobs, owners) if owner == dist.index for n, r in fit().items()}
+    )
+    per_rank = dist.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in own.items()})
+    return {
+        target.name: _broadcast_fit(
+            dist, owner, target, own.get(target.name), *per_rank[owner][target.name], device=device
+        )
+        for (targets, _), owner in zip(jobs, owners)
+        for target in targets
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -38,6 +38,7 @@ from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorSource
 from surgery.conversion.context import ConversionContext, RowGroups, rows_of
 from surgery.conversion.fit import FitContext, FitResult, fit_linear
+from surgery.conversion.fit_shared import fit_shared, share_modules, targets_by_basis
 from surgery.conversion.mixer_init.base import build_mixer, select_init
 from surgery.conversion.refine_layer import refine_layer
 from surgery.conversion.replacement import (
@@ -46,6 +47,7 @@ from surgery.conversion.replacement import (
     add_mixer,
     broadcast_fits,
     broadcast_mixer,
+    broadcast_shared_fits,
     densify_module,
     fold_output,
     stored_dtype,
@@ -65,7 +67,8 @@ class LinearStage:
 
     paths: their module paths, in order of execution. residual: path, below the layer, of the module whose input is the
     residual stream that the linear's output is added to; "" if there is none. experts, expert: of linears of a routed expert
-    the path of its RoutedExperts and its index there; is_inner: whether they read the product of gate and up.
+    the path of its RoutedExperts and its index there; is_inner: whether they read the product of gate and up. members: of linears whose
+    bases are shared by the experts of the layer, which are fitted together, a stage for each expert; () of other stages.
     """
 
     paths: list[str]
@@ -73,6 +76,7 @@ class LinearStage:
     experts: str = ""
     expert: int = 0
     is_inner: bool = False
+    members: tuple[LinearStage, ...] = ()
 
 
 class RoutedCalibration:
@@ -214,6 +218,9 @@ class SequentialConverter:
             if stage.experts:
                 if stage.experts not in routed:
                     routed = {stage.experts: self._record_routing(call, stage.experts, replacement)}
+                if stage.members:
+                    self._fit_shared_bases(call, stage, weights, replacement, routed[stage.experts], grams)
+                    continue
                 moments_of = partial(self._expert_moments, call, stage, weights, replacement, routed[stage.experts])
             fit = moments_of(self.groups.fit)
             # Computed on first use: by then the Cholesky factor of a wide input's C has been freed.
@@ -241,11 +248,73 @@ class SequentialConverter:
         fit_context.gram, fit_context.stored_dtype = grams.get(target.name), stored_dtype(self.model, target)
         result = fit_linear(target, self.budgets[target.name], weight_OI, fit_context)
         if target.linear.experts and fit_context.fit is not None:
-            own, shared = fit_context.fit.count - fit_context.fit.borrowed, fit_context.fit.borrowed
-            result.record = replace(result.record, rows=own, shared_rows=shared)
+            record_rows(result, fit_context.fit)
         return result
 
     # -- routed experts ----------------------------------------------------------------------------
+    def _fit_shared_bases(
+        self,
+        call: LayerCall,
+        stage: LinearStage,
+        weights: dict[str, tuple[Tensor, bool]],
+        replacement: LayerReplacement,
+        routed: RoutedCalibration,
+        grams: dict[str, Tensor],
+    ) -> None:
+        """Fit the linears of all experts whose bases are shared, and add them to `replacement`. The statistics of all experts are in memory."""
+        targets = {path: self.plan.targets[path][0] for path in stage.paths}
+        of_expert = {
+            member.expert: partial(
+                self._expert_moments, call, member, {path: weights[path] for path in member.paths}, replacement, routed
+            )
+            for member in stage.members
+        }
+        fits = {expert: moments_of(self.groups.fit) for expert, moments_of in of_expert.items()}
+        groups = list(targets_by_basis(list(targets.values())).values())
+        shared = [(members, self._shared_fit(members, weights, fits, of_expert, grams)) for members in groups]
+        fitted = broadcast_shared_fits(self.runner.ranks, shared, call.device)
+        for target in targets.values():
+            add_linear(self.model, [target], [fitted[target.name]], call.device, replacement)
+        for members in groups if self.refine_epochs else ():
+            share_modules(replacement.modules, members)
+        if self.refine_epochs:
+            replacement.find_structured()
+        for path in targets:
+            replacement.modules[path] = densify_module(replacement.modules[path])
+
+    def _shared_fit(
+        self,
+        members: list[LinearTarget],
+        weights: dict[str, tuple[Tensor, bool]],
+        fits: dict[int, InputMoments],
+        of_expert: Mapping[int, Callable[..., InputMoments]],
+        grams: dict[str, Tensor],
+    ) -> Callable[[], dict[str, FitResult]]:
+        """Return a function that fits the matrices of one basis. Held-out rows of several processes are counted before it runs."""
+        recipe, experts = self.recipe, [target.linear.expert for target in members]
+
+        def held_out_of(index: int) -> InputMoments:
+            return of_expert[experts[index]](self.groups.held_out, besides=fits[experts[index]])
+
+        held_out: Callable[[int], InputMoments] | None = held_out_of if self.validate else None
+        if held_out is not None and self.runner.ranks.count > 1:  # a collective operation: all processes call it here
+            held_out = [held_out_of(index) for index in range(len(members))].__getitem__
+
+        def fit() -> dict[str, FitResult]:
+            contexts = [
+                FitContext(
+                    fits[expert], gram=grams.get(target.name), damping=recipe.damping, sweeps=recipe.sweeps,
+                    stored_dtype=stored_dtype(self.model, target),
+                )
+                for expert, target in zip(experts, members)
+            ]  # fmt: skip
+            results = fit_shared(members, [weights[target.name][0] for target in members], contexts, held_out)
+            for expert, target in zip(experts, members):
+                record_rows(results[target.name], fits[expert])
+            return results
+
+        return fit
+
     def _record_routing(self, call: LayerCall, experts: str, replacement: LayerReplacement) -> RoutedCalibration:
         """Record the tokens that reach the experts at the path `experts`, with all linears before them replaced."""
         found = []
@@ -451,6 +520,12 @@ def accumulate_moments(
     return total
 
 
+def record_rows(result: FitResult, moments: InputMoments) -> None:
+    """Record how many calibration rows an expert got, and how many average rows of all experts were added."""
+    own = moments.count - moments.borrowed
+    result.record = replace(result.record, rows=own, shared_rows=moments.borrowed)
+
+
 def find_stages(meta_model: MetaModel, plan: Plan, call: LayerCall) -> list[LinearStage]:
     """Run one sample through the layer and return its stages: linears that read the same tensor, in order of execution."""
     stages: list[tuple[Tensor, LinearStage]] = []  # with the input of each stage
@@ -484,21 +559,32 @@ def find_stages(meta_model: MetaModel, plan: Plan, call: LayerCall) -> list[Line
     finally:
         for handle in handles:
             handle.remove()
-    return [found for _, stage in stages for found in (_expert_stages(stage, linears) if stage.experts else [stage])]
+    sharing = {path for path, (target, *_) in targets.items() if target.basis}
+    return [
+        found
+        for _, stage in stages
+        for found in (_expert_stages(stage, linears, sharing) if stage.experts else [stage])
+    ]
 
 
-def _expert_stages(marker: LinearStage, linears: dict[str, LinearInfo]) -> list[LinearStage]:
+def _expert_stages(marker: LinearStage, linears: dict[str, LinearInfo], sharing: set[str]) -> list[LinearStage]:
     """Return the stages of routed experts: gate and up of every expert, then down of every expert.
 
-    A router selects few experts for one sample, so the stages are found by role and not by running the sample.
+    A router selects few experts for one sample, so the stages are found by role and not by running the sample. sharing: paths of the
+    linears with a basis that experts share, which come first, in one stage.
     """
-    found: dict[tuple[bool, int], LinearStage] = {}
+    found: dict[tuple[bool, bool, int], LinearStage] = {}
     for path, linear in linears.items():
         if linear.experts == marker.experts:
             is_inner = "expert.down" in linear.roles
             stage = LinearStage([], "", linear.experts, linear.expert, is_inner)
-            found.setdefault((is_inner, linear.expert), stage).paths.append(path)
-    return [found[key] for key in sorted(found)]
+            found.setdefault((is_inner, path not in sharing, linear.expert), stage).paths.append(path)
+    members = tuple(found[key] for key in sorted(found) if not key[1])
+    if not members:
+        return [found[key] for key in sorted(found)]
+    paths = [path for member in members for path in member.paths]
+    together = LinearStage(paths, "", marker.experts, members=members)
+    return [together, *(found[key] for key in sorted(found) if key[1])]
 
 
 @torch.no_grad()

@@ -125,7 +125,8 @@ class QuickTrial:
         fit, held = self.groups.fit, self.groups.held_out
         stages = []
         if self.plan.targets_in_layer(call.path):
-            found = find_stages(self.ctx.model, self.plan, call)
+            together = find_stages(self.ctx.model, self.plan, call)
+            found = [member for stage in together for member in stage.members or (stage,)]
             stages = [_StageGram(stage.paths, self.plan.targets[stage.paths[0]][0].in_) for stage in found]
         modules: list[dict[str, nn.Module]] = [{} for _ in self.contenders]
         phases: list[Phase] = [

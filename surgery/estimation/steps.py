@@ -24,7 +24,7 @@ from surgery.estimation.fits import (
 from surgery.estimation.shape import ConversionShape, LayerKind, StageShape, TextRows
 from surgery.estimation.speeds import Speeds
 from surgery.planning.plan import LinearTarget
-from surgery.structures import STRUCTURES
+from surgery.structures.shared_basis import STEPS
 
 # Elements per token that a layer's forward reads and writes outside of its products, and holds at its peak, by (width, MLP width,
 # query features): counted on Llama layers of six shapes. With a backward pass: of both passes together.
@@ -289,7 +289,7 @@ class StepEstimates:
                 work += self.forward(kind, passes * run, length, macs)
                 counted = count_stage(self.stage_task(kind, stage, rows, diverged, shards))
                 work += (counted.moments[0].times(share) + counted.moments[1]).times(stage.count)
-                work += setting.busiest(self.fit_jobs(stage, counted.fits))
+                work += setting.busiest(self.fit_jobs(stage, counted.fits)) + shared_basis_work(stage, setting.sweeps)
                 kept = sum(stored_size(t) for t in stage.targets) * self.shape.itemsize
                 most = max(most, done + counted.peak + self.routed_bytes(kind, stage, rows))
                 done += stage.count * (counted.dense + (kept if setting.device == "cpu" else 0))
@@ -326,7 +326,7 @@ class StepEstimates:
         if not stage.is_expert:
             return 0.0
         shared = sum(2 * 3 * s.in_**2 for s in kind.stages if s.is_expert)
-        return 4.0 * (2 * rows.tokens * kind.width + shared)
+        return 4.0 * (2 * rows.tokens * kind.width + shared) + shared_basis_bytes(stage)
 
 
 def moment_work(width: int, tokens: float) -> Work:
@@ -338,8 +338,29 @@ def moment_work(width: int, tokens: float) -> Work:
     )
 
 
+def shared_basis_work(stage: StageShape, sweeps: int) -> Work:
+    """Return the work of the joint fits of a stage whose experts share bases, beside that of fits one by one (surgery.structures.shared_basis)."""
+    flops = 0.0
+    for target in stage.targets:
+        if target.basis:
+            rank, in_ = target.basis_rank, target.in_
+            step = 2.0 * rank * in_ * (rank + in_)
+            flops += stage.count * sweeps * (STEPS * step + 4.0 * target.numel * (rank + in_))
+    return Work(flops)
+
+
+def shared_basis_bytes(stage: StageShape) -> float:
+    """Return the bytes of weights and moments of all experts but one of a stage whose experts share bases."""
+    sharing = [target for target in stage.targets if target.basis]
+    if not sharing:
+        return 0.0
+    crosses = 2 if any(target.out > target.in_ for target in sharing) else 0
+    each = (1 + crosses) * stage.in_**2 + sum(t.numel * (1 if t.out > t.in_ else 2) for t in sharing)
+    return 4.0 * (stage.count - 1) * each
+
+
 def stored_size(target: LinearTarget) -> int:
     """Return the stored elements of a target under a uniform allocation."""
     if target.preview is None:
         return target.numel
-    return int(STRUCTURES[target.preview].params(target.preview, target.out, target.in_))
+    return target.params(target.preview)

@@ -20,6 +20,7 @@ from surgery.mixers import Mixer
 from surgery.modeling.modules import SplitLinear
 from surgery.structures import StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
+from surgery.structures.shared_basis import SharedBasis
 
 LINEARS = (StructuredLinear, SplitLinear, QuantizedLinear)
 
@@ -62,6 +63,8 @@ def register_lora() -> None:
     @functools.wraps(before)
     def dispatch(target: Any, adapter_name: str, config: Any, parameter_name: str | None = None, **kwargs: Any) -> Any:
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if isinstance(base, SharedBasis):
+            raise ValueError("the basis that experts share takes no adapter; adapt their linears (target_modules)")
         if parameter_name is None and isinstance(base, LINEARS):
             return StructuredLora(target, adapter_name, config=config, **kwargs)
         return before(target, adapter_name, config=config, parameter_name=parameter_name, **kwargs)
@@ -93,7 +96,7 @@ def all_linears(model: Any, dense: set[str]) -> set[str]:
         if isinstance(module, (Mixer, SplitLinear, BaseTunerLayer)):
             inside.append(f"{name}.")
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-        if isinstance(base, LINEARS) and base is not head:
+        if isinstance(base, LINEARS) and not isinstance(base, SharedBasis) and base is not head:
             names.add(name)
     return {name for name in names if not name.startswith(tuple(inside))}
 

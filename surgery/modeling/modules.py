@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from surgery.architectures.experts import RoutedExperts
 from surgery.core.errors import SurgeryError
 from surgery.structures import STRUCTURES, StructuredLinear
 from surgery.structures.base import config_from_dict
 from surgery.structures.quantized import QuantizedLinear, Storage
+from surgery.structures.shared_basis import SharedBasis, SharedLowRankLinear, basis_path
 
 
 class GuardedLinear(nn.Linear):
@@ -89,7 +92,8 @@ def build_module(
     The entry is {"structure": .., "in_features": .., "out_features": .., "bias": ..}, where the structure may be "dense" or
     "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads": ..}. The order of the
     parts is a list because transformers sorts the keys of config.json. With `bits`, and `group` if scales have groups, the weights are
-    stored as integers: QuantizedLinear. Raises SurgeryError if the entry is invalid.
+    stored as integers: QuantizedLinear. With `share`: "experts", it is a SharedLowRankLinear, which needs `connect_bases` or `connect`.
+    Raises SurgeryError if the entry is invalid.
     """
     spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
     if "bits" in spec or "group" in spec:
@@ -103,12 +107,15 @@ def build_module(
     _check_entry(spec)
     in_, out, bias = spec.pop("in_features"), spec.pop("out_features"), spec.pop("bias")
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
+    share = spec.pop("share", None)
+    if share is not None and (share != "experts" or spec["structure"] != "low_rank"):
+        raise SurgeryError(f"{DAMAGED_TABLE}: share: {str(share)[:50]!r} of structure {spec['structure'][:50]!r}")
     if spec["structure"] == "dense":
         return nn.Linear(in_, out, bias=bias, **factory)
     if spec["structure"] == "folded":
         return GuardedLinear(in_, out, bias=bias, **factory)
     config = config_from_dict(spec)
-    structure: Any = STRUCTURES[config]
+    structure: Any = SharedLowRankLinear if share else STRUCTURES[config]
     if isinstance(getattr(config, "blocks", None), str):
         raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its blocks must be numbers")
     levels = getattr(config, "levels", None)
@@ -126,9 +133,36 @@ def build_module(
     return module
 
 
+def shares_basis(spec: dict[str, Any]) -> bool:
+    """Return whether a table entry is that of an expert whose basis is stored once for all experts of its layer."""
+    return "share" in spec
+
+
+def connect_bases(model: nn.Module, paths: Iterable[str], bases: Mapping[str, SharedBasis] | None = None) -> None:
+    """Give the experts at these paths, which are SharedLowRankLinears, the bases of their layers, which become modules of the model.
+
+    bases: by path; new ones on the meta device if None. Raises SurgeryError if the experts of a layer differ in rank or inputs.
+    """
+    for path in paths:
+        linear: Any = model.get_submodule(path)
+        parent, _, leaf = basis_path(path).rpartition(".")
+        experts = model.get_submodule(parent)
+        if not isinstance(experts, RoutedExperts):
+            raise SurgeryError(f"{DAMAGED_TABLE}: {path} shares a basis, and {parent} holds no experts")
+        if leaf not in experts._modules:
+            made = None if bases is None else bases[basis_path(path)]
+            experts.add_module(leaf, made or SharedBasis(linear.in_features, linear.config.rank, device="meta"))
+        try:
+            linear.connect(experts.get_submodule(leaf))
+        except SurgeryError as error:
+            raise SurgeryError(f"{DAMAGED_TABLE}: {path}: {error}") from None
+
+
 def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: torch.dtype | None) -> QuantizedLinear:
     """Build the module of an entry with `bits`. A dense weight is stored as (1, out, in), as GuardedLinear stores it."""
     plain = {k: v for k, v in spec.items() if k not in ("bits", "group")}
+    if shares_basis(plain):
+        raise SurgeryError(f"{DAMAGED_TABLE}: a linear whose basis is shared by experts is not stored as integers")
     if plain.get("structure") == "dense":
         plain["structure"] = "folded"
     try:
@@ -162,7 +196,9 @@ def _check_split_entry(spec: dict[str, Any]) -> None:
     given, heads = spec.get("parts"), spec.get("heads", 0)
     parts: dict[str, Any] = given if isinstance(given, dict) else {}
     whole = bool(parts) and all(isinstance(entry, dict) for entry in parts.values())
-    if not whole or any(e.get("structure") == "split" or not name.isidentifier() for name, e in parts.items()):
+    if not whole or any(
+        e.get("structure") == "split" or shares_basis(e) or not name.isidentifier() for name, e in parts.items()
+    ):
         raise SurgeryError(f"{DAMAGED_TABLE}: a split entry reads {str(spec)[:100]}")
     order = spec.get("order", list(parts))
     if not isinstance(order, list) or not all(isinstance(n, str) for n in order) or sorted(order) != sorted(parts):

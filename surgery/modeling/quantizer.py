@@ -17,7 +17,7 @@ from surgery.checkpoint.table import QUANT_METHOD, has_shims
 from surgery.checkpoint.tensor_names import check_tensors, find_model_class, unused_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
-from surgery.modeling.modules import DAMAGED_TABLE, build_module
+from surgery.modeling.modules import DAMAGED_TABLE, build_module, connect_bases, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.structures import StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
@@ -102,7 +102,7 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
     from surgery.modeling.attention import replace_attention
 
     split_named_experts(model, table)
-    find, missing, taken = ModuleFinder(model), 0, set()
+    find, missing, taken, sharing = ModuleFinder(model), 0, set(), []
     for path, spec in [*table.items(), *mixers.items()]:
         place = find(path)
         if place is None:
@@ -122,8 +122,10 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
             _check_sizes(model.get_submodule(place), replacement, place)
             model.set_submodule(place, replacement)
             untie(model, place)
+            sharing += [place] if shares_basis(spec) else []
         else:
             replace_attention(model, place, mixer_config(spec))
+    connect_bases(model, sharing)
 
 
 def split_named_experts(model: Any, paths: Iterable[str]) -> None:

@@ -26,6 +26,7 @@ from surgery.mixers import AttentionShape
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import AttentionTarget, find_attention_targets, keep_heads, softmax_shapes
 from surgery.planning.recipe import STRUCTURE_KEYS, ConversionRecipe, LinearSettings
+from surgery.planning.shared_bases import check_can_share, share_bases
 from surgery.planning.speed import TimedOption, TimeTarget, plan_by_time
 from surgery.structures import STRUCTURES, StructureConfig
 
@@ -52,6 +53,8 @@ class LinearTarget:
     (in a split linear). keep: fraction of its parameters to keep. part: its rows in a fused linear, or None. preview: the
     structure shown in the plan, fitted to a uniform budget. round_ranks: ranks chosen by the budget are multiples of it. With `speed`,
     options: the structures that it may get, dense_ns: predicted nanoseconds of the dense matrix; a preview of None stays dense.
+    share: whether the recipe asks for a basis shared by the experts of the layer. basis: path of that basis, "" if the matrix has none;
+    stores_basis: whether the numbers of the basis count with this matrix, the first that uses it.
     """
 
     linear: LinearInfo
@@ -63,6 +66,9 @@ class LinearTarget:
     round_ranks: int = 1
     options: tuple[TimedOption, ...] = ()
     dense_ns: int = 0
+    share: bool = False
+    basis: str = ""
+    stores_basis: bool = False
 
     @property
     def name(self) -> str:
@@ -81,12 +87,30 @@ class LinearTarget:
 
     @property
     def has_fixed_rank(self) -> bool:
-        """Whether the recipe fixes the rank, so that the matrix takes no part in budget allocation."""
-        return any(getattr(config, key, None) is not None for config in self.configs for key in ("rank", "ranks"))
+        """Whether the recipe fixes the rank, or the experts of the layer have one, so that the matrix takes no part in budget allocation."""
+        return bool(self.basis) or any(
+            getattr(config, key, None) is not None for config in self.configs for key in ("rank", "ranks")
+        )
 
     def uniform_budget(self) -> float:
         """Return the number of parameters under a uniform allocation."""
         return self.keep * self.numel if self.configs else self.numel
+
+    def params(self, config: StructureConfig) -> int:
+        """Return the stored elements of a structure in place of this matrix. A shared basis counts with the first matrix that uses it."""
+        stored: int = STRUCTURES[config].params(config, self.out, self.in_)
+        if self.basis and not self.stores_basis:
+            stored -= config.rank * self.in_  # type: ignore[attr-defined]
+        return stored
+
+    @property
+    def basis_rank(self) -> int:
+        """The rank of the shared basis."""
+        return self.preview.rank  # type: ignore[union-attr, no-any-return]
+
+    def basis_params(self) -> int:
+        """Return how many of the stored elements of `preview` belong to a shared basis."""
+        return self.basis_rank * self.in_ if self.stores_basis else 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +168,7 @@ class Plan:
         for one token, which few of the routed experts compute; only if the model has such experts.
         """
         targets = self.replaced_targets()
-        after = [STRUCTURES[t.preview].params(t.preview, t.out, t.in_) if t.preview else t.numel for t in targets]
+        after = [t.params(t.preview) if t.preview else t.numel for t in targets]
         before = [t.numel for t in targets]
         totals = {"modules": len(targets), "params_before": sum(before), "params_after": sum(after)}
         change = sum(after) - sum(before) + self.untied_params
@@ -153,6 +177,7 @@ class Plan:
         if routed:
             idle = sum(linear.out * linear.in_ * (1 - linear.active) for linear in routed)
             saved = sum((a - b) * t.linear.active for t, a, b in zip(targets, after, before)) + self.untied_params
+            saved += sum(t.basis_params() * (1 - t.linear.active) for t in targets)  # every token reads a shared basis
             active = self.model_params - idle
             totals |= {"active_before": round(active), "active_after": round(active + saved)}
         return totals
@@ -214,6 +239,8 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         raise SurgeryError(
             "plan: the recipe replaces nothing; give a structure other than dense and keep below 1, or attention: a mixer"
         )
+    targets, sharing_notes = share_bases(targets, recipe, layout)
+    notes += sharing_notes
     if layout.head in targets and f"{layout.head}.weight" in _tied_names(meta_model):
         notes.append(f"{layout.head} is tied to the input embedding; replacing it unties them (the embedding stays)")
     time = None
@@ -342,6 +369,7 @@ def _linear_target(
 ) -> LinearTarget:
     if settings.structure == "dense":
         return LinearTarget(linear, out, 1.0, (), part)
+    share = settings.share == "experts" and check_can_share(linear, settings, recipe)
     names = recipe.candidates if settings.structure == "auto" else (settings.structure,)
     configs = tuple(_structure_config(name, settings, auto=settings.structure == "auto") for name in names)
     fitted, reasons = [], []
@@ -351,6 +379,9 @@ def _linear_target(
                 fitted.append(STRUCTURES[config].resolve(config, out, linear.in_))
                 continue
             budget = settings.keep * out * linear.in_
+            if share:  # `share_bases` chooses the rank of all experts of the layer together
+                fitted.append(config)
+                continue
             fitted.append(_fitted_config(config, (out, linear.in_), budget, recipe.round_ranks))
         except SurgeryError as error:
             reasons.append(str(error))
@@ -358,7 +389,7 @@ def _linear_target(
         raise SurgeryError(f"plan: {linear.path} ({' '.join(linear.roles)}): {reasons[0]}")
     kept = tuple(c for c in configs if any(type(f) is type(c) for f in fitted))
     preview = None if recipe.speed is not None else fitted[0]
-    return LinearTarget(linear, out, settings.keep, kept, part, preview, recipe.round_ranks)
+    return LinearTarget(linear, out, settings.keep, kept, part, preview, recipe.round_ranks, share=share)
 
 
 @lru_cache(4096)

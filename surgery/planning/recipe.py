@@ -8,6 +8,7 @@ speed: {decode: 1.4, device: NVIDIA H200}   # instead of keep: a target of time,
 rules:                # later rules win; match: a role or a path, with * and ?
   - {match: mlp.down, keep: 0.7}
   - {match: attention.key, structure: dense, layers: "2:-2"}
+  - {match: "expert.*", structure: low_rank, share: experts}    # one basis for the experts of a layer, see shared_bases.py
 attention: {mixer: linear, mask: decay}    # see attention_recipe.py
 """
 
@@ -35,6 +36,7 @@ Grid = tuple[Count, Count] | tuple[Count, Count, Count]  # with the largest bloc
 Levels = Annotated[int, Field(ge=1, le=32, strict=True)] | tuple[Count | Grid | Literal["sqrt", "monarch"], ...]
 Cores = Annotated[int, Field(ge=2, le=16, strict=True)]
 LevelRanks = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
+Sharing = Literal["none", "experts"]  # what a right factor is shared by
 STRUCTURE_KEYS = ("blocks", "levels", "ranks", "cores", "rank", "order")  # keys that are options of the structure
 
 
@@ -62,6 +64,7 @@ class Rule(_StrictModel):
     rank: Rank | None = None
     order: Literal["contiguous", "strided"] | None = None
     fused: Literal["whole", "split"] | None = None
+    share: Sharing | None = None
 
     _structure = field_validator("structure")(_check_structure)
     _layers = field_validator("layers", mode="before")(check_layer_range)
@@ -87,6 +90,7 @@ class LinearSettings(BaseModel):
     rank: Rank | None = None
     order: Literal["contiguous", "strided"] | None = None
     fused: Literal["whole", "split"] = "whole"
+    share: Sharing = "none"
 
 
 class RefineRecipe(_StrictModel):
@@ -117,6 +121,7 @@ class ConversionRecipe(_StrictModel):
     layers: str = ":"
     towers: str | tuple[str, ...] = "auto"
     fused: Literal["whole", "split"] = "whole"
+    share: Sharing = "none"
     rules: tuple[Rule, ...] = ()
     attention: AttentionRecipe | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
@@ -208,6 +213,7 @@ class ConversionRecipe(_StrictModel):
             "rank": self.rank,
             "order": self.order,
             "fused": self.fused,
+            "share": self.share,
         }
         for rule in self.rules:
             if not matches(rule.match):
@@ -289,6 +295,7 @@ EXPECTED_VALUES = {
     "cores": "a whole number from 2 to 16, for example 3",
     "rank": "a whole number over 0, or full",
     "order": "contiguous or strided",
+    "share": "experts or none",
     "round_ranks": "a whole number from 1 to 4096, for example 64",
     "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",
     "towers": "auto, all, or names of towers, for example [text, vision]",

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from surgery.planning.plan import Plan
 from surgery.planning.recipe import RefineRecipe
-from surgery.structures import STRUCTURES
 
 BUDGET_SECONDS = {"cpu": 300.0, "cuda": 540.0}  # of `auto`
 # Multiply-accumulates per second, in float32: on a CPU of each thread.
@@ -48,7 +47,7 @@ def epoch_seconds(plan: Plan, tokens: int, device: str, threads: int) -> EpochSe
     inside = sum(linear.out * linear.in_ for linear in plan.layout.linears if linear.path != plan.layout.head)
     for target in replaced:
         if target.linear.path != plan.layout.head and target.preview is not None:
-            inside += STRUCTURES[target.preview].params(target.preview, target.out, target.in_) - target.numel
+            inside += target.params(target.preview) - target.numel
     head = sum(linear.out * linear.in_ for linear in plan.layout.linears if linear.path == plan.layout.head)
     speed = SPEED.get(device, SPEED["cpu"]) * (1 if device == "cuda" else threads)
     trials = len(RATES) * TRIAL_STEPS * BATCH_TOKENS / tokens

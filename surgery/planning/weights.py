@@ -65,7 +65,8 @@ def slice_name(role: str) -> str:
 def table_entry(target: LinearTarget, config: StructureConfig | None) -> dict[str, Any]:
     """Return the entry of a fitted target (or fused slice) in the checkpoint's table. config None: the matrix stays dense."""
     structure = config.to_dict() if config is not None else {"structure": "dense"}
-    return {**structure, "in_features": target.in_, "out_features": target.out, "bias": target.linear.bias}
+    share = {"share": "experts"} if target.basis else {}
+    return {**structure, **share, "in_features": target.in_, "out_features": target.out, "bias": target.linear.bias}
 
 
 def role_weight(meta_model: MetaModel, layer: str, role: str) -> tuple[Tensor, Tensor | None]:

@@ -16,6 +16,7 @@ from surgery.modeling.attention import MixerAttention
 from surgery.modeling.modules import REPLACED
 from surgery.publish.summary import attention_costs
 from surgery.structures.quantized import QuantizedLinear
+from surgery.structures.shared_basis import SharedBasis
 
 
 def inspect_model(model: Any) -> dict[str, Any]:
@@ -44,7 +45,9 @@ def inspect_model(model: Any) -> dict[str, Any]:
 
 
 def _iter_linears(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield all linears, structured or not; a split linear as one."""
+    """Yield all linears, structured or not; a split linear as one, and none for a basis that experts share."""
+    if isinstance(module, SharedBasis):
+        return
     if is_linear(module) or isinstance(module, REPLACED):
         yield module
         return

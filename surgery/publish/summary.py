@@ -52,9 +52,20 @@ def _plan_row(target: LinearTarget) -> dict[str, Any]:
     row = {"role": roles, "shape": [target.out, target.in_], "before": target.numel}
     if target.preview is None:
         return {**row, "structure": "dense", "after": target.numel, "macs": round(target.numel * target.linear.active)}
-    label = describe_structure(target.preview.to_dict()) if len(target.configs) == 1 or target.options else "auto"
-    params, macs = _structure_cost(target.preview, target.out, target.in_)
-    return {**row, "structure": label, "after": params, "macs": round(macs * target.linear.active)}
+    label = describe_structure(_preview_dict(target) or {}) if len(target.configs) == 1 or target.options else "auto"
+    _, macs = _structure_cost(target.preview, target.out, target.in_)
+    return {
+        **row,
+        "structure": label,
+        "after": target.params(target.preview),
+        "macs": round(macs * target.linear.active),
+    }
+
+
+def _preview_dict(target: LinearTarget) -> dict[str, Any] | None:
+    if target.preview is None:
+        return None
+    return {**target.preview.to_dict(), **({"share": "experts"} if target.basis else {})}
 
 
 @lru_cache(4096)
@@ -75,6 +86,8 @@ def describe_structure(structure: dict[str, Any]) -> str:
     if structure["structure"] == "split":
         return "split: " + ", ".join(f"{k} {describe_structure(v)}" for k, v in structure["parts"].items())
     words = [structure["structure"], *([f"int{structure['bits']}"] if "bits" in structure else [])]
+    if structure.get("share") == "experts":
+        words.append("shared basis")
     if isinstance(structure.get("blocks"), (list, tuple)):
         words.append("x".join(str(n) for n in structure["blocks"]))
     if isinstance(levels := structure.get("levels"), (list, tuple)):
@@ -91,7 +104,7 @@ def describe_structure(structure: dict[str, Any]) -> str:
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON data, for --json and notebooks."""
     targets = [
-        {"name": t.name, "shape": [t.out, t.in_], "keep": t.keep, "first": t.preview.to_dict() if t.preview else None}
+        {"name": t.name, "shape": [t.out, t.in_], "keep": t.keep, "first": _preview_dict(t)}
         for t in plan.replaced_targets()
     ]
     expected = plan.expected_targets()

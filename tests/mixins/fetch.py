@@ -9,6 +9,7 @@ TRANSFORMERS_CHECKOUT names one:
     git clone --depth 1 --branch vVERSION https://github.com/huggingface/transformers CHECKOUT
     TRANSFORMERS_CHECKOUT=CHECKOUT make test-mixins
 
+TRANSFORMERS_CHECKOUT_VERSION names the version of a checkout of another version, whose tests may be of other behavior than the installed one's.
 Without a checkout an empty class takes the place of each, and their tests are not run.
 """
 
@@ -35,7 +36,7 @@ def fetch() -> Path:
     if made.is_file() and made.read_text() == wanted:
         return PACKAGE
     if checkout:
-        check_version(Path(checkout), version)
+        check_version(Path(checkout), os.environ.get("TRANSFORMERS_CHECKOUT_VERSION") or version)
     shutil.rmtree(PACKAGE, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "transformers"]
@@ -51,7 +52,10 @@ def fetch() -> Path:
     if checkout:
         for path in sorted((Path(checkout) / "tests").glob("*/*.py")):
             if any(path.match(f"tests/{Path(name).parent}/*.py") for name in STAND_INS):
-                write(f"{path.parent.name}/{path.name}", path.read_bytes())
+                write(
+                    f"{path.parent.name}/{path.name}",
+                    path.read_bytes().replace(b"from tests.", b"from transformers_mixins."),
+                )
     for name, mixin in STAND_INS.items():
         if not (PACKAGE / name).exists():
             print(
@@ -67,7 +71,8 @@ def check_version(checkout: Path, version: str) -> None:
     source = checkout / "src" / "transformers" / "__init__.py"
     if not source.is_file() or f'__version__ = "{version}"' not in source.read_text(encoding="utf-8"):
         raise SystemExit(
-            f"TRANSFORMERS_CHECKOUT={checkout} must be a checkout of transformers {version}, the installed version"
+            f"TRANSFORMERS_CHECKOUT={checkout} must be a checkout of transformers {version}, the installed version (or, if it is set, that of "
+            "TRANSFORMERS_CHECKOUT_VERSION)"
         )
 
 

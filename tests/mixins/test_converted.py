@@ -1,8 +1,8 @@
-"""transformers' own ModelTesterMixin over converted models: llama and qwen3, six recipes.
+"""transformers' own ModelTesterMixin and GenerationTesterMixin over converted models: llama and qwen3, six recipes.
 
 `make test-mixins` fetches the mixins and runs this file; without them it is skipped. Every class of a run converts itself as it is made from
 a config, and is otherwise the library's class. A test that fails is listed in EXPECTED with its reason; any other failure is a defect.
-One run takes about half a minute of one core. `python tests/mixins/table.py` makes the table of docs/models.md from the results.
+One run takes about half a minute of one core, a minute with the tests of generation, which need a checkout (see fetch.py). `python tests/mixins/table.py` makes the table of docs/models.md from the results.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from helpers.small import DECODER
 import surgery
 from mixins.fetch import FOLDER
 from surgery.core.progress import Progress
+from surgery.modeling.generation import MixerGenerationMixin
 from surgery.planning.recipe import load_recipe
 
 sys.path.insert(0, str(FOLDER))
@@ -35,6 +36,21 @@ FAMILIES = {
 RECIPES = ("low-rank-half", "btt-half", "monarch-half", "mlr-cache-60", "gated-deltanet", "log-linear")
 MIXERS = ("mlr-cache-60", "gated-deltanet", "log-linear")
 NO_WEIGHTS = "a mixer has no attention weights, so its entry of `attentions` is None, and the test reads a tensor there"
+NO_KEYS = "a mixer's layer of the cache holds a state instead of keys and values, whose shapes the test reads"
+NOT_COMPILED = "the layers of a mixer in a cache say that they do not compile into one graph (`is_compileable`), so `generate` does not compile a step"
+STRUCTURES = tuple(recipe for recipe in RECIPES if recipe not in MIXERS)
+GENERATED_WEIGHTS = (  # tests of GenerationTesterMixin that ask for attention weights
+    "test_greedy_generate_dict_outputs",
+    "test_greedy_generate_dict_outputs_use_cache",
+    "test_sample_generate_dict_output",
+    "test_beam_search_generate_dict_output",
+    "test_beam_search_generate_dict_outputs_use_cache",
+    "test_beam_sample_generate_dict_output",
+    "test_generate_compilation_all_outputs",
+    "test_assisted_decoding_matches_greedy_search_0_random",
+    "test_assisted_decoding_matches_greedy_search_1_same",
+    "test_assisted_decoding_sample",
+)
 # Test -> (recipes with which it fails, reason).
 EXPECTED: dict[str, tuple[tuple[str, ...], str]] = {
     "test_from_pretrained_no_checkpoint": (
@@ -60,6 +76,20 @@ EXPECTED: dict[str, tuple[tuple[str, ...], str]] = {
         ("mlr-cache-60",),
         "it reads `config._attn_implementation` of modules named ..Attention; the config of MLRAttention is the mixer's own",
     ),
+    **dict.fromkeys(GENERATED_WEIGHTS, (MIXERS, NO_WEIGHTS)),
+    "test_generate_with_static_cache": (MIXERS, NO_KEYS),
+    "test_generate_from_inputs_embeds_with_static_cache": (MIXERS, NO_KEYS),
+    "test_past_key_values_format": (MIXERS, NO_KEYS),
+    "test_generate_compile_model_forward_fullgraph": (MIXERS, NOT_COMPILED),
+    "test_static_cache_no_recompile_with_smaller_length": (MIXERS, NOT_COMPILED),
+    "test_custom_4d_attention_mask": (
+        ("gated-deltanet", "log-linear"),
+        "it gives a mask that is not causal, for which linear attention has no state; an error says so",
+    ),
+    "test_inherits_generation_mixin": (
+        STRUCTURES,
+        "it reads the direct bases of the model's class, which in this file is a subclass of the library's",
+    ),
 }
 
 
@@ -78,7 +108,11 @@ def converting(cls: type, recipe: str) -> type:
         surgery.apply(self, load_recipe(recipe, ["calibration=null"]), progress=Progress())
         self.__class__ = made
 
-    made: Any = type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
+    generates = issubclass(cls, transformers.GenerationMixin)
+    bases = (
+        (MixerGenerationMixin, cls) if generates and recipe in MIXERS else (cls,)
+    )  # as the class of a converted model
+    made: Any = type(cls.__name__, bases, {"__init__": __init__, "__module__": cls.__module__})
     return made
 
 

@@ -30,13 +30,13 @@ from surgery.core.device import choose_device
 from surgery.eval.run import load
 from surgery.eval.suite import EvalOptions
 from surgery.eval.suites import perplexity as ppl
-from surgery.structures import Metric, linalg
+from surgery.structures import Metric
 from surgery.structures.low_rank import leading_eigenvectors, low_rank_factors
 from surgery.structures.metric import damp_
+from surgery.structures.shared_basis import shared_factors, sum_of
 
 KINDS = ("each", "shared", "input")
 BATCH = 16  # windows in one forward
-STEPS = 60  # of conjugate gradients, for one update of a shared right basis
 
 
 # -- statistics ------------------------------------------------------------------------------------------------
@@ -86,58 +86,10 @@ def shared_left(weights: Sequence[Tensor], moments: Sequence[Tensor], rank: int)
 
 
 def shared_right(weights: Sequence[Tensor], moments: Sequence[Tensor], rank: int, sweeps: int = 10) -> list[Tensor]:
-    """Return B_e = L_e R after `sweeps` sweeps of alternating least squares, none of which increases the error.
-
-    The first R is the optimum for one metric, the sum of all C_e. A sweep solves for every L_e = W_e C_e R^T (R C_e R^T)^-1, then for R, whose
-    equation sum_e L_e^T L_e R C_e = sum_e L_e^T W_e C_e is solved by conjugate gradients.
-    """
-    stacked_XI, pooled_II = torch.cat(list(weights)), sum_of(moments)
-    _, right_RI = low_rank_factors(stacked_XI, rank, Metric(pooled_II))
-    lefts = best_lefts(weights, moments, right_RI)
-    for _ in range(sweeps):
-        right_RI, _ = linalg.qr(solve_right(weights, moments, lefts, right_RI).mT)
-        right_RI = right_RI.mT.contiguous()
-        lefts = best_lefts(weights, moments, right_RI)
+    """Return B_e = L_e R after `sweeps` sweeps of alternating least squares, none of which increases the error (surgery.structures.shared_basis)."""
+    metrics = [Metric(c_II) for c_II in moments]
+    *_, (lefts, right_RI) = shared_factors(weights, metrics, [1.0] * len(metrics), rank, sweeps, min_gain=0.0)
     return [left_OR @ right_RI for left_OR in lefts]
-
-
-def best_lefts(weights: Sequence[Tensor], moments: Sequence[Tensor], right_RI: Tensor) -> list[Tensor]:
-    """Return L_e (O, R), the optimum for a given R (R, I)."""
-    return [
-        linalg.solve(right_RI @ c_II @ right_RI.mT, right_RI @ c_II @ w_OI.mT).mT
-        for w_OI, c_II in zip(weights, moments)
-    ]
-
-
-def solve_right(
-    weights: Sequence[Tensor], moments: Sequence[Tensor], lefts: Sequence[Tensor], right_RI: Tensor
-) -> Tensor:
-    """Return R (R, I) for given L_e after STEPS steps of conjugate gradients from the given R."""
-    grams = [left_OR.mT @ left_OR for left_OR in lefts]
-
-    def times(r_RI: Tensor) -> Tensor:
-        return sum_of(gram_RR @ r_RI @ c_II for gram_RR, c_II in zip(grams, moments))
-
-    wanted = sum_of(left_OR.mT @ w_OI @ c_II for left_OR, w_OI, c_II in zip(lefts, weights, moments))
-    residual = wanted - times(right_RI)
-    step, energy = residual, float(residual.square().sum())
-    for _ in range(STEPS):
-        if energy <= 1e-20 * float(wanted.square().sum()):
-            break
-        product = times(step)
-        size = energy / float((step * product).sum())
-        right_RI, residual = right_RI + size * step, residual - size * product
-        energy, before = float(residual.square().sum()), energy
-        step = residual + (energy / before) * step
-    return right_RI
-
-
-def sum_of(terms: Any) -> Tensor:
-    """Return the sum of tensors."""
-    first, *rest = terms
-    for term in rest:
-        first = first + term
-    return first
 
 
 def squared_error(weights: Sequence[Tensor], moments: Sequence[Tensor], fits: Sequence[Tensor]) -> float:

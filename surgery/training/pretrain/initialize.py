@@ -85,6 +85,11 @@ def replace_linears(model: Any, plan: Plan) -> None:
     """Replace the planned linears by uninitialized structured layers, in place, and list them in the model's config."""
     from surgery.modeling.quantization_config import SurgeryConfig
 
+    if shared := next((path for path, targets in plan.targets.items() if targets[0].basis), ""):
+        raise SurgeryError(
+            f"{shared}: share: experts fits bases to the weights of a checkpoint, and a model that is trained from scratch has none. Set "
+            "share: none"
+        )
     table = {path: entry for path, targets in plan.targets.items() if (entry := _module_entry(targets))}
     for path, entry in table.items():
         model.set_submodule(path, build_module(entry, device="cpu", dtype=torch.float32))
