@@ -19,7 +19,7 @@ from surgery.core.config import fields_at_default
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path, size_text
-from surgery.core.version import __version__
+from surgery.core.version import WORK_VERSION
 from surgery.mixers import MIXERS
 from surgery.planning.plan import Plan
 from surgery.planning.recipe import ConversionRecipe, RefineRecipe
@@ -100,7 +100,7 @@ def journal_fingerprint(
         "source": source.fingerprint(),
         "weights_digest": source.weights_digest(),
         "recipe": recipe.model_dump_json(exclude=_left_out_keys(recipe)),
-        "version": __version__,
+        "version": WORK_VERSION,
         "seed": recipe.seed,
         "calibration": data.digest() if data else None,
         **({} if time is None else {"measured_times": time.digest}),

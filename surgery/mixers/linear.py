@@ -88,10 +88,11 @@ class LinearMixer(Mixer):
     """Linear attention with one mask, one feature map and an optional softmax branch.
 
     beta_proj: projection to the step sizes of the delta rule. near_weight_H, linear_weight_H: weights of the softmax
-    branch and of the linear branch.
+    branch and of the linear branch. near_switch: set by training with window dropout.
     """
 
     config: LinearAttention
+    near_switch: Tensor | None = None  # in training: multiplies the weight of the softmax branch, 0 or 1
 
     def __init__(self, config: LinearAttention, shape: AttentionShape):
         super().__init__(config, shape)
@@ -430,7 +431,10 @@ class LinearMixer(Mixer):
         if local is not None and local_H is not None and far_H1 is not None:
             # Under one denominator, weights of the softmax branch are exp(score - largest) (LoLCATs, eq. 6).
             near = (local.sums() if normalise else local.out).flatten(1, 2).transpose(1, 2)
-            out = join_branches(near, out, branch_weight(local_H, out, normalise), far_H1)
+            near_H1 = branch_weight(local_H, out, normalise)
+            if self.training and self.near_switch is not None:
+                near_H1 = near_H1 * self.near_switch.to(near_H1.dtype)
+            out = join_branches(near, out, near_H1, far_H1)
         elif far_H1 is not None:
             out = out * far_H1
         if normalise:

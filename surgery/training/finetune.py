@@ -20,7 +20,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import check_no_unknown_files, explain_disk_errors, partial_path
 from surgery.core.journal import Journal, check_absent, check_output_path
 from surgery.core.progress import Progress
-from surgery.core.version import __version__
+from surgery.core.version import WORK_VERSION
 from surgery.training import models as model_loading
 from surgery.training.best_state import BEST
 from surgery.training.checkpoints import CheckpointManager
@@ -134,6 +134,6 @@ def _open_journal(source: Any, recipe: HealingRecipe, work: Path, resume: bool) 
         "weights_digest": source.weights_digest(),
         "data_digest": data_digest(recipe),
         "recipe": recipe.model_dump_json(exclude={"description", "log", "keep", "teacher", "cuda_graph"}),
-        "version": __version__,
+        "version": WORK_VERSION,
     }
     return Journal(work, fingerprint, resume, what="run")

@@ -130,6 +130,7 @@ class TrainingLoop:
 
     def _step(self, step: StepBatch) -> None:
         self.optimizer_step.set_rates(self.config.schedule.factor(self.at.step, self.config.steps))
+        self.stage.begin_step(self.at.step, self.context.recipe.seed)
         totals: dict[str, Any] = {}
         for number, batch in enumerate(step.batches, 1):
             with self.optimizer_step.forward(number == len(step.batches)):

@@ -31,7 +31,7 @@ from surgery.core.files import (
     write_json,
 )
 from surgery.core.progress import Progress, is_main_process
-from surgery.core.version import __version__
+from surgery.core.version import WORK_VERSION, __version__
 from surgery.modeling.auto_classes import write_shims
 from surgery.planning.plan import Plan
 from surgery.structures import STRUCTURES
@@ -88,7 +88,7 @@ def pretrain(
 def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
     """Write OUT.blank in the main process, complete or not at all; the others wait. One left by an interrupted run of the same
     recipe is used again."""
-    wanted = {"recipe": recipe_digest(recipe), "version": __version__}
+    wanted = {"recipe": recipe_digest(recipe), "version": WORK_VERSION}
     began = time.monotonic()
     while not _is_initial(blank, wanted):
         if is_main_process():

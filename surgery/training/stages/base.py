@@ -2,6 +2,7 @@
 
     stage = STAGES[config](config)
     stage.prepare(models, roles)           once, before the optimizer is created: adds new parameters
+    stage.begin_step(step, seed)           before the losses of each step
     stage.losses(models, batch)            {part: sum over counted positions}, and `total`, the loss to minimize
     stage.count_positions(examples)                number of counted positions, known before the forward
     stage.finish(models, roles, folder)    removes or merges what the stage added
@@ -102,6 +103,9 @@ class Stage:
 
     def measure(self, models: StageModels, batch: Batch) -> None:
         """Measure scales on the first rows of the data, which are the same in every process and after a resume."""
+
+    def begin_step(self, step: int, seed: int) -> None:
+        """Change what differs from step to step. step: of the stage, from 0. seed: the recipe's."""
 
     def trained_parameters(self, models: StageModels, roles: Roles) -> set[str]:
         """Return the names of the parameters that this stage trains."""

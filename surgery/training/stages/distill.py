@@ -5,11 +5,13 @@
 top_k: the teacher's k most likely tokens individually, all others as one event (the KL of the coarser distributions, a
 lower bound of the full KL). The teacher is a model in memory, or a cache of its top-k log-probabilities at temperature 1.
 far_weight: tokens count more whose prediction needs distant context (surgery/training/stages/far_weight.py).
+window_dropout: exact near attention is off in some steps (surgery/training/stages/window_dropout.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -30,6 +32,7 @@ from surgery.training.stages.base import (
 )
 from surgery.training.stages.far_weight import NearTeacher, token_weights
 from surgery.training.stages.lm import cross_entropy
+from surgery.training.stages.window_dropout import WindowDropout
 from surgery.training.top_k import log_remaining_mass, top_k_log_probs
 
 MAX_LOGITS = 2**25  # logits compared at a time
@@ -40,6 +43,7 @@ class DistillConfig(StageConfig):
 
     far_weight: weight a token's loss by 1 + far_weight * KL(teacher || teacher that sees near tokens only), in nats, divided by
     the mean over the row; 0 weights all tokens alike. far_window, far_sinks: number of last and of first tokens that are near.
+    window_dropout: probability, at the first step, that the softmax branch of a linear mixer is off in a step; it falls linearly to 0.
     """
 
     name: ClassVar[str] = "distill"
@@ -50,12 +54,15 @@ class DistillConfig(StageConfig):
     far_weight: Annotated[Real, Field(ge=0)] = 0.0
     far_window: Annotated[Count, Field(ge=1)] = 64
     far_sinks: Annotated[Count, Field(ge=0)] = 4
+    window_dropout: Annotated[Real, Field(ge=0, le=1)] = 0.0
 
     @model_serializer(mode="wrap")
     def _omit_unread_options(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the fields without those of far_weight if it is 0, which keeps recipes in reports and journals as they were."""
+        """Return the fields without far_* and window_dropout where they are 0, which keeps recipes in reports and journals as they were."""
         values: dict[str, Any] = to_dict(self)
-        return {name: value for name, value in values.items() if self.far_weight or not name.startswith("far_")}
+        unread = [name for name in values if name.startswith("far_")] if not self.far_weight else []
+        unread += [] if self.window_dropout else ["window_dropout"]
+        return {name: value for name, value in values.items() if name not in unread}
 
     @model_validator(mode="after")
     def _check_far_options(self) -> DistillConfig:
@@ -100,6 +107,7 @@ class DistillStage(Stage):
     def __init__(self, config: Any):
         super().__init__(config)
         self.near_teacher: NearTeacher | None = None
+        self.window_dropout: WindowDropout | None = None
 
     @property
     def needs_teacher(self) -> Literal["model", "logits"]:
@@ -108,6 +116,8 @@ class DistillStage(Stage):
 
     def prepare(self, models: StageModels, roles: Roles) -> None:
         """Raise SurgeryError for a teacher cache with another temperature than 1, or a teacher that far_weight cannot cut."""
+        if self.config.window_dropout:
+            self.window_dropout = WindowDropout(models.student, self.config.window_dropout, self.config.steps)
         if self.config.far_weight:
             self.near_teacher = NearTeacher(models.teacher, self.config.far_window, self.config.far_sinks)
         elif models.cache is not None and self.config.temperature != 1:
@@ -115,6 +125,16 @@ class DistillStage(Stage):
                 f"stage distill: temperature must be 1 with a teacher cache (got {self.config.temperature:g}). Cached targets "
                 "have temperature 1; set it to 1, or give --teacher without a cache."
             )
+
+    def begin_step(self, step: int, seed: int) -> None:
+        """Draw which softmax branches are on."""
+        if self.window_dropout is not None:
+            self.window_dropout.begin_step(step, seed)
+
+    def finish(self, models: StageModels, roles: Roles, folder: Path | None) -> None:
+        """Switch all softmax branches on."""
+        if self.window_dropout is not None:
+            self.window_dropout.end()
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
         """Return `total`, `kl` and, with ce_weight, `ce`, in nats, summed over counted positions, by weight with far_weight.
