@@ -156,7 +156,7 @@ def _convert(
         progress.say(f"note: not copied beside the weights: {name}")
     if lacks_chat_template(opened.folder) and "ForCausalLM" in type(model.model).__name__:
         progress.say(
-            "note: the tokenizer has no chat template. Text completion works; to chat with the model, put a chat_template.jinja into OUT"
+            f"note: the tokenizer has no chat template. Text completion works; to chat with the model, put a chat_template.jinja into {escape(str(out))}"
         )
     text_notes: list[str] = []
     data = load_calibration(opened, model, recipe, text_notes)
