@@ -12,6 +12,7 @@ from rich.text import Text
 
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, new_table
+from surgery.publish.ratios import format_ratio, perplexity_ratio
 from surgery.publish.summary import describe_structure, inspect_rows
 
 
@@ -272,9 +273,10 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
     lines += allocation_lines(report["allocation"])
     if held := report["held_out"]:
         se = f" ± {held['difference_se']:.4f}" if held["difference_se"] is not None else ""
-        lines.append(
-            f"held-out {held['unit']}: {held['original']:.4f} -> {held['converted']:.4f} (difference {held['converted'] - held['original']:.4f}{se})"
-        )
+        ratio = perplexity_ratio(held["original"], held["converted"], held["unit"])
+        change = f"{held['original']:.4f} -> {held['converted']:.4f} (difference {held['converted'] - held['original']:.4f}{se})"
+        as_ratio = "" if ratio is None else f"perplexity {format_ratio(ratio)}, "
+        lines.append(f"held-out text: {as_ratio}{held['unit']} {change}")
     for line in (report.get("calibration") or {}).get("warnings", []):
         lines.append(f"calibration: {escape(str(line))}")
     seconds = report["time"]["seconds"]

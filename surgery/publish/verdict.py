@@ -6,11 +6,11 @@ is that of the last healing run on its validation text, else that of the convers
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from surgery.core.tables import format_count, format_tokens
+from surgery.publish.ratios import format_ratio, perplexity_ratio
 from surgery.publish.tables import speed_in_words
 
 SAME = 0.005  # sizes that differ by less are "the same"
@@ -26,16 +26,6 @@ def verdict(report: Mapping[str, Any], results: Mapping[str, Any] | None = None)
     parts = [_size(report["totals"]), *(part for part in measured if part)]
     unmeasured = [] if measured[0] else ["quality not measured"]
     return ", ".join([*parts, *unmeasured]) + _healing(report.get("training") or []) + "."
-
-
-def perplexity_ratio(before: float, after: float, unit: str) -> float | None:
-    """Return the ratio of the perplexities of two losses in nats per token; None for losses in another unit."""
-    return math.exp(after - before) if unit.startswith("nats") and after - before < 500 else None
-
-
-def format_ratio(ratio: float) -> str:
-    """Format the ratio of two perplexities as in the tables of `surgery eval`: "x 1.216"."""
-    return f"x {ratio:.4g}"
 
 
 def _size(totals: Mapping[str, Any]) -> str:

@@ -11,8 +11,8 @@ from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens
 from surgery.publish.html.data import PageData, layer_index, module_role, structure_class, structure_text
 from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart
+from surgery.publish.ratios import format_ratio, perplexity_ratio
 from surgery.publish.tables import format_share, speed_in_words
-from surgery.publish.verdict import format_ratio, perplexity_ratio
 
 ERROR_STEPS = (0.05, 0.1, 0.2, 0.4)  # relative errors between the colors of matrices
 HEADLINE_CONTEXT = 4096  # context length, in tokens, of the headline figures

@@ -1,0 +1,15 @@
+"""Perplexities before and after as one ratio, which pages, tables and cards share."""
+
+from __future__ import annotations
+
+import math
+
+
+def perplexity_ratio(before: float, after: float, unit: str) -> float | None:
+    """Return the ratio of the perplexities of two losses in nats per token; None for losses in another unit."""
+    return math.exp(after - before) if unit.startswith("nats") and after - before < 500 else None
+
+
+def format_ratio(ratio: float) -> str:
+    """Format the ratio of two perplexities as in the tables of `surgery eval`: "x 1.216"."""
+    return f"x {ratio:.4g}"
