@@ -39,11 +39,10 @@ def test_smoke_run_and_show(name, tmp_path, capsys):
     main(experiment, ["run", "--setting", "smoke", "--out", str(out), "--device", "cpu"])
     assert read_rows(out) == rows  # nothing is trained twice
     text = show(experiment, [out], None)
-    assert (
-        re.search(r"`smoke`: (undecided|reproduced|refuted)\b", text)
-        and "undecided: GPU time" in text
-        and "forecast" in text
-    )
+    on_gpu = any(setting.where == "gpu" for setting in experiment.settings)
+    assert re.search(r"`smoke`: (undecided|reproduced|refuted)\b", text)
+    assert ("undecided: GPU time" in text and "forecast" in text) == on_gpu
+    assert on_gpu or name == "two_orders"  # which trains nothing
 
 
 @pytest.mark.parametrize("name", ["recall", "regression"])

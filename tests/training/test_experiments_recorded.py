@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from surgery.recipes.papers.experiments import block_mixing, characters, language, recall, updates, weight_norm
+from surgery.recipes.papers.experiments import (
+    block_mixing,
+    characters,
+    forecasting,
+    language,
+    recall,
+    series_tokens,
+    updates,
+    weight_norm,
+)
 from surgery.recipes.papers.experiments.sweep import Cell
 from surgery.training.pretrain.stacked import StackedTraining
 
@@ -32,7 +41,9 @@ class SecondStep(Exception):
 
 
 @pytest.mark.parametrize(
-    "module", [recall, block_mixing, characters, language, updates, weight_norm], ids=lambda m: m.__name__
+    "module",
+    [recall, block_mixing, characters, language, updates, weight_norm, forecasting, series_tokens],
+    ids=lambda m: m.__name__,
 )
 def test_steps_read_nothing_on_the_host(module, monkeypatch):
     """The second step of every method, as it would be recorded."""

@@ -37,7 +37,7 @@ class Experiment:
     """One experiment of a paper: see its fields in recall.py.
 
     rule: which rows reproduce and which refute the claim, as docs/papers.md prints it. settings: sweeps of several sizes; smoke: of
-    seconds, for tests.
+    seconds, for tests. data: help of the option --data, a file that `train` finds as options["data"] of the setting; "": no such option.
     """
 
     name: str
@@ -52,11 +52,16 @@ class Experiment:
     verdict: Callable[[list[Row], Setting], Verdict]
     table: Callable[[list[Row], Setting], list[list[str]]]
     draw: Callable[[Any, list[Row], Setting], None]
+    data: str = ""
 
     @property
     def command(self) -> str:
         """The command without its arguments."""
         return f"python -m surgery.recipes.papers.experiments.{self.name}"
+
+    def run_command(self, setting: Setting) -> str:
+        """Return the command that trains the runs of a setting."""
+        return f"{self.command} run --setting {setting.name}" + (" --data FILE" if self.data else "")
 
     def setting(self, name: str) -> Setting:
         """Return a setting by name."""
@@ -69,7 +74,7 @@ class Experiment:
         have = sum(row["setting"] == setting.name for row in rows)
         state = f"{have} of {setting.runs} runs"
         if setting.where == "cpu":
-            return Verdict("undecided", f"{state}: {self.command} run --setting {setting.name}")
+            return Verdict("undecided", f"{state}: {self.run_command(setting)}")
         minutes = gpu_minutes(setting, self.heads, stack_size(setting, self.heads, MEMORY["gpu"]))
         return Verdict("undecided: GPU time", f"{state}; forecast {math.ceil(minutes)} minutes of one H200, counted")
 
@@ -77,6 +82,8 @@ class Experiment:
 def run(experiment: Experiment, arguments: argparse.Namespace) -> None:
     """Train the runs that the file lacks."""
     setting = replace(experiment.setting(arguments.setting), graph=not arguments.plain)
+    if experiment.data and arguments.data is not None:
+        setting = replace(setting, options={**setting.options, "data": str(arguments.data)})
     device = choose_device(arguments.device)
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     memory = arguments.memory or MEMORY["gpu" if device.type == "cuda" else "cpu"]
@@ -163,6 +170,8 @@ def main(experiment: Experiment, given: list[str] | None = None) -> None:
         "--part", type=parse_part, default=(1, 1), metavar="K/N",
         help="Train the K-th of N parts of the sweep, for N processes with an --out each. Default: 1/1.",
     )  # fmt: skip
+    if experiment.data:
+        running.add_argument("--data", type=Path, help=experiment.data)
     running.add_argument("--plain", action="store_true", help="Do not use CUDA graphs.")
     running.set_defaults(do=lambda arguments: run(experiment, arguments))
     showing = commands.add_parser("show", help="Print tables and verdicts.")

@@ -8,7 +8,7 @@ that are not here, with the cost counted from the paper's sizes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from surgery.recipes.papers.experiments.driver import Experiment
@@ -69,7 +69,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
         Place("Figure 1", "linear and log-linear attention", "", DRAWING),
         Place("Figure 2", "buckets of the Fenwick tree", "`tests/mixers/test_masks_oracles.py::test_hierarchical_entries_are_lambdas_of_fenwick_buckets`", FORMULA),
         Place("Figure 3", "chunked algorithm", "`tests/mixers/test_masks.py::test_chunked_is_the_definition`", FORMULA),
-        Place("Figure 4", "throughput of training, and time of the kernels", "`surgery bench attention`, `surgery bench train`", "[measured](measurements/performance.md#attention), no verdict"),
+        Place("Figure 4", "throughput of training, and time of the kernels", "`surgery bench attention`, `surgery bench train`, `python -m surgery.recipes.papers.experiments.speed show`", "[measured](measurements/performance.md#attention)"),
         Place("Table 2", "MQAR"),
         Place("Figure 5", "loss by position", "", FAR),
         Place("Tables 3, 4", "perplexity, zero-shot tasks and needles of 800M models", "", FAR),
@@ -84,7 +84,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
         Place("Table 1", "cost of the mixing, linear in the number of blocks", "`python tests/helpers/mask_slopes.py`", "holds: [slope 0.97](measurements/performance.md#mixers-by-sequence-length)"),
         Place("Table 2", "MQAR with scattered pairs: frozen and dense MHLA, TBM", "", LARGE),
         Place("Figure 2", "learned MHLA matrices are nearly Toeplitz", "`surgery inspect MODEL`"),
-        Place("Figure 3", "time against the number of blocks", "`surgery bench attention`, `python tests/helpers/mask_slopes.py`", "[measured](measurements/performance.md#mixers-by-sequence-length), no verdict: text and caption disagree"),
+        Place("Figure 3", "time against the number of blocks", "`surgery bench attention`, `python tests/helpers/mask_slopes.py`, `python -m surgery.recipes.papers.experiments.speed show`", "[measured](measurements/performance.md#mixers-by-sequence-length); the paper's text and caption disagree"),
         Place("Table 3", "number of exponentials, frozen and learned", "", LARGE),
     ),
     SMA: (
@@ -158,7 +158,7 @@ OUT_OF_REACH: tuple[Cost, ...] = (
         18.9e6, 500_000 * 64 * 512, 96,
     ),
     Cost(
-        f"{CUSTOMIZING}, Figure 15",
+        f"{CUSTOMIZING}, Figure 15, with Chronos itself",
         "the data of Chronos; T5 has position biases that mixers do not take; the paper does not say the number of tokens",
         "",
     ),
@@ -181,8 +181,13 @@ def places_in(text: str) -> set[str]:
     return found
 
 
-def figures_section(experiments: Iterable[Experiment], judge: Callable[[Experiment], list[tuple[str, str]]]) -> str:
-    """Return one Markdown table of all places. judge(experiment): (setting, word of the verdict) of each setting."""
+def figures_section(
+    experiments: Iterable[Experiment],
+    judge: Callable[[Experiment], list[tuple[str, str]]],
+    measured: Mapping[tuple[str, str], str],
+) -> str:
+    """Return one Markdown table of all places. judge(experiment): (setting, word of the verdict) of each setting. measured: (paper, name of the
+    place) -> verdicts of measurements on other pages, which follow that of the place."""
     known = [(experiment, places_in(experiment.source)) for experiment in experiments]
     lines = [
         "| paper | figure or table | what it shows | command or test | verdict |",
@@ -192,14 +197,17 @@ def figures_section(experiments: Iterable[Experiment], judge: Callable[[Experime
         for place in places:
             matching = [e for e, own in known if e.source.startswith(paper) and own & places_in(place.name)]
             how, verdict = place.how or "-", place.verdict
+            if own := measured.get((paper, place.name)):
+                verdict = f"{verdict}; {own}"
             if matching:
-                how = ", ".join(f"`{experiment.command} run`" for experiment in matching)
+                commands = ", ".join(f"`{experiment.command} run`" for experiment in matching)
+                how = f"{how}, {commands}" if verdict == FORMULA else commands
                 words = [
                     f"`{experiment.name}`, `{name}`: {word}"
                     for experiment in matching
                     for name, word in judge(experiment)
                 ]
-                verdict = "; ".join(words)
+                verdict = "; ".join([FORMULA, *words] if verdict == FORMULA else words)
             lines.append(f"| {paper} | {place.name} | {place.what} | {how} | {verdict} |")
     return "\n".join(lines)
 

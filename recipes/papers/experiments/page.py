@@ -15,11 +15,15 @@ from surgery.core.errors import SurgeryError
 from surgery.recipes.papers.experiments import (
     block_mixing,
     characters,
+    forecasting,
     language,
     needles,
     recall,
     regression,
     scaling,
+    series_tokens,
+    speed,
+    two_orders,
     updates,
     weight_norm,
 )
@@ -37,6 +41,9 @@ EXPERIMENTS = (
     characters.EXPERIMENT,
     language.EXPERIMENT,
     needles.EXPERIMENT,
+    forecasting.EXPERIMENT,
+    series_tokens.EXPERIMENT,
+    two_orders.EXPERIMENT,
 )
 
 
@@ -48,7 +55,7 @@ def section() -> str:
         rows = load_rows(experiment, [])
         for setting in experiment.settings:
             verdict = experiment.judge(rows, setting)
-            command = f"`{experiment.command} run --setting {setting.name}`"
+            command = f"`{experiment.run_command(setting)}`"
             lines.append(
                 [f"{experiment.title}, `{setting.name}`", experiment.source, command, _words(verdict.word, verdict.why)]
             )
@@ -80,7 +87,12 @@ def judge(experiment: Experiment) -> list[tuple[str, str]]:
 
 def sections() -> dict[str, str]:
     """Return marker -> section in Markdown."""
-    return {"experiments": section(), "figures": figures_section(EXPERIMENTS, judge), "costs": costs_section()}
+    return {
+        "experiments": section(),
+        "speed": speed.section(),
+        "figures": figures_section(EXPERIMENTS, judge, speed.measured()),
+        "costs": costs_section(),
+    }
 
 
 def replace_section(text: str) -> str:
