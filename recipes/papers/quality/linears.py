@@ -104,7 +104,12 @@ def main() -> None:
     add("--step", choices=STEPS, action="append", help="Method to measure. Repeatable. Default: all.")
     add("--tokens", type=int, default=16384, help="Tokens of each text. Default: %(default)s.")
     add("--length", type=int, default=1024, help="Length of the windows in tokens. Default: %(default)s.")
-    add("--score", type=int, help="Tokens of --text to score. Default: as --tokens.")
+    add(
+        "--score",
+        type=int,
+        action="append",
+        help="Tokens of the --text at the same place to score; one number is for all. Repeatable. Default: as --tokens.",
+    )
     add(
         "--refine",
         type=int,
@@ -117,8 +122,13 @@ def main() -> None:
     add("--json", type=Path, help="Write the rows to this file.")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
-    scored = arguments.score or arguments.tokens
-    options = [EvalOptions(text=text, tokens=scored, length=arguments.length) for text in arguments.text]
+    scored = arguments.score or [arguments.tokens]
+    if len(scored) not in (1, len(arguments.text)):
+        parser.error(
+            f"--score is given {len(scored)} times and --text {len(arguments.text)} times. Give one number, or one for each text."
+        )
+    scored = scored * len(arguments.text) if len(scored) == 1 else scored
+    options = [EvalOptions(text=text, tokens=n, length=arguments.length) for text, n in zip(arguments.text, scored)]
     bases = [measure_checkpoint(arguments.source, one, device) for one in options]
     texts = {one.text: ppl.summarize(base) for one, base in zip(options[1:], bases[1:])}
     rows = [{"structure": "original", **ppl.summarize(bases[0]), "texts": texts}]
