@@ -70,11 +70,15 @@ class CommandResult(dict[str, Any]):
         return to_html(self._parts())
 
 
-def recipes() -> dict[str, str]:
-    """Return name -> description of the shipped conversion recipes."""
-    from surgery.planning.recipe import shipped_recipes
+def recipes(*, healing: bool = False) -> dict[str, str]:
+    """Return name -> description of the shipped recipes.
 
-    return shipped_recipes()
+    Args:
+        healing: those of `finetune` instead of those of `convert`.
+    """
+    from surgery.cli.recipes import read_descriptions
+
+    return read_descriptions(healing)
 
 
 def plan(

@@ -80,9 +80,9 @@ def _root(
 
 
 @app.command()
-def recipes(as_json: options.Json = False) -> None:
-    """List the shipped conversion recipes, one per line."""
-    found = read_descriptions()
+def recipes(healing: options.HealingRecipes = False, as_json: options.Json = False) -> None:
+    """List the shipped conversion recipes, or with --healing those of `surgery finetune`, one per line."""
+    found = read_descriptions(healing)
     if as_json:
         print(json.dumps(found, indent=2))
         return

@@ -88,7 +88,9 @@ def test_a_chain(checkpoints, tmp_path):
 
 
 def test_a_plan_without_calibration_refuses_what_the_conversion_would_refuse(checkpoints, capsys):
-    with pytest.raises(SurgeryError, match=r"by: restored is measured on calibration text.* Leave out calibrated=False"):
+    with pytest.raises(
+        SurgeryError, match=r"by: restored is measured on calibration text.* Leave out calibrated=False"
+    ):
         surgery.plan(checkpoints("llama"), "hybrid-25", calibrated=False)
     with pytest.raises(SystemExit):
         main(["plan", str(checkpoints("llama")), "--recipe", "hybrid-25", "--data-free"])
