@@ -76,7 +76,7 @@ def recipes(*, healing: bool = False) -> dict[str, str]:
     Args:
         healing: those of `finetune` instead of those of `convert`.
     """
-    from surgery.cli.recipes import read_descriptions
+    from surgery.planning.shipped import read_descriptions
 
     return read_descriptions(healing)
 

@@ -28,7 +28,6 @@ from surgery.cli.fetch_eval_data import fetch_eval_data
 from surgery.cli.finetune import finetune
 from surgery.cli.pretrain import pretrain
 from surgery.cli.push import push
-from surgery.cli.recipes import read_descriptions
 from surgery.cli.report import report
 from surgery.cli.run import run
 from surgery.cli.serve import serve
@@ -36,6 +35,7 @@ from surgery.cli.teacher_cache import teacher_cache
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import is_main_process
 from surgery.core.version import __version__
+from surgery.planning.shipped import read_descriptions
 
 app = typer.Typer(
     name="surgery",

@@ -1,4 +1,4 @@
-"""The list that `surgery recipes` prints, read from the YAML files without importing torch."""
+"""The lists that `surgery recipes` prints, read from the YAML files without importing torch."""
 
 from __future__ import annotations
 
