@@ -51,6 +51,25 @@ class CachedLaunch:
             self.launchers[key] = bind_launcher(compiled, self.grid)
         return None
 
+    def bind(self, *tensors: Tensor) -> Callable[..., None]:
+        """Return the launch for tensors with the device and dtypes of these, outside of torch.compile. It only looks at their addresses."""
+        key = (tensors[0].get_device(), *[tensor.dtype for tensor in tensors])
+        find, rest = self.launchers.get, self.rest
+
+        def launch(*tensors: Tensor) -> None:
+            addresses = 0
+            for tensor in tensors:
+                addresses |= tensor.data_ptr()
+            launcher = None if addresses & 15 else find(key)
+            if launcher is None:
+                return self(*tensors)
+            try:
+                return launcher(*tensors, *rest)
+            except TypeError:  # raised before the launch, see `__call__`
+                return self(*tensors)
+
+        return launch
+
     def _launch_by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
         """Launch through Triton's own lookup and return the compiled kernel."""
         return self.kernel[self.grid](*tensors, *self.sizes, **self.options)

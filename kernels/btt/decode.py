@@ -8,7 +8,7 @@ launch), the second kernel starts while the first one runs, loads its core, and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -175,3 +175,25 @@ def decode_btt(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor
     z_NK = x_NI.new_empty(x_NI.shape[0], plan.z)
     plan.first(x_NI, right_cdbs, z_NK, z_NK)
     plan.second(z_NK, left_bcsa, y_NO if bias is None else bias, y_NO)
+
+
+def bind_decode(
+    x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int
+) -> Callable[..., Tensor] | None:
+    """Return a function of x (.., in), right, left, bias and out that returns y (.., out) as `decode_btt` writes it, for tensors with the
+    shapes, strides, dtypes and device of these. None if the rows of x do not lie at one distance."""
+    x_NI, y_size = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], out)
+    if x_NI.data_ptr() != x.data_ptr():
+        return None
+    N, y_NO = x_NI.shape[0], x_NI.new_empty(x_NI.shape[0], out)
+    plan = _plan(x_NI, right_cdbs, left_bcsa, bias, y_NO)
+    last = y_NO if bias is None else bias
+    width, first, second = plan.z, plan.first.bind(x, right_cdbs, x, x), plan.second.bind(x, left_bcsa, last, y_NO)
+
+    def run(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, _: int) -> Tensor:
+        z_NK, y = x.new_empty(N, width), x.new_empty(*y_size)
+        first(x, right_cdbs, z_NK, z_NK)
+        second(z_NK, left_bcsa, y if bias is None else bias, y)
+        return y
+
+    return run

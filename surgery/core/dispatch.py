@@ -7,7 +7,7 @@
     def btt_linear_triton(x, right_cdbs, left_bcsa, bias, out): ...
 
 A call runs the first kernel that accepts the arguments and was measured to be faster for them; otherwise it runs the
-reference. Kernels also compute gradients. The modules with references never import kernels: the package is scanned at the
+reference. An op with a `call_key` decides once for all calls of one key, and keeps a function that runs them. Kernels also compute gradients. The modules with references never import kernels: the package is scanned at the
 first call with a GPU tensor, and has no kernels if Triton is not installed.
 """
 
@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
@@ -33,6 +33,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 KernelChoice = Literal["measured", "kernel", "products", "reference"]
 
+MAX_CALLS = 4096  # remembered calls of an op
 PACKAGE = "surgery.kernels"
 VARIABLE = "SURGERY_KERNELS"  # environment variable: the choice outside of `use_kernels`
 _choice: Any = os.environ.get(VARIABLE, "measured")
@@ -44,31 +45,57 @@ class RegisteredKernel:
     """A kernel and the conditions of its use.
 
     accepts: returns whether the kernel is correct for the arguments. is_faster: returns whether it was measured to be faster
-    for them than the reference and the op's other kernels. implementation: its name in kernels/tuning.json.
+    for them than the reference and the op's other kernels. implementation: its name in kernels/tuning.json. bind: returns a function
+    that runs all calls of one `call_key` as `run` does, or None for `run` itself.
     """
 
     run: Callable[..., Any]
     accepts: Callable[..., bool]
     is_faster: Callable[..., bool]
     implementation: str = "kernel"
+    bind: Callable[..., Callable[..., Any] | None] | None = None
 
 
 class DispatchedOp:
-    """A reference function and the kernels that may replace it. Called like the reference."""
+    """A reference function and the kernels that may replace it. Called like the reference.
 
-    def __init__(self, reference: Callable[..., Any]):
-        self.reference = reference
+    call_key: returns what decides how a call is computed, or None for a call that is not remembered. bind: as in `RegisteredKernel`,
+    of the reference.
+    """
+
+    def __init__(
+        self,
+        reference: Callable[..., Any],
+        call_key: Callable[..., Hashable | None] | None = None,
+        bind: Callable[..., Callable[..., Any] | None] | None = None,
+    ):
+        self.reference, self.call_key, self.bind = reference, call_key, bind
         self.kernels: list[RegisteredKernel] = []
+        self.calls: dict[Hashable, Callable[..., Any]] = {}
         functools.update_wrapper(self, reference)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the selected kernel, or the reference."""
+        if self.call_key is not None and not kwargs:
+            key = self.call_key(*args)
+            if key is not None and _recorded_names is None:
+                run = self.calls.get((key, _choice))
+                return self._remember((key, _choice), args)(*args) if run is None else run(*args)
         kernel = self.select_kernel(*args, **kwargs)
         if kernel is None:
             return self.reference(*args, **kwargs)
         if _recorded_names is not None:
             _recorded_names.add(self.reference.__name__)
         return kernel.run(*args, **kwargs)
+
+    def _remember(self, key: Hashable, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """Select the implementation of a call and return the function that runs all calls of its key."""
+        kernel = self.select_kernel(*args)
+        bind, run = (self.bind, self.reference) if kernel is None else (kernel.bind, kernel.run)
+        if len(self.calls) >= MAX_CALLS:
+            self.calls.clear()
+        found = self.calls[key] = (None if bind is None else bind(*args)) or run
+        return found
 
     def select_kernel(self, *args: Any, **kwargs: Any) -> RegisteredKernel | None:
         """Return the kernel that a call with these arguments runs, or None for the reference."""
@@ -100,17 +127,26 @@ def dispatched(reference: Callable[P, R]) -> Callable[P, R]:
     return DispatchedOp(reference)
 
 
+def dispatched_once(
+    call_key: Callable[..., Hashable | None], bind: Callable[..., Callable[..., Any] | None] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Mark a reference function as replaceable by kernels that are selected once for each `call_key` (decorator). See `DispatchedOp`."""
+    return lambda reference: DispatchedOp(reference, call_key, bind)
+
+
 def register_kernel(
     replaced: Callable[..., Any],
     accepts: Callable[..., bool],
     is_faster: Callable[..., bool] = lambda *_, **__: True,
     implementation: str = "kernel",
+    bind: Callable[..., Callable[..., Any] | None] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a kernel with the same signature as the reference `replaced` (decorator). See `RegisteredKernel`."""
     assert isinstance(replaced, DispatchedOp), f"{replaced} is not a dispatched function; decorate it with @dispatched"
 
     def add(kernel: Callable[P, R]) -> Callable[P, R]:
-        replaced.kernels.append(RegisteredKernel(kernel, accepts, is_faster, implementation))
+        replaced.calls.clear()
+        replaced.kernels.append(RegisteredKernel(kernel, accepts, is_faster, implementation, bind))
         replaced.kernels.sort(
             key=lambda known: known.implementation != "original"
         )  # implementations named "original" are tried first

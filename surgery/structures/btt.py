@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.core.dispatch import dispatched
+from surgery.core.dispatch import dispatched_once
 from surgery.core.errors import SurgeryError
 from surgery.structures import linalg
 from surgery.structures.base import (
@@ -35,6 +35,7 @@ from surgery.structures.base import (
     exact_factors,
     is_exporting,
 )
+from surgery.structures.btt_calls import bind_row, call_key
 from surgery.structures.btt_products import btt_products, supports_products
 from surgery.structures.low_rank import leading_directions, tail_energies
 from surgery.structures.metric import Metric, inner_product, input_root, output_roots, spd_factor, spd_inverse
@@ -75,7 +76,23 @@ def btt_dense(right_cdbs: Tensor, left_bcsa: Tensor) -> Tensor:
     return blocks_bacd.reshape(b * a, c * d)
 
 
-@dispatched
+def prefers_dense(rows: int, right_cdbs: Tensor, left_bcsa: Tensor, in_: int, out: int) -> bool:
+    """Return whether the dense matrix and one product are expected to cost less than two products."""
+    _, _, b, s = right_cdbs.shape
+    c, numel, macs = left_bcsa.shape[1], out * in_, right_cdbs.numel() + left_bcsa.numel()
+    return rows * (macs + LAUNCH_MACS * b * c * s - numel) > numel * (s + LAUNCH_MACS)
+
+
+def bind_on_cpu(
+    x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int
+) -> Callable[..., Tensor] | None:
+    """Return the function that runs calls of one row on a CPU; None for other calls."""
+    if not x.is_cpu or prefers_dense(1, right_cdbs, left_bcsa, x.shape[-1], out):
+        return None
+    return bind_row(x, right_cdbs, left_bcsa, bias, out)
+
+
+@dispatched_once(call_key, bind_on_cpu)
 def btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     """Return B x + bias (..., out) for x (..., in), in <= c d and out <= b a.
 
@@ -86,8 +103,7 @@ def btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | 
     """
     (c, d, b, s), a, in_ = right_cdbs.shape, left_bcsa.shape[3], x.shape[-1]
     if not is_exporting():
-        rows, numel, macs = x.numel() // in_, out * in_, right_cdbs.numel() + left_bcsa.numel()
-        if rows * (macs + LAUNCH_MACS * b * c * s - numel) > numel * (s + LAUNCH_MACS):
+        if prefers_dense(x.numel() // in_, right_cdbs, left_bcsa, in_, out):
             return F.linear(x, btt_dense(right_cdbs, left_bcsa)[:out, :in_], bias)
         if x.is_cpu and supports_products(x, right_cdbs, left_bcsa):
             return btt_products(x, right_cdbs, left_bcsa, bias, out)
@@ -264,15 +280,14 @@ class BTTLinear(StructuredLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """Return B x (..., O) without the bias, for x (..., I)."""
-        return self._run(x, None)
+        run = btt_linear if self.config.order == "contiguous" else strided_btt_linear
+        y: Tensor = run(x, *self.right_and_left(), None, self.out_features)
+        return y
 
     def forward(self, x: Tensor) -> Tensor:
         """Return B x + bias (..., O) for x (..., I)."""
-        return self._run(x, self.bias)
-
-    def _run(self, x: Tensor, bias: Tensor | None) -> Tensor:
         run = btt_linear if self.config.order == "contiguous" else strided_btt_linear
-        y: Tensor = run(x, self.right, self.weight, bias, self.out_features)
+        y: Tensor = run(x, *self.right_and_left(), self.bias, self.out_features)
         return y
 
     def dense(self) -> Tensor:

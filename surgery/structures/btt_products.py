@@ -56,19 +56,23 @@ def cast_to_autocast(
     return x.to(dtype), right_cdbs.to(dtype), left_bcsa.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def btt_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
-    """Return B x + bias (..., out) for x (..., in); arguments as in `surgery.structures.btt.btt_linear`."""
-    if torch.is_autocast_enabled(x.device.type):
-        x, right_cdbs, left_bcsa, bias = cast_to_autocast(x, right_cdbs, left_bcsa, bias)
-    x_NI = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    needs_grad = torch.is_grad_enabled() and (
+def needs_gradients(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None) -> bool:
+    """Return whether autograd records a call."""
+    return torch.is_grad_enabled() and (
         x.requires_grad
         or right_cdbs.requires_grad
         or left_bcsa.requires_grad
         or (bias is not None and bias.requires_grad)
     )
+
+
+def btt_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
+    """Return B x + bias (..., out) for x (..., in); arguments as in `surgery.structures.btt.btt_linear`."""
+    if torch.is_autocast_enabled(x.device.type):
+        x, right_cdbs, left_bcsa, bias = cast_to_autocast(x, right_cdbs, left_bcsa, bias)
+    x_NI = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     y_NO: Tensor
-    if needs_grad:
+    if needs_gradients(x, right_cdbs, left_bcsa, bias):
         y_NO = ProductsFunction.apply(x_NI, right_cdbs, left_bcsa, bias, out)  # type: ignore[no-untyped-call]
     else:
         y_NO, _ = forward_products(x_NI, right_cdbs, left_bcsa, bias, out)
@@ -155,10 +159,17 @@ class ProductsFunction(torch.autograd.Function):
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients that are needed. Under create_graph they are differentiable themselves."""
         x_NI, right, left, z = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        dbias = dy_NO.sum(0) if need[3] else None
-        compute = differentiable_gradients if torch.is_grad_enabled() else backward_products
-        return *compute(x_NI, right, left, dy_NO, z=z, need=need), dbias, None
+        return *product_gradients(x_NI, right, left, dy_NO, z=z, need=ctx.needs_input_grad), None
+
+
+def product_gradients(
+    x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor, *, z: Tensor | None, need: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, right, left and the bias, None for those not in `need`, differentiable in grad mode. z: as in
+    `backward_products`."""
+    dbias = dy_NO.sum(0) if need[3] else None
+    compute = differentiable_gradients if torch.is_grad_enabled() else backward_products
+    return *compute(x_NI, right, left, dy_NO, z=z, need=need), dbias
 
 
 def backward_products(
