@@ -22,7 +22,7 @@ def verdict(report: Mapping[str, Any], results: Mapping[str, Any] | None = None)
     report: surgery_report.json. results: results.json of `surgery eval OUT --compare SRC`; None: not measured.
     """
     rows = [row for row in (results or {}).get("rows", ()) if {"base", "converted"} <= row["values"].keys()]
-    measured = [_perplexity(report, rows), *_needles(rows), *_speed(rows)]
+    measured = [_perplexity(report, results), *_needles(rows), *_speed(rows)]
     parts = [_size(report["totals"]), *(part for part in measured if part)]
     unmeasured = [] if measured[0] else ["quality not measured"]
     return ", ".join([*parts, *unmeasured]) + _healing(report.get("training") or []) + "."
@@ -35,11 +35,18 @@ def _size(totals: Mapping[str, Any]) -> str:
     return f"{abs(1 - share):.0%} {'smaller' if share < 1 else 'larger'}"
 
 
-def _perplexity(report: Mapping[str, Any], rows: list[Any]) -> str:
-    for row in rows:
-        if row.get("suite") == "ppl" and row["metric"].get("kind") == "ppl" and not row["group"]:
-            ratio = (row.get("ratio") or {}).get("change") or row["values"]["converted"] / row["values"]["base"]
-            return f"perplexity {format_ratio(ratio)}"
+def measured_ratio(results: Mapping[str, Any] | None) -> float | None:
+    """Return the ratio of the perplexities in results.json of `surgery eval OUT --compare SRC`; None if it has none."""
+    for row in (results or {}).get("rows", ()):
+        both = {"base", "converted"} <= row["values"].keys()
+        if both and row.get("suite") == "ppl" and row["metric"].get("kind") == "ppl" and not row["group"]:
+            return float((row.get("ratio") or {}).get("change") or row["values"]["converted"] / row["values"]["base"])
+    return None
+
+
+def _perplexity(report: Mapping[str, Any], results: Mapping[str, Any] | None) -> str:
+    if (measured := measured_ratio(results)) is not None:
+        return f"perplexity {format_ratio(measured)}"
     run = (report.get("training") or [{}])[-1].get("validation") or {}
     original, healed = ((run.get(key) or {}).get("perplexity") for key in ("original", "after"))
     if original and healed:

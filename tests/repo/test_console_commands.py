@@ -28,7 +28,8 @@ def quoted_commands(text: str) -> list[str]:
     lines = [line for block in blocks for line in re.sub(r"\\\n", " ", block).splitlines()]
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     lines += re.findall(r"`(surgery [a-z-]+ [^`\n]*)`", prose)
-    found = (re.search(r"(?:^|[ /])surgery ([a-z].*)", re.sub(r"\s#.*", "", line)) for line in lines)
+    parts = [part for line in lines for part in re.sub(r"\s#.*", "", line).split(" && ")]
+    found = (re.search(r"(?:^|[ /])surgery ([a-z].*)", part) for part in parts)
     return [match.group(1) for match in found if match]
 
 

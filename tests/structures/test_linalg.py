@@ -15,7 +15,7 @@ from helpers.small import make_recipe, tiny_inputs
 from safetensors.torch import load_file, save_file
 
 from surgery.conversion.convert import convert
-from surgery.conversion.fit import Candidate, _fit_result
+from surgery.conversion.fit import Candidate, fit_result
 from surgery.core.errors import NumericalError, SurgeryError, naming
 from surgery.core.files import os_error_number
 from surgery.structures import linalg
@@ -200,4 +200,4 @@ def test_2_7_a_fit_beyond_the_stored_dtype():
         pytest.raises(SurgeryError, match=rf"{UP}: its fit holds NaN or Inf in float16 \(numbers up to 6.6e\+04\)"),
         naming(UP),
     ):
-        _fit_result(cut, best, torch.float16, 0.0)
+        fit_result(cut, best, torch.float16, 0.0)

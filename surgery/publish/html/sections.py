@@ -13,6 +13,7 @@ from surgery.publish.html.data import PageData, layer_index, module_role, struct
 from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart
 from surgery.publish.ratios import format_ratio, perplexity_ratio
 from surgery.publish.tables import format_share, speed_in_words
+from surgery.publish.verdict import measured_ratio
 
 ERROR_STEPS = (0.05, 0.1, 0.2, 0.4)  # relative errors between the colors of matrices
 HEADLINE_CONTEXT = 4096  # context length, in tokens, of the headline figures
@@ -78,7 +79,9 @@ def headline_figures(data: PageData) -> str:
         )
     run = (data.report.get("training") or [{}])[-1].get("validation") or {}
     scores = [(run.get(key) or {}).get("perplexity") for key in ("original", "before", "after")]
-    if scores[0] and scores[2]:
+    if (measured := measured_ratio(data.results)) is not None:
+        text.append((format_ratio(measured), "perplexity, measured by surgery eval, relative to the original"))
+    elif scores[0] and scores[2]:
         text.append((format_ratio(scores[2] / scores[0]), "perplexity after healing, relative to the original"))
     elif held := data.report.get("held_out"):
         ratio = perplexity_ratio(held["original"], held["converted"], held["unit"])
@@ -160,17 +163,25 @@ def error_section(data: PageData) -> str:
     for start in range(0, len(shown), 4):
         group = shown[start : start + 4]
         worth = [Series(role, kind, _layer_points(records, "error")) for kind, (role, records) in zip(kinds, group)]
-        drawn = line_chart("Relative error by layer", worth, Axis("layer"), Axis("relative error"))
+        of = shared_family([role for role, _ in group])
+        drawn = line_chart(f"Relative error by layer{of}", worth, Axis("layer"), Axis("relative error"))
         parts.append(
             figure_html(drawn, "Error of the outputs on held-out text, or of the weights if there was no text.")
         )
         ranked = [Series(role, kind, _layer_points(records, "rank")) for kind, (role, records) in zip(kinds, group)]
         parts.append(
             figure_html(
-                line_chart("Rank by layer", ranked, Axis("layer"), Axis("rank")), "Rank of each matrix, as allocated."
+                line_chart(f"Rank by layer{of}", ranked, Axis("layer"), Axis("rank")),
+                "Rank of each matrix, as allocated.",
             )
         )
     return "".join([*parts, "</div>"])
+
+
+def shared_family(roles: list[str]) -> str:
+    """Return ", attention" for roles that all begin with `attention.`, and likewise for others; "" for mixed roles."""
+    families = {role.partition(".")[0] for role in roles}
+    return f", {families.pop()}" if len(families) == 1 else ""
 
 
 def _layer_points(records: list[dict[str, Any]], what: str) -> list[tuple[float, float]]:
