@@ -13,7 +13,7 @@ from surgery.eval.speed.serve_tables import save_serve_plot, serve_markdown, ser
 ResultRow = dict[str, Any]  # of surgery.eval.speed.timer, which brings torch
 
 CELL_LEGEND = (
-    "a cell has the median ms, the speedup over the first row, and the share of the roofline's speed (bytes over the copy "
+    "a cell has the median ms (of the CPU's time of an eager call the least, in us), the speedup over the first row, and the share of the roofline's speed (bytes over the copy "
     "bandwidth or operations over the matrix product rate, whichever takes longer)"
 )
 
@@ -80,8 +80,8 @@ def format_in_units(count: float | None, unit: float) -> str:
 
 
 def format_cell(row: ResultRow) -> str:
-    """Format ms, speedup over the table's first row, and share of the roofline's speed."""
-    parts = [format_ms(row["ms"])]
+    """Format ms (or microseconds, with their unit), speedup over the table's first row, and share of the roofline's speed."""
+    parts = [f"{row['ms'] * 1e3:.1f} us" if row.get("unit") == "us" else format_ms(row["ms"])]
     if "ratio" in row and row["ratio"] != 1:
         parts.append(f"{row['ratio']:.2f}x")
     if row.get("fraction"):
