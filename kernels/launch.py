@@ -52,19 +52,25 @@ class CachedLaunch:
         return None
 
     def bind(self, *tensors: Tensor) -> Callable[..., None]:
-        """Return the launch for tensors with the device and dtypes of these, outside of torch.compile. It only looks at their addresses."""
+        """Return the launch for all tensors with the dtypes of these, on their device, outside of torch.compile.
+
+        It looks at the addresses alone and hands them to Triton's launcher, which asks the driver about every tensor but takes an integer as
+        it is.
+        """
         key = (tensors[0].get_device(), *[tensor.dtype for tensor in tensors])
         find, rest = self.launchers.get, self.rest
 
         def launch(*tensors: Tensor) -> None:
-            addresses = 0
+            addresses, together = [], 0
             for tensor in tensors:
-                addresses |= tensor.data_ptr()
-            launcher = None if addresses & 15 else find(key)
+                address = tensor.data_ptr()
+                addresses.append(address)
+                together |= address
+            launcher = None if together & 15 else find(key)
             if launcher is None:
                 return self(*tensors)
             try:
-                return launcher(*tensors, *rest)
+                return launcher(*addresses, *rest)
             except TypeError:  # raised before the launch, see `__call__`
                 return self(*tensors)
 

@@ -67,10 +67,9 @@ def benchmark_cases(
             title = f"{in_:,} -> {out:,}"
             if tokens == 1:
                 yield _make_graph_case(f"linear {title}, forward, CUDA graph", where, entries, device, dtype)
-                yield _make_host_case(f"linear {title}, CPU time of an eager call", where, entries, "no grad", device, dtype)
-                yield _make_host_case(
-                    f"linear {title}, CPU time of an eager call that records gradients", where, entries, "grad", device, dtype
-                )
+                name = f"linear {title}, CPU time of an eager call"
+                yield _make_host_case(name, where, entries, "no grad", device, dtype)
+                yield _make_host_case(f"{name} with gradients", where, entries, "grad", device, dtype)
             for back in (False, True) if shapes is None and (tokens >= 512 or sizes == "small") else (False,):
                 name = f"linear {title}, forward{' + backward' if back else ''}"
                 yield _make_case(name, where, entries, back, device, dtype)
@@ -213,12 +212,16 @@ def _make_host_case(
     device: torch.device,
     dtype: torch.dtype,
 ) -> BenchmarkCase:
-    """Return the case of the CPU's time for a call with one token, beside F.linear."""
+    """Return the case of the CPU's time for a call with one token; of dense, F.linear without a module around it."""
     x_1I = torch.randn(1, where["inputs"], device=device, dtype=dtype)
-    w_OI = nn.Parameter(torch.randn(where["outputs"], where["inputs"], device=device, dtype=dtype))
-    implementations = [TimedImplementation("F.linear", lambda: lambda: F.linear(x_1I, w_OI))]
-    implementations += [
-        TimedImplementation(entry.name, lambda m=entry.module: lambda: m(x_1I), entry.choice)  # type: ignore[misc]
+
+    def run(module: nn.Module) -> Call:
+        if isinstance(module, nn.Linear):
+            return lambda: F.linear(x_1I, module.weight)
+        return lambda: module(x_1I)
+
+    implementations = [
+        TimedImplementation(entry.name, lambda m=entry.module: run(m), entry.choice)  # type: ignore[misc]
         for entry in entries
     ]
     return BenchmarkCase(name, 1, where, implementations, host=host)

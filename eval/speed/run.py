@@ -170,7 +170,13 @@ def _run_case(
 
 def case_line(case: BenchmarkCase, rows: list[ResultRow]) -> str:
     """Return a one-line summary of a measured case."""
-    shown = (f"{row['rival']} {row['ms']:.4g}" if row["ms"] else f"{row['rival']} ({row['note']})" for row in rows)
+
+    def time_of(row: ResultRow) -> str:
+        if not row["ms"]:
+            return f"({row['note']})"
+        return f"{row['host_us']:.4g} us" if "host_us" in row else f"{row['ms']:.4g}"
+
+    shown = (f"{row['rival']} {time_of(row)}" for row in rows)
     return f"{case.table}, {case.x:,}: " + " | ".join(shown)
 
 

@@ -218,7 +218,9 @@ class Benchmark:
     def _note_failure(self, error: Exception, row: ResultRow) -> None:
         """Say in the row what failed, and free the GPU's memory."""
         first = (str(error).splitlines() or [""])[0][:160]
-        row["note"] = "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {first}"
+        row["note"] = (
+            "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {first}"
+        )
         self._recover_gpu(row)
 
     def _recover_gpu(self, row: ResultRow) -> None:

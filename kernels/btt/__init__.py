@@ -27,8 +27,13 @@ from surgery.kernels.btt.decode import TOKENS_PER_PROGRAM, bind_decode, decode_b
 from surgery.kernels.btt.to_dense import MAX_BLOCK, DenseFunction, from_dense, to_dense
 from surgery.kernels.custom_op import CustomOp
 from surgery.structures.btt import btt_linear
-from surgery.structures.btt_calls import needs_gradients
-from surgery.structures.btt_products import backward_products, btt_products, cast_to_autocast, supports_products
+from surgery.structures.btt_products import (
+    backward_products,
+    btt_products,
+    cast_to_autocast,
+    needs_gradients,
+    supports_products,
+)
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 

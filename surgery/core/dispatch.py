@@ -6,9 +6,10 @@
     @register_kernel(btt_linear, accepts=can, is_faster=does)           in kernels/, registered on import
     def btt_linear_triton(x, right_cdbs, left_bcsa, bias, out): ...
 
-A call runs the first kernel that accepts the arguments and was measured to be faster for them; otherwise it runs the
-reference. An op with a `call_key` decides once for all calls of one key, and keeps a function that runs them. Kernels also compute gradients. The modules with references never import kernels: the package is scanned at the
-first call with a GPU tensor, and has no kernels if Triton is not installed.
+A call with a tensor on a GPU runs the first kernel that accepts the arguments and was measured to be faster for them; any other call, and
+every call on a CPU, runs the reference. Kernels also compute gradients. An op with a `call_key` selects once for all calls of one key. The
+modules with references never import kernels: the package is scanned at the first call with a GPU tensor, and has no kernels if Triton is
+not installed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 KernelChoice = Literal["measured", "kernel", "products", "reference"]
 
-MAX_CALLS = 4096  # remembered calls of an op
+MAX_CALLS = 4096  # keys for which an op keeps its selection
 PACKAGE = "surgery.kernels"
 VARIABLE = "SURGERY_KERNELS"  # environment variable: the choice outside of `use_kernels`
 _choice: Any = os.environ.get(VARIABLE, "measured")
@@ -45,8 +46,8 @@ class RegisteredKernel:
     """A kernel and the conditions of its use.
 
     accepts: returns whether the kernel is correct for the arguments. is_faster: returns whether it was measured to be faster
-    for them than the reference and the op's other kernels. implementation: its name in kernels/tuning.json. bind: returns a function
-    that runs all calls of one `call_key` as `run` does, or None for `run` itself.
+    for them than the reference and the op's other kernels. implementation: its name in kernels/tuning.json. bind: returns a function that
+    computes what `run` does for all calls with the `call_key` of its arguments, with less work at each call; None where it is `run`.
     """
 
     run: Callable[..., Any]
@@ -59,28 +60,25 @@ class RegisteredKernel:
 class DispatchedOp:
     """A reference function and the kernels that may replace it. Called like the reference.
 
-    call_key: returns what decides how a call is computed, or None for a call that is not remembered. bind: as in `RegisteredKernel`,
-    of the reference.
+    call_key: returns what the selection for a call depends on, or None for a call whose selection is not kept. The keys and what is kept
+    hold no tensors.
     """
 
-    def __init__(
-        self,
-        reference: Callable[..., Any],
-        call_key: Callable[..., Hashable | None] | None = None,
-        bind: Callable[..., Callable[..., Any] | None] | None = None,
-    ):
-        self.reference, self.call_key, self.bind = reference, call_key, bind
+    def __init__(self, reference: Callable[..., Any], call_key: Callable[..., Hashable | None] | None = None):
+        self.reference, self.call_key = reference, call_key
         self.kernels: list[RegisteredKernel] = []
-        self.calls: dict[Hashable, Callable[..., Any]] = {}
+        self.calls: dict[Hashable, Callable[..., Any]] = {}  # (key, choice) -> what runs calls of this key
         functools.update_wrapper(self, reference)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the selected kernel, or the reference."""
-        if self.call_key is not None and not kwargs:
+        if _choice == "measured" and not _on_gpu(args, kwargs):
+            return self.reference(*args, **kwargs)
+        if self.call_key is not None and _recorded_names is None and not kwargs:
             key = self.call_key(*args)
-            if key is not None and _recorded_names is None:
+            if key is not None:
                 run = self.calls.get((key, _choice))
-                return self._remember((key, _choice), args)(*args) if run is None else run(*args)
+                return self._keep_selection((key, _choice), args)(*args) if run is None else run(*args)
         kernel = self.select_kernel(*args, **kwargs)
         if kernel is None:
             return self.reference(*args, **kwargs)
@@ -88,14 +86,16 @@ class DispatchedOp:
             _recorded_names.add(self.reference.__name__)
         return kernel.run(*args, **kwargs)
 
-    def _remember(self, key: Hashable, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """Select the implementation of a call and return the function that runs all calls of its key."""
+    def _keep_selection(self, key: Hashable, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return the function that runs all calls of a key, selected for these arguments."""
         kernel = self.select_kernel(*args)
-        bind, run = (self.bind, self.reference) if kernel is None else (kernel.bind, kernel.run)
+        run = self.reference if kernel is None else kernel.run
+        if kernel is not None and kernel.bind is not None:
+            run = kernel.bind(*args) or run
         if len(self.calls) >= MAX_CALLS:
             self.calls.clear()
-        found = self.calls[key] = (None if bind is None else bind(*args)) or run
-        return found
+        self.calls[key] = run
+        return run
 
     def select_kernel(self, *args: Any, **kwargs: Any) -> RegisteredKernel | None:
         """Return the kernel that a call with these arguments runs, or None for the reference."""
@@ -127,11 +127,9 @@ def dispatched(reference: Callable[P, R]) -> Callable[P, R]:
     return DispatchedOp(reference)
 
 
-def dispatched_once(
-    call_key: Callable[..., Hashable | None], bind: Callable[..., Callable[..., Any] | None] | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a reference function as replaceable by kernels that are selected once for each `call_key` (decorator). See `DispatchedOp`."""
-    return lambda reference: DispatchedOp(reference, call_key, bind)
+def dispatched_by(call_key: Callable[..., Hashable | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Mark a reference function as replaceable by kernels that are selected once for each key (decorator). See `DispatchedOp`."""
+    return lambda reference: DispatchedOp(reference, call_key)
 
 
 def register_kernel(
