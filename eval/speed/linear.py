@@ -221,8 +221,7 @@ def _make_host_case(
         return lambda: module(x_1I)
 
     implementations = [
-        TimedImplementation(entry.name, lambda m=entry.module: run(m), entry.choice)  # type: ignore[misc]
-        for entry in entries
+        TimedImplementation(entry.name, lambda m=entry.module: run(m), entry.choice) for entry in entries
     ]
     return BenchmarkCase(name, 1, where, implementations, host=host)
 

@@ -63,7 +63,7 @@ def bind_kernel(
         return product
 
     def run(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
-        y: Tensor = BTTFunction.apply(x, right_cdbs, left_bcsa, bias, out, product)  # type: ignore[no-untyped-call]
+        y: Tensor = BTTFunction.apply(x, right_cdbs, left_bcsa, bias, out, product)
         return y
 
     return run

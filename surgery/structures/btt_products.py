@@ -103,7 +103,7 @@ def btt_call_key(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor 
 
 def btt_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     """Return B x + bias (..., out) for x (..., in); arguments as in `surgery.structures.btt.btt_linear`."""
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type):
         x, right_cdbs, left_bcsa, bias = cast_to_autocast(x, right_cdbs, left_bcsa, bias)
     y: Tensor
     if needs_gradients(x, right_cdbs, left_bcsa, bias):
@@ -147,7 +147,7 @@ def row_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> tuple[Tens
     (c, d, b, s), a = right_cdbs.shape, left_bcsa.shape[3]
     J, K = b * s, c * s
     z_c1J = torch.bmm(x.reshape(c, 1, d), right_cdbs.reshape(c, d, J))
-    z_b1K = z_c1J.as_strided((b, c, s), (s, J, 1)).reshape(b, 1, K)  # the columns (b, s) become rows (c, s)
+    z_b1K = torch.as_strided_copy(z_c1J, (b, c, s), (s, J, 1)).view(b, 1, K)  # rows (c, s) of the columns (b, s)
     y = x.new_empty((*x.shape[:-1], b * a))
     torch.bmm(z_b1K, left_bcsa.reshape(b, K, a), out=y.view(b, 1, a))
     return y, z_b1K

@@ -100,8 +100,8 @@ def path(request):
     "config, grad, operations, calls",
     [
         (LowRank(rank=6), False, 9, 3),
-        (BTT(blocks=(4, 4), rank=3), False, 10, 11),
-        (Monarch(blocks=(8, 8)), False, 10, 11),
+        (BTT(blocks=(4, 4), rank=3), False, 9, 11),
+        (Monarch(blocks=(8, 8)), False, 9, 11),
         (BTT(blocks=(4, 4), rank=3), True, 10, 12),
     ],
     ids=str,
@@ -116,7 +116,8 @@ def test_a_call_of_one_token_takes_few_steps(config, grad, operations, calls):
     assert len(seen.names) <= operations, seen.names
     assert len(named) <= calls, named
     if not isinstance(config, LowRank):
-        assert seen.names.count("bmm") == 2 and seen.names.count("clone") <= 1, "z is the only tensor that is copied"
+        assert seen.names.count("bmm") == 2 and "clone" not in seen.names, "z is the only tensor that is copied"
+        assert seen.names.count("as_strided_copy") == 1
 
 
 def test_a_call_of_one_token_by_the_kernel_allocates_z_and_y_and_nothing_else(monkeypatch):
@@ -314,7 +315,7 @@ def test_a_kernel_that_is_registered_later_is_found():
 def test_no_more_than_a_few_thousand_selections_are_kept(monkeypatch):
     monkeypatch.setattr(dispatch, "MAX_CALLS", 3)
     op = dispatched_by(lambda x: len(x))(lambda x: x + 1)
-    with use_kernels("reference"):
+    with use_kernels("kernel"):
         for n in range(9):
             assert len(op(torch.zeros(n))) == n and len(op.calls) <= 3
 
