@@ -55,11 +55,12 @@ def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | Non
 def bind_kernel(
     x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int
 ) -> Callable[..., Tensor] | None:
-    """Return the function that runs all calls of a few tokens with the key of this one; None for other calls."""
-    if x.numel() // x.shape[-1] > TOKENS_PER_PROGRAM:
+    """Return the function that runs all calls of a few tokens with the key of this one; None for other calls, and where x is copied."""
+    x_NI = x.reshape(-1, x.shape[-1])
+    if x_NI.shape[0] > TOKENS_PER_PROGRAM or x_NI.data_ptr() != x.data_ptr() or limit_strides(x_NI) is not x_NI:
         return None
     product = bind_decode(x, right_cdbs, left_bcsa, bias, out)
-    if product is None or not needs_gradients(x, right_cdbs, left_bcsa, bias):
+    if not needs_gradients(x, right_cdbs, left_bcsa, bias):
         return product
 
     def run(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:

@@ -161,12 +161,10 @@ def decode_btt(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor
 
 def bind_decode(
     x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int
-) -> Callable[..., Tensor] | None:
+) -> Callable[..., Tensor]:
     """Return a function of x (.., in), right, left, bias and out that returns y (.., out) as `decode_btt` writes it, for tensors with the
-    shapes, strides, dtypes and device of these. None if the rows of x do not lie at one distance."""
-    x_NI, y_size = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], out)
-    if x_NI.data_ptr() != x.data_ptr():
-        return None
+    shapes, strides, dtypes and device of these. The rows of x must lie at one distance."""
+    x_NI, y_size = x.view(-1, x.shape[-1]), (*x.shape[:-1], out)
     N, y_NO = x_NI.shape[0], x_NI.new_empty(x_NI.shape[0], out)
     plan = _plan(x_NI, right_cdbs, left_bcsa, bias, y_NO)
     z_size = N, plan.z

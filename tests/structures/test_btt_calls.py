@@ -345,6 +345,21 @@ def test_the_bound_decoding_kernel_holds_no_tensor():
         assert run is not None and not any(ref() is not None for ref in held)
 
 
+def test_calls_that_copy_x_are_not_bound():
+    """Rows at several distances, rows so far apart that offsets in a tile exceed 32 bits, and more rows than a program takes."""
+    pytest.importorskip("triton")
+    from surgery.kernels.btt import bind_kernel, plan
+
+    linear = make_linear(BTT(blocks=(4, 4), rank=3))
+    far = torch.empty(2, 2**31 // plan.MAX_TILE_TOKENS, dtype=torch.bfloat16)[:, :64]
+    wide, many = torch.randn(3, 2, 70)[..., :64].transpose(0, 1), torch.randn(17, 64)
+    for x in (far, wide, many):
+        assert bind_kernel(x, linear.right.to(x.dtype), linear.weight.to(x.dtype), None, 48) is None
+    far = far[:1]  # one row has no distance
+    for x in (far, wide[:1, :1]):
+        assert bind_kernel(x, linear.right.to(x.dtype), linear.weight.to(x.dtype), None, 48) is not None
+
+
 # -- what may happen to a linear between two calls ---------------------------------------------------------------------
 def train_step(linear):
     optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
