@@ -26,10 +26,11 @@ class CachedLaunch:
         constants = [options[name] for name in kernel.arg_names if name in options]
         self.rest = (*sizes, *constants)
         self.launchers: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self.are_refused = False  # by a Triton version whose launchers take other arguments
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch the kernel."""
-        if torch.compiler.is_compiling():  # traced tensors have no address
+        if self.are_refused or torch.compiler.is_compiling():  # traced tensors have no address
             self._launch_by_triton(tensors)
             return None
         addresses, dtypes = 0, []
@@ -43,8 +44,9 @@ class CachedLaunch:
         if launcher is not None:
             try:
                 return launcher(*tensors, *self.rest)
-            except TypeError:  # raised before the launch by a Triton version whose launchers take other arguments
-                self.launchers[key] = lambda *args: self._launch_by_triton(args[: len(tensors)])
+            except TypeError:  # raised before the launch
+                self.are_refused = True
+                self.launchers.clear()
                 return self._launch_by_triton(tensors)
         compiled = self._launch_by_triton(tensors)
         if compiled is not None:  # the interpreter compiles nothing
@@ -71,7 +73,7 @@ class CachedLaunch:
                 return self(*tensors)
             try:
                 return launcher(*addresses, *rest)
-            except TypeError:  # raised before the launch, see `__call__`
+            except TypeError:  # raised before the launch; `__call__` finds out whether its launcher takes tensors
                 return self(*tensors)
 
         return launch
