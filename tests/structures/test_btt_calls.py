@@ -175,7 +175,9 @@ def test_a_bound_launch_hands_addresses_to_tritons_launcher():
     launch = CachedLaunch(kernel, (3,), (7,), {"num_warps": 4}).bind(x, y)
     for _ in range(4):
         launch(x, y)
-    assert kernel.found == 4 * [(x, y, 7)] and not kernel.again, "a launcher with other arguments: Triton looks the kernel up"
+    assert kernel.found == 4 * [(x, y, 7)] and not kernel.again, (
+        "a launcher with other arguments: Triton looks the kernel up"
+    )
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
