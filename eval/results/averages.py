@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from surgery.eval.averages import Average, EffectiveLength, Member, SuiteAverages
-from surgery.eval.results.compare import Key, collect_units, shared_samples
+from surgery.eval.results.compare import Key, collect_units, shared_metrics, shared_samples
 from surgery.eval.results.statistics import Interval, Units, draw_values
 from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 
@@ -87,7 +87,7 @@ def average_rows(
     if all(n is None for n in lengths):
         lengths = []
     declared = declare(lengths)
-    table = _Table(next(iter(results.values())).metrics, keys, samples, base, same, seed)
+    table = _Table(shared_metrics(results.values()), keys, samples, base, same, seed)
     rows: list[AverageRow] = []
     absent: dict[str, list[str]] = {}
     whole: dict[tuple[str, int | None], _Draws] = {}
