@@ -115,7 +115,7 @@ def plan(
     from surgery.planning.plan import make_plan
     from surgery.planning.recipe import load_recipe
     from surgery.planning.speed import named_table
-    from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
+    from surgery.publish.speed_notes import notes_for_device, plan_notes, predict_linears, predicted_lines
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
@@ -129,9 +129,10 @@ def plan(
         described, planned, device=device, processes=processes, calibrated=not data_free
     )
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
-    times = predicted_lines(data["linear_times"])
+    speed = [*predicted_lines(data["linear_times"]), *data["speed"]]
+    speed = notes_for_device(speed, data["estimate"]["device"], asked=table is not None)
     print(json.dumps(data, indent=2)) if as_json else _show(
-        [*plan_table(data), *estimate_lines(data["estimate"]), *times, *data["speed"]]
+        [*plan_table(data), *estimate_lines(data["estimate"]), *speed]
     )
 
 
@@ -181,7 +182,8 @@ def convert(
     )
     if not is_main_process():
         return
-    speed = notes_for_device(report_notes(read(str(out)), context), report["time"]["device"])
+    notes = report_notes(read(str(out)), context)
+    speed = notes_for_device(notes, report["time"]["device"], asked="speed" in report)
     if as_json:
         print(json.dumps({"out": str(out), "report": report, "speed": speed}, indent=2))
         return
@@ -207,7 +209,7 @@ def inspect(
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    notes = notes_for_device(report_notes(report), choose_device(None).type)
+    notes = notes_for_device(report_notes(report), choose_device(None).type, asked="speed" in report)
     _show([*(module_table(report) if modules else inspect_table(report)), *notes])
 
 
