@@ -23,7 +23,7 @@ from surgery.cli import options
 from surgery.cli.compare import compare
 from surgery.cli.console import progress as _progress
 from surgery.cli.console import show as _show
-from surgery.cli.eval import evaluate
+from surgery.cli.eval import command_words, evaluate
 from surgery.cli.fetch_eval_data import fetch_eval_data
 from surgery.cli.finetune import finetune
 from surgery.cli.pretrain import pretrain
@@ -307,6 +307,7 @@ def demo(
 
 @app.command(name="bench")
 def bench_speed(
+    context: typer.Context,
     what: Annotated[
         str,
         typer.Argument(
@@ -350,6 +351,7 @@ def bench_speed(
         print(json.dumps(shown, indent=2)) if as_json else _show(list(shown._parts()))
         return
     asked = {"out": out, "only": only, "progress": _progress(as_json), "dtype": dtype, "shapes_of": model}
+    asked["command"] = command_words(context)
     result = bench(what, sizes, peers, device, time_limit, **asked)
     if not is_main_process():
         return
