@@ -25,6 +25,7 @@ from surgery.eval.results.data_read import describe_data, list_reads, package_ve
 from surgery.eval.results.store import ResultStore, result_key
 from surgery.eval.results.thresholds import Threshold, ThresholdResult, check_thresholds, parse_thresholds
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Role, Suite, SuiteResult, find_suite
+from surgery.eval.upstream import UPSTREAM
 from surgery.publish.hub.files import SECRET_PATTERN
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Evaluation:
                     "notes": r.notes,
                     "provenance": r.provenance,
                     "reads": redact_secrets(list_reads(r.reads)),
+                    **({"upstream": UPSTREAM[suite].url} if suite in UPSTREAM else {}),
                 }
                 for role, r in by_role.items()
             }
