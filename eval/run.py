@@ -26,7 +26,7 @@ from surgery.eval.results.store import ResultStore, result_key
 from surgery.eval.results.thresholds import Threshold, ThresholdResult, check_thresholds, parse_thresholds
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Role, Suite, SuiteResult, find_suite
 from surgery.eval.upstream import UPSTREAM
-from surgery.publish.hub.files import SECRET_PATTERN
+from surgery.publish.hub.files import redact_secrets
 
 if TYPE_CHECKING:
     import torch
@@ -171,15 +171,6 @@ def provenance(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
     """Return what is needed to repeat a measurement: versions, device, date (UTC) and the command line without secrets."""
     command = redact_secrets(list(command))
     return {"versions": package_versions(), "device": device_name(device), "date": utc_timestamp(), "command": command}
-
-
-def redact_secrets(value: Any) -> Any:
-    """Return JSON data with everything that looks like an access token replaced by ***."""
-    if isinstance(value, dict):
-        return {redact_secrets(key): redact_secrets(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redact_secrets(each) for each in value]
-    return SECRET_PATTERN.sub(b"***", value.encode("utf-8", "replace")).decode() if isinstance(value, str) else value
 
 
 def utc_timestamp() -> str:

@@ -57,7 +57,7 @@ def bench(
     """
 
     def describe(device: torch.device) -> dict[str, Any]:
-        from surgery.eval.run import redact_secrets
+        from surgery.publish.hub.files import redact_secrets
 
         return describe_environment(device) | ({"command": redact_secrets(list(command))} if command else {})
 

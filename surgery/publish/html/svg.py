@@ -112,8 +112,8 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
     for s in kept:
         edge = [*((a, low) for a, low, _ in s.band), *((a, high) for a, _, high in reversed(s.band))]
         if len(edge) > 2:
-            places = " ".join(f"{across(a):.1f},{up(b):.1f}" for a, b in edge)
-            marks.append(f'<polygon class="band {s.kind}" points="{places}"/>')
+            corners = " ".join(f"{across(a):.1f},{up(b):.1f}" for a, b in edge)
+            marks.append(f'<polygon class="band {s.kind}" points="{corners}"/>')
     for s in sorted(
         kept, key=lambda s: s.kind == "base"
     ):  # the dashed base line is drawn last, over lines that coincide with it
