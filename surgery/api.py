@@ -70,11 +70,15 @@ class CommandResult(dict[str, Any]):
         return to_html(self._parts())
 
 
-def recipes() -> dict[str, str]:
-    """Return name -> description of the shipped conversion recipes."""
-    from surgery.planning.recipe import shipped_recipes
+def recipes(*, healing: bool = False) -> dict[str, str]:
+    """Return name -> description of the shipped recipes.
 
-    return shipped_recipes()
+    Args:
+        healing: those of `finetune` instead of those of `convert`.
+    """
+    from surgery.planning.shipped import read_descriptions
+
+    return read_descriptions(healing)
 
 
 def plan(
@@ -118,6 +122,10 @@ def plan(
     from surgery.publish.tables import plan_table
 
     settings = _load_recipe(recipe, overrides, keys)
+    if not calibrated:
+        from surgery.conversion.preflight import check_needs_no_calibration
+
+        check_needs_no_calibration(settings, "Leave out calibrated=False")
     if _is_module(source):
         from surgery.conversion.apply import plan_live
 
@@ -482,7 +490,7 @@ def pretrain(
 
 def evaluate(
     model: PathLike | nn.Module,
-    suites: Sequence[str] = ("ppl",),
+    suites: str | Sequence[str] = ("ppl",),
     *,
     tokenizer: Any = None,
     compare: PathLike | nn.Module | None = None,
@@ -498,7 +506,7 @@ def evaluate(
 
     Args:
         model: checkpoint, converted or not, a local folder or a Hub id; or a model in memory, which runs as it is.
-        suites: names of suites, see `surgery eval --list-suites`.
+        suites: names of suites, see `surgery eval --list-suites`; a list, or one string "ppl,needle".
         tokenizer: the tokenizer of models in memory; None: that which `apply` was given.
         compare: checkpoint or model to compare with, usually the original.
         out: folder for results, samples and plots; suites already finished there are not run again.
@@ -525,7 +533,7 @@ def evaluate(
         device, dtype = device or str(first.model.device), first.check_dtype(dtype)
     done = run(
         first,
-        list(suites),
+        suites.split(",") if isinstance(suites, str) else list(suites),
         EvalOptions(**options),
         compare=second,
         out=None if out is None else Path(out),

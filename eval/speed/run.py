@@ -19,6 +19,7 @@ from surgery.core.progress import Progress
 from surgery.eval.speed import attention, contexts, decode, linear, model, serve
 from surgery.eval.speed import train as training
 from surgery.eval.speed.baselines import fla_version as peer_version
+from surgery.eval.speed.host_time import measure_host_time
 from surgery.eval.speed.roofline import add_floor, measure_ceilings
 from surgery.eval.speed.timer import Benchmark, BenchmarkCase, ResultRow, TimedImplementation
 
@@ -161,7 +162,7 @@ def _select_implementations(case: BenchmarkCase, only: str | None, gpu: bool) ->
 def _run_case(
     benchmark: Benchmark, case: BenchmarkCase, limits: dict[str, float], into: list[ResultRow]
 ) -> list[ResultRow]:
-    rows = benchmark.run(case)
+    rows = measure_host_time(benchmark, case) if case.host else benchmark.run(case)
     works = {implementation.name: implementation.work for implementation in case.implementations}
     for row in rows:
         add_floor(row, works[row["rival"]], limits)
@@ -177,7 +178,13 @@ def _run_case(
 
 def case_line(case: BenchmarkCase, rows: list[ResultRow]) -> str:
     """Return a one-line summary of a measured case."""
-    shown = (f"{row['rival']} {row['ms']:.4g}" if row["ms"] else f"{row['rival']} ({row['note']})" for row in rows)
+
+    def time_of(row: ResultRow) -> str:
+        if not row["ms"]:
+            return f"({row['note']})"
+        return f"{row['host_us']:.4g} us" if "host_us" in row else f"{row['ms']:.4g}"
+
+    shown = (f"{row['rival']} {time_of(row)}" for row in rows)
     return f"{case.table}, {case.x:,}: " + " | ".join(shown)
 
 

@@ -16,6 +16,7 @@ CELL_LEGEND = (
     "a cell has the median ms, the speedup over the first row, and the share of the roofline's speed (bytes over the copy "
     "bandwidth or operations over the matrix product rate, whichever takes longer)"
 )
+HOST_LEGEND = "CPU time of an eager call: microseconds until its work is started, the least mean of short bursts of calls; dense: F.linear"
 
 
 def result_tables(result: dict[str, Any]) -> list[Any]:
@@ -38,14 +39,9 @@ def result_tables(result: dict[str, Any]) -> list[Any]:
         for name, cells in rows:
             table.add_row(name, *cells)
         parts += [table, *skipped_notes(result["rows"], title), ""]
-    return [
-        *parts,
-        *crossovers(result["rows"]),
-        "",
-        CELL_LEGEND,
-        *format_conditions(result),
-        *map(escape, reproduction(result)),
-    ]
+    legend = [CELL_LEGEND, *([HOST_LEGEND] if any("host_us" in row for row in result["rows"]) else [])]
+    about = [*format_conditions(result), *map(escape, reproduction(result))]
+    return [*parts, *crossovers(result["rows"]), "", *legend, *about]
 
 
 def result_grids(rows: list[ResultRow]) -> list[tuple[str, list[int], list[tuple[str, list[str]]]]]:
@@ -88,8 +84,8 @@ def format_in_units(count: float | None, unit: float) -> str:
 
 
 def format_cell(row: ResultRow) -> str:
-    """Format ms, speedup over the table's first row, and share of the roofline's speed."""
-    parts = [format_ms(row["ms"])]
+    """Format ms, or the CPU's microseconds, speedup over the table's first row, and share of the roofline's speed."""
+    parts = [f"{row['host_us']:.1f} us" if "host_us" in row else format_ms(row["ms"])]
     if "ratio" in row and row["ratio"] != 1:
         parts.append(f"{row['ratio']:.2f}x")
     if row.get("fraction"):

@@ -28,7 +28,6 @@ from surgery.cli.fetch_eval_data import fetch_eval_data
 from surgery.cli.finetune import finetune
 from surgery.cli.pretrain import pretrain
 from surgery.cli.push import push
-from surgery.cli.recipes import read_descriptions
 from surgery.cli.report import report
 from surgery.cli.run import run
 from surgery.cli.serve import serve
@@ -36,6 +35,7 @@ from surgery.cli.teacher_cache import teacher_cache
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import is_main_process
 from surgery.core.version import __version__
+from surgery.planning.shipped import read_descriptions
 
 app = typer.Typer(
     name="surgery",
@@ -80,9 +80,9 @@ def _root(
 
 
 @app.command()
-def recipes(as_json: options.Json = False) -> None:
-    """List the shipped conversion recipes, one per line."""
-    found = read_descriptions()
+def recipes(healing: options.HealingRecipes = False, as_json: options.Json = False) -> None:
+    """List the shipped conversion recipes, or with --healing those of `surgery finetune`, one per line."""
+    found = read_descriptions(healing)
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -123,6 +123,10 @@ def plan(
     table = named_table(chosen, measured)
     opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
     described = describe_checkpoint(opened, trust_remote_code)
+    if data_free:
+        from surgery.conversion.preflight import check_needs_no_calibration
+
+        check_needs_no_calibration(chosen, "Leave out --data-free")
     planned = make_plan(described, chosen)
     data = plan_dict(planned)
     data["estimate"] = estimate_conversion(
@@ -159,7 +163,7 @@ def convert(
     """
     shown = _progress(as_json)
     if is_main_process():  # before torch and transformers are imported, which takes seconds
-        shown.say(escape(f"converting {source} by recipe {recipe} into {out}"))
+        shown.say(f"converting {source} by recipe {recipe} into {out}")
     from surgery.conversion.convert import convert as run
     from surgery.core.files import REPORT_NAME
     from surgery.planning.recipe import load_recipe

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
-from surgery.eval.speed import linear, timer
+from surgery.eval.speed import host_time, linear, timer
 from surgery.eval.speed import run as runs
 from surgery.eval.speed import update_tables as publish
 from surgery.eval.speed.roofline import linear_work, softmax_work
@@ -134,6 +134,51 @@ def test_every_kind_runs_on_a_cpu(kind, tmp_path):
     titles = {title for title, _, _ in result_grids(result["rows"])}
     assert len(titles) >= 2 and all(title in markdown(result) for title in titles)
     assert result_tables(result)
+
+
+def test_the_cpus_time_per_call_is_the_least_mean_of_a_burst(monkeypatch):
+    """With and without gradients; what fails is noted, and other load during some of the bursts adds nothing."""
+    now, recorded = [0.0], []
+    monkeypatch.setattr(host_time, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
+
+    def busy_at_first():
+        now[0] += 3e-6 if len(recorded) > 2 * host_time.BURST else 1e-3
+        recorded.append(torch.is_grad_enabled())
+
+    for host in ("no grad", "grad"):
+        now[0], recorded[:] = 0.0, []
+        rivals = [
+            TimedImplementation("dense", lambda: busy_at_first),
+            TimedImplementation("refuses", fails(ValueError("not on Hopper"))),
+            TimedImplementation("k", lambda: lambda: None, choice="kernel"),
+        ]
+        case = BenchmarkCase("t", 1, {"tokens": 1}, rivals, host=host)
+        one, refuses, kernel = host_time.measure_host_time(Benchmark(CPU, budget_ms=1.0, max_ms=1000.0), case)
+        assert one["host_us"] == pytest.approx(3) and one["ms"] == pytest.approx(3e-3) and one["host"] == host
+        assert one["runs"] == host_time.TURNS and len(recorded) == 1 + host_time.TURNS * host_time.BURST
+        assert set(recorded) == {host == "grad"}
+        assert [row["note"] for row in (refuses, kernel)] == ["ValueError: not on Hopper", "no kernel"]
+        assert refuses["ms"] is refuses["host_us"] is None
+        assert format_cell(one) == "3.0 us" and "dense 3 us | refuses (ValueError" in runs.case_line(
+            case, [one, refuses]
+        )
+    late = Benchmark(CPU, budget_ms=1.0, max_ms=1000.0, deadline=-1.0)
+    assert {row["note"] for row in host_time.measure_host_time(late, case)} == {"time limit"}
+
+
+def test_linears_have_tables_of_the_cpus_time(tmp_path):
+    """Beside F.linear, which stands for dense there; planning and kernel choice do not read them."""
+    out = tmp_path / "linear.json"
+    result = bench("linear", sizes="small", device="cpu", only="reference,low", out=out)
+    hosts = [row for row in result["rows"] if "host_us" in row]
+    titles = {f"linear 64 -> {o}, CPU time of an eager call{g}" for o in (64, 96) for g in ("", " with gradients")}
+    assert {row["table"] for row in hosts} == titles and {row["host"] for row in hosts} == {"no grad", "grad"}
+    assert {row["rival"] for row in hosts} == {row["rival"] for row in result["rows"]} and "dense" in hosts[0]["rival"]
+    assert all(row["host_us"] > 0 and row["sizes"]["tokens"] == 1 for row in hosts)
+    shown = [str(part) for part in result_tables(result)]
+    assert any("dense: F.linear" in part for part in shown) and " us " in markdown(result)
+    rest = {**result, "rows": [row for row in result["rows"] if "host_us" not in row]}
+    assert measured_times.tuning_tables([result]) == measured_times.tuning_tables([rest])
 
 
 def test_only_some():
