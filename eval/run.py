@@ -26,7 +26,8 @@ from surgery.eval.results.data_read import describe_data, list_reads, package_ve
 from surgery.eval.results.store import ResultStore, result_key
 from surgery.eval.results.thresholds import Threshold, ThresholdResult, check_thresholds, parse_thresholds
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Role, Suite, SuiteResult, find_suite
-from surgery.publish.hub.files import SECRET_PATTERN
+from surgery.eval.upstream import UPSTREAM
+from surgery.publish.hub.files import redact_secrets
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +78,7 @@ class Evaluation:
                     "notes": r.notes,
                     "provenance": r.provenance,
                     "reads": redact_secrets(list_reads(r.reads)),
+                    **({"upstream": UPSTREAM[suite].url} if suite in UPSTREAM else {}),
                 }
                 for role, r in by_role.items()
             }
@@ -171,15 +173,6 @@ def provenance(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
     """Return what is needed to repeat a measurement: versions, device, date (UTC) and the command line without secrets."""
     command = redact_secrets(list(command))
     return {"versions": package_versions(), "device": device_name(device), "date": utc_timestamp(), "command": command}
-
-
-def redact_secrets(value: Any) -> Any:
-    """Return JSON data with everything that looks like an access token replaced by ***."""
-    if isinstance(value, dict):
-        return {redact_secrets(key): redact_secrets(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redact_secrets(each) for each in value]
-    return SECRET_PATTERN.sub(b"***", value.encode("utf-8", "replace")).decode() if isinstance(value, str) else value
 
 
 def utc_timestamp() -> str:

@@ -113,10 +113,11 @@ def plan(
     """
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
+    from surgery.core.device import choose_device
     from surgery.estimation.estimate import estimate_conversion, estimate_lines
     from surgery.planning.plan import make_plan
     from surgery.planning.speed import named_table
-    from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
+    from surgery.publish.speed_notes import notes_for_device, plan_notes, predict_linears, predicted_lines
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
@@ -145,9 +146,11 @@ def plan(
         )
     table = named_table(settings, None if measured is None else Path(measured))
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
-    times = predicted_lines(data["linear_times"])
+    speed = [*predicted_lines(data["linear_times"]), *data["speed"]]
+    where = data["estimate"]["device"] if "estimate" in data else choose_device(None).type
+    speed = notes_for_device(speed, where, asked=table is not None)
     estimated = estimate_lines(data["estimate"]) if "estimate" in data else []
-    return CommandResult(data, lambda: [*plan_table(data), *estimated, *times, *data["speed"]])
+    return CommandResult(data, lambda: [*plan_table(data), *estimated, *speed])
 
 
 def apply(
@@ -247,7 +250,7 @@ def convert(
         revision=revision,
         progress=progress or RichProgress(),
     )
-    notes = notes_for_device(report_notes(report, context), report["time"]["device"])
+    notes = notes_for_device(report_notes(report, context), report["time"]["device"], asked="speed" in report)
     return CommandResult(report, lambda: [*inspect_table(report), *notes])
 
 
@@ -293,14 +296,16 @@ def inspect(converted: PathLike | nn.Module, *, modules: bool = False) -> Comman
         converted: converted checkpoint, a local folder or a Hub id; or a model that `apply` converted.
         modules: display one row per module instead of one per role.
     """
+    from surgery.core.device import choose_device
     from surgery.publish.live_summary import inspect_model
-    from surgery.publish.speed_notes import report_notes
+    from surgery.publish.speed_notes import notes_for_device, report_notes
     from surgery.publish.summary import inspect as run
     from surgery.publish.tables import inspect_table, module_table
 
     report = inspect_model(converted) if _is_module(converted) else run(_checkpoint_name(converted, "inspect"))
     table = module_table if modules else inspect_table
-    return CommandResult(report, lambda: [*table(report), *report_notes(report)])
+    notes = notes_for_device(report_notes(report), choose_device(None).type, asked="speed" in report)
+    return CommandResult(report, lambda: [*table(report), *notes])
 
 
 def quantize(

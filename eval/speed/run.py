@@ -41,6 +41,7 @@ def bench(
     progress: Progress | None = None,
     dtype: str | None = None,
     shapes_of: str | None = None,
+    command: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run a benchmark and return its results as JSON data, written to `out` after every case.
 
@@ -53,13 +54,20 @@ def bench(
             excludes names. The first implementation always runs.
         dtype: bfloat16, float16 or float32; default: bfloat16 on a GPU, else float32.
         shapes_of: of `linear`: a checkpoint, a folder or Hub id, whose shapes are measured instead of `sizes`.
+        command: the command line's arguments, recorded in the results.
     """
+
+    def describe(device: torch.device) -> dict[str, Any]:
+        from surgery.publish.hub.files import redact_secrets
+
+        return describe_environment(device) | ({"command": redact_secrets(list(command))} if command else {})
+
     started, progress = time.monotonic(), progress or Progress()
     deadline = started + time_limit if time_limit else float("inf")
     if kind == TRAIN:  # chooses a device for each process itself
         sizes = sizes or ("full" if torch.cuda.is_available() and device != "cpu" else "small")
         _check_options(kind, sizes)
-        return training.train(sizes, only, device, deadline, out=out, progress=progress, about=describe_environment)
+        return training.train(sizes, only, device, deadline, out=out, progress=progress, about=describe)
     if shapes_of is not None and (kind != "linear" or sizes is not None):
         raise SurgeryError(
             f"--model gives the shapes of bench linear in place of --sizes (got bench {kind}, sizes {sizes}). Leave one out"
@@ -71,7 +79,7 @@ def bench(
     _check_options(kind, sizes, dtype)
     torch_dtype = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
     if kind in (SERVE, SPEED):
-        about, run = describe_environment(place), serve.serve if kind == SERVE else contexts.speed
+        about, run = describe(place), serve.serve if kind == SERVE else contexts.speed
         return run(sizes, only, place, torch_dtype, deadline, out=out, progress=progress, about=about)
     budget_ms, max_ms = (25.0, 3000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
     benchmark = Benchmark(place, budget_ms, max_ms, deadline, min_runs=3 if kind != "model" else 1)
@@ -79,7 +87,7 @@ def bench(
     result: dict[str, Any] = {
         "kind": kind,
         "sizes": sizes if shapes is None else "model",
-        **describe_environment(place),
+        **describe(place),
         "dtype": str(torch_dtype).removeprefix("torch."),
     }
     result |= {"ceilings": limits, "rows": [], "complete": False}

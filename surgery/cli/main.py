@@ -23,7 +23,7 @@ from surgery.cli import options
 from surgery.cli.compare import compare
 from surgery.cli.console import progress as _progress
 from surgery.cli.console import show as _show
-from surgery.cli.eval import evaluate
+from surgery.cli.eval import command_words, evaluate
 from surgery.cli.fetch_eval_data import fetch_eval_data
 from surgery.cli.finetune import finetune
 from surgery.cli.pretrain import pretrain
@@ -115,7 +115,7 @@ def plan(
     from surgery.planning.plan import make_plan
     from surgery.planning.recipe import load_recipe
     from surgery.planning.speed import named_table
-    from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
+    from surgery.publish.speed_notes import notes_for_device, plan_notes, predict_linears, predicted_lines
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
@@ -133,9 +133,10 @@ def plan(
         described, planned, device=device, processes=processes, calibrated=not data_free
     )
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
-    times = predicted_lines(data["linear_times"])
+    speed = [*predicted_lines(data["linear_times"]), *data["speed"]]
+    speed = notes_for_device(speed, data["estimate"]["device"], asked=table is not None)
     print(json.dumps(data, indent=2)) if as_json else _show(
-        [*plan_table(data), *estimate_lines(data["estimate"]), *times, *data["speed"]]
+        [*plan_table(data), *estimate_lines(data["estimate"]), *speed]
     )
 
 
@@ -185,7 +186,8 @@ def convert(
     )
     if not is_main_process():
         return
-    speed = notes_for_device(report_notes(read(str(out)), context), report["time"]["device"])
+    notes = report_notes(read(str(out)), context)
+    speed = notes_for_device(notes, report["time"]["device"], asked="speed" in report)
     if as_json:
         print(json.dumps({"out": str(out), "report": report, "speed": speed}, indent=2))
         return
@@ -211,7 +213,7 @@ def inspect(
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    notes = notes_for_device(report_notes(report), choose_device(None).type)
+    notes = notes_for_device(report_notes(report), choose_device(None).type, asked="speed" in report)
     _show([*(module_table(report) if modules else inspect_table(report)), *notes])
 
 
@@ -309,6 +311,7 @@ def demo(
 
 @app.command(name="bench")
 def bench_speed(
+    context: typer.Context,
     what: Annotated[
         str,
         typer.Argument(
@@ -352,6 +355,7 @@ def bench_speed(
         print(json.dumps(shown, indent=2)) if as_json else _show(list(shown._parts()))
         return
     asked = {"out": out, "only": only, "progress": _progress(as_json), "dtype": dtype, "shapes_of": model}
+    asked["command"] = command_words(context)
     result = bench(what, sizes, peers, device, time_limit, **asked)
     if not is_main_process():
         return

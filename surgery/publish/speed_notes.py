@@ -28,6 +28,7 @@ MEASURED_LANES = {
     "captured step": 32,
 }  # batch size times heads of the measurements
 NOTE_ON_SPEED = "note: speed on one"
+PREDICTION = "all linears of the model, "
 DEFAULT_CONTEXT = 4096  # for models whose config has no context length
 UNMEASURED = ("near chunks", "strong admissibility", " lambda", " Lambda")  # words of `describe_mixer`
 PASS_LABELS: dict[Pass, str] = {"forward": "prefill", "backward": "training", "step": "decoding"}
@@ -111,7 +112,7 @@ def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
     for phase, name in (("prefill", "prompt of {tokens:,} tokens"), ("decode", "decoding step in a CUDA graph")):
         one = predicted[phase]
         where = escape(f"{predicted['device']} ({predicted['dtype']})")
-        what = f"all linears of the model, {name.format(**one)}, {where}"
+        what = f"{PREDICTION}{name.format(**one)}, {where}"
         if "unknown" in one:
             lines.append(
                 f"{what}: no prediction, {one['unknown']} was not measured. Measure it: surgery bench linear --model SRC --out FILE"
@@ -160,9 +161,13 @@ def report_times(linears: dict[str, Any] | None, context: int | None = None) -> 
     return [line for line in predicted_lines(found) if "no prediction" not in line]
 
 
-def notes_for_device(notes: Iterable[str], device: str) -> list[str]:
-    """Return notes without advice on a GPU's speed if `device` ("cpu", "cuda:1") is a CPU."""
-    return [note for note in notes if not (device.startswith("cpu") and note.startswith(NOTE_ON_SPEED))]
+def notes_for_device(notes: Iterable[str], device: str, asked: bool = False) -> list[str]:
+    """Return notes without advice on a GPU's speed if `device` ("cpu", "cuda:1") is a CPU.
+
+    asked: whether a prediction of times was asked for, by a file of measured times or the recipe's `speed`; it stays then.
+    """
+    left_out = (NOTE_ON_SPEED,) if asked else (NOTE_ON_SPEED, PREDICTION)
+    return [note for note in notes if not (device.startswith("cpu") and note.startswith(left_out))]
 
 
 def speed_ratio(op: str, pass_: Pass, at: NamedSizes) -> float | None:

@@ -606,6 +606,14 @@ def test_a_cpu_gets_no_advice_on_a_gpu(table):
     assert speed_notes.notes_for_device(notes, "cuda:0") == notes
 
 
+def test_a_cpu_gets_predictions_for_a_gpu_only_if_it_asks(linear_table):
+    lines = predicted_lines(predict_linears(linears_plan((LOW_RANK, (4096, 4096))), 8192))
+    assert len(lines) == 2 and speed_notes.notes_for_device(lines, "cpu") == []
+    assert (
+        speed_notes.notes_for_device(lines, "cpu", asked=True) == lines == speed_notes.notes_for_device(lines, "h200")
+    )
+
+
 def test_times_of_a_sliding_window_are_not_those_of_chunks(table, monkeypatch):
     monkeypatch.setattr(speed_notes, "_ratio_to_softmax", lambda *_: 0.5)
     monkeypatch.setattr(speed_notes, "_break_even", lambda *_: "nowhere")
