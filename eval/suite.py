@@ -17,7 +17,7 @@ import importlib.util
 import json
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # torch is imported only when something is measured
     from surgery.eval.journal import SampleJournal
 
 Role = Literal["base", "converted"]
+# Metrics of lm-eval between 0 and 1, which are accuracies if all values are 0 or 1.
+BOUNDED_METRICS = {"acc", "acc_norm", "acc_mutual_info", "exact_match", "em", "contains", "score", "f1"}
 OMITTED_AT_DEFAULT = ("prompts", "fill", "pairs")  # see EvalOptions.digest
 
 
@@ -153,6 +155,15 @@ class EvalMetric:
     def label(self) -> str:
         """Name of the metric in tables."""
         return self.title or self.name
+
+
+def infer_metric_kind(metric: EvalMetric, values: Sequence[float]) -> EvalMetric:
+    """Set the kind of one of BOUNDED_METRICS to "accuracy" if all values are 0 or 1, else to "mean", and its top to 1 if all lie between."""
+    if metric.kind == "ppl" or not values:
+        return metric
+    bounded = min(values) >= 0 and max(values) <= 1 and metric.name.split(",")[0] in BOUNDED_METRICS
+    counted = bounded and all(value in (0.0, 1.0) for value in values)
+    return replace(metric, kind="accuracy" if counted else "mean", top=1.0 if bounded else metric.top)
 
 
 @dataclass(frozen=True)

@@ -67,3 +67,5 @@ UPSTREAM: dict[str, Upstream] = {
         "origin of the test by length and depth; the prompts of `niah` are RULER's, so scores are not comparable with it",
     ),
 }
+# LongBench-E has LongBench's prompts and scores; LongBench v2 is in the same repository.
+UPSTREAM |= dict.fromkeys(("longbench-e", "longbench2"), UPSTREAM["longbench"])

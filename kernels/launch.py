@@ -26,10 +26,11 @@ class CachedLaunch:
         constants = [options[name] for name in kernel.arg_names if name in options]
         self.rest = (*sizes, *constants)
         self.launchers: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self.are_refused = False  # by a Triton version whose launchers take other arguments
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch the kernel."""
-        if torch.compiler.is_compiling():  # traced tensors have no address
+        if self.are_refused or torch.compiler.is_compiling():  # traced tensors have no address
             self._launch_by_triton(tensors)
             return None
         addresses, dtypes = 0, []
@@ -43,13 +44,39 @@ class CachedLaunch:
         if launcher is not None:
             try:
                 return launcher(*tensors, *self.rest)
-            except TypeError:  # raised before the launch by a Triton version whose launchers take other arguments
-                self.launchers[key] = lambda *args: self._launch_by_triton(args[: len(tensors)])
+            except TypeError:  # raised before the launch
+                self.are_refused = True
+                self.launchers.clear()
                 return self._launch_by_triton(tensors)
         compiled = self._launch_by_triton(tensors)
         if compiled is not None:  # the interpreter compiles nothing
             self.launchers[key] = bind_launcher(compiled, self.grid)
         return None
+
+    def bind(self, *tensors: Tensor) -> Callable[..., None]:
+        """Return the launch for all tensors with the dtypes of these, on their device, outside of torch.compile.
+
+        It looks at the addresses alone and hands them to Triton's launcher, which asks the driver about every tensor but takes an integer as
+        it is.
+        """
+        key = (tensors[0].get_device(), *[tensor.dtype for tensor in tensors])
+        find, rest = self.launchers.get, self.rest
+
+        def launch(*tensors: Tensor) -> None:
+            addresses, together = [], 0
+            for tensor in tensors:
+                address = tensor.data_ptr()
+                addresses.append(address)
+                together |= address
+            launcher = None if together & 15 else find(key)
+            if launcher is None:
+                return self(*tensors)
+            try:
+                return launcher(*addresses, *rest)
+            except TypeError:  # raised before the launch; `__call__` finds out whether its launcher takes tensors
+                return self(*tensors)
+
+        return launch
 
     def _launch_by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
         """Launch through Triton's own lookup and return the compiled kernel."""

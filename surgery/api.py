@@ -70,11 +70,15 @@ class CommandResult(dict[str, Any]):
         return to_html(self._parts())
 
 
-def recipes() -> dict[str, str]:
-    """Return name -> description of the shipped conversion recipes."""
-    from surgery.planning.recipe import shipped_recipes
+def recipes(*, healing: bool = False) -> dict[str, str]:
+    """Return name -> description of the shipped recipes.
 
-    return shipped_recipes()
+    Args:
+        healing: those of `finetune` instead of those of `convert`.
+    """
+    from surgery.planning.shipped import read_descriptions
+
+    return read_descriptions(healing)
 
 
 def plan(
@@ -109,14 +113,19 @@ def plan(
     """
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
+    from surgery.core.device import choose_device
     from surgery.estimation.estimate import estimate_conversion, estimate_lines
     from surgery.planning.plan import make_plan
     from surgery.planning.speed import named_table
-    from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
+    from surgery.publish.speed_notes import notes_for_device, plan_notes, predict_linears, predicted_lines
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
     settings = _load_recipe(recipe, overrides, keys)
+    if not calibrated:
+        from surgery.conversion.preflight import check_needs_no_calibration
+
+        check_needs_no_calibration(settings, "Leave out calibrated=False")
     if _is_module(source):
         from surgery.conversion.apply import plan_live
 
@@ -137,9 +146,11 @@ def plan(
         )
     table = named_table(settings, None if measured is None else Path(measured))
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
-    times = predicted_lines(data["linear_times"])
+    speed = [*predicted_lines(data["linear_times"]), *data["speed"]]
+    where = data["estimate"]["device"] if "estimate" in data else choose_device(None).type
+    speed = notes_for_device(speed, where, asked=table is not None)
     estimated = estimate_lines(data["estimate"]) if "estimate" in data else []
-    return CommandResult(data, lambda: [*plan_table(data), *estimated, *times, *data["speed"]])
+    return CommandResult(data, lambda: [*plan_table(data), *estimated, *speed])
 
 
 def apply(
@@ -239,7 +250,7 @@ def convert(
         revision=revision,
         progress=progress or RichProgress(),
     )
-    notes = notes_for_device(report_notes(report, context), report["time"]["device"])
+    notes = notes_for_device(report_notes(report, context), report["time"]["device"], asked="speed" in report)
     return CommandResult(report, lambda: [*inspect_table(report), *notes])
 
 
@@ -285,14 +296,16 @@ def inspect(converted: PathLike | nn.Module, *, modules: bool = False) -> Comman
         converted: converted checkpoint, a local folder or a Hub id; or a model that `apply` converted.
         modules: display one row per module instead of one per role.
     """
+    from surgery.core.device import choose_device
     from surgery.publish.live_summary import inspect_model
-    from surgery.publish.speed_notes import report_notes
+    from surgery.publish.speed_notes import notes_for_device, report_notes
     from surgery.publish.summary import inspect as run
     from surgery.publish.tables import inspect_table, module_table
 
     report = inspect_model(converted) if _is_module(converted) else run(_checkpoint_name(converted, "inspect"))
     table = module_table if modules else inspect_table
-    return CommandResult(report, lambda: [*table(report), *report_notes(report)])
+    notes = notes_for_device(report_notes(report), choose_device(None).type, asked="speed" in report)
+    return CommandResult(report, lambda: [*table(report), *notes])
 
 
 def quantize(
@@ -477,7 +490,7 @@ def pretrain(
 
 def evaluate(
     model: PathLike | nn.Module,
-    suites: Sequence[str] = ("ppl",),
+    suites: str | Sequence[str] = ("ppl",),
     *,
     tokenizer: Any = None,
     compare: PathLike | nn.Module | None = None,
@@ -493,7 +506,7 @@ def evaluate(
 
     Args:
         model: checkpoint, converted or not, a local folder or a Hub id; or a model in memory, which runs as it is.
-        suites: names of suites, see `surgery eval --list-suites`.
+        suites: names of suites, see `surgery eval --list-suites`; a list, or one string "ppl,needle".
         tokenizer: the tokenizer of models in memory; None: that which `apply` was given.
         compare: checkpoint or model to compare with, usually the original.
         out: folder for results, samples and plots; suites already finished there are not run again.
@@ -520,7 +533,7 @@ def evaluate(
         device, dtype = device or str(first.model.device), first.check_dtype(dtype)
     done = run(
         first,
-        list(suites),
+        suites.split(",") if isinstance(suites, str) else list(suites),
         EvalOptions(**options),
         compare=second,
         out=None if out is None else Path(out),

@@ -22,13 +22,12 @@ from surgery.eval.lm_eval.adapter import harness_model
 from surgery.eval.lm_eval.samples import (
     chance_score,
     fill_stderrs,
-    infer_metric_kind,
     make_own_sample,
     make_samples,
     to_json_value,
 )
 from surgery.eval.lm_eval.tasks import OwnTask
-from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult, infer_metric_kind
 
 BOOTSTRAP_DRAWS = 1000  # of lm-eval's own standard errors of perplexities and corpus scores
 FEWSHOT_SEED = 1234  # lm-eval's default; --seed is added

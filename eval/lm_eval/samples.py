@@ -7,10 +7,7 @@ from collections import Counter
 from typing import Any
 
 from surgery.eval.lm_eval.tasks import OwnTask
-from surgery.eval.suite import EvalMetric, Sample, stable_id
-
-# metrics between 0 and 1; accuracies if all values are 0 or 1
-BOUNDED_METRICS = {"acc", "acc_norm", "acc_mutual_info", "exact_match", "em", "contains", "score"}
+from surgery.eval.suite import EvalMetric, Sample, infer_metric_kind, stable_id
 
 
 def make_own_sample(task: OwnTask, metric: str, logged: dict[str, Any]) -> Sample:
@@ -89,18 +86,6 @@ def _sample_ids(task: str, logged: list[dict[str, Any]]) -> dict[int, str]:
 def _logged_fields(logged: dict[str, Any]) -> dict[str, Any]:
     keys = ("doc_id", "doc", "arguments", "filtered_resps", "target", "doc_hash", "prompt_hash", "target_hash")
     return {key: logged[key] for key in keys}
-
-
-def infer_metric_kind(metric: EvalMetric, values: list[float]) -> EvalMetric:
-    """Set a metric's kind to "accuracy" if all values are 0 or 1, and its top to 1 if all lie between."""
-    if metric.kind == "ppl" or not values:
-        return metric
-    bounded = min(values) >= 0 and max(values) <= 1 and metric.name.split(",")[0] in BOUNDED_METRICS | {"f1"}
-    counted = bounded and all(value in (0.0, 1.0) for value in values)
-    return EvalMetric(
-        metric.name, "accuracy" if counted else "mean", metric.higher_is_better, metric.scale,
-        1.0 if bounded else metric.top, metric.floor, metric.unit,
-    )  # fmt: skip
 
 
 def chance_score(task: Any, logged: list[dict[str, Any]]) -> float | None:

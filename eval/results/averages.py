@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from surgery.eval.averages import Average, EffectiveLength, Member, SuiteAverages
-from surgery.eval.results.compare import Key, collect_units, shared_samples
+from surgery.eval.results.compare import Key, collect_units, shared_metrics, shared_samples
 from surgery.eval.results.statistics import Interval, Units, draw_values
 from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 
@@ -87,7 +87,7 @@ def average_rows(
     if all(n is None for n in lengths):
         lengths = []
     declared = declare(lengths)
-    table = _Table(next(iter(results.values())).metrics, keys, samples, base, same, seed)
+    table = _Table(shared_metrics(results.values()), keys, samples, base, same, seed)
     rows: list[AverageRow] = []
     absent: dict[str, list[str]] = {}
     whole: dict[tuple[str, int | None], _Draws] = {}
@@ -106,10 +106,11 @@ def average_rows(
             rows.append(table.row(suite, average, name, table.draw(there), there, missing))
         if missing and 2 * len(there) >= len(average.members):
             absent.setdefault(_describe(average), []).extend(missing)
+    unfit: list[str] = []
     for effective in declared.effective:
-        found = _effective_row(suite, effective, whole, base)
+        found = _effective_row(suite, effective, whole, base, unfit)
         rows += [found] if found else []
-    notes = [f"{name} is not given: {_listed(missing)} not measured" for name, missing in absent.items()]
+    notes = unfit + [f"{name} is not given: {_listed(missing)} not measured" for name, missing in absent.items()]
     return rows, notes
 
 
@@ -241,18 +242,27 @@ def _percentiles(draws_R: np.ndarray, top: float, lowest: float, highest: float,
     if top == 0:
         low, high = np.quantile(draws_R, (0.025, 0.975))
         return float(low), float(high)
-    added_2R = np.random.default_rng(0).poisson(1.0, (2, len(draws_R)))
-    moved_R = step * (added_2R[0] * (highest - draws_R) + added_2R[1] * (lowest - draws_R))
-    low, high = np.quantile(draws_R + moved_R, (0.025, 0.975))
+    low, high = np.quantile(_add_questions(draws_R, lowest, highest, step), (0.025, 0.975))
     return max(float(low), lowest), min(float(high), highest)
 
 
+def _add_questions(draws_R: np.ndarray, lowest: float, highest: float, step: float, seed: int = 0) -> np.ndarray:
+    """Return draws (R,) with one more question of each extreme value, each drawn Poisson(1) times."""
+    added_2R = np.random.default_rng(seed).poisson(1.0, (2, len(draws_R)))
+    return draws_R + step * (added_2R[0] * (highest - draws_R) + added_2R[1] * (lowest - draws_R))
+
+
 def _effective_row(
-    suite: str, effective: EffectiveLength, whole: Mapping[tuple[str, int | None], _Draws], base: str | None
+    suite: str,
+    effective: EffectiveLength,
+    whole: Mapping[tuple[str, int | None], _Draws],
+    base: str | None,
+    notes: list[str],
 ) -> AverageRow | None:
     """Return the row of an effective length; None unless every length has its average, or without a base where it is needed.
 
-    0 stands for "none of the measured lengths".
+    0 stands for "none of the measured lengths". Draws have the same added questions as those of averages. A base that scores 0 is no
+    threshold, because nothing is below it: a note says so.
     """
     found = [(average.length, whole.get((average.name, average.length))) for average in effective.averages]
     if not found or any(drawn is None for _, drawn in found) or (effective.threshold is None and base is None):
@@ -260,15 +270,18 @@ def _effective_row(
     lengths = np.array([length for length, _ in found])
     each = [drawn for _, drawn in found if drawn is not None]
     name, row = effective.name, AverageRow(suite, effective.name, None, "tokens", {}, {}, unit="tokens")
-    limit_R: Any
-    if effective.threshold is not None:
-        limit = limit_R = effective.threshold * each[0].top
-    else:
-        limit, limit_R = each[0].values[str(base)], each[0].draws[str(base)]
+    own = effective.threshold is None
+    limit = each[0].values[str(base)] if own else float(effective.threshold or 0.0) * each[0].top
+    if own and limit <= 0:
+        notes.append(f"{name} is not given: the base scores 0 at {lengths[0]:,}")
+        return None
+    if own:
         name = f"effective length, threshold {limit:.3g} (the base at {lengths[0]:,})"
     for model in each[0].values:
         passes_L = np.array([drawn.values[model] >= limit for drawn in each])
-        passes_RL = np.stack([drawn.draws[model] >= limit_R for drawn in each], axis=1)
+        passes_RL = np.stack(
+            [_passes(drawn, each[0], model, base if own else None, limit, i) for i, drawn in enumerate(each)], axis=1
+        )
         drawn_R = np.where(passes_RL, lengths, 0).max(1)
         row.values[model] = float(np.where(passes_L, lengths, 0).max())
         low, high = np.quantile(drawn_R, (0.025, 0.975), method="inverted_cdf")
@@ -276,3 +289,13 @@ def _effective_row(
     row.name, row.source = name, effective.source
     row.tasks = len({m.task for average in effective.averages for m in average.members})
     return row
+
+
+def _passes(drawn: _Draws, first: _Draws, model: str, base: str | None, limit: float, seed: int) -> np.ndarray:
+    """Return in which draws (R,) an average reaches the limit, or the base's average of the shortest length, `first`."""
+    draws_R, top = drawn.draws[model], drawn.top
+    if base is None:
+        return _add_questions(draws_R, 0.0, top, drawn.step, seed) >= limit
+    if drawn is first and model == base:
+        return np.ones(len(draws_R), dtype=bool)
+    return _add_questions(draws_R - first.draws[base], -top, top, max(drawn.step, first.step), seed) >= 0

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from surgery.eval.results.statistics import (
     paired_interval,
     wilson_interval,
 )
-from surgery.eval.suite import EvalMetric, Role, Sample, SuiteResult
+from surgery.eval.suite import BOUNDED_METRICS, EvalMetric, Role, Sample, SuiteResult, infer_metric_kind
 
 Key = tuple[str, tuple[tuple[str, Any], ...], str]  # task, group, id
 MIN_UNITS = 10
@@ -68,17 +68,29 @@ class ComparisonRow:
         return asdict(self)
 
 
-def compare_results(suite: str, results: Mapping[Role, SuiteResult], same: bool, seed: int = 0) -> list[ComparisonRow]:
-    """Return the rows of one suite. same: both results are of one model, so the difference is exactly zero.
+def compare_results(
+    suite: str,
+    results: Mapping[Role, SuiteResult],
+    same: bool,
+    seed: int = 0,
+    shown: Iterable[SuiteResult] | None = None,
+) -> list[ComparisonRow]:
+    """Return the rows of one suite.
+
+    Args:
+        same: both results are of one model, so the difference is exactly zero.
+        shown: all results of the suite that are shown together; None: these. They decide which tasks have accuracies.
 
     Raises SurgeryError if the samples of both models differ.
     """
     first = next(iter(results.values()))
+    metrics = _TaskMetrics(list(shown) if shown is not None else list(results.values()))
     keys, samples = shared_samples(suite, results)
     whole = Counter(task for task, _, _ in keys)
     found = []
     for task, group, chosen in _iterate_groups(keys):
-        for name, metric in first.metrics.items():
+        for name in first.metrics:
+            metric = metrics.of(task, name)
             alone = len(chosen) == whole[task]  # the task has a single group
             if (alone and group and metric.pooled) or (not group and not metric.pooled and chosen[0][1]):
                 continue
@@ -88,6 +100,39 @@ def compare_results(suite: str, results: Mapping[Role, SuiteResult], same: bool,
                 picked = {role: [samples[role][k] for k in held] for role in results}
                 found.append(_make_row(suite, task, metric, group, picked, floor=floor, same=same, seed=seed))
     return found
+
+
+def shared_metrics(results: Iterable[SuiteResult]) -> dict[str, EvalMetric]:
+    """Return the metrics of a suite for several models.
+
+    Where the scores of one model are all 0 or 1, its metric is an accuracy; it is a mean if those of another model are not, and has
+    no top if those of another model have none.
+    """
+    found: dict[str, EvalMetric] = {}
+    for result in results:
+        for name, metric in result.metrics.items():
+            known = found.setdefault(name, metric)
+            kind = "mean" if {known.kind, metric.kind} == {"mean", "accuracy"} else known.kind
+            found[name] = replace(known, kind=kind, top=None if metric.top is None else known.top)
+    return found
+
+
+class _TaskMetrics:
+    """Metric of each task: a suite may hold accuracies of some tasks and means, such as F1, of others."""
+
+    def __init__(self, results: Sequence[SuiteResult]):
+        self.metrics = shared_metrics(results)
+        self.values: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for result in results:
+            for sample in result.samples:
+                for name, value in sample.metrics.items():
+                    if name.split(",")[0] in BOUNDED_METRICS:
+                        self.values[sample.task, name].append(float(value))
+
+    def of(self, task: str, name: str) -> EvalMetric:
+        """Return the metric `name` of a task: an accuracy if the scores of all models in this task are 0 or 1."""
+        values = self.values.get((task, name))
+        return infer_metric_kind(self.metrics[name], values) if values else self.metrics[name]
 
 
 def shared_samples(suite: str, results: Mapping[Any, SuiteResult]) -> tuple[list[Key], dict[Any, dict[Key, Sample]]]:
@@ -155,7 +200,9 @@ def collect_units(samples: list[Sample], name: str) -> Units:
         unit = sample.unit if sample.unit is not None else f"sample {index}"
         sums[unit] += sample.weight * float(sample.metrics[name])
         weights[unit] += sample.weight
-    return Units(np.array(list(sums.values())), np.array(list(weights.values())))
+    weights_N = np.array([sample.weight for sample in samples], dtype=np.float64)
+    count = float(weights_N.sum() ** 2 / (weights_N @ weights_N))
+    return Units(np.array(list(sums.values())), np.array(list(weights.values())), count)
 
 
 def _make_row(

@@ -17,13 +17,13 @@ from typing import Any
 
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import atomic_write, check_not_dangling
-from surgery.core.tables import format_count
+from surgery.core.tables import command_line, format_count, format_number
 from surgery.eval.results.averages import AverageRow
 from surgery.eval.results.folders import AXES, COMPARISON, StoredModel
 from surgery.eval.results.models import PARAMETERS, STORED_BYTES, ModelComparison, ModelRow
 from surgery.eval.results.pareto import ParetoChart
 from surgery.eval.results.statistics import Interval
-from surgery.eval.results.tables import LINE_GROUPS, command_line, format_average, format_number
+from surgery.eval.results.tables import LINE_GROUPS, format_average
 from surgery.eval.suite import SUITES
 
 LEGEND = (
@@ -58,7 +58,8 @@ def lines(done: ModelComparison) -> list[list[str]]:
     for suite in dict.fromkeys(row.suite for row in done.rows):
         each: list[list[str]] = []
         for row in (row for row in done.rows if row.suite == suite):
-            several = len(row.group) == 1 and set(row.group) <= LINE_GROUPS and row.metric == done.main_metric(suite)
+            main = row.metric.name == done.main_metric(suite).name
+            several = len(row.group) == 1 and set(row.group) <= LINE_GROUPS and main
             if row.is_summary or several:
                 each.append([row.label, str(row.samples), *(_cell(row, name) for name in done.names)])
         for average in (row for row in done.averages if row.suite == suite):

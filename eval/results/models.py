@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.tables import command_line
 from surgery.eval.results.averages import AverageRow, average_rows
 from surgery.eval.results.compare import ComparisonRow, compare_results, sample_keys
 from surgery.eval.results.folders import StoredModel, StoredSuite, base_of_folder, named_base, read_models
 from surgery.eval.results.pareto import CostPoint, ParetoChart, pareto_front
 from surgery.eval.results.statistics import Z_95, Interval
-from surgery.eval.results.tables import command_line
-from surgery.eval.suite import SUITES, EvalMetric, SuiteResult, load_suites
+from surgery.eval.suite import BOUNDED_METRICS, SUITES, EvalMetric, SuiteResult, load_suites
 
 REMARKED = ("surgery", "torch", "transformers", "lm_eval", "datasets")  # packages whose other versions are remarked
 COSTS = {"cache_mb": "cache, MB", "prefill_ms": "prefill, ms", "decode_ms": "decode, ms a token"}  # metrics of `speed`
@@ -244,7 +244,7 @@ def _merge_rows(suite: str, results: Mapping[str, SuiteResult], base: str | None
         if name == base and len(results) > 1:
             continue
         pair = {"converted": result} if base is None else {"base": results[base], "converted": result}
-        for row in compare_results(suite, pair, same=False, seed=seed):
+        for row in compare_results(suite, pair, same=False, seed=seed, shown=results.values()):
             key = (row.task, row.metric.name, tuple(row.group.items()))
             whole = merged.setdefault(
                 key, ModelRow(suite, row.task, row.metric, row.group, row.samples, row.units, flags=row.flags)
@@ -276,7 +276,7 @@ def _differences(a: StoredSuite, b: StoredSuite) -> list[str]:
         why.append(_options_text(a.result.provenance.get("options"), b.result.provenance.get("options")))
     if data := _data_text(a.result.reads, b.result.reads):
         why.append(data)
-    if a.result.metrics != b.result.metrics and not why:
+    if _definitions(a.result) != _definitions(b.result) and not why:
         why.append("its metrics are defined otherwise")
     timed = SUITES.get(a.key["suite"])
     if timed is not None and timed.run_pair is not None:
@@ -288,6 +288,14 @@ def _differences(a: StoredSuite, b: StoredSuite) -> list[str]:
         if ours != theirs:
             why.append(f"other samples ({len(ours):,} instead of {len(theirs):,}, {len(ours & theirs):,} in common)")
     return why
+
+
+def _definitions(result: SuiteResult) -> dict[str, EvalMetric]:
+    """Return the metrics without what is inferred from a model's scores: whether all are 0 or 1."""
+    return {
+        name: replace(metric, kind="mean", top=None) if name.split(",")[0] in BOUNDED_METRICS else metric
+        for name, metric in result.metrics.items()
+    }
 
 
 def _options_text(a: Any, b: Any) -> str:
@@ -352,13 +360,13 @@ def _shared_lengths(suite: str, results: Mapping[str, SuiteResult], notes: list[
 
 
 def _reproduction_notes(models: Sequence[StoredModel]) -> list[str]:
-    """Return the commands that measured the models, each once, with the suites that it measured."""
+    """Return the commands that measured the models, each once; the shell comment after it names its models."""
     commands: dict[str, dict[str, None]] = {}
     for model in models:
         for stored in model.suites.values():
             if line := command_line(stored.result.provenance.get("command")):
                 commands.setdefault(line[:2000], {})[model.name] = None
-    return [f"reproduce {', '.join(names)} with: {line}" for line, names in commands.items()]
+    return [f"reproduce with: {line}  # {', '.join(names)}" for line, names in commands.items()]
 
 
 # -- quality against costs ---------------------------------------------------------------------------

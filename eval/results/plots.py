@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from surgery.core.tables import format_tokens
-from surgery.eval.results.compare import collect_units
-from surgery.eval.results.pareto import ParetoChart
+from surgery.eval.results.compare import collect_units, shared_metrics
+from surgery.eval.results.pareto import CostPoint, ParetoChart
 from surgery.eval.results.statistics import Z_95, estimate, wilson_interval
 from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 
@@ -23,9 +23,11 @@ MAX_TASKS = 4  # a suite with more tasks gets one figure for all
 MAX_TICKS = 8
 HEAT_MAPS_PER_ROW = 2
 MARKER_POINTS = 8
+MANY_POINTS, MARKERS_PER_CURVE = 20, 8
 LABEL_OFFSETS = tuple((x, y) for y in (8, -16, 24, -32, 40, -48) for x in (8, -8))  # points from a point to its label
 FONT_POINTS, DPI = 13, 150
-BASE_COLOR, BASE_LINE = "#6b7280", "--"
+BASE_COLOR, BASE_LINE, BASE_MARKER = "#6b7280", "--", "*"
+FRONT_COLOR = "#1c2330"
 COLORS = ("#0f766e", "#c2570c", "#6d28d9", "#0072b2", "#b8860b", "#be185d", "#1c2330")
 LINES, MARKERS = ("-", "-.", ":"), ("o", "s", "^", "D", "v", "P", "X")
 
@@ -64,7 +66,7 @@ def model_styles(names: Sequence[str], base: str | None) -> dict[str, Style]:
         name: Style(COLORS[i % len(COLORS)], LINES[i // len(COLORS) % len(LINES)], MARKERS[i % len(MARKERS)])
         for i, name in enumerate(others)
     }
-    return found | ({base: Style(BASE_COLOR, BASE_LINE, "o")} if base is not None else {})
+    return found | ({base: Style(BASE_COLOR, BASE_LINE, BASE_MARKER)} if base is not None else {})
 
 
 def _figure(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 4.3) -> tuple[Any, list[Any]]:
@@ -160,16 +162,17 @@ def plot_panels(
 
 
 def _draw_curves(axes: Any, series: Mapping[str, Curve], styles: Mapping[str, Style]) -> None:
-    """Draw one curve for each model, with its band."""
-    for name, curve in series.items():
-        style, few = styles[name], len(curve.xs) < 20
+    """Draw one curve for each model, with its band. A curve of many points has MARKERS_PER_CURVE markers, which tell it apart in gray."""
+    for index, (name, curve) in enumerate(series.items()):
+        style, every = styles[name], len(curve.xs) // MARKERS_PER_CURVE
         axes.plot(
             curve.xs,
             curve.ys,
             style.line,
             color=style.color,
             label=_plain(name),
-            marker=style.marker if few else None,
+            marker=style.marker,
+            markevery=None if len(curve.xs) < MANY_POINTS else (index * every // len(series), every),
             zorder=3 if style.line == BASE_LINE else 2,  # dashes show the line below them
         )
         if len(curve.lows):
@@ -257,7 +260,7 @@ def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str 
         )
     front = [chart.points[name] for name in chart.front]
     axes.plot(
-        [p.cost for p in front], [p.quality for p in front], drawstyle="steps-post", color="#1c2330", linewidth=1,
+        [p.cost for p in front], [p.quality for p in front], drawstyle="steps-post", color=FRONT_COLOR, linewidth=1,
         linestyle="--", zorder=0, label="Pareto front",
     )  # fmt: skip
     costs = [p.cost for p in chart.points.values() if p.cost > 0]
@@ -265,6 +268,7 @@ def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str 
         axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda x, _: _format_cost(x))
     axes.margins(x=0.22, y=0.15)
+    _extend_front(axes, front, chart.higher_is_better)
     better = "higher is better" if chart.higher_is_better else "lower is better"
     axes.set(xlabel=_plain(chart.cost), ylabel=_plain(f"{chart.quality}\n({better})"))
     axes.grid(alpha=0.3)
@@ -272,6 +276,19 @@ def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str 
     _set_font_sizes(figure)
     _separate_labels(figure, labels, [axes.get_legend()], [label.xy for label in labels])
     return _save_figure(figure, path)
+
+
+def _extend_front(axes: Any, front: Sequence[CostPoint], higher_is_better: bool) -> None:
+    """Draw the front from its ends to the borders: no measured model costs less than its first point or is better than its last."""
+    if not front:
+        return
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    first, last = front[0], front[-1]
+    worst = bottom if higher_is_better else top
+    style = {"color": FRONT_COLOR, "linewidth": 1, "linestyle": "--", "zorder": 0, "label": "_"}
+    axes.plot([first.cost, first.cost], [first.quality, worst], **style)
+    axes.plot([last.cost, right], [last.quality, last.quality], **style)
+    axes.set(xlim=(left, right), ylim=(bottom, top))
 
 
 def _separate_labels(figure: Any, labels: Sequence[Any], fixed: Sequence[Any], points: Sequence[Any]) -> None:
@@ -282,6 +299,7 @@ def _separate_labels(figure: Any, labels: Sequence[Any], fixed: Sequence[Any], p
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()
+    inside = figure.axes[0].get_window_extent()
     taken = [each.get_window_extent().padded(2) for each in fixed]
     half = MARKER_POINTS / 2 * figure.dpi / 72
     for x, y in figure.axes[0].transData.transform(points):
@@ -294,7 +312,7 @@ def _separate_labels(figure: Any, labels: Sequence[Any], fixed: Sequence[Any], p
             box = label.get_window_extent()
             overlaps = (box.intersection(box, other) for other in taken)
             covered = sum(common.width * common.height for common in overlaps if common is not None)
-            outside = box.x1 > figure.bbox.x1 or box.x0 < 0
+            outside = box.x1 > inside.x1 or box.x0 < inside.x0 or box.y1 > inside.y1 or box.y0 < inside.y0
             found.append((covered + (box.width * box.height if outside else 0), len(found), (x, y), box))
             if not found[-1][0]:
                 break
@@ -329,7 +347,7 @@ def plot_by_group(
     longest = first.info.get("longest")
     longest = longest if isinstance(longest, int) else None
     tasks: list[str | None] = list(dict.fromkeys(s.task for s in first.samples))
-    metrics = [m for i, m in enumerate(first.metrics.values()) if i == 0 or not m.pooled]
+    metrics = [m for i, m in enumerate(shared_metrics(results.values()).values()) if i == 0 or not m.pooled]
     written = []
     for task in tasks if len(tasks) <= MAX_TASKS else [None]:
         for metric in metrics:

@@ -39,10 +39,11 @@ Transform = Literal["mean", "exp"]
 
 @dataclass(frozen=True)
 class Units:
-    """Sums S_U and weights W_U per unit, float64."""
+    """Sums S_U and weights W_U per unit, float64. samples: effective number of samples, (sum w)^2 / sum w^2; None: each unit is one."""
 
     sums_U: np.ndarray
     weights_U: np.ndarray
+    samples: float | None = None
 
     @property
     def value(self) -> float:
@@ -124,12 +125,14 @@ def wilson_interval(units: Units) -> tuple[float, float]:
     """Return Wilson's 95% interval of a share of zeros and ones (Wilson 1927), in [0, 1].
 
     n is the effective number of samples, p (1 - p) / se^2: the number of samples if these are the units, and less if a unit has
-    several that agree. At p = 0 or 1, where that is undefined, it is (sum W)^2 / sum W^2 over units.
+    several that agree; never more than there are samples, as few units that happen to agree would say. At p = 0 or 1, where that is
+    undefined, it is (sum W)^2 / sum W^2 over units.
     """
     p, weights_U = units.value, units.weights_U
     residual_U = (units.sums_U - p * weights_U) / weights_U.sum()
     squares = float(residual_U @ residual_U)
-    n = p * (1 - p) / squares if squares > 1e-12 else units.effective
+    most = units.effective if units.samples is None else units.samples
+    n = min(p * (1 - p) / squares, most) if squares > 1e-12 else units.effective
     middle = (p + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
     half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(max(0.0, p * (1 - p) / n) + Z_95**2 / (4 * n * n))
     return max(0.0, min(p, middle - half)), min(1.0, max(p, middle + half))

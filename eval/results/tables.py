@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from surgery.core.tables import format_tokens
+from surgery.core.tables import command_line, format_number, format_tokens
 from surgery.eval.results.averages import AverageRow
 from surgery.eval.results.compare import ComparisonRow
 from surgery.eval.results.statistics import Interval
@@ -26,7 +25,8 @@ def table_lines(done: Evaluation) -> list[list[str]]:
     for suite in done.results:
         each = []
         for row in (row for row in done.rows if row.suite == suite):
-            several = len(row.group) == 1 and set(row.group) <= LINE_GROUPS and row.metric == done.main_metric(suite)
+            main = row.metric.name == done.main_metric(suite).name
+            several = len(row.group) == 1 and set(row.group) <= LINE_GROUPS and main
             if row.is_summary or several:
                 each.append(_format_line(row, compared))
         each += [_average_line(row, compared) for row in done.averages if row.suite == suite]
@@ -82,14 +82,6 @@ def _format_value(row: ComparisonRow, role: Any) -> str:
     return format_number(row.values[role], row.errors[role], row.intervals.get(role))
 
 
-def format_number(value: float, error: float | None, interval: tuple[float, float] | None) -> str:
-    """Format a value with its interval, "75 [53.1, 88.8]", or with its standard error, "2.35 ± 0.04"."""
-    if interval is not None:
-        return f"{value:.4g} [{interval[0]:.3g}, {interval[1]:.3g}]"
-    exact = error is None or error < 1e-9 * abs(value)  # e.g. bytes
-    return f"{value:.4g}" + ("" if exact else f" ± {error:.2g}")
-
-
 def _format_interval(found: Interval | None) -> str:
     if found is None or found.low is None or found.high is None:
         return ""
@@ -114,13 +106,6 @@ def table_notes(done: Evaluation) -> list[str]:
     if line := command_line(done.provenance.get("command")):
         said.append(f"reproduce with: {line}")
     return said
-
-
-def command_line(words: Any) -> str:
-    """Return the words of a recorded command as a line for a shell; "" if there are none or they are not plain text."""
-    if not (isinstance(words, list) and words and all(isinstance(word, str) and word.isprintable() for word in words)):
-        return ""
-    return shlex.join(words)
 
 
 def _flagged_rows(flag: str, rows: list[ComparisonRow]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.core.errors import SurgeryError
 from surgery.core.tables import format_tokens
-from surgery.eval.speed.serve_tables import conditions
+from surgery.eval.speed.serve_tables import conditions, reproduction
 from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def _cell(row: Row | None, base: Row | None, key: str, higher_is_better: bool) -
 
 def speed_tables(result: dict[str, Any]) -> list[Any]:
     """Return rich tables of a result of `surgery bench speed`."""
+    from rich.markup import escape
     from rich.table import Table
 
     parts: list[Table | str] = []
@@ -132,12 +133,18 @@ def speed_tables(result: dict[str, Any]) -> list[Any]:
         for name, cells in lines:
             table.add_row(name, *cells)
         parts += [table, ""]
-    return [*parts, LEGEND, conditions(result)]
+    return [*parts, LEGEND, conditions(result), *map(escape, reproduction(result))]
 
 
 def speed_markdown(result: dict[str, Any]) -> str:
     """Return the tables in Markdown."""
-    lines = [conditions(result), "", f"{LEGEND[0].upper()}{LEGEND[1:]}.", ""]
+    lines = [
+        conditions(result),
+        "",
+        f"{LEGEND[0].upper()}{LEGEND[1:]}.",
+        "",
+        *(f"{line}\n" for line in reproduction(result)),
+    ]
     for title, columns, cells in speed_grids(result["rows"]):
         lines += [f"### {title[0].upper()}{title[1:]}", "", "| | " + " | ".join(columns) + " |"]
         lines += ["| --- |" + " --- |" * len(columns)]

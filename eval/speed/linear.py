@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +67,9 @@ def benchmark_cases(
             title = f"{in_:,} -> {out:,}"
             if tokens == 1:
                 yield _make_graph_case(f"linear {title}, forward, CUDA graph", where, entries, device, dtype)
+                name = f"linear {title}, CPU time of an eager call"
+                yield _make_host_case(name, where, entries, "no grad", device, dtype)
+                yield _make_host_case(f"{name} with gradients", where, entries, "grad", device, dtype)
             for back in (False, True) if shapes is None and (tokens >= 512 or sizes == "small") else (False,):
                 name = f"linear {title}, forward{' + backward' if back else ''}"
                 yield _make_case(name, where, entries, back, device, dtype)
@@ -199,6 +202,28 @@ def _make_graph_case(
         make = lambda m=entry.module, n=copies: run(m, n)  # noqa: E731
         implementations.append(_make_implementation(entry, make, where, False, dtype, copies))
     return BenchmarkCase(name, 1, where, implementations)
+
+
+def _make_host_case(
+    name: str,
+    where: dict[str, int],
+    entries: list[LinearEntry],
+    host: Literal["no grad", "grad"],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> BenchmarkCase:
+    """Return the case of the CPU's time for a call with one token; of dense, F.linear without a module around it."""
+    x_1I = torch.randn(1, where["inputs"], device=device, dtype=dtype)
+
+    def run(module: nn.Module) -> Call:
+        if isinstance(module, nn.Linear):
+            return lambda: F.linear(x_1I, module.weight)
+        return lambda: module(x_1I)
+
+    implementations = [
+        TimedImplementation(entry.name, lambda m=entry.module: run(m), entry.choice) for entry in entries
+    ]
+    return BenchmarkCase(name, 1, where, implementations, host=host)
 
 
 def _make_implementation(

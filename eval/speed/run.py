@@ -19,6 +19,7 @@ from surgery.core.progress import Progress
 from surgery.eval.speed import attention, contexts, decode, linear, model, serve
 from surgery.eval.speed import train as training
 from surgery.eval.speed.baselines import fla_version as peer_version
+from surgery.eval.speed.host_time import measure_host_time
 from surgery.eval.speed.roofline import add_floor, measure_ceilings
 from surgery.eval.speed.timer import Benchmark, BenchmarkCase, ResultRow, TimedImplementation
 
@@ -40,6 +41,7 @@ def bench(
     progress: Progress | None = None,
     dtype: str | None = None,
     shapes_of: str | None = None,
+    command: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run a benchmark and return its results as JSON data, written to `out` after every case.
 
@@ -52,13 +54,20 @@ def bench(
             excludes names. The first implementation always runs.
         dtype: bfloat16, float16 or float32; default: bfloat16 on a GPU, else float32.
         shapes_of: of `linear`: a checkpoint, a folder or Hub id, whose shapes are measured instead of `sizes`.
+        command: the command line's arguments, recorded in the results.
     """
+
+    def describe(device: torch.device) -> dict[str, Any]:
+        from surgery.publish.hub.files import redact_secrets
+
+        return describe_environment(device) | ({"command": redact_secrets(list(command))} if command else {})
+
     started, progress = time.monotonic(), progress or Progress()
     deadline = started + time_limit if time_limit else float("inf")
     if kind == TRAIN:  # chooses a device for each process itself
         sizes = sizes or ("full" if torch.cuda.is_available() and device != "cpu" else "small")
         _check_options(kind, sizes)
-        return training.train(sizes, only, device, deadline, out=out, progress=progress, about=describe_environment)
+        return training.train(sizes, only, device, deadline, out=out, progress=progress, about=describe)
     if shapes_of is not None and (kind != "linear" or sizes is not None):
         raise SurgeryError(
             f"--model gives the shapes of bench linear in place of --sizes (got bench {kind}, sizes {sizes}). Leave one out"
@@ -70,7 +79,7 @@ def bench(
     _check_options(kind, sizes, dtype)
     torch_dtype = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
     if kind in (SERVE, SPEED):
-        about, run = describe_environment(place), serve.serve if kind == SERVE else contexts.speed
+        about, run = describe(place), serve.serve if kind == SERVE else contexts.speed
         return run(sizes, only, place, torch_dtype, deadline, out=out, progress=progress, about=about)
     budget_ms, max_ms = (25.0, 3000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
     benchmark = Benchmark(place, budget_ms, max_ms, deadline, min_runs=3 if kind != "model" else 1)
@@ -78,7 +87,7 @@ def bench(
     result: dict[str, Any] = {
         "kind": kind,
         "sizes": sizes if shapes is None else "model",
-        **describe_environment(place),
+        **describe(place),
         "dtype": str(torch_dtype).removeprefix("torch."),
     }
     result |= {"ceilings": limits, "rows": [], "complete": False}
@@ -153,7 +162,7 @@ def _select_implementations(case: BenchmarkCase, only: str | None, gpu: bool) ->
 def _run_case(
     benchmark: Benchmark, case: BenchmarkCase, limits: dict[str, float], into: list[ResultRow]
 ) -> list[ResultRow]:
-    rows = benchmark.run(case)
+    rows = measure_host_time(benchmark, case) if case.host else benchmark.run(case)
     works = {implementation.name: implementation.work for implementation in case.implementations}
     for row in rows:
         add_floor(row, works[row["rival"]], limits)
@@ -169,7 +178,13 @@ def _run_case(
 
 def case_line(case: BenchmarkCase, rows: list[ResultRow]) -> str:
     """Return a one-line summary of a measured case."""
-    shown = (f"{row['rival']} {row['ms']:.4g}" if row["ms"] else f"{row['rival']} ({row['note']})" for row in rows)
+
+    def time_of(row: ResultRow) -> str:
+        if not row["ms"]:
+            return f"({row['note']})"
+        return f"{row['host_us']:.4g} us" if "host_us" in row else f"{row['ms']:.4g}"
+
+    shown = (f"{row['rival']} {time_of(row)}" for row in rows)
     return f"{case.table}, {case.x:,}: " + " | ".join(shown)
 
 

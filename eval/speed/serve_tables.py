@@ -9,6 +9,7 @@ from typing import Any
 
 from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
+from surgery.core.tables import command_line
 
 Cell = dict[str, Any]  # a row of the result, see eval/speed/serve.py
 LEGEND = (
@@ -19,6 +20,7 @@ LEGEND = (
 
 def serve_tables(result: dict[str, Any]) -> list[Any]:
     """Return rich tables: throughput, speed over the original, memory; then crossovers and what did not fit."""
+    from rich.markup import escape
     from rich.table import Table
 
     parts: list[Any] = []
@@ -30,12 +32,12 @@ def serve_tables(result: dict[str, Any]) -> list[Any]:
         for name, cells in rows:
             table.add_row(name, *cells)
         parts += [table, ""]
-    return [*parts, *remarks(result["rows"]), "", LEGEND, conditions(result)]
+    return [*parts, *remarks(result["rows"]), "", LEGEND, conditions(result), *map(escape, reproduction(result))]
 
 
 def serve_markdown(result: dict[str, Any]) -> str:
     """Return the tables in Markdown."""
-    lines = [conditions(result), ""]
+    lines = [conditions(result), "", *(f"{line}\n" for line in reproduction(result))]
     for title, columns, rows in serve_grids(result["rows"]):
         lines += [f"### {title}", "", "| | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
         lines += [*(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows), ""]
@@ -74,6 +76,12 @@ def uncaptured_lines(cells: list[Cell]) -> list[str]:
             key = cell["model"], str(cell["problem"])
             found.setdefault(key, []).append(f"batch {cell['batch']}, context {cell['context']:,}")
     return [f"{name}, not in a CUDA graph ({problem}): {'; '.join(where)}" for (name, problem), where in found.items()]
+
+
+def reproduction(result: dict[str, Any]) -> list[str]:
+    """Return the line with the command that measured a result; [] if it was not recorded, or several runs were merged."""
+    line = command_line(result.get("command")) if result.get("processes", 1) == 1 else ""
+    return [f"reproduce with: {line}"] if line else []
 
 
 def conditions(result: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed.context_tables import save_speed_plot, speed_markdown, speed_tables
-from surgery.eval.speed.serve_tables import save_serve_plot, serve_markdown, serve_tables
+from surgery.eval.speed.serve_tables import reproduction, save_serve_plot, serve_markdown, serve_tables
 
 ResultRow = dict[str, Any]  # of surgery.eval.speed.timer, which brings torch
 
@@ -16,10 +16,12 @@ CELL_LEGEND = (
     "a cell has the median ms, the speedup over the first row, and the share of the roofline's speed (bytes over the copy "
     "bandwidth or operations over the matrix product rate, whichever takes longer)"
 )
+HOST_LEGEND = "CPU time of an eager call: microseconds until its work is started, the least mean of short bursts of calls; dense: F.linear"
 
 
 def result_tables(result: dict[str, Any]) -> list[Any]:
     """Return rich tables of a result."""
+    from rich.markup import escape
     from rich.table import Table
 
     if result["kind"] == "train":
@@ -37,7 +39,9 @@ def result_tables(result: dict[str, Any]) -> list[Any]:
         for name, cells in rows:
             table.add_row(name, *cells)
         parts += [table, *skipped_notes(result["rows"], title), ""]
-    return [*parts, *crossovers(result["rows"]), "", CELL_LEGEND, *format_conditions(result)]
+    legend = [CELL_LEGEND, *([HOST_LEGEND] if any("host_us" in row for row in result["rows"]) else [])]
+    about = [*format_conditions(result), *map(escape, reproduction(result))]
+    return [*parts, *crossovers(result["rows"]), "", *legend, *about]
 
 
 def result_grids(rows: list[ResultRow]) -> list[tuple[str, list[int], list[tuple[str, list[str]]]]]:
@@ -80,8 +84,8 @@ def format_in_units(count: float | None, unit: float) -> str:
 
 
 def format_cell(row: ResultRow) -> str:
-    """Format ms, speedup over the table's first row, and share of the roofline's speed."""
-    parts = [format_ms(row["ms"])]
+    """Format ms, or the CPU's microseconds, speedup over the table's first row, and share of the roofline's speed."""
+    parts = [f"{row['host_us']:.1f} us" if "host_us" in row else format_ms(row["ms"])]
     if "ratio" in row and row["ratio"] != 1:
         parts.append(f"{row['ratio']:.2f}x")
     if row.get("fraction"):
@@ -154,7 +158,8 @@ def markdown(result: dict[str, Any]) -> str:
         lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]
         lines += ["", *(f"-{note[1:]}" for note in skipped_notes(result["rows"], title)), ""]
     ahead = [f"- {line}" for line in crossovers(result["rows"])]
-    return "\n".join([*format_conditions(result), "", *ahead, *([""] if ahead else []), *lines])
+    command = [f"{line}\n" for line in reproduction(result)]
+    return "\n".join([*format_conditions(result), "", *command, *ahead, *([""] if ahead else []), *lines])
 
 
 def save_plot(result: dict[str, Any], path: Path) -> None:
@@ -210,6 +215,7 @@ def training_line(row: dict[str, Any]) -> str:
 
 def training_tables(result: dict[str, Any]) -> list[Any]:
     """Return the training rows as rich tables."""
+    from rich.markup import escape
     from rich.table import Table
 
     grid = Table(
@@ -229,4 +235,4 @@ def training_tables(result: dict[str, Any]) -> list[Any]:
             *(f"{peak / 1e9:.1f}" if peak else "-" for peak in peaks),
         )
     where = f"{result['device']}, {result['processes']} process{'es' if result['processes'] > 1 else ''}, {result['precision']}, {result['date']}"
-    return [grid, where]
+    return [grid, where, *map(escape, reproduction({**result, "processes": 1}))]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,7 +67,8 @@ class TimedImplementation:
 class BenchmarkCase:
     """One column of a table: implementations at one size x, compared with the first.
 
-    launches: whether times include the CPU's launch time.
+    launches: whether times include the CPU's launch time. host: "no grad" or "grad" where the CPU's time per call is measured
+    (eval/speed/host_time.py), without or with gradients recorded.
     """
 
     table: str
@@ -75,6 +76,7 @@ class BenchmarkCase:
     sizes: dict[str, Any]
     implementations: list[TimedImplementation]
     launches: bool = False
+    host: Literal["no grad", "grad"] | None = None
 
 
 class LastRun(NamedTuple):
@@ -177,15 +179,10 @@ class Benchmark:
         warm = False
         if last is not None and row["x"] > last.x and implementation.choice != "kernel":
             warm = last.ms * last.growth(row["x"], implementation.work) > LONG_RUN_MS
+        call = self.prepare(implementation, row, warm)
+        if call is None:
+            return None
         try:
-            with use_kernels(implementation.choice), record_dispatch() as used:
-                call = implementation.make()
-                if not warm:
-                    self._time_ms(call)
-            if implementation.choice in ("kernel", "products") and not used:
-                row["note"] = "no kernel"
-                return None
-            row["kernels"] = sorted(used)
             with use_kernels(implementation.choice):
                 row["ms"], launch, row["peak"] = self._time_with_memory(call)
                 if (
@@ -198,12 +195,33 @@ class Benchmark:
                 if row["ms"] > self.max_ms and self.min_runs > 1:  # that run may have compiled for this size
                     row["ms"] = min(row["ms"], self._time_ms(call))
             return call
-        except torch.OutOfMemoryError:
-            row["note"] = "out of memory"
         except Exception as error:
-            row["note"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-        self._recover_gpu(row)
+            self._note_failure(error, row)
         return None
+
+    def prepare(self, implementation: TimedImplementation, row: ResultRow, warm: bool = False) -> Call | None:
+        """Return the run, called once unless it is `warm`; None, with a note in the row, if it fails or no kernel computes it."""
+        try:
+            with use_kernels(implementation.choice), record_dispatch() as used:
+                call = implementation.make()
+                if not warm:
+                    self._time_ms(call)
+            if implementation.choice in ("kernel", "products") and not used:
+                row["note"] = "no kernel"
+                return None
+            row["kernels"] = sorted(used)
+            return call
+        except Exception as error:
+            self._note_failure(error, row)
+        return None
+
+    def _note_failure(self, error: Exception, row: ResultRow) -> None:
+        """Say in the row what failed, and free the GPU's memory."""
+        first = (str(error).splitlines() or [""])[0][:160]
+        row["note"] = (
+            "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {first}"
+        )
+        self._recover_gpu(row)
 
     def _recover_gpu(self, row: ResultRow) -> None:
         gc.collect()

@@ -12,6 +12,7 @@ n: tokens; c, b: column and row blocks; d, a: their sizes; s: rank. Source: Qiu 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -22,11 +23,17 @@ from torch.autograd.function import once_differentiable
 from surgery.core.dispatch import DispatchedOp, register_kernel
 from surgery.kernels.btt import plan
 from surgery.kernels.btt.choice import is_chosen
-from surgery.kernels.btt.decode import TOKENS_PER_PROGRAM, decode_btt
+from surgery.kernels.btt.decode import TOKENS_PER_PROGRAM, bind_decode, decode_btt
 from surgery.kernels.btt.to_dense import MAX_BLOCK, DenseFunction, from_dense, to_dense
 from surgery.kernels.custom_op import CustomOp
 from surgery.structures.btt import btt_linear
-from surgery.structures.btt_products import backward_products, btt_products, cast_to_autocast, supports_products
+from surgery.structures.btt_products import (
+    backward_products,
+    btt_products,
+    cast_to_autocast,
+    needs_gradients,
+    supports_products,
+)
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 
@@ -45,7 +52,25 @@ def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | Non
     return x.numel() > 0 and dtypes <= DTYPES and torch.is_autocast_enabled(x.device.type)
 
 
-@register_kernel(btt_linear, accepts=accepts, is_faster=is_chosen("kernel"))
+def bind_kernel(
+    x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int
+) -> Callable[..., Tensor] | None:
+    """Return the function that runs all calls of a few tokens with the key of this one; None for other calls, and where x is copied."""
+    x_NI = x.reshape(-1, x.shape[-1])
+    if x_NI.shape[0] > TOKENS_PER_PROGRAM or x_NI.data_ptr() != x.data_ptr() or limit_strides(x_NI) is not x_NI:
+        return None
+    product = bind_decode(x, right_cdbs, left_bcsa, bias, out)
+    if not needs_gradients(x, right_cdbs, left_bcsa, bias):
+        return product
+
+    def run(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
+        y: Tensor = BTTFunction.apply(x, right_cdbs, left_bcsa, bias, out, product)
+        return y
+
+    return run
+
+
+@register_kernel(btt_linear, accepts=accepts, is_faster=is_chosen("kernel"), bind=bind_kernel)
 def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     """Return y (.., out); arguments as in `btt_linear`."""
     if torch.is_autocast_enabled(x.device.type):
@@ -56,13 +81,7 @@ def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Te
         return y_NO if x.dim() == 2 else y_NO.view(*x.shape[:-1], out)
     x_NI = limit_strides(x_NI)
     right, left = right_cdbs.contiguous(), left_bcsa.contiguous()
-    needs_grad = torch.is_grad_enabled() and (
-        x.requires_grad
-        or right_cdbs.requires_grad
-        or left_bcsa.requires_grad
-        or (bias is not None and bias.requires_grad)
-    )
-    run: Any = BTTFunction.apply if needs_grad else btt_product
+    run: Any = BTTFunction.apply if needs_gradients(x, right_cdbs, left_bcsa, bias) else btt_product
     y_NO = run(x_NI, right, left, bias, out)
     return y_NO if x.dim() == 2 else y_NO.view(*x.shape[:-1], out)
 
@@ -114,22 +133,32 @@ def btt_product(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tenso
 
 
 class BTTFunction(torch.autograd.Function):
-    """y_NO of x_NI, right, left, bias and out, with gradients."""
+    """y (.., out) of x (.., in), right, left, bias, out and a function of these that computes it, with gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, right: Tensor, left: Tensor, bias: Tensor | None, out: int) -> Tensor:
-        """Return y_NO."""
-        ctx.save_for_backward(x_NI, right, left)
-        return btt_product(x_NI, right, left, bias, out)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        right: Tensor,
+        left: Tensor,
+        bias: Tensor | None,
+        out: int,
+        product: Callable[..., Tensor] = btt_product,
+    ) -> Tensor:
+        """Return y (.., out). `btt_product` takes x as (N, in)."""
+        ctx.save_for_backward(x, right, left)
+        return product(x, right, left, bias, out)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients that are needed."""
-        x_NI, right, left = ctx.saved_tensors
-        need_x, need_right, need_left, need_bias, _ = ctx.needs_input_grad
+        x, right, left = ctx.saved_tensors
+        x_NI, dy_NO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        need_x, need_right, need_left, need_bias = ctx.needs_input_grad[:4]
         dbias = dy_NO.sum(0) if need_bias else None
-        return *kernel_gradients(x_NI, right, left, dy_NO, x=need_x, cores=need_right or need_left), dbias, None
+        dx_NI, dright, dleft = kernel_gradients(x_NI, right, left, dy_NO, x=need_x, cores=need_right or need_left)
+        return None if dx_NI is None else dx_NI.view(x.shape), dright, dleft, dbias, None, None
 
 
 def kernel_gradients(

@@ -8,7 +8,7 @@ launch), the second kernel starts while the first one runs, loads its core, and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -142,10 +142,6 @@ def _launch(product: Product, groups: int, wide: bool, **options: bool) -> Cache
     return CachedLaunch(decode_kernel, grid, (*product, tiles), {**constants, **options})
 
 
-MAX_PLANS = 4096
-_plans: dict[Hashable, DecodePlan] = {}
-
-
 def _plan(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> DecodePlan:
     strides = x_NI.stride(0), x_NI.stride(1), y_NO.stride(0)
     shape = DecodeShape(
@@ -157,21 +153,30 @@ def _plan(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | No
 
 def decode_btt(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
     """Write y_NO, whose rows are contiguous, in two launches."""
-    key = (
-        x_NI.shape,
-        y_NO.shape,
-        right_cdbs.shape,
-        left_bcsa.shape,
-        x_NI.stride(),
-        x_NI.dtype,
-        bias is None,
-        x_NI.device,
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _plan(x_NI, right_cdbs, left_bcsa, bias, y_NO)
+    plan = _plan(x_NI, right_cdbs, left_bcsa, bias, y_NO)
     z_NK = x_NI.new_empty(x_NI.shape[0], plan.z)
     plan.first(x_NI, right_cdbs, z_NK, z_NK)
     plan.second(z_NK, left_bcsa, y_NO if bias is None else bias, y_NO)
+
+
+def bind_decode(
+    x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int
+) -> Callable[..., Tensor]:
+    """Return a function of x (.., in), right, left, bias and out that returns y (.., out) as `decode_btt` writes it, for tensors with the
+    shapes, strides, dtypes and device of these. The rows of x must lie at one distance."""
+    x_NI, y_size = x.view(-1, x.shape[-1]), (*x.shape[:-1], out)
+    N, y_NO = x_NI.shape[0], x_NI.new_empty(x_NI.shape[0], out)
+    plan = _plan(x_NI, right_cdbs, left_bcsa, bias, y_NO)
+    z_size = N, plan.z
+    first, second = (
+        plan.first.bind(x, right_cdbs, x, x),
+        plan.second.bind(x, left_bcsa, y_NO if bias is None else bias, y_NO),
+    )
+
+    def run(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, _: int) -> Tensor:
+        z_NK, y = x.new_empty(z_size), x.new_empty(y_size)
+        first(x, right_cdbs, z_NK, z_NK)
+        second(z_NK, left_bcsa, y if bias is None else bias, y)
+        return y
+
+    return run

@@ -23,12 +23,11 @@ from surgery.cli import options
 from surgery.cli.compare import compare
 from surgery.cli.console import progress as _progress
 from surgery.cli.console import show as _show
-from surgery.cli.eval import evaluate
+from surgery.cli.eval import command_words, evaluate
 from surgery.cli.fetch_eval_data import fetch_eval_data
 from surgery.cli.finetune import finetune
 from surgery.cli.pretrain import pretrain
 from surgery.cli.push import push
-from surgery.cli.recipes import read_descriptions
 from surgery.cli.report import report
 from surgery.cli.run import run
 from surgery.cli.serve import serve
@@ -36,6 +35,7 @@ from surgery.cli.teacher_cache import teacher_cache
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import is_main_process
 from surgery.core.version import __version__
+from surgery.planning.shipped import read_descriptions
 
 app = typer.Typer(
     name="surgery",
@@ -80,9 +80,9 @@ def _root(
 
 
 @app.command()
-def recipes(as_json: options.Json = False) -> None:
-    """List the shipped conversion recipes, one per line."""
-    found = read_descriptions()
+def recipes(healing: options.HealingRecipes = False, as_json: options.Json = False) -> None:
+    """List the shipped conversion recipes, or with --healing those of `surgery finetune`, one per line."""
+    found = read_descriptions(healing)
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -115,7 +115,7 @@ def plan(
     from surgery.planning.plan import make_plan
     from surgery.planning.recipe import load_recipe
     from surgery.planning.speed import named_table
-    from surgery.publish.speed_notes import plan_notes, predict_linears, predicted_lines
+    from surgery.publish.speed_notes import notes_for_device, plan_notes, predict_linears, predicted_lines
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
@@ -123,15 +123,20 @@ def plan(
     table = named_table(chosen, measured)
     opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
     described = describe_checkpoint(opened, trust_remote_code)
+    if data_free:
+        from surgery.conversion.preflight import check_needs_no_calibration
+
+        check_needs_no_calibration(chosen, "Leave out --data-free")
     planned = make_plan(described, chosen)
     data = plan_dict(planned)
     data["estimate"] = estimate_conversion(
         described, planned, device=device, processes=processes, calibrated=not data_free
     )
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
-    times = predicted_lines(data["linear_times"])
+    speed = [*predicted_lines(data["linear_times"]), *data["speed"]]
+    speed = notes_for_device(speed, data["estimate"]["device"], asked=table is not None)
     print(json.dumps(data, indent=2)) if as_json else _show(
-        [*plan_table(data), *estimate_lines(data["estimate"]), *times, *data["speed"]]
+        [*plan_table(data), *estimate_lines(data["estimate"]), *speed]
     )
 
 
@@ -158,7 +163,7 @@ def convert(
     """
     shown = _progress(as_json)
     if is_main_process():  # before torch and transformers are imported, which takes seconds
-        shown.say(escape(f"converting {source} by recipe {recipe} into {out}"))
+        shown.say(f"converting {source} by recipe {recipe} into {out}")
     from surgery.conversion.convert import convert as run
     from surgery.core.files import REPORT_NAME
     from surgery.planning.recipe import load_recipe
@@ -181,7 +186,8 @@ def convert(
     )
     if not is_main_process():
         return
-    speed = notes_for_device(report_notes(read(str(out)), context), report["time"]["device"])
+    notes = report_notes(read(str(out)), context)
+    speed = notes_for_device(notes, report["time"]["device"], asked="speed" in report)
     if as_json:
         print(json.dumps({"out": str(out), "report": report, "speed": speed}, indent=2))
         return
@@ -207,7 +213,7 @@ def inspect(
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    notes = notes_for_device(report_notes(report), choose_device(None).type)
+    notes = notes_for_device(report_notes(report), choose_device(None).type, asked="speed" in report)
     _show([*(module_table(report) if modules else inspect_table(report)), *notes])
 
 
@@ -305,6 +311,7 @@ def demo(
 
 @app.command(name="bench")
 def bench_speed(
+    context: typer.Context,
     what: Annotated[
         str,
         typer.Argument(
@@ -348,6 +355,7 @@ def bench_speed(
         print(json.dumps(shown, indent=2)) if as_json else _show(list(shown._parts()))
         return
     asked = {"out": out, "only": only, "progress": _progress(as_json), "dtype": dtype, "shapes_of": model}
+    asked["command"] = command_words(context)
     result = bench(what, sizes, peers, device, time_limit, **asked)
     if not is_main_process():
         return

@@ -70,6 +70,10 @@ Processes = Annotated[
     int,
     typer.Option("--processes", min=1, help="Estimate a conversion shared by this many processes, one device each."),
 ]
+HealingRecipes = Annotated[
+    bool,
+    typer.Option("--healing", help="List the healing recipes of `surgery finetune`. Default: conversion recipes."),
+]
 DataFree = Annotated[
     bool,
     typer.Option(

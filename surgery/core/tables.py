@@ -1,6 +1,10 @@
-"""Rich tables in one style, counts with a unit, and lengths in tokens as people write them."""
+"""Rich tables in one style; counts with a unit, measured values, commands, and lengths in tokens as people write them."""
 
 from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -32,3 +36,18 @@ def format_tokens(count: float) -> str:
         if number and number % size == 0:
             return f"{number // size}{unit}"
     return str(number) if number else "none"
+
+
+def format_number(value: float, error: float | None, interval: Sequence[float] | None) -> str:
+    """Format a value with its interval, "75 [53.1, 88.8]", or with its standard error, "2.35 ± 0.04"."""
+    if interval is not None:
+        return f"{value:.4g} [{interval[0]:.3g}, {interval[1]:.3g}]"
+    exact = error is None or error < 1e-9 * abs(value)  # e.g. bytes
+    return f"{value:.4g}" + ("" if exact else f" ± {error:.2g}")
+
+
+def command_line(words: Any) -> str:
+    """Return the words of a recorded command as a line for a shell; "" if there are none or they are not plain text."""
+    if not (isinstance(words, list) and words and all(isinstance(word, str) and word.isprintable() for word in words)):
+        return ""
+    return shlex.join(words)

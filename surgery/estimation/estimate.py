@@ -184,10 +184,11 @@ def estimate_lines(found: dict[str, Any]) -> list[str]:
     text = f"{found['tokens']:,} tokens of calibration text" if found["calibrated"] else "no calibration text"
     parts = ", ".join(f"{s['name']} {_range(s['seconds'])}" for s in found["steps"])
     device = f"{size_text(found['peak_device'])} of GPU memory and " if found["peak_device"] is not None else ""
+    where_loaded = "memory" if found["peak_device"] is None else "GPU memory"
     lines = [
         f"estimate for {where}, {text}: {_range(found['seconds'])} ({parts})",
         f"peak memory of each process: {device}{size_text(found['peak_host'])} of host memory; disk: up to {size_text(found['disk']['most'])} beside "
-        f"the source; result: {size_text(found['disk']['result'])}, {size_text(found['result_memory'])} of GPU memory with the caches of "
+        f"the source; result: {size_text(found['disk']['result'])}, {size_text(found['result_memory'])} of {where_loaded} with the caches of "
         f"{found['result_cache_tokens']:,} tokens",
     ]
     if found["device_memory"] and found["peak_device"] > found["device_memory"]:

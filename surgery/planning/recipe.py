@@ -250,6 +250,10 @@ def load_recipe(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Conve
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = conversion_recipes_folder() / f"{name}.yaml"
+        if not path.is_file() and (recipes_folder() / "healing" / f"{Path(name).name}.yaml").is_file():
+            raise SurgeryError(
+                f"{name} is a healing recipe, for `surgery finetune`. Give a conversion recipe (`surgery recipes` lists them)"
+            )
         if not path.is_file():
             raise SurgeryError(
                 f"no recipe {name!r}{suggestion(name, [p.stem for p in conversion_recipes_folder().glob('*.yaml')])} "

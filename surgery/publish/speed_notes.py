@@ -28,6 +28,7 @@ MEASURED_LANES = {
     "captured step": 32,
 }  # batch size times heads of the measurements
 NOTE_ON_SPEED = "note: speed on one"
+PREDICTION = "all linears of the model, "
 DEFAULT_CONTEXT = 4096  # for models whose config has no context length
 UNMEASURED = ("near chunks", "strong admissibility", " lambda", " Lambda")  # words of `describe_mixer`
 PASS_LABELS: dict[Pass, str] = {"forward": "prefill", "backward": "training", "step": "decoding"}
@@ -62,8 +63,9 @@ def predict_linears(
     decoding step of one token in a CUDA graph; None without measurements or with routed experts.
 
     table: measured times, as `read_measured_times` returns them; None: those of kernels/tuning.json.
-    {"device", "dtype", "prefill": {"tokens", "before", "after", "measured", "interpolated"}, "decode": {..}}. A phase with a linear that was
-    not measured has {"tokens", "unknown": the linear} instead.
+    {"device", "dtype", "prefill": {"tokens", "before", "after", "measured", "interpolated"}, "decode": {..}}. A linear that stays as it is,
+    such as a large head, may be far from all measured sizes: its time is then extrapolated, and "extrapolated" names its shape. A phase
+    with a replaced linear that was not measured has {"tokens", "unknown": the linear} instead.
     """
     table = table or next((known for known in tables() if known["rows"]), None)
     if table is None or plan.get("unchanged") is None or not plan["targets"]:
@@ -77,21 +79,27 @@ def predict_linears(
 
 
 def _predict_phase(
-    times: MeasuredTimes, phase: str, tokens: int, kinds: Counter[str], unchanged: list[dict[str, Any]]
+    times: MeasuredTimes, phase: str, context: int, kinds: Counter[str], unchanged: list[dict[str, Any]]
 ) -> dict[str, Any]:
     sums, counts = {"before": 0.0, "after": 0.0}, {True: 0, False: 0}
-    linears = [(None, entry["shape"], entry["count"]) for entry in unchanged]
-    linears += [(*json.loads(kind), count) for kind, count in kinds.items()]
-    for config, (out, in_), count in linears:
+    far: list[str] = []
+    linears = [(None, entry["shape"], entry["count"], 1 if entry.get("last") else context) for entry in unchanged]
+    linears += [(*json.loads(kind), count, context) for kind, count in kinds.items()]
+    for config, (out, in_), count, tokens in linears:
         before = times.dense(phase, tokens, out, in_)
+        if before is None and config is None:
+            before = times.dense(phase, tokens, out, in_, farthest=math.inf)
+            far.append(f"{in_:,} -> {out:,}")
         after = before if config is None else times.structured(phase, tokens, config, (out, in_))
         if before is None or after is None:
             name = "dense" if before is None or config is None else config["structure"]
-            return {"tokens": tokens, "unknown": f"{name} for {in_:,} -> {out:,}"}
+            return {"tokens": context, "unknown": f"{name} for {in_:,} -> {out:,}"}
         sums = {"before": sums["before"] + count * before.ms, "after": sums["after"] + count * after.ms}
-        for one in (before,) if config is None else (before, after):
-            counts[one.measured] += 1
-    return {"tokens": tokens, **sums, "measured": counts[True], "interpolated": counts[False]}
+        if config is not None or f"{in_:,} -> {out:,}" not in far:
+            for one in (before,) if config is None else (before, after):
+                counts[one.measured] += 1
+    known = {"tokens": context, **sums, "measured": counts[True], "interpolated": counts[False]}
+    return {**known, "extrapolated": far} if far else known
 
 
 def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
@@ -104,7 +112,7 @@ def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
     for phase, name in (("prefill", "prompt of {tokens:,} tokens"), ("decode", "decoding step in a CUDA graph")):
         one = predicted[phase]
         where = escape(f"{predicted['device']} ({predicted['dtype']})")
-        what = f"all linears of the model, {name.format(**one)}, {where}"
+        what = f"{PREDICTION}{name.format(**one)}, {where}"
         if "unknown" in one:
             lines.append(
                 f"{what}: no prediction, {one['unknown']} was not measured. Measure it: surgery bench linear --model SRC --out FILE"
@@ -112,9 +120,14 @@ def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
             continue
         lines.append(
             f"{what}, predicted: {one['before']:.3g} -> {one['after']:.3g} ms, {speed_in_words(one['before'], one['after'])} (of the times of "
-            f"each shape, {one['measured']} measured and {one['interpolated']} interpolated)"
+            f"each shape, {one['measured']} measured and {one['interpolated']} interpolated{_extrapolated(one)})"
         )
     return lines
+
+
+def _extrapolated(phase: dict[str, Any]) -> str:
+    shapes = ", ".join(phase.get("extrapolated", ()))
+    return f"; extrapolated from smaller shapes, because it stays dense: {shapes}" if shapes else ""
 
 
 def report_notes(report: dict[str, Any], context: int | None = None) -> list[str]:
@@ -148,9 +161,13 @@ def report_times(linears: dict[str, Any] | None, context: int | None = None) -> 
     return [line for line in predicted_lines(found) if "no prediction" not in line]
 
 
-def notes_for_device(notes: Iterable[str], device: str) -> list[str]:
-    """Return notes without advice on a GPU's speed if `device` ("cpu", "cuda:1") is a CPU."""
-    return [note for note in notes if not (device.startswith("cpu") and note.startswith(NOTE_ON_SPEED))]
+def notes_for_device(notes: Iterable[str], device: str, asked: bool = False) -> list[str]:
+    """Return notes without advice on a GPU's speed if `device` ("cpu", "cuda:1") is a CPU.
+
+    asked: whether a prediction of times was asked for, by a file of measured times or the recipe's `speed`; it stays then.
+    """
+    left_out = (NOTE_ON_SPEED,) if asked else (NOTE_ON_SPEED, PREDICTION)
+    return [note for note in notes if not (device.startswith("cpu") and note.startswith(left_out))]
 
 
 def speed_ratio(op: str, pass_: Pass, at: NamedSizes) -> float | None:
@@ -185,12 +202,11 @@ def _linear_note(config: dict[str, Any], out: int, in_: int) -> str:
         name += f" {config['blocks'][0]}x{config['blocks'][1]}"
     ratios = {n: speed_ratio(structure, "forward", named_sizes(tokens=n, **named)) for n in TOKEN_COUNTS}
     graph = graph_note(speed_ratio(structure, "captured", named_sizes(tokens=1, **named)))
-    lost = [
-        f"{speed_in_words(r, 1)} at {n:,} token{'s' if n > 1 else graph}"
-        for n, r in ratios.items()
-        if r is not None and r < 1
-    ]
-    return f"{name} for {in_:,} -> {out:,} beside dense: {', '.join(lost)}" if lost else ""
+    known = {n: r for n, r in ratios.items() if r is not None}
+    if all(r >= 1 for r in known.values()):
+        return ""
+    words = [f"{speed_in_words(r, 1)} at {n:,} token{'s' if n > 1 else graph}" for n, r in known.items()]
+    return f"{name} for {in_:,} -> {out:,} beside dense: {', '.join(words)}"
 
 
 def graph_note(ratio: float | None) -> str:

@@ -194,6 +194,19 @@ class StructuredLinear(nn.Module):
         """Return the names of the stored tensors."""
         return list(self.shapes(self.config, self.out_features, self.in_features))
 
+    def right_and_left(self) -> tuple[Tensor, Tensor]:
+        """Return the cores `right` and `weight`.
+
+        They are read where nn.Module keeps parameters, because an attribute that is a parameter takes several times as long to find. A
+        library may have put something else in their place (a parametrization, say); then they are read as attributes.
+        """
+        parameters: Any = self._parameters
+        if "right" in parameters and "weight" in parameters:
+            return parameters["right"], parameters["weight"]
+        right: Any = self.right
+        left: Any = self.weight
+        return right, left
+
     def output_cores(self) -> list[str]:
         """Return the names of the cores that the product applies last. If they are 0, so is the output."""
         return ["weight"]

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.core.dispatch import dispatched
+from surgery.core.dispatch import dispatched_by
 from surgery.core.errors import SurgeryError
 from surgery.structures import linalg
 from surgery.structures.base import (
@@ -35,7 +35,7 @@ from surgery.structures.base import (
     exact_factors,
     is_exporting,
 )
-from surgery.structures.btt_products import btt_products, supports_products
+from surgery.structures.btt_products import btt_call_key, btt_products, supports_products
 from surgery.structures.low_rank import leading_directions, tail_energies
 from surgery.structures.metric import Metric, inner_product, input_root, output_roots, spd_factor, spd_inverse
 
@@ -75,22 +75,30 @@ def btt_dense(right_cdbs: Tensor, left_bcsa: Tensor) -> Tensor:
     return blocks_bacd.reshape(b * a, c * d)
 
 
-@dispatched
+def is_dense_cheaper(rows: int, right_cdbs: Tensor, left_bcsa: Tensor, numel: int) -> bool:
+    """Return whether the dense matrix, of `numel` elements, and one product are expected to cost less than two products."""
+    (_, _, b, s), c = right_cdbs.shape, left_bcsa.shape[1]
+    gain = right_cdbs.numel() + left_bcsa.numel() + LAUNCH_MACS * b * c * s - numel
+    return rows * gain > numel * (s + LAUNCH_MACS)
+
+
+@dispatched_by(btt_call_key)
 def btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     """Return B x + bias (..., out) for x (..., in), in <= c d and out <= b a.
 
     x is padded with zeros up to c d, and rows past `out` are dropped. Computes two batched products, or one product
-    with the dense matrix if the intermediate z (b c s elements per row) would cost more. On a CPU the products are those of
-    `btt_products`, which use x and y in place. In an exported program, whose number of rows is not known, they are always two
-    products.
+    with the dense matrix if there are several rows of x and the intermediate z (b c s elements per row) would cost more. On a CPU
+    the products are those of `btt_products`, which use x and y in place. In an exported program, whose number of rows is not known,
+    they are always two products.
     """
-    (c, d, b, s), a, in_ = right_cdbs.shape, left_bcsa.shape[3], x.shape[-1]
+    in_ = x.shape[-1]
     if not is_exporting():
-        rows, numel, macs = x.numel() // in_, out * in_, right_cdbs.numel() + left_bcsa.numel()
-        if rows * (macs + LAUNCH_MACS * b * c * s - numel) > numel * (s + LAUNCH_MACS):
+        rows = x.numel() // in_
+        if rows > 1 and is_dense_cheaper(rows, right_cdbs, left_bcsa, out * in_):
             return F.linear(x, btt_dense(right_cdbs, left_bcsa)[:out, :in_], bias)
         if x.is_cpu and supports_products(x, right_cdbs, left_bcsa):
             return btt_products(x, right_cdbs, left_bcsa, bias, out)
+    (c, d), (b, a) = right_cdbs.shape[:2], left_bcsa.shape[::3]
     if c * d != in_:
         x = F.pad(x, (0, c * d - in_))
     y_Nba = btt_mvm(x.reshape(-1, c, d), right_cdbs, left_bcsa)
@@ -264,15 +272,14 @@ class BTTLinear(StructuredLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """Return B x (..., O) without the bias, for x (..., I)."""
-        return self._run(x, None)
+        run = btt_linear if self.config.order == "contiguous" else strided_btt_linear
+        y: Tensor = run(x, *self.right_and_left(), None, self.out_features)
+        return y
 
     def forward(self, x: Tensor) -> Tensor:
         """Return B x + bias (..., O) for x (..., I)."""
-        return self._run(x, self.bias)
-
-    def _run(self, x: Tensor, bias: Tensor | None) -> Tensor:
         run = btt_linear if self.config.order == "contiguous" else strided_btt_linear
-        y: Tensor = run(x, self.right, self.weight, bias, self.out_features)
+        y: Tensor = run(x, *self.right_and_left(), self.bias, self.out_features)
         return y
 
     def dense(self) -> Tensor:

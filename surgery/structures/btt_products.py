@@ -19,6 +19,7 @@ n, N: tokens; b, c: row and column blocks; a, d: their sizes; s: rank; J = (b, s
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from torch.autograd import forward_ad
 # bfloat16, dimensions 384 to 2,048).
 TOKENS_LAST_CPU, TOKENS_LAST_GPU, LARGEST_BLOCK_CPU = 3, 1, 64
 
+PLAIN = (Tensor, nn.Parameter)  # types of tensors: subclasses compute in their own way
+
 
 def supports_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> bool:
     """Return whether `btt_products` computes this call.
@@ -40,9 +43,8 @@ def supports_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    for tensor in (x, right_cdbs, left_bcsa):
-        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-            return False
+    if type(x) not in PLAIN or type(right_cdbs) not in PLAIN or type(left_bcsa) not in PLAIN:
+        return False
     if x.dtype == right_cdbs.dtype == left_bcsa.dtype:
         return x.is_floating_point()
     return torch.is_autocast_enabled(x.device.type)
@@ -56,23 +58,59 @@ def cast_to_autocast(
     return x.to(dtype), right_cdbs.to(dtype), left_bcsa.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def btt_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
-    """Return B x + bias (..., out) for x (..., in); arguments as in `surgery.structures.btt.btt_linear`."""
-    if torch.is_autocast_enabled(x.device.type):
-        x, right_cdbs, left_bcsa, bias = cast_to_autocast(x, right_cdbs, left_bcsa, bias)
-    x_NI = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    needs_grad = torch.is_grad_enabled() and (
+def needs_gradients(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None) -> bool:
+    """Return whether autograd records a call."""
+    return torch.is_grad_enabled() and (
         x.requires_grad
         or right_cdbs.requires_grad
         or left_bcsa.requires_grad
         or (bias is not None and bias.requires_grad)
     )
-    y_NO: Tensor
-    if needs_grad:
-        y_NO = ProductsFunction.apply(x_NI, right_cdbs, left_bcsa, bias, out)  # type: ignore[no-untyped-call]
+
+
+def btt_call_key(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Hashable | None:
+    """Return what the selection of a kernel for `btt_linear` depends on; None for a call whose selection is not kept.
+
+    Those are calls that `supports_products` refuses, under autocast or torch.jit.trace (whose sizes are tensors), with operands of several
+    dtypes or devices, with cores that are not contiguous, and on other devices than CPUs and GPUs.
+    """
+    dtype, device, on_gpu = x.dtype, x.get_device(), x.is_cuda
+    if not (
+        supports_products(x, right_cdbs, left_bcsa)
+        and dtype is right_cdbs.dtype is left_bcsa.dtype
+        and device == right_cdbs.get_device() == left_bcsa.get_device()
+        and (bias is None or (type(bias) in PLAIN and bias.dtype is dtype and bias.get_device() == device))
+        and right_cdbs.is_contiguous()
+        and left_bcsa.is_contiguous()
+        and (on_gpu or x.is_cpu)
+        and not torch.is_autocast_enabled("cuda" if on_gpu else "cpu")
+        and torch._C._get_tracing_state() is None
+    ):
+        return None
+    return (
+        x.shape,
+        x.stride(),
+        right_cdbs.shape,
+        left_bcsa.shape,
+        out,
+        bias is None,
+        dtype,
+        device,
+        needs_gradients(x, right_cdbs, left_bcsa, bias),
+        on_gpu and torch.cuda.is_current_stream_capturing(),
+    )
+
+
+def btt_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
+    """Return B x + bias (..., out) for x (..., in); arguments as in `surgery.structures.btt.btt_linear`."""
+    if torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type):
+        x, right_cdbs, left_bcsa, bias = cast_to_autocast(x, right_cdbs, left_bcsa, bias)
+    y: Tensor
+    if needs_gradients(x, right_cdbs, left_bcsa, bias):
+        y = ProductsFunction.apply(x, right_cdbs, left_bcsa, bias, out)  # type: ignore[no-untyped-call]
     else:
-        y_NO, _ = forward_products(x_NI, right_cdbs, left_bcsa, bias, out)
-    return y_NO if x.dim() == 2 else y_NO.view(*x.shape[:-1], out)
+        y, _ = forward_products(x, right_cdbs, left_bcsa, bias, out)
+    return y
 
 
 def puts_tokens_last(tokens: int, a: int, on_gpu: bool) -> bool:
@@ -83,23 +121,36 @@ def puts_tokens_last(tokens: int, a: int, on_gpu: bool) -> bool:
 
 
 def forward_products(
-    x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int
+    x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int
 ) -> tuple[Tensor, Tensor]:
-    """Return y (N, out) and z in its layout, without a graph for gradients."""
-    (c, d, _, _), (b, _, _, a), N = right_cdbs.shape, left_bcsa.shape, x_NI.shape[0]
-    tokens_last = puts_tokens_last(N, a, x_NI.is_cuda)
-    z = first_product(split_columns(x_NI, c, d), right_cdbs, tokens_last)
-    z_bNK, left_bKa = rows_of_z(z, tokens_last), rows_of_left(left_bcsa, tokens_last)
-    if N == 1:
-        y_NO = torch.bmm(z_bNK, left_bKa).view(1, b * a)
+    """Return y (..., out) and z in its layout, without a graph for gradients."""
+    (c, d, _, _), (b, _, _, a), in_ = right_cdbs.shape, left_bcsa.shape, x.shape[-1]
+    if x.numel() == in_ == c * d and out == b * a:
+        y, z = row_products(x, right_cdbs, left_bcsa)
     else:
-        y_NO = x_NI.new_empty(N, b * a)
-        torch.bmm(z_bNK, left_bKa, out=y_NO.view(N, b, a).transpose(0, 1))
-    if b * a != out:
-        y_NO = y_NO[:, :out]
+        x_NI = x.reshape(-1, in_)
+        N = x_NI.shape[0]
+        tokens_last = puts_tokens_last(N, a, x.is_cuda)
+        z = first_product(split_columns(x_NI, c, d), right_cdbs, tokens_last)
+        y = x.new_empty(*x.shape[:-1], b * a)
+        z_bNK, left_bKa = rows_of_z(z, tokens_last), rows_of_left(left_bcsa, tokens_last)
+        torch.bmm(z_bNK, left_bKa, out=y.view(N, b, a).transpose(0, 1))
+        y = y if b * a == out else y[..., :out]
     if bias is not None:
-        y_NO.add_(bias)
-    return y_NO, z
+        y.add_(bias)
+    return y, z
+
+
+def row_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> tuple[Tensor, Tensor]:
+    """Return y (..., b a) and z (b, 1, K) of one row x (..., c d) in as few operations as possible: here each of them takes longer to start
+    than to compute."""
+    (c, d, b, s), a = right_cdbs.shape, left_bcsa.shape[3]
+    J, K = b * s, c * s
+    z_c1J = torch.bmm(x.reshape(c, 1, d), right_cdbs.reshape(c, d, J))
+    z_b1K = torch.as_strided_copy(z_c1J, (b, c, s), (s, J, 1)).view(b, 1, K)  # rows (c, s) of the columns (b, s)
+    y = x.new_empty((*x.shape[:-1], b * a))
+    torch.bmm(z_b1K, left_bcsa.reshape(b, K, a), out=y.view(b, 1, a))
+    return y, z_b1K
 
 
 def split_columns(x_NI: Tensor, count: int, size: int) -> Tensor:
@@ -138,27 +189,28 @@ def rows_of_left(left_bcsa: Tensor, tokens_last: bool) -> Tensor:
 
 
 class ProductsFunction(torch.autograd.Function):
-    """y (N, out) of x (N, in), right, left, bias and out, with gradients.
+    """y (..., out) of x (..., in), right, left, bias and out, with gradients.
 
     z is kept for the backward pass if it has no more elements than x and y together, and computed again otherwise.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, right: Tensor, left: Tensor, bias: Tensor | None, out: int) -> Tensor:
-        """Return y_NO."""
-        y_NO, z = forward_products(x_NI, right, left, bias, out)
-        keeps_z = ctx.needs_input_grad[2] and z.numel() <= x_NI.numel() + y_NO.numel()
-        ctx.save_for_backward(x_NI, right, left, z if keeps_z else None)
-        return y_NO
+    def forward(ctx: Any, x: Tensor, right: Tensor, left: Tensor, bias: Tensor | None, out: int) -> Tensor:
+        """Return y."""
+        y, z = forward_products(x, right, left, bias, out)
+        keeps_z = ctx.needs_input_grad[2] and z.numel() <= x.numel() + y.numel()
+        ctx.save_for_backward(x, right, left, z if keeps_z else None)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients that are needed. Under create_graph they are differentiable themselves."""
-        x_NI, right, left, z = ctx.saved_tensors
-        need = ctx.needs_input_grad
+        x, right, left, z = ctx.saved_tensors
+        need, x_NI, dy_NO = ctx.needs_input_grad, x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         dbias = dy_NO.sum(0) if need[3] else None
         compute = differentiable_gradients if torch.is_grad_enabled() else backward_products
-        return *compute(x_NI, right, left, dy_NO, z=z, need=need), dbias, None
+        dx_NI, dright, dleft = compute(x_NI, right, left, dy_NO, z=z, need=need)
+        return None if dx_NI is None else dx_NI.view(x.shape), dright, dleft, dbias, None
 
 
 def backward_products(

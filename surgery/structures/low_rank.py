@@ -129,7 +129,8 @@ class LowRankLinear(StructuredLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """Return B x (..., O) without the bias, for x (..., I)."""
-        return F.linear(F.linear(x, self.right), self.weight[0])
+        right, left = self.right_and_left()
+        return F.linear(F.linear(x, right), left[0])
 
     def dense(self) -> Tensor:
         """Return B as a dense matrix (O, I)."""

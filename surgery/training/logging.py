@@ -175,7 +175,7 @@ def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | N
         )
     for stage in result["stages"]:
         parts.append(
-            f"{stage['kind']}: {stage['steps']:,} steps, {stage['tokens']:,} tokens, loss {_first_and_last(stage)}, "
+            f"{stage['kind']}: {stage['steps']:,} step{'' if stage['steps'] == 1 else 's'}, {stage['tokens']:,} tokens, loss {_first_and_last(stage)}, "
             f"{stage['tokens_per_second']:,.0f} tokens/s"
         )
     return [*parts, f"delivered: {result['delivered']['says']}"]
@@ -260,6 +260,7 @@ def draw_curve(lines: list[dict[str, Any]], path: Path) -> bool:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
     except ImportError:
         return False
     stages = sorted({line["stage"] for line in lines})
@@ -277,7 +278,13 @@ def draw_curve(lines: list[dict[str, Any]], path: Path) -> bool:
             axes.plot(*zip(*checked), "o-", ms=3, lw=0.8, label="validation, nats per token")
         if all(loss > 0 for _, loss in trained):
             axes.set_yscale("log")
-        axes.set(title=f"{stage + 1}. {own[0]['kind']}", xlabel="tokens")
+            low, high = axes.get_ylim()
+            if high < 20 * low:  # too few powers of ten for ticks
+                axes.set_yticks([tick for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high])
+        axes.set(title=f"{stage + 1}. {own[0]['kind']}", xlabel="tokens", ylabel="loss")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_count(round(x))))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.3g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         if trained or checked:
             axes.legend(fontsize=8)
         else:

@@ -14,6 +14,7 @@ import torch
 from helpers.small import run_python
 from safetensors.torch import load_file, save_file
 
+from surgery import api
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
 
@@ -48,6 +49,16 @@ def test_recipes(run, run_json):
     assert "btt-half" in run_json("recipes")
     code, out, _ = run("recipes")
     assert code == 0 and len(out.splitlines()) == len(run_json("recipes"))
+    assert (
+        run_json("recipes", "--healing").keys() >= {"attention", "standard"}
+        and "btt-half" not in run("recipes", "--healing")[1]
+    )
+    assert api.recipes(healing=True) == run_json("recipes", "--healing")
+
+
+def test_a_healing_recipe_is_not_converted_by(run, checkpoints):
+    code, _, err = run("plan", checkpoints("llama"), "-r", "weights-only")
+    assert code == 2 and "weights-only is a healing recipe, for `surgery finetune`" in " ".join(err.split())
 
 
 def test_plan(run, run_json, checkpoints):
@@ -271,6 +282,7 @@ class NoTorch:
         if name in ("torch", "transformers"):
             raise SystemExit(7)
 sys.meta_path.insert(0, NoTorch())
+from surgery import api
 from surgery.cli.main import main
 main(["convert", "SRC", "--recipe", "btt-half", "--out", "OUT"])
 """

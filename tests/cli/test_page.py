@@ -56,7 +56,7 @@ def row(task: str, metric: str, group: dict, base: float, converted: float) -> d
 class Reader(HTMLParser):
     """Tags that were opened and not closed, ids, links within, and what would be fetched."""
 
-    VOID = frozenset({"meta", "link", "br", "img", "rect", "circle", "line", "polyline"})
+    VOID = frozenset({"meta", "link", "br", "img", "rect", "circle", "line", "polyline", "polygon"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def comparison(names: list[str]) -> dict:
         return {
             "suite": "s", "task": task, "group": group, "samples": 40, "metric": {**metric, **more},
             "values": {name: 90.0 - 10 * i for i, name in enumerate(names)}, "errors": dict.fromkeys(names, 0.5),
-            "intervals": {name: [50.0, 95.0] for name in names}, "ratios": {},
+            "intervals": {name: [50.0, 95.0] for name in names}, "ratios": {}, "flags": [] if group else ["a base that guesses"],
             "differences": {name: {"change": -10.0, "low": -12.0, "high": -8.0} for name in names[1:]},
         }  # fmt: skip
 
@@ -260,13 +260,15 @@ def comparison(names: list[str]) -> dict:
 
 def test_many_models_are_on_it(out):
     names = ["original", *(f"model {i}" for i in range(8))]
-    (out / "eval" / "comparison.json").write_text(json.dumps(comparison(names)))
+    found = comparison(names)
+    found["rows"][-1]["values"] = {name: value + 1 for name, value in found["rows"][-1]["values"].items()}
+    (out / "eval" / "comparison.json").write_text(json.dumps(found))
     text, reader = parse_page(write_page(str(out)))
     assert "models" in reader.ids and text.count('class="point') == 9 and 'class="front"' in text
     words = (
         "original (base)",
         "1.50M",
-        "80 [50, 95] (-10)",
+        "80 [50, 95] (-10*)",
         "91.6 [90, 93]",
         "8K tokens",
         ">4K<",
@@ -275,6 +277,8 @@ def test_many_models_are_on_it(out):
     )
     for word in words:
         assert word in text, word
+    assert "a base that guesses: needle accuracy" in text and text.count('class="band ') == 9  # of loss by position
+    assert text.count('class="front" points="') == 1 and "* if its 95% interval excludes no change" in text
     assert 'class="line m6"' in text and text.count("accuracy in percent by length in tokens and depth") == 2 + 9
 
 
@@ -300,6 +304,14 @@ def test_a_folder_of_a_comparison_alone_is_enough(out, tmp_path):
     (tmp_path / "c" / "comparison.json").write_text(json.dumps(comparison(["a", "b"])))
     _, reader = parse_page(write_page(str(out), tmp_path / "page.html", tmp_path / "c"))
     assert "models" in reader.ids and "measured" not in reader.ids
+
+
+def test_the_command_of_an_evaluation_is_on_it(out):
+    results = json.loads((out / "eval" / "results.json").read_text())
+    results["provenance"] = {"command": ["surgery", "eval", "<b>my model</b>"]}
+    (out / "eval" / "results.json").write_text(json.dumps(results))
+    text, _ = parse_page(write_page(str(out)))
+    assert "reproduce with: surgery eval &#x27;&lt;b&gt;my model&lt;/b&gt;&#x27;</p>" in text
 
 
 def test_averages_of_an_evaluation_are_on_it(out):

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from conversion.test_convert import Crash, bytes_of
 from helpers.forked import run_processes
 from helpers.linear_times import SHAPES, bench_result, write_times
@@ -192,7 +193,10 @@ def test_a_report_shows_the_times_of_all_linears(checkpoints, times, tmp_path, m
     assert "all linears" not in str(surgery.inspect(tmp_path / "out")), "not measured"
     table = read_measured_times(Path(times(shapes=[*SHAPES, (96, 32)])))
     monkeypatch.setattr("surgery.publish.speed_notes.tables", lambda: [table])
-    assert "decoding step in a CUDA graph, X1 (bfloat16), predicted:" in str(surgery.inspect(tmp_path / "out"))
+    assert "predicted:" not in str(surgery.inspect(tmp_path / "out")), "a GPU's times are no use on a CPU"
+    with monkeypatch.context() as gpu:
+        gpu.setattr("surgery.core.device.choose_device", lambda name: torch.device("cuda"))
+        assert "decoding step in a CUDA graph, X1 (bfloat16), predicted:" in str(surgery.inspect(tmp_path / "out"))
     page = write_page(str(tmp_path / "out"))
     assert "all linears of the model, decoding step in a CUDA graph, X1" in page.read_text()
     kinds = surgery.inspect(tmp_path / "out")["linears"]

@@ -68,6 +68,18 @@ def test_effective_length_of_the_base_s_own_threshold():
     assert named(rows, "effective length, threshold 85.6").values == {"base": 0, "converted": 0}
 
 
+def test_the_effective_length_is_as_uncertain_as_the_averages():
+    """Near the threshold its interval names both lengths, far from it one; a base that scores 0 is no threshold."""
+    rows, notes = average_rows("ruler", ruler_averages, {"base": ruler({4096: 1.0, 8192: 0.86, 16384: 0.2})}, "base")
+    fixed = named(rows, "effective length, threshold 85.6")
+    assert fixed.values == {"base": 8192} and fixed.intervals == {"base": (4096, 8192)}
+    assert named(rows, "effective length, threshold 100 (the base at 4,096)").intervals["base"][0] == 4096
+    zero = {"base": ruler({4096: 0.0, 8192: 0.0}), "ours": ruler({4096: 0.5, 8192: 0.5})}
+    rows, notes = average_rows("ruler", ruler_averages, zero, "base")
+    assert "effective length, threshold of the base is not given: the base scores 0 at 4,096" in notes
+    assert [row.name for row in rows if row.unit == "tokens"] == ["effective length, threshold 85.6"]
+
+
 def test_longbench_categories_and_overall():
     every = {(f"longbench_{t}", None): [i / 40] * 3 for i, t in enumerate(LONGBENCH_TASKS)}
     rows, notes = average_rows("longbench", longbench_averages, {"m": result(every)})

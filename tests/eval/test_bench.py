@@ -14,7 +14,7 @@ from rich.text import Text
 
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
-from surgery.eval.speed import linear, timer
+from surgery.eval.speed import host_time, linear, timer
 from surgery.eval.speed import run as runs
 from surgery.eval.speed import update_tables as publish
 from surgery.eval.speed.roofline import linear_work, softmax_work
@@ -134,6 +134,51 @@ def test_every_kind_runs_on_a_cpu(kind, tmp_path):
     titles = {title for title, _, _ in result_grids(result["rows"])}
     assert len(titles) >= 2 and all(title in markdown(result) for title in titles)
     assert result_tables(result)
+
+
+def test_the_cpus_time_per_call_is_the_least_mean_of_a_burst(monkeypatch):
+    """With and without gradients; what fails is noted, and other load during some of the bursts adds nothing."""
+    now, recorded = [0.0], []
+    monkeypatch.setattr(host_time, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
+
+    def busy_at_first():
+        now[0] += 3e-6 if len(recorded) > 2 * host_time.BURST else 1e-3
+        recorded.append(torch.is_grad_enabled())
+
+    for host in ("no grad", "grad"):
+        now[0], recorded[:] = 0.0, []
+        rivals = [
+            TimedImplementation("dense", lambda: busy_at_first),
+            TimedImplementation("refuses", fails(ValueError("not on Hopper"))),
+            TimedImplementation("k", lambda: lambda: None, choice="kernel"),
+        ]
+        case = BenchmarkCase("t", 1, {"tokens": 1}, rivals, host=host)
+        one, refuses, kernel = host_time.measure_host_time(Benchmark(CPU, budget_ms=1.0, max_ms=1000.0), case)
+        assert one["host_us"] == pytest.approx(3) and one["ms"] == pytest.approx(3e-3) and one["host"] == host
+        assert one["runs"] == host_time.TURNS and len(recorded) == 1 + host_time.TURNS * host_time.BURST
+        assert set(recorded) == {host == "grad"}
+        assert [row["note"] for row in (refuses, kernel)] == ["ValueError: not on Hopper", "no kernel"]
+        assert refuses["ms"] is refuses["host_us"] is None
+        assert format_cell(one) == "3.0 us" and "dense 3 us | refuses (ValueError" in runs.case_line(
+            case, [one, refuses]
+        )
+    late = Benchmark(CPU, budget_ms=1.0, max_ms=1000.0, deadline=-1.0)
+    assert {row["note"] for row in host_time.measure_host_time(late, case)} == {"time limit"}
+
+
+def test_linears_have_tables_of_the_cpus_time(tmp_path):
+    """Beside F.linear, which stands for dense there; planning and kernel choice do not read them."""
+    out = tmp_path / "linear.json"
+    result = bench("linear", sizes="small", device="cpu", only="reference,low", out=out)
+    hosts = [row for row in result["rows"] if "host_us" in row]
+    titles = {f"linear 64 -> {o}, CPU time of an eager call{g}" for o in (64, 96) for g in ("", " with gradients")}
+    assert {row["table"] for row in hosts} == titles and {row["host"] for row in hosts} == {"no grad", "grad"}
+    assert {row["rival"] for row in hosts} == {row["rival"] for row in result["rows"]} and "dense" in hosts[0]["rival"]
+    assert all(row["host_us"] > 0 and row["sizes"]["tokens"] == 1 for row in hosts)
+    shown = [str(part) for part in result_tables(result)]
+    assert any("dense: F.linear" in part for part in shown) and " us " in markdown(result)
+    rest = {**result, "rows": [row for row in result["rows"] if "host_us" not in row]}
+    assert measured_times.tuning_tables([result]) == measured_times.tuning_tables([rest])
 
 
 def test_only_some():
@@ -389,6 +434,22 @@ def test_what_was_not_measured_is_not_predicted(linear_table, config, shape, say
     assert len(lines) == 2 and all("no prediction" in line and says in line for line in lines)
 
 
+def test_a_head_of_any_size_is_extrapolated_and_reads_one_token_of_a_prompt(linear_table):
+    plan = linears_plan((LOW_RANK, (4096, 4096)))
+    without = predict_linears(plan, 8192)
+    plan["unchanged"] = [{"shape": [524288, 4096], "count": 1, "last": True}]
+    found = predict_linears(plan, 8192)
+    for phase in ("prefill", "decode"):
+        assert (
+            found[phase]["extrapolated"] == ["4,096 -> 524,288"] and found[phase]["tokens"] == without[phase]["tokens"]
+        )
+        head = found[phase]["before"] - without[phase]["before"]
+        assert head == pytest.approx(found[phase]["after"] - without[phase]["after"]) and head > 0
+    plan["unchanged"] = [{"shape": [524288, 4096], "count": 1}]
+    assert predict_linears(plan, 8192)["prefill"]["before"] > 10 * found["prefill"]["before"]
+    assert "extrapolated from smaller shapes, because it stays dense: 4,096 -> 524,288)" in predicted_lines(found)[0]
+
+
 def test_no_times_with_experts_or_without_a_table(linear_table, monkeypatch):
     assert predict_linears({**linears_plan((LOW_RANK, (4096, 4096))), "unchanged": None}) is None
     monkeypatch.setattr("surgery.publish.speed_notes.tables", list)
@@ -517,7 +578,8 @@ def test_what_is_slower_is_said(table):
     linear, attention = plan_notes(plan, 1024)
     assert (
         linear
-        == "note: speed on one X1, launches counted: btt 64x64 for 4,096 -> 4,096 beside dense: 2.0x slower at 512 tokens"
+        == "note: speed on one X1, launches counted: btt 64x64 for 4,096 -> 4,096 beside dense: 3.0x faster at 1 token, 2.0x slower at "
+        "512 tokens, 3.0x faster at 8,192 tokens"
     )
     assert (
         "features beside SDPA at a context of 1,024 tokens: prefill 7.8x slower; ahead in prefill from 8,192"
@@ -542,6 +604,14 @@ def test_a_cpu_gets_no_advice_on_a_gpu(table):
     notes = plan_notes({"targets": [], "mixers": [{"mixer": "linear: hierarchical mask, identity features"}]}, 1024)
     assert notes and speed_notes.notes_for_device([*notes, "other"], "cpu") == ["other"]
     assert speed_notes.notes_for_device(notes, "cuda:0") == notes
+
+
+def test_a_cpu_gets_predictions_for_a_gpu_only_if_it_asks(linear_table):
+    lines = predicted_lines(predict_linears(linears_plan((LOW_RANK, (4096, 4096))), 8192))
+    assert len(lines) == 2 and speed_notes.notes_for_device(lines, "cpu") == []
+    assert (
+        speed_notes.notes_for_device(lines, "cpu", asked=True) == lines == speed_notes.notes_for_device(lines, "h200")
+    )
 
 
 def test_times_of_a_sliding_window_are_not_those_of_chunks(table, monkeypatch):

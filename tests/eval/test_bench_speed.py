@@ -8,6 +8,7 @@ from statistics import median
 
 import pytest
 import torch
+from rich.text import Text
 
 from surgery.core.errors import SurgeryError
 from surgery.eval.run import evaluate
@@ -46,6 +47,18 @@ def row(model, context, batch, ms, first=None, **others):
     times = {} if batch > 1 else {"first_token_ms": first or [2 * x for x in ms]}
     held = {"step_ms": ms, "weight_bytes": 10, "cache_bytes": 4 * batch * context, **times}
     return {"model": model, "context": context, "batch": batch, **held, **others}
+
+
+def test_every_table_says_how_to_reproduce_it(small, tmp_path):
+    """The command is in the file, below the tables and on the page; a token in it is not."""
+    words = ["surgery", "bench", "speed", "--only", "[mlr]", "hf_" + "a" * 34]
+    result = run(tmp_path / "speed.json", command=words)
+    line = "reproduce with: surgery bench speed --only '[mlr]' '***'"
+    assert json.loads((tmp_path / "speed.json").read_text())["command"] == [*words[:-1], "***"]
+    assert Text.from_markup(result_tables(result)[-1]).plain == line and line in markdown(result)
+    linear = bench("linear", "small", device="cpu", only="nothing", time_limit=1e-9, command=words)
+    assert Text.from_markup(result_tables(linear)[-1]).plain == line
+    assert "reproduce" not in str(result_tables(run(None))[-1])
 
 
 def test_models_take_turns_in_every_round(monkeypatch):

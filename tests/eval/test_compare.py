@@ -19,7 +19,7 @@ from surgery.eval.results.model_tables import format_comparison, lines, notes
 from surgery.eval.results.models import compare_folders
 from surgery.eval.results.pareto import CostPoint, pareto_front
 from surgery.eval.results.store import ResultStore, result_key
-from surgery.eval.suite import EvalMetric, EvalOptions, Sample, SuiteResult
+from surgery.eval.suite import EvalMetric, EvalOptions, Sample, SuiteResult, infer_metric_kind
 
 ACCURACY = EvalMetric("accuracy", "accuracy", scale=100, unit="%")
 NLL = EvalMetric("nll", "ppl", higher_is_better=False, title="perplexity")
@@ -160,6 +160,17 @@ def test_results_that_were_measured_otherwise_are_refused(tmp_path, changed, say
         compare_folders([folders[0], folders[2]])
 
 
+def test_scores_that_are_all_0_or_1_are_compared_with_others(tmp_path):
+    """Which of them are accuracies is inferred from the scores, so it is no reason to refuse a model."""
+    for name, values in (("a", [0.0, 1.0, 1.0]), ("b", [0.5, 1.0, 0.0]), ("c", [0.0, 0.0, 1.0])):
+        metric = infer_metric_kind(EvalMetric("score", scale=100, top=1.0), values)
+        samples = [Sample("qasper", str(i), {"score": value}) for i, value in enumerate(values)]
+        save(tmp_path / name, name, {"longbench": SuiteResult(samples, {"score": metric})})
+    done = compare_folders([tmp_path / name for name in "abc"], tmp_path / "a")
+    (row,) = done.rows
+    assert not done.refused and row.metric.kind == "mean" and not row.intervals and set(row.values) == {"a", "b", "c"}
+
+
 def test_other_samples_are_refused(tmp_path):
     fewer = needle(3)
     fewer.samples = fewer.samples[:-4]
@@ -201,7 +212,7 @@ def test_the_table_says_how_to_reproduce_it(tmp_path):
         stored["provenance"]["command"] = words
         path.write_text(json.dumps(stored))
     found = notes(compare_folders([tmp_path / name for name in "abc"]))
-    assert [note for note in found if "reproduce" in note] == ["reproduce a with: surgery eval 'my model' --limit 3"]
+    assert [note for note in found if "reproduce" in note] == ["reproduce with: surgery eval 'my model' --limit 3  # a"]
 
 
 # -- Pareto ------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from surgery.core.errors import SurgeryError
 from surgery.eval.results import statistics
-from surgery.eval.results.compare import collect_units, compare_results
+from surgery.eval.results.compare import collect_units, compare_results, shared_metrics
 from surgery.eval.results.statistics import Units, estimate, mcnemar, paired_interval, student_quantile, wilson_interval
-from surgery.eval.suite import EvalMetric, Sample, SuiteResult
+from surgery.eval.suite import EvalMetric, Sample, SuiteResult, infer_metric_kind
 
 SIMULATIONS = 400
 
@@ -176,6 +176,19 @@ def test_wilson_counts_units():
     assert wilson_interval(collect_units(copies, "m")) == pytest.approx(wilson_interval(units(right)))
 
 
+def test_wilson_never_counts_more_samples_than_there_are():
+    """Seven documents of unequal size with one right answer, in the largest: its residual is small, which is no evidence of 450 samples."""
+    sizes = [16, 16, 32, 32, 64, 64, 112]
+    samples = [
+        Sample("t", f"{i} {j}", {"m": float(i == 6 and j == 0)}, unit=str(i))
+        for i, n in enumerate(sizes)
+        for j in range(n)
+    ]
+    found = collect_units(samples, "m")
+    assert found.samples == sum(sizes) and wilson_interval(Units(found.sums_U, found.weights_U, 1e9))[1] < 0.0166
+    assert wilson_interval(found) == pytest.approx(wilson_interval(units([1.0] + [0.0] * (sum(sizes) - 1))))
+
+
 @pytest.mark.parametrize("lost, gained", [(0.15, 0.05), (0.04, 0.0)])
 def test_interval_of_accuracies_covers(lost, gained, monkeypatch):
     """Where almost all pairs agree it is wider than it must be, never narrower."""
@@ -260,6 +273,25 @@ def test_a_broken_model_is_flagged_not_fatal(loss):
 def test_other_samples_are_no_pairs():
     with pytest.raises(SurgeryError, match=r"different samples \(base 20, converted 10, 10 in common\)"):
         compare_results("s", {"base": result({"a": [1] * 20}), "converted": result({"a": [1] * 10})}, same=False)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_model_whose_scores_are_all_0_or_1_is_compared_with_one_whose_are_not(swap):
+    """The tasks of a suite with F1 and accuracies: each is what the scores of both models say."""
+
+    def scores(f1: list[float], right: list[float]) -> SuiteResult:
+        samples = [Sample("qasper", str(i), {"score": v}) for i, v in enumerate(f1)]
+        samples += [Sample("trec", str(i), {"score": v}) for i, v in enumerate(right)]
+        values = [*f1, *right]
+        return SuiteResult(samples, {"score": infer_metric_kind(EvalMetric("score", top=1.0, title="T"), values)})
+
+    weak, strong = scores([0, 0, 1, 0], [0, 1, 1, 0]), scores([0, 0.5, 1, 0.2], [1, 1, 1, 0])
+    assert weak.metrics["score"].kind == "accuracy" and strong.metrics["score"].kind == "mean"
+    base, ours = (strong, weak) if swap else (weak, strong)
+    qasper, trec = compare_results("longbench", {"base": base, "converted": ours}, same=False)
+    assert qasper.metric.kind == "mean" and not qasper.intervals and qasper.p is None
+    assert trec.metric.kind == "accuracy" and set(trec.intervals) == {"base", "converted"} and trec.p == 1
+    assert trec.metric.label == "T" and shared_metrics([base, ours])["score"].kind == "mean"
 
 
 def test_accuracies_are_zeros_and_ones():

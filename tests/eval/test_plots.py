@@ -97,6 +97,24 @@ def test_pareto_labels_every_point_and_marks_the_front(drawn, tmp_path):
     assert list(front.get_xdata()) == [2e6, 3e6] and "lower is better" in axes.get_ylabel()
 
 
+def test_a_front_of_one_point_is_drawn_to_the_borders(drawn, tmp_path):
+    points = {"best": CostPoint(2.0, None, 2.4, None), "worse": CostPoint(4.0, None, 2.7, None)}
+    for higher, worst in ((False, 1), (True, 0)):
+        chart = ParetoChart("bytes", "quality", higher, points, ["best"])
+        plot_pareto(tmp_path / "a.png", chart, list(points), None)
+        (axes,) = drawn[-1].axes
+        down, right = (line for line in axes.lines if line.get_label() == "_" and line.get_color() == plots.FRONT_COLOR)
+        assert list(down.get_xdata()) == [2.0, 2.0] and down.get_ydata()[1] == axes.get_ylim()[worst]
+        assert list(right.get_ydata()) == [2.4, 2.4] and right.get_xdata()[1] == axes.get_xlim()[1]
+
+
+def test_curves_of_many_points_are_told_apart_in_gray(drawn, tmp_path):
+    curve = Curve(range(1, 300), [1.0] * 299)
+    plot_lines(tmp_path / "a.png", dict.fromkeys(("base", "a", "b"), curve), "position", "nats", "t")
+    lines = drawn[0].axes[0].lines
+    assert len({line.get_marker() for line in lines}) == 3 and len({line.get_markevery() for line in lines}) == 3
+
+
 def test_labels_of_points_at_one_place_do_not_cover_each_other(drawn, tmp_path):
     points = {f"model number {i}": CostPoint(3e6 + i, None, 2.4 + 0.01 * i, None) for i in range(6)}
     plot_pareto(

@@ -21,7 +21,8 @@ from surgery.eval.long_context.ruler import TASKS, LengthTooShortError, TaskCont
 from surgery.eval.long_context.ruler.prompt import WholeUnits
 from surgery.eval.long_context.ruler.qa import hotpot, squad
 from surgery.eval.long_context.ruler.words import NOISE, vocabulary
-from surgery.eval.suite import EvalOptions, load_suites
+from surgery.eval.run import Evaluation
+from surgery.eval.suite import EvalOptions, SuiteResult, load_suites
 from surgery.eval.upstream import UPSTREAM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,3 +201,11 @@ def test_every_upstream_commit_is_named_in_the_docs():
     assert set(UPSTREAM) <= set(load_suites())
     for one in UPSTREAM.values():
         assert re.fullmatch(r"[0-9a-f]{40}", one.commit) and one.repository in page and one.commit[:7] in page
+
+
+def test_results_name_the_upstream_commit_of_a_suite():
+    results = {suite: {"converted": SuiteResult([], {})} for suite in ("longbench-e", "ppl")}
+    done = Evaluation({"converted": {"name": "m"}}, EvalOptions(), results)
+    suites = done.to_dict()["suites"]
+    assert suites["longbench-e"]["converted"]["upstream"] == UPSTREAM["longbench"].url
+    assert "upstream" not in suites["ppl"]["converted"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from surgery.core.tables import format_count, format_tokens
+from surgery.core.tables import format_count, format_number, format_tokens
 from surgery.publish.html.data import PageData
-from surgery.publish.html.sections import average_cell, figure_html, table_html
+from surgery.publish.html.sections import average_cell, figure_html, row_band, table_html
 from surgery.publish.html.svg import Axis, Point, Series, heat_map, line_chart, scatter_chart
 
+LEGEND = "In parentheses: difference from the base, for perplexities the ratio (x); * if its 95% interval excludes no change."
 COLORS = 7  # CSS classes m0 to m6, in the order of the plots
 MAX_LINES = 400  # lines of the table
 
@@ -22,8 +23,8 @@ def models_section(data: PageData) -> str:
     names, base = [str(model["name"]) for model in found["models"]], found["base"]
     kinds = model_classes(names, base)
     parts = ["<h2 id=models>Many models</h2>", _table(found, names, base)]
-    remarks = [*(f"Refused: {text}" for text in found["refused"]), *found["notes"]]
-    parts += ["<ul>" + "".join(f"<li>{escape(str(text))}</li>" for text in remarks) + "</ul>"] if remarks else []
+    remarks = [LEGEND, *(f"Refused: {text}" for text in found["refused"]), *_flags(found["rows"]), *found["notes"]]
+    parts.append("<ul>" + "".join(f"<li>{escape(str(text))}</li>" for text in remarks) + "</ul>")
     parts += [_pareto(chart, kinds) for chart in found["charts"]]
     parts += [_needle_maps(found["rows"], names), _curves(found["rows"], kinds)]
     return "".join(parts)
@@ -42,8 +43,7 @@ def _table(found: dict[str, Any], names: list[str], base: str | None) -> str:
         if any(counts):
             body.append([title, "", *("-" if c is None else (format_count(int(c)), int(c)) for c in counts)])
     for row in found["rows"]:
-        pooled = row["metric"]["pooled"]
-        if bool(row["group"]) == bool(pooled) or len(row["group"]) > 1:
+        if not _is_summary(row):
             continue
         where = "".join(f", {name} {value}" for name, value in row["group"].items())
         label = f"{row['task']}{where}, {row['metric']['title'] or row['metric']['name']}"
@@ -64,18 +64,32 @@ def _cell(row: dict[str, Any], name: str) -> Any:
     value = row["values"].get(name)
     if value is None:
         return "-"
-    error, interval = row["errors"].get(name), row["intervals"].get(name)
-    text = f"{value:.4g}"
-    if interval is not None:
-        text += f" [{interval[0]:.3g}, {interval[1]:.3g}]"
-    elif error is not None:
-        text += f" ± {error:.2g}"
+    text = format_number(value, row["errors"].get(name), row["intervals"].get(name))
     ratio, change = row["ratios"].get(name), row["differences"].get(name)
     if row["metric"]["kind"] == "ppl" and ratio is not None:
-        text += f" (x {ratio['change']:.4g})"
+        text += f" (x {ratio['change']:.4g}{_star(ratio, 1.0)})"
     elif change is not None:
-        text += f" ({change['change']:+.4g})"
+        text += f" ({change['change']:+.4g}{_star(change, 0.0)})"
     return (text, value)
+
+
+def _star(change: dict[str, Any], none: float) -> str:
+    """Return * if the interval of a change excludes `none`, which means no change."""
+    low, high = change.get("low"), change.get("high")
+    return "*" if low is not None and high is not None and not low <= none <= high else ""
+
+
+def _is_summary(row: dict[str, Any]) -> bool:
+    return bool(row["group"]) != bool(row["metric"]["pooled"]) and len(row["group"]) <= 1
+
+
+def _flags(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the flags of the rows of the table, each with the measurements that have it."""
+    found: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for flag in row.get("flags") or () if _is_summary(row) else ():
+            found.setdefault(str(flag), {})[f"{row['task']} {row['metric']['title'] or row['metric']['name']}"] = None
+    return [f"{flag}: {', '.join(names)}" for flag, names in found.items()]
 
 
 def _pareto(chart: dict[str, Any], kinds: dict[str, str]) -> str:
@@ -89,8 +103,9 @@ def _pareto(chart: dict[str, Any], kinds: dict[str, str]) -> str:
     title = f"{chart['quality']} against {chart['cost']}"
     better = "higher" if chart["higher_is_better"] else "lower"
     drawn = scatter_chart(
-        title, points, [str(n) for n in chart["front"]], Axis(str(chart["cost"])), Axis(str(chart["quality"]))
-    )
+        title, points, [str(n) for n in chart["front"]], Axis(str(chart["cost"])), Axis(str(chart["quality"])),
+        bool(chart["higher_is_better"]),
+    )  # fmt: skip
     caption = (
         f"{escape(title)}, with 95% intervals. {better.capitalize()} is better. Filled points are on the Pareto front."
     )
@@ -151,6 +166,7 @@ def _curves(rows: list[dict[str, Any]], kinds: dict[str, str]) -> str:
                 name,
                 kind,
                 sorted((float(r["group"][axis]), float(r["values"][name])) for r in found if name in r["values"]),
+                row_band(found, axis, name),
             )
             for name, kind in kinds.items()
         ]
@@ -158,5 +174,5 @@ def _curves(rows: list[dict[str, Any]], kinds: dict[str, str]) -> str:
         unit = str(found[0]["metric"]["unit"])
         y = Axis(f"{metric}, {unit}" if unit else metric)
         drawn = line_chart(f"{task}, {metric}", series, Axis(where, log=True, tokens=True), y)
-        parts.append(figure_html(drawn, f"{escape(task)}: {escape(metric)} by {axis}"))
+        parts.append(figure_html(drawn, f"{escape(task)}: {escape(metric)} by {axis}, with 95% bands"))
     return "".join(parts)

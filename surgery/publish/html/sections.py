@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from surgery.core.files import size_text
-from surgery.core.tables import format_count, format_tokens
+from surgery.core.tables import command_line, format_count, format_number, format_tokens
 from surgery.publish.html.data import PageData, layer_index, module_role, structure_class, structure_text
 from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart
 from surgery.publish.ratios import format_ratio, perplexity_ratio
@@ -16,6 +16,7 @@ from surgery.publish.tables import format_share, speed_in_words
 from surgery.publish.verdict import measured_ratio
 
 ERROR_STEPS = (0.05, 0.1, 0.2, 0.4)  # relative errors between the colors of matrices
+Z_95 = 1.96  # standard errors of a 95% band
 HEADLINE_CONTEXT = 4096  # context length, in tokens, of the headline figures
 
 
@@ -282,6 +283,9 @@ def eval_section(data: PageData) -> str:
         ),
     ]
     parts.append(averages_table(data.results.get("averages") or [], roles))
+    provenance = data.results.get("provenance")
+    if line := command_line(provenance.get("command") if isinstance(provenance, dict) else None):
+        parts.append(f'<p class="note">reproduce with: {escape(line)}</p>')
     return "".join([*parts, needle_maps(data.results["rows"], roles), position_chart(data.results["rows"], roles)])
 
 
@@ -343,9 +347,7 @@ def _format_value(row: dict[str, Any], role: str) -> Any:
     value, error = row["values"].get(role), (row.get("errors") or {}).get(role)
     if value is None:
         return "-"
-    if interval := (row.get("intervals") or {}).get(role):
-        return (f"{value:.4g} [{interval[0]:.3g}, {interval[1]:.3g}]", value)
-    return (f"{value:.4g}" + (f" ± {error:.2g}" if error is not None else ""), value)
+    return (format_number(value, error, (row.get("intervals") or {}).get(role)), value)
 
 
 def needle_maps(rows: list[dict[str, Any]], roles: list[str]) -> str:
@@ -376,6 +378,19 @@ def needle_maps(rows: list[dict[str, Any]], roles: list[str]) -> str:
     return "".join(parts)
 
 
+def row_band(rows: list[dict[str, Any]], axis: str, name: str) -> list[tuple[float, float, float]]:
+    """Return the 95% band (x, low, high) of a model's values along `axis`: their intervals, or 1.96 standard errors."""
+    found = []
+    for row in rows:
+        value, error = row["values"].get(name), (row.get("errors") or {}).get(name)
+        low_high = (row.get("intervals") or {}).get(name)
+        if low_high is None and value is not None and error is not None:
+            low_high = (value - Z_95 * error, value + Z_95 * error)
+        if low_high is not None:
+            found.append((float(row["group"][axis]), float(low_high[0]), float(low_high[1])))
+    return sorted(found)
+
+
 def position_chart(rows: list[dict[str, Any]], roles: list[str]) -> str:
     """Return the chart of loss by position in the text, in nats per token; "" without such results."""
     found = [row for row in rows if set(row["group"]) == {"position"}]
@@ -384,6 +399,7 @@ def position_chart(rows: list[dict[str, Any]], roles: list[str]) -> str:
             "original" if role == "base" else role,
             role,
             sorted((float(r["group"]["position"]), float(r["values"][role])) for r in found if role in r["values"]),
+            row_band(found, "position", role),
         )
         for role in roles
     ]
@@ -391,7 +407,8 @@ def position_chart(rows: list[dict[str, Any]], roles: list[str]) -> str:
         "Loss by position", series, Axis("position in the text", log=True, tokens=True), Axis("nats per token")
     )
     return (
-        "<h3>Loss by position</h3>" + figure_html(drawn, "Mean loss around each position; lower is better.")
+        "<h3>Loss by position</h3>"
+        + figure_html(drawn, "Mean loss around each position, with 95% bands; lower is better.")
         if drawn
         else ""
     )

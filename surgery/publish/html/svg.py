@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from surgery.core.tables import format_tokens
 
@@ -18,11 +19,15 @@ SCROLL_WIDTH = 480  # wider pictures scroll instead of shrinking
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart. kind: CSS class: base, converted, healed, third, or m0 to m6 of many models; points: (x, y)."""
+    """A line of a chart.
+
+    kind: CSS class: base, converted, healed, third, or m0 to m6 of many models; points: (x, y); band: (x, low, high) of an interval.
+    """
 
     name: str
     kind: str
     points: Sequence[tuple[float, float]]
+    band: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -85,16 +90,30 @@ class AxisScale:
 
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
     """Return a line chart; "" without points. Points that are not finite, or not positive on a log axis, are left out."""
-    kept = [Series(s.name, s.kind, _thin_out([p for p in s.points if _is_drawable(p, x, y)])) for s in series]
+    kept = [
+        Series(
+            s.name,
+            s.kind,
+            _thin_out([p for p in s.points if _is_drawable(p, x, y)]),
+            _thin_out([b for b in s.band if _is_drawable(b[:2], x, y) and _is_drawable(b[::2], x, y)]),
+        )
+        for s in series
+    ]
     kept = [s for s in kept if s.points]
     if not kept:
         return ""
     if said := _flat_or_identical(kept, x, y):
         return f'<p class="chart">{escape(title)}</p><p class="flat">{escape(said)}</p>'
     xs, ys = zip(*(point for s in kept for point in s.points))
+    ys += tuple(end for s in kept for band in s.band for end in band[1:])
     across = AxisScale(xs, x.log, LEFT, WIDTH - RIGHT)
     up = AxisScale(ys, y.log, HEIGHT - BOTTOM, TOP)
     marks = [_grid(across, up, x, y)]
+    for s in kept:
+        edge = [*((a, low) for a, low, _ in s.band), *((a, high) for a, _, high in reversed(s.band))]
+        if len(edge) > 2:
+            corners = " ".join(f"{across(a):.1f},{up(b):.1f}" for a, b in edge)
+            marks.append(f'<polygon class="band {s.kind}" points="{corners}"/>')
     for s in sorted(
         kept, key=lambda s: s.kind == "base"
     ):  # the dashed base line is drawn last, over lines that coincide with it
@@ -144,7 +163,7 @@ def _is_drawable(point: tuple[float, float], x: Axis, y: Axis) -> bool:
     return all(math.isfinite(v) and (v > 0 or not axis.log) for v, axis in zip(point, (x, y)))
 
 
-def _thin_out(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _thin_out(points: list[Any]) -> list[Any]:
     every = -(-len(points) // MAX_POINTS) or 1
     return points[::every] + ([points[-1]] if points and (len(points) - 1) % every else [])
 
@@ -183,8 +202,12 @@ class Point:
     filled: bool = True
 
 
-def scatter_chart(title: str, points: Sequence[Point], front: Sequence[str], x: Axis, y: Axis) -> str:
+def scatter_chart(
+    title: str, points: Sequence[Point], front: Sequence[str], x: Axis, y: Axis, higher_is_better: bool
+) -> str:
     """Return a chart of labeled points with intervals, and a step line through the points named by `front`; "" without points.
+
+    higher_is_better: of y. The step line begins at the worst y of the chart and ends at its largest x.
 
     Points and ends of intervals that are not finite are left out.
     """
@@ -200,7 +223,8 @@ def scatter_chart(title: str, points: Sequence[Point], front: Sequence[str], x: 
     path = [
         point for (a, b), last in zip(steps, [None, *steps]) for point in ([(a, last[1])] if last else []) + [(a, b)]
     ]
-    if len(path) > 1:
+    if path:
+        path = [(path[0][0], HEIGHT - BOTTOM if higher_is_better else TOP), *path, (WIDTH - RIGHT, path[-1][1])]
         marks.append(f'<polyline class="front" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in path)}"/>')
     for index, p in enumerate(sorted(kept, key=lambda p: (p.x, p.y))):
         a, b = across(p.x), up(p.y)

@@ -65,6 +65,15 @@ HOME_IN_TEMPLATE = re.compile(
 )
 
 
+def redact_secrets(value: Any) -> Any:
+    """Return JSON data with everything that looks like an access token replaced by ***."""
+    if isinstance(value, dict):
+        return {redact_secrets(key): redact_secrets(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_secrets(each) for each in value]
+    return SECRET_PATTERN.sub(b"***", value.encode("utf-8", "replace")).decode() if isinstance(value, str) else value
+
+
 @dataclass(frozen=True)
 class UploadFile:
     """A file to upload. name: in the repository. Its content is `text`, or that of the local file `path` if text is None."""
