@@ -8,8 +8,8 @@ The first 8,640 hours train, 2,880 choose and 2,880 test; all columns are standa
 layers reads the last T hours, and its output at hour t is the forecast of hour T + t, all seven columns (the paper does not say how its
 forecasts are read). Inputs and forecasts are relative to the mean of the last input day, because the oil temperature drifts. Positions are learned and added to the inputs, and MLR attention is nested with blocks of T / 2^(l-1) hours. The loss is
 the mean absolute error. A method's name ends with its horizon T. Rates are constant, so that one run gives the errors after every number of
-iterations of the setting; rate and iterations are chosen on the second part, for every method and horizon alike. Windows of the last two
-parts begin every `stride` hours, and their inputs may reach into the part before. Figures of the paper have one run for each point.
+iterations of the setting. The second part chooses the rate of every method and horizon, and the iterations of every run. Windows of the last two
+parts begin every `stride` hours, and their inputs may reach into the part before. The paper's figure has one run for each point.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Speed and slopes: how the times of the attention kernels grow with the length, and where they cross. (Guo et al. 2025, "Log-Linear
 Attention", Figure 4; FARS 2026, "Toeplitz Block Mixing", Figure 3)
 
-python -m surgery.recipes.papers.experiments.speed show [PAGE.md]
+python -m surgery.recipes.papers.experiments.speed show [PAGE]
 
 Nothing is measured here: the times are the tables "attention, forward" and "attention, forward + backward" of docs/measurements/performance.md,
 which `surgery bench attention` measured on one H200 (batch 2, 48 heads, bfloat16). A slope is that of log time over log T from
