@@ -42,8 +42,8 @@ METHODS = ("dense", "btt")
 WORDS = VOCABULARY**2
 SETTINGS = (
     Setting(
-        "cpu", "cpu", (16, 32, 64), METHODS, (2e-3, 6e-3, 1.8e-2, 5.4e-2), 3, 300, 8, 32, 2,
-        {"text": "surgery", "characters": 1_000_000, "held_out": 256, "head": 16, "rank": 2, "widths": {"btt": (32, 64, 128)}},
+        "cpu", "cpu", (8, 16, 32), METHODS, (2e-3, 6e-3, 1.8e-2, 5.4e-2), 3, 200, 8, 32, 2,
+        {"text": "surgery", "characters": 1_000_000, "held_out": 256, "head": 8, "rank": 2, "widths": {"btt": (32, 64)}},
     ),
     Setting(
         "gpu", "gpu", (128, 192, 256), METHODS, (1e-3, 3e-3, 9e-3, 2.7e-2), 3, 3000, 32, 128, 6,
@@ -86,7 +86,10 @@ def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: t
     """Train runs (rate, seed) of one cell at once and return their rows."""
     rows = CodeRows(setting.options["text"], setting.options["characters"], device)
     models = {seed: make_model(setting, cell, seed) for _, seed in runs}
-    first, characters = models[runs[0][1]], 2 * setting.length + 1  # rows of one character more, which makes T + 1 words
+    first, characters = (
+        models[runs[0][1]],
+        2 * setting.length + 1,
+    )  # rows of one character more, which makes T + 1 words
 
     def rows_of(seed: int, start: int, count: int) -> Batch:
         return {"words": words(rows.batch(seed, start, count, characters)["ids"])}

@@ -31,7 +31,7 @@ from surgery.recipes.papers.experiments.vision import BLOCKS, LARGE, SIZES, Patc
 
 METHODS = ("aware", "naive")
 SETTINGS = (
-    Setting("cpu", "cpu", (128,), METHODS, (2e-4, 6e-4, 1.8e-3, 5.4e-3, 1.62e-2, 4.86e-2), 4, 400, 32, 8, BLOCKS, SIZES),
+    Setting("cpu", "cpu", (64,), METHODS, (6e-4, 1.8e-3, 5.4e-3, 1.62e-2, 4.86e-2), 4, 300, 32, 8, BLOCKS, SIZES),
     Setting("gpu", "gpu", (256, 1024), METHODS, (1e-4, 3e-4, 9e-4, 2.7e-3, 8.1e-3, 2.43e-2), 4, 4000, 256, 16, BLOCKS, LARGE),
 )  # fmt: skip
 SMOKE = Setting(

@@ -31,8 +31,8 @@ SIZES = {"dims": 64, "classes": 16, "teacher": 64, "held_out": 4096, "head": 16}
 LARGE = {"dims": 3072, "classes": 64, "teacher": 256, "held_out": 65536, "head": 64}
 SETTINGS = (
     Setting(
-        "cpu", "cpu", (16, 32, 64), ("dense", "btt"), (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2), 3, 400, 64, 8, BLOCKS,
-        {**SIZES, "widths": {"btt": (32, 64, 128)}},
+        "cpu", "cpu", (8, 16, 32), ("dense", "btt"), (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2), 3, 300, 64, 8, BLOCKS,
+        {**SIZES, "widths": {"btt": (16, 32, 64)}},
     ),
     Setting(
         "gpu", "gpu", (64, 128, 256, 512), ("dense", "btt", "monarch", "monarch_16"), (3e-4, 1e-3, 3e-3, 9e-3), 2, 4000, 256, 16, BLOCKS,
