@@ -302,7 +302,7 @@ class LayerRunner:
         rows, padding, module.padding_idx = rows.to(self.buffer_device), module.padding_idx, None
 
         def renumber(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            found = torch.searchsorted(rows, args[0]).clamp_max(len(rows) - 1)
+            found = torch.searchsorted(rows, args[0].contiguous()).clamp_max(len(rows) - 1)
             if not torch.equal(rows[found], args[0]):
                 raise SurgeryError(
                     f"{path}: the model looks up ids that are not in its input, which calibration on text does not support. "

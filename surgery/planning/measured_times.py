@@ -62,17 +62,17 @@ class MeasuredTimes:
         work, moved = 2 * sizes[0] * params / self.rate, self._bytes(*sizes, params) / self.bandwidth
         return max(work, moved, self.shortest[pass_])
 
-    def _nearby(self, ops: tuple[str, ...], phase: str, at: dict[str, int]) -> list[tuple[float, dict[str, Any]]]:
-        """Return (weight, row) of every row of the ops; an empty list if all are more than eight times away."""
+    def _nearby(
+        self, ops: tuple[str, ...], phase: str, at: dict[str, int], farthest: float = MAX_DISTANCE
+    ) -> list[tuple[float, dict[str, Any]]]:
+        """Return (weight, row) of every row of the ops; an empty list if all are more than eight times away, or than `farthest`."""
         rows = self._rows_of(ops, phase)
         apart = [distance(row["sizes"], at) for row in rows]
-        return (
-            [((d * d + 1e-6) ** -2, row) for d, row in zip(apart, rows)] if rows and min(apart) <= MAX_DISTANCE else []
-        )
+        return [((d * d + 1e-6) ** -2, row) for d, row in zip(apart, rows)] if rows and min(apart) <= farthest else []
 
-    def dense(self, phase: str, tokens: int, out: int, in_: int) -> Predicted | None:
-        """Return the time of a dense linear; None if no nearby size was measured."""
-        rows = self._nearby(LINEAR_OPS, phase, {"tokens": tokens, "inputs": in_, "outputs": out})
+    def dense(self, phase: str, tokens: int, out: int, in_: int, farthest: float = MAX_DISTANCE) -> Predicted | None:
+        """Return the time of a dense linear; None if no size within the distance `farthest` was measured."""
+        rows = self._nearby(LINEAR_OPS, phase, {"tokens": tokens, "inputs": in_, "outputs": out}, farthest)
         known = [(w, row["original"], _dense_sizes(row["sizes"])) for w, row in rows if row.get("original")]
         return self._predict(phase, (tokens, in_, out), in_ * out, [(w, ms, s, s[1] * s[2]) for w, ms, s in known])
 

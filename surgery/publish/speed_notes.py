@@ -62,8 +62,9 @@ def predict_linears(
     decoding step of one token in a CUDA graph; None without measurements or with routed experts.
 
     table: measured times, as `read_measured_times` returns them; None: those of kernels/tuning.json.
-    {"device", "dtype", "prefill": {"tokens", "before", "after", "measured", "interpolated"}, "decode": {..}}. A phase with a linear that was
-    not measured has {"tokens", "unknown": the linear} instead.
+    {"device", "dtype", "prefill": {"tokens", "before", "after", "measured", "interpolated"}, "decode": {..}}. A linear that stays as it is,
+    such as a large head, may be far from all measured sizes: its time is then extrapolated, and "extrapolated" names its shape. A phase
+    with a replaced linear that was not measured has {"tokens", "unknown": the linear} instead.
     """
     table = table or next((known for known in tables() if known["rows"]), None)
     if table is None or plan.get("unchanged") is None or not plan["targets"]:
@@ -77,21 +78,27 @@ def predict_linears(
 
 
 def _predict_phase(
-    times: MeasuredTimes, phase: str, tokens: int, kinds: Counter[str], unchanged: list[dict[str, Any]]
+    times: MeasuredTimes, phase: str, context: int, kinds: Counter[str], unchanged: list[dict[str, Any]]
 ) -> dict[str, Any]:
     sums, counts = {"before": 0.0, "after": 0.0}, {True: 0, False: 0}
-    linears = [(None, entry["shape"], entry["count"]) for entry in unchanged]
-    linears += [(*json.loads(kind), count) for kind, count in kinds.items()]
-    for config, (out, in_), count in linears:
+    far: list[str] = []
+    linears = [(None, entry["shape"], entry["count"], 1 if entry.get("last") else context) for entry in unchanged]
+    linears += [(*json.loads(kind), count, context) for kind, count in kinds.items()]
+    for config, (out, in_), count, tokens in linears:
         before = times.dense(phase, tokens, out, in_)
+        if before is None and config is None:
+            before = times.dense(phase, tokens, out, in_, farthest=math.inf)
+            far.append(f"{in_:,} -> {out:,}")
         after = before if config is None else times.structured(phase, tokens, config, (out, in_))
         if before is None or after is None:
             name = "dense" if before is None or config is None else config["structure"]
-            return {"tokens": tokens, "unknown": f"{name} for {in_:,} -> {out:,}"}
+            return {"tokens": context, "unknown": f"{name} for {in_:,} -> {out:,}"}
         sums = {"before": sums["before"] + count * before.ms, "after": sums["after"] + count * after.ms}
-        for one in (before,) if config is None else (before, after):
-            counts[one.measured] += 1
-    return {"tokens": tokens, **sums, "measured": counts[True], "interpolated": counts[False]}
+        if config is not None or f"{in_:,} -> {out:,}" not in far:
+            for one in (before,) if config is None else (before, after):
+                counts[one.measured] += 1
+    known = {"tokens": context, **sums, "measured": counts[True], "interpolated": counts[False]}
+    return {**known, "extrapolated": far} if far else known
 
 
 def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
@@ -112,9 +119,14 @@ def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
             continue
         lines.append(
             f"{what}, predicted: {one['before']:.3g} -> {one['after']:.3g} ms, {speed_in_words(one['before'], one['after'])} (of the times of "
-            f"each shape, {one['measured']} measured and {one['interpolated']} interpolated)"
+            f"each shape, {one['measured']} measured and {one['interpolated']} interpolated{_extrapolated(one)})"
         )
     return lines
+
+
+def _extrapolated(phase: dict[str, Any]) -> str:
+    shapes = ", ".join(phase.get("extrapolated", ()))
+    return f"; extrapolated from smaller shapes, because it stays dense: {shapes}" if shapes else ""
 
 
 def report_notes(report: dict[str, Any], context: int | None = None) -> list[str]:
@@ -185,12 +197,11 @@ def _linear_note(config: dict[str, Any], out: int, in_: int) -> str:
         name += f" {config['blocks'][0]}x{config['blocks'][1]}"
     ratios = {n: speed_ratio(structure, "forward", named_sizes(tokens=n, **named)) for n in TOKEN_COUNTS}
     graph = graph_note(speed_ratio(structure, "captured", named_sizes(tokens=1, **named)))
-    lost = [
-        f"{speed_in_words(r, 1)} at {n:,} token{'s' if n > 1 else graph}"
-        for n, r in ratios.items()
-        if r is not None and r < 1
-    ]
-    return f"{name} for {in_:,} -> {out:,} beside dense: {', '.join(lost)}" if lost else ""
+    known = {n: r for n, r in ratios.items() if r is not None}
+    if all(r >= 1 for r in known.values()):
+        return ""
+    words = [f"{speed_in_words(r, 1)} at {n:,} token{'s' if n > 1 else graph}" for n, r in known.items()]
+    return f"{name} for {in_:,} -> {out:,} beside dense: {', '.join(words)}"
 
 
 def graph_note(ratio: float | None) -> str:

@@ -133,12 +133,21 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def unchanged_linears(plan: Plan) -> list[dict[str, Any]] | None:
-    """Return the linears that stay dense, as [{"shape": [out, in], "count"}]; None with routed experts, of which few compute a token."""
+    """Return the linears that stay dense, as [{"shape": [out, in], "count"}], with "last": True for the head, which reads only the last
+    token of a prompt; None with routed experts, of which few compute a token.
+    """
     if any(linear.experts for linear in plan.layout.linears):
         return None
-    shapes = [(t.out, t.in_) for targets in plan.targets.values() for t in targets if not t.configs]
-    shapes += [(linear.out, linear.in_) for linear in plan.layout.linears if linear.path not in plan.targets]
-    return [{"shape": list(shape), "count": count} for shape, count in Counter(shapes).items()]
+    shapes = [((t.out, t.in_), False) for targets in plan.targets.values() for t in targets if not t.configs]
+    rest = [linear for linear in plan.layout.linears if linear.path not in plan.targets]
+    return _counted_shapes(shapes + [((linear.out, linear.in_), "head" in linear.roles) for linear in rest])
+
+
+def _counted_shapes(shapes: list[tuple[tuple[int, int], bool]]) -> list[dict[str, Any]]:
+    kinds = Counter(shapes).items()
+    return [
+        {"shape": list(shape), "count": count, **({"last": True} if last else {})} for (shape, last), count in kinds
+    ]
 
 
 def refine_dict(plan: Plan) -> dict[str, Any] | None:
@@ -214,11 +223,11 @@ def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str
         return None
     replaced = Counter(json.dumps([r["structure"], r["shape"]]) for r in report["modules"])
     paths = {record["name"].partition(":")[0] for record in report["modules"]}
-    others = Counter((linear.out, linear.in_) for linear in layout.linears if linear.path not in paths)
+    others = [((n.out, n.in_), "head" in n.roles) for n in layout.linears if n.path not in paths]
     kinds = ((*json.loads(kind), count) for kind, count in replaced.items())
     return {
         "replaced": [{"structure": structure, "shape": shape, "count": count} for structure, shape, count in kinds],
-        "unchanged": [{"shape": list(shape), "count": count} for shape, count in others.items()],
+        "unchanged": _counted_shapes(others),
     }
 
 

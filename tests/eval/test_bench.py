@@ -389,6 +389,22 @@ def test_what_was_not_measured_is_not_predicted(linear_table, config, shape, say
     assert len(lines) == 2 and all("no prediction" in line and says in line for line in lines)
 
 
+def test_a_head_of_any_size_is_extrapolated_and_reads_one_token_of_a_prompt(linear_table):
+    plan = linears_plan((LOW_RANK, (4096, 4096)))
+    without = predict_linears(plan, 8192)
+    plan["unchanged"] = [{"shape": [524288, 4096], "count": 1, "last": True}]
+    found = predict_linears(plan, 8192)
+    for phase in ("prefill", "decode"):
+        assert (
+            found[phase]["extrapolated"] == ["4,096 -> 524,288"] and found[phase]["tokens"] == without[phase]["tokens"]
+        )
+        head = found[phase]["before"] - without[phase]["before"]
+        assert head == pytest.approx(found[phase]["after"] - without[phase]["after"]) and head > 0
+    plan["unchanged"] = [{"shape": [524288, 4096], "count": 1}]
+    assert predict_linears(plan, 8192)["prefill"]["before"] > 10 * found["prefill"]["before"]
+    assert "extrapolated from smaller shapes, because it stays dense: 4,096 -> 524,288)" in predicted_lines(found)[0]
+
+
 def test_no_times_with_experts_or_without_a_table(linear_table, monkeypatch):
     assert predict_linears({**linears_plan((LOW_RANK, (4096, 4096))), "unchanged": None}) is None
     monkeypatch.setattr("surgery.publish.speed_notes.tables", list)
@@ -517,7 +533,8 @@ def test_what_is_slower_is_said(table):
     linear, attention = plan_notes(plan, 1024)
     assert (
         linear
-        == "note: speed on one X1, launches counted: btt 64x64 for 4,096 -> 4,096 beside dense: 2.0x slower at 512 tokens"
+        == "note: speed on one X1, launches counted: btt 64x64 for 4,096 -> 4,096 beside dense: 3.0x faster at 1 token, 2.0x slower at "
+        "512 tokens, 3.0x faster at 8,192 tokens"
     )
     assert (
         "features beside SDPA at a context of 1,024 tokens: prefill 7.8x slower; ahead in prefill from 8,192"

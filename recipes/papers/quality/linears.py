@@ -58,12 +58,19 @@ def measure_checkpoint(folder: str, options: EvalOptions, device: torch.device) 
 
 
 def convert_and_measure(
-    source: str, recipe: dict[str, Any], options: list[EvalOptions], bases: list[SuiteResult], device: Any
+    source: str,
+    recipe: dict[str, Any],
+    options: list[EvalOptions],
+    bases: list[SuiteResult],
+    device: Any,
+    kept: Path | None = None,
 ) -> dict[str, Any]:
-    """Convert, measure on every text, and delete the conversion. The first text gives the row, the others are under "texts"."""
+    """Convert and measure on every text. The first text gives the row, the others are under "texts". kept: folder of the conversion;
+    None: it is deleted.
+    """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out"
+        out = kept or Path(folder) / "out"
         report = convert(source, validate_recipe(recipe, "table"), out, device=str(device))
         seconds = time.perf_counter() - began
         scores = [ppl.summarize(measure_checkpoint(str(out), one, device), base) for one, base in zip(options, bases)]
@@ -104,7 +111,12 @@ def main() -> None:
     add("--step", choices=STEPS, action="append", help="Method to measure. Repeatable. Default: all.")
     add("--tokens", type=int, default=16384, help="Tokens of each text. Default: %(default)s.")
     add("--length", type=int, default=1024, help="Length of the windows in tokens. Default: %(default)s.")
-    add("--score", type=int, help="Tokens of --text to score. Default: as --tokens.")
+    add(
+        "--score",
+        type=int,
+        action="append",
+        help="Tokens of the --text at the same place to score; one number is for all. Repeatable. Default: as --tokens.",
+    )
     add(
         "--refine",
         type=int,
@@ -114,11 +126,21 @@ def main() -> None:
     )
     add("--allocate", help="Allocation of the budget, for the method `everything`. Default: that of recipes.")
     add("--device", help="Compute on this device. Default: a GPU if there is one.")
+    add(
+        "--conversions",
+        type=Path,
+        help="Keep the conversions in this folder, to score them with `surgery eval`. Default: delete them.",
+    )
     add("--json", type=Path, help="Write the rows to this file.")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
-    scored = arguments.score or arguments.tokens
-    options = [EvalOptions(text=text, tokens=scored, length=arguments.length) for text in arguments.text]
+    scored = arguments.score or [arguments.tokens]
+    if len(scored) not in (1, len(arguments.text)):
+        parser.error(
+            f"--score is given {len(scored)} times and --text {len(arguments.text)} times. Give one number, or one for each text."
+        )
+    scored = scored * len(arguments.text) if len(scored) == 1 else scored
+    options = [EvalOptions(text=text, tokens=n, length=arguments.length) for text, n in zip(arguments.text, scored)]
     bases = [measure_checkpoint(arguments.source, one, device) for one in options]
     texts = {one.text: ppl.summarize(base) for one, base in zip(options[1:], bases[1:])}
     rows = [{"structure": "original", **ppl.summarize(bases[0]), "texts": texts}]
@@ -139,8 +161,9 @@ def main() -> None:
                     **(allocate if step == "everything" else {}),
                 }
                 found = {"structure": structure, "step": step, "keep": keep}
+                kept = arguments.conversions and arguments.conversions / f"{structure}-{step}-{keep}"
                 try:
-                    found |= convert_and_measure(arguments.source, choices, options, bases, device)
+                    found |= convert_and_measure(arguments.source, choices, options, bases, device, kept)
                 except SurgeryError as error:
                     found["refused"] = str(error)
                 rows.append(found)
