@@ -90,10 +90,12 @@ def test_names_of_cores():
 
 
 def test_words_are_pairs_of_characters():
-    assert structured_head.words(torch.tensor([[1, 2, 96, 96]])).tolist() == [[99, structured_head.WORDS - 1]]
+    ids = torch.tensor([[1, 2, 96, 96]])
+    assert structured_head.words(ids, 97).tolist() == [[99, 97**2 - 1]]
+    assert structured_head.words(ids, 32).tolist() == [[34, 0]]
     model = structured_head.make_model(structured_head.SMOKE, Cell("btt", 16), 0)
     head = model.get_output_embeddings()
-    assert head.out_features == 97**2 and head.config.rank == 2 and head.config.name == "btt"
+    assert head.out_features == 16**2 and head.config.rank == 2 and head.config.name == "btt"
 
 
 # -- the sweep ------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ PAIRS = ((THREE, TWO), (FOUR, TWO), (RANK, THREE))  # (more cores or rank, rival
 WIDE = (256, 512, 1024, 2048, 4096)
 SETTINGS = (
     Setting(
-        "cpu", "cpu", (64, 128), (TWO, THREE, FOUR, RANK, "tt_c2_r4"), (4e-3, 1.2e-2, 3.6e-2, 1.08e-1), 3, 300, 128, 1, BLOCKS,
-        {"dims": 64, "classes": 16, "teacher": 64, "held_out": 4096, "widths": {"tt_c2_r4": (16, 32, 64), TWO: (32, 64, 128), THREE: (64, 128, 256), RANK: (64,)}},
+        "cpu", "cpu", (64,), (TWO, THREE, FOUR, RANK, "tt_c2_r4"), (4e-3, 1.2e-2, 3.6e-2, 1.08e-1), 3, 300, 128, 1, BLOCKS,
+        {"dims": 64, "classes": 16, "teacher": 64, "held_out": 4096, "widths": {"tt_c2_r4": (16, 32, 64), TWO: (32, 64, 128), THREE: (64, 128), RANK: (32,)}},
     ),
     Setting(
         "gpu", "gpu", WIDE, (TWO, THREE, FOUR, RANK, "btt_c3_r4", "tt_c2_r16"), (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2), 2, 4000, 1024, 1, BLOCKS,

@@ -5,7 +5,7 @@ python -m surgery.recipes.papers.experiments.structured_head run --setting cpu [
 python -m surgery.recipes.papers.experiments.structured_head show [rows.jsonl ..] [--plot structured_head.png]
 
 Decoders over Python source. A token is two characters, so that the vocabulary has 97^2 = 9,409 words and the head has a share of the compute
-as in the paper. `dense` and `btt` see the same rows for each seed, and are scored on the same held-out rows, in nats per token. Compute is counted with the
+as in the paper; the setting `cpu` takes the number of a character modulo 32, so that there are 1,024 words. `dense` and `btt` see the same rows for each seed, and are scored on the same held-out rows, in nats per token. Compute is counted with the
 head and without it, embeddings cost nothing; losses are compared at equal MACs, on the line between the measured widths of the dense model in
 loss against log MACs, for each seed. The paper gives its BTT models fewer heads of attention, which have 64 dimensions; here all heads
 have the same dimensions, so wider models have more of them.
@@ -39,20 +39,19 @@ from surgery.training.pretrain.compute import count_compute
 from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask
 
 METHODS = ("dense", "btt")
-WORDS = VOCABULARY**2
 SETTINGS = (
     Setting(
-        "cpu", "cpu", (8, 16, 32), METHODS, (2e-3, 6e-3, 1.8e-2, 5.4e-2), 3, 200, 8, 32, 2,
-        {"text": "surgery", "characters": 1_000_000, "held_out": 256, "head": 8, "rank": 2, "widths": {"btt": (32, 64)}},
+        "cpu", "cpu", (16, 32, 64), METHODS, (2e-3, 6e-3, 1.8e-2, 5.4e-2), 3, 200, 8, 32, 2,
+        {"text": "surgery", "characters": 1_000_000, "held_out": 256, "head": 16, "rank": 2, "classes": 32, "widths": {"btt": (32, 64)}},
     ),
     Setting(
         "gpu", "gpu", (128, 192, 256), METHODS, (1e-3, 3e-3, 9e-3, 2.7e-2), 3, 3000, 32, 128, 6,
-        {"text": "packages", "characters": 24_000_000, "held_out": 2048, "head": 64, "rank": 4, "widths": {"btt": (256, 384, 512, 768)}},
+        {"text": "packages", "characters": 24_000_000, "held_out": 2048, "head": 64, "rank": 4, "classes": VOCABULARY, "widths": {"btt": (256, 384, 512, 768)}},
     ),
 )  # fmt: skip
 SMOKE = Setting(
     "smoke", "cpu", (16,), METHODS, (1e-2,), 1, 2, 2, 8, 1,
-    {"text": "surgery", "characters": 50_000, "held_out": 4, "head": 16, "rank": 2},
+    {"text": "surgery", "characters": 50_000, "held_out": 4, "head": 16, "rank": 2, "classes": 16},
 )  # fmt: skip
 
 
@@ -66,12 +65,12 @@ def make_model(setting: Setting, cell: Cell, seed: int) -> Any:
     btt = {"structure": "btt", "blocks": "sqrt", "rank": setting.options["rank"]}
     keys = {**btt, "rules": [{"match": "head", **btt}]} if cell.method == "btt" else None
     sizes = SweepSizes(layers=setting.layers, head=setting.options["head"], length=setting.length)
-    return make_gpt2("dense", cell.width, WORDS, sizes, seed, keys)
+    return make_gpt2("dense", cell.width, setting.options["classes"] ** 2, sizes, seed, keys)
 
 
-def words(ids_BT: Tensor) -> Tensor:
-    """Return the words (B, T / 2) of characters (B, T)."""
-    return ids_BT[:, 0::2] * VOCABULARY + ids_BT[:, 1::2]
+def words(ids_BT: Tensor, classes: int) -> Tensor:
+    """Return the words (B, T / 2) of characters (B, T), taken modulo `classes`."""
+    return ids_BT[:, 0::2] % classes * classes + ids_BT[:, 1::2] % classes
 
 
 def word_loss(call: Any, batch: Batch) -> Tensor:
@@ -86,17 +85,16 @@ def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: t
     """Train runs (rate, seed) of one cell at once and return their rows."""
     rows = CodeRows(setting.options["text"], setting.options["characters"], device)
     models = {seed: make_model(setting, cell, seed) for _, seed in runs}
-    first, characters = (
-        models[runs[0][1]],
-        2 * setting.length + 1,
-    )  # rows of one character more, which makes T + 1 words
+    first, classes = models[runs[0][1]], setting.options["classes"]
+    characters = 2 * setting.length + 1  # rows of one character more, which makes T + 1 words
 
     def rows_of(seed: int, start: int, count: int) -> Batch:
-        return {"words": words(rows.batch(seed, start, count, characters)["ids"])}
+        return {"words": words(rows.batch(seed, start, count, characters)["ids"], classes)}
 
     compute = count_compute(first, setting.length)
     stack = train_stack(setting, runs, models, rows_of, device, loss=word_loss, row_numbers=characters)
-    losses = score(stack, setting, words(rows.held_out(characters, setting.options["held_out"])), len(runs))
+    held_NT = words(rows.held_out(characters, setting.options["held_out"]), classes)
+    losses = score(stack, setting, held_NT, len(runs))
     shared = {"parameters": sum(stack.sizes), "macs": compute.body, "macs_with_head": compute.total}
     keys = {"setting": setting.name, "method": cell.method, "width": cell.width}
     return [

@@ -31,7 +31,7 @@ SIZES = {"dims": 64, "classes": 16, "teacher": 64, "held_out": 4096, "head": 16}
 LARGE = {"dims": 3072, "classes": 64, "teacher": 256, "held_out": 65536, "head": 64}
 SETTINGS = (
     Setting(
-        "cpu", "cpu", (8, 16, 32), ("dense", "btt"), (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2), 3, 300, 64, 8, BLOCKS,
+        "cpu", "cpu", (8, 16, 32), ("dense", "btt"), (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2, 2.43e-1), 3, 300, 64, 8, BLOCKS,
         {**SIZES, "widths": {"btt": (16, 32, 64)}},
     ),
     Setting(
