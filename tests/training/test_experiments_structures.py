@@ -121,7 +121,7 @@ def test_every_rate_trains_every_seed(tmp_path):
     [(0.05, 0.05, "reproduced"), (0.0, 0.0, "reproduced"), (-0.1, 0.0, "refuted"), (0.0, -0.1, "refuted")],
 )
 def test_cores(three, rank, word):
-    setting = cores.EXPERIMENT.setting("cpu")
+    setting = cores.EXPERIMENT.setting("gpu")
     gains = {cores.THREE: three, cores.FOUR: three, cores.RANK: three + rank}
 
     def values(method, width, seed):
