@@ -230,7 +230,8 @@ def _check_not_quantized(config: dict[str, Any], name: str) -> None:
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
     if method == "surgery":
         raise SurgeryError(
-            f"{name} is already converted; start from its source, or undo it: surgery densify {name} --out DIR"
+            f"{name} is already converted; start from its source, or multiply its structured linears out: surgery densify {name} --out "
+            "DIR (attention that was replaced stays replaced)"
         )
     raise SurgeryError(
         f"{name} is quantized ({method}); surgery needs full-precision weights. Dequantize it first: load it with "

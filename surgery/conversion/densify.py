@@ -35,7 +35,7 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     """Write a dense checkpoint of the same function to `out`; return {"out", "modules": number of linears multiplied out}.
 
     Weights keep their stored dtype, so a bfloat16 checkpoint rounds each product once. Mixers are not undone.
-    Raises SurgeryError if `converted` is not a valid converted checkpoint, or if `out` exists.
+    Raises SurgeryError if `converted` is not a valid converted checkpoint or has mixers only, or if `out` exists.
     """
     progress, out = progress or Progress(), Path(out)
     check_output_path(out, True)
@@ -46,6 +46,8 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     check_openable(source, converted)
     folded = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
     table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded" or "bits" in spec}
+    if not table and mixers:
+        raise SurgeryError(_only_mixers(converted, len(mixers)))
     config = _plain_config(source, folded, mixers, unused)
     write = lambda place: write_shards(_iter_tensors(source, table, set(folded), progress), place)  # noqa: E731
     rewrite_checkpoint(source, out, write, config)
@@ -77,6 +79,8 @@ def densify_live(model: Any) -> int:
     }
     structured = {path: module for path, module in found.items() if not isinstance(module, SharedBasis)}
     guarded = {path for path, module in structured.items() if isinstance(module, GuardedLinear)}
+    if mixers and structured.keys() <= guarded:
+        raise SurgeryError(_only_mixers(type(model).__name__, len(mixers)))
     dense = {
         path: dense_module(module, bool(table.get(path, {}).get("transposed")), folded=path in outputs)
         for path, module in structured.items()
@@ -93,6 +97,13 @@ def densify_live(model: Any) -> int:
     elif hasattr(model, "surgery_report"):
         del model.surgery_report
     return len(dense)
+
+
+def _only_mixers(name: str, count: int) -> str:
+    return (
+        f"{name} has no structured linears to multiply out: only the attention of {count} layers was replaced, and a mixer has no dense "
+        "weights of the same function. Start from the original checkpoint"
+    )
 
 
 def dense_module(module: Any, transposed: bool, folded: bool) -> nn.Module:

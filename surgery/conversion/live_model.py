@@ -187,7 +187,8 @@ def check_replaceable(model: Any) -> None:
         )
     if is_converted(model):
         raise SurgeryError(
-            f"{kind} is already converted. Undo it first (surgery.densify(model)), or start from the original model"
+            f"{kind} is already converted. Start from the original model, or multiply its structured linears out first "
+            "(surgery.densify(model)); attention that was replaced stays replaced"
         )
     table = getattr(getattr(model, "config", None), "quantization_config", None)
     if table is not None or getattr(model, "is_quantized", False):

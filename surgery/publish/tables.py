@@ -44,8 +44,8 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
     lines = [
         f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} parameters ({format_share(total['params_after'], total['params_before'])})"
     ]
-    if total.get("model_before"):
-        lines.append(f"whole model: {_model_shares(total)}")
+    whole = [f"whole model: {_model_shares(total, _mixer_params(plan))}"] if total.get("model_before") else []
+    lines += whole
     mixers = mixer_tables(plan["mixers"], plan["attention_totals"])
     if any(row["structure"] == "auto" for row in plan["rows"]):
         lines.append("auto: the structure with the lowest error on held-out text, of " + ", ".join(plan["candidates"]))
@@ -56,6 +56,8 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
     elif plan["recipe"]["allocate"] != "uniform" and total["modules"]:
         lines.append("ranks shown are uniform; with --calibration the budget is allocated by error reduction")
     linears = [table, *lines] if total["modules"] else []
+    if mixers and not linears:
+        mixers = [f"{escape(plan['source'])} ({plan['model_type']})", *mixers, *whole]
     return [*linears, *mixers, *refine_plan_lines(plan.get("refine")), *(f"note: {note}" for note in plan["notes"])]
 
 
@@ -108,12 +110,18 @@ def refine_lines(refine: dict[str, Any] | None) -> list[str]:
     return lines
 
 
-def _model_shares(total: dict[str, Any]) -> str:
-    """Format the parameters of the whole model, and with routed experts those of one token, before and after."""
-    before, after = total["model_before"], total["model_after"]
+def _mixer_params(plan: dict[str, Any]) -> int:
+    return round(sum(row["params"] for row in plan["mixers"]))
+
+
+def _model_shares(total: dict[str, Any], mixers: int) -> str:
+    """Format the parameters of the whole model, and with routed experts those of one token, before and after. mixers: those of mixers."""
+    before, after = total["model_before"], total["model_after"] + mixers
     text = f"{before:,} -> {after:,} parameters ({format_share(after, before)})"
+    if mixers:
+        text += f", {mixers:,} of them in mixers"
     if total.get("active_before"):
-        before, after = total["active_before"], total["active_after"]
+        before, after = total["active_before"], total["active_after"] + mixers
         text += f"; active for one token: {before:,} -> {after:,} ({format_share(after, before)})"
     return text
 
@@ -138,6 +146,9 @@ def expert_lines(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+CACHE_UNIT = "cache: numbers stored for one sequence; keys and values have the model's dtype, states of linear mixers float32: 4 bytes a number"
+
+
 def mixer_tables(rows: list[dict[str, Any]], totals: dict[str, Any] | None) -> list[Any]:
     """Return the table of cache sizes (elements per sequence, summed over the layers of a row) at several contexts. rows, totals: see
     `attention_costs`."""
@@ -147,7 +158,7 @@ def mixer_tables(rows: list[dict[str, Any]], totals: dict[str, Any] | None) -> l
     table = new_table("attention", "mixer", "layers", "params", *(f"cache at {format_count(int(c))}" for c in contexts))
 
     def add_row(label: str, layers: str, params: str, cache: dict[str, list[int]]) -> None:
-        kept = (f"{format_count(before)} -> {format_count(after)}" for before, after in cache.values())
+        kept = (f"{format_count(a)} -> {format_count(b)} ({format_share(b, a)})" for a, b in cache.values())
         table.add_row(label, layers, params, *kept)
 
     for row in rows:
@@ -158,7 +169,7 @@ def mixer_tables(rows: list[dict[str, Any]], totals: dict[str, Any] | None) -> l
         add_row("softmax, as it was", str(totals["softmax_layers"]), "", totals["softmax"]["cache"])
     if totals is not None and (totals["softmax_layers"] or len(rows) > 1):
         add_row("all layers", str(totals["layers"]), "", totals["cache"])
-    return [table, *(f"note: {note}" for row in rows for note in row["notes"])]
+    return [table, CACHE_UNIT, *(f"note: {note}" for row in rows for note in row["notes"])]
 
 
 HYBRID_LABELS = {"aligned": "no softmax layer"}

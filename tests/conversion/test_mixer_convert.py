@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
-from surgery.conversion.densify import densify
+from surgery.conversion.densify import densify, densify_live
 from surgery.core.errors import SurgeryError
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
@@ -176,6 +176,21 @@ def test_linears_and_attention_in_one_recipe(tmp_path):
     assert torch.allclose(model_outputs(dense, inputs), model_outputs(model, inputs), atol=1e-4)
     assert dense.model.layers[0].mlp.up_proj.weight.dim() == 2
     assert type(dense.model.layers[0].self_attn.mixer).__name__ == "LinearMixer"
+
+
+def test_mixers_alone_are_not_multiplied_out(tmp_path):
+    """Of a folder and of a model in memory; nothing is written or changed."""
+    source(tmp_path, "llama")
+    recipe = make_recipe(structure="dense", attention={"mixer": "linear", "mask": "decay", "steps": 0})
+    _, model, _ = convert_model(tmp_path, "llama", recipe)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for undo in (lambda: densify(str(tmp_path / "out"), tmp_path / "dense"), lambda: densify_live(model)):
+        with pytest.raises(
+            SurgeryError, match="no structured linears to multiply out: only the attention of 2 layers was replaced"
+        ):
+            undo()
+    assert not (tmp_path / "dense").exists()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_hybrids_keep_softmax_where_said(tmp_path):
