@@ -117,6 +117,10 @@ def plan(
     from surgery.publish.tables import plan_table
 
     settings = _load_recipe(recipe, overrides, keys)
+    if not calibrated:
+        from surgery.conversion.preflight import check_needs_no_calibration
+
+        check_needs_no_calibration(settings, "Leave out calibrated=False")
     if _is_module(source):
         from surgery.conversion.apply import plan_live
 
@@ -477,7 +481,7 @@ def pretrain(
 
 def evaluate(
     model: PathLike | nn.Module,
-    suites: Sequence[str] = ("ppl",),
+    suites: str | Sequence[str] = ("ppl",),
     *,
     tokenizer: Any = None,
     compare: PathLike | nn.Module | None = None,
@@ -493,7 +497,7 @@ def evaluate(
 
     Args:
         model: checkpoint, converted or not, a local folder or a Hub id; or a model in memory, which runs as it is.
-        suites: names of suites, see `surgery eval --list-suites`.
+        suites: names of suites, see `surgery eval --list-suites`; a list, or one string "ppl,needle".
         tokenizer: the tokenizer of models in memory; None: that which `apply` was given.
         compare: checkpoint or model to compare with, usually the original.
         out: folder for results, samples and plots; suites already finished there are not run again.
@@ -520,7 +524,7 @@ def evaluate(
         device, dtype = device or str(first.model.device), first.check_dtype(dtype)
     done = run(
         first,
-        list(suites),
+        suites.split(",") if isinstance(suites, str) else list(suites),
         EvalOptions(**options),
         compare=second,
         out=None if out is None else Path(out),

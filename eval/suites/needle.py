@@ -186,6 +186,7 @@ def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
 
 NUM_CANDIDATES, NUM_KEYS = 16, 4
 MIN_LENGTH = 96
+STORY_LENGTH = 256  # from this length on a question of `needle` fits in any tokenizer of pieces of words
 
 
 @dataclass(frozen=True)
@@ -344,11 +345,12 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
             raise SurgeryError(f"needle has no task {task!r}{suggestion(task, TASKS)}")
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= (eval_model.longest or n))
     depths, count = options.depths or DEPTHS, options.limit or SAMPLES
+    small = () if options.lengths else _too_short(eval_model.tokenizer, lengths, depths, count, options.seed)
     samples: list[Sample] = []
     for task in tasks:
         cells = [NeedleCell(task, n, depth, i) for n in lengths for depth in depths for i in range(count)]
         if task == "needle":
-            samples += _run_story_questions(eval_model, options, cells)
+            samples += _run_story_questions(eval_model, options, [cell for cell in cells if cell.length not in small])
         else:
             samples += _run_rankings(eval_model, options, [cell for cell in cells if cell.length >= MIN_LENGTH])
     result = SuiteResult(samples, METRICS, floors={task: FLOORS[task] for task in tasks})
@@ -356,6 +358,10 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
         lengths_text = ", ".join(f"{n:,}" for n in beyond)
         result.notes.append(
             f"lengths beyond the model's context length of {eval_model.longest:,} tokens: {lengths_text}"
+        )
+    if small and "needle" in tasks:
+        result.notes.append(
+            f"needle was not asked at {', '.join(f'{n:,}' for n in small)} tokens: its sentences are longer than that in this tokenizer"
         )
     if short := [n for n in lengths if n < MIN_LENGTH and "needle-rank" in tasks]:
         lengths_text = ", ".join(f"{n:,}" for n in short)
@@ -365,6 +371,24 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     if not samples:
         raise SurgeryError(f"needle: nothing fits; {'; '.join(result.notes)}. Give --lengths {MIN_LENGTH} or more")
     return result
+
+
+def _too_short(
+    tokenizer: Any, lengths: Sequence[int], depths: Sequence[float], count: int, seed: int
+) -> tuple[int, ...]:
+    """Return the lengths below STORY_LENGTH at which a question of `needle` is longer than that in this tokenizer."""
+    counts = counter(tokenizer, special=False)
+
+    def fits(length: int) -> bool:
+        try:
+            for depth in depths:
+                for index in range(count):
+                    make_question(tokenizer, length, depth, index, seed, counts)
+        except ValueError:
+            return False
+        return True
+
+    return tuple(length for length in lengths if length < STORY_LENGTH and not fits(length))
 
 
 def _run_story_questions(eval_model: EvalModel, options: EvalOptions, cells: list[NeedleCell]) -> list[Sample]:

@@ -123,6 +123,10 @@ def plan(
     table = named_table(chosen, measured)
     opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
     described = describe_checkpoint(opened, trust_remote_code)
+    if data_free:
+        from surgery.conversion.preflight import check_needs_no_calibration
+
+        check_needs_no_calibration(chosen, "Leave out --data-free")
     planned = make_plan(described, chosen)
     data = plan_dict(planned)
     data["estimate"] = estimate_conversion(
@@ -158,7 +162,7 @@ def convert(
     """
     shown = _progress(as_json)
     if is_main_process():  # before torch and transformers are imported, which takes seconds
-        shown.say(escape(f"converting {source} by recipe {recipe} into {out}"))
+        shown.say(f"converting {source} by recipe {recipe} into {out}")
     from surgery.conversion.convert import convert as run
     from surgery.core.files import REPORT_NAME
     from surgery.planning.recipe import load_recipe

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from surgery.cli import options
 from surgery.cli.console import progress, show
@@ -76,7 +75,7 @@ def run(
     surgery run SRC --recipe btt-half --heal weights-only --data corpus.txt --out RUN
     """
     shown = progress(as_json)
-    shown.say(escape(f"running {recipe} on {source} in {out}"))  # before torch and transformers are imported
+    shown.say(f"running {recipe} on {source} in {out}")  # before torch and transformers are imported
     from surgery.workflow import RunOptions, parse_suites
     from surgery.workflow import run as run_all
 

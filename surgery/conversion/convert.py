@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rich.markup import escape
 from torch import Tensor
 
 from surgery.calibration.layer_runner import LayerRunner
@@ -156,7 +155,7 @@ def _convert(
         progress.say(f"note: not copied beside the weights: {name}")
     if lacks_chat_template(opened.folder) and "ForCausalLM" in type(model.model).__name__:
         progress.say(
-            f"note: the tokenizer has no chat template. Text completion works; to chat with the model, put a chat_template.jinja into {escape(str(out))}"
+            f"note: the tokenizer has no chat template. Text completion works; to chat with the model, put a chat_template.jinja into {out}"
         )
     text_notes: list[str] = []
     data = load_calibration(opened, model, recipe, text_notes)
@@ -174,7 +173,7 @@ def _convert(
             if data is not None:
                 plan, runner = keep_reached(plan, runner, data)
                 for note in plan.notes[len(noted) :]:
-                    progress.say(f"[bold yellow]warning[/]: {escape(note)}")
+                    progress.say(f"warning: {note}")
             ctx = ConversionContext(model, plan, plan.recipe, data, runner, work_dir, dist, device, progress)
             conversion = Conversion(ctx, journal, text_notes)
             report = conversion.run(began)
@@ -214,7 +213,7 @@ class Conversion:
         self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
         self._check_text()
         for warning in short_text_warnings(self.ctx):
-            self.ctx.progress.say(f"[bold yellow]warning[/]: {escape(warning)}")
+            self.ctx.progress.say(f"warning: {warning}")
         hybrid = self._resolve_attention()
         self._drop_damaged_shards()
         if self.journal.find("piece", piece=NON_LAYER) is None:
@@ -229,7 +228,7 @@ class Conversion:
             return
         self.text_score = self.ctx.dist.on_main(lambda: score_text(self.ctx))
         for warning in self._text_warnings():
-            self.ctx.progress.say(f"[bold yellow]warning[/]: {escape(warning)}")
+            self.ctx.progress.say(f"warning: {warning}")
 
     def _text_warnings(self) -> list[str]:
         return [*self.text_notes, *(self.text_score.warnings if self.text_score else [])]
@@ -389,7 +388,7 @@ class Conversion:
         """Convert this process's share of the layers that the journal lacks; return the head's replacement."""
         dist, layers = self.ctx.dist, self.ctx.plan.layout.layers
         for warning in uncalibrated_warnings(self.ctx, self.calibration_hint):
-            label = "[bold yellow]warning:[/]" if self.ctx.plan.replaced_targets() else "note:"
+            label = "warning:" if self.ctx.plan.replaced_targets() else "note:"
             self.ctx.progress.say(f"{label} {warning}")
         todo = [path for path in layers if self.journal.find("piece", piece=path) is None]
         tick(len(layers) - len(todo))

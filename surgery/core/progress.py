@@ -36,8 +36,13 @@ class RichProgress(Progress):
         self.console: Any = Console(stderr=True)
 
     def say(self, text: str) -> None:
-        """Print one line."""
-        self.console.print(text, highlight=False)
+        """Print one line of plain text. The word "warning" at its start is emphasized."""
+        from rich.text import Text
+
+        line = Text(text)
+        if text.startswith("warning"):
+            line.stylize("bold yellow", 0, len("warning"))
+        self.console.print(line, highlight=False)
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Tick]:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from surgery.core.device import fast_float32_matmul
-from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.errors import SurgeryError
 from surgery.estimation.counting import Work
 from surgery.structures import linalg
 
@@ -65,13 +65,14 @@ SPEEDS = {
 
 
 def device_speeds(name: str | None) -> tuple[str, Speeds]:
-    """Return (name, speeds) of a device: `cpu`, a name of SPEEDS, or None for the kind of this machine's device."""
+    """Return (name, speeds) of a device: `cpu`, a name of SPEEDS, `cuda` for the GPU in it, or None for the kind of this machine's device."""
     if name is None:
         name = "h200" if torch.cuda.is_available() else "cpu"
-    key = name.lower()
+    key = "h200" if name.lower() == "cuda" else name.lower()
     if key not in SPEEDS:
         raise SurgeryError(
-            f"--device {name}: speeds are known of {', '.join(SPEEDS)}{suggestion(key, SPEEDS)}. Use the nearest one"
+            f"--device {name}: speeds are known of {', '.join(SPEEDS)} only. For another GPU give h200, and expect times in proportion to "
+            "its speed"
         )
     return key, SPEEDS[key]
 

@@ -87,11 +87,35 @@ def test_a_chain(checkpoints, tmp_path):
     assert "multiplied out" in repr(api.densify(out, tmp_path / "DENSE"))
 
 
+def test_a_plan_without_calibration_refuses_what_the_conversion_would_refuse(checkpoints, capsys):
+    with pytest.raises(SurgeryError, match=r"by: restored is measured on calibration text.* Leave out calibrated=False"):
+        surgery.plan(checkpoints("llama"), "hybrid-25", calibrated=False)
+    with pytest.raises(SystemExit):
+        main(["plan", str(checkpoints("llama")), "--recipe", "hybrid-25", "--data-free"])
+    assert "Leave out --data-free, or set attention.hybrid.by to every" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_whole_model_counts_the_parameters_of_mixers(checkpoints):
+    planned = surgery.plan(checkpoints("llama"), "log-linear")
+    mixers = sum(row["params"] for row in planned["mixers"])
+    before = planned["totals"]["model_before"]
+    assert mixers and f"whole model: {before:,} -> {before + mixers:,} parameters" in repr(planned)
+    assert "4 bytes a number" in repr(planned)
+
+
+def test_progress_is_plain_text(capsys):
+    """Brackets are no markup, only the word "warning" is emphasized."""
+    from surgery.core.progress import RichProgress
+
+    RichProgress().say(f"warning: {EVIL}, for example calibration=[text]")
+    assert capsys.readouterr().err == f"warning: {EVIL}, for example calibration=[text]\n"
+
+
 def test_load_and_evaluate():
     tiny = Path(api.__file__).parents[1] / "recipes" / "tiny" / "checkpoint"
     model, tokenizer = api.load(tiny, dtype="float32")
     assert type(model).__name__ == "LlamaForCausalLM" and tokenizer("Story").input_ids
-    told = api.evaluate(tiny, text=str(tiny / "heldout.txt"), tokens=512, length=256)
+    told = api.evaluate(tiny, "ppl", text=str(tiny / "heldout.txt"), tokens=512, length=256)
     assert told["rows"] and "ppl" in repr(told)
 
 

@@ -156,6 +156,17 @@ def test_stretches_and_running_means():
 
 
 # -- needles -----------------------------------------------------------------------------------------
+def test_default_lengths_leave_out_what_a_question_does_not_fit_in(tokenizer, monkeypatch):
+    """A tokenizer of characters needs more tokens than 64 and 128 for the sentences of a question."""
+    from surgery.eval.suites import needle
+
+    monkeypatch.setattr(needle, "counter", lambda *_, **__: lambda texts: [len(text) for text in texts])
+    short = needle._too_short(tokenizer, (64, 128, 512), (0.0, 1.0), 3, 0)
+    assert short == (64, 128)
+    monkeypatch.undo()
+    assert needle._too_short(tokenizer, (64, 128, 512), (0.0, 1.0), 3, 0) == ()
+
+
 def test_needles_tell_what_a_window_loses(near, tmp_path):
     """A window of 64 finds only the last: its map is empty where the original's is full."""
     options = EvalOptions(lengths=(128, 256), depths=(0, 1), limit=6, tasks=("needle",))
