@@ -41,7 +41,7 @@ from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mas
 METHODS = ("dense", "btt")
 SETTINGS = (
     Setting(
-        "cpu", "cpu", (16, 32, 64), METHODS, (2e-3, 6e-3, 1.8e-2, 5.4e-2), 3, 200, 8, 32, 2,
+        "cpu", "cpu", (16, 32, 64), METHODS, (6.7e-4, 2e-3, 6e-3, 1.8e-2, 5.4e-2), 3, 200, 8, 32, 2,
         {"text": "surgery", "characters": 1_000_000, "held_out": 256, "head": 16, "rank": 2, "classes": 32, "widths": {"btt": (32, 64)}},
     ),
     Setting(

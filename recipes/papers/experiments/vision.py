@@ -32,7 +32,7 @@ LARGE = {"dims": 3072, "classes": 64, "teacher": 256, "held_out": 65536, "head":
 SETTINGS = (
     Setting(
         "cpu", "cpu", (8, 16, 32), ("dense", "btt"), (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2, 2.43e-1), 3, 300, 64, 8, BLOCKS,
-        {**SIZES, "widths": {"btt": (16, 32, 64)}},
+        {**SIZES, "widths": {"btt": (16, 32, 64, 80)}},
     ),
     Setting(
         "gpu", "gpu", (64, 128, 256, 512), ("dense", "btt", "monarch", "monarch_16"), (3e-4, 1e-3, 3e-3, 9e-3), 2, 4000, 256, 16, BLOCKS,
