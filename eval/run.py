@@ -17,6 +17,7 @@ from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import exclusive_lock, explain_disk_errors, is_disk_error
 from surgery.core.progress import Progress
+from surgery.eval.fitted_text import fitted_text_warnings
 from surgery.eval.journal import SampleJournal
 from surgery.eval.model import LiveEvalModel, OpenedModel, check_dtype, load, load_eval_model, open_model
 from surgery.eval.results.averages import AverageRow, average_rows
@@ -41,7 +42,7 @@ class Evaluation:
 
     Attributes:
         averages: averages over tasks, as papers report them.
-        notes: averages that cannot be given -> why, by suite.
+        notes: warnings of the whole evaluation, and averages that cannot be given -> why, by suite.
         broken: suites or tasks that could not be measured -> reason; the others were measured.
         verdicts: results of --fail-below.
         exit_code: the same in every process: 0 success, 1 a threshold was missed, 2 something could not be measured.
@@ -160,6 +161,7 @@ def evaluate(
                 lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if lock and ranks.main else None
             )
         opened = [open_model(role, name, ranks) for role, name in names]
+        run.warn_of_fitted_text(opened)
         timed = any(suite.run_pair is not None for suite in chosen)
         run.measure(opened, [open_model("converted", other, ranks) for other in beside if timed])
         return run.compare(opened, limits)
@@ -213,6 +215,7 @@ class _EvaluationRun:
         self.device, self.progress, self.store = choose_device(device), progress, ResultStore(out)
         self.results: dict[str, dict[Role, SuiteResult]] = {suite.name: {} for suite in suites}
         self.broken: dict[str, str] = {}
+        self.warnings: list[str] = []
         self.models: dict[Role, dict[str, Any]] = {}
         self.cache: dict[
             tuple[str, str], SuiteResult
@@ -368,9 +371,16 @@ class _EvaluationRun:
             self.progress.say(f"{suite.name} failed, continuing with the other suites: {self.broken[suite.name]}")
 
     # -- both ----------------------------------------------------------------------------------------
+    def warn_of_fitted_text(self, opened: list[OpenedModel]) -> None:
+        """Warn of a scored text that a model was calibrated or trained on, at the start and in the results."""
+        self.warnings = fitted_text_warnings(opened, self.options.text)
+        for warning in self.warnings:
+            self.progress.say(f"warning: {warning}")
+
     def compare(self, opened: list[OpenedModel], limits: list[Threshold]) -> Evaluation:
         """Compare and write on the main process; broadcast the exit code."""
-        done = Evaluation(self.models, self.options, {}, broken=self.broken, provenance=self.provenance)
+        notes = [f"warning: {warning}" for warning in self.warnings]
+        done = Evaluation(self.models, self.options, {}, broken=self.broken, provenance=self.provenance, notes=notes)
         self.ranks.together_or_raise(lambda: self._fill_comparison(done, opened, limits) if self.ranks.main else None)
         done.exit_code = self.ranks.broadcast_object(done.exit_code)
         return done
