@@ -6,7 +6,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from surgery.recipes.papers.experiments import block_mixing, characters, language, recall, updates, weight_norm
+from surgery.recipes.papers.experiments import (
+    block_mixing,
+    characters,
+    cores,
+    language,
+    rate_transfer,
+    recall,
+    structured_head,
+    tuned_rates,
+    updates,
+    vision,
+    weight_norm,
+)
 from surgery.recipes.papers.experiments.sweep import Cell
 from surgery.training.pretrain.stacked import StackedTraining
 
@@ -32,7 +44,21 @@ class SecondStep(Exception):
 
 
 @pytest.mark.parametrize(
-    "module", [recall, block_mixing, characters, language, updates, weight_norm], ids=lambda m: m.__name__
+    "module",
+    [
+        recall,
+        block_mixing,
+        characters,
+        language,
+        updates,
+        weight_norm,
+        cores,
+        vision,
+        tuned_rates,
+        structured_head,
+        rate_transfer,
+    ],
+    ids=lambda m: m.__name__,
 )
 def test_steps_read_nothing_on_the_host(module, monkeypatch):
     """The second step of every method, as it would be recorded."""
