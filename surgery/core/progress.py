@@ -1,13 +1,16 @@
-"""Progress output: Rich progress bars on a terminal, nothing elsewhere."""
+"""Progress output: Rich progress bars on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console
+
+SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
 
 
 class Tick(Protocol):
@@ -46,9 +49,9 @@ class RichProgress(Progress):
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Tick]:
-        """Show a progress bar on a terminal and yield a function to call after each step."""
+        """Show a progress bar on a terminal, elsewhere a line every SECONDS_BETWEEN_LINES; yield a function to call after each step."""
         if not self.console.is_terminal:
-            yield lambda steps=1: None
+            yield self._lines(title, total)
             return
         from rich import progress as rich
 
@@ -62,6 +65,18 @@ class RichProgress(Progress):
         with rich.Progress(*columns, console=self.console, transient=True) as bars:
             task = bars.add_task(title, total=total)
             yield lambda steps=1: bars.advance(task, steps)
+
+    def _lines(self, title: str, total: int) -> Tick:
+        done, last = 0, time.monotonic()
+
+        def tick(steps: int = 1) -> None:
+            nonlocal done, last
+            done += steps
+            if done < total and time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                self.say(f"{title}: {done:,} of {total:,}")
+
+        return tick
 
 
 def is_main_process() -> bool:

@@ -341,12 +341,13 @@ def test_lara_weights_sum_to_one():
 PLACES = {
     "Qiu": {
         "section 2": "BTT", "eq 2": "BTT", "figure 1": "MLP|scaling", "section 3.2": "fan|initial", "table 2": "rate|initial", "section 5.1": "norm",
-        "section e.2": "low rank|monarch", "figure 2": "rate", "table 1": "monarch", "figure 7": "norm",
+        "section e.2": "low rank|monarch", "figure 2": "rate", "table 1": "monarch", "figure 7": "norm", "figure 3": "rate", "figure 4": "scaling|transformer", "figure 9": "head",
+        "figure 11": "core", "figure 12": "core",
     },
     "Kuang": {
         "figure 2": "regression", "figure 3": "regression", "section 4": "regression", "eq 4": "multi-level low rank|MLR",
         "section 3.2": "bilinear", "section 3.4": "MLR attention", "eq 9": "MLR attention", "eq 8": "MLBTC|levels",
-        "section 5": "window", "figure 13": "window", "figure 4": "character", "section f.1": "bilinear", **{f"eq {n}": "bilinear" for n in (32, 35, 36, 37, 38, 39, 40)},
+        "section 5": "window", "figure 13": "window", "figure 4": "character", "figure 5": "rate", "section f.1": "bilinear", **{f"eq {n}": "bilinear" for n in (32, 35, 36, 37, 38, 39, 40)},
     },
     "Guo": {
         "section 2": "mask", "section 3.1": "level", "section 3.2": "level", "section 3.3": "chunk|segment|tree",

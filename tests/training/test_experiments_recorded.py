@@ -9,11 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from surgery.recipes.papers.experiments import (
     block_mixing,
     characters,
+    cores,
     forecasting,
     language,
+    rate_transfer,
     recall,
     series_tokens,
+    structured_head,
+    tuned_rates,
     updates,
+    vision,
     weight_norm,
 )
 from surgery.recipes.papers.experiments.sweep import Cell
@@ -42,7 +47,21 @@ class SecondStep(Exception):
 
 @pytest.mark.parametrize(
     "module",
-    [recall, block_mixing, characters, language, updates, weight_norm, forecasting, series_tokens],
+    [
+        recall,
+        block_mixing,
+        characters,
+        language,
+        updates,
+        weight_norm,
+        cores,
+        vision,
+        tuned_rates,
+        structured_head,
+        rate_transfer,
+        forecasting,
+        series_tokens,
+    ],
     ids=lambda m: m.__name__,
 )
 def test_steps_read_nothing_on_the_host(module, monkeypatch):

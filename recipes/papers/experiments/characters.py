@@ -102,14 +102,19 @@ def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: t
 
 
 # -- results --------------------------------------------------------------------------------------------
-def at_equal_macs(best: dict[tuple[str, int, int], Row], method: str, rival: str) -> Difference | None:
-    """Return loss(method) - loss(rival) at the method's MACs, over seeds and widths; None without a point in the rival's range."""
+def at_equal_macs(
+    best: dict[tuple[str, int, int], Row], method: str, rival: str, macs: str = "macs", relative: bool = False
+) -> Difference | None:
+    """Return loss(method) - loss(rival) at the method's MACs, over seeds and widths; None without a point in the rival's range.
+
+    macs: the key of rows that holds the compute. relative: as a share of the rival's loss.
+    """
     found = []
     for (m, _, seed), row in best.items():
-        curve = sorted((r["macs"], r["loss"]) for (n, _, s), r in best.items() if (n, s) == (rival, seed))
-        theirs = loss_at(curve, row["macs"]) if m == method else None
+        curve = sorted((r[macs], r["loss"]) for (n, _, s), r in best.items() if (n, s) == (rival, seed))
+        theirs = loss_at(curve, row[macs]) if m == method else None
         if theirs is not None:
-            found.append(row["loss"] - theirs)
+            found.append((row["loss"] - theirs) / (theirs if relative else 1.0))
     return difference(found) if found else None
 
 

@@ -59,7 +59,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
         Place("Figures 4 to 6", "scaling of MLPs and ViTs by structure, BTT rank and Monarch blocks"),
         Place("Figure 7", "GPT-2 with BTT needs the bound on the norms of cores", "`surgery pretrain --recipe gpt2-btt --data TEXT --out MODEL --set common.weight_norm=none`"),
         Place("Figure 8", "ViT on ImageNet", "", FAR),
-        Place("Figure 9", "GPT-2 with BTT in all layers and the head", "", FAR),
+        Place("Figure 9", "GPT-2 with BTT in all layers and the head: below dense at equal compute with the head, equal without it"),
         Place("Figure 10", "time against multiplications of structures", "`surgery bench linear`", "[measured](measurements/performance.md#linear), no verdict"),
         Place("Table 2", "rates of the factors of each structure", "`tests/mixers/test_as_printed.py::test_rates_are_table_2_without_its_half`", f"{FORMULA}, without the factor 1/2"),
         Place("Figures 11, 12", "BTT of three and four cores is no better than of two"),
@@ -136,7 +136,7 @@ OUT_OF_REACH: tuple[Cost, ...] = (
         22.8e6, 1.281e6 * 300 * 50, 0,
     ),
     Cost(
-        f"{BETTER}, Figure 9",
+        f"{BETTER}, Figure 9, at the paper's size",
         "OpenWebText",
         f"surgery pretrain --recipe gpt2-btt --data OPENWEBTEXT --set model.n_embd=1536 --set model.n_head=6 --set model.n_positions=512 --set 'layers={BTT_HEAD}' "
         "--set 'stages.*.length=512' --set 'stages.*.batch=480' --set 'stages.*.tokens=147B' --out GPT",

@@ -15,6 +15,8 @@ The comparison at equal compute interpolates between measured widths and never e
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -69,6 +71,15 @@ def heads(cell: Cell) -> int:
     return 0
 
 
+def core_keys(method: str) -> dict[str, Any]:
+    """Return the recipe keys of "btt_c3_r1" (block tensor train of 3 cores and rank 1) or "tt_c2_r16" (tensor train). KeyError for other names."""
+    found = re.fullmatch(r"(btt|tt)_c(\d)_r(\d+)", method)
+    if found is None:
+        raise KeyError(method)
+    kind = {"btt": "block_tensor_train", "tt": "tensor_train"}[found[1]]
+    return {"structure": kind, "cores": int(found[2]), "rank": int(found[3])}
+
+
 def make_linear(method: str, in_: int, out: int) -> nn.Module:
     """Return a linear of a method, initialized by muP."""
     root = round(math.sqrt(min(in_, out)))
@@ -76,6 +87,7 @@ def make_linear(method: str, in_: int, out: int) -> nn.Module:
         "btt": {"structure": "btt", "blocks": "sqrt", "rank": 1},
         "btt_4": {"structure": "btt", "blocks": "sqrt", "rank": 4},
         "monarch": {"structure": "btt", "blocks": [4, 4], "rank": max(1, min(in_, out) // 16)},
+        "monarch_16": {"structure": "btt", "blocks": [16, 16], "rank": max(1, min(in_, out) // 256)},
         "low_rank": {"structure": "low_rank", "rank": root},
         "kronecker": {"structure": "kronecker", "rank": 1},
     }
@@ -83,7 +95,7 @@ def make_linear(method: str, in_: int, out: int) -> nn.Module:
     if method == "dense":
         linear: Any = nn.Linear(in_, out)
     else:
-        config = config_from_dict(keys[method])
+        config = config_from_dict(keys.get(method) or core_keys(method))
         kind = STRUCTURES[config]
         linear = kind(in_, out, kind.resolve(config, out, in_))
     initialize_module(linear)
@@ -117,7 +129,7 @@ class ResidualMLP(nn.Module):
         return sum(linear_macs(module) for module in self.modules())
 
 
-def rate_factors(model: ResidualMLP, naive: bool) -> dict[str, float]:
+def rate_factors(model: nn.Module, naive: bool) -> dict[str, float]:
     """Return parameter -> factor on the base rate: 64 / fan-in of matrices, 1 of others. naive: the fan-in of the dense layer."""
     factors = {name: 1.0 for name, _ in model.named_parameters()}
     for path, module in model.named_modules():
@@ -159,21 +171,37 @@ def make_mlp(setting: Setting, cell: Cell, seed: int) -> ResidualMLP:
 
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
+    return train_classifiers(setting, cell, runs, device, make_mlp, naive=cell.method == "btt_naive")
+
+
+def train_classifiers(
+    setting: Setting,
+    cell: Cell,
+    runs: list[tuple[float, int]],
+    device: torch.device,
+    make: Callable[[Setting, Cell, int], Any],
+    *,
+    naive: bool = False,
+) -> list[Row]:
+    """Train runs (rate, seed) of one cell at once and return their rows. make(setting, cell, seed): a model of rows (B, dims) with `macs()`.
+
+    naive: cores have the rate of the dense layer in their place.
+    """
     task = make_task(setting)
-    seeds = sorted({seed for _, seed in runs})
-    models = {seed: make_mlp(setting, cell, seed) for seed in seeds}
+    models = {seed: make(setting, cell, seed) for seed in sorted({seed for _, seed in runs})}
+    first = models[runs[0][1]]
 
     def rows_of(seed: int, first: int, rows: int) -> Batch:
         return task.batch(seed, first, rows, 1, device)
 
-    factors = rate_factors(models[seeds[0]], cell.method == "btt_naive")
+    factors = rate_factors(first, naive)
     stack = train_stack(setting, runs, models, rows_of, device, loss=class_loss, row_numbers=task.dims, factors=factors)
     found, count = torch.zeros(len(runs), 2, device=device), setting.options["held_out"] // setting.rows
     for i in range(count):
         batch = task.batch(VALIDATION_SEED, i * setting.rows, setting.rows, 1, device)
         found += stack.map(loss_and_error, {n: t.expand(len(runs), *t.shape) for n, t in batch.items()}) / count
     keys = {"setting": setting.name, "method": cell.method, "width": cell.width}
-    shared = {"parameters": sum(stack.sizes), "macs": models[seeds[0]].macs()}
+    shared = {"parameters": sum(stack.sizes), "macs": first.macs()}
     return [
         {**keys, "rate": rate, "seed": seed, "loss": finite_or_none(loss), "error": round(error, 6), **shared}
         for (rate, seed), (loss, error) in zip(runs, found.tolist())

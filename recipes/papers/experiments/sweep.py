@@ -4,7 +4,7 @@
     run_sweep(experiment, ..)                          trains what the file lacks; may be killed at any moment
     paired_difference(rows, a, b)                      mean over pairs of equal width and seed, with its 95% interval
 
-A sweep first trains every cell (method, width) with all rates and seed 0, then the other seeds at the best rate. The best rate has the
+A sweep first trains every cell (method, width) with all rates and seed 0, then the other seeds at the best rate, or at all rates (`every_rate`). The best rate has the
 lowest `loss` of its row, which is of held-out examples, for every method alike.
 """
 
@@ -41,6 +41,7 @@ class Setting:
 
     where: `cpu` or `gpu`. rates: peak learning rates that every method tries. seeds: runs at the best rate. steps, rows, length: of
     training. options: what only the experiment reads. graph: whether a GPU records the step as a CUDA graph.
+    every_rate: train all seeds at every rate, for claims about the best rate itself.
     """
 
     name: str
@@ -55,11 +56,17 @@ class Setting:
     layers: int
     options: dict[str, Any]
     graph: bool = True
+    every_rate: bool = False
 
     @property
     def runs(self) -> int:
         """Number of runs."""
-        return len(self.cells) * (len(self.rates) + self.seeds - 1)
+        return len(self.cells) * (len(self.rates) + self.later_runs)
+
+    @property
+    def later_runs(self) -> int:
+        """Number of runs of a cell at other seeds than 0."""
+        return (self.seeds - 1) * (len(self.rates) if self.every_rate else 1)
 
     @property
     def cells(self) -> list[Cell]:
@@ -197,7 +204,8 @@ def _missing(setting: Setting, cell: Cell, phase: str, rows: list[Row]) -> list[
     wanted = [(rate, 0) for rate in setting.rates]
     if phase == "seeds":
         best = best_rate(rows, setting.name, cell)
-        wanted = [] if best is None else [(best, seed) for seed in range(1, setting.seeds)]
+        rates = setting.rates if setting.every_rate else [] if best is None else [best]
+        wanted = [(rate, seed) for rate in rates for seed in range(1, setting.seeds)]
     return [(rate, seed) for rate, seed in wanted if (setting.name, *cell, rate, seed) not in done]
 
 
@@ -226,7 +234,7 @@ def cell_minutes(setting: Setting, cell: Cell, heads: int, stack: int) -> float:
     """Return the part of one cell in `gpu_minutes`."""
     tokens, total = setting.rows * setting.length, 0.0
     moved = tokens * setting.layers * (50_000 * cell.width / 64 + 120 * heads * setting.length)
-    for count in (len(setting.rates), setting.seeds - 1):
+    for count in (len(setting.rates), setting.later_runs):
         for some in _stacks([(0.0, 0)] * count, stack):
             total += 2 * setting.steps * max(1.5e-3, len(some) * moved / 4.1e12)
     return total / 60

@@ -75,9 +75,11 @@ def make_config(width: int, vocabulary: int, sizes: SweepSizes) -> Any:
     return config
 
 
-def make_gpt2(name: str, width: int, vocabulary: int, sizes: SweepSizes, seed: int) -> Any:
-    """Return a GPT-2 with structured linears."""
-    config, keys = make_config(width, vocabulary, sizes), structure_keys(name, width)
+def make_gpt2(
+    name: str, width: int, vocabulary: int, sizes: SweepSizes, seed: int, keys: dict[str, Any] | None = None
+) -> Any:
+    """Return a GPT-2 with structured linears. keys: of a recipe for its layers; None: `structure_keys`."""
+    config, keys = make_config(width, vocabulary, sizes), keys or structure_keys(name, width)
     plan = None
     if keys is not None:
         with tempfile.TemporaryDirectory() as folder:

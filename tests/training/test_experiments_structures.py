@@ -1,0 +1,192 @@
+"""Experiments of recipes/papers/experiments on structures in ViTs, MLPs and GPT-2, and on the best rate by width: models, counts, verdicts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from surgery.recipes.papers.experiments import cores, rate_transfer, scaling, structured_head, tuned_rates, vision
+from surgery.recipes.papers.experiments.characters import at_equal_macs
+from surgery.recipes.papers.experiments.sweep import Cell, append_rows, gpu_minutes, is_complete, read_rows, run_sweep
+from surgery.structures.tensor_train import BlockTensorTrainLinear, TensorTrainLinear
+
+MODULES = (cores, vision, tuned_rates, structured_head, rate_transfer)
+
+
+def rows_of(setting, values):
+    """Rows of a complete sweep whose best rate is inside the grid. values(method, width, seed): what a run measured."""
+    best = setting.rates[len(setting.rates) // 2]
+    runs = [(rate, 0) for rate in setting.rates] + [(best, s) for s in range(1, setting.seeds)]
+    rows = [
+        {"setting": setting.name, "method": cell.method, "width": cell.width, "rate": rate, "seed": seed,
+         **(values(*cell, seed) if rate == best else {"loss": 99.0, "macs": 1})}
+        for cell in setting.cells for rate, seed in runs
+    ]  # fmt: skip
+    assert is_complete(rows, setting)
+    return rows
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.EXPERIMENT.name)
+def test_settings(module):
+    """A GPU setting without rows has a forecast below an hour, and the sources are figures of the paper."""
+    experiment = module.EXPERIMENT
+    for setting in experiment.settings:
+        if setting.where == "gpu":
+            verdict = experiment.judge([], setting)
+            assert verdict.word == "undecided: GPU time" and "forecast" in verdict.why
+            assert 0 < gpu_minutes(setting, experiment.heads, lambda cell: 4) < 60
+        else:
+            assert experiment.judge([], setting).word == "undecided"
+
+
+# -- models ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", ["dense", "btt"])
+def test_the_vit_starts_at_zero_and_pays_its_macs(method):
+    setting = replace(vision.EXPERIMENT.setting("cpu"), layers=2)
+    model, width = vision.make_vit(setting, Cell(method, 32), 0), 32
+    images = torch.randn(2, setting.options["dims"])
+    assert float(model(images).detach().abs().max()) == 0.0
+    if method == "dense":
+        with FlopCounterMode(display=False) as counter:
+            model(images[:1])
+        assert counter.get_total_flops() == 2 * model.macs()
+    else:
+        dense = vision.make_vit(setting, Cell("btt", width), 0, attention="dense")
+        assert isinstance(dense.attention[0].query, torch.nn.Linear) and dense.macs() > model.macs()
+
+
+def test_patches_share_the_large_values():
+    """Value k of an image is in patch k mod 8."""
+    model = vision.make_vit(replace(vision.EXPERIMENT.setting("cpu"), layers=0), Cell("dense", 16), 0)
+    torch.nn.init.ones_(model.classifier.weight)
+    seen = []
+    model.input.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    model(torch.arange(64.0)[None])
+    assert (seen[0] / 8**0.5).allclose((torch.arange(8)[:, None] + 8.0 * torch.arange(8))[None])
+
+
+def test_only_the_cores_have_other_rates():
+    model = tuned_rates.make_model(tuned_rates.EXPERIMENT.setting("cpu"), Cell("aware", 128), 0)
+    aware, naive = (scaling.rate_factors(model, naive) for naive in (False, True))
+    changed = {name for name in aware if aware[name] != naive[name]}
+    assert changed == {
+        f"{part}.{i}.{core}" for part in ("up", "down") for i in range(3) for core in ("weight", "right")
+    }
+    assert naive["up.0.right"] == 0.5 == aware["attention.0.query.weight"] < aware["up.0.right"]
+
+
+def test_names_of_cores():
+    linear = scaling.make_linear("btt_c3_r2", 64, 64)
+    assert isinstance(linear, BlockTensorTrainLinear) and linear.config.cores == 3
+    assert isinstance(scaling.make_linear("tt_c2_r4", 64, 64), TensorTrainLinear)
+    two, btt = scaling.make_linear("btt_c2_r1", 64, 64), scaling.make_linear("btt", 64, 64)
+    assert two.macs() == btt.macs() == 2 * 64**1.5 and scaling.make_linear("btt_c3_r1", 64, 64).macs() == 3 * 64 * 4
+    with pytest.raises(KeyError):
+        scaling.make_linear("btt_c3", 64, 64)
+
+
+def test_words_are_pairs_of_characters():
+    ids = torch.tensor([[1, 2, 96, 96]])
+    assert structured_head.words(ids, 97).tolist() == [[99, 97**2 - 1]]
+    assert structured_head.words(ids, 32).tolist() == [[34, 0]]
+    model = structured_head.make_model(structured_head.SMOKE, Cell("btt", 16), 0)
+    head = model.get_output_embeddings()
+    assert head.out_features == 16**2 and head.config.rank == 2 and head.config.name == "btt"
+
+
+# -- the sweep ------------------------------------------------------------------------------------------
+def test_every_rate_trains_every_seed(tmp_path):
+    setting, out = replace(rate_transfer.SMOKE, rates=(1e-3, 1e-2), seeds=3, methods=("mlr",)), tmp_path / "rows.jsonl"
+
+    def train(setting, cell, runs, device):
+        return [
+            {"setting": setting.name, "method": cell.method, "width": cell.width, "rate": r, "seed": s, "loss": 1.0}
+            for r, s in runs
+        ]
+
+    assert run_sweep(setting, train, out, "cpu", stack=lambda cell: 4, say=lambda text: None)
+    rows = read_rows(out)
+    assert len(rows) == setting.runs == 2 * 2 * 3 and is_complete(rows, setting)
+    assert not is_complete(rows[:-1], setting) and is_complete(rows[:-1], replace(setting, every_rate=False))
+    append_rows(out, [])
+
+
+# -- verdicts -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "three, rank, word",
+    [(0.05, 0.05, "reproduced"), (0.0, 0.0, "reproduced"), (-0.1, 0.0, "refuted"), (0.0, -0.1, "refuted")],
+)
+def test_cores(three, rank, word):
+    setting = cores.EXPERIMENT.setting("gpu")
+    gains = {cores.THREE: three, cores.FOUR: three, cores.RANK: three + rank}
+
+    def values(method, width, seed):
+        return {"macs": width**2, "loss": (2 - math.log(width) / 10) * (1 + gains.get(method, 0) + 1e-4 * seed)}
+
+    rows = rows_of(setting, values)
+    verdict = cores.EXPERIMENT.judge(rows, setting)
+    assert verdict.word == word and "btt_c3_r1 - btt_c2_r1" in verdict.why
+    assert cores.EXPERIMENT.judge([{**r, "loss": None} for r in rows], setting).word == "undecided"
+
+
+@pytest.mark.parametrize(
+    "gap, noise, word", [(0.1, 0.0, "reproduced"), (-0.1, 0.0, "refuted"), (0.0, 0.1, "undecided")]
+)
+def test_tuned_rates(gap, noise, word):
+    setting = tuned_rates.EXPERIMENT.setting("cpu")
+
+    def values(method, width, seed):
+        return {"loss": 1.0 + 0.01 * seed + (method == "naive") * (gap + noise * (-1) ** seed)}
+
+    rows = rows_of(setting, values)
+    assert tuned_rates.EXPERIMENT.judge(rows, setting).word == word
+    best = setting.rates[len(setting.rates) // 2]
+    moved = [{**r, "rate": {best: setting.rates[-1], setting.rates[-1]: best}.get(r["rate"], r["rate"])} for r in rows]
+    assert "end of the grid" in tuned_rates.EXPERIMENT.judge(moved, setting).why
+
+
+@pytest.mark.parametrize(
+    "whole, body, word",
+    [(-0.2, 0.0, "reproduced"), (-0.2, -0.2, "undecided"), (0.2, 0.0, "refuted")],
+)
+def test_structured_head(whole, body, word):
+    """Losses on one line in log MACs with a slope of -1; the shares of the head are such that the gaps are as given."""
+    setting = replace(structured_head.EXPERIMENT.setting("gpu"), options={})
+
+    def values(method, width, seed):
+        ours = method == "btt"
+        loss = 20 - math.log(width) + 0.001 * seed
+        return {
+            "loss": loss + 0.0005 * ours * (-1) ** seed,
+            "macs": round(1e9 * width * math.exp(body * ours)),
+            "macs_with_head": round(1e9 * width * math.exp(whole * ours)),
+        }
+
+    rows = rows_of(setting, values)
+    verdict = structured_head.EXPERIMENT.judge(rows, setting)
+    found = at_equal_macs(structured_head.best_rows(rows, setting), "btt", "dense", "macs_with_head")
+    assert verdict.word == word and found.mean == pytest.approx(whole, abs=1e-3)
+
+
+@pytest.mark.parametrize("moved, word", [(0.0, "reproduced"), (3.0, "refuted"), (1.5, "undecided")])
+def test_rate_transfer(moved, word):
+    setting = rate_transfer.EXPERIMENT.setting("gpu")
+    widest = max(setting.widths)
+
+    def loss(method, width, rate, seed):
+        center = math.log2(setting.rates[1]) + 0.2 * seed
+        return (math.log2(rate) - center - moved * (width == widest) - 0.1 * (-1) ** seed * (width == widest)) ** 2
+
+    rows = [
+        {"setting": setting.name, "method": c.method, "width": c.width, "rate": rate, "seed": seed, "loss": loss(*c, rate, seed)}
+        for c in setting.cells for rate in setting.rates for seed in range(setting.seeds)
+    ]  # fmt: skip
+    verdict = rate_transfer.EXPERIMENT.judge(rows, setting)
+    assert verdict.word == word
+    assert rate_transfer.shift(rows, setting, "mlr").mean == pytest.approx(
+        moved / 3, abs=0.05
+    )  # three doublings of the width
