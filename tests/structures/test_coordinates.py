@@ -10,17 +10,22 @@ import torch
 from surgery.conversion.refine import TrainedLayer
 from surgery.conversion.replacement import LayerReplacement
 from surgery.structures import STRUCTURES, Metric
-from surgery.structures.low_rank import LowRank
 from surgery.structures.pivoted_low_rank import PivotedLowRank
 
 RANK, OUT, IN = 24, 96, 80
 
 
-def steep_weight(seed: int = 0) -> torch.Tensor:
-    """Return a matrix (OUT, IN) whose singular values fall from 1 to 1e-3."""
-    generator = torch.Generator().manual_seed(seed)
-    left, right = (torch.linalg.qr(torch.randn(n, 64, generator=generator))[0] for n in (OUT, IN))
-    return left * torch.logspace(0, -3, 64) @ right.mT
+def steep_weight(out: int = OUT, in_: int = IN) -> torch.Tensor:
+    """Return a matrix (out, in_) whose singular values fall from 1 to 0.01."""
+    generator, rank = torch.Generator().manual_seed(0), min(out, in_)
+    left, right = (torch.linalg.qr(torch.randn(n, rank, generator=generator))[0] for n in (out, in_))
+    return left * torch.logspace(0, -2, rank) @ right.mT
+
+
+def half(name: str, out: int, in_: int):
+    """Return the default config of a structure that stores half of the elements."""
+    config_type = STRUCTURES.config_type(name)
+    return STRUCTURES[config_type].fit(config_type(), out, in_, 0.5 * out * in_)
 
 
 def project(config, weight, metric=None):
@@ -29,8 +34,7 @@ def project(config, weight, metric=None):
 
 @pytest.mark.parametrize("name", STRUCTURES.names())
 def test_coordinates_invert_and_turn_gradients_by_the_chain_rule(name):
-    config_type = STRUCTURES.config_type(name)
-    config = STRUCTURES[config_type].fit(config_type(), OUT, IN, 0.5 * OUT * IN)
+    config = half(name, OUT, IN)
     linear = project(config, steep_weight())
     found = linear.step_coordinates()
     order = STRUCTURES[config].step_order(config, OUT, IN)
@@ -64,21 +68,27 @@ def test_a_matrix_of_smaller_rank_has_finite_coordinates(weight):
         assert bool(torch.isfinite(coordinates.matrix).all() and torch.isfinite(coordinates.inverse).all())
 
 
-def relative_step(config) -> float:
+def relative_step(config, out: int, in_: int) -> float:
     """Return the change of a matrix, relative to its norm, by one step at the rate 0.01 down the gradient of a random linear function."""
-    linear = project(config, steep_weight())
-    names = {f"layer.{name}": torch.float32 for name in ("weight", "right")}
+    linear = project(config, steep_weight(out, in_))
+    names = {f"layer.{name}": torch.float32 for name, _ in linear.named_parameters()}
     model = SimpleNamespace(keys={}, module=lambda path: None)
     layer = TrainedLayer(model, "", LayerReplacement(structured={"layer": linear}), names)
     before = linear.dense().detach()
     leaves = layer.parameters(torch.device("cpu"), trained=True)
-    direction = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(3))
-    layer.update(leaves, list(torch.autograd.grad((linear.dense() * direction).sum(), leaves)), 0.01)
+    direction = torch.randn(out, in_, generator=torch.Generator().manual_seed(3))
+    gradients = torch.autograd.grad((linear.dense() * direction).sum(), leaves, allow_unused=True)
+    layer.update(leaves, list(gradients), 0.01)
     return float((linear.dense().detach() - before).norm() / before.norm())
 
 
-def test_a_step_moves_a_pivoted_matrix_as_far_as_its_factors(monkeypatch):
-    low_rank, pivoted = relative_step(LowRank(rank=RANK)), relative_step(PivotedLowRank(rank=RANK))
-    assert 0.5 * low_rank < pivoted < 1.25 * low_rank
+@pytest.mark.parametrize("size", [(64, 64), (192, 256)])
+@pytest.mark.parametrize("name", STRUCTURES.names())
+def test_a_step_moves_a_matrix_by_about_the_rate_whatever_its_structure_and_size(name, size):
+    assert 0.01 < relative_step(half(name, *size), *size) < 0.025
+
+
+def test_steps_in_the_stored_values_of_a_pivoted_matrix_go_too_far(monkeypatch):
     monkeypatch.setattr(STRUCTURES[PivotedLowRank], "step_coordinates", lambda self: {})
-    assert relative_step(PivotedLowRank(rank=RANK)) > 1.5 * low_rank, "steps in the stored values go too far"
+    near, far = (relative_step(half("pivoted_low_rank", n, n), n, n) for n in (64, 256))
+    assert near > 0.025 and far > 1.5 * near
