@@ -4,7 +4,8 @@
     surgery.conversion.refine_model     all layers, towards the original's logits
 
 Trained are the cores of structured linears and the parameters of mixers. A step of Adam moves a tensor by at most about
-`rate` times its root mean square, so that one scale of rates suits cores of every structure and size. The rate is found for
+`rate` times its root mean square, so that one scale of rates suits cores of every structure and size. Pivoted low rank makes
+its steps in the coordinates of two balanced factors (`step_coordinates`), since its stored values are badly scaled for them. The rate is found for
 each refinement: every rate of RATES runs a short trial, and the one with the lowest loss on the held-out rows is used. It
 falls with a cosine over the epochs. After an epoch that does not lower the held-out loss, the values return to those of
 the best epoch and the rate is halved. If no trial lowers the loss, the values stay as they were.
@@ -28,6 +29,7 @@ from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
 from surgery.conversion.replacement import LayerReplacement, stored_module_name, swapped_modules
 from surgery.planning.refine_budget import BATCH_TOKENS, RATES, TRIAL_STEPS
 from surgery.structures import StructuredLinear
+from surgery.structures.coordinates import Coordinates
 
 MIN_STEPS = 4  # fewest steps of an epoch: a short text is cut into smaller batches
 MIN_SCALE = 1e-3  # root mean square that a tensor counts with at least, for tensors that start at zero
@@ -61,7 +63,8 @@ class RefineRecord:
 @dataclass
 class _TrainedTensor:
     """One trained tensor. module, leaf: where it belongs. stored: dtype in the files. value: in float32. saved: the values
-    to return to. first, second: Adam's moments. scale: root mean square of the values before the training."""
+    to return to. coordinates: in which steps are made, None if in the values. first, second: Adam's moments, and scale: root mean square of
+    the values before the training, in the coordinates."""
 
     module: nn.Module
     leaf: str
@@ -71,6 +74,7 @@ class _TrainedTensor:
     first: Tensor
     second: Tensor
     scale: float
+    coordinates: Coordinates | None = None
 
 
 class TrainedLayer:
@@ -89,12 +93,19 @@ class TrainedLayer:
     ):
         self.meta_model, self.path, self.replacement, self.steps = meta_model, path, replacement, 0
         self.tensors: dict[str, _TrainedTensor] = {}
+        by_module: dict[nn.Module, dict[str, Coordinates]] = {}
         for name, (module, leaf) in trained_parameters(meta_model, replacement).items():
+            if module not in by_module:
+                by_module[module] = _step_coordinates(module, allocate)
             value = module.get_parameter(leaf).detach()
             current, saved = (allocate(value).copy_(value) for _ in range(2))
             first, second = (allocate(value).zero_() for _ in range(2))
-            scale = max(float(value.double().square().mean().sqrt()), MIN_SCALE)
-            self.tensors[name] = _TrainedTensor(module, leaf, stored[name], current, saved, first, second, scale)
+            coordinates = by_module[module].get(leaf)
+            stepped = value if coordinates is None else coordinates.to(value.device).of(value)
+            scale = max(float(stepped.double().square().mean().sqrt()), MIN_SCALE)
+            self.tensors[name] = _TrainedTensor(
+                module, leaf, stored[name], current, saved, first, second, scale, coordinates
+            )
 
     @property
     def count(self) -> int:
@@ -127,11 +138,15 @@ class TrainedLayer:
                 continue
             device, steps = leaf.device, [torch.tensor(float(self.steps - 1))]
             first, second = tensor.first.to(device), tensor.second.to(device)
+            coordinates = None if tensor.coordinates is None else tensor.coordinates.to(device)
+            stepped = leaf if coordinates is None else torch.zeros_like(leaf)
             adam(
-                [leaf], [gradient], [first], [second], [], steps,
+                [stepped], [gradient if coordinates is None else coordinates.gradient(gradient)], [first], [second], [], steps,
                 foreach=False, amsgrad=False, maximize=False, weight_decay=0.0,
                 beta1=BETAS[0], beta2=BETAS[1], lr=rate * tensor.scale, eps=EPSILON,
             )  # fmt: skip
+            if coordinates is not None:
+                leaf += coordinates.core(stepped)
             for kept, new in ((tensor.value, leaf), (tensor.first, first), (tensor.second, second)):
                 if kept.data_ptr() != new.data_ptr():
                     kept.copy_(new)
@@ -169,6 +184,16 @@ class TrainedLayer:
         self.reset()
         self.parameters(device, trained=False)
         return {name: tensor.module.get_parameter(tensor.leaf).detach() for name, tensor in self.tensors.items()}
+
+
+def _step_coordinates(module: nn.Module, allocate: Allocate) -> dict[str, Coordinates]:
+    """Return the coordinates of a structured linear's cores, by core, in tensors of `allocate`; none for other modules."""
+    found = module.step_coordinates() if isinstance(module, StructuredLinear) else {}
+    copies: dict[int, Tensor] = {}
+    for matrix in (matrix for each in found.values() for matrix in (each.matrix, each.inverse)):
+        if id(matrix) not in copies:
+            copies[id(matrix)] = allocate(matrix).copy_(matrix)
+    return {n: Coordinates(copies[id(c.matrix)], copies[id(c.inverse)], c.on_rows) for n, c in found.items()}
 
 
 def trained_parameters(meta_model: MetaModel, replacement: LayerReplacement) -> dict[str, tuple[nn.Module, str]]:

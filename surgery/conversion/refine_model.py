@@ -30,7 +30,7 @@ from surgery.conversion.context import ConversionContext
 from surgery.conversion.refine import Refinement, TrainedLayer, split_rows
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.planning.plan import Plan
-from surgery.planning.refine_budget import BATCH_TOKENS
+from surgery.planning.refine_budget import BATCH_TOKENS, coordinate_values
 
 STATES = 4  # copies of each trained tensor: its value, the saved value, Adam's two moments
 
@@ -300,4 +300,4 @@ def resident_bytes(plan: Plan) -> int:
     for target in plan.replaced_targets():
         if target.preview is not None:
             trained += target.params(target.preview)
-    return 4 * (weights + (STATES + 1) * trained + 3 * BATCH_TOKENS * rows)
+    return 4 * (weights + (STATES + 1) * trained + coordinate_values(plan) + 3 * BATCH_TOKENS * rows)

@@ -19,7 +19,7 @@ from surgery.estimation.steps import MAX_TILTS, MIN_TILTS, Setting, Step, StepEs
 from surgery.mixers import MIXERS
 from surgery.planning.plan import Plan
 from surgery.planning.recipe import ConversionRecipe
-from surgery.planning.refine_budget import BATCH_TOKENS, epoch_seconds, resolve_refine
+from surgery.planning.refine_budget import BATCH_TOKENS, coordinate_values, epoch_seconds, resolve_refine, step_order
 
 MIN_LIMIT = 2.0 * 2**30  # bytes of hidden states that stay in memory (surgery.calibration.layer_runner)
 SWEEPS = (1, None)  # fewest and most sweeps of alternating least squares; None: those of the recipe
@@ -122,9 +122,13 @@ def _refine(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows
         if not count:
             continue
         if name == "refine layers":
-            trained = max(sum(n * stored_size(t) for t, n in kind.targets()) for kind in shape.kinds)
+            states_of = [
+                sum(n * (5 * stored_size(t) + 2 * step_order(t) ** 2) for t, n in kind.targets())
+                for kind in shape.kinds
+            ]
             states = max(
-                4.0 * (kind.params + 5 * trained) + steps.activations(kind, BATCH_TOKENS, True) for kind in shape.kinds
+                4.0 * (kind.params + max(states_of)) + steps.activations(kind, BATCH_TOKENS, True)
+                for kind in shape.kinds
             )
             device, host, files = steps.hidden(2 * rows.tokens, 3)
         else:
@@ -133,7 +137,7 @@ def _refine(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows
             if states > setting.limit:  # streamed: one layer at a time, states in a file
                 largest = max(kind.params for kind in shape.kinds)
                 trained = sum(stored_size(t) for t in shape.plan.replaced_targets())
-                states, files = 4.0 * 3 * largest, files + 16.0 * trained
+                states, files = 4.0 * 3 * largest, files + 16.0 * trained + 4.0 * coordinate_values(shape.plan)
         found.append(Step(name, each.total(part), states + device, host, files))
     return found
 

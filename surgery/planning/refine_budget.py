@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from surgery.planning.plan import Plan
+from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.recipe import RefineRecipe
+from surgery.structures import STRUCTURES
 
 BUDGET_SECONDS = {"cpu": 300.0, "cuda": 540.0}  # of `auto`
 # Multiply-accumulates per second, in float32: on a CPU of each thread.
@@ -40,8 +41,8 @@ class EpochSeconds:
 def epoch_seconds(plan: Plan, tokens: int, device: str, threads: int) -> EpochSeconds:
     """Return the estimated seconds of an epoch. tokens: of the calibration text. device: `cpu` or `cuda`.
 
-    A step costs three forward passes of the converted linears. That of the whole model has also five products with the
-    head's matrix.
+    A step costs three forward passes of the converted linears, and turns the gradients and steps of cores that have
+    coordinates of their own (`step_coordinates`). That of the whole model has also five products with the head's matrix.
     """
     replaced = plan.replaced_targets()
     inside = sum(linear.out * linear.in_ for linear in plan.layout.linears if linear.path != plan.layout.head)
@@ -49,9 +50,24 @@ def epoch_seconds(plan: Plan, tokens: int, device: str, threads: int) -> EpochSe
         if target.linear.path != plan.layout.head and target.preview is not None:
             inside += target.params(target.preview) - target.numel
     head = sum(linear.out * linear.in_ for linear in plan.layout.linears if linear.path == plan.layout.head)
+    turned = sum(2 * step_order(t) * t.params(t.preview) for t in replaced if t.preview is not None)
+    turned *= max(1, round(tokens / BATCH_TOKENS))
     speed = SPEED.get(device, SPEED["cpu"]) * (1 if device == "cuda" else threads)
     trials = len(RATES) * TRIAL_STEPS * BATCH_TOKENS / tokens
-    return EpochSeconds(3 * tokens * inside / speed, tokens * (3 * inside + 5 * head) / speed, trials)
+    layers, model = 3 * tokens * inside + turned, tokens * (3 * inside + 5 * head) + turned
+    return EpochSeconds(layers / speed, model / speed, trials)
+
+
+def step_order(target: LinearTarget) -> int:
+    """Return the order of the matrices of a target's `step_coordinates`, 0 if it has none."""
+    return (
+        0 if target.preview is None else STRUCTURES[target.preview].step_order(target.preview, target.out, target.in_)
+    )
+
+
+def coordinate_values(plan: Plan) -> int:
+    """Return the number of elements of the matrices of all `step_coordinates`."""
+    return sum(2 * step_order(target) ** 2 for target in plan.replaced_targets())
 
 
 def resolve_refine(plan: Plan, tokens: int, device: str, threads: int) -> RefineRecipe:

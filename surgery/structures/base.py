@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.registry import Registry, validate_config
+from surgery.structures.coordinates import Coordinates
 from surgery.structures.metric import Metric
 
 Rank = int | Literal["full"] | None
@@ -148,6 +149,15 @@ class StructuredLinear(nn.Module):
     def macs(self) -> int:
         """Return multiply-accumulates per token."""
         raise NotImplementedError
+
+    def step_coordinates(self) -> dict[str, Coordinates]:
+        """Return, by core, the coordinates in which a refinement trains it. Cores that it lacks are trained as they are stored."""
+        return {}
+
+    @classmethod
+    def step_order(cls, config: Any, out: int, in_: int) -> int:
+        """Return R of the two (R, R) matrices of `step_coordinates`, 0 if there are none."""
+        return 0
 
     def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
         """Run one sweep of descent in the metric, in place.

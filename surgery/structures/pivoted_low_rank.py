@@ -19,6 +19,7 @@ from torch import Tensor
 from surgery.core.errors import SurgeryError
 from surgery.structures import linalg
 from surgery.structures.base import STRUCTURES, MuP, Rank, StructureConfig, StructuredLinear
+from surgery.structures.coordinates import Coordinates, balanced_pivots
 from surgery.structures.low_rank import LowRankLinear, low_rank_factors
 from surgery.structures.metric import Metric
 
@@ -124,6 +125,23 @@ class PivotedLowRankLinear(StructuredLinear):
     def output_cores(self) -> list[str]:
         """Return the names of both cores: rows of `right` are copied to the output."""
         return ["weight", "right"]
+
+    @torch.no_grad()
+    def step_coordinates(self) -> dict[str, Coordinates]:
+        """Return the coordinates of both cores: those of the two balanced factors of B, whose rows at the pivots do not change.
+
+        Pivot rows of B resemble each other, so steps of equal size in `weight` and `right` change B mostly along its leading directions.
+        """
+        pivots_RR, inverse_RR = balanced_pivots(self.weight[0].detach(), self.right.detach())
+        return {
+            "weight": Coordinates(inverse_RR, pivots_RR, on_rows=False),
+            "right": Coordinates(pivots_RR, inverse_RR, on_rows=True),
+        }
+
+    @classmethod
+    def step_order(cls, config: Any, out: int, in_: int) -> int:
+        """Return the rank: `step_coordinates` has a matrix (R, R) and its inverse."""
+        return int(config.rank)
 
     def product(self, x: Tensor) -> Tensor:
         """Return B x (..., O) without the bias, for x (..., I)."""
