@@ -189,7 +189,10 @@ def dry_run_inputs(model: Any) -> dict[str, Tensor]:
     if name == "pixel_values" and (picture := _picture(config)) is not None:
         return {name: picture}
     if (sound := _sound(config, name)) is not None:
-        return {name: sound, **({"decoder_input_ids": _token_ids(config)[:, :TOKENS]} if "decoder_input_ids" in takes else {})}
+        return {
+            name: sound,
+            **({"decoder_input_ids": _token_ids(config)[:, :TOKENS]} if "decoder_input_ids" in takes else {}),
+        }
     raise SurgeryError(
         f"{type(model).__name__} cannot be given mixers: surgery has no description of this family, and a dry run needs a model that "
         f"reads input_ids, pixel_values, or sound of a length that its config tells (this one reads {name})"

@@ -57,7 +57,9 @@ class GradientHooks:
         self.counts: dict[str, int] = {}
         self.shared_input: dict[str, str] = {}  # linear -> the linear whose input it shares
         self.rows: dict[str, int] = {}
-        self.constant_outputs: list[Tensor] = []  # of linears whose input needs no gradient: keys of an image, for example
+        self.constant_outputs: list[
+            Tensor
+        ] = []  # of linears whose input needs no gradient: keys of an image, for example
         self._seen: list[tuple[Tensor, str]] = []
         self._handles: list[Any] = []
 

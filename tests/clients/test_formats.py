@@ -46,10 +46,14 @@ def test_onnx_keeps_the_factors_of_structured_linears(recipe):
     stored = sum(math.prod(tensor.dims) for tensor in exported.graph.initializer)
     ours = sum(tensor.numel() for tensor in model.state_dict().values())
     dense = sum(m.in_features * m.out_features for m in linears)
-    assert stored < ours + 0.25 * dense  # no matrix was multiplied out; masks and tables of positions are constants of the graph
+    assert (
+        stored < ours + 0.25 * dense
+    )  # no matrix was multiplied out; masks and tables of positions are constants of the graph
     if recipe == "low-rank-half":
         shapes = collections.Counter(tuple(sorted(tensor.dims)) for tensor in exported.graph.initializer)
-        for shape, count in collections.Counter(tuple(sorted(x.shape)) for m in linears for x in m.parameters()).items():
+        for shape, count in collections.Counter(
+            tuple(sorted(x.shape)) for m in linears for x in m.parameters()
+        ).items():
             assert shapes[tuple(n for n in shape if n > 1)] + shapes[shape] >= count, shape
     session = onnx_reference.ReferenceEvaluator(exported)
     (found,) = session.run(None, {exported.graph.input[0].name: inputs["input_ids"].numpy()})

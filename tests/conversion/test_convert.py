@@ -335,8 +335,13 @@ def test_heads_that_cannot_share_keys_are_refused_in_the_plan(calibration, tmp_p
     model = cls(config)
     model.save_pretrained(tmp_path / "source")
     recipe = make_recipe(structure="low_rank", calibration=calibration)
-    for plan in (lambda: surgery.plan(model, recipe), lambda: convert(str(tmp_path / "source"), recipe, tmp_path / "out")):
-        with pytest.raises(SurgeryError, match=r"num_attention_heads \(4\) in config.json must be a multiple of .*\(3\)"):
+    for plan in (
+        lambda: surgery.plan(model, recipe),
+        lambda: convert(str(tmp_path / "source"), recipe, tmp_path / "out"),
+    ):
+        with pytest.raises(
+            SurgeryError, match=r"num_attention_heads \(4\) in config.json must be a multiple of .*\(3\)"
+        ):
             plan()
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

@@ -458,7 +458,9 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     ),
     # Text with images or sound, and pairs
     "gemma3-vl": multimodal(
-        "gemma3-vl", note="with mixers text alone: the tokens of an image see each other in both directions", mixer_inputs=text
+        "gemma3-vl",
+        note="with mixers text alone: the tokens of an image see each other in both directions",
+        mixer_inputs=text,
     ),
     "llava": multimodal("llava", in_ci=True),
     "qwen2_vl": multimodal("qwen2-vl"),
