@@ -203,7 +203,7 @@ def test_a_mixer_of_gemma_3_refuses_images_and_reads_text(attention):
     model = surgery.apply(families.make_model("gemma3-vl"), {"structure": "dense", "attention": attention})
     assert outputs(model, families.text_inputs("gemma3-vl", 2)).isfinite().all()
     for use_cache in (False, True):
-        with pytest.raises(SurgeryError, match="the attention mask (is not causal|lets tokens see later ones)"):
+        with pytest.raises(SurgeryError, match=r"the attention mask (is not causal|lets tokens see later ones)"):
             outputs(model, {**families.make_inputs("gemma3-vl", 2), "use_cache": use_cache})
 
 

@@ -106,7 +106,7 @@ def test_families_with_windows_and_other_positions(family):
         assert torch.equal(drafter(kind, family).generate(ids, mask, draft_tokens=3, **GREEDY).sequences, plain)
 
 
-REFUSED = {"qwen3_5", "lfm2", "bloom", "falcon-alibi", "t5"}
+REFUSED = {"qwen3_5", "qwen3_next", "qwen3_5_moe", "llama4", "lfm2", "bloom", "falcon-alibi", "t5"}
 FAMILIES = [
     pytest.param(name, marks=() if family.in_ci else pytest.mark.slow)
     for name, family in TINY_FAMILIES.items()
@@ -415,6 +415,8 @@ def test_originals_that_cannot_verify_are_refused(tmp_path):
     for name, message in (
         ("t5", "has an encoder"),
         ("qwen3_5", "keys and values of its own"),
+        ("qwen3_next", "keys and values of its own"),
+        ("llama4", "chunked attention"),
         ("bloom", "cannot verify drafts"),
     ):
         with pytest.raises(SurgeryError, match=message):
