@@ -145,9 +145,8 @@ class MixerAttention:
                 memo.shows_later = shows_later_tokens(mask_BHTS, valid_BT)
             if memo.shows_later and self.mixer.shape.causal:
                 raise SurgeryError(
-                    "the attention mask lets tokens see later ones (a prefix, or the tokens of one image in Gemma 3), and "
-                    f"{type(self.mixer).__name__} takes the place of causal attention; give the model text alone, or leave its softmax "
-                    "attention as it is"
+                    "the attention mask lets tokens see later ones (a prefix, or the tokens of one image in Gemma 3), and a mixer here takes the "
+                    "place of causal attention. Calibrate and run the model on text alone, or leave its softmax attention as it is"
                 )
             return memo.documents
         if memo.is_plain is None:

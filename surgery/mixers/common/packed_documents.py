@@ -29,8 +29,14 @@ def mask_to_bool(mask: Tensor) -> Tensor:
 
 def shows_later_tokens(mask_BHTS: Tensor, valid_BT: Tensor) -> bool:
     """Return whether a mask lets a token that is no padding see a later one."""
-    later_TS = torch.ones(mask_BHTS.shape[-2:], dtype=torch.bool, device=mask_BHTS.device).triu(1)
-    return bool((mask_to_bool(mask_BHTS) & later_TS & valid_BT[:, None, :, None]).any())
+    T, S = mask_BHTS.shape[-2:]
+    s_S = torch.arange(S, device=mask_BHTS.device)
+    queries, shown = max(1, 2**26 // (len(valid_BT) * S)), []  # in chunks, which need less memory than the mask
+    for start in range(0, T, queries):
+        part = slice(start, start + queries)
+        later_NS = s_S > torch.arange(T, device=mask_BHTS.device)[part, None]
+        shown.append((mask_to_bool(mask_BHTS[:, :, part]) & later_NS & valid_BT[:, None, part, None]).any())
+    return bool(torch.stack(shown).any())
 
 
 def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BTD: Tensor) -> Tensor | None:
