@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-mixins test-vllm lint style types imports tests clean
+.PHONY: help demo test test-all test-mixins test-clients test-vllm lint style types imports tests clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -32,6 +32,10 @@ test-mixins: .venv/installed-test  ## transformers' own tests of a model over co
 	$(INSTALL) parameterized
 	$(BIN)/python tests/mixins/fetch.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "" tests/mixins $(PYTEST_ARGS)
+
+test-clients: .venv/installed-test  ## the tests of TRL, ONNX, transformers serve and other clients, with the programs that `make test` does not install
+	$(INSTALL) trl onnx onnxscript 'transformers[serving]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs tests/clients $(PYTEST_ARGS)
 
 test-vllm: .venv-vllm/installed  ## tests of the vLLM plugin with vLLM's CPU build, in an environment of its own (.venv-vllm, 3.5 GB)
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/serving $(PYTEST_ARGS)

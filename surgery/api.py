@@ -26,7 +26,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, overload
 
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress, RichProgress
@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from surgery.checkpoint.outline import ModelDescription
+    from surgery.speculation.drafter import Drafter
     from surgery.workflow import RunResult
 
 PathLike = str | os.PathLike[str]
+LiveModel = TypeVar("LiveModel", bound="nn.Module")
 CONSOLE_WIDTH = 140
 
 
@@ -154,7 +156,7 @@ def plan(
 
 
 def apply(
-    model: nn.Module,
+    model: LiveModel,
     recipe: Any,
     *,
     calibration: Any = None,
@@ -165,7 +167,7 @@ def apply(
     scratch: PathLike | None = None,
     progress: Progress | None = None,
     **keys: Any,
-) -> Any:
+) -> LiveModel:
     """Convert a model in memory, in place, and return it. `model.surgery_report` is the report.
 
     The model may be any of transformers, or another module, whose nn.Linear are then matched by path. The result has the same bits as that
@@ -623,7 +625,17 @@ def compare(
     return CommandResult(done.to_dict(), lambda: comparison_table(done))
 
 
-def densify(converted: PathLike | nn.Module, out: PathLike | None = None, *, progress: Progress | None = None) -> Any:
+@overload
+def densify(converted: PathLike, out: PathLike, *, progress: Progress | None = None) -> CommandResult: ...
+
+
+@overload
+def densify(converted: LiveModel, *, progress: Progress | None = None) -> LiveModel: ...
+
+
+def densify(
+    converted: PathLike | nn.Module, out: PathLike | None = None, *, progress: Progress | None = None
+) -> CommandResult | nn.Module:
     """Multiply structured weights out, to a dense checkpoint or model with the same outputs. Mixers stay.
 
     Return the command's result, or the model in memory itself, which is changed in place.
@@ -732,7 +744,7 @@ def drafter(
     device: str | None = None,
     progress: Progress | None = None,
     **keys: Any,
-) -> Any:
+) -> Drafter:
     """Return a drafter for a model: `drafter.generate(input_ids, max_new_tokens=..)` writes the model's own text in fewer of its forwards.
 
     The drafter is a conversion of the model that shares the weights it does not replace; `drafter.extra_bytes` counts the others. A recipe
@@ -915,7 +927,7 @@ def run(
 SAVE_FIRST = "model.save_pretrained(folder), and give the folder"
 
 
-def _is_module(value: Any) -> bool:
+def _is_module(value: Any) -> TypeGuard[nn.Module]:
     """Return whether a value is a model in memory."""
     from torch import nn
 

@@ -177,22 +177,42 @@ def build_placeholder_model(cls: Any, config: Any) -> tuple[Any, Placeholders]:
 def dry_run_inputs(model: Any) -> dict[str, Tensor]:
     """Return the keyword arguments of one call: token ids, images or sound. SurgeryError for models that read anything else."""
     config, name = model.config, model.main_input_name
+    takes = inspect.signature(model.forward).parameters
     if name == "input_ids":
-        first = 3 if config.get_text_config().vocab_size > TOKENS + 3 else 0
-        ids_BT = torch.arange(first, first + ENCODER_TOKENS)[None] % config.get_text_config().vocab_size
+        ids_BT = _token_ids(config)
         if getattr(config, "is_encoder_decoder", False):
             return {"input_ids": ids_BT, "decoder_input_ids": ids_BT[:, :TOKENS]}
+        picture = _picture(getattr(config, "vision_config", config)) if "pixel_values" in takes else None
+        if picture is not None and not type(model).can_generate():  # CLIP and its kin compare a text with an image
+            return {"input_ids": ids_BT[:, :TOKENS], "pixel_values": picture}
         return {"input_ids": ids_BT[:, :TOKENS]}
-    if name == "pixel_values" and getattr(config, "image_size", None):
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
-        return {name: torch.zeros(1, getattr(config, "num_channels", 3), *size)}
-    has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
-    if not has_decoder and (sound := _sound(config, name)) is not None:
-        return {name: sound}
+    if name == "pixel_values" and (picture := _picture(config)) is not None:
+        return {name: picture}
+    if (sound := _sound(config, name)) is not None:
+        return {
+            name: sound,
+            **({"decoder_input_ids": _token_ids(config)[:, :TOKENS]} if "decoder_input_ids" in takes else {}),
+        }
     raise SurgeryError(
         f"{type(model).__name__} cannot be given mixers: surgery has no description of this family, and a dry run needs a model that "
-        f"reads input_ids, pixel_values, or, without a decoder, sound of a length that its config tells (this one reads {name})"
+        f"reads input_ids, pixel_values, or sound of a length that its config tells (this one reads {name})"
     )
+
+
+def _token_ids(config: Any) -> Tensor:
+    """Return token ids for an encoder, (1, ENCODER_TOKENS)."""
+    vocabulary = config.get_text_config().vocab_size
+    first = 3 if vocabulary > TOKENS + 3 else 0
+    return torch.arange(first, first + ENCODER_TOKENS)[None] % vocabulary
+
+
+def _picture(config: Any) -> Tensor | None:
+    """Return a black image (1, channels, height, width), or None if the config does not tell its size."""
+    size = getattr(config, "image_size", None)
+    if not size:
+        return None
+    size = size if isinstance(size, (tuple, list)) else (size, size)
+    return torch.zeros(1, getattr(config, "num_channels", 3), *size)
 
 
 def _sound(config: Any, name: str) -> Tensor | None:

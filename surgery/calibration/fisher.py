@@ -57,6 +57,9 @@ class GradientHooks:
         self.counts: dict[str, int] = {}
         self.shared_input: dict[str, str] = {}  # linear -> the linear whose input it shares
         self.rows: dict[str, int] = {}
+        self.constant_outputs: list[
+            Tensor
+        ] = []  # of linears whose input needs no gradient: keys of an image, for example
         self._seen: list[tuple[Tensor, str]] = []
         self._handles: list[Any] = []
 
@@ -71,6 +74,7 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._seen.clear()
+        self.constant_outputs.clear()
 
     def _hook(self, path: str) -> Callable[..., None]:
         fisher_pass = self.fisher_pass
@@ -91,6 +95,8 @@ class GradientHooks:
                 self._seen = [(t, p) for t, p in self._seen if p != path] + [(x, path)]
                 add_outer(self.moments, path, drop_padding(x), full=True)
             self.rows[path] = self.rows.get(path, 0) + len(drop_padding(x[..., :1]))
+            if not out.requires_grad:
+                self.constant_outputs.append(out.requires_grad_(True))
             hooked: Any = out  # Tensor.register_hook has no types
             hooked.register_hook(lambda grad: add_outer(self.grams, path, drop_padding(grad), self._full(path)))
 
@@ -415,7 +421,7 @@ class _RecomputedLayer(torch.autograd.Function):
             step = fisher_pass.runner.chunk_rows(ctx.hidden.shape[1])
             for round_ in fisher_pass.runner.rounds(0, len(ctx.hidden)):
                 for first, last in round_.chunks(step):
-                    _backward_rows(ctx, first, last, grad_BTD, out_BTD, grads)
+                    _backward_rows(ctx, hooks.constant_outputs, first, last, grad_BTD, out_BTD, grads)
                     hooks.add_output_gradient(grad_BTD[first:last])
                 hooks.reduce_round(round_)
         hooks.store_results()
@@ -426,9 +432,20 @@ class _RecomputedLayer(torch.autograd.Function):
 
 
 def _backward_rows(
-    ctx: Any, first: int, last: int, grad_BTD: Tensor, out_BTD: Tensor, grads: list[Tensor | None]
+    ctx: Any,
+    constant_outputs: list[Tensor],
+    first: int,
+    last: int,
+    grad_BTD: Tensor,
+    out_BTD: Tensor,
+    grads: list[Tensor | None],
 ) -> None:
+    """Run rows first:last of a layer forward and backward; hooks see the gradient of every linear's output.
+
+    constant_outputs: emptied here; the forward's hooks list the outputs in it that do not depend on the hidden states.
+    """
     call = ctx.call
+    constant_outputs.clear()
     args, kwargs = tree_unflatten(ctx.leaves, ctx.spec)
     kept = replace(call, hidden_BTD=ctx.hidden, args=args, kwargs=kwargs)
     ctx.fisher_pass.rows = slice(first, last)
@@ -437,10 +454,10 @@ def _backward_rows(
         hidden = hidden.float().requires_grad_(True)
         out = _as_tuple(kept.run(hidden, args, kwargs))[0]
         wanted = [i for i, leaf in enumerate(ctx.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        inputs = [hidden, *(ctx.leaves[i] for i in wanted)]
+        inputs = [hidden, *(ctx.leaves[i] for i in wanted), *constant_outputs]
         found = torch.autograd.grad(out, inputs, grad_BTD[first:last].to(out.device), allow_unused=True)
     out_BTD[first:last] = found[0].to(out_BTD.device)
-    for i, grad in zip(wanted, found[1:]):
+    for i, grad in zip(wanted, found[1:]):  # gradients of constant outputs went to their hooks
         if grad is not None:
             before = grads[i]
             grads[i] = grad if before is None else before + grad

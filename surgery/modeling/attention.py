@@ -30,6 +30,7 @@ from surgery.mixers.common.packed_documents import (
     document_borders,
     has_one_document_per_row,
     mask_to_bool,
+    shows_later_tokens,
 )
 from surgery.modeling.attention_weights import record_no_weights, weights_placeholder
 from surgery.modeling.cache import MixerCacheLayer, advance_offloading, mixer_cache_layer, mixer_modules
@@ -137,7 +138,16 @@ class MixerAttention:
             memo = DocumentMemo(None if border_BT is None else PackedDocuments.from_borders(border_BT)).remember(
                 mask, position_ids
             )
-        if mask_BHTS is None or valid_BT is None or (self.mixer.reads_mask and memo.documents is None):
+        if mask_BHTS is None or valid_BT is None:
+            return memo.documents
+        if self.mixer.reads_mask and memo.documents is None:
+            if memo.shows_later is None:
+                memo.shows_later = shows_later_tokens(mask_BHTS, valid_BT)
+            if memo.shows_later and self.mixer.shape.causal:
+                raise SurgeryError(
+                    "the attention mask lets tokens see later ones (a prefix, or the tokens of one image in Gemma 3), and a mixer here takes the "
+                    "place of causal attention. Calibrate and run the model on text alone, or leave its softmax attention as it is"
+                )
             return memo.documents
         if memo.is_plain is None:
             memo.is_plain = is_plain_mask(mask_BHTS, valid_BT, self.mixer.shape, memo.documents)

@@ -38,6 +38,7 @@ class MixerCacheLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
+        self.keys = self.values = torch.empty(0)  # some forwards ask every layer how many keys it has (Mllama)
         self.state: MixerState | None = None
         self.seen = 0
         self.record_past = False
@@ -293,12 +294,17 @@ def mixer_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((n, m) for n, m in model.named_modules() if isinstance(getattr(m, "mixer", None), Mixer))
 
 
+def cached_modules(model: nn.Module) -> Iterator[Any]:
+    """Yield the attention modules with a mixer that have a layer in a cache: not those of an encoder."""
+    return (module for _, module in mixer_modules(model) if module.mixer.shape.causal)
+
+
 def record_past(cache: Cache, model: nn.Module, tokens: int = 0) -> None:
     """Turn on past recording in all layers, so that the cache can be cropped.
 
     tokens: how many tokens a crop may remove of a prompt, or of tokens that were fed one by one; at least MAX_RECORDED.
     """
-    for _, module in mixer_modules(model):
+    for module in cached_modules(model):
         layer = mixer_cache_layer(cache, module.layer_idx)
         layer.record_past, layer.max_recorded = True, max(tokens, MAX_RECORDED)
     if hasattr(cache, "activate_past_recording"):  # missing in transformers 5.10

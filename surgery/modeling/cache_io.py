@@ -23,7 +23,7 @@ from surgery.core.files import atomic_path, explain_disk_errors, parse_json
 from surgery.mixers import Mixer, MixerConfig, MixerState, mixer_config
 from surgery.mixers.common.window_hybrid import queues_to_rings, rings_to_queues
 from surgery.mixers.head_hybrid import PREFIX
-from surgery.modeling.cache import MixerCacheLayer, mixer_modules
+from surgery.modeling.cache import MixerCacheLayer, cached_modules
 
 
 def save_cache(cache: Cache, path: str | Path) -> None:
@@ -55,7 +55,7 @@ def load_cache(path: str | Path, model: Any) -> DynamicCache:
     layers, tensors = _read(path)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     homes = {m.layer_idx: m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)}
-    mixers = {m.layer_idx: m.mixer for _, m in mixer_modules(model)}
+    mixers = {m.layer_idx: m.mixer for m in cached_modules(model)}
     for i, entry in enumerate(layers):
         mixer = mixers.get(i)
         if (entry["kind"] == "mixer") != (mixer is not None) or i >= len(cache.layers):

@@ -6,7 +6,7 @@ from typing import Any
 
 from surgery.core.errors import SurgeryError
 from surgery.modeling.attention_weights import placeholders, remove_placeholders
-from surgery.modeling.cache import MixerCacheLayer, mixer_cache_layer, mixer_modules, record_past
+from surgery.modeling.cache import MixerCacheLayer, cached_modules, mixer_cache_layer, record_past
 
 
 class MixerGenerationMixin:
@@ -23,7 +23,7 @@ class MixerGenerationMixin:
         )
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
-            for _, module in mixer_modules(self):  # type: ignore[arg-type]
+            for module in cached_modules(self):  # type: ignore[arg-type]
                 mixer_cache_layer(cache, module.layer_idx)
             layers: list[Any] = getattr(cache, "layers", [])
             fixed = [x.max_cache_len for x in layers if hasattr(x, "max_cache_len") and not x.is_sliding]

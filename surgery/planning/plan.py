@@ -193,6 +193,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     selected = select_towers(meta_model.model, whole.towers.values(), recipe.towers)
     layout = replace(whole, layers=tuple(path for path in whole.layers if whole.towers[path] in selected))
     _check_patterns(recipe, layout, model_type)
+    _check_grouped_heads(meta_model.config, layout)
     notes = _layout_notes(meta_model, whole, layout)
     if not meta_model.keys:
         notes.append("planned from config.json alone: there are no weights to check it against")
@@ -441,6 +442,20 @@ def _check_reachable(linear: LinearInfo, layout: ModelLayout) -> None:
         raise SurgeryError(
             f"plan: {linear.path} lies outside the layers; only linears of the layers and the head ({layout.head or 'this model has none'}) "
             "can be replaced"
+        )
+
+
+def _check_grouped_heads(config: Any, layout: ModelLayout) -> None:
+    """Raise SurgeryError if query heads cannot share the key/value heads evenly, in a model whose linears have that many: it cannot run."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads, groups = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    if type(heads) is not int or type(groups) is not int or min(heads, groups) < 1 or heads % groups == 0:
+        return
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    if any(linear.out in (groups * size, (heads + 2 * groups) * size) for linear in layout.linears):
+        raise SurgeryError(
+            f"plan: num_attention_heads ({heads}) in config.json must be a multiple of num_key_value_heads ({groups}): each key/value head "
+            "serves the same number of query heads, so this model cannot run. Correct config.json"
         )
 
 

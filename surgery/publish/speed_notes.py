@@ -41,9 +41,10 @@ def speed_notes(
     be slower than the original. context: tokens; None: DEFAULT_CONTEXT."""
     if not any(table["rows"] for table in tables()):
         return []
-    structures = list(structures)
-    found = {_linear_note(config, *shape) for config, shape in structures}
-    if any(config.get("order") == "strided" for config, _ in structures):
+    # Once for each kind: a mixture of experts has thousands of equal linears.
+    kinds = {json.dumps([config, list(shape)], sort_keys=True): (config, shape) for config, shape in structures}
+    found = {_linear_note(config, *shape) for config, shape in kinds.values()}
+    if any(config.get("order") == "strided" for config, _ in kinds.values()):
         found.add("order: strided copies the outputs of each such linear once, which notes on speed ratios leave out")
     found |= {_attention_note(mixer, context or DEFAULT_CONTEXT) for mixer in mixers}
     device = tables()[0]["device"]

@@ -247,7 +247,8 @@ def _format_error(value: float | None, places: int) -> str:
 
 
 def allocation_lines(allocation: dict[str, Any]) -> list[str]:
-    """Return a line on the kept allocation of the budget, with the trials or the expected gain that chose it; none if the recipe chose it."""
+    """Return a line on the kept allocation of the budget, with the trials or the expected gain that chose it, or the reason why there was no
+    choice; none if the recipe chose it."""
     kept, why, tilt = allocation.get("kept"), allocation.get("why"), allocation.get("tilt")
     scores = {name: allocation[name] for name in ("uniform", "spread") if allocation.get(name)}
     if tilt is not None and allocation.get("tilts"):
@@ -257,7 +258,7 @@ def allocation_lines(allocation: dict[str, Any]) -> list[str]:
         why = f"{why}: {tried} {next(iter(scores.values())).get('unit', '')}"
     elif allocation.get("expected") is not None:
         why = f"{why}; expected: {allocation['expected']:.2f}"
-    else:
+    elif why not in ("no calibration text", "every rank is given"):
         return []
     return [escape(f"ranks: {kept} kept ({why})")]
 

@@ -69,8 +69,8 @@ def gemma4(layers: int, shared: int):
         (lambda: on_meta("AlbertForMaskedLM", "AlbertConfig", **ENCODER, embedding_size=16), "calls its attention function 2 times"),
         (lambda: on_meta("Llama4ForCausalLM", "Llama4TextConfig", **EXPERTS, intermediate_size_mlp=48), "mask is neither causal nor full"),
         (lambda: gemma4(4, 2), "shares its keys and values with model.layers.2.self_attn"),
-        (lambda: on_meta("WhisperForConditionalGeneration", "WhisperConfig", d_model=48, encoder_layers=1, decoder_layers=1), "reads input_features"),
-        (lambda: on_meta("CLIPModel", "CLIPConfig"), "could not be run on placeholder inputs"),
+        (lambda: on_meta("Speech2TextForConditionalGeneration", "Speech2TextConfig", encoder_layers=1, decoder_layers=1), "reads input_features"),
+        (lambda: on_meta("XCLIPModel", "XCLIPConfig"), "could not be run on placeholder inputs"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_property(build, property):

@@ -53,7 +53,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 class Workshop:
     """A saved tiny model of a family, its calibration file, and what the model returns."""
 
-    def __init__(self, name: str, folder: Path):
+    def __init__(self, name: str, folder: Path, mixers: bool = False):
         self.family, self.folder, self.source = TINY_FAMILIES[name], folder, folder / "source"
         self.model = self.family.build()
         self.model.save_pretrained(self.source)
@@ -61,9 +61,10 @@ class Workshop:
             config = json.loads((self.source / "config.json").read_text())
             del config["architectures"]
             (self.source / "config.json").write_text(json.dumps(config))
-        self.inputs = self.family.inputs(ROWS, LENGTH, 2)
+        make_inputs = (self.family.mixer_inputs if mixers else None) or self.family.inputs
+        self.inputs = make_inputs(ROWS, LENGTH, 2)
         self.calibration = folder / "calibration.safetensors"
-        save_file(self.family.inputs(16, LENGTH, 5), self.calibration)
+        save_file(make_inputs(16, LENGTH, 5), self.calibration)
         self.outputs = model_outputs(load(self.source), self.inputs)  # reloaded: resized and tied weights are as stored
 
     def convert(self, name: str, **recipe: Any) -> Path:
@@ -111,7 +112,7 @@ def test_linears(name, tmp_path):
 @pytest.mark.parametrize("name", SLOW_OR_CI)
 def test_a_mixer(name, tmp_path):
     """Softmax over a window that no sequence fills is the original attention, after conversion and while generating."""
-    shop = Workshop(name, tmp_path)
+    shop = Workshop(name, tmp_path, mixers=True)
     recipe = {"structure": "dense", "attention": {"mixer": "window", "window": 4 * LENGTH, "sinks": 0}}
     if shop.family.mixers:
         with pytest.raises(SurgeryError) as caught:
@@ -131,7 +132,7 @@ def test_what_mixers_are_told(name):
     family = TINY_FAMILIES[name]
     model = family.build()
     model.set_attn_implementation("eager" if getattr(model.config, "attn_logit_softcapping", None) else "sdpa")
-    inputs = family.inputs(ROWS, LENGTH, 2)
+    inputs = (family.mixer_inputs or family.inputs)(ROWS, LENGTH, 2)
     real = torch.ones(ROWS, LENGTH, dtype=torch.bool)
     if set(inputs) == {"input_ids"}:
         real[1, :7] = False

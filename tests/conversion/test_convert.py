@@ -15,6 +15,7 @@ from helpers import killing, random_llama
 from helpers.small import make_recipe, run_python, tiny_config, tiny_inputs
 from safetensors.torch import load_file, save_file
 
+import surgery
 from surgery.checkpoint.safetensors_io import DTYPES, read_header
 from surgery.checkpoint.source import CheckpointSource
 from surgery.conversion.convert import convert
@@ -324,6 +325,25 @@ def test_recipes_the_plan_refuses(deep, tmp_path, keys, says):
     with pytest.raises(SurgeryError, match=says):
         convert(str(deep[0]), make_recipe(**keys), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("calibration", [None, "/nowhere.txt"])
+def test_heads_that_cannot_share_keys_are_refused_in_the_plan(calibration, tmp_path):
+    """A Llama with 4 heads and 3 key/value heads cannot run; whether it is calibrated makes no difference."""
+    cls, config = tiny_config("llama")
+    config.num_attention_heads, config.num_key_value_heads = 4, 3
+    model = cls(config)
+    model.save_pretrained(tmp_path / "source")
+    recipe = make_recipe(structure="low_rank", calibration=calibration)
+    for plan in (
+        lambda: surgery.plan(model, recipe),
+        lambda: convert(str(tmp_path / "source"), recipe, tmp_path / "out"),
+    ):
+        with pytest.raises(
+            SurgeryError, match=r"num_attention_heads \(4\) in config.json must be a multiple of .*\(3\)"
+        ):
+            plan()
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_out_exists_or_its_parent_does_not(deep, tmp_path):

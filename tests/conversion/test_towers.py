@@ -196,6 +196,17 @@ def test_a_mixer_of_gemma_3_is_noted_to_refuse_images(folders):
     assert any("raises an error for images" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    "attention", [{"mixer": "window", "window": 96}, {"mixer": "mlr", "cache": 0.5}, {"mixer": "linear"}]
+)
+def test_a_mixer_of_gemma_3_refuses_images_and_reads_text(attention):
+    model = surgery.apply(families.make_model("gemma3-vl"), {"structure": "dense", "attention": attention})
+    assert outputs(model, families.text_inputs("gemma3-vl", 2)).isfinite().all()
+    for use_cache in (False, True):
+        with pytest.raises(SurgeryError, match=r"the attention mask (is not causal|lets tokens see later ones)"):
+            outputs(model, {**families.make_inputs("gemma3-vl", 2), "use_cache": use_cache})
+
+
 @pytest.mark.parametrize("name", ["qwen2-vl", "bart"])
 def test_a_model_in_memory_gives_the_same_weights(name, folders, tmp_path):
     inputs = families.make_inputs(name, 6)

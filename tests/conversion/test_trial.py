@@ -176,6 +176,8 @@ def test_the_kept_allocation_is_shown_with_its_reason():
     score = {"unit": "nats per token", "original": 1.0, "converted": 2.0, "difference_se": None, "tokens": 10}
     worse = {**score, "converted": 2.5}
     assert allocation_lines({"kept": "uniform", "why": "recipe"}) == []
+    without_text = allocation_lines({"kept": "uniform", "why": "no calibration text"})  # whatever `allocate` asks for
+    assert without_text == ["ranks: uniform kept (no calibration text)"]
     tried = allocation_lines({"kept": "uniform", "why": "trials", "uniform": score, "spread": worse, "expected": 0.95})
     assert tried == ["ranks: uniform kept (trials: uniform 2.0000, spread 2.5000 nats per token)"]
     certain = allocation_lines({"kept": "spread", "why": "[bold]no trial", "expected": 0.25})

@@ -600,6 +600,19 @@ def test_what_is_slower_is_said(table):
     )  # nothing near was measured
 
 
+def test_equal_linears_are_looked_up_once(table, monkeypatch):
+    """A mixture of experts has thousands."""
+    looked_up = []
+    monkeypatch.setattr(
+        speed_notes, "_linear_note", lambda config, *shape: looked_up.append((config["rank"], *shape)) or ""
+    )
+    targets = [
+        {"first": {"structure": "low_rank", "rank": rank}, "shape": [64, 32]} for rank in (4, 4, 8) for _ in range(100)
+    ]
+    plan_notes({"targets": targets, "mixers": []})
+    assert sorted(looked_up) == [(4, 64, 32), (8, 64, 32)]
+
+
 def test_a_cpu_gets_no_advice_on_a_gpu(table):
     notes = plan_notes({"targets": [], "mixers": [{"mixer": "linear: hierarchical mask, identity features"}]}, 1024)
     assert notes and speed_notes.notes_for_device([*notes, "other"], "cpu") == ["other"]

@@ -9,6 +9,7 @@ The suite then includes it; `python tests/helpers/tiny_families.py --write` ente
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from helpers import tiny_multimodal
+from helpers.small_experts import KINDS
 
 VOCABULARY = 96
 TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -119,6 +123,11 @@ def waveforms(rows: int, length: int, seed: int) -> dict[str, torch.Tensor]:
     return {"input_values": torch.randn(rows, 10 * length + 15, generator=generator)}
 
 
+def multimodal_inputs(name: str, rows: int, length: int, seed: int) -> dict[str, torch.Tensor]:
+    """Return random inputs of a family of helpers/tiny_multimodal.py, those of its images, sound and pairs included."""
+    return tiny_multimodal.make_inputs(name, rows, length, seed)
+
+
 def spectrograms(rows: int, length: int, seed: int) -> dict[str, torch.Tensor]:
     """Return random spectrograms, (rows, 8, 32): bins, frames."""
     return {"input_features": torch.randn(rows, 8, 32, generator=torch.Generator().manual_seed(seed))}
@@ -133,7 +142,8 @@ class TinyFamily:
     returns the model's keyword arguments, batch first. linears, mixers: "" if linears can be replaced, and attention by a
     mixer; otherwise a part of the error message that says which property forbids it. generates: whether the model has
     generate(). named: whether config.json of its checkpoint has `architectures`. resized: vocabulary to which the embeddings are resized after the model was built, 0: unchanged. note: a sentence
-    for docs/models.md. in_ci: whether CI runs this family (all others only run with -m slow).
+    for docs/models.md. in_ci: whether CI runs this family (all others only run with -m slow). mixer_inputs: the inputs that a model with
+    mixers reads, if it does not read all.
     """
 
     model_class: str
@@ -147,6 +157,17 @@ class TinyFamily:
     resized: int = 0
     note: str = ""
     in_ci: bool = False
+    mixer_inputs: Callable[[int, int, int], dict[str, torch.Tensor]] | None = None
+
+    def roles(self) -> str:
+        """Return whether the linears have roles, for docs/models.md."""
+        from surgery.architectures import get_architecture
+
+        config = self.config()
+        text = config.get_text_config()
+        if getattr(config, "vision_config", None) is not None and get_architecture(text.model_type):
+            return "of the text tower"
+        return "yes" if get_architecture(config.model_type) else "by path"
 
     def config(self) -> Any:
         """Return the config."""
@@ -165,6 +186,45 @@ class TinyFamily:
         if self.resized:
             model.resize_token_embeddings(self.resized)
         return enlarge_parameters(model)
+
+
+@dataclass(frozen=True)
+class MultimodalFamily(TinyFamily):
+    """A family of helpers/tiny_multimodal.py. source: its name there."""
+
+    source: str = ""
+
+    def config(self) -> Any:
+        """Return the config."""
+        return tiny_multimodal.tiny_family(self.source).make()[1]
+
+    def build(self, seed: int = 0) -> Any:
+        """Return the model in float32 and eval mode, with random weights large enough that each layer matters."""
+        return tiny_multimodal.make_model(self.source)
+
+
+LATENT_KEYS = "its attention is multi-head latent attention (MLA)"
+DENSE_EXPERTS = "experts stay dense: another layout"
+
+
+def moe(model_class: str, config_class: str, kind: str, note: str = "experts", **keys: Any) -> TinyFamily:
+    """Return a mixture of experts of helpers/small_experts.py."""
+    return TinyFamily(model_class, config_class, {**DECODER, **KINDS[kind]}, note=note, **keys)
+
+
+def multimodal(name: str, note: str = "", **keys: Any) -> TinyFamily:
+    """Return a model of images, sound or pairs of texts of helpers/tiny_multimodal.py."""
+    family = tiny_multimodal.tiny_family(name)
+    model_class, config = family.make()
+    return MultimodalFamily(
+        model_class.__name__,
+        type(config).__name__,
+        inputs=functools.partial(multimodal_inputs, name),
+        generates=family.generates,
+        note=note,
+        source=name,
+        **keys,
+    )
 
 
 TINY_FAMILIES: dict[str, TinyFamily] = {
@@ -281,6 +341,30 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "diffllama": TinyFamily(
         "DiffLlamaForCausalLM", "DiffLlamaConfig", DECODER, mixers="calls its attention function 2 times"
     ),
+    # Mixtures of experts
+    "mixtral": moe("MixtralForCausalLM", "MixtralConfig", "mixtral", in_ci=True),
+    "qwen2_moe": moe("Qwen2MoeForCausalLM", "Qwen2MoeConfig", "qwen2_moe"),
+    "qwen3_moe": moe("Qwen3MoeForCausalLM", "Qwen3MoeConfig", "qwen3_moe"),
+    "olmoe": moe("OlmoeForCausalLM", "OlmoeConfig", "olmoe"),
+    "glm4_moe": moe("Glm4MoeForCausalLM", "Glm4MoeConfig", "glm4_moe"),
+    "deepseek_v2": moe("DeepseekV2ForCausalLM", "DeepseekV2Config", "deepseek_v2", mixers=LATENT_KEYS),
+    "deepseek_v3": moe("DeepseekV3ForCausalLM", "DeepseekV3Config", "deepseek_v3", mixers=LATENT_KEYS),
+    "granitemoe": moe("GraniteMoeForCausalLM", "GraniteMoeConfig", "granitemoe", note=DENSE_EXPERTS),
+    "gpt_oss": moe(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        "gpt_oss",
+        mixers="learned sink in each head (s_aux)",
+        in_ci=True,
+        note=DENSE_EXPERTS,
+    ),
+    "llama4": moe(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        "llama4_text",
+        mixers="its mask is neither causal nor full",
+        note=DENSE_EXPERTS,
+    ),
     # Encoders
     "bert": TinyFamily("BertForMaskedLM", "BertConfig", ENCODER, generates=False),
     "roberta": TinyFamily("RobertaForMaskedLM", "RobertaConfig", {**ENCODER, "pad_token_id": 1}, generates=False),
@@ -372,19 +456,30 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         pairs,
         mixers="adds a learned position bias to its scores",
     ),
+    # Text with images or sound, and pairs
+    "gemma3-vl": multimodal(
+        "gemma3-vl",
+        note="with mixers text alone: the tokens of an image see each other in both directions",
+        mixer_inputs=text,
+    ),
+    "llava": multimodal("llava"),
+    "qwen2_vl": multimodal("qwen2-vl"),
+    "qwen3_vl": multimodal("qwen3-vl"),
+    "mllama": multimodal("mllama", note="mixers in self-attention, not in cross-attention", in_ci=True),
+    "clip": multimodal("clip"),
+    "siglip": multimodal("siglip"),
+    "bart": multimodal("bart", note="calibrated with pairs; mixers in self-attention"),
+    "whisper": multimodal("whisper", note="calibrated with pairs; mixers in self-attention", in_ci=True),
 }
 
 
 # -- the page ----------------------------------------------------------------------------------------
 def models_table() -> str:
     """Return the table of docs/models.md."""
-    from surgery.architectures import get_architecture
-
     rows = ["| family | class | linears | roles | mixers | note |", "| --- | --- | --- | --- | --- | --- |"]
     for name, family in TINY_FAMILIES.items():
-        roles = "yes" if get_architecture(family.config().model_type) else "by path"
         linears, mixers = (f"no: {reason}" if reason else "yes" for reason in (family.linears, family.mixers))
-        rows.append(f"| {name} | {family.model_class} | {linears} | {roles} | {mixers} | {family.note} |")
+        rows.append(f"| {name} | {family.model_class} | {linears} | {family.roles()} | {mixers} | {family.note} |")
     return "\n".join(rows)
 
 

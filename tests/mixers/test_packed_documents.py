@@ -11,7 +11,12 @@ from helpers.small_mixers import DecayedConfig, ExactConfig, random_model_with_m
 from surgery.architectures.attention import attention_paths
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
-from surgery.mixers.common.packed_documents import DocumentMemo, PackedDocuments, document_borders
+from surgery.mixers.common.packed_documents import (
+    DocumentMemo,
+    PackedDocuments,
+    document_borders,
+    shows_later_tokens,
+)
 from surgery.modeling.attention import install
 
 LENGTHS = [(9, 1, 14, 8), (20, 12), (32,)]  # of the documents of each row; with 32 tokens a row
@@ -310,3 +315,18 @@ def test_on_a_gpu_whatever_kernels_are_taken(name, dtype, within):
     with torch.no_grad():
         got = model(ids, position_ids=positions, use_cache=False).logits.double()
         assert far(got, one_by_one(model, ids, lengths).double()) < within
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_masks_that_show_later_tokens_are_told_from_causal_ones(additive):
+    """Whatever padding sees counts for nothing."""
+    valid_BT = torch.ones(2, 6, dtype=torch.bool)
+    valid_BT[1, :2] = False
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None] & valid_BT[:, None, None]
+    padding, image = causal.clone(), causal.clone()
+    padding[1, 0, :2] = True
+    image[0, 0, 2:5, 2:5] = True
+    for mask, expected in ((causal, False), (padding, False), (image, True)):
+        if additive:
+            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+        assert shows_later_tokens(mask, valid_BT) is expected

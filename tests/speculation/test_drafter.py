@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.small_mixers import MIXER_SPECS, random_model, random_model_with_mixers
-from helpers.tiny_families import TINY_FAMILIES
+from helpers.tiny_families import TINY_FAMILIES, text
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import surgery
@@ -106,11 +106,11 @@ def test_families_with_windows_and_other_positions(family):
         assert torch.equal(drafter(kind, family).generate(ids, mask, draft_tokens=3, **GREEDY).sequences, plain)
 
 
-REFUSED = {"qwen3_5", "lfm2", "bloom", "falcon-alibi", "t5"}
+REFUSED = {"qwen3_5", "qwen3_next", "qwen3_5_moe", "llama4", "lfm2", "bloom", "falcon-alibi", "t5"}
 FAMILIES = [
     pytest.param(name, marks=() if family.in_ci else pytest.mark.slow)
     for name, family in TINY_FAMILIES.items()
-    if family.generates and name not in REFUSED
+    if family.generates and family.inputs is text and name not in REFUSED
 ]
 
 
@@ -415,6 +415,8 @@ def test_originals_that_cannot_verify_are_refused(tmp_path):
     for name, message in (
         ("t5", "has an encoder"),
         ("qwen3_5", "keys and values of its own"),
+        ("qwen3_next", "keys and values of its own"),
+        ("llama4", "chunked attention"),
         ("bloom", "cannot verify drafts"),
     ):
         with pytest.raises(SurgeryError, match=message):

@@ -93,6 +93,7 @@ class ScoreRecorder:
     """Context manager that records one layer's attention in the forward pass, or in the backward pass (`back`)."""
 
     def __init__(self, fisher_pass: ScoreFisherPass, call: LayerCall, back: bool):
+        self.constant_outputs: list[Tensor] = []  # none: attention reads the hidden states
         self.fisher_pass, self.back, self.stack = fisher_pass, back, ExitStack()
         self.target = fisher_pass.plan.attention_targets.get(call.path)
 

@@ -27,6 +27,18 @@ def mask_to_bool(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
+def shows_later_tokens(mask_BHTS: Tensor, valid_BT: Tensor) -> bool:
+    """Return whether a mask lets a token that is no padding see a later one."""
+    T, S = mask_BHTS.shape[-2:]
+    s_S = torch.arange(S, device=mask_BHTS.device)
+    queries, shown = max(1, 2**26 // (len(valid_BT) * S)), []  # in chunks, which need less memory than the mask
+    for start in range(0, T, queries):
+        part = slice(start, start + queries)
+        later_NS = s_S > torch.arange(T, device=mask_BHTS.device)[part, None]
+        shown.append((mask_to_bool(mask_BHTS[:, :, part]) & later_NS & valid_BT[:, None, part, None]).any())
+    return bool(torch.stack(shown).any())
+
+
 def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BTD: Tensor) -> Tensor | None:
     """Return border_BT, True where a document begins after another in its row, for a call without a cache.
 
@@ -131,11 +143,13 @@ class DocumentMemo:
     """Result of analysing the mask and positions of a call, computed by the first layer and reused by the others.
 
     documents: the packed documents, or None. is_plain: whether the mask is only causal, padding and documents; None if
-    not computed yet. The memo is an attribute of the mask tensor, or of position_ids if there is no mask.
+    not computed yet. shows_later: whether a token sees later ones by the mask, likewise. The memo is an attribute of the mask tensor, or of
+    position_ids if there is no mask.
     """
 
     documents: PackedDocuments | None
     is_plain: bool | None = None
+    shows_later: bool | None = None
 
     @staticmethod
     def recall(mask: Any, position_ids: Any) -> DocumentMemo | None:
