@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from surgery.core.files import explain_disk_errors, size_text, write_json
 from surgery.core.progress import Progress
 from surgery.eval.speed.draft_replay import replay, replay_lines
 from surgery.eval.speed.run import DTYPES, describe_environment
+from surgery.eval.speed.serve_tables import reproduction
 from surgery.planning.recipe import load_recipe
 from surgery.speculation.bound import best_length, speedup
 from surgery.speculation.decode import SpeculativeOutput
@@ -58,6 +60,7 @@ def bench_draft(
     progress: Progress | None = None,
     replayed: str | os.PathLike[str] | None = None,
     time_limit: float | None = None,
+    command: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure a drafter on a checkpoint and a text. Return JSON data, written to `out`.
 
@@ -72,6 +75,7 @@ def bench_draft(
         replayed: result of an earlier run, whose acceptance pattern is timed on random weights (eval/speed/draft_replay.py), in place of
             model, drafter and text.
         time_limit: seconds after which no further case of a replay starts.
+        command: the command line's arguments, recorded in the result.
     """
     others = [n for n, value in {"model": model, "drafter": drafter, "text": text}.items() if value is not None]
     if replayed is not None and others:
@@ -88,7 +92,7 @@ def bench_draft(
     if replayed is not None:
         deadline = time.monotonic() + time_limit if time_limit else math.inf
         shown = {"deadline": deadline, "progress": progress or Progress(), "save": partial(save, out)}
-        return replay(replayed, sizes, place, number, **shown, about=describe_environment(place))
+        return replay(replayed, sizes, place, number, **shown, about=describe_environment(place, command))
     assert model is not None and text is not None
     source = open_checkpoint(os.fspath(model))
     original = load_model(source, number).to(place).eval()
@@ -101,7 +105,7 @@ def bench_draft(
     result = {
         "kind": "draft",
         "sizes": sizes,
-        **describe_environment(place),
+        **describe_environment(place, command),
         "dtype": str(number).removeprefix("torch."),
     }
     result |= {
@@ -179,10 +183,11 @@ def synchronize(device: torch.device) -> None:
 
 def draft_tables(result: dict[str, Any]) -> list[Any]:
     """Return the result as rich tables and lines."""
+    from rich.markup import escape
     from rich.table import Table
 
     if result["kind"] == "draft replay":
-        return list(replay_lines(result))
+        return [*replay_lines(result), *map(escape, reproduction(result))]
     found = result["acceptance"]
     table = Table(
         title="bound on the speedup (drafts per round)",
@@ -208,4 +213,11 @@ def draft_tables(result: dict[str, Any]) -> list[Any]:
         times = result["timing"]
         lines.append(f"{times['original']:.3f} s alone, {times['drafter']:.3f} s with the drafter")
     where = f"{result['device']}, {result['dtype']}, {result['prompts']} prompts of {result['prompt_tokens']} tokens, {result['date']}"
-    return [*lines, "", table, "bytes read per step: weights once, cache of each row", where]
+    return [
+        *lines,
+        "",
+        table,
+        "bytes read per step: weights once, cache of each row",
+        where,
+        *map(escape, reproduction(result)),
+    ]

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from datetime import date
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,7 @@ def bench(
         shapes_of: of `linear`: a checkpoint, a folder or Hub id, whose shapes are measured instead of `sizes`.
         command: the command line's arguments, recorded in the results.
     """
-
-    def describe(device: torch.device) -> dict[str, Any]:
-        from surgery.publish.hub.files import redact_secrets
-
-        return describe_environment(device) | ({"command": redact_secrets(list(command))} if command else {})
-
+    describe = partial(describe_environment, command=command)
     started, progress = time.monotonic(), progress or Progress()
     deadline = started + time_limit if time_limit else float("inf")
     if kind == TRAIN:  # chooses a device for each process itself
@@ -188,8 +184,10 @@ def case_line(case: BenchmarkCase, rows: list[ResultRow]) -> str:
     return f"{case.table}, {case.x:,}: " + " | ".join(shown)
 
 
-def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return device, versions and date, which measurements depend on."""
+def describe_environment(device: torch.device, command: Sequence[str] = ()) -> dict[str, Any]:
+    """Return device, versions and date, which measurements depend on, and the command line's arguments without secrets."""
+    from surgery.publish.hub.files import redact_secrets
+
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     if find_spec("triton") is not None:
         from importlib.metadata import version
@@ -204,4 +202,5 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "capability": capability,
         "date": date.today().isoformat(),
         "versions": versions,
+        **({"command": redact_secrets(list(command))} if command else {}),
     }

@@ -340,20 +340,18 @@ def bench_speed(
     from surgery.eval.speed.tables import result_tables, save_plot
 
     asked: dict[str, Any]
-    if what == "draft" or drafter or text or replay or (model and what != "linear"):
+    if what == "draft":
+        from surgery.eval.speed.draft import bench_draft, draft_tables
+
+        asked = {"device": device, "dtype": dtype, "out": out, "progress": _progress(as_json), "replayed": replay}
+        asked |= {"time_limit": time_limit, "command": command_words(context)}
+        measured = bench_draft(model, drafter, text, sizes, **asked)
+        print(json.dumps(measured, indent=2)) if as_json else _show(draft_tables(measured))
+        return
+    if drafter or text or replay or (model and what != "linear"):
         from surgery import api
 
-        asked = {
-            "sizes": sizes,
-            "dtype": dtype,
-            "out": out,
-            "device": device,
-            "replay": replay,
-            "time_limit": time_limit,
-        }
-        shown = api.bench(what, **asked, model=model, drafter=drafter, text=text, progress=_progress(as_json))
-        print(json.dumps(shown, indent=2)) if as_json else _show(list(shown._parts()))
-        return
+        api.bench(what, model=model, drafter=drafter, text=text, replay=replay)  # refuses the option by its name
     asked = {"out": out, "only": only, "progress": _progress(as_json), "dtype": dtype, "shapes_of": model}
     asked["command"] = command_words(context)
     result = bench(what, sizes, peers, device, time_limit, **asked)

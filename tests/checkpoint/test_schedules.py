@@ -44,13 +44,17 @@ class Session:
         self.ids = self.mask = self.positions = torch.zeros(rows, 0, dtype=torch.long)
 
     def feed(self, tokens: int, pads: list[int], left: bool) -> None:
-        """Append tokens to every row, the first or last few of them padding, and compare the logits of the real ones."""
+        """Append tokens to every row, the first or last few of them padding, and compare the logits of the real ones.
+
+        Rows that have had only padding so far join the batch with their first real token; one row has a real token in every feed.
+        """
         rows, seen = self.ids.shape
         tokens = min(tokens, LIMIT - seen)
         if tokens < 1:
             return
         place_T = torch.arange(tokens)
-        pad_B1 = torch.tensor([(pads * rows)[:rows]]).mT.clamp(max=tokens - 1)
+        pad_B1 = torch.tensor([(pads * rows)[:rows]]).mT.clamp(max=tokens)
+        pad_B1[-1].clamp_(max=tokens - 1)
         new_mask = (place_T >= pad_B1 if left else place_T < tokens - pad_B1).long()
         new_ids = torch.randint(3, 96, (rows, tokens), generator=self.generator)
         self.ids = torch.cat([self.ids, new_ids], 1)
@@ -65,7 +69,8 @@ class Session:
         expected = self.model(self.ids, attention_mask=self.mask, position_ids=self.positions, use_cache=False).logits[
             :, seen:
         ]
-        far = ((found - expected).abs() * new_mask[..., None]).max() / expected.abs().max()
+        real = new_mask.bool()
+        far = (found - expected)[real].abs().max() / expected[real].abs().max()
         assert far < 1e-9, f"tokens {seen} to {seen + tokens}: logits differ by {far:.1e} of the largest"
 
     def draft(self, tokens: int, rejected: int) -> None:

@@ -82,6 +82,22 @@ def test_the_command_prints_json_and_refuses_by_name(short, capsys):
             surgery.bench(**arguments)
 
 
+def test_tables_name_the_command(short, tmp_path, capsys, monkeypatch):
+    """Of the acceptance and of its replay, and both files record it."""
+    files = {name: tmp_path / f"{name}.json" for name in ("pattern", "replay")}
+    texts = ["--model", str(EMBEDDED), "--text", str(EMBEDDED / "heldout.txt")]
+    for name, options in (("pattern", texts), ("replay", ["--replay", str(files["pattern"])])):
+        if name == "replay":
+            monkeypatch.setattr(draft_replay, "CONTEXTS", {"small": (24,)})
+            monkeypatch.setattr(draft_replay, "BATCHES", {"small": (1,)})
+        with pytest.raises(SystemExit) as left:
+            main(["bench", "draft", *options, "--device", "cpu", "--out", str(files[name])])
+        assert left.value.code in (0, None)
+        assert "reproduce with: surgery bench draft" in capsys.readouterr().out
+        words = json.loads(files[name].read_text())["command"]
+        assert words[:3] == ["surgery", "bench", "draft"] and options[1] in words
+
+
 def test_both_loops_are_timed(monkeypatch):
     """What runs on a GPU, here on the CPU: two times, of which nothing is asked."""
     monkeypatch.setattr(draft, "TIMED", 1)
