@@ -348,7 +348,12 @@ def upload_table(upload: dict[str, Any]) -> list[Any]:
     lines = [
         f"{len(upload['files'])} files, {size_text(upload['bytes'])}; license: {license_['id']} ({license_['origin']})"
     ]
-    return [table, *lines, *([f"note: {upload['note']}"] if upload["note"] else [])]
+    notes = [upload["note"]] if upload["note"] else []
+    notes += [
+        f"the results in {place} are not uploaded; --eval {place} would upload their table and plots in place of eval/"
+        for place in upload.get("left_out", ())
+    ]
+    return [table, *lines, *(f"note: {escape(note)}" for note in notes)]
 
 
 def to_html(parts: Sequence[Any]) -> str:
