@@ -96,7 +96,7 @@ def plan(
     source: options.Source,
     recipe: options.RecipeName,
     overrides: options.Overrides = None,
-    context: options.Context = 4096,
+    context: options.PlannedContext = None,
     measured: options.MeasuredTimes = None,
     device: options.EstimateDevice = None,
     processes: options.Processes = 1,
@@ -128,9 +128,9 @@ def plan(
 
         check_needs_no_calibration(chosen, "Leave out --data-free")
     planned = make_plan(described, chosen)
-    data = plan_dict(planned)
+    data = plan_dict(planned, context)
     data["estimate"] = estimate_conversion(
-        described, planned, device=device, processes=processes, calibrated=not data_free
+        described, planned, device=device, processes=processes, calibrated=not data_free, context=context
     )
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
     speed = [*predicted_lines(data["linear_times"]), *data["speed"]]
