@@ -6,6 +6,7 @@ Prefill and decoding by transformers' own code, eager, batch 1.
     decode     tokens per second after that prompt, one call per token, without cuDNN's attention except in the first row
     static     the same with generate(cache_implementation="static"): a step with linear mixers is one CUDA graph, other models
                are compiled by transformers
+    compiled   prefill without a cache, every layer compiled by torch.compile: the original and models with structured linears
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from surgery.mixers.mlr import MLR
 from surgery.modeling.attention import install
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
+from surgery.structures.low_rank import LowRank
 
 SHAPES: dict[str, dict[str, Any]] = {
     "full": {
@@ -50,9 +52,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHAPES["main"] = SHAPES["full"]
 CONTEXTS = {"full": (2048, 8192, 32768, 131072), "main": (8192, 131072), "small": (64, 128)}
 STATIC = {"full": (2048, 32768), "main": (8192,), "small": (64,)}  # contexts; compiled anew for each
+COMPILED = {"full": (2048, 8192), "main": (8192,), "small": (64,)}  # contexts of prefill with compiled layers
+RANK_MULTIPLE = 64  # as in the recipe fast-half
 EXTRA_SLOTS = 512  # tokens of a static cache behind its context
 EXTENT = {"full": 8192, "main": 8192, "small": 128}  # level l of MLR attention is seen within EXTENT / 2^(l-1) tokens
-ORIGINAL, WITHOUT_CUDNN = "original, SDPA", " without cuDNN"
+ORIGINAL, WITHOUT_CUDNN, FAST_HALF = "original, SDPA", " without cuDNN", "fast-half"
 STEPS = {"full": 6, "main": 6, "small": 2}
 
 
@@ -76,6 +80,9 @@ def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Ite
         yield BenchmarkCase("model, prefill", length, where, prefills, launches=True)
         yield BenchmarkCase("model, decode", length, where, steps, launches=True)
         caches.clear()
+        if length in COMPILED[sizes]:
+            compiled = _compiled_prefills(models, ids_1T, sizes, device, dtype)
+            yield BenchmarkCase("model, prefill, layers compiled", length, where, compiled, launches=True)
         if length in STATIC[sizes]:
             yield BenchmarkCase(
                 "model, decode, static cache",
@@ -100,6 +107,7 @@ def model_changes(sizes: str) -> list[tuple[str, Any, Callable[[Any], None]]]:
         ("MLR attention, reference", "reference", lambda model: install_mixers(model, mlr)),
         ("BTT half, 4 x 4", "measured", lambda model: replace_linears(model, BTT(blocks=(4, 4)))),
         ("BTT s=4", "measured", lambda model: replace_linears(model, BTT(rank=4))),
+        (FAST_HALF, "measured", lambda model: replace_linears(model, LowRank(), RANK_MULTIPLE)),
     ]
 
 
@@ -173,6 +181,31 @@ def allow_cudnn(on: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def compile_layers(model: Any) -> None:
+    """Let torch.compile compile each layer. Layers of equal shapes share one compilation."""
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
+
+
+def _compiled_prefills(
+    models: dict[str, Any], ids_1T: Any, sizes: str, device: torch.device, dtype: torch.dtype
+) -> list[TimedImplementation]:
+    """Return prefill by compiled layers of the original and the models with structured linears; on a CPU nothing is compiled."""
+    implementations = []
+    for name, choice, change in model_changes(sizes):
+        if not name.startswith((ORIGINAL, "BTT", FAST_HALF)) or name.endswith(WITHOUT_CUDNN):
+            continue
+
+        def make(name: str = name, change: Any = change) -> Call:
+            model = _get_model(models, f"{name}, compiled", change, sizes, device, dtype)
+            if device.type == "cuda":
+                compile_layers(model)
+            return forward(lambda: model(ids_1T, use_cache=False, logits_to_keep=1))
+
+        implementations.append(TimedImplementation(name, make, choice, op="original" if name == ORIGINAL else None))
+    return implementations
 
 
 def _static_implementations(

@@ -37,7 +37,17 @@ from surgery.eval.speed.generation import (
     repeat_rows,
     synchronized_time,
 )
-from surgery.eval.speed.model import EXTENT, ORIGINAL, SHAPES, allow_cudnn, install_mixers, make_model, replace_linears
+from surgery.eval.speed.model import (
+    EXTENT,
+    FAST_HALF,
+    ORIGINAL,
+    RANK_MULTIPLE,
+    SHAPES,
+    allow_cudnn,
+    install_mixers,
+    make_model,
+    replace_linears,
+)
 from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.mlr import MLR
 from surgery.modeling.attention import install
@@ -50,7 +60,6 @@ BATCHES = {"full": (1, 4, 16, 64, 256), "main": (1, 16, 64), "small": (1, 2)}
 STEPS = {"full": 16, "main": 16, "small": 2}  # tokens of a run
 RUNS = {"full": 3, "main": 3, "small": 2}  # turns of each model
 FILL_TOKENS = 4096  # tokens at once while the row is prefilled
-RANK_MULTIPLE = 64  # as in the recipe fast-half
 KEPT_EVERY = 4  # the hybrid keeps softmax in one of four layers
 NO_MEMORY = "does not fit: out of memory"
 LOOP = "captured steps, models in turns"
@@ -72,7 +81,7 @@ def model_changes(sizes: str) -> dict[str, Callable[[Any], None]]:
         "MLR attention": lambda model: install_mixers(model, MLR(ranks=ranks, extents=extents)),
         "log-linear Mamba-2": lambda model: install_mixers(model, log_linear),
         "hybrid, softmax in one of four": hybrid,
-        "fast-half": lambda model: replace_linears(model, LowRank(), RANK_MULTIPLE),
+        FAST_HALF: lambda model: replace_linears(model, LowRank(), RANK_MULTIPLE),
     }
 
 

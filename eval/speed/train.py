@@ -13,7 +13,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -25,10 +25,18 @@ from torch import nn
 from surgery.core.errors import SurgeryError
 from surgery.core.files import write_json
 from surgery.core.progress import Progress
-from surgery.eval.speed.model import SHAPES, install_mixers, replace_linears
+from surgery.eval.speed.model import (
+    FAST_HALF,
+    RANK_MULTIPLE,
+    SHAPES,
+    compile_layers,
+    install_mixers,
+    replace_linears,
+)
 from surgery.eval.speed.tables import training_line
 from surgery.mixers.linear_config import LinearAttention
 from surgery.structures.btt import BTT
+from surgery.structures.low_rank import LowRank
 
 TEXT_COPIES = 12  # copies of the embedded text, half a million tokens: reading continues while steps are timed
 
@@ -52,6 +60,7 @@ class TrainingCase:
         log_every: steps between log lines, timed together.
         intervals: log intervals per run; timed from the `first_timed`-th on, when text read ahead is used up.
         rounds: runs of each loop.
+        compiled: whether torch.compile compiles every layer; on a CPU nothing is compiled.
     """
 
     name: str
@@ -65,6 +74,7 @@ class TrainingCase:
     intervals: int = 13
     first_timed: int = 8
     rounds: int = 2
+    compiled: bool = False
 
     @property
     def positions(self) -> int:
@@ -75,14 +85,16 @@ class TrainingCase:
 BILLION = TrainingCase(
     "1B", SHAPES["full"], 2048, 8, 4, "checkpoint", log_every=4, intervals=3, first_timed=1, rounds=1
 )
+COMPILED_BILLION = replace(BILLION, name="1B, layers compiled", compiled=True)
 CASES = {
     "full": [
         TrainingCase("27M", SMALL, 512, 64, 64),
         BILLION,
+        COMPILED_BILLION,
         TrainingCase("27M, documents packed", SMALL, 512, 64, 64, packing="documents"),
         TrainingCase("27M, 4 forwards a step", SMALL, 512, 64, 16),
     ],
-    "main": [BILLION],
+    "main": [BILLION, COMPILED_BILLION],
     "small": [
         TrainingCase(
             "tiny", {**SHAPES["small"], "vocab_size": 1536}, 64, 8, 4, log_every=2, intervals=2, first_timed=1, rounds=1
@@ -92,6 +104,7 @@ CASES = {
 CHANGES: dict[str, Callable[[Any], None]] = {
     "original": lambda model: None,
     "BTT half": lambda model: replace_linears(model, BTT(blocks=(4, 4))),
+    FAST_HALF: lambda model: replace_linears(model, LowRank(), RANK_MULTIPLE),
     "log-linear Mamba-2": lambda model: install_mixers(model, LinearAttention(mask="hierarchical")),
 }
 
@@ -187,6 +200,8 @@ class _LoopComparison:
         CHANGES[self.change](model)
         if self.case.memory == "checkpoint":
             enable_gradient_checkpointing(model)
+        if self.case.compiled and self.device.type == "cuda":
+            compile_layers(model)
         return model.train()
 
     # -- surgery's -----------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ SLIPS = [
         ("plan", "{llama}", "-r", "btt-half", "--set", "rules=[{{match: mlp.dwn}}]"),
         "unknown role 'mlp.dwn'; did you mean 'mlp.down'?",
     ),
-    (("plan", "{converted}", "-r", "btt-half"), "is already converted; start from its source, or undo it"),
+    (("plan", "{converted}", "-r", "btt-half"), "is already converted; start from its source, or multiply its structured linears out: surgery densify"),
     (("plan", "{quantised}", "-r", "btt-half"), "is quantized (gptq)"),
     (("plan", "{pickled}", "-r", "btt-half"), "has only pickled weights (pytorch_model.bin)"),
     (("plan", "{truncated}", "-r", "btt-half"), "(a truncated download?)"),

@@ -299,7 +299,16 @@ def test_mixers_beside_dense_experts(kind, live, experts, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
     with torch.no_grad():
         assert torch.equal(again(ids).logits, loaded(ids).logits)
-    surgery.densify(str(tmp_path / "out"), tmp_path / "dense")
+    with pytest.raises(SurgeryError, match="no structured linears"):
+        surgery.densify(str(tmp_path / "out"), tmp_path / "dense")
+    rules = [{"match": "attention.output", "structure": "low_rank", "keep": 0.5}]
+    surgery.convert(str(experts(kind)), {**recipe, "rules": rules}, tmp_path / "structured")
+    surgery.densify(str(tmp_path / "structured"), tmp_path / "dense")
+    dense, structured = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("dense", "structured")
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(dense(ids).logits, structured(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])

@@ -1,5 +1,7 @@
 """Speed and slopes: how the times of the attention kernels grow with the length, and where they cross. (Guo et al. 2025, "Log-Linear
-Attention", Figure 4; FARS 2026, "Toeplitz Block Mixing", Figure 3)
+Attention", Figure 4)
+
+The slopes of dense and Toeplitz block mixing are those of FARS 2026, "Toeplitz Block Mixing", Figure 3.
 
 python -m surgery.recipes.papers.experiments.speed show [PAGE]
 
