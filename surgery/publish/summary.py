@@ -397,7 +397,9 @@ def describe_log_linear(mask: Any) -> list[str]:
 
 
 def mixer_notes(config: Any) -> list[str]:
-    """Return warnings about the size of a mixer's state, and about options that have no fused kernel."""
+    """Return warnings about the size of a mixer's state, and about what has no fused kernel: options, or MLR attention on a CPU."""
+    if getattr(config, "others", config).name == "mlr":
+        return ["on a CPU MLR attention runs in plain PyTorch, several times slower than softmax (docs/performance.md)"]
     mask = getattr(getattr(config, "others", config), "mask", None)
     if mask is not None and mask.name == "hierarchical" and (words := describe_log_linear(mask)):
         where = "training, prefill and decoding run" if mask.strong else "decoding steps run"

@@ -151,7 +151,7 @@ def test_an_unconverted_model_is_named_as_such(folder):
     model = model_class(LlamaConfig.from_pretrained(folder))._from_config(LlamaConfig.from_pretrained(folder))
     roles = {linear.path: linear.roles for linear in find_linears(model).linears if linear.roles}
     for name in ("weights-only", "standard", "quick"):
-        with pytest.raises(SurgeryError, match="it is not a converted model. Convert it first: surgery convert SRC"):
+        with pytest.raises(SurgeryError, match=r"it is not a converted model\. Convert it first: surgery convert SRC"):
             changed_parameters(load_healing_recipe(name), StageModels(model, model), roles)
     (said,) = recipe_warnings("SRC", model, load_healing_recipe("attention").stages)
     assert "SRC is not a converted checkpoint" in said and "surgery convert SRC --recipe btt-half --out OUT" in said
