@@ -129,6 +129,8 @@ class StageRunner:
         if at.stage == len(self.recipe.stages):
             self._restore_weights(models)
         self.validation = self._make_validation()
+        if warning := self.validation.warning():
+            self.progress.say(f"warning: {warning}")
         self.baseline_losses = self._measure_baseline(models)
         for number in range(at.stage, len(self.recipe.stages)):
             self._run_stage(models, number, at if number == at.stage else TrainPosition(number))

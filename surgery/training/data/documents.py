@@ -117,10 +117,17 @@ def _separator_spans(data: Any, separator: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _side_span(data: Any, side: Side, share: float) -> Iterator[tuple[int, int]]:
-    boundary = len(data) if share == 0 else data.find(b"\n", int(len(data) * (1 - share))) + 1 or len(data)
-    if boundary == len(data) and share > 0:  # one long line: between two words
-        boundary = data.rfind(b" ", 0, int(len(data) * (1 - share))) + 1 or len(data)
+    boundary = len(data) if share == 0 else _boundary(data, int(len(data) * (1 - share)))
     yield (0, boundary) if side == "training" else (boundary, len(data))
+
+
+def _boundary(data: Any, target: int) -> int:
+    """Return where the held-out part of a text begins: at the line after `target` or at the line before it, if the part is then half to twice
+    as long as asked for; else, in long lines, between two words."""
+    lines = (data.find(b"\n", target) + 1, data.rfind(b"\n", 0, target) + 1)
+    asked = len(data) - target
+    fitting = [line for line in lines if line and asked <= 2 * (len(data) - line) <= 4 * asked]
+    return fitting[0] if fitting else data.rfind(b" ", 0, target) + 1 or len(data)
 
 
 def _chunk_end(data: Any, start: int, stop: int) -> int:
