@@ -146,7 +146,7 @@ def expert_lines(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-CACHE_UNIT = "cache: numbers stored for one sequence; keys and values have the model's dtype, states of linear mixers float32: 4 bytes a number"
+CACHE_UNIT = "cache: elements stored for one sequence; keys and values have the model's dtype, states of linear mixers float32: 4 bytes each"
 
 
 def mixer_tables(rows: list[dict[str, Any]], totals: dict[str, Any] | None) -> list[Any]:
