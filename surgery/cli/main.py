@@ -47,7 +47,7 @@ app = typer.Typer(
         "Replace the expensive parts of a pretrained Hugging Face transformer by structured ones.\n\n"
         "[bold]run[/] does everything in one go. [bold]plan[/] shows what a recipe would replace, [bold]convert[/] replaces it, [bold]inspect[/] and [bold]eval[/] measure the "
         "result, [bold]densify[/] undoes the conversion. Start with [bold]surgery demo[/].\n\n"
-        "    surgery convert SRC --recipe btt-half --calibration text.txt --out OUT"
+        "    surgery convert Qwen/Qwen3-0.6B --recipe btt-half --calibration Salesforce/wikitext:wikitext-2-raw-v1:train:text --out OUT"
     ),
 )
 error_console = Console(stderr=True)
@@ -159,7 +159,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint layer by layer. OUT loads with transformers after `import surgery`.
 
-    surgery convert SRC --recipe btt-half --calibration text.txt --out OUT
+    surgery convert SRC --recipe btt-half --calibration Salesforce/wikitext:wikitext-2-raw-v1:train:text --out OUT
     """
     shown = _progress(as_json)
     if is_main_process():  # before torch and transformers are imported, which takes seconds
