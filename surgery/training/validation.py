@@ -27,7 +27,8 @@ class Validation:
             return None
         return (
             f"the validation text has {counted:,} tokens, too few to tell which state of the run is best. Give more: "
-            "--set data.validation=FILE, a larger share such as --set data.validation=0.1, or more --set data.validation_examples"
+            "--set data.validation=FILE, a larger share such as --set data.validation=0.1, or more --set data.validation_examples (surgery run: "
+            "--heal-set)"
         )
 
     def __bool__(self) -> bool:
