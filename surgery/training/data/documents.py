@@ -122,12 +122,12 @@ def _side_span(data: Any, side: Side, share: float) -> Iterator[tuple[int, int]]
 
 
 def _boundary(data: Any, target: int) -> int:
-    """Return where the held-out part of a text begins: at the line after `target` or at the line before it, if the part is then half to twice
-    as long as asked for; else, in long lines, between two words."""
-    lines = (data.find(b"\n", target) + 1, data.rfind(b"\n", 0, target) + 1)
-    asked = len(data) - target
-    fitting = [line for line in lines if line and asked <= 2 * (len(data) - line) <= 4 * asked]
-    return fitting[0] if fitting else data.rfind(b" ", 0, target) + 1 or len(data)
+    """Return where the held-out part of a text begins: at the next line, if at least half of the part that was asked for is left then; else,
+    in long lines, between two words."""
+    line = data.find(b"\n", target) + 1
+    if line and 2 * (len(data) - line) >= len(data) - target:
+        return line
+    return data.rfind(b" ", 0, target) + 1 or line or len(data)
 
 
 def _chunk_end(data: Any, start: int, stop: int) -> int:
