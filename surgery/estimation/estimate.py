@@ -48,7 +48,7 @@ def estimate_conversion(
         raise SurgeryError(f"--processes must be at least 1 (got {processes})")
     name, speeds = device_speeds(device)
     kind = "cuda" if speeds.memory else "cpu"
-    threads = threads or torch.get_num_threads()
+    threads = (threads or torch.get_num_threads()) if kind == "cpu" else 1
     shape = conversion_shape(meta_model, plan, calibrated)
     found = []
     for sweeps in dict.fromkeys(

@@ -88,6 +88,12 @@ def test_the_estimate_follows_the_recipe_and_the_processes(tmp_path):
     shared = make_plan(tmp_path, "low-rank-half", device="h200", processes=4)
     alone = make_plan(tmp_path, "low-rank-half", device="h200")
     assert shared["seconds"][1] < alone["seconds"][1] and alone["peak_device"] > 0
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)  # of the machine that plans, not of the GPU
+        assert make_plan(tmp_path, "low-rank-half", device="h200")["seconds"] == alone["seconds"]
+    finally:
+        torch.set_num_threads(threads)
     free = make_plan(tmp_path, "low-rank-half", device="cpu", calibrated=False)
     assert [step["name"] for step in free["steps"]] == ["layers", "write"]
 
