@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from surgery.core.config import fields_at_default
+from surgery.core.config import Length, fields_at_default
 from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError, suggestion
 
@@ -78,7 +78,7 @@ class EvalOptions(BaseModel):
     tokens: int = Field(65536, ge=16, description="maximum number of tokens of the text")
     length: int = Field(1024, ge=8, description="tokens per window of the text")
     limit: int | None = Field(None, ge=1, description="maximum number of samples per task, length and depth")
-    lengths: tuple[Annotated[int, Field(ge=8)], ...] = Field(
+    lengths: tuple[Annotated[Length, Field(ge=8)], ...] = Field(
         (), description="sample lengths in tokens, for suites that measure several"
     )
     depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(

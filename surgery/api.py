@@ -88,7 +88,7 @@ def plan(
     recipe: Any,
     *,
     overrides: Mapping[str, Any] | None = None,
-    context: int = 4096,
+    context: int | None = None,
     measured: PathLike | None = None,
     device: str | None = None,
     processes: int = 1,
@@ -103,7 +103,8 @@ def plan(
         source: checkpoint, a local folder or a Hub id (org/name or org/name@revision); or a model in memory.
         recipe: name of a shipped recipe, path of a YAML file, dict, or ConversionRecipe.
         overrides: recipe keys by dotted path, e.g. {"attention.cache": 0.5}.
-        context: prompt length in tokens that the notes on speed refer to.
+        context: length in tokens of a sequence whose caches are shown, and that notes on speed refer to; None: caches at 1,024, 8,192 and
+            65,536 tokens, speed at 4,096.
         measured: file of `surgery bench linear --out`, from which the time of the linears is predicted; None: the times that are included.
         device: estimate time and memory for this device: "cpu", "h200", or None for the kind of this machine. Of a transformers
             model in memory, the conversion of its checkpoint by `convert`; none of another module.
@@ -132,7 +133,7 @@ def plan(
         from surgery.conversion.apply import plan_live
 
         live, planned = plan_live(source, settings)
-        data = plan_dict(planned)
+        data = plan_dict(planned, context)
         for target in data["targets"]:
             target["name"] = live.live_path(target["name"])
         described: ModelDescription | None = None if live.prefix else live
@@ -141,10 +142,10 @@ def plan(
         opened = open_checkpoint(name, trust_remote_code, weights=False, revision=revision)
         described = describe_checkpoint(opened, trust_remote_code)
         planned = make_plan(described, settings)
-        data = plan_dict(planned)
+        data = plan_dict(planned, context)
     if described is not None:
         data["estimate"] = estimate_conversion(
-            described, planned, device=device, processes=processes, calibrated=calibrated
+            described, planned, device=device, processes=processes, calibrated=calibrated, context=context
         )
     table = named_table(settings, None if measured is None else Path(measured))
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
@@ -222,7 +223,8 @@ def convert(
     """Convert a checkpoint into the folder `out`. Return the report that is stored there.
 
     Args:
-        source, recipe, overrides, context, revision, trust_remote_code, keys: as in `plan`.
+        source, recipe, overrides, revision, trust_remote_code, keys: as in `plan`.
+        context: prompt length in tokens that the notes on speed refer to.
         out: folder of the converted checkpoint; must not exist unless `resume`.
         calibration: text to calibrate on, a file or a Hub data set (org/name[:config:split:column]).
         resume: continue an interrupted conversion into the same `out`.

@@ -53,7 +53,7 @@ Limit = Annotated[int | None, typer.Option(min=1, help="Use at most this many sa
 Tokens = Annotated[int, typer.Option(min=16, help="Score this many tokens of the text.")]
 Length = Annotated[int, typer.Option(min=8, help="Split the text into windows of this many tokens.")]
 Lengths = Annotated[
-    str | None, typer.Option(help="Build long-context samples of these lengths in tokens, e.g. 4096,8192,16384.")
+    str | None, typer.Option(help="Build long-context samples of these lengths in tokens, e.g. 4096,8192 or 4k,8k.")
 ]
 Depths = Annotated[str | None, typer.Option(help="Place needles at these relative positions in [0, 1], e.g. 0,0.5,1.")]
 Tasks = Annotated[str | None, typer.Option(help="Run only these tasks of the suite, separated by commas.")]

@@ -47,7 +47,7 @@ app = typer.Typer(
         "Replace the expensive parts of a pretrained Hugging Face transformer by structured ones.\n\n"
         "[bold]run[/] does everything in one go. [bold]plan[/] shows what a recipe would replace, [bold]convert[/] replaces it, [bold]inspect[/] and [bold]eval[/] measure the "
         "result, [bold]densify[/] undoes the conversion. Start with [bold]surgery demo[/].\n\n"
-        "    surgery convert SRC --recipe btt-half --calibration text.txt --out OUT"
+        "    surgery convert Qwen/Qwen3-0.6B --recipe btt-half --calibration Salesforce/wikitext:wikitext-2-raw-v1:train:text --out OUT"
     ),
 )
 error_console = Console(stderr=True)
@@ -96,7 +96,7 @@ def plan(
     source: options.Source,
     recipe: options.RecipeName,
     overrides: options.Overrides = None,
-    context: options.Context = 4096,
+    context: options.PlannedContext = None,
     measured: options.MeasuredTimes = None,
     device: options.EstimateDevice = None,
     processes: options.Processes = 1,
@@ -128,9 +128,9 @@ def plan(
 
         check_needs_no_calibration(chosen, "Leave out --data-free")
     planned = make_plan(described, chosen)
-    data = plan_dict(planned)
+    data = plan_dict(planned, context)
     data["estimate"] = estimate_conversion(
-        described, planned, device=device, processes=processes, calibrated=not data_free
+        described, planned, device=device, processes=processes, calibrated=not data_free, context=context
     )
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
     speed = [*predicted_lines(data["linear_times"]), *data["speed"]]
@@ -159,7 +159,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint layer by layer. OUT loads with transformers after `import surgery`.
 
-    surgery convert SRC --recipe btt-half --calibration text.txt --out OUT
+    surgery convert SRC --recipe btt-half --calibration Salesforce/wikitext:wikitext-2-raw-v1:train:text --out OUT
     """
     shown = _progress(as_json)
     if is_main_process():  # before torch and transformers are imported, which takes seconds

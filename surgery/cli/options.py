@@ -46,8 +46,34 @@ Revision = Annotated[
     str | None, typer.Option(help="Read this branch, tag or commit of the Hub repository. Default: main.")
 ]
 
+
+def _parse_context(raw: str) -> int:
+    """Return the number of tokens of --context; refuse anything but a whole number above 0, with k or M for 1,024 or 1,048,576."""
+    from surgery.core.config import parse_length
+
+    length = parse_length(str(raw))
+    if not str(length).isdecimal() or int(length) < 1:
+        raise typer.BadParameter(f"{raw!r} must be a number of tokens, at least 1, for example 32768 or 32k")
+    return int(length)
+
+
 Context = Annotated[
-    int, typer.Option("--context", min=1, metavar="TOKENS", help="Prompt length that the notes on speed refer to.")
+    int,
+    typer.Option(
+        "--context",
+        parser=_parse_context,
+        metavar="TOKENS",
+        help="Prompt length that the notes on speed refer to, e.g. 32768 or 32k (32 x 1,024).",
+    ),
+]
+PlannedContext = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        parser=_parse_context,
+        metavar="TOKENS",
+        help="Show the caches of a sequence of this length, and notes on speed for it, e.g. 32768 or 32k (32 x 1,024). Default: caches at 1K, 8K and 64K, speed at 4K.",
+    ),
 ]
 
 MeasuredTimes = Annotated[

@@ -98,6 +98,15 @@ def parse_count(value: Any) -> Any:
     return round(float(found[1]) * COUNT_SUFFIXES[found[2]]) if found else value
 
 
+def parse_length(value: Any) -> Any:
+    """Return the number of tokens for a length as people write it: 32k or 32K is 32,768, 1M 1,048,576. Return any other value unchanged.
+
+    Lengths of contexts are powers of two, so a unit is 1,024 here and 1,000 in `parse_count`, for amounts of training text.
+    """
+    found = re.fullmatch(r"(\d{1,15})([km])", value.strip().lower()) if isinstance(value, str) else None
+    return int(found[1]) * {"k": 2**10, "m": 2**20}[found[2]] if found else value
+
+
 def parse_float(value: Any) -> Any:
     """Return the float for text such as 1e-3, which YAML reads as a string. Return any other value unchanged."""
     try:
@@ -107,6 +116,7 @@ def parse_float(value: Any) -> Any:
 
 
 Count = Annotated[int, BeforeValidator(parse_count)]
+Length = Annotated[int, BeforeValidator(parse_length)]
 Real = Annotated[float, BeforeValidator(parse_float)]
 
 

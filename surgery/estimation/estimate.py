@@ -22,6 +22,7 @@ from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.refine_budget import BATCH_TOKENS, coordinate_values, epoch_seconds, resolve_refine, step_order
 
 MIN_LIMIT = 2.0 * 2**30  # bytes of hidden states that stay in memory (surgery.calibration.layer_runner)
+DEFAULT_CONTEXT = 4096  # tokens
 SWEEPS = (1, None)  # fewest and most sweeps of alternating least squares; None: those of the recipe
 
 
@@ -33,11 +34,13 @@ def estimate_conversion(
     processes: int = 1,
     threads: int | None = None,
     calibrated: bool = True,
+    context: int | None = None,
 ) -> dict[str, Any]:
     """Return the estimate of a conversion as JSON data; times in seconds, sizes in bytes.
 
     device: a name of surgery.estimation.speeds, None for this machine's kind. processes: that share the conversion. threads: of each
     process on a CPU. calibrated: whether there is a calibration text, of the recipe's `tokens` and `length`.
+    context: tokens of a sequence whose caches count in the memory of the result; None: 4,096.
 
     Raises SurgeryError for an unknown device, or fewer than one process.
     """
@@ -57,7 +60,7 @@ def estimate_conversion(
     steps = found[-1]
     seconds = [speeds.startup + sum(step.seconds for step in each) for each in found]
     host = speeds.program + max(step.host + (0 if kind == "cuda" else step.device) for step in steps)
-    result = result_bytes(shape)
+    result, length = result_bytes(shape), context or DEFAULT_CONTEXT
     source = shape.itemsize * shape.params
     return {
         "device": name, "processes": processes, "threads": threads if kind == "cpu" else None, "calibrated": calibrated,
@@ -72,7 +75,7 @@ def estimate_conversion(
         "peak_device": int(max(step.device for step in steps)) if kind == "cuda" else None,
         "peak_host": int(host), "device_memory": int(speeds.memory) or None,
         "disk": {"source": int(source), "result": int(result), "most": int(disk_bytes(shape, steps, result))},
-        "result_memory": int(result + cache_bytes(shape, 4096)), "result_cache_tokens": 4096,
+        "result_memory": int(result + cache_bytes(shape, length)), "result_cache_tokens": length,
         "speeds": speeds.source,
     }  # fmt: skip
 
@@ -184,7 +187,11 @@ _ANY = Setting(device_speeds("cpu")[1], "cpu", 1, 1, MIN_LIMIT, 1)
 def estimate_lines(found: dict[str, Any]) -> list[str]:
     """Return the estimate as lines for the terminal."""
     where = f"{found['processes']} process{'es' if found['processes'] > 1 else ''} on {found['device']}"
-    where += f" with {found['threads']} threads each" if found["threads"] else ", one device each"
+    where += (
+        f" with {found['threads']} thread{'s' if found['threads'] > 1 else ''} each"
+        if found["threads"]
+        else ", one device each"
+    )
     text = f"{found['tokens']:,} tokens of calibration text" if found["calibrated"] else "no calibration text"
     parts = ", ".join(f"{s['name']} {_range(s['seconds'])}" for s in found["steps"])
     device = f"{size_text(found['peak_device'])} of GPU memory and " if found["peak_device"] is not None else ""

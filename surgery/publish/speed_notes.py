@@ -234,7 +234,7 @@ def _attention_note(mixer: str, context: int) -> str:
         f"in {PASS_LABELS[pass_]} {_break_even(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1
     )
     without = ", measured without window and sinks," if op != "mlr" and {"window", "sinks"} & set(words[1:]) else ""
-    return f"{mixer}{without} beside SDPA at a context of {context:,} tokens: {ratios}; ahead {ahead}"
+    return f"{mixer}{without} beside SDPA at a context of {context:,} tokens: {ratios}; ahead {ahead}; this is attention alone, not the whole model"
 
 
 def _ratio_to_softmax(op: str, pass_: Pass, length: int, levels: dict[str, int]) -> float | None:

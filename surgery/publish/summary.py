@@ -101,8 +101,8 @@ def describe_structure(structure: dict[str, Any]) -> str:
     return " ".join(words)
 
 
-def plan_dict(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON data, for --json and notebooks."""
+def plan_dict(plan: Plan, context: int | None = None) -> dict[str, Any]:
+    """Return the plan as JSON data, for --json and notebooks. context: as in `cost_lengths`."""
     targets = [
         {"name": t.name, "shape": [t.out, t.in_], "keep": t.keep, "first": _preview_dict(t)}
         for t in plan.replaced_targets()
@@ -123,6 +123,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             (*plan.softmax_shapes, *(t.shape for name, t in plan.attention_targets.items() if name not in expected)),
             "mixers",
             plan.measured_softmax_count,
+            cost_lengths(context),
         ),
         "refine": refine_dict(plan),
         "speed_target": speed_dict(
@@ -252,6 +253,8 @@ def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
                 "macs_after": sum(r["macs_after"] for r in records),
                 "median_error": errors[len(errors) // 2] if errors else None,
                 "worst_error": errors[-1] if errors else None,
+                "after_mixer": bool(report.get("mixers"))
+                and all("attention.output" in r["roles"] and r["structure"] == {"structure": "dense"} for r in records),
                 "worst_module": max(records, key=lambda r: r["error"])["name"] if errors else None,
             }
         )
@@ -259,6 +262,14 @@ def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 CONTEXTS = (1024, 8192, 65536)
+
+
+def cost_lengths(context: int | None) -> tuple[int, ...]:
+    """Return the lengths in tokens at which costs of attention are shown: CONTEXTS, with `context` in place of the nearest of them."""
+    if context is None:
+        return CONTEXTS
+    nearest = min(CONTEXTS, key=lambda length: max(length, context) / min(length, context))
+    return tuple(sorted({*CONTEXTS, context} - ({nearest} - {context})))
 
 
 def softmax_cache(shape: AttentionShape, length: int) -> int:
@@ -276,10 +287,11 @@ def attention_costs(
     softmax: Iterable[AttentionShape],
     rows_key: str,
     chosen: int = 0,
+    lengths: tuple[int, ...] = CONTEXTS,
 ) -> dict[str, Any]:
     """Return {rows_key: one row per mixer, "attention_totals": the costs of all attention modules, None without mixers}.
 
-    Costs are cache elements of one sequence and multiply-accumulates of the next token, [before, after] at each of CONTEXTS. A row
+    Costs are cache elements of one sequence and multiply-accumulates of the next token, [before, after] at each of `lengths`, in tokens. A row
     sums over the layers of its mixer.
     found: (path, config, shape) of every mixer. softmax: shapes of the modules that keep softmax attention. chosen: how many of
     the `found` will keep softmax too, chosen by measurements. Which is not known, so every mixer counts by the share of those
@@ -302,12 +314,12 @@ def attention_costs(
             },
         )
         row["paths"].append(path)
-        _add_costs(row, shape, config, share)
-        _add_costs(kept, shape, None, 1 - share)
-        row["params"] += share * MIXERS[config].cost(config, shape, CONTEXTS[0]).params
+        _add_costs(row, shape, config, share, lengths)
+        _add_costs(kept, shape, None, 1 - share, lengths)
+        row["params"] += share * MIXERS[config].cost(config, shape, lengths[0]).params
     others = list(softmax)
     for shape in others:
-        _add_costs(kept, shape, None, Fraction(1))
+        _add_costs(kept, shape, None, Fraction(1), lengths)
     for row in rows.values():
         row["layers"] = _rounded(share * len(row["paths"]))
     totals = None
@@ -316,8 +328,7 @@ def attention_costs(
         totals = {"layers": count, "softmax_layers": chosen + len(others), "softmax": kept}
         for name in ("cache", "macs"):
             totals[name] = {
-                str(n): [sum(part[name][str(n)][i] for part in (kept, *rows.values())) for i in (0, 1)]
-                for n in CONTEXTS
+                str(n): [sum(part[name][str(n)][i] for part in (kept, *rows.values())) for i in (0, 1)] for n in lengths
             }
     every: dict[str, Any] = _rounded({rows_key: list(rows.values()), "attention_totals": totals})
     return every
@@ -329,9 +340,11 @@ def _cost_options(config: MixerConfig) -> dict[str, Any]:
     return {**options, "kept": len(options["kept"])} if "kept" in options else options
 
 
-def _add_costs(row: dict[str, Any], shape: AttentionShape, config: MixerConfig | None, share: Fraction) -> None:
-    """Add `share` of the costs of an attention module at each of CONTEXTS. config: of its mixer; None: softmax attention."""
-    for length in CONTEXTS:
+def _add_costs(
+    row: dict[str, Any], shape: AttentionShape, config: MixerConfig | None, share: Fraction, lengths: tuple[int, ...]
+) -> None:
+    """Add `share` of the costs of an attention module at each of `lengths`. config: of its mixer; None: softmax attention."""
+    for length in lengths:
         before = {"cache": softmax_cache(shape, length), "macs": softmax_macs(shape, length)}
         cost = None if config is None else MIXERS[config].cost(config, shape, length)
         for name, value in before.items():
@@ -384,7 +397,9 @@ def describe_log_linear(mask: Any) -> list[str]:
 
 
 def mixer_notes(config: Any) -> list[str]:
-    """Return warnings about the size of a mixer's state, and about options that have no fused kernel."""
+    """Return warnings about the size of a mixer's state, and about what has no fused kernel: options, or MLR attention on a CPU."""
+    if getattr(config, "others", config).name == "mlr":
+        return ["on a CPU MLR attention runs in plain PyTorch, several times slower than softmax (docs/performance.md)"]
     mask = getattr(getattr(config, "others", config), "mask", None)
     if mask is not None and mask.name == "hierarchical" and (words := describe_log_linear(mask)):
         where = "training, prefill and decoding run" if mask.strong else "decoding steps run"

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from surgery.core.files import size_text
-from surgery.core.tables import format_count, new_table
+from surgery.core.tables import format_count, format_tokens, new_table
 from surgery.publish.ratios import format_ratio, perplexity_ratio
 from surgery.publish.summary import describe_structure, inspect_rows
 
@@ -146,7 +146,7 @@ def expert_lines(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-CACHE_UNIT = "cache: numbers stored for one sequence; keys and values have the model's dtype, states of linear mixers float32: 4 bytes a number"
+CACHE_UNIT = "cache: elements stored for one sequence; keys and values have the model's dtype, states of linear mixers float32: 4 bytes each"
 
 
 def mixer_tables(rows: list[dict[str, Any]], totals: dict[str, Any] | None) -> list[Any]:
@@ -155,7 +155,9 @@ def mixer_tables(rows: list[dict[str, Any]], totals: dict[str, Any] | None) -> l
     if not rows:
         return []
     contexts = list(rows[0]["cache"])
-    table = new_table("attention", "mixer", "layers", "params", *(f"cache at {format_count(int(c))}" for c in contexts))
+    table = new_table(
+        "attention", "mixer", "layers", "params", *(f"cache at {format_tokens(int(c))}" for c in contexts)
+    )
 
     def add_row(label: str, layers: str, params: str, cache: dict[str, list[int]]) -> None:
         kept = (f"{format_count(a)} -> {format_count(b)} ({format_share(b, a)})" for a, b in cache.values())
@@ -229,6 +231,8 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
             format_count(row["macs_after"]), *(_format_error(row[key], 3) for key in ("median_error", "worst_error")),
         )  # fmt: skip
     error_note = f"errors: relative, {kind}; median and worst of the role"
+    if any(row["after_mixer"] for row in rows):
+        error_note += ". attention.output stays dense: its error is that of the mixers before it"
     if all(row["worst_error"] is None for row in rows):
         error_note = "trained from scratch: there are no original weights to compute errors against"
     linears = [table, error_note, *expert_lines(report["modules"])] if rows else []
@@ -246,13 +250,22 @@ def _format_error(value: float | None, places: int) -> str:
     return "-" if value is None else f"{value:.{places}f}"
 
 
+ALLOCATIONS = {
+    "uniform": "the same share of every matrix (uniform)",
+    "spread": "more for matrices whose errors fall most with rank (spread)",
+}
+
+
 def allocation_lines(allocation: dict[str, Any]) -> list[str]:
-    """Return a line on the kept allocation of the budget, with the trials or the expected gain that chose it, or the reason why there was no
-    choice; none if the recipe chose it."""
+    """Return a line on how the parameters were shared among the matrices, with the trials or the expected gain that chose it, or the reason
+    why there was no choice; none if the recipe chose it."""
     kept, why, tilt = allocation.get("kept"), allocation.get("why"), allocation.get("tilt")
     scores = {name: allocation[name] for name in ("uniform", "spread") if allocation.get(name)}
     if tilt is not None and allocation.get("tilts"):
-        kept, scores = f"tilt {tilt:+g} over depth", allocation["tilts"]
+        favored = (
+            "as much in early as in late layers" if tilt == 0 else f"more in {'early' if tilt > 0 else 'late'} layers"
+        )
+        kept, scores = f"{favored} (tilt {tilt:+g})", allocation["tilts"]
     if scores:
         tried = ", ".join(f"{name} {score['converted']:.4f}" for name, score in scores.items())
         why = f"{why}: {tried} {next(iter(scores.values())).get('unit', '')}"
@@ -260,7 +273,7 @@ def allocation_lines(allocation: dict[str, Any]) -> list[str]:
         why = f"{why}; expected: {allocation['expected']:.2f}"
     elif why not in ("no calibration text", "every rank is given"):
         return []
-    return [escape(f"ranks: {kept} kept ({why})")]
+    return [escape(f"ranks chosen: {ALLOCATIONS.get(str(kept), kept)}; {why}")]
 
 
 def _total_lines(report: dict[str, Any]) -> list[str]:
@@ -349,7 +362,12 @@ def upload_table(upload: dict[str, Any]) -> list[Any]:
     lines = [
         f"{len(upload['files'])} files, {size_text(upload['bytes'])}; license: {license_['id']} ({license_['origin']})"
     ]
-    return [table, *lines, *([f"note: {upload['note']}"] if upload["note"] else [])]
+    notes = [upload["note"]] if upload["note"] else []
+    notes += [
+        f"the results in {place} are not uploaded; --eval {place} would upload their table and plots in place of eval/"
+        for place in upload.get("left_out", ())
+    ]
+    return [table, *lines, *(f"note: {escape(note)}" for note in notes)]
 
 
 def to_html(parts: Sequence[Any]) -> str:

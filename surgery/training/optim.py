@@ -255,6 +255,11 @@ def _no_match_message(
         return f"{message}, whose attention was not converted. Use --recipe weights-only, which trains its structured linears."
     if word == "structured" and (bare or "mixers" in there):
         return f"{message}, whose linears were not converted. Use --recipe standard or small-attention, which train its attention."
+    if word in ("structured", "mixers", "new") and not (bare or there & {"structured", "mixers"}):
+        return (
+            f"{message}, in which no linear and no attention was replaced: it is not a converted model. Convert it first: "
+            "surgery convert SRC --recipe btt-half --out OUT, then train OUT."
+        )
     if word in (*PARAMETER_KINDS, "new"):
         return f"{message}, which has {', '.join(sorted(there))}. `surgery inspect` shows whether it was converted."
     return message + suggestion(

@@ -57,6 +57,7 @@ from surgery.training.sharded_tensors import copy_full_, reshard_modules
 from surgery.training.stages import STAGES, Stage, StageModels
 from surgery.training.stages.lora import LoraStage
 from surgery.training.stages.values import READOUT
+from surgery.training.suitability import recipe_warnings
 from surgery.training.validation import Validation
 from surgery.training.weight_norm import add_core_norms, fold_core_norms
 
@@ -128,6 +129,8 @@ class StageRunner:
         if at.stage == len(self.recipe.stages):
             self._restore_weights(models)
         self.validation = self._make_validation()
+        if warning := self.validation.warning():
+            self.progress.say(f"warning: {warning}")
         self.baseline_losses = self._measure_baseline(models)
         for number in range(at.stage, len(self.recipe.stages)):
             self._run_stage(models, number, at if number == at.stage else TrainPosition(number))
@@ -179,7 +182,10 @@ class StageRunner:
         """Return the names of parameters that any stage will change, after checking that all stages fit model and batch layout."""
         for config in self.recipe.stages:
             batch_layout(self.accelerator, config)
-        return changed_parameters(self.recipe, models, self.roles)
+        changed = changed_parameters(self.recipe, models, self.roles)
+        for warning in recipe_warnings(self.source.name, models.student, self.recipe.stages):
+            self.progress.say(f"warning: {warning}")
+        return changed
 
     def _make_validation(self) -> Validation:
         last = self.recipe.stages[-1]

@@ -11,12 +11,25 @@ from surgery.training.batches import to_device
 from surgery.training.stages.base import IGNORE_INDEX, Batch, StageModels, model_inputs, next_token_targets
 from surgery.training.stages.lm import cross_entropy
 
+MIN_TOKENS = 1000  # of validation text; losses of fewer are decided by chance
+
 
 class Validation:
     """Mean cross-entropy over fixed examples, in nats per token, distributed over the processes."""
 
     def __init__(self, examples: list[Batch], rows: int, accelerator: Any):
         self.examples, self.rows, self.accelerator = examples, rows, accelerator
+
+    def warning(self) -> str | None:
+        """Return a warning if the validation text is too short to tell which state of a run is best; None otherwise, or without any."""
+        counted = sum(int((example["labels"][1:] != IGNORE_INDEX).sum()) for example in self.examples)
+        if not self.examples or counted >= MIN_TOKENS:
+            return None
+        return (
+            f"the validation text has {counted:,} tokens, too few to tell which state of the run is best. Give more: "
+            "--set data.validation=FILE, a larger share such as --set data.validation=0.1, or more --set data.validation_examples (surgery run: "
+            "--heal-set)"
+        )
 
     def __bool__(self) -> bool:
         return bool(self.examples)

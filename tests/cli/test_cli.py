@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from surgery import api
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
+from surgery.publish.summary import cost_lengths
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny" / "checkpoint"
 
@@ -69,6 +70,32 @@ def test_plan(run, run_json, checkpoints):
     assert sum(row["after"] for row in data["rows"]) == data["totals"]["params_after"]
     code, out, _ = run(*words)
     assert code == 0 and "mlp.down" in out and "low_rank" in out
+
+
+def test_plan_shows_caches_at_the_context_asked_for(run, run_json, checkpoints):
+    words = ("plan", checkpoints("llama"), "-r", "log-linear")
+    usual, asked = run_json(*words), run_json(*words, "--context", "32k")
+    assert list(usual["mixers"][0]["cache"]) == ["1024", "8192", "65536"]
+    assert list(asked["mixers"][0]["cache"]) == list(asked["attention_totals"]["cache"]) == ["1024", "8192", "32768"]
+    assert asked["mixers"][0]["cache"]["8192"] == usual["mixers"][0]["cache"]["8192"]
+    assert usual["estimate"]["result_cache_tokens"] == 4096 and asked["estimate"]["result_cache_tokens"] == 32768
+    code, out, _ = run(*words, "--context", "32K")
+    assert code == 0 and "cache at 8K" in out and "cache at 32K" in out and "caches of 32,768 tokens" in out
+    for wrong in ("0", "-3", "many", "4.5k"):
+        code, _, err = run(*words, "--context", wrong)
+        assert code == 2 and "number of tokens" in plain(err) and "32k" in plain(err)
+
+
+@pytest.mark.parametrize("context", [1, 1024, 4096, 32768, 10**6])
+def test_lengths_of_costs_hold_the_context(context):
+    lengths = cost_lengths(context)
+    assert context in lengths and len(lengths) == 3 and lengths == tuple(sorted(lengths))
+    assert cost_lengths(None) == (1024, 8192, 65536)
+
+
+def test_the_plan_of_mlr_attention_says_that_it_is_slow_on_a_cpu(run, checkpoints):
+    code, out, _ = run("plan", checkpoints("llama"), "-r", "mlr-cache-60")
+    assert code == 0 and "on a CPU MLR attention runs in plain PyTorch" in plain(out)
 
 
 def test_convert_inspect_densify(run, run_json, checkpoints, calibration, tmp_path):

@@ -151,7 +151,7 @@ def test_flat_and_identical_curves_are_sentences():
     assert "<svg" not in said and "rank: a 3, b 4; the same at every layer" in said
     same = [Series(name, "base", [(1, 3), (2, 5)]) for name in ("a", "b")]
     said = line_chart("Loss", same, Axis("step"), Axis("loss"))
-    assert "<svg" not in said and "a, b are identical: loss from 3 to 5" in said
+    assert "<svg" not in said and "a and b are identical: loss from 3 to 5" in said
     assert "<svg" not in line_chart("Loss", [Series("a", "base", [(1, 3)])], Axis("step"), Axis("loss"))
     drawn = line_chart("Loss", same[:1], Axis("step"), Axis("loss"))
     assert '<p class="chart">Loss</p>' in drawn and "<svg" in drawn
@@ -392,6 +392,31 @@ def test_nothing_is_cut_off(out, width, dark):
     done = browse(*words, f"--window-size={width},1200", "--dump-dom", page.as_uri())
     wide, window = map(int, re.search(r"<title>(.*?)</title>", done.stdout)[1].split())
     assert wide <= window
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 500])  # 500 pixels is the narrowest window that Chromium opens
+def test_tables_show_all_columns_on_a_desk_and_say_that_they_scroll_on_a_phone(out, width):
+    page = write_page(str(out))
+    boxes = """<script>document.title = [...document.querySelectorAll(".scroll")].map((box) => Number(box.classList.contains("over"))).join("")</script></body>"""
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text(encoding="utf-8"))
+    page.write_text(text.replace("</body>", boxes), encoding="utf-8")
+    done = browse(f"--window-size={width},1200", "--dump-dom", page.as_uri())
+    wide = re.search(r"<title>(.*?)</title>", done.stdout)[1]
+    assert wide and ("1" in wide) == (width == 500), wide
+
+
+@needs_browser
+@pytest.mark.skipif(shutil.which("pdftotext") is None, reason="no pdftotext here (apt install poppler-utils)")
+def test_printed_tables_repeat_their_heads_on_every_page(out, tmp_path):
+    page, pdf = write_page(str(out)), tmp_path / "page.pdf"
+    text = page.read_text(encoding="utf-8")
+    row = re.search(r'<tr><th scope="row"[^>]*>[^<]*mlp\.down_proj</th>.*?</tr>', text)[0]
+    page.write_text(text.replace(row, 80 * row), encoding="utf-8")
+    browse("--no-pdf-header-footer", f"--print-to-pdf={pdf}", page.as_uri())
+    printed = subprocess.run(["pdftotext", "-layout", str(pdf), "-"], capture_output=True, text=True, check=True).stdout
+    pages = [text for text in printed.split("\f") if text.count("mlp.down") > 5]
+    assert len(pages) > 1 and all("structure" in text.split("mlp.down")[0] for text in pages)
 
 
 @needs_browser

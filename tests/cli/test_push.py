@@ -443,3 +443,20 @@ def test_cards_say_how_to_install_from_source(out, monkeypatch):
     )
     monkeypatch.setattr(project, "PACKAGE_IS_PUBLISHED", True)
     assert f"pip install {project.PACKAGE_NAME}\n" in prepare_upload(str(out), "me/small", "mit").card
+
+
+def test_results_in_another_folder_of_the_checkpoint_are_left_out_and_named(push_command, out):
+    for name in ("before/results.json", "before/table.md", "before/ppl.png", "before/OUT-1234/ppl/samples.jsonl"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("{}")
+    code, said, _ = push_command(out, "me/small", "--license", "mit", "--dry-run")
+    assert code == 0 and f"the results in {out / 'before'} are not uploaded" in said
+    upload = prepare_upload(str(out), "me/small", license="mit")
+    assert upload.left_out == (str(out / "before"),) and not [
+        item.name for item in upload.items if "before" in item.name
+    ]
+    chosen = prepare_upload(str(out), "me/small", license="mit", measured=out / "before")
+    assert chosen.left_out == () and "eval/table.md" in [item.name for item in chosen.items]
+    (out / "before" / "notes.txt").write_text("hello")
+    with pytest.raises(SurgeryError, match=r"do not belong to a checkpoint: before/notes\.txt"):
+        prepare_upload(str(out), "me/small", license="mit")

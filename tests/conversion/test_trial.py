@@ -179,9 +179,13 @@ def test_the_kept_allocation_is_shown_with_its_reason():
     without_text = allocation_lines({"kept": "uniform", "why": "no calibration text"})  # whatever `allocate` asks for
     assert without_text == ["ranks: uniform kept (no calibration text)"]
     tried = allocation_lines({"kept": "uniform", "why": "trials", "uniform": score, "spread": worse, "expected": 0.95})
-    assert tried == ["ranks: uniform kept (trials: uniform 2.0000, spread 2.5000 nats per token)"]
+    assert tried == [
+        "ranks chosen: the same share of every matrix (uniform); trials: uniform 2.0000, spread 2.5000 nats per token"
+    ]
     certain = allocation_lines({"kept": "spread", "why": "[bold]no trial", "expected": 0.25})
-    assert certain == ["ranks: spread kept (\\[bold]no trial; expected: 0.25)"]
+    assert certain == [
+        "ranks chosen: more for matrices whose errors fall most with rank (spread); \\[bold]no trial; expected: 0.25"
+    ]
     depth = {"kept": "depth", "why": "trials", "tilt": -0.5, "tilts": {"+0": worse, "-0.5": score}}
-    shown = "ranks: tilt -0.5 over depth kept (trials: +0 2.5000, -0.5 2.0000 nats per token)"
+    shown = "ranks chosen: more in late layers (tilt -0.5); trials: +0 2.5000, -0.5 2.0000 nats per token"
     assert allocation_lines(depth) == [shown]

@@ -585,6 +585,7 @@ def test_what_is_slower_is_said(table):
         "features beside SDPA at a context of 1,024 tokens: prefill 7.8x slower; ahead in prefill from 8,192"
         in attention
     )
+    assert attention.endswith("; this is attention alone, not the whole model")
     assert report_notes({"mixer_rows": mixers}, 1024) == [attention] and report_notes({}) == []
     assert report_notes({"mixer_rows": mixers}, 16384) == []
     mixers[0]["mixer"] += ", window 64, sinks 4"  # the table has no row with a window, and the note says so

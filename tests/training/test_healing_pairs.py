@@ -24,6 +24,7 @@ from surgery.training.pretrain.initialize import install_mixers, plan_new_model,
 from surgery.training.recipe import load_healing_recipe, parse_healing_recipe
 from surgery.training.runner import changed_parameters
 from surgery.training.stages import StageModels
+from surgery.training.suitability import recipe_warnings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
 REASONS = {  # part of the refusal -> what the table says
@@ -141,3 +142,29 @@ def test_4_3_a_sliding_window_is_healed(tmp_path, student, words, without_curves
         assert [stage["steps"] for stage in record["stages"]] == [1, 1]
         lines = [json.loads(line) for line in (out / "training" / "log.jsonl").read_text().splitlines()]
         assert {line["stage"] for line in lines if "self_attn" in line} == {0}
+
+
+def test_an_unconverted_model_is_named_as_such(folder):
+    """Recipes that train what a conversion added refuse it; others warn, unless they need no teacher."""
+    from transformers import LlamaConfig
+
+    model = model_class(LlamaConfig.from_pretrained(folder))._from_config(LlamaConfig.from_pretrained(folder))
+    roles = {linear.path: linear.roles for linear in find_linears(model).linears if linear.roles}
+    for name in ("weights-only", "standard", "quick"):
+        with pytest.raises(SurgeryError, match=r"it is not a converted model\. Convert it first: surgery convert SRC"):
+            changed_parameters(load_healing_recipe(name), StageModels(model, model), roles)
+    (said,) = recipe_warnings("SRC", model, load_healing_recipe("attention").stages)
+    assert "SRC is not a converted checkpoint" in said and "surgery convert SRC --recipe btt-half --out OUT" in said
+    further = parse_healing_recipe({"stages": [{"kind": "lm", "tokens": 64, "rate": 1e-3, "trains": ["all"]}]})
+    assert recipe_warnings("SRC", model, further.stages) == []
+
+
+@pytest.mark.parametrize(
+    ("conversion", "warned"), [("low-rank-half", {"attention", "attention-large"}), ("log-linear", set()), ("sliding-window", set())]
+)  # fmt: skip
+def test_a_recipe_for_attention_warns_where_only_linears_were_replaced(folder, conversion, warned):
+    models, _ = convert_model(folder, load_recipe(conversion))
+    names = ("attention", "attention-large", "standard", "long", "small-linears", "weights-only")
+    said = {name: recipe_warnings("OUT", models.student, load_healing_recipe(name).stages) for name in names}
+    assert {name for name, warnings in said.items() if warnings} == warned
+    assert all("the attention of OUT is as it was" in said[name][0] for name in warned)

@@ -25,6 +25,7 @@ from surgery.training.data import documents
 from surgery.training.data.dataset import DataConfig, SourceConfig, make_data
 from surgery.training.data.packing import IGNORE_INDEX, pack_best_fit, pack_in_order, pack_stream, split_windows
 from surgery.training.data.tokenize import TokenSequence
+from surgery.training.validation import Validation
 
 EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 LENGTH = 64
@@ -311,6 +312,35 @@ def test_a_text_file_holds_out_its_last_lines(tmp_path, tokenizer):
     trained = tokenizer.decode(torch.cat([e["input_ids"] for e in data.examples()]))
     held = tokenizer.decode(torch.cat([e["input_ids"] for e in data.validation()]))
     assert "line 0 of" in trained and "line 899 of" not in held and "line 950 of" in held and "line 950" not in trained
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ("a word or two\n" * 100, 140),  # lines: from the start of one
+        ("a word or two " * 100 + "\n<end>\n", 147),  # a long line and a short one: between two words of the long line
+        ("short\n" + "a word or two " * 100, 140),
+        ("a word or two " * 100, 140),
+        ("a word or two\n" * 90 + "a line of its own " * 8 + "\n<end>\n", 141),  # a long line at the end
+    ],
+)
+def test_a_share_of_a_text_holds_about_that_share(text, held, tmp_path):
+    """Between half and twice the share, and never a last short line alone."""
+    path = tmp_path / "text.txt"
+    path.write_text(text)
+    tables = [documents.TextFiles([path], None, side, 0.1) for side in ("training", "validation")]
+    (kept,), (out,) = (list(table.document_parts(0)) for table in tables)
+    assert kept.content + out.content == text and abs(len(out.content) - held) <= 14
+
+
+def test_a_validation_text_of_few_tokens_is_warned_of():
+    def warning(rows, counted):
+        labels = torch.full((64,), IGNORE_INDEX)
+        labels[1 : counted + 1] = 7
+        return Validation(rows * [{"labels": labels}], 4, None).warning()
+
+    assert warning(0, 1) is None and warning(20, 50) is None
+    assert "has 950 tokens" in warning(19, 50) and "--set data.validation=FILE" in warning(1, 2)
 
 
 def test_validation_sources_of_their_own(files, tokenizer):

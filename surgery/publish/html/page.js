@@ -1,4 +1,9 @@
 "use strict";
+const markWide = () => {
+  for (const box of document.querySelectorAll(".scroll")) box.classList.toggle("over", box.scrollWidth > box.clientWidth + 1);
+};
+markWide();
+addEventListener("resize", markWide);
 for (const table of document.querySelectorAll("table.sorts")) {
   const body = table.tBodies[0];
   table.querySelectorAll("thead button").forEach((button) => {

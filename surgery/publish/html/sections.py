@@ -28,13 +28,16 @@ def figure_html(picture: str, caption: str, extra: str = "") -> str:
 def table_html(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], text_columns: int = 1) -> str:
     """Return a table with sortable columns. A cell is text or (text, sort key); the first `text_columns` are left-aligned."""
     kinds = (' class="text"' if i < text_columns else "" for i in range(len(heads)))
-    head = "".join(f'<th scope="col"{k}><button type="button">{escape(n)}</button></th>' for n, k in zip(heads, kinds))
+    head = "".join(
+        f'<th scope="col"{k} data-name="{escape(n)}"><button type="button">{escape(n)}</button></th>'
+        for n, k in zip(heads, kinds)
+    )
     body = "".join(
         "<tr>" + "".join(_cell_html(cell, i, text_columns) for i, cell in enumerate(row)) + "</tr>" for row in rows
     )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="sorts">'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"<caption><span>{escape(caption)}</span></caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 

@@ -145,7 +145,7 @@ def _flat_or_identical(series: Sequence[Series], x: Axis, y: Axis) -> str:
         )
     first = series[0].points
     if len(series) > 1 and all(list(s.points) == list(first) for s in series):
-        names = ", ".join(s.name for s in series)
+        names = " and ".join([", ".join(s.name for s in series[:-1]), series[-1].name])
         return f"{names} are identical: {y.label} from {y.format(first[0][1])} to {y.format(first[-1][1])}"
     return ""
 

@@ -47,6 +47,9 @@ LOCAL_FILES = (
     ".cache/huggingface/**",
     ".gitattributes",
 )
+# What `surgery eval --out` and `surgery compare --out` write into a folder, which has one of the first two.
+RESULT_NAMES = ("results.json", "comparison.json")
+RESULT_FILES = (*RESULT_NAMES, "table.md", "table.csv", "table.tex", "*.png", "generations.json", "lock", "*/**")
 # Tokens of the Hub, GitHub and OpenAI, keys of Amazon and Google, private keys.
 SECRET_PATTERN = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{60,}|\bsk-[A-Za-z0-9_-]{32,}"
@@ -102,11 +105,12 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
     weights = {info.file.name for info in source.tensors.values()}
     code = {"*.py"} if named_code(folder, source.config) else set()
     known = {*CHECKPOINT_FILES, *weights, *COPIED, *EXTRA_FILES, *code, *_companion_files(source)}
+    local = (*LOCAL_FILES, *(f"{place}/{name}" for place in result_folders(folder) for name in RESULT_FILES))
     found: list[UploadFile] = []
     unknown: list[str] = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
         name = path.relative_to(folder).as_posix()
-        if matches_any(name, LOCAL_FILES):
+        if matches_any(name, local):
             continue
         if not matches_any(name, known):
             unknown.append(name)
@@ -125,6 +129,14 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
         _check_secrets(item)
     _check_code(source, {item.name: item for item in found})
     return _strip_file_paths(found)
+
+
+def result_folders(folder: Path) -> list[str]:
+    """Return the folders inside a checkpoint, other than eval/, that hold results of `surgery eval` or `surgery compare`: relative paths, sorted.
+    A push leaves their files out."""
+    places = (path.parent.relative_to(folder) for name in RESULT_NAMES for path in folder.rglob(name) if path.is_file())
+    found = {place for place in places if place.parts and place.parts[0] != "eval"}
+    return sorted(place.as_posix() for place in found if not found & set(place.parents))
 
 
 def _check_code(source: CheckpointSource, items: dict[str, UploadFile]) -> None:

@@ -21,7 +21,15 @@ from surgery.core.files import REPORT_NAME
 from surgery.core.progress import Progress
 from surgery.core.version import __version__
 from surgery.publish.hub.card_metadata import base_model_note
-from surgery.publish.hub.files import CARD_NAME, EXTRA_FILES, UploadFile, clean_report, collect_files, matches_any
+from surgery.publish.hub.files import (
+    CARD_NAME,
+    EXTRA_FILES,
+    UploadFile,
+    clean_report,
+    collect_files,
+    matches_any,
+    result_folders,
+)
 from surgery.publish.hub.license import License, find_license
 from surgery.publish.hub.model_card import render_card
 from surgery.publish.summary import read_report
@@ -38,13 +46,15 @@ REPLACED_FILES = (
 
 @dataclass(frozen=True)
 class Upload:
-    """A prepared upload: files, license and model card. note: a remark on the card, its origin or a missing base model, or None."""
+    """A prepared upload: files, license and model card. note: a remark on the card, its origin or a missing base model, or None.
+    left_out: folders inside the checkpoint with results of an evaluation, which are not uploaded."""
 
     repo: str
     items: tuple[UploadFile, ...]
     license: License
     card: str
     note: str | None
+    left_out: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +66,7 @@ class Upload:
         files = [{"name": item.name, "bytes": item.nbytes} for item in self.items]
         license_record = {"id": self.license.id, "origin": self.license.origin}
         record = {"repo": self.repo, "files": files, "bytes": self.nbytes, "license": license_record, "note": self.note}
+        record["left_out"] = list(self.left_out)
         return {**record, "licence": license_record}  # the key until 0.1, for scripts that read it
 
 
@@ -84,7 +95,10 @@ def prepare_upload(
             own.path.read_text(encoding="utf-8"),
             f"{own.path} is used as the model card; remove it to generate one",
         )
-    return Upload(repo, tuple(sorted(items, key=lambda item: item.name)), terms, text, note)
+    left_out = tuple(
+        str(path) for path in map(source.folder.joinpath, result_folders(source.folder)) if path != measured
+    )
+    return Upload(repo, tuple(sorted(items, key=lambda item: item.name)), terms, text, note, left_out)
 
 
 def push(

@@ -117,10 +117,17 @@ def _separator_spans(data: Any, separator: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _side_span(data: Any, side: Side, share: float) -> Iterator[tuple[int, int]]:
-    boundary = len(data) if share == 0 else data.find(b"\n", int(len(data) * (1 - share))) + 1 or len(data)
-    if boundary == len(data) and share > 0:  # one long line: between two words
-        boundary = data.rfind(b" ", 0, int(len(data) * (1 - share))) + 1 or len(data)
+    boundary = len(data) if share == 0 else _boundary(data, int(len(data) * (1 - share)))
     yield (0, boundary) if side == "training" else (boundary, len(data))
+
+
+def _boundary(data: Any, target: int) -> int:
+    """Return where the held-out part of a text begins: at the next line, if at least half of the part that was asked for is left then; else,
+    in long lines, between two words."""
+    line = data.find(b"\n", target) + 1
+    if line and 2 * (len(data) - line) >= len(data) - target:
+        return line
+    return data.rfind(b" ", 0, target) + 1 or line or len(data)
 
 
 def _chunk_end(data: Any, start: int, stop: int) -> int:
