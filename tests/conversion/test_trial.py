@@ -177,7 +177,7 @@ def test_the_kept_allocation_is_shown_with_its_reason():
     worse = {**score, "converted": 2.5}
     assert allocation_lines({"kept": "uniform", "why": "recipe"}) == []
     without_text = allocation_lines({"kept": "uniform", "why": "no calibration text"})  # whatever `allocate` asks for
-    assert without_text == ["ranks: uniform kept (no calibration text)"]
+    assert without_text == ["ranks chosen: the same share of every matrix (uniform); no calibration text"]
     tried = allocation_lines({"kept": "uniform", "why": "trials", "uniform": score, "spread": worse, "expected": 0.95})
     assert tried == [
         "ranks chosen: the same share of every matrix (uniform); trials: uniform 2.0000, spread 2.5000 nats per token"
