@@ -1,82 +1,88 @@
 """Routed experts as linears: a mixture of experts whose experts have one nn.Linear for each matrix.
 
 transformers merges the experts of a layer into 3-D parameters: gate_up_proj (E, 2 F, D) and down_proj (E, D, F). Most checkpoints
-store a tensor for each matrix of each expert, and transformers' conversion rules name them. `split_experts` replaces the merged
-module by `RoutedExperts`, whose linears have the names of the tensors, so that each matrix can be replaced by its path:
+store a tensor for each matrix of each expert, and transformers' conversion rules name them. Some store the 3-D tensors.
+`split_experts` replaces the merged module by `RoutedExperts`, so that each matrix can be replaced by its path:
 
     mlp.experts.gate_up_proj[3, :F]  ->  mlp.experts.3.gate_proj.weight
+
+How a family's 3-D parameters hold the matrices, and what its experts compute, says its ExpertLayout (expert_layout.py).
 
 E experts, k of them selected for each token, D model width, F width of an expert, N tokens.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from surgery.architectures.expert_layout import (
+    MERGED_DOWN,
+    MERGED_GATE_UP,
+    ClampedGating,
+    ExpertLayout,
+    ExpertNames,
+    activation_of,
+    is_merge_rule,
+    known_layout,
+    stored_layout,
+)
 from surgery.core.errors import SurgeryError
 
+Gating = Callable[[Tensor, Tensor], Tensor]  # (output of gate, output of up) -> input of the down projection
 MAX_EXPERTS = (
     2**15
 )  # of all layers together; a linear on the meta device takes a few kilobytes and a tenth of a millisecond
-MERGED_GATE_UP, MERGED_DOWN = "gate_up_proj", "down_proj"
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """The names of an expert's linears in the checkpoint files, for example w1, w3 and w2."""
-
-    gate: str
-    up: str
-    down: str
-
-    def roles(self) -> dict[str, str]:
-        """Return the role of each linear by its name."""
-        return {self.gate: "expert.gate", self.up: "expert.up", self.down: "expert.down"}
 
 
 class ExpertMLP(nn.Module):
-    """One expert: down(act(gate(x)) * up(x)), (.., D) -> (.., D)."""
+    """One expert: down(gating(gate(x), up(x))), (.., D) -> (.., D)."""
 
-    def __init__(self, names: ExpertNames, hidden: int, inner: int, **factory: Any):
+    def __init__(self, names: ExpertNames, hidden: int, inner: int, bias: bool = False, **factory: Any):
         super().__init__()
         self.names = names
-        self.add_module(names.gate, nn.Linear(hidden, inner, bias=False, **factory))
-        self.add_module(names.up, nn.Linear(hidden, inner, bias=False, **factory))
-        self.add_module(names.down, nn.Linear(inner, hidden, bias=False, **factory))
+        self.add_module(names.gate, nn.Linear(hidden, inner, bias=bias, **factory))
+        self.add_module(names.up, nn.Linear(hidden, inner, bias=bias, **factory))
+        self.add_module(names.down, nn.Linear(inner, hidden, bias=bias, **factory))
 
-    def inner(self, x: Tensor, act_fn: Callable[[Tensor], Tensor]) -> Tensor:
+    def inner(self, x: Tensor, gating: Gating) -> Tensor:
         """Return the input of the down projection, (.., F)."""
         modules = self._modules
-        return act_fn(modules[self.names.gate](x)) * modules[self.names.up](x)  # type: ignore[misc]
+        return gating(modules[self.names.gate](x), modules[self.names.up](x))  # type: ignore[misc]
 
-    def forward(self, x: Tensor, act_fn: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(self, x: Tensor, gating: Gating) -> Tensor:
         """Return the expert's output, (.., D)."""
-        out: Tensor = self._modules[self.names.down](self.inner(x, act_fn))  # type: ignore[misc]
+        out: Tensor = self._modules[self.names.down](self.inner(x, gating))  # type: ignore[misc]
         return out
 
 
 class RoutedExperts(nn.Module):
     """The routed experts of one layer, which are its children "0", "1", .. of class ExpertMLP.
 
-    Takes the place of a merged experts module of transformers and has its arguments: y_n = sum_j weights[n, j] expert_{index[n, j]}(x_n).
+    Takes the place of a merged experts module of transformers and has its arguments: y_n = sum_j weights[n, j] expert_{index[n, j]}(x_n),
+    or, where the layout weighs the inputs, y_n = sum_j expert_{index[n, j]}(weights[n, j] x_n).
     """
 
-    def __init__(self, count: int, names: ExpertNames, hidden: int, inner: int, act_fn: nn.Module, **factory: Any):
+    def __init__(self, count: int, layout: ExpertLayout, hidden: int, inner: int, act_fn: nn.Module, **factory: Any):
         super().__init__()
-        self.num_experts, self.names, self.act_fn = count, names, act_fn
+        self.num_experts, self.layout, self.names, self.act_fn = count, layout, layout.names, act_fn
+        self.merged_class: Any = None  # the class of transformers whose place this module takes
         for index in range(count):
-            self.add_module(str(index), ExpertMLP(names, hidden, inner, **factory))
+            self.add_module(str(index), ExpertMLP(layout.names, hidden, inner, layout.bias, **factory))
 
     def expert(self, index: int) -> ExpertMLP:
         """Return the expert of an index."""
         found: Any = self._modules[str(index)]
         return found
+
+    def gating(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the input of an expert's down projection, (.., F), from the outputs of gate and up, (.., F)."""
+        joined: Tensor = self.act_fn(gate, up) if isinstance(self.act_fn, ClampedGating) else self.act_fn(gate) * up
+        return joined
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, (N, D).
@@ -89,18 +95,55 @@ class RoutedExperts(nn.Module):
         tokens, selected = top_k_index.shape
         expert_S = top_k_index.reshape(-1)  # S = N k pairs of a token and an expert
         order_S = torch.argsort(expert_S, stable=True)
+        weight_S1 = top_k_weights.reshape(-1)[order_S, None]
         outputs, start = [], 0
         for index, rows in enumerate(torch.bincount(expert_S, minlength=self.num_experts).tolist()):
             if rows:
                 x = hidden_states[order_S[start : start + rows] // selected]
-                outputs.append(self.expert(index)(x, self.act_fn))
+                if self.layout.weighs_inputs:
+                    x = x * weight_S1[start : start + rows]
+                outputs.append(self.expert(index)(x, self.gating))
                 start += rows
         if not outputs:
             return torch.zeros_like(hidden_states)
-        weighted_SD = torch.cat(outputs) * top_k_weights.reshape(-1)[order_S, None]
+        out_SD = torch.cat(outputs)
+        weighted_SD = out_SD if self.layout.weighs_inputs else out_SD * weight_S1
         back_S = torch.empty_like(order_S)
         back_S[order_S] = torch.arange(len(order_S), device=order_S.device)
         return weighted_SD[back_S].view(tokens, selected, -1).sum(1).to(hidden_states.dtype)
+
+
+class InputWeightedBlock(nn.Module):
+    """A mixture of experts that multiplies the inputs of its experts by their scores, with RoutedExperts in it (Llama 4).
+
+    Takes the place of transformers' Llama4TextMoe, which computes every expert on every token, with inputs of zero for those that are
+    not selected.
+
+    block: the module of transformers, whose router, shared expert and arguments this one has. experts: its experts.
+    """
+
+    def __init__(self, block: Any, experts: RoutedExperts):
+        super().__init__()
+        self.experts, self.router, self.shared_expert = experts, block.router, block.shared_expert
+        self.top_k, self.hidden_dim, self.block_class = block.top_k, block.hidden_dim, type(block)
+
+    def unweighted(self, experts: nn.Module, config: Any) -> nn.Module:
+        """Return a block of transformers' class with the router and the shared expert of this one. experts: merged. config: of the text model."""
+        with torch.device("meta"):
+            block: Any = self.block_class(config)
+        block.experts, block.router, block.shared_expert = experts, self.router, self.shared_expert
+        return block.train(self.training)  # type: ignore[no-any-return]
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (the block's output (N, D), the router's logits (N, E)).
+
+        Args:
+            hidden_states: (.., D), N tokens together.
+        """
+        x_ND = hidden_states.reshape(-1, self.hidden_dim)
+        scores_NE, logits_NE = self.router(x_ND)
+        weight_Nk, index_Nk = torch.topk(scores_NE, self.top_k, dim=1)
+        return self.shared_expert(x_ND) + self.experts(x_ND, index_Nk, weight_Nk), logits_NE
 
 
 @dataclass(frozen=True)
@@ -111,42 +154,6 @@ class MergedExperts:
     kind: str
     params: int
     reason: str
-
-
-def expert_names(model: Any) -> ExpertNames | None:
-    """Return the names of an expert's linears in the files of a model of transformers, or None if its files have no such tensors.
-
-    They are read from transformers' conversion rules for the model's class.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    gate_up: list[str] = []
-    down: list[str] = []
-    for rule in get_model_conversion_mapping(model) or []:
-        operations = [type(operation).__name__ for operation in getattr(rule, "operations", None) or ()]
-        targets = [pattern.replace("\\", "") for pattern in rule.target_patterns]
-        found = [_expert_linear(pattern) for pattern in rule._original_source_patterns]
-        if len(targets) != 1 or None in found:
-            continue
-        if targets[0].endswith(f"experts.{MERGED_GATE_UP}") and operations == ["MergeModulelist", "Concatenate"]:
-            gate_up = [name for name in found if name]
-        elif targets[0].endswith(f"experts.{MERGED_DOWN}") and operations == ["MergeModulelist"]:
-            down = [name for name in found if name]
-    return ExpertNames(gate_up[0], gate_up[1], down[0]) if len(gate_up) == 2 and len(down) == 1 else None
-
-
-def _expert_linear(pattern: str) -> str | None:
-    """Return the linear's name in a pattern such as mlp.experts.*.gate_proj.weight, or None."""
-    found = re.fullmatch(r"(?:.*\.)?experts\.?\*\.(\w+)\.weight", pattern.replace("\\", ""))
-    return found[1] if found else None
-
-
-def is_merge_rule(rule: Any) -> bool:
-    """Return whether a conversion rule of transformers merges the tensors of experts."""
-    return hasattr(rule, "operations") and any(
-        target.replace("\\", "").endswith((f"experts.{MERGED_GATE_UP}", f"experts.{MERGED_DOWN}"))
-        for target in rule.target_patterns
-    )
 
 
 def keep_experts_split(model: Any) -> None:
@@ -175,25 +182,54 @@ def merged_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def split_obstacle(module: Any, names: ExpertNames | None) -> str:
-    """Return why a module with merged experts cannot be split into linears, "" if it can."""
+def split_obstacle(module: Any, stored: ExpertLayout | None) -> str:
+    """Return why a module with merged experts cannot be split into linears, "" if it can.
+
+    stored: how the files of its model hold experts, see stored_layout.
+    """
+    if stored is None:
+        return "transformers changes their tensors on loading"
+    layout = _layout(module, stored)
     own = {name for name, parameter in module._parameters.items() if parameter is not None}
-    if getattr(module, "is_transposed", False):
-        return "it stores the transposed matrices"
-    if getattr(module, "has_bias", False) or any("bias" in name for name in own):
-        return "its experts have biases"
-    if not getattr(module, "is_concatenated", True):
-        return "it interleaves the rows of gate and up"
-    if own != {MERGED_GATE_UP, MERGED_DOWN} or not getattr(module, "has_gate", True):
+    if not stored.stored_merged and (getattr(module, "is_transposed", False) or getattr(module, "has_bias", False)):
+        return "it stores the transposed matrices" if module.is_transposed else "its experts have biases"
+    if own != set(layout.merged_names()) or not getattr(module, "has_gate", True):
         return f"its parameters are {', '.join(sorted(own))}"
-    if getattr(module, "has_post_expert_norm", False) or not isinstance(getattr(module, "act_fn", None), nn.Module):
-        return "its experts compute more than down(act(gate(x)) * up(x))"
-    if getattr(getattr(type(module), "_apply_gate", None), "__name__", "_default_apply_gate") != "_default_apply_gate":
-        return "its experts have a gate of their own"
-    (count, rows, hidden), down = module.gate_up_proj.shape, tuple(module.down_proj.shape)
-    if rows % 2 or down != (count, hidden, rows // 2):
-        return f"its parameters have shapes {list(module.gate_up_proj.shape)} and {list(down)}"
-    return "" if names is not None else "transformers has no rule that stores its experts one by one"
+    if known_layout(module) is None:
+        if not getattr(module, "is_concatenated", True):
+            return "it interleaves the rows of gate and up"
+        if getattr(module, "has_post_expert_norm", False) or not isinstance(getattr(module, "act_fn", None), nn.Module):
+            return "its experts compute more than down(act(gate(x)) * up(x))"
+        if (
+            getattr(getattr(type(module), "_apply_gate", None), "__name__", "_default_apply_gate")
+            != "_default_apply_gate"
+        ):
+            return "its experts have a gate of their own"
+        if stored.stored_merged and not hasattr(module, "is_concatenated"):
+            return "transformers has no rule that stores its experts one by one"
+    return _wrong_shapes(module, layout)
+
+
+def _layout(module: Any, stored: ExpertLayout) -> ExpertLayout:
+    """Return the layout of a module with merged experts, from its class or the attributes that transformers gives it."""
+    attributes = {"transposed": "is_transposed", "bias": "has_bias"}
+    described = {key: bool(getattr(module, attribute, False)) for key, attribute in attributes.items()}
+    return known_layout(module) or replace(stored, **described)
+
+
+def _wrong_shapes(module: Any, layout: ExpertLayout) -> str:
+    """Return a sentence on the shapes of the merged parameters if they do not fit together, else ""."""
+    shapes = {name: tuple(module._parameters[name].shape) for name in layout.merged_names()}
+    gate_up, down = shapes[MERGED_GATE_UP], shapes[MERGED_DOWN]
+    if len(gate_up) == len(down) == 3:
+        count, rows, hidden = (gate_up[0], *(gate_up[:0:-1] if layout.transposed else gate_up[1:]))
+        matrix = (hidden, rows // 2)
+        wanted = {MERGED_GATE_UP: gate_up, MERGED_DOWN: (count, *(matrix[::-1] if layout.transposed else matrix))}
+        if layout.bias:
+            wanted |= {f"{MERGED_GATE_UP}_bias": (count, rows), f"{MERGED_DOWN}_bias": (count, hidden)}
+        if rows % 2 == 0 and shapes == wanted:
+            return ""
+    return f"its parameters have shapes {' and '.join(str(list(shape)) for shape in shapes.values())}"
 
 
 def split_experts(model: Any) -> list[MergedExperts]:
@@ -201,14 +237,15 @@ def split_experts(model: Any) -> list[MergedExperts]:
 
     Raises SurgeryError for more than MAX_EXPERTS experts.
 
-    The parameters of the new linears are rows of the merged parameters and share their memory; on the meta device they are empty.
+    The parameters of the new linears are rows of the merged parameters and share their memory; those of transposed matrices are copies.
+    On the meta device they are empty.
     """
     left = describe_merged_experts(model)
     if any(
         experts.reason for experts in left
     ):  # transformers' conversion rules apply to all experts of a model or to none
         return left
-    names = expert_names(model) if left else None
+    stored = stored_layout(model) if left else None
     count = sum(int(model.get_submodule(experts.path).gate_up_proj.shape[0]) for experts in left)
     if count > MAX_EXPERTS:
         raise SurgeryError(
@@ -216,39 +253,73 @@ def split_experts(model: Any) -> list[MergedExperts]:
             "experts in config.json"
         )
     for experts in left:
-        assert names is not None
-        model.set_submodule(experts.path, _split(model.get_submodule(experts.path), names))
+        assert stored is not None
+        module: Any = model.get_submodule(experts.path)
+        routed = _split(module, _layout(module, stored))
+        if not routed.layout.weighs_inputs:
+            model.set_submodule(experts.path, routed)
+            continue
+        place = experts.path.rpartition(".")[0]
+        block = InputWeightedBlock(model.get_submodule(place), routed)
+        model.set_submodule(place, block.train(module.training))
     return []
 
 
 def describe_merged_experts(model: Any) -> list[MergedExperts]:
     """Return the modules with merged experts of a model, each with the reason why it cannot be split ("" if all can be split)."""
     found = merged_experts(model)
-    names = expert_names(model) if found else None
-    reasons = [split_obstacle(module, names) for _, module in found]
+    stored = stored_layout(model) if found else None
+    reasons = [split_obstacle(module, stored) for _, module in found]
     return [
         MergedExperts(path, type(module).__name__, sum(p.numel() for p in module.parameters()), reason or max(reasons))
         for (path, module), reason in zip(found, reasons)
     ]
 
 
-def _split(module: Any, names: ExpertNames) -> RoutedExperts:
-    gate_up, down = module.gate_up_proj, module.down_proj
-    count, rows, hidden = gate_up.shape
-    inner = rows // 2
-    routed = RoutedExperts(count, names, hidden, inner, module.act_fn, device="meta", dtype=gate_up.dtype)
-    for index in range(count):
-        pieces = {
-            names.gate: (gate_up, slice(0, inner)),
-            names.up: (gate_up, slice(inner, rows)),
-            names.down: (down, slice(None)),
-        }
-        for name, (merged, part) in pieces.items():
-            linear: Any = routed.expert(index)._modules[name]
-            weight = linear.weight.detach() if merged.is_meta else merged.detach()[index, part]
-            linear.weight = nn.Parameter(weight, requires_grad=merged.requires_grad)
+def _split(module: Any, layout: ExpertLayout) -> RoutedExperts:
+    down = module.down_proj
+    count, (hidden, inner) = down.shape[0], down.shape[:0:-1] if layout.transposed else down.shape[1:]
+    routed = RoutedExperts(count, layout, hidden, inner, activation_of(module), device="meta", dtype=down.dtype)
+    for merged in layout.merged_names():
+        parameter = module._parameters[merged]
+        for name, rows in layout.pieces(merged, layout.outputs(parameter.shape[1:])):
+            linear, _, tensor = name.rpartition(".")
+            for index in range(count):
+                place: Any = routed.expert(index)._modules[linear]
+                piece = getattr(place, tensor).detach()
+                if not parameter.is_meta:
+                    piece = layout.take(parameter.detach()[index], rows).contiguous()
+                setattr(place, tensor, nn.Parameter(piece, requires_grad=parameter.requires_grad))
     routed.train(module.training)
+    routed.merged_class = type(module)
     return routed
+
+
+def merge_experts(model: Any) -> None:
+    """Undo `split_experts`, in place, in a model whose files hold merged tensors and whose experts are all plain linears.
+
+    Other models stay as they are: transformers' rules merge their tensors on loading, or some experts are not linears.
+    """
+    routed = [(path, module) for path, module in model.named_modules() if isinstance(module, RoutedExperts)]
+    plain = all(
+        type(linear) is nn.Linear for _, m in routed for e in range(m.num_experts) for linear in m.expert(e).children()
+    )
+    if not routed or not plain or not all(module.layout.stored_merged for _, module in routed):
+        return
+    for path, module in routed:
+        place, _, leaf = path.rpartition(".")
+        with torch.device("meta"):
+            merged: Any = module.merged_class(model.config.get_text_config())
+        experts = [dict(module.expert(index).named_parameters()) for index in range(module.num_experts)]
+        for name in module.layout.merged_names():
+            tensor = module.layout.merge(name, [{key: p.detach() for key, p in expert.items()} for expert in experts])
+            setattr(merged, name, nn.Parameter(tensor, requires_grad=next(iter(experts[0].values())).requires_grad))
+        merged.train(module.training)
+        block: Any = model.get_submodule(place)
+        if isinstance(block, InputWeightedBlock):
+            model.set_submodule(place, block.unweighted(merged, model.config.get_text_config()))
+        else:
+            setattr(block, leaf, merged)
 
 
 def experts_per_token(config: Any) -> int | None:

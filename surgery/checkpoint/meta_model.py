@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.architectures.experts import MERGED_DOWN, MERGED_GATE_UP, RoutedExperts, split_experts
+from surgery.architectures.expert_layout import file_names
+from surgery.architectures.experts import RoutedExperts, split_experts
 from surgery.checkpoint.model_classes import build_on_meta, class_of_tensors, model_class
 from surgery.checkpoint.safetensors_io import TensorInfo, read_tensor
 from surgery.checkpoint.source import CheckpointSource
@@ -125,34 +126,35 @@ def load_config(source: CheckpointSource, trust_remote_code: bool) -> Any:
 def split_stored_experts(source: CheckpointSource, model: Any) -> CheckpointSource:
     """Return the source with merged tensors of experts listed as a tensor for each linear of the model's RoutedExperts.
 
-    gate_up_proj (E, 2 F, D) holds the rows of gate and up of each expert, down_proj (E, D, F) a matrix of each. Only their
-    locations are listed; nothing is read.
+    See ExpertLayout for what they hold. Only the locations are listed; nothing is read. Tensors of other shapes stay as they are.
     """
     routed = [(path, m) for path, m in model.named_modules() if isinstance(m, RoutedExperts)]
     tensors = dict(source.tensors)
     for path, module in routed:
-        bare = path.removeprefix(f"{model.base_model_prefix}.")
-        for base in dict.fromkeys((path, bare)):
-            for merged in (MERGED_GATE_UP, MERGED_DOWN):
-                info = tensors.get(f"{base}.{merged}")
-                if info is not None and len(info.shape) == 3 and info.shape[0] == module.num_experts:
-                    del tensors[info.name]
-                    tensors |= {part.name: part for part in _expert_tensors(info, base, module)}
+        for merged in module.layout.merged_names():
+            for name in file_names(model, f"{path}.{merged}"):
+                info = tensors.get(name)
+                if info is not None and info.shape[:1] == (module.num_experts,) and len(info.shape) == _axes(merged):
+                    del tensors[name]
+                    prefix = f"{model.base_model_prefix}."
+                    base = path if name.startswith(prefix) else path.removeprefix(prefix)
+                    tensors |= {part.name: part for part in _expert_tensors(info, base, merged, module)}
     return replace(source, tensors=tensors) if routed else source
 
 
-def _expert_tensors(info: TensorInfo, base: str, module: RoutedExperts) -> list[TensorInfo]:
-    found, names = [], module.names
-    parts = (names.down,) if info.name.endswith(f".{MERGED_DOWN}") else (names.gate, names.up)
+def _axes(merged: str) -> int:
+    return 2 if merged.endswith("_bias") else 3
+
+
+def _expert_tensors(info: TensorInfo, base: str, merged: str, module: RoutedExperts) -> list[TensorInfo]:
+    found, layout = [], module.layout
     for index in range(module.num_experts):
         expert = info.rows(index, index + 1)
         flat = replace(
             expert, shape=expert.shape[1:], tensor=None if expert.tensor is None else expert.tensor.squeeze(0)
         )
-        rows = flat.shape[0] // len(parts)
-        for i, name in enumerate(parts):
-            part = flat.rows(i * rows, (i + 1) * rows)
-            found.append(replace(part, name=f"{base}.{index}.{name}.weight"))
+        for name, rows in layout.pieces(merged, layout.outputs(flat.shape)):
+            found.append(replace(flat.outputs(rows, layout.transposed), name=f"{base}.{index}.{name}"))
     return found
 
 

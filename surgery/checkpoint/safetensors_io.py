@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,26 @@ CHUNK_BYTES = 2**24
 
 
 @dataclass(frozen=True)
+class StoredPart:
+    """Some columns of a stored matrix, transposed, or some values of a stored vector, as a tensor of its own.
+
+    shape: of what is stored, (in, out) or (out,). outputs: the columns or values that are taken.
+    """
+
+    shape: tuple[int, ...]
+    outputs: slice
+
+    def take(self, stored: Tensor) -> Tensor:
+        """Return a view of the part, (taken, in) or (taken,)."""
+        return stored[..., self.outputs].mT if stored.dim() == 2 else stored[self.outputs]
+
+
+@dataclass(frozen=True)
 class TensorInfo:
     """The location of a tensor: bytes start:stop of a file. dtype: its safetensors name.
 
     tensor: the tensor itself if it is in memory (a live model's); `file` is then only a name for messages.
+    part: which part of the bytes the tensor is, if not all of them; `shape` is the part's.
     """
 
     name: str
@@ -58,6 +74,7 @@ class TensorInfo:
     start: int
     stop: int
     tensor: Tensor | None = field(default=None, compare=False, repr=False)
+    part: StoredPart | None = None
 
     @classmethod
     def in_memory(cls, name: str, tensor: Tensor, owner: str) -> TensorInfo:
@@ -77,15 +94,37 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         """The size in bytes."""
-        return self.stop - self.start
+        whole = self.stop - self.start
+        return whole if self.part is None else whole * self.numel // max(1, math.prod(self.part.shape))
 
     def rows(self, first: int, last: int) -> TensorInfo:
         """Return the location of rows first:last of the leading axis."""
-        row = self.nbytes // self.shape[0]
         shape = (last - first, *self.shape[1:])
+        if self.part is not None:
+            taken = range(self.part.shape[-1])[self.part.outputs][first:last]
+            part = StoredPart(self.part.shape, slice(taken.start, taken.stop, taken.step))
+            return replace(self, shape=shape, part=part)
+        row = self.nbytes // self.shape[0]
         start, stop = self.start + first * row, self.start + last * row
         tensor = None if self.tensor is None else self.tensor[first:last]
         return TensorInfo(self.name, self.file, self.dtype, shape, start, stop, tensor)
+
+    def outputs(self, outputs: slice, transposed: bool = True) -> TensorInfo:
+        """Return the location of some outputs of a matrix (out, in), or (in, out) if transposed, or of a vector (out,).
+
+        A matrix is read as (out, in) either way.
+        """
+        vector = len(self.shape) == 1
+        taken = range(self.shape[0 if vector or not transposed else 1])[outputs]
+        if taken.step == 1 and (vector or not transposed):
+            return self.rows(taken.start, taken.stop)
+        if not vector and not transposed:
+            raise NotImplementedError("rows of a matrix that do not follow each other")
+        shape = (len(taken), *self.shape[:-1])
+        part = StoredPart(self.shape, slice(taken.start, taken.stop, taken.step))
+        if self.tensor is not None:
+            return replace(self, shape=shape, tensor=part.take(self.tensor))
+        return replace(self, shape=shape, part=part)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -162,7 +201,7 @@ def read_into(tensor: Tensor, info: TensorInfo) -> None:
     view, got = _as_bytes(tensor), 0
     with source_errors(info.file), open(info.file, "rb", buffering=0) as file:
         file.seek(info.start)
-        while got < info.nbytes:
+        while got < info.stop - info.start:
             count = file.readinto(view[got : got + CHUNK_BYTES])
             if not count:
                 raise SurgeryError(f"{info.file} ends inside tensor {info.name!r}; download the file again")
@@ -196,7 +235,12 @@ def read_tensor(
     """
     if info.dtype not in DTYPES:
         raise SurgeryError(f"tensor {info.name!r} has dtype {info.dtype}, which surgery cannot read")
-    if info.tensor is not None:  # a contiguous copy, as a file gives
+    if info.part is not None:
+        stored = torch.empty(info.part.shape, dtype=DTYPES[info.dtype])
+        read_into(stored, info)
+        tensor = info.part.take(stored).contiguous()
+        tensor = tensor if device is None else tensor.to(device)
+    elif info.tensor is not None:  # a contiguous copy, as a file gives
         tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device=device or "cpu").copy_(info.tensor)
     else:
         tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
@@ -283,7 +327,7 @@ class TensorSource:
                 yield _as_bytes(self.tensor)
             return
         assert self.source is not None
-        if self.source.tensor is not None:
+        if self.source.tensor is not None or self.source.part is not None:
             yield _as_bytes(read_tensor(self.source))
             return
         # A chunk holds whole elements, so that it can be checked for NaN.

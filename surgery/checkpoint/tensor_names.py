@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from surgery.architectures.experts import has_split_experts, is_merge_rule
+from surgery.architectures.expert_layout import is_merge_rule
+from surgery.architectures.experts import has_split_experts
 from surgery.checkpoint.table import QUANT_METHOD
 from surgery.core.errors import SurgeryError
 from surgery.core.files import is_disk_error

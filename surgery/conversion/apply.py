@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.architectures.experts import keep_experts_split, split_experts
+from surgery.architectures.experts import RoutedExperts, keep_experts_split, split_experts
 from surgery.architectures.positions import longest_input
 from surgery.calibration.data import CalibrationSet, check_model_inputs, read_labels
 from surgery.calibration.layer_runner import LayerRunner
@@ -268,7 +268,7 @@ def install(live: LiveModel, conversion: LiveConversion, report: dict[str, Any],
         if target.linear.path not in conversion.table
     }
     with _undone_on_error(model) as undo:
-        if any(target.linear.experts for target in _refitted(conversion.ctx.plan)):
+        if _splits_experts(live, conversion.ctx.plan):
             split_experts(model)
             keep_experts_split(model)
         ready = {path: _build(live, path, spec, conversion.tensors) for path, spec in conversion.table.items()}
@@ -289,6 +289,16 @@ def install(live: LiveModel, conversion: LiveConversion, report: dict[str, Any],
         _set_config(live, conversion)
         model.surgery_report = report
         model.surgery_companions = (tokenizer, original_folder(model))
+
+
+def _splits_experts(live: LiveModel, plan: Plan) -> bool:
+    """Return whether the live model's experts become linears: some are converted, or only so its files are those of the command.
+
+    Where transformers' rules store experts one by one, the files have the same tensors without that.
+    """
+    routed = [module for module in live.model.modules() if isinstance(module, RoutedExperts)]
+    converted = any(target.linear.experts for target in _refitted(plan))
+    return converted or any(module.layout.stored_merged for module in routed)
 
 
 def _refitted(plan: Plan) -> list[LinearTarget]:

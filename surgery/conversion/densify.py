@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from surgery.architectures.attention import output_path
+from surgery.architectures.experts import merge_experts
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.rewrite import rewrite_checkpoint, write_shards
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import has_shims, quantization_table, read_mixers, read_table
 from surgery.checkpoint.tensor_names import check_tensors, map_tensor_names, unused_tensors
+from surgery.conversion.expert_tensors import merge_expert_tensors
 from surgery.conversion.live_model import copy_hooks, has_adapter, is_converted, is_library_model, model_device
 from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
@@ -49,7 +51,8 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     if not table and mixers:
         raise SurgeryError(_only_mixers(converted, len(mixers)))
     config = _plain_config(source, folded, mixers, unused)
-    write = lambda place: write_shards(_iter_tensors(source, table, set(folded), progress), place)  # noqa: E731
+    entries = merge_expert_tensors(source, _iter_tensors(source, table, set(folded), progress))
+    write = lambda place: write_shards(entries, place)  # noqa: E731
     rewrite_checkpoint(source, out, write, config)
     return {"out": str(out), "modules": len(table)}
 
@@ -92,6 +95,7 @@ def densify_live(model: Any) -> int:
         parent, _, leaf = path.rpartition(".")
         delattr(model.get_submodule(parent), leaf)
     if config is not None:
+        merge_experts(model)
         kept = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
         remove_table(model, kept)
     elif hasattr(model, "surgery_report"):

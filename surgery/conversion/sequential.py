@@ -382,9 +382,12 @@ class SequentialConverter:
 
         def rows_of(chunk: RoutedTokens, expert: int) -> tuple[Tensor, Tensor]:
             x, x0, weight_M1 = chunk.rows_of(expert)
-            if stage.is_inner:
-                x, x0 = self._inner_rows(experts, f"{stage.experts}.{expert}", x, x0, replacement)
-            return scale_rows(x, x0, weight_M1)
+            if not stage.is_inner:
+                return scale_rows(x, x0, weight_M1)
+            if experts.layout.weighs_inputs:
+                x, x0 = scale_rows(x, x0, weight_M1)
+            x, x0 = self._inner_rows(experts, f"{stage.experts}.{expert}", x, x0, replacement)
+            return (x, x0) if experts.layout.weighs_inputs else scale_rows(x, x0, weight_M1)
 
         def add(moments: InputMoments, round_: Round) -> None:
             for chunk in round_.chunks(step):
@@ -417,14 +420,14 @@ class SequentialConverter:
         """Return what the expert at `prefix` passes to its down projection, in the converted and in the original model."""
         expert, names = experts.expert(int(prefix.rpartition(".")[2])), experts.names
         original = [expert.get_submodule(name) for name in (names.gate, names.up)]
-        inner0 = experts.act_fn(original[0](x0)) * original[1](x0)
+        inner0 = experts.gating(original[0](x0), original[1](x0))
         if not self._streams_differ(replacement):
             return inner0, inner0
         gate, up = (
             replacement.modules.get(f"{prefix}.{name}", module)
             for name, module in zip((names.gate, names.up), original)
         )
-        return experts.act_fn(gate(x)) * up(x), inner0
+        return experts.gating(gate(x), up(x)), inner0
 
     def _moments(
         self,

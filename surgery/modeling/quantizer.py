@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers.quantizers.base import HfQuantizer
 
-from surgery.architectures.experts import has_split_experts, is_merge_rule, merged_experts, split_experts
+from surgery.architectures.expert_layout import is_merge_rule
+from surgery.architectures.experts import has_split_experts, merged_experts, split_experts
 from surgery.checkpoint.safetensors_io import read_header
 from surgery.checkpoint.table import QUANT_METHOD, has_shims
 from surgery.checkpoint.tensor_names import check_tensors, find_model_class, unused_tensors

@@ -12,7 +12,7 @@ import torch
 from helpers import killing
 from helpers.forked import run_processes
 from helpers.small import make_recipe
-from helpers.small_experts import KINDS, MERGED, SPLIT, write_experts
+from helpers.small_experts import KINDS, MERGED, SPLIT, STORED_MERGED, write_experts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -75,7 +75,7 @@ def test_exact_at_full_rank_and_back(kind, experts, tmp_path):
         isinstance(m, StructuredLinear) for r in routed for n, m in r.named_modules() if n.count(".") == 1
     )
     stored, before = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
-    routers = [n for n in before if n.endswith((".gate.weight", "shared_expert_gate.weight", "router.weight"))]
+    routers = [n for n in before if n.endswith((".gate.weight", "shared_expert_gate.weight", "router.weight", "router.layer.weight"))]
     assert routers and all(torch.equal(stored[name], before[name]) for name in routers)
     assert model.generate(ids[:1, :5], max_new_tokens=3, do_sample=False).shape == (1, 8)
     model.save_pretrained(tmp_path / "again")
@@ -309,6 +309,41 @@ def test_mixers_beside_dense_experts(kind, live, experts, tmp_path):
     )
     with torch.no_grad():
         torch.testing.assert_close(dense(ids).logits, structured(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", STORED_MERGED)
+def test_experts_of_merged_files_in_memory_and_in_the_command(kind, experts, inputs, tmp_path):
+    """Calibrated, both give the same bits, closer than without data; the live model, multiplied out, is saved as merged tensors."""
+    source, recipe = experts(kind), {**ONLY_EXPERTS, **QUICK}
+    surgery.convert(str(source), recipe, tmp_path / "command", calibration=inputs)
+    surgery.convert(str(source), recipe, tmp_path / "free")
+    model, ids = AutoModelForCausalLM.from_pretrained(source).eval(), random_ids(8, seed=3)
+    surgery.apply(model, recipe, calibration=inputs)
+    model.save_pretrained(tmp_path / "applied")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("command", "applied"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    wanted = logits(source, ids)
+    fitted, free = ((logits(tmp_path / name, ids) - wanted).norm() for name in ("command", "free"))
+    assert fitted < free
+    with torch.no_grad():
+        before = model(ids).logits
+        surgery.densify(model)
+        torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path / "dense")
+    dense, stored = (load_file(folder / "model.safetensors") for folder in (tmp_path / "dense", source))
+    assert {name: t.shape for name, t in dense.items()} == {name: t.shape for name, t in stored.items()}
+    torch.testing.assert_close(logits(tmp_path / "dense", ids), before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", STORED_MERGED)
+def test_experts_of_merged_files_are_resumed_to_the_same_bytes(kind, experts, inputs, tmp_path, capfd):
+    recipe = make_recipe(structure="low_rank", keep=0.5, calibration=inputs, sweeps=1, allocate="uniform", curvature="none")
+    whole, *resumed = killing.convert_with_kills(
+        lambda out, resume: convert(str(experts(kind)), recipe, out, resume=resume), tmp_path, kills=1
+    )
+    for out in resumed:
+        for name in ("model.safetensors", "config.json"):
+            assert (out / name).read_bytes() == (whole / name).read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])

@@ -49,7 +49,8 @@ KINDS = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
 }
-MERGED = ("granitemoe", "gpt_oss", "llama4_text")  # stored in another layout, so their experts stay dense
+STORED_MERGED = ("granitemoe", "llama4_text", "gpt_oss")  # families whose files hold 3-D tensors
+MERGED = ()  # families whose experts stay dense
 SPLIT = tuple(kind for kind in KINDS if kind not in MERGED)
 
 

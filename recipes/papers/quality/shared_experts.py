@@ -52,7 +52,7 @@ def expert_moments(model: Any, windows_NT: Tensor) -> dict[str, list[tuple[Tenso
             sums = found.setdefault(path, [])
             for number in range(experts.num_experts):
                 x_MD, _, weight_M1 = tokens.rows_of(number)
-                inner_MF = experts.expert(number).inner(x_MD, experts.act_fn) * weight_M1
+                inner_MF = experts.expert(number).inner(x_MD, experts.gating) * weight_M1
                 x_MD = x_MD * weight_M1
                 c_DD, c_FF = x_MD.mT @ x_MD, inner_MF.mT @ inner_MF
                 if number < len(sums):
