@@ -27,10 +27,22 @@ ALL_STRUCTURES = {
         {"match": "head", "structure": "low_rank", "keep": 0.6},
     ],
 }
+SEVERAL_CORES = {
+    "structure": "mlr",
+    "levels": 2,
+    "keep": 0.6,
+    "rules": [
+        {"match": "attention.query", "structure": "tensor_train", "cores": 3, "keep": 0.6},
+        {"match": "attention.value", "structure": "block_tensor_train", "cores": 3, "keep": 0.6},
+        {"match": "mlp.gate", "structure": "mlbtc", "levels": [1, [4, 4]], "keep": 0.6},
+        {"match": "mlp.up", "structure": "block_tensor_train", "cores": 3, "keep": 0.6},
+    ],
+}
 WHOLE = {"structure": "btt", "blocks": [4, 4], "rules": [{"match": "head", "structure": "low_rank", "keep": 0.6}]}
 # family -> the recipe and the class of vLLM that serves it
 SERVED = {
     "llama": (ALL_STRUCTURES, "LlamaForCausalLM"),
+    "llama-cores": (SEVERAL_CORES, "LlamaForCausalLM"),
     "mistral": (ALL_STRUCTURES, "MistralForCausalLM"),
     "qwen2": (ALL_STRUCTURES, "Qwen2ForCausalLM"),
     "qwen3": (ALL_STRUCTURES, "Qwen3ForCausalLM"),
