@@ -136,7 +136,8 @@ def stored_layout(model: Any) -> ExpertLayout | None:
     gate_up: list[str] = []
     down: list[str] = []
     changed = False
-    for rule in get_model_conversion_mapping(model) or []:
+    rules: list[Any] = get_model_conversion_mapping(model) or []
+    for rule in rules:
         if not is_merge_rule(rule):
             continue
         changed = True

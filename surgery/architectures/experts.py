@@ -132,7 +132,7 @@ class InputWeightedBlock(nn.Module):
         with torch.device("meta"):
             block: Any = self.block_class(config)
         block.experts, block.router, block.shared_expert = experts, self.router, self.shared_expert
-        return block.train(self.training)  # type: ignore[no-any-return]
+        return block.train(self.training)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return (the block's output (N, D), the router's logits (N, E)).
@@ -212,19 +212,21 @@ def split_obstacle(module: Any, stored: ExpertLayout | None) -> str:
 
 def _layout(module: Any, stored: ExpertLayout) -> ExpertLayout:
     """Return the layout of a module with merged experts, from its class or the attributes that transformers gives it."""
-    attributes = {"transposed": "is_transposed", "bias": "has_bias"}
-    described = {key: bool(getattr(module, attribute, False)) for key, attribute in attributes.items()}
-    return known_layout(module) or replace(stored, **described)
+    transposed, bias = (bool(getattr(module, name, False)) for name in ("is_transposed", "has_bias"))
+    return known_layout(module) or replace(stored, transposed=transposed, bias=bias)
 
 
 def _wrong_shapes(module: Any, layout: ExpertLayout) -> str:
     """Return a sentence on the shapes of the merged parameters if they do not fit together, else ""."""
-    shapes = {name: tuple(module._parameters[name].shape) for name in layout.merged_names()}
+    shapes: dict[str, tuple[int, ...]] = {name: tuple(module._parameters[name].shape) for name in layout.merged_names()}
     gate_up, down = shapes[MERGED_GATE_UP], shapes[MERGED_DOWN]
     if len(gate_up) == len(down) == 3:
         count, rows, hidden = (gate_up[0], *(gate_up[:0:-1] if layout.transposed else gate_up[1:]))
         matrix = (hidden, rows // 2)
-        wanted = {MERGED_GATE_UP: gate_up, MERGED_DOWN: (count, *(matrix[::-1] if layout.transposed else matrix))}
+        wanted: dict[str, tuple[int, ...]] = {
+            MERGED_GATE_UP: gate_up,
+            MERGED_DOWN: (count, *(matrix[::-1] if layout.transposed else matrix)),
+        }
         if layout.bias:
             wanted |= {f"{MERGED_GATE_UP}_bias": (count, rows), f"{MERGED_DOWN}_bias": (count, hidden)}
         if rows % 2 == 0 and shapes == wanted:

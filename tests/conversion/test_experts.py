@@ -75,7 +75,11 @@ def test_exact_at_full_rank_and_back(kind, experts, tmp_path):
         isinstance(m, StructuredLinear) for r in routed for n, m in r.named_modules() if n.count(".") == 1
     )
     stored, before = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
-    routers = [n for n in before if n.endswith((".gate.weight", "shared_expert_gate.weight", "router.weight", "router.layer.weight"))]
+    routers = [
+        n
+        for n in before
+        if n.endswith((".gate.weight", "shared_expert_gate.weight", "router.weight", "router.layer.weight"))
+    ]
     assert routers and all(torch.equal(stored[name], before[name]) for name in routers)
     assert model.generate(ids[:1, :5], max_new_tokens=3, do_sample=False).shape == (1, 8)
     model.save_pretrained(tmp_path / "again")
@@ -337,7 +341,9 @@ def test_experts_of_merged_files_in_memory_and_in_the_command(kind, experts, inp
 
 @pytest.mark.parametrize("kind", STORED_MERGED)
 def test_experts_of_merged_files_are_resumed_to_the_same_bytes(kind, experts, inputs, tmp_path, capfd):
-    recipe = make_recipe(structure="low_rank", keep=0.5, calibration=inputs, sweeps=1, allocate="uniform", curvature="none")
+    recipe = make_recipe(
+        structure="low_rank", keep=0.5, calibration=inputs, sweeps=1, allocate="uniform", curvature="none"
+    )
     whole, *resumed = killing.convert_with_kills(
         lambda out, resume: convert(str(experts(kind)), recipe, out, resume=resume), tmp_path, kills=1
     )

@@ -164,7 +164,7 @@ def test_what_cannot_share_is_refused_by_the_plan(change, message, experts):
 
 def test_models_without_experts_of_their_own_are_refused(experts, tmp_path):
     with pytest.raises(SurgeryError, match=r"stay dense \(.*Experts at model.layers.0"):
-        surgery.plan(str(experts("granitemoe")), {"structure": "low_rank", "keep": 0.5, "share": "experts"})
+        surgery.plan(str(experts("minimax_m3_vl_text")), {"structure": "low_rank", "keep": 0.5, "share": "experts"})
     from transformers import AutoConfig
 
     AutoConfig.for_model("llama", num_hidden_layers=1, hidden_size=32, vocab_size=96).save_pretrained(tmp_path)

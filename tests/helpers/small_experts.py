@@ -47,10 +47,11 @@ KINDS = {
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m3_vl_text": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
 }
 STORED_MERGED = ("granitemoe", "llama4_text", "gpt_oss")  # families whose files hold 3-D tensors
-MERGED = ()  # families whose experts stay dense
+MERGED = ("minimax_m3_vl_text",)  # families whose experts stay dense
 SPLIT = tuple(kind for kind in KINDS if kind not in MERGED)
 
 

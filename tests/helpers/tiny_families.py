@@ -204,7 +204,7 @@ class MultimodalFamily(TinyFamily):
 
 
 LATENT_KEYS = "its attention is multi-head latent attention (MLA)"
-DENSE_EXPERTS = "experts stay dense: another layout"
+MERGED_EXPERTS = "experts, which the files hold in 3-D tensors"
 
 
 def moe(model_class: str, config_class: str, kind: str, note: str = "experts", **keys: Any) -> TinyFamily:
@@ -349,21 +349,21 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "glm4_moe": moe("Glm4MoeForCausalLM", "Glm4MoeConfig", "glm4_moe"),
     "deepseek_v2": moe("DeepseekV2ForCausalLM", "DeepseekV2Config", "deepseek_v2", mixers=LATENT_KEYS),
     "deepseek_v3": moe("DeepseekV3ForCausalLM", "DeepseekV3Config", "deepseek_v3", mixers=LATENT_KEYS),
-    "granitemoe": moe("GraniteMoeForCausalLM", "GraniteMoeConfig", "granitemoe", note=DENSE_EXPERTS),
+    "granitemoe": moe("GraniteMoeForCausalLM", "GraniteMoeConfig", "granitemoe", note=MERGED_EXPERTS),
     "gpt_oss": moe(
         "GptOssForCausalLM",
         "GptOssConfig",
         "gpt_oss",
         mixers="learned sink in each head (s_aux)",
         in_ci=True,
-        note=DENSE_EXPERTS,
+        note=MERGED_EXPERTS,
     ),
     "llama4": moe(
         "Llama4ForCausalLM",
         "Llama4TextConfig",
         "llama4_text",
         mixers="its mask is neither causal nor full",
-        note=DENSE_EXPERTS,
+        note=MERGED_EXPERTS,
     ),
     # Encoders
     "bert": TinyFamily("BertForMaskedLM", "BertConfig", ENCODER, generates=False),
