@@ -28,7 +28,7 @@ SHAPES = {
 }
 
 
-def convert(source: str, recipe: str, overrides: list[str], rss: bool, device: str) -> dict[str, Any]:
+def convert(source: str, recipe: str, overrides: list[str], rss: bool, device: str = "cpu") -> dict[str, Any]:
     """Convert `source` in this process; return the seconds of its steps and the peak of its memory in bytes."""
     import contextlib
     import shutil
