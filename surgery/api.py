@@ -755,7 +755,8 @@ def drafter(
 
     Args:
         model: the original, a causal language model of transformers.
-        recipe: how the drafter is made: a recipe as in `plan`, the folder of a converted checkpoint, or a converted model in memory.
+        recipe: how the drafter is made: a recipe as in `plan`, the folder of a converted checkpoint, another model in memory, or
+            "prompt-lookup": drafts are looked up in the text. A model with mixers takes the last three.
         calibration, tokenizer: as in `apply`, for recipes that are calibrated.
         overrides, keys: as in `plan`, for example overrides={"attention.window": 512}.
         device, progress: as in `apply`.
@@ -763,7 +764,13 @@ def drafter(
     from surgery.speculation.drafter import make_drafter
 
     source = recipe
-    if not _is_module(recipe):
+    if isinstance(recipe, str) and recipe == "prompt-lookup":
+        if keys or overrides or calibration is not None:
+            raise SurgeryError(
+                "'prompt-lookup' has no weights; recipe keys and calibration are for recipes. Leave them out"
+            )
+        source = None
+    elif not _is_module(recipe):
         is_folder = isinstance(recipe, (str, os.PathLike)) and (Path(recipe) / "config.json").is_file()
         if is_folder and (keys or overrides or calibration is not None):
             raise SurgeryError(

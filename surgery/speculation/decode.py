@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 from surgery.speculation.bound import LONGEST_DRAFT, best_length
-from surgery.speculation.runners import NO_LIMIT, DraftRunner, Target
+from surgery.speculation.runners import NO_LIMIT, DraftRunner, Verifier
 from surgery.speculation.sampling import accept_greedy, accept_sampled, choose_token, process_scores
 
 KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
@@ -155,7 +155,7 @@ class Rows:
 class Loop:
     """One call of generate. target and draft: runners of the two models; length: chooses the drafts of each round."""
 
-    target: Target
+    target: Verifier
     draft: DraftRunner
     length: DraftLength
     streamer: Any = None
@@ -222,7 +222,7 @@ class Loop:
             rows.put(token_B[:, None], i)
         last_B1 = rows.ids.gather(1, rows.length_B[:, None] - 1)
         drafts_Bk = torch.stack(drafts, 1) if drafts else last_B1[:, :0]
-        logits_BKV = self.target.verify(torch.cat([last_B1, drafts_Bk], 1), rows.length_B - 1).float()
+        logits_BKV = self.target.verify(torch.cat([last_B1, drafts_Bk], 1), rows.length_B - 1, rows.done_B).float()
         scores_BKV = process_scores(processors, rows.ids, lengths, logits_BKV)
         if not sample:
             accepted_B, after_B = accept_greedy(scores_BKV, drafts_Bk)

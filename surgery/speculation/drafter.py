@@ -28,7 +28,9 @@ from surgery.modeling.cache import mixer_modules
 from surgery.planning.recipe import ConversionRecipe
 from surgery.speculation.bound import cache_bytes, weight_bytes
 from surgery.speculation.decode import DraftLength, Loop, SpeculativeOutput
-from surgery.speculation.runners import DraftRunner, OwnCacheRunner, SharedCacheRunner, Target, check_runs
+from surgery.speculation.lookup import LookupRunner
+from surgery.speculation.mixer_target import MixerTarget
+from surgery.speculation.runners import DraftRunner, OwnCacheRunner, SharedCacheRunner, Target, Verifier, check_runs
 from surgery.speculation.slots import Sight, attention_windows
 
 REFUSED = {  # settings of GenerationConfig with another way of decoding, and the values that leave it as it is
@@ -56,19 +58,25 @@ DIFFERENT = 0.05  # largest difference of logits, over the largest logit, betwee
 class Drafter:
     """An original and the model that drafts for it. Made by `surgery.drafter`.
 
-    model: the original. draft_model: the drafter, or the original itself where they share everything. sight: what the drafter sees of the
-    original's cache; None: it has a cache of its own. extra_bytes: memory of the drafter's weights that the original does not have.
+    model: the original. draft_model: the drafter, the original itself where they share everything, or None: drafts are looked up in the
+    text. sight: what the drafter sees of the original's cache; None: it has a cache of its own. extra_bytes: memory of the drafter's weights that the original does not have.
     """
 
     def __init__(self, model: Any, draft_model: Any, sight: Sight | None = None):
         check_original(model)
         self.model, self.draft_model, self.sight = model, draft_model, sight
         self._windows = attention_windows(model)
-        check_fits(model, draft_model, sight)
-        self.extra_bytes = extra_bytes(model, draft_model)
-        check_verifies(model, self._windows)
+        self.extra_bytes = 0
+        if has_mixers(model):
+            check_mixers_verify(model, self._windows, sight)
+        if draft_model is not None:
+            check_fits(model, draft_model, sight)
+            self.extra_bytes = extra_bytes(model, draft_model)
+        check_verifies(model, self._target())
 
     def __repr__(self) -> str:
+        if self.draft_model is None:
+            return f"Drafter({type(self.model).__name__}; drafts looked up in the text)"
         own = "the original's cache" if self.sight else "a cache of its own"
         seen = f", window {self.sight.window}, {self.sight.sinks} sinks" if self.sight and self.sight.window else ""
         return f"Drafter({type(self.model).__name__}{seen}; {size_text(self.extra_bytes)} of extra weights, {own})"
@@ -80,7 +88,9 @@ class Drafter:
             context: tokens per row.
             batch: rows.
         """
-        return 0 if self.sight is not None else batch * cache_bytes(self.draft_model, context)
+        return (
+            0 if self.sight is not None or self.draft_model is None else batch * cache_bytes(self.draft_model, context)
+        )
 
     def step_bytes(self, context: int, batch: int = 1) -> tuple[int, int]:
         """Return the bytes that one decoding step of the original and of the drafter reads (`surgery.speculation.bound`).
@@ -90,6 +100,8 @@ class Drafter:
             batch: rows.
         """
         whole = weight_bytes(self.model) + batch * cache_bytes(self.model, context)
+        if self.draft_model is None:
+            return whole, 0
         return whole, weight_bytes(self.draft_model) + batch * cache_bytes(self.draft_model, context, self.sight)
 
     def generate(
@@ -121,11 +133,8 @@ class Drafter:
             raise SurgeryError(
                 f"a streamer takes one prompt (got {len(input_ids)}). Leave the streamer out, or pass one prompt"
             )
-        target = Target(self.model, self._windows)
-        runner: DraftRunner = OwnCacheRunner(self.draft_model)
-        if self.sight is not None:
-            runner = SharedCacheRunner(self.draft_model, target, self.sight)
-        loop = Loop(target, runner, length, streamer)
+        target = self._target()
+        loop = Loop(target, self._runner(target), length, streamer)
         if attention_mask is not None:
             options["attention_mask"] = attention_mask
         if streamer is not None:
@@ -136,6 +145,17 @@ class Drafter:
             input_ids.to(device), generation_config=generation_config, custom_generate=_method(loop), **options
         )
         return out
+
+    def _target(self) -> Verifier:
+        return MixerTarget(self.model) if has_mixers(self.model) else Target(self.model, self._windows)
+
+    def _runner(self, target: Verifier) -> DraftRunner:
+        if self.draft_model is None:
+            return LookupRunner(self.model.get_input_embeddings().weight.shape[0])
+        if self.sight is None:
+            return OwnCacheRunner(self.draft_model)
+        assert isinstance(target, Target)
+        return SharedCacheRunner(self.draft_model, target, self.sight)
 
     def _draft_length(self, draft_tokens: int | str, input_ids: Tensor) -> DraftLength:
         if draft_tokens == "auto":
@@ -196,11 +216,6 @@ def check_original(model: Any) -> None:
         raise SurgeryError(f"surgery.drafter needs a causal language model of transformers (got a {name})")
     if getattr(model.config, "is_encoder_decoder", False):
         raise SurgeryError(f"{name} has an encoder; drafters are for decoders")
-    if next(mixer_modules(model), None) is not None:
-        raise SurgeryError(
-            f"{name} has mixers, whose states have one length for all rows. To speed up a converted model, use "
-            "model.generate(.., assistant_model=..) or prompt_lookup_num_tokens"
-        )
     config = model.config.get_text_config(decoder=True)
     if (kind := changing_rope(getattr(config, "rope_parameters", None))) is not None:
         raise SurgeryError(
@@ -214,6 +229,31 @@ def check_original(model: Any) -> None:
         )
 
 
+def has_mixers(model: nn.Module) -> bool:
+    """Return whether any attention of the model has a mixer."""
+    return next(mixer_modules(model), None) is not None
+
+
+def check_mixers_verify(model: Any, windows: list[int | None], sight: Sight | None) -> None:
+    """Raise SurgeryError if a layer without a mixer has a window, or the drafter would read the cache of a model with mixers."""
+    name = type(model).__name__
+    converted = {module.layer_idx for _, module in mixer_modules(model)}
+    layer = next((i for i, window in enumerate(windows) if window is not None and i not in converted), None)
+    if layer is not None:
+        raise SurgeryError(
+            f"layer {layer} of {name} has softmax with a window of {windows[layer]} tokens beside mixers, and rows of different lengths leave "
+            "gaps in its cache. Use model.generate(.., assistant_model=..) for one prompt at a time"
+        )
+    if sight is not None:
+        raise SurgeryError(f"{name} has mixers, whose cache {NO_RECIPE}")
+
+
+NO_RECIPE = (
+    "no drafter can read. Pass another model with the same vocabulary, the folder of a converted checkpoint, or 'prompt-lookup', as in "
+    "surgery.drafter(model, 'prompt-lookup')"
+)
+
+
 def changing_rope(parameters: Any) -> str | None:
     """Return the type of RoPE if its frequencies depend on the length; parameters may be given for each type of layer."""
     if not isinstance(parameters, dict):
@@ -223,12 +263,12 @@ def changing_rope(parameters: Any) -> str | None:
 
 
 @torch.no_grad()
-def check_verifies(model: Any, windows: list[int | None]) -> None:
+def check_verifies(model: Any, target: Verifier) -> None:
     """Raise SurgeryError unless tokens in pieces, at slots of each row's own, have the logits of one forward."""
     training = model.training
     model.eval()
     try:
-        far = check_runs(model, windows)
+        far = check_runs(model, target)
         problem = "" if far <= DIFFERENT else f"its logits then differ by {far:.0%}"
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -301,19 +341,21 @@ def window_sight(recipe: ConversionRecipe) -> Sight | None:
 
 def make_drafter(
     model: Any,
-    recipe: ConversionRecipe | nn.Module | Path,
+    recipe: ConversionRecipe | nn.Module | Path | None,
     calibration: Any = None,
     *,
     tokenizer: Any = None,
     device: str | None = None,
     progress: Progress | None = None,
 ) -> Drafter:
-    """Return a drafter of `model`. recipe: of the conversion, a converted model, or the folder of one."""
+    """Return a drafter of `model`. recipe: of the conversion, another model, or the folder of one; None: drafts from the text."""
     check_original(model)
-    if isinstance(recipe, nn.Module):
+    if recipe is None or isinstance(recipe, nn.Module):
         return Drafter(model, recipe)
     if isinstance(recipe, Path):
         return Drafter(model, _load_sharing(model, recipe))
+    if has_mixers(model):
+        raise SurgeryError(f"{type(model).__name__} has mixers, whose cache {NO_RECIPE}")
     if calibration is None and (sight := window_sight(recipe)) is not None:
         return Drafter(model, model, sight)
     twin = apply(twin_of(model), recipe, calibration, tokenizer=tokenizer, device=device, progress=progress)

@@ -45,12 +45,12 @@ class Target:
             position_ids=position_BL,
             past_key_values=self.cache,
             use_cache=True,
-            **_last_logits(self.model),
+            **last_logits(self.model),
         )
         return out.logits[:, -1]
 
-    def verify(self, tokens_BT: Tensor, start_B: Tensor) -> Tensor:
-        """Run tokens that follow each row's first start_B ones; return their logits (B, T, V)."""
+    def verify(self, tokens_BT: Tensor, start_B: Tensor, done_B: Tensor | None = None) -> Tensor:
+        """Run tokens that follow each row's first start_B ones; return their logits (B, T, V). Rows in done_B (B,) are not read."""
         return self._run(self.model, tokens_BT, start_B, Sight())
 
     def run_drafter(self, model: Any, tokens_B1: Tensor, start_B: Tensor, sight: Sight) -> Tensor:
@@ -82,8 +82,21 @@ class Target:
         return out.logits
 
 
-def _last_logits(model: Any) -> dict[str, int]:
+def last_logits(model: Any) -> dict[str, int]:
+    """Return the arguments that ask a model for the logits of its last token alone."""
     return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+
+
+class Verifier(Protocol):
+    """The original on one batch."""
+
+    limit: int  # as in Target
+
+    def prefill(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        """Run the prompt; return the logits of its last token (B, V)."""
+
+    def verify(self, tokens_BT: Tensor, start_B: Tensor, done_B: Tensor | None = None) -> Tensor:
+        """Run tokens that follow each row's first start_B ones; return their logits (B, T, V). Rows in done_B (B,) are not read."""
 
 
 class DraftRunner(Protocol):
@@ -199,7 +212,7 @@ class OwnCacheRunner:
             layer.go_back(state)
 
 
-def check_runs(model: Any, windows: list[int | None]) -> float:
+def check_runs(model: Any, target: Verifier) -> float:
     """Return the largest difference between the logits of one forward and those of pieces at per-row slots, over the largest logit.
 
     Two rows of six and four tokens, the second left-padded; then two and one more tokens.
@@ -209,7 +222,6 @@ def check_runs(model: Any, windows: list[int | None]) -> float:
     ids = (torch.arange(14, device=device) * 37 + 11).view(2, 7) % vocabulary
     mask = torch.ones(2, 5, dtype=torch.long, device=device)
     mask[1, :2] = 0
-    target = Target(model, windows)
     target.prefill(ids[:, :5], mask)
     start_B = torch.tensor([5, 4], device=device)
     tokens_BT = torch.stack([ids[0, 5:7], ids[1, 4:6]])

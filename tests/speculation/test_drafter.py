@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.noisy import noisy
 from helpers.small_mixers import MIXER_SPECS, random_model, random_model_with_mixers
 from helpers.tiny_families import TINY_FAMILIES, text
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -45,18 +46,6 @@ def batch(rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     for row, pad in ((1, 4), (2, 2)):
         mask[row : row + 1, :pad] = 0
     return ids.masked_fill(mask == 0, 0), mask
-
-
-def noisy(model: Any, noise: float) -> Any:
-    """Return a copy with other weights, which drafts something else now and then."""
-    torch.manual_seed(1)
-    twin = twin_of(model)
-    with torch.no_grad():
-        for module in twin.modules():
-            for name, p in list(module._parameters.items()):
-                if p is not None and p.dim() > 1:
-                    module._parameters[name] = torch.nn.Parameter(p + noise * p.abs().mean() * torch.randn_like(p))
-    return twin
 
 
 @functools.cache
@@ -253,10 +242,13 @@ def test_the_rejection_rule_gives_the_model_s_distribution():
     )  # nothing is left of p - q
 
 
-def test_samples_have_the_original_s_distribution():
+@pytest.mark.parametrize("kind", ["softmax", "ssd"])
+def test_samples_have_the_original_s_distribution(kind):
     """Four tokens of 3,000 rows, each from the two most likely at temperature 2: sixteen outcomes against their exact chances."""
-    model, ids = original(), batch()[0][:1]
-    made, rows = Drafter(model, noisy(model, 0.3)), 3_000
+    ids, rows = batch()[0][:1], 3_000
+    model = original() if kind == "softmax" else random_model_with_mixers("llama", mixer_config(MIXER_SPECS[kind]))
+    other = drafter("window 3 alone") if kind == "softmax" else Drafter(model, noisy(model, 0.1))
+    made = Drafter(model, noisy(model, 0.3))
     options: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 2, "top_p": 1.0, "max_new_tokens": 4}
     options |= {"pad_token_id": 0, "eos_token_id": None}
     exact: dict[tuple[int, ...], float] = {(): 1.0}
@@ -269,7 +261,7 @@ def test_samples_have_the_original_s_distribution():
             for token, p in zip(best.indices.tolist(), best.values.softmax(-1).tolist()):
                 longer[(*tokens, token)] = chance * p
         exact = longer
-    for each, k in ((made, 3), (drafter("window 3 alone"), 1)):
+    for each, k in ((made, 3), (other, 1)):
         torch.manual_seed(7)
         out = each.generate(ids.expand(rows, -1), draft_tokens=k, **options)
         assert out.drafted and 0 < out.acceptance < 1
@@ -404,7 +396,7 @@ def test_padding_on_the_right_is_refused():
 
 
 def test_originals_that_cannot_verify_are_refused(tmp_path):
-    with pytest.raises(SurgeryError, match="has mixers"):
+    with pytest.raises(SurgeryError, match=r"has mixers.*prompt-lookup"):
         surgery.drafter(random_model_with_mixers("llama", mixer_config(MIXER_SPECS["ssd"])), WINDOW)
     with pytest.raises(SurgeryError, match="causal language model"):
         surgery.drafter(torch.nn.Linear(2, 2), WINDOW)

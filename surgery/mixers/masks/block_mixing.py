@@ -288,7 +288,8 @@ class BlocksMask(Mask):
         self._check_length(end)
         write_BGF1 = (rows.k_BGTF if rows.beta_BGT is None else rows.beta_BGT.unsqueeze(-1) * rows.k_BGTF).mT
         sums_BAGFV = apply_carry(rows, write_BGF1, pad_blocks(state["blocks"].to(write_BGF1.dtype), -(-end // block)))
-        here_B = rows.start_B // block
+        # A padding token behind a full last block belongs to a block that does not exist; it writes zeros, to the last one that does.
+        here_B = (rows.start_B // block).clamp_max(sums_BAGFV.shape[1] - 1)
         place = torch.arange(len(here_B), device=here_B.device), here_B
         sums_BAGFV = sums_BAGFV.index_put(place, sums_BAGFV[place] + write_BGF1 * rows.v_BGTV)
         return rows.q_BGJTF @ self._mixed_sums(here_B, sums_BAGFV), {"blocks": sums_BAGFV}
