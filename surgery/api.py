@@ -710,7 +710,7 @@ def bench(
         time_limit: seconds after which no further case starts.
         device, progress: as in `convert`.
         model: for linear: a checkpoint whose shapes are measured instead of `sizes`.
-        model, drafter, text: for draft: the checkpoint, the recipe or folder of its drafter (None: sliding-window), and the text of the prompts.
+        model, drafter, text: for draft: the checkpoint, the recipe or folder of its drafter or prompt-lookup (None: sliding-window, or prompt-lookup for a model with mixers), and the text of the prompts.
         replay: for draft: the `out` of an earlier draft benchmark, whose acceptance is timed on random weights; no model or text then.
     """
     from surgery.eval.speed.run import bench as run

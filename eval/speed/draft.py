@@ -6,7 +6,8 @@ Prompts are windows of a text; both models continue each greedily. Beside the ac
 
 with W, C(T): bytes of the weights and of one row's cache that a step of the original reads, W_d, C_d(T): those of the drafter,
 a: the measured probability that a draft is accepted, k: drafts per round, the best from 0 to 16 (surgery/speculation/bound.py).
-On a GPU the two loops are also timed side by side.
+Both loops, the original's own `generate` and the one with drafts, are also timed in turns, at batch 1 and 8. A converted model with
+mixers takes drafts too, by default those that are looked up in the text (`prompt-lookup`).
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgery.calibration.data import document_stream, load_tokenizer, text_windows
-from surgery.checkpoint.load_model import load_model
-from surgery.checkpoint.source import open_checkpoint
+from surgery.calibration.data import document_stream, text_windows
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import explain_disk_errors, size_text, write_json
 from surgery.core.progress import Progress
+from surgery.eval.run import load
 from surgery.eval.speed.draft_replay import replay, replay_lines
 from surgery.eval.speed.run import DTYPES, describe_environment
 from surgery.eval.speed.serve_tables import reproduction
 from surgery.planning.recipe import load_recipe
 from surgery.speculation.bound import best_length, speedup
 from surgery.speculation.decode import SpeculativeOutput
-from surgery.speculation.drafter import Drafter, make_drafter
+from surgery.speculation.drafter import Drafter, has_mixers, make_drafter
 
 SIZES = {
     "small": (2, 384, 24),
@@ -45,7 +46,9 @@ SIZES = {
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)
 BATCHES = (1, 16, 64)
 DRAFTS = 4  # per round, while acceptance is measured
-TIMED = 5  # runs of each loop on a GPU
+TIMED = {"cuda": 5, "cpu": 3}  # runs of each loop, after one that is not counted
+TIMED_BATCHES = (1, 8)
+LOOKUP = "prompt-lookup"
 
 
 def bench_draft(
@@ -66,7 +69,8 @@ def bench_draft(
 
     Args:
         model: checkpoint of the original, a local folder or a Hub id.
-        drafter: name or file of a conversion recipe that needs no calibration, or the folder of a converted checkpoint.
+        drafter: name or file of a conversion recipe that needs no calibration, the folder of a checkpoint, or prompt-lookup. None:
+            sliding-window, or prompt-lookup for an original with mixers.
         text: text file, or Hub data set, of the prompts.
         sizes: small, main or full; None: main on a GPU, else small.
         device, dtype: as in `bench`.
@@ -94,13 +98,11 @@ def bench_draft(
         shown = {"deadline": deadline, "progress": progress or Progress(), "save": partial(save, out)}
         return replay(replayed, sizes, place, number, **shown, about=describe_environment(place, command))
     assert model is not None and text is not None
-    source = open_checkpoint(os.fspath(model))
-    original = load_model(source, number).to(place).eval()
-    name = os.fspath(drafter or "sliding-window")
-    made = make_drafter(
-        original, Path(name) if (Path(name) / "config.json").is_file() else load_recipe(name), progress=progress
-    )
-    tokenizer = load_tokenizer(source.folder)
+    original, tokenizer = load(os.fspath(model), place, str(number).removeprefix("torch."), False)
+    name = os.fspath(drafter or (LOOKUP if has_mixers(original) else "sliding-window"))
+    is_folder = (Path(name) / "config.json").is_file()
+    chosen = Path(name) if is_folder else None if name == LOOKUP else load_recipe(name)
+    made = make_drafter(original, chosen, progress=progress)
     ids_NP = text_windows(document_stream(os.fspath(text)), tokenizer, count * prompt, prompt, str(text)).to(place)
     result = {
         "kind": "draft",
@@ -120,8 +122,7 @@ def bench_draft(
     measured = measure_acceptance(made, ids_NP, new)
     result |= {"extra_bytes": made.extra_bytes, "acceptance": measured.to_dict(), "patterns": measured.patterns}
     result["bounds"] = bounds(made, result["acceptance"]["probability"])
-    if place.type == "cuda":
-        result["timing"] = time_loops(made, ids_NP, new)
+    result["timing"] = [time_loops(made, ids_NP, new, batch) for batch in TIMED_BATCHES]
     save(out, result)
     return result
 
@@ -157,22 +158,27 @@ def bounds(drafter: Drafter, probability: float) -> list[dict[str, Any]]:
     return rows
 
 
-def time_loops(drafter: Drafter, ids_NP: Tensor, new: int) -> dict[str, float]:
-    """Return the median seconds of `generate` of the original and of the drafter on one prompt, run in turns on a GPU."""
-    ids, options = ids_NP[:1], {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+def time_loops(drafter: Drafter, ids_NP: Tensor, new: int, batch: int) -> dict[str, float]:
+    """Return the median seconds of `generate` of the original and of the drafter, run in turns, for a batch of the prompts.
+
+    Prompts are repeated where the batch is larger than their number.
+    """
+    ids = ids_NP[torch.arange(batch) % len(ids_NP)]
+    mask, options = torch.ones_like(ids), {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
     calls = {
-        "original": lambda: drafter.model.generate(ids, attention_mask=torch.ones_like(ids), **options),
-        "drafter": lambda: drafter.generate(ids, torch.ones_like(ids), draft_tokens=DRAFTS, **options),
+        "original": lambda: drafter.model.generate(ids, attention_mask=mask, **options),
+        "drafter": lambda: drafter.generate(ids, mask, draft_tokens=DRAFTS, **options),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(TIMED + 1):
+    for _ in range(TIMED.get(ids.device.type, TIMED["cpu"]) + 1):
         for name, call in calls.items():
             synchronize(ids.device)
             began = time.perf_counter()
             call()
             synchronize(ids.device)
             seconds[name].append(time.perf_counter() - began)
-    return {name: sorted(times[1:])[TIMED // 2] for name, times in seconds.items()}
+    medians = {name: median(times[1:]) for name, times in seconds.items()}
+    return {"batch": batch, **medians, "speedup": medians["original"] / medians["drafter"]}
 
 
 def synchronize(device: torch.device) -> None:
@@ -209,9 +215,10 @@ def draft_tables(result: dict[str, Any]) -> list[Any]:
     ]
     if result["window"] and result["window"] >= result["prompt_tokens"] + result["new_tokens"]:
         lines.append("the whole text fits into the drafter's window, so the acceptance says nothing about longer texts")
-    if "timing" in result:
-        times = result["timing"]
-        lines.append(f"{times['original']:.3f} s alone, {times['drafter']:.3f} s with the drafter")
+    lines += [
+        f"batch {row['batch']}: {row['original']:.3f} s alone, {row['drafter']:.3f} s with drafts, {row['speedup']:.2f}x"
+        for row in result["timing"]
+    ]
     where = f"{result['device']}, {result['dtype']}, {result['prompts']} prompts of {result['prompt_tokens']} tokens, {result['date']}"
     return [
         *lines,

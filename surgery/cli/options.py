@@ -165,7 +165,7 @@ DrafterName = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        help="With draft: the drafter, a conversion recipe or the folder of a converted checkpoint. Default: sliding-window.",
+        help="With draft: the drafter, a conversion recipe, the folder of a checkpoint, or prompt-lookup. Default: sliding-window, or prompt-lookup for a converted model with mixers.",
     ),
 ]
 DraftText = Annotated[Path | None, typer.Option("--text", help="With draft: take the prompts from this text file.")]

@@ -38,7 +38,9 @@ def test_acceptance_and_bound(short, tmp_path):
     assert json.loads((tmp_path / "draft.json").read_text()) == found
     counts = found["acceptance"]
     assert counts["generated"] == 16 and 0 <= counts["accepted"] <= counts["tested"] <= counts["drafted"]
-    assert counts["forwards"] < 2 * 8 and found["extra_bytes"] == 0 and found["window"] == 8 and "timing" not in found
+    assert counts["forwards"] < 2 * 8 and found["extra_bytes"] == 0 and found["window"] == 8
+    assert [row["batch"] for row in found["timing"]] == [1, 8]
+    assert all(row["speedup"] == row["original"] / row["drafter"] > 0 for row in found["timing"])
     rows = {(row["context"], row["batch"]): row for row in found["bounds"]}
     assert len(rows) == len(draft.CONTEXTS) * len(draft.BATCHES)
     for row in rows.values():
@@ -50,6 +52,19 @@ def test_acceptance_and_bound(short, tmp_path):
     assert rows[1024, 64]["original_bytes"] - rows[1024, 1]["original_bytes"] == 63 * 1024 * 6 * 2 * 4 * 32 * 4
     assert rows[262_144, 64]["draft_bytes"] == rows[1024, 64]["draft_bytes"]
     assert "bound on the speedup" in repr(found) and "accepted" in repr(found)
+
+
+@pytest.mark.parametrize("drafter", [None, EMBEDDED], ids=["looked up", "unconverted"])
+def test_drafts_for_a_converted_model_are_measured(short, tmp_path, drafter):
+    surgery.convert(
+        str(EMBEDDED), {"structure": "dense", "attention": {"mixer": "linear", "mask": "gates"}}, tmp_path / "OUT"
+    )
+    asked = {"model": tmp_path / "OUT", "text": EMBEDDED / "heldout.txt", "sizes": "small", "device": "cpu"}
+    found = surgery.bench("draft", drafter=drafter, **asked)
+    assert found["drafter"] == (str(drafter) if drafter else "prompt-lookup") and found["acceptance"]["generated"] == 16
+    assert (found["extra_bytes"] > 0) == (drafter is not None)
+    assert [row["batch"] for row in found["timing"]] == [1, 8]
+    assert "batch 8: " in repr(found)
 
 
 def test_the_command_prints_json_and_refuses_by_name(short, capsys):
@@ -99,11 +114,11 @@ def test_tables_name_the_command(short, tmp_path, capsys, monkeypatch):
 
 
 def test_both_loops_are_timed(monkeypatch):
-    """What runs on a GPU, here on the CPU: two times, of which nothing is asked."""
-    monkeypatch.setattr(draft, "TIMED", 1)
+    """A batch larger than the prompts repeats them."""
+    monkeypatch.setitem(draft.TIMED, "cpu", 1)
     model = random_model("llama")
-    times = draft.time_loops(Drafter(model, model, Sight(4, 1)), torch.arange(3, 12)[None], 3)
-    assert set(times) == {"original", "drafter"} and min(times.values()) > 0
+    times = draft.time_loops(Drafter(model, model, Sight(4, 1)), torch.arange(3, 12)[None], 3, 2)
+    assert times["batch"] == 2 and times["original"] > 0 and times["speedup"] == times["original"] / times["drafter"]
 
 
 def test_a_text_within_the_window_is_said(short):
