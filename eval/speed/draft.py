@@ -29,7 +29,7 @@ from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import explain_disk_errors, size_text, write_json
 from surgery.core.progress import Progress
-from surgery.eval.run import load
+from surgery.eval.model import load
 from surgery.eval.speed.draft_replay import replay, replay_lines
 from surgery.eval.speed.run import DTYPES, describe_environment
 from surgery.eval.speed.serve_tables import reproduction
