@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from surgery.api import evaluate as evaluate
     from surgery.api import fetch_eval_data as fetch_eval_data
     from surgery.api import finetune as finetune
+    from surgery.api import fuse_projections as fuse_projections
     from surgery.api import inspect as inspect
     from surgery.api import load as load
     from surgery.api import plan as plan
@@ -46,7 +47,19 @@ register()
 # The commands as functions. api.py is imported on first access, to keep `import surgery` light.
 COMMANDS = (
     *("apply", "bench", "compare", "convert", "densify", "drafter", "evaluate", "fetch_eval_data", "finetune"),
-    *("inspect", "load", "plan", "pretrain", "push", "quantize", "recipes", "report", "run", "teacher_cache"),
+    *(
+        "fuse_projections",
+        "inspect",
+        "load",
+        "plan",
+        "pretrain",
+        "push",
+        "quantize",
+        "recipes",
+        "report",
+        "run",
+        "teacher_cache",
+    ),
     *("toeplitz", "verify"),
 )
 __all__ = ["__version__", *COMMANDS]

@@ -293,6 +293,22 @@ def load(
     return model, AutoTokenizer.from_pretrained(bare, revision=commit, trust_remote_code=trust)
 
 
+def fuse_projections(model: LiveModel) -> int:
+    """Let a converted model compute q, k and v in one call in decoding steps, and gate and up. Return the number of groups.
+
+    For low-rank linears, for up to four tokens at a time without gradients; see `surgery.modeling.fuse`. A step captured in a CUDA graph or
+    compiled (`generate(cache_implementation="static")`) has fewer launches and is faster; an eager one is not. Saved files stay as they are.
+
+    Args:
+        model: a converted model in memory, of transformers or another module.
+    """
+    from surgery.conversion.live_model import check_is_module
+    from surgery.modeling.fuse import fuse_projections as run
+
+    check_is_module(model, "fuse_projections")
+    return run(model)
+
+
 def inspect(converted: PathLike | nn.Module, *, modules: bool = False) -> CommandResult:
     """Show what a conversion replaced: parameters, multiply-accumulates per token, relative errors.
 

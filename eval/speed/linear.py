@@ -17,7 +17,7 @@ from surgery.eval.speed.roofline import linear_work
 from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, backward, forward, graph_call
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT, btt_linear
-from surgery.structures.low_rank import LowRank
+from surgery.structures.low_rank import FEW_TOKENS, LowRank
 
 SHAPES = {
     "full": ((1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (4096, 11008)),
@@ -109,7 +109,7 @@ def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Ite
                 f"BTT {blocks} x {blocks}, half, {choice}", choice, half, half.macs(), "btt", grid_options(half)
             )
     low = random_structured(LowRank(), in_, out, factory)
-    yield LinearEntry("low rank, half", "reference", low, low.macs(), "low_rank", {"rank": low.config.rank})
+    yield from low_rank_entries("low rank, half", low)
 
 
 def compressed_linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Iterator[LinearEntry]:
@@ -128,13 +128,24 @@ def compressed_linears(in_: int, out: int, device: torch.device, dtype: torch.dt
                 linear = STRUCTURES[shown](in_, out, shown, bias=False, **factory)
                 suffix = f"{name}, rank {shown.rank:,}"
                 if isinstance(shown, LowRank):
-                    options = {"rank": linear.config.rank}
-                    yield LinearEntry(f"low rank, {suffix}", "reference", linear, linear.macs(), "low_rank", options)
+                    yield from low_rank_entries(f"low rank, {suffix}", linear)
                     continue
                 choices: tuple[KernelChoice, ...] = ("kernel", "products", "reference")
                 for choice in choices:
                     title = f"BTT 4 x 4, {suffix}, {choice}"
                     yield LinearEntry(title, choice, linear, linear.macs(), "btt", grid_options(linear))
+
+
+def low_rank_entries(name: str, linear: Any) -> Iterator[LinearEntry]:
+    """Yield a low-rank linear by PyTorch's products and by the kernel."""
+    options = {"rank": linear.config.rank}
+    yield LinearEntry(name, "reference", linear, linear.macs(), "low_rank", options)
+    yield LinearEntry(f"{name}, kernel", "kernel", linear, linear.macs(), "low_rank", options)
+
+
+def without_refused(entries: list[LinearEntry], tokens: int) -> list[LinearEntry]:
+    """Return the entries without those of kernels that refuse so many tokens and would run the reference."""
+    return [e for e in entries if (e.op, e.choice) != ("low_rank", "kernel") or tokens <= FEW_TOKENS]
 
 
 def grid_options(btt: Any) -> dict[str, int]:
@@ -178,9 +189,10 @@ def _make_case(
         call = lambda: module(x_NI)  # noqa: E731
         return backward(call, [x_NI, *module.parameters()]) if back else forward(call)
 
+    kept = [entry for entry in entries if not (back and (entry.op, entry.choice) == ("low_rank", "kernel"))]
     implementations = [
         _make_implementation(entry, lambda m=entry.module: run(m), where, back, dtype)  # type: ignore[misc]
-        for entry in entries
+        for entry in without_refused(kept, where["tokens"])
     ]
     return BenchmarkCase(name, where["tokens"], where, implementations)
 

@@ -25,6 +25,7 @@ from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, f
 from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.mlr import MLR
 from surgery.modeling.attention import install
+from surgery.modeling.fuse import fuse_projections
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
 from surgery.structures.low_rank import LowRank
@@ -57,6 +58,7 @@ RANK_MULTIPLE = 64  # as in the recipe fast-half
 EXTRA_SLOTS = 512  # tokens of a static cache behind its context
 EXTENT = {"full": 8192, "main": 8192, "small": 128}  # level l of MLR attention is seen within EXTENT / 2^(l-1) tokens
 ORIGINAL, WITHOUT_CUDNN, FAST_HALF = "original, SDPA", " without cuDNN", "fast-half"
+FUSED = FAST_HALF + ", fused projections"  # surgery.fuse_projections, for decoding
 STEPS = {"full": 6, "main": 6, "small": 2}
 
 
@@ -108,7 +110,14 @@ def model_changes(sizes: str) -> list[tuple[str, Any, Callable[[Any], None]]]:
         ("BTT half, 4 x 4", "measured", lambda model: replace_linears(model, BTT(blocks=(4, 4)))),
         ("BTT s=4", "measured", lambda model: replace_linears(model, BTT(rank=4))),
         (FAST_HALF, "measured", lambda model: replace_linears(model, LowRank(), RANK_MULTIPLE)),
+        (FUSED, "measured", fast_half_fused),
     ]
+
+
+def fast_half_fused(model: Any) -> None:
+    """Replace every linear as `fast-half` does, and compute those of the same input together."""
+    replace_linears(model, LowRank(), RANK_MULTIPLE)
+    fuse_projections(model)
 
 
 def install_mixers(model: Any, config: Any) -> None:
@@ -116,8 +125,8 @@ def install_mixers(model: Any, config: Any) -> None:
     install(model, dict.fromkeys(attention_paths(model), config))
 
 
-def replace_linears(model: Any, config: Any, multiple: int = 1) -> None:
-    """Replace every linear of the layers; with half of its parameters if the config has no rank.
+def replace_linears(model: Any, config: Any, multiple: int = 1, keep: float = 0.5) -> None:
+    """Replace every linear of the layers; with the share `keep` of its parameters if the config has no rank.
 
     multiple: ranks above it are rounded down to its multiples.
     """
@@ -125,7 +134,7 @@ def replace_linears(model: Any, config: Any, multiple: int = 1) -> None:
         if isinstance(linear, nn.Linear):
             in_, out = linear.in_features, linear.out_features
             kind = STRUCTURES[config]
-            fitted = kind.fit(config, out, in_, in_ * out // 2)
+            fitted = kind.fit(config, out, in_, int(keep * in_ * out))
             if fitted.rank > multiple > 1:
                 fitted = replace(fitted, rank=fitted.rank // multiple * multiple)
             made = kind(in_, out, fitted, bias=False, device=linear.weight.device, dtype=linear.weight.dtype)
@@ -143,9 +152,14 @@ def _get_model(models: dict[str, Any], name: str, change: Any, sizes: str, devic
 
 def make_model(sizes: str, device: Any, dtype: torch.dtype) -> Any:
     """Return the original: a Llama of the shape, with random weights."""
+    return make_llama(SHAPES[sizes], device, dtype)
+
+
+def make_llama(shape: dict[str, Any], device: Any, dtype: torch.dtype) -> Any:
+    """Return a Llama of the shape, a part of its config, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**SHAPES[sizes], max_position_embeddings=2**18, tie_word_embeddings=True)
+    config = LlamaConfig(**shape, max_position_embeddings=2**18, tie_word_embeddings=True)
     config._attn_implementation = "sdpa"
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,12 +20,16 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from surgery.kernels.launch import CachedLaunch
+from surgery.kernels.matvec.kernel import supports_early_launch
+from surgery.kernels.matvec.plan import MatvecSizes, matvec_launch
 
 TOKENS_PER_PROGRAM, ROWS_PER_PROGRAM = 16, 64
 
 # Programs of both launches up to which an early start of the second one is faster: more do not run at a time. One H200, 2026-11-21.
 MAX_EARLY_PROGRAMS = 330
-HAS_GDC = tl.constexpr(hasattr(cuda, "gdc_wait"))  # programmatic dependent launch
+
+# Tokens up to which, and rows of a core's blocks from which, `matvec_kernel` is faster. One H200, 2026-11-23.
+MAX_MATVEC_TOKENS, MIN_MATVEC_INNER = 2, 256
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -67,12 +71,6 @@ def decode_kernel(
     tl.store(
         out + n[:, None] * o_n + o[None, :], out_nr.to(out.dtype.element_ty), mask=(n[:, None] < N) & inside_r[None, :]
     )
-
-
-@cache
-def supports_early_launch(device: torch.device) -> bool:
-    """Return whether the device and Triton support programmatic dependent launch."""
-    return HAS_GDC.value and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 class DecodeShape(NamedTuple):
@@ -126,6 +124,11 @@ def decode_plan(shape: DecodeShape) -> DecodePlan:
     z, wide, (x_n, x_i, y_n) = b * c * s, shape.dtype == torch.float32, shape.strides
     one = Product(N, shape.inputs, d, b * s, s, z, x_n, x_i, d * b * s, z, s, c * s)
     two = Product(N, z, c * s, a, a, shape.outputs, z, 1, c * s * a, y_n, a, a)
+    if N <= MAX_MATVEC_TOKENS and min(d, c * s) >= MIN_MATVEC_INNER:
+        near, far = (MatvecSizes(*p[:9], c_d=p.R, c_r=1, o_n=p.o_n, o_g=p.o_g, o_s=p.o_s) for p in (one, two))
+        early = shape.early
+        first, second = matvec_launch(near, c, first=early), matvec_launch(far, b, bias=shape.bias, second=early)
+        return DecodePlan(z, first, second)
     first = _launch(one, c, wide, BIAS=False, FIRST=early, SECOND=False)
     second = _launch(two, b, wide, BIAS=shape.bias, FIRST=False, SECOND=early, **options)
     return DecodePlan(z, first, second)

@@ -74,6 +74,10 @@ class DispatchedOp:
         """Run the selected kernel, or the reference."""
         if _choice == "reference" or (_choice == "measured" and not _on_gpu(args, kwargs)):
             return self.reference(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            # The recorded names are not read here: a graph would be compiled twice, for calls with and without them.
+            kernel = self.select_kernel(*args, **kwargs)
+            return (self.reference if kernel is None else kernel.run)(*args, **kwargs)
         if self.call_key is not None and _recorded_names is None and not kwargs:
             key = self.call_key(*args)
             if key is not None:

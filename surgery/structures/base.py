@@ -261,7 +261,13 @@ class StructuredLinear(nn.Module):
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export is tracing the caller; False before PyTorch 2.7, which cannot tell."""
+    """Return whether torch.export is tracing the caller; False before PyTorch 2.7, which cannot tell.
+
+    The flag is read itself where there is one: traced by torch.compile, `torch.compiler.is_exporting` returns True in PyTorch 2.11.
+    """
+    flag: Any = getattr(torch.compiler, "_is_exporting_flag", None)
+    if flag is not None:
+        return bool(flag)
     ask: Callable[[], bool] | None = getattr(torch.compiler, "is_exporting", None)
     return ask is not None and ask()
 

@@ -7,6 +7,7 @@ Input whitening: SVD-LLM (Wang et al. 2024), CorDA; two-sided: K-FAC-weighted SV
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.core.dispatch import dispatched_by
 from surgery.structures import linalg
 from surgery.structures.base import (
     STRUCTURES,
@@ -25,7 +27,10 @@ from surgery.structures.base import (
     curve_ranks,
     exact_factors,
 )
+from surgery.structures.btt_products import btt_call_key
 from surgery.structures.metric import Metric
+
+FEW_TOKENS = 4  # up to which a kernel may be faster than PyTorch's two products
 
 
 @dataclass(frozen=True)
@@ -92,12 +97,25 @@ def gram_tails(gram: Tensor) -> Tensor:
     return tail.flip(-1)
 
 
+def low_rank_call_key(x: Tensor, right_RI: Tensor, left_1OR: Tensor, bias: Tensor | None) -> Hashable | None:
+    """Return what the selection of a kernel for `low_rank_linear` depends on; None for a call whose selection is not kept."""
+    return btt_call_key(x, right_RI, left_1OR, bias, 0)
+
+
+@dispatched_by(low_rank_call_key)
+def low_rank_linear(x: Tensor, right_RI: Tensor, left_1OR: Tensor, bias: Tensor | None) -> Tensor:
+    """Return left (right x) + bias (..., O) for x (..., I). On a GPU a kernel computes it for a few tokens."""
+    y = F.linear(F.linear(x, right_RI), left_1OR[0])
+    return y if bias is None else y + bias
+
+
 @STRUCTURES.register(LowRank)
 class LowRankLinear(StructuredLinear):
     """Low-rank linear layer, y = left (right x). Cores: `weight` = left, stored as (1, O, R), `right` (R, I)."""
 
     weight: Tensor
     right: Tensor
+    group: tuple[Any, int] | None = None  # a LinearGroup (surgery.structures.grouped), and the place in it
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
@@ -131,6 +149,18 @@ class LowRankLinear(StructuredLinear):
         """Return B x (..., O) without the bias, for x (..., I)."""
         right, left = self.right_and_left()
         return F.linear(F.linear(x, right), left[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return B x + bias (..., O) for x (..., I)."""
+        if x.numel() > FEW_TOKENS * x.shape[-1]:
+            return super().forward(x)
+        joined = self.group
+        if joined is not None and not torch.is_grad_enabled():
+            group, place = joined
+            together: Tensor = group.output(place, x)
+            return together
+        y: Tensor = low_rank_linear(x, *self.right_and_left(), self.bias)
+        return y
 
     def dense(self) -> Tensor:
         """Return B as a dense matrix (O, I)."""

@@ -81,7 +81,7 @@ def _rounded_scale(scale: Tensor, dtype: torch.dtype, most: int) -> Tensor:
     the nearest, the scale of 65504 in 8 bits is 516 in float16, and 127 * 516 is infinite there.
     """
     info = torch.finfo(dtype)
-    largest = torch.tensor(info.max / most * (1 - info.eps), dtype=torch.float32).to(dtype).float()
+    largest = float(torch.tensor(info.max / most * (1 - info.eps), dtype=torch.float32).to(dtype))
     stored = scale.to(dtype).float().clamp(-largest, largest)
     return torch.where(stored == 0, 1.0, stored)
 

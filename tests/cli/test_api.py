@@ -180,6 +180,7 @@ def test_every_command_is_a_documented_function():
     assert {"evaluate" if name == "eval" else name for name in commands} == set(surgery.COMMANDS) - {
         "apply",
         "drafter",
+        "fuse_projections",
         "load",
         "verify",  # `surgery eval --verify`
     }

@@ -90,6 +90,15 @@ def test_values_are_within_steps_of_their_scale(bits, steps, inputs, group, dtyp
     assert torch.equal(again, integers)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_on_a_gpu(bits):
+    rows = torch.randn(6, 128, dtype=torch.bfloat16)
+    there = quantize_rows(rows.cuda(), Storage(bits))
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(there, quantize_rows(rows, Storage(bits))))
+
+
 @pytest.mark.parametrize("name", sorted(STRUCTURES.names()))
 @pytest.mark.parametrize("bits, most", [(8, 0.02), (4, 0.3)])
 def test_every_structure_computes_its_integers(name, bits, most):

@@ -973,6 +973,47 @@ def _(grid: str) -> Iterator[Case]:
     return linears(grid, "products")
 
 
+# -- low rank --------------------------------------------------------------------------------------------------------
+LOW_RANKS = {  # rows (one token each, in calls of up to four), inputs, ranks, outputs, dtype
+    "full": [
+        (5000, 300, (24, 8, 9), (65, 17, 17), F32), (2000, 2048, (512, 192, 192), (2048, 512, 512), BF16),
+        (500, 2048, (768, 768), (8192, 8192), BF16), (300, 5001, (33,), (4097,), F32),
+    ],
+    "reduced": [(40, 300, (24, 8, 9), (65, 17, 17), F32), (20, 2048, (192, 192), (512, 511), BF16), (12, 5001, (33,), (97,), F32)],
+    "tiny": [(6, 40, (7, 3), (33, 20), F32), (5, 300, (24,), (65,), F32)],
+    "far": [(4, 40, (7, 3), (33, 20), F32)],
+}  # fmt: skip
+
+
+@cases("low_rank")
+def _(grid: str) -> Iterator[Case]:
+    from surgery.structures.grouped import low_rank_group
+    from surgery.structures.low_rank import low_rank_linear
+
+    for N, inputs, ranks, outs, dtype in sizes_of(LOW_RANKS, grid):
+        torch.manual_seed(N)
+        shared = {"bias": normal(sum(outs))}
+        for m, (rank, out) in enumerate(zip(ranks, outs)):
+            shared |= {f"right {m}": normal(rank, inputs) / inputs**0.5, f"left {m}": normal(1, out, rank) / rank**0.5}
+        shared = {name: x.to(dtype) for name, x in shared.items()}
+
+        def call(leaves: Leaves, outs: tuple[int, ...] = outs) -> list[torch.Tensor | None]:
+            biases = tuple(b.clone() for b in leaves["bias"].split(outs))
+            rights, lefts = (tuple(leaves[f"{name} {m}"] for m in range(len(outs))) for name in ("right", "left"))
+            parts = []
+            for x in leaves["x"].split(4):  # more tokens run as PyTorch's products
+                if len(outs) == 1:
+                    parts.append((low_rank_linear(x, rights[0], lefts[0], biases[0]),))
+                else:
+                    parts.append(low_rank_group(x, rights, lefts, biases))
+            return [torch.cat(y) for y in zip(*parts)]
+
+        name = f"{N} tokens, {inputs} to {outs} of rank {ranks}"
+        names = ("low_rank_linear" if len(outs) == 1 else "low_rank_group",)
+        yield Case(name, dtype, N, {"x": normal(N, inputs, dtype=dtype)}, call, shared, names=names,
+                   gradients=False, step=3, sample=16)  # fmt: skip
+
+
 # -- running ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def interpreter_settings() -> Iterator[None]:

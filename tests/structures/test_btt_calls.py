@@ -19,7 +19,7 @@ from surgery.core.dispatch import DispatchedOp, dispatched_by, load_kernels, reg
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT, btt_linear
 from surgery.structures.btt_products import btt_call_key
-from surgery.structures.low_rank import LowRank
+from surgery.structures.low_rank import LowRank, low_rank_linear
 from surgery.structures.monarch import Monarch
 from surgery.structures.quantized import QuantizedLinear, Storage
 
@@ -71,6 +71,11 @@ def stand_in(x, right, left, bias, out):
     return btt_linear.reference(x, right, left, bias, out)
 
 
+def low_rank_stand_in(x, right, left, bias):
+    """The same for low rank."""
+    return low_rank_linear.reference(x, right, left, bias)
+
+
 @pytest.fixture
 def selected(monkeypatch):
     """Calls select kernels as on a GPU, and run a kernel that stands for Triton's. The list has one entry for each selection."""
@@ -81,7 +86,12 @@ def selected(monkeypatch):
         return lambda *given: stand_in(*given)
 
     kernel = dispatch.RegisteredKernel(stand_in, lambda *_: True, lambda *_: True, bind=bind)
+    low_rank = dispatch.RegisteredKernel(
+        low_rank_stand_in, lambda *_: True, lambda *_: True, bind=lambda *_: low_rank_stand_in
+    )
     monkeypatch.setattr(dispatch, "_on_gpu", lambda *_: True)
+    monkeypatch.setattr(low_rank_linear, "kernels", [low_rank])
+    monkeypatch.setattr(low_rank_linear, "calls", {})
     monkeypatch.setattr(btt_linear, "kernels", [kernel])
     monkeypatch.setattr(btt_linear, "calls", {})
     monkeypatch.setattr(dispatch, "load_kernels", lambda: True)
@@ -99,7 +109,7 @@ def path(request):
 @pytest.mark.parametrize(
     "config, grad, operations, calls",
     [
-        (LowRank(rank=6), False, 9, 3),
+        (LowRank(rank=6), False, 9, 5),
         (BTT(blocks=(4, 4), rank=3), False, 9, 11),
         (Monarch(blocks=(8, 8)), False, 9, 11),
         (BTT(blocks=(4, 4), rank=3), True, 10, 12),
