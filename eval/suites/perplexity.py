@@ -49,8 +49,12 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
 def measure(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Run the suite on a loaded model."""
-    longest = longest_input(model)
-    eval_model = EvalModel(
+    return run(as_eval_model(model, tokenizer), options)
+
+
+def as_eval_model(model: Any, tokenizer: Any) -> EvalModel:
+    """Return a loaded model as suites take it, for scripts that call a suite's `run`."""
+    return EvalModel(
         "converted",
         "model",
         Path(),
@@ -59,11 +63,10 @@ def measure(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         tokenizer,
         model.device,
         model.dtype,
-        longest,
+        longest_input(model),
         DistContext(),
         Progress(),
     )
-    return run(eval_model, options)
 
 
 def summarize(found: SuiteResult, base: SuiteResult | None = None) -> dict[str, Any]:

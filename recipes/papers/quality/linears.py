@@ -1,6 +1,6 @@
 """Table of docs/quality.md: perplexity after converting every linear of the layers, by structure and method, without training.
 
-python -m surgery.recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--refine 20 20] [--allocate depth] [--json OUT]
+python -m surgery.recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--refine 20 20 [--norms]] [--allocate depth] [--json OUT]
 
     plain        no calibration text: Frobenius norm
     whitened     closed form in the metric of the inputs, each layer separately, the same share of parameters everywhere
@@ -124,6 +124,7 @@ def main() -> None:
         metavar=("LAYERS", "MODEL"),
         help="Epochs of refinement of each layer and of the whole model. Default: no refinement.",
     )
+    add("--norms", action="store_true", help="Refine norms and biases too. Default: the new parameters alone.")
     add("--allocate", help="Allocation of the budget, for the method `everything`. Default: that of recipes.")
     add("--device", help="Compute on this device. Default: a GPU if there is one.")
     add(
@@ -146,7 +147,11 @@ def main() -> None:
     rows = [{"structure": "original", **ppl.summarize(bases[0]), "texts": texts}]
     print(format_line(rows[0]), flush=True)
     text = {"calibration": arguments.calibration, "tokens": arguments.tokens, "length": arguments.length}
-    refine = {} if arguments.refine is None else {"refine": dict(zip(("layers", "model"), arguments.refine))}
+    refine = {}
+    if arguments.refine is not None:
+        refine = {"refine": {**dict(zip(("layers", "model"), arguments.refine)), "norms": arguments.norms}}
+    elif arguments.norms:
+        parser.error("--norms needs --refine LAYERS MODEL")
     allocate = {} if arguments.allocate is None else {"allocate": arguments.allocate}
     for keep in arguments.keep or [0.75, 0.5]:
         for structure in arguments.structure or list(STRUCTURES):
