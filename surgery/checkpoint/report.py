@@ -150,10 +150,12 @@ class RefinementReport(ReportModel):
 
 
 class RefineReport(ReportModel):
-    """The refinement of a conversion. layers, model: epochs; by_layer: of each layer; whole: of the model."""
+    """The refinement of a conversion. layers, model: epochs; norms: whether norms and biases were trained too; by_layer: of each layer; whole:
+    of the model."""
 
     layers: Count
     model: Count
+    norms: bool = False
     by_layer: dict[str, RefinementReport] = {}
     whole: RefinementReport | None = None
 

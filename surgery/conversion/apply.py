@@ -29,6 +29,7 @@ from surgery.conversion.convert import Conversion
 from surgery.conversion.layer_shards import NON_LAYER
 from surgery.conversion.live_inputs import LiveInputs, live_inputs
 from surgery.conversion.live_model import LiveModel, copy_hooks, is_library_model, model_device
+from surgery.conversion.norms import outer_norms
 from surgery.conversion.preflight import check_far_context, check_needs_no_calibration
 from surgery.conversion.reached import keep_reached
 from surgery.conversion.replacement import LayerReplacement, stored_module_name
@@ -246,6 +247,15 @@ class LiveConversion(Conversion):
     def _fitted_entries(self, path: str) -> list[TensorSource]:
         return self.fitted.pop(path)
 
+    def trained_originals(self) -> dict[str, Tensor]:
+        """Return the norms and biases of the original that the refinement trained, by parameter."""
+        if not self.refine.norms:
+            return {}
+        layout, kept = self.ctx.plan.layout, dict(outer_norms(self.ctx.model, self.ctx.plan.layout))
+        for path in layout.layers:
+            kept |= self._kept(path)
+        return {parameter: self.tensors[name] for parameter, name in kept.items() if name in self.tensors}
+
     def _write_output(self, hybrid: dict[str, Any] | None, began: float) -> dict[str, Any]:
         """Return the report; nothing is written."""
         found = [self.journal.find("piece", piece=name) for name in (*self.ctx.plan.layout.layers, NON_LAYER)]
@@ -271,13 +281,16 @@ def install(live: LiveModel, conversion: LiveConversion, report: dict[str, Any],
         if _splits_experts(live, conversion.ctx.plan):
             split_experts(model)
             keep_experts_split(model)
+        for parameter, tensor in conversion.trained_originals().items():
+            path, _, leaf = parameter.rpartition(".")
+            _set_parameter(model.get_submodule(live.live_path(path)), leaf, tensor, undo)
         ready = {path: _build(live, path, spec, conversion.tensors) for path, spec in conversion.table.items()}
         for path, module in ready.items():
             _swap(model, live.live_path(path), module, undo)
         sharing = [path for path, spec in conversion.table.items() if shares_basis(spec)]
         connect_bases(model, sharing, {basis_path(path): _basis(live, path, conversion.tensors) for path in sharing})
         for path, weight in refits.items():
-            _set_weight(model.get_submodule(live.live_path(path)), weight, undo)
+            _set_parameter(model.get_submodule(live.live_path(path)), "weight", weight, undo)
         if not is_library_model(model):
             model.surgery_report = report
             return
@@ -368,11 +381,11 @@ def _swap(model: Any, path: str, module: nn.Module, undo: Undo) -> None:
     model.set_submodule(path, module)
 
 
-def _set_weight(linear: Any, weight: Tensor, undo: Undo) -> None:
-    """Give a linear another weight; the tensor that it had is not overwritten."""
-    before = linear.weight
-    undo.append(lambda: setattr(linear, "weight", before))
-    linear.weight = nn.Parameter(weight.to(before.device, before.dtype), requires_grad=before.requires_grad)
+def _set_parameter(module: Any, leaf: str, tensor: Tensor, undo: Undo) -> None:
+    """Give a module another parameter; the tensor that it had is not overwritten."""
+    before = getattr(module, leaf)
+    undo.append(lambda: setattr(module, leaf, before))
+    setattr(module, leaf, nn.Parameter(tensor.to(before.device, before.dtype), requires_grad=before.requires_grad))
 
 
 def _set_mixer(model: Any, path: str, spec: dict[str, Any], tensors: dict[str, Tensor]) -> None:

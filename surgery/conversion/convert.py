@@ -63,6 +63,7 @@ from surgery.conversion.context import ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
 from surgery.conversion.layer_shards import NON_LAYER, LayerShards, select_valid_entries
 from surgery.conversion.mixer_init.base import MixerInit, select_init
+from surgery.conversion.norms import layer_norms_and_biases, outer_norms
 from surgery.conversion.preflight import (
     GIVE_CALIBRATION,
     check_disk_space,
@@ -71,7 +72,7 @@ from surgery.conversion.preflight import (
     load_calibration,
 )
 from surgery.conversion.reached import keep_reached
-from surgery.conversion.refine import TrainedLayer
+from surgery.conversion.refine import TrainedLayer, trained_parameters
 from surgery.conversion.refine_model import ModelRefinement, resident_bytes
 from surgery.conversion.replacement import LayerReplacement, load_replacement, stored_module_name
 from surgery.conversion.resolve_attention import resolve_attention_plan
@@ -308,7 +309,12 @@ class Conversion:
 
         epochs = self.refine = self._resolve_refine()
         converter = SequentialConverter(
-            self.ctx, budgets, finished=self._load_finished, write=write, refine_epochs=epochs.layers
+            self.ctx,
+            budgets,
+            finished=self._load_finished,
+            write=write,
+            refine_epochs=epochs.layers,
+            refine_norms=epochs.norms,
         )
         score, head = converter.run()
         if epochs.model:
@@ -326,9 +332,14 @@ class Conversion:
         if entry is None:
             ctx = self.ctx
             epochs = resolve_refine(ctx.plan, ctx.samples.tokens(), ctx.device.type, torch.get_num_threads())
-            entry = self.ctx.dist.broadcast_object({"layers": epochs.layers, "model": epochs.model})
+            norms = {"norms": True} if epochs.norms else {}
+            entry = self.ctx.dist.broadcast_object({"layers": epochs.layers, "model": epochs.model, **norms})
             self.journal.add("refine", **entry)
-        return RefineRecipe(layers=entry["layers"], model=entry["model"])
+        return RefineRecipe(layers=entry["layers"], model=entry["model"], norms=bool(entry.get("norms")))
+
+    def _kept(self, path: str) -> dict[str, str]:
+        """Return the norms and biases of a layer that the refinement trains, parameter -> name in the files."""
+        return layer_norms_and_biases(self.ctx.model, path) if self.refine.norms else {}
 
     def _refine_model(
         self, original_BTD: Tensor, head: LayerReplacement, score: HeldOutScore, done: Tick
@@ -342,19 +353,25 @@ class Conversion:
         for path, (replacement, entries) in [*fitted.items(), ("", (head, head.entries))]:
             replacement.find_structured()
             stored = {entry.name: DTYPES[entry.dtype] for entry in entries if entry.dtype in DTYPES}
-            layer = TrainedLayer(ctx.model, path, replacement, stored, allocate)
+            kept = self._kept(path) if path and trained_parameters(ctx.model, replacement) else {}
+            layer = TrainedLayer(ctx.model, path, replacement, stored, allocate, kept)
             if layer.tensors:
                 trained.append(layer)
             if streamed:
                 layer.release()
         refined: dict[str, dict[str, Tensor]] = {}
         if trained:
-            refinement = ModelRefinement(ctx, trained, original_BTD, streamed)
+            norms = outer_norms(ctx.model, ctx.plan.layout) if self.refine.norms else {}
+            refinement = ModelRefinement(ctx, trained, original_BTD, streamed, norms)
             head.refined = refinement.run(self.refine.model, ctx.recipe.seed, done).to_dict()
             score = refinement.score()
+            head.set_tensors(refinement.norms.finish(ctx.device), refinement.norms.dtypes)
         for layer in trained:
             tensors = layer.finish(torch.device("cpu") if layer.path else ctx.device)
-            layer.replacement.set_tensors(tensors) if not layer.path else refined.update({layer.path: tensors})
+            if layer.path:
+                refined[layer.path] = tensors
+            else:
+                head.set_tensors(tensors, layer.dtypes)
             if streamed:
                 layer.release()
         for path, (replacement, entries) in fitted.items():
@@ -368,7 +385,9 @@ class Conversion:
         assert entry is not None
         entries = self._fitted_entries(path)
         tensors = {t.name: t.source or TensorInfo.in_memory(t.name, t.tensor, path) for t in entries}  # type: ignore[arg-type]
-        return load_replacement(self.ctx.model, self.ctx.plan, entry, tensors, self.ctx.device), entries
+        return load_replacement(
+            self.ctx.model, self.ctx.plan, entry, tensors, self.ctx.device, self._kept(path)
+        ), entries
 
     def _fitted_entries(self, path: str) -> list[TensorSource]:
         header = read_header(self._shards("fitted").path(path))
@@ -381,7 +400,7 @@ class Conversion:
         entry = self.journal.find("fitted", piece=path)
         assert entry is not None
         replacement.entries = entries
-        replacement.set_tensors(tensors)
+        replacement.set_tensors(tensors, {e.name: DTYPES[e.dtype] for e in entries if e.dtype in DTYPES})
         self._store_entries(path, replacement.entries, replacement, seconds=entry["seconds"])
 
     def _convert_data_free(self, budgets: dict[str, float], tick: Tick) -> LayerReplacement:
@@ -435,7 +454,7 @@ class Conversion:
         if done is None:
             return None
         tensors = read_header(self._shards(step).path(path))
-        return load_replacement(self.ctx.model, self.ctx.plan, done, tensors, self.ctx.device)
+        return load_replacement(self.ctx.model, self.ctx.plan, done, tensors, self.ctx.device, self._kept(path))
 
     def _shard_tensors(self, shard: str, replacement: LayerReplacement) -> list[TensorSource]:
         """Return the replaced and unchanged tensors of a layer shard. shard: the layer's path, or NON_LAYER."""
@@ -447,8 +466,9 @@ class Conversion:
             if spec["structure"] == "split"
         }
         entries = list(replacement.entries)
+        written = replaced | split | {entry.name for entry in entries}
         for name, key in model.keys.items():
-            if self.shard_of[name] == shard and key not in replaced | split:
+            if self.shard_of[name] == shard and key not in written:
                 entries.append(TensorSource.from_file(key, model.source.tensors[key]))
         return entries
 
@@ -558,7 +578,8 @@ class Conversion:
             if entry.get("refined")
         }
         whole = records.pop(NON_LAYER, None)
-        return RefineReport(layers=epochs["layers"], model=epochs["model"], by_layer=records, whole=whole)
+        norms: dict[str, Any] = {"norms": True} if epochs.get("norms") else {}
+        return RefineReport(layers=epochs["layers"], model=epochs["model"], **norms, by_layer=records, whole=whole)
 
     def _calibration_report(self) -> CalibrationReport | None:
         data = self.ctx.data

@@ -115,6 +115,7 @@ class _MixerChoicesEntry(ReportModel):
 class _RefineEntry(ReportModel):
     layers: Count
     model: Count
+    norms: bool = False
 
 
 class _OutputShardsEntry(ReportModel):

@@ -88,6 +88,8 @@ def _left_out_keys(recipe: ConversionRecipe) -> dict[str, Any]:
     left_out: dict[str, Any] = dict.fromkeys(
         ("description", "calibration", *fields_at_default(recipe, ADDED_KEYS)), True
     )
+    if isinstance(recipe.refine, RefineRecipe) and not recipe.refine.norms:
+        left_out.setdefault("refine", {"norms"})
     rules = {index: fields_at_default(rule, ADDED_RULE_KEYS) for index, rule in enumerate(recipe.rules)}
     return left_out | {"rules": {index: names for index, names in rules.items() if names}}
 

@@ -3,7 +3,8 @@
     surgery.conversion.refine_layer     one layer, towards the output of the original layer (AA-SVD, arXiv 2604.02119)
     surgery.conversion.refine_model     all layers, towards the original's logits
 
-Trained are the cores of structured linears and the parameters of mixers. A step of Adam moves a tensor by at most about
+Trained are the cores of structured linears and the parameters of mixers, and if asked for, norms and biases of the original
+(surgery.conversion.norms). A step of Adam moves a tensor by at most about
 `rate` times its root mean square, so that one scale of rates suits cores of every structure and size. Pivoted low rank makes
 its steps in the coordinates of two balanced factors (`step_coordinates`), since its stored values are badly scaled for them. The rate is found for
 each refinement: every rate of RATES runs a short trial, and the one with the lowest loss on the held-out rows is used. It
@@ -26,6 +27,8 @@ from torch.optim.adam import adam
 
 from surgery.calibration.attention_samples import all_attention_replaced
 from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
+from surgery.checkpoint.safetensors_io import DTYPES
+from surgery.conversion.norms import swapped_parameters, weight_offset
 from surgery.conversion.replacement import LayerReplacement, stored_module_name, swapped_modules
 from surgery.planning.refine_budget import BATCH_TOKENS, RATES, TRIAL_STEPS
 from surgery.structures import StructuredLinear
@@ -62,12 +65,14 @@ class RefineRecord:
 
 @dataclass
 class _TrainedTensor:
-    """One trained tensor. module, leaf: where it belongs. stored: dtype in the files. value: in float32. saved: the values
-    to return to. coordinates: in which steps are made, None if in the values. first, second: Adam's moments, and scale: root mean square of
-    the values before the training, in the coordinates."""
+    """One trained tensor. module, leaf: where it belongs. original: its name in the original model, "" if its module is a new one.
+    stored: dtype in the files. value: in float32. saved: the values to return to. coordinates: in which steps are made, None if in the values.
+    first, second: Adam's moments, and scale: root mean square of the values before the training, in the coordinates. parameter: of an
+    original's tensor the parameter that is swapped in, None outside of steps."""
 
     module: nn.Module
     leaf: str
+    original: str
     stored: torch.dtype
     value: Tensor
     saved: Tensor
@@ -75,12 +80,14 @@ class _TrainedTensor:
     second: Tensor
     scale: float
     coordinates: Coordinates | None = None
+    parameter: nn.Parameter | None = None
 
 
 class TrainedLayer:
     """The new parameters of one converted layer (or of the head) while they are trained.
 
-    stored: dtype of each tensor in the files, by name. tensors: by the same names.
+    stored: dtype of each tensor in the files, by name; that of the source for others. kept: norms and biases of the original that are trained
+    too, parameter -> name in the files. tensors: by the same names.
     """
 
     def __init__(
@@ -90,21 +97,25 @@ class TrainedLayer:
         replacement: LayerReplacement,
         stored: Mapping[str, torch.dtype],
         allocate: Allocate = torch.empty_like,
+        kept: Mapping[str, str] | None = None,
     ):
         self.meta_model, self.path, self.replacement, self.steps = meta_model, path, replacement, 0
         self.tensors: dict[str, _TrainedTensor] = {}
         by_module: dict[nn.Module, dict[str, Coordinates]] = {}
-        for name, (module, leaf) in trained_parameters(meta_model, replacement).items():
+        for name, (module, leaf, original) in trained_parameters(meta_model, replacement, kept or {}).items():
             if module not in by_module:
                 by_module[module] = _step_coordinates(module, allocate)
-            value = module.get_parameter(leaf).detach()
+            value = replacement.originals[original] if original else module.get_parameter(leaf).detach()
             current, saved = (allocate(value).copy_(value) for _ in range(2))
             first, second = (allocate(value).zero_() for _ in range(2))
             coordinates = by_module[module].get(leaf)
             stepped = value if coordinates is None else coordinates.to(value.device).of(value)
+            if original and leaf == "weight":
+                stepped = stepped + weight_offset(module)
             scale = max(float(stepped.double().square().mean().sqrt()), MIN_SCALE)
+            dtype = stored[name] if name in stored else DTYPES[meta_model.source.tensors[name].dtype]
             self.tensors[name] = _TrainedTensor(
-                module, leaf, stored[name], current, saved, first, second, scale, coordinates
+                module, leaf, original, dtype, current, saved, first, second, scale, coordinates
             )
 
     @property
@@ -112,21 +123,38 @@ class TrainedLayer:
         """The number of trained values."""
         return sum(tensor.value.numel() for tensor in self.tensors.values())
 
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of the tensors in the files, by name."""
+        return {name: tensor.stored for name, tensor in self.tensors.items()}
+
     def parameters(self, device: torch.device, *, trained: bool) -> list[Tensor]:
-        """Put the values into the modules, on `device`, and return them as leaves of autograd.
+        """Put the values into the modules, on `device`, and return them as leaves of autograd. Tensors of the original are put there by `swapped_in`.
 
         trained: whether they require gradients; if not, they are rounded to the dtype of the files, as they will be loaded.
         """
         leaves: list[Tensor] = []
         for tensor in self.tensors.values():
             value = tensor.value if trained else tensor.value.to(tensor.stored).float()
+            if tensor.original:
+                tensor.parameter = nn.Parameter(value.to(device), requires_grad=trained)
+                leaves.append(tensor.parameter)
+                continue
             set_module_tensor(tensor.module, tensor.leaf, value.to(device))
             leaves.append(tensor.module.get_parameter(tensor.leaf).requires_grad_(trained))
         return leaves
 
+    @property
+    def originals(self) -> dict[str, Tensor]:
+        """The tensors of the original as `parameters` returned them last, by parameter."""
+        return {t.original: t.parameter for t in self.tensors.values() if t.parameter is not None}
+
     def release(self) -> None:
         """Remove the values from the modules."""
         for tensor in self.tensors.values():
+            if tensor.original:
+                tensor.parameter = None
+                continue
             set_module_tensor(tensor.module, tensor.leaf, torch.empty_like(tensor.value, device="meta"))
 
     @torch.no_grad()
@@ -176,14 +204,16 @@ class TrainedLayer:
         with (
             swapped_modules(layer, self.path, modules),
             all_attention_replaced(self.meta_model, self.replacement.mixers),
+            swapped_parameters(self.meta_model, self.originals),
         ):
             yield
 
     def finish(self, device: torch.device) -> dict[str, Tensor]:
-        """Put the saved values into the modules, frozen and on `device`; return them by name, in float32."""
+        """Put the saved values into the modules and the replacement, frozen and on `device`; return them by name, in float32."""
         self.reset()
-        self.parameters(device, trained=False)
-        return {name: tensor.module.get_parameter(tensor.leaf).detach() for name, tensor in self.tensors.items()}
+        leaves = self.parameters(device, trained=False)
+        self.replacement.originals |= {name: tensor.detach() for name, tensor in self.originals.items()}
+        return {name: leaf.detach() for name, leaf in zip(self.tensors, leaves)}
 
 
 def _step_coordinates(module: nn.Module, allocate: Allocate) -> dict[str, Coordinates]:
@@ -196,17 +226,33 @@ def _step_coordinates(module: nn.Module, allocate: Allocate) -> dict[str, Coordi
     return {n: Coordinates(copies[id(c.matrix)], copies[id(c.inverse)], c.on_rows) for n, c in found.items()}
 
 
-def trained_parameters(meta_model: MetaModel, replacement: LayerReplacement) -> dict[str, tuple[nn.Module, str]]:
-    """Return the parameters that a refinement trains: name in the files -> (module, name in the module)."""
-    found: dict[str, tuple[nn.Module, str]] = {}
+def trained_parameters(
+    meta_model: MetaModel, replacement: LayerReplacement, kept: Mapping[str, str] | None = None
+) -> dict[str, tuple[nn.Module, str, str]]:
+    """Return the parameters that a refinement trains: name in the files -> (module, name in the module, name in the original model).
+
+    kept: norms and biases of the original that are trained too, parameter -> name in the files. The last name is "" for parameters
+    of modules that replace others, biases included.
+    """
+    kept = kept or {}
+    found: dict[str, tuple[nn.Module, str, str]] = {}
     for path, module in replacement.structured.items():
         base = stored_module_name(meta_model, path)
         for inner, part in module.named_modules():
             if isinstance(part, StructuredLinear):
-                names = [name for name, _ in part.named_parameters(recurse=False) if name != "bias"]
-                found |= {".".join(filter(None, (base, inner, name))): (part, name) for name in names}
+                names = [name for name, _ in part.named_parameters(recurse=False)]
+                names = [name for name in names if name != "bias" or f"{path}.bias" in kept]
+                found |= {".".join(filter(None, (base, inner, name))): (part, name, "") for name in names}
     for path, mixer in replacement.mixers.items():
-        found |= {f"{path}.mixer.{name}": (mixer, name) for name, _ in mixer.named_parameters()}
+        found |= {f"{path}.mixer.{name}": (mixer, name, "") for name, _ in mixer.named_parameters()}
+    for parameter, stored in kept.items():
+        path, _, leaf = parameter.rpartition(".")
+        if path in replacement.structured:
+            continue
+        if path in replacement.modules:
+            found[stored] = (replacement.modules[path], leaf, "")
+        else:
+            found[stored] = (meta_model.module(path), leaf, parameter)
     return found
 
 

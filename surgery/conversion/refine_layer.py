@@ -16,6 +16,7 @@ from surgery.calibration.data import unpadded_rows
 from surgery.calibration.layer_runner import LayerCall
 from surgery.checkpoint.safetensors_io import DTYPES
 from surgery.conversion.context import ConversionContext, RowGroups
+from surgery.conversion.norms import layer_norms_and_biases, read_originals
 from surgery.conversion.refine import Refinement, TrainedLayer, split_rows, trained_parameters
 from surgery.conversion.replacement import LayerReplacement, densify_module
 from surgery.structures.metric import damp_output_gram, spd_factor
@@ -94,16 +95,24 @@ class LayerRefinement(Refinement):
 
 
 def refine_layer(
-    ctx: ConversionContext, call: LayerCall, replacement: LayerReplacement, gram: Tensor | None, epochs: int
+    ctx: ConversionContext,
+    call: LayerCall,
+    replacement: LayerReplacement,
+    gram: Tensor | None,
+    epochs: int,
+    norms: bool = False,
 ) -> None:
-    """Refine the new parameters of one layer in place. gram: of the layer's output, or its diagonal, or None.
+    """Refine the new parameters of one layer in place. gram: of the layer's output, or its diagonal, or None. norms: train its norms and biases too.
 
     One process trains and gives the values to all others.
     """
     if not trained_parameters(ctx.model, replacement):
         return
+    kept = layer_norms_and_biases(ctx.model, call.path) if norms else {}
+    replacement.originals = read_originals(ctx.model, replacement.outside(kept), call.device)
     stored = {entry.name: DTYPES[entry.dtype] for entry in replacement.entries if entry.dtype in DTYPES}
-    layer, groups = TrainedLayer(ctx.model, call.path, replacement, stored), RowGroups.for_conversion(ctx.samples)
+    layer = TrainedLayer(ctx.model, call.path, replacement, stored, kept=kept)
+    groups = RowGroups.for_conversion(ctx.samples)
     ctx.runner.gather_rows(call.hidden_BTD)
     seed = ctx.recipe.seed + ctx.plan.layout.layers.index(call.path)
 
@@ -116,5 +125,5 @@ def refine_layer(
     tensors = layer.finish(call.device)
     for name in sorted(tensors):
         ctx.dist.broadcast_(tensors[name], 0)
-    replacement.set_tensors(tensors)
+    replacement.set_tensors(tensors, layer.dtypes)
     replacement.modules |= {path: densify_module(module) for path, module in replacement.trained_modules().items()}

@@ -9,12 +9,14 @@ The graph of a step is held in memory if the model fits there. Otherwise the ste
 that keeps only its input. Its backward pass loads the layer again, repeats the forward pass, and makes the layer's step of
 Adam at once, so that memory holds one layer, its gradients and the inputs of all layers. The trained values and Adam's
 moments then lie in memory-mapped files. Both ways compute the same numbers.
+
+Norms outside the layers are trained if they run behind a converted layer, such as the norm before the head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +28,11 @@ from surgery.calibration.data import unpadded_rows
 from surgery.calibration.fisher import has_lm_head
 from surgery.calibration.layer_runner import LayerCall, flatten_call
 from surgery.calibration.lm_head import MAX_LOGITS, ChunkedLMHead
+from surgery.checkpoint.meta_model import MetaModel
 from surgery.conversion.context import ConversionContext
+from surgery.conversion.norms import read_originals
 from surgery.conversion.refine import Refinement, TrainedLayer, split_rows
+from surgery.conversion.replacement import LayerReplacement
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.planning.plan import Plan
 from surgery.planning.refine_budget import BATCH_TOKENS, coordinate_values
@@ -39,7 +44,8 @@ class ModelRefinement(Refinement):
     """The refinement of all layers together.
 
     layers: of the model's layers, in any order, and at path "" that of a replaced head. original_BTD: what reaches the head in
-    the original, for all samples. streamed: whether each step is streamed.
+    the original, for all samples. streamed: whether each step is streamed. outer_norms: parameters of norms outside the layers that are
+    trained too, parameter -> name in the files.
     """
 
     def __init__(
@@ -48,9 +54,11 @@ class ModelRefinement(Refinement):
         layers: list[TrainedLayer],
         original_BTD: Tensor,
         streamed: bool,
+        outer_norms: Mapping[str, str] | None = None,
     ):
         self.ctx, self.original_BTD, self.streamed = ctx, original_BTD, streamed
-        self.layers = layers
+        self.norms = OuterNorms(ctx.model, outer_norms or {}, ctx.device)
+        self.layers = [*layers, self.norms]
         self.by_path = {layer.path: layer for layer in layers}
         self.runner, self.device = ctx.runner.single_process(), ctx.device
         layout, data = ctx.plan.layout, ctx.samples
@@ -76,19 +84,23 @@ class ModelRefinement(Refinement):
         self.leaves = (
             {} if self.streamed else {p: u.parameters(self.device, trained=True) for p, u in self.by_path.items()}
         )
+        norms = self.norms.parameters(self.device, trained=True)
         with torch.enable_grad():
             final_BTD = self._run(rows, self._visit_streamed if self.streamed else self._visit)
         _, grad_BTD, head_gradients = self._loss(final_BTD.detach(), rows, gradient=True)
         if self.streamed:
             torch.autograd.backward(final_BTD, grad_BTD)
+            norm_gradients = [norm.grad for norm in norms]
         else:
             paths = [path for path in self.leaves if path]
             leaves = [leaf for path in paths for leaf in self.leaves[path]]
-            gradients = iter(torch.autograd.grad(final_BTD, leaves, grad_BTD, allow_unused=True))
+            gradients = iter(torch.autograd.grad(final_BTD, [*leaves, *norms], grad_BTD, allow_unused=True))
             del final_BTD
             for path in paths:
                 own = self.leaves[path]
                 self.by_path[path].update(own, [next(gradients) for _ in own], rate)
+            norm_gradients = list(gradients)
+        self.norms.update(norms, norm_gradients, rate)
         if "" in self.by_path:
             self.by_path[""].update(self.leaves[""], head_gradients, rate)
             if self.streamed:
@@ -124,10 +136,20 @@ class ModelRefinement(Refinement):
 
     def _run(self, rows: range, visit: Callable[[LayerCall], Any]) -> Tensor:
         inputs = {name: x[rows.start : rows.stop] for name, x in self.ctx.samples.inputs.items()}
-        return self.runner.run(inputs, visit)
+        ran: list[str] = []
+
+        def visit_and_note(call: LayerCall) -> Any:
+            out = visit(call)
+            if call.path in self.by_path:
+                ran.append(call.path)
+            return out
+
+        with self.norms.swapped_in_behind(ran):
+            return self.runner.run(inputs, visit_and_note)
 
     def _converted_outputs(self, rows: range) -> Tensor:
         """Return what reaches the head in the converted model, with values rounded as they are stored, (B, T, D)."""
+        self.norms.parameters(self.device, trained=False)
 
         def visit(call: LayerCall) -> Any:
             layer = self.by_path.get(call.path)
@@ -208,6 +230,55 @@ class ModelRefinement(Refinement):
                     sums = [total + part for total, part in zip(sums, own)]
             loss += float(kl.detach())
         return loss, torch.cat(grads) if grads else found_ND, list(sums)
+
+
+class OuterNorms(TrainedLayer):
+    """The norms outside the layers while they are trained: those that run behind a converted layer. parameters: parameter -> name in the files."""
+
+    def __init__(self, meta_model: MetaModel, parameters: Mapping[str, str], device: torch.device):
+        outside = LayerReplacement(originals=read_originals(meta_model, parameters, device))
+        super().__init__(meta_model, "", outside, {}, kept=parameters)
+        self.before: set[str] = (
+            set()
+        )  # paths of norms that run before every converted layer, such as those of embeddings
+        self.behind: set[str] = set()  # paths of all others that run
+
+    @contextmanager
+    def swapped_in_behind(self, ran: list[str]) -> Iterator[None]:
+        """Swap the parameters into norms that run once `ran`, the paths of the converted layers so far, has any, inside the context."""
+        by_module: dict[str, dict[str, Tensor]] = {}
+        for parameter, tensor in self.originals.items():
+            path, _, leaf = parameter.rpartition(".")
+            by_module.setdefault(path, {})[leaf] = tensor
+        swapped: list[tuple[Any, str, Any]] = []
+
+        def swap_in(path: str, module: Any) -> None:
+            if not ran:
+                self.before.add(path)
+            if path in self.before:
+                return
+            self.behind.add(path)
+            for leaf, tensor in by_module[path].items():
+                original = module._parameters[leaf]
+                swapped.append((module, leaf, original))
+                module._parameters[leaf] = tensor.to(original.device)
+
+        handles = [
+            self.meta_model.module(path).register_forward_pre_hook(lambda module, _, path=path: swap_in(path, module))
+            for path in by_module
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module, leaf, original in reversed(swapped):
+                module._parameters[leaf] = original
+
+    def finish(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the saved values of the norms that were trained, by name in the files, in float32 and on `device`."""
+        tensors = super().finish(device)
+        return {n: t for n, t in tensors.items() if self.tensors[n].original.rpartition(".")[0] in self.behind}
 
 
 @torch.no_grad()

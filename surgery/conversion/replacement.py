@@ -37,7 +37,7 @@ class LayerReplacement:
     modules, mixers: replacement modules and mixers by path. entries: tensors of the layer shard. table, mixer_table:
     entries of the checkpoint's quantization_config. records, mixer_records: entries of the report. structured: the modules with
     structured weights as they are stored, where they will be trained (`modules` may hold dense linears with the same weights).
-    refined: the report's entry of the layer's refinement.
+    refined: the report's entry of the layer's refinement. originals: trained norms and biases of modules that stay, in float32, by parameter.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -49,12 +49,16 @@ class LayerReplacement:
     mixer_records: list[dict[str, Any]] = field(default_factory=list)
     structured: dict[str, nn.Module] = field(default_factory=dict)
     refined: dict[str, Any] | None = None
+    originals: dict[str, Tensor] = field(default_factory=dict)
 
-    def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give entries other tensors, by name; they are cast to the dtype of the entry."""
-        for i, entry in enumerate(self.entries):
-            if entry.name in tensors:
-                self.entries[i] = TensorSource.from_tensor(entry.name, tensors[entry.name].to(DTYPES[entry.dtype]))
+    def set_tensors(self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+        """Give entries other tensors, by name, and add those that are missing. dtypes: in the files, by name."""
+        new = {name: TensorSource.from_tensor(name, tensor.to(dtypes[name])) for name, tensor in tensors.items()}
+        self.entries = [new.pop(entry.name, entry) for entry in self.entries] + list(new.values())
+
+    def outside(self, kept: Mapping[str, str]) -> dict[str, str]:
+        """Return those parameters of the original, parameter -> name in the files, whose modules are not replaced."""
+        return {p: name for p, name in kept.items() if p.rpartition(".")[0] not in self.modules}
 
     def find_structured(self) -> None:
         """Set `structured` to the modules with structured weights, and the bases that experts share."""
@@ -232,9 +236,17 @@ def fold_output(
 
 
 def load_replacement(
-    meta_model: MetaModel, plan: Plan, entry: dict[str, Any], tensors: dict[str, TensorInfo], device: torch.device
+    meta_model: MetaModel,
+    plan: Plan,
+    entry: dict[str, Any],
+    tensors: dict[str, TensorInfo],
+    device: torch.device,
+    kept: Mapping[str, str] | None = None,
 ) -> LayerReplacement:
-    """Return the replacement of a finished layer, from its journal entry and the tensors of its layer shard."""
+    """Return the replacement of a finished layer, from its journal entry and the tensors of its layer shard.
+
+    kept: norms and biases of the original that are trained, parameter -> name in the files.
+    """
     replacement = LayerReplacement(table=entry["table"], records=entry["records"], refined=entry.get("refined"))
     bases: dict[str, SharedBasis] = {}
     for path, targets in plan.targets_in_layer(entry["piece"]).items():
@@ -248,6 +260,8 @@ def load_replacement(
     for path, spec in replacement.mixer_table.items():
         attention_target = plan.attention_targets[entry["piece"]]
         replacement.mixers[path] = load_mixer(spec, attention_target, tensors, device)
+    for parameter, name in replacement.outside(kept or {}).items():
+        replacement.originals[parameter] = read_tensor(tensors[name], torch.float32, device=device)
     return replacement
 
 

@@ -40,6 +40,7 @@ from surgery.conversion.context import ConversionContext, RowGroups, rows_of
 from surgery.conversion.fit import FitContext, FitResult, fit_linear
 from surgery.conversion.fit_shared import fit_shared, share_modules, targets_by_basis
 from surgery.conversion.mixer_init.base import build_mixer, select_init
+from surgery.conversion.norms import swapped_parameters
 from surgery.conversion.refine_layer import refine_layer
 from surgery.conversion.replacement import (
     LayerReplacement,
@@ -96,7 +97,8 @@ class SequentialConverter:
 
     budgets: parameters for each target, by name. finished(path): the saved replacement of a layer when resuming, else
     None. write(path, replacement, seconds): store a layer's replacement. validate: whether each matrix is validated on
-    held-out rows (False for trials, which are scored as a whole). refine_epochs: epochs of each layer's refinement.
+    held-out rows (False for trials, which are scored as a whole). refine_epochs: epochs of each layer's refinement; refine_norms:
+    whether it trains norms and biases too.
     """
 
     def __init__(
@@ -108,11 +110,12 @@ class SequentialConverter:
         write: Callable[[str, LayerReplacement, float], None],
         validate: bool = True,
         refine_epochs: int = 0,
+        refine_norms: bool = False,
     ):
         self.ctx, self.budgets, self.groups = ctx, budgets, RowGroups.for_conversion(ctx.samples)
         self.model, self.plan, self.recipe, self.runner = ctx.model, ctx.plan, ctx.recipe, ctx.runner
         self.finished, self.write, self.validate = finished, write, validate
-        self.refine_epochs = refine_epochs
+        self.refine_epochs, self.refine_norms = refine_epochs, refine_norms
         self.original_BTD: Tensor | None = None  # what reaches the head in the original, after `run`
         self.diverged = False  # whether any layer so far was converted, so that the two streams differ
 
@@ -155,6 +158,7 @@ class SequentialConverter:
         with (
             swapped_modules(call.layer, call.path, replacement.modules),
             all_attention_replaced(self.model, replacement.mixers),
+            swapped_parameters(self.model, replacement.originals),
         ):
             yield
 
@@ -170,7 +174,7 @@ class SequentialConverter:
             fold_output(self.model, self.plan, attention_target, call.device, replacement)
         if self.refine_epochs:
             gram = load_grams(self.ctx.grams_dir / f"{call.path}.safetensors", self.runner.device).get(call.path)
-            refine_layer(self.ctx, call, replacement, gram, self.refine_epochs)
+            refine_layer(self.ctx, call, replacement, gram, self.refine_epochs, self.refine_norms)
             replacement.structured = {}
         return replacement
 

@@ -112,7 +112,7 @@ def fewest_trials(steps: list[Step], recipe: ConversionRecipe) -> list[Step]:
 
 
 def _refine(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows: TextRows) -> list[Step]:
-    """Return the refinements of a recipe; only the whole model's is done by one process alone."""
+    """Return the refinements of a recipe; only the whole model's is done by one process alone. Norms and biases are too small to count."""
     if not shape.plan.recipe.refine:
         return []
     epochs = resolve_refine(shape.plan, rows.tokens, setting.device, setting.threads)

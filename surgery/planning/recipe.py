@@ -19,7 +19,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
 
 from surgery.architectures import ROLES
 from surgery.core.config import MAX_BYTES, check_layer_range, is_layer_selected, read_yaml
@@ -97,11 +97,12 @@ class RefineRecipe(_StrictModel):
     """Epochs of refinement over the calibration text; 0 switches a part off.
 
     layers: each converted layer, towards the output of the original layer. model: all converted layers together, towards
-    the original's logits.
+    the original's logits. norms: whether norms and the biases of linears are trained beside the new parameters.
     """
 
     layers: int = Field(20, ge=0, le=1000, strict=True)
     model: int = Field(20, ge=0, le=1000, strict=True)
+    norms: StrictBool = False
 
 
 class ConversionRecipe(_StrictModel):
@@ -303,7 +304,7 @@ EXPECTED_VALUES = {
     "round_ranks": "a whole number from 1 to 4096, for example 64",
     "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",
     "towers": "auto, all, or names of towers, for example [text, vision]",
-    "refine": "auto, false, or epochs from 0 to 1000, for example {layers: 20, model: 20}",
+    "refine": "auto, false, or epochs from 0 to 1000, for example {layers: 20, model: 20}, with norms: true or false",
 }
 
 

@@ -163,7 +163,8 @@ def refine_dict(plan: Plan) -> dict[str, Any] | None:
     epochs = resolve_refine(plan, tokens, device, threads)
     seconds = epoch_seconds(plan, tokens, device, threads).total(epochs)
     where = "one GPU" if device == "cuda" else f"{threads} threads"
-    return {"layers": epochs.layers, "model": epochs.model, "seconds": round(seconds), "where": where}
+    norms = {"norms": True} if epochs.norms else {}
+    return {"layers": epochs.layers, "model": epochs.model, **norms, "seconds": round(seconds), "where": where}
 
 
 def read_report(folder: Path, name: str) -> dict[str, Any]:

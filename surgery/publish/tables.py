@@ -87,9 +87,9 @@ def refine_plan_lines(refine: dict[str, Any] | None) -> list[str]:
     """Return a line on the epochs of refinement and their estimated time."""
     if not refine:
         return []
-    minutes = refine["seconds"] / 60
+    minutes, norms = refine["seconds"] / 60, ", norms and biases too" if refine.get("norms") else ""
     return [
-        f"refine: {refine['layers']} epochs of each layer and {refine['model']} of the whole model over the calibration text, "
+        f"refine: {refine['layers']} epochs of each layer and {refine['model']} of the whole model over the calibration text{norms}, "
         f"estimated at {minutes:.1f} minutes on {refine['where']} (needs --calibration)"
     ]
 
@@ -99,6 +99,7 @@ def refine_lines(refine: dict[str, Any] | None) -> list[str]:
     if not refine:
         return []
     layers, whole, lines = list(refine.get("by_layer", {}).values()), refine.get("whole"), []
+    norms = ", norms and biases too" if refine.get("norms") else ""
     if layers:
         better = [r for r in layers if r["epoch"]]
         lines.append(f"refined layers: {len(better)} of {len(layers)} came closer to the original on held-out text")
@@ -106,7 +107,7 @@ def refine_lines(refine: dict[str, Any] | None) -> list[str]:
         change = (
             f"{whole['start']:.4f} -> {whole['end']:.4f} {whole['unit']}" if whole["epoch"] else "no gain, values kept"
         )
-        lines.append(f"refined as a whole ({refine['model']} epochs): {change} on held-out text")
+        lines.append(f"refined as a whole ({refine['model']} epochs{norms}): {change} on held-out text")
     return lines
 
 
