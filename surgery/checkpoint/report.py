@@ -205,9 +205,13 @@ class TotalsReport(ReportModel):
 
 
 class CalibrationReport(ReportModel):
-    """The calibration samples; loss and own_samples_loss in nats per token (surgery.conversion.text_check)."""
+    """The calibration samples; loss and own_samples_loss in nats per token (surgery.conversion.text_check).
+
+    tokens: in all; generated_tokens: of these, sampled from the original.
+    """
 
     tokens: Count
+    generated_tokens: Count = 0
     held_out_windows: Count = 0
     windows: Count = 0
     loss: Number = None

@@ -53,6 +53,7 @@ WORK_FILES = (
     "aligned/*.safetensors",
     "gates/*.safetensors",
     "fitted/*.safetensors",
+    "generated.safetensors",
     "hidden-*",
     "pieces/",
     "curvature/",

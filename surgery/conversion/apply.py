@@ -26,6 +26,7 @@ from surgery.checkpoint.safetensors_io import TensorSource
 from surgery.checkpoint.writer import converted_config
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.convert import Conversion
+from surgery.conversion.generated import check_can_generate
 from surgery.conversion.layer_shards import NON_LAYER
 from surgery.conversion.live_inputs import LiveInputs, live_inputs
 from surgery.conversion.live_model import LiveModel, copy_hooks, is_library_model, model_device
@@ -88,6 +89,7 @@ def apply(
             given.tensors = read_labels(given.tensors, live.model)
         check_model_inputs(given.tensors, live.model)
         check_far_context(given.tensors, recipe)
+        check_can_generate(given.tensors, live, recipe)
         recipe = recipe.model_copy(update={"calibration": given.label})
     recipe = check_refine(live, recipe)
     plan = replace(plan, recipe=recipe)
@@ -226,6 +228,19 @@ class LiveConversion(Conversion):
     def _check_text(self) -> None:
         if self.is_text:
             super()._check_text()
+
+    @contextmanager
+    def _original(self) -> Iterator[Any]:
+        """Yield the live model in evaluation mode, on the device of the conversion."""
+        live: Any = self.ctx.model
+        model, home = live.live, model_device(live.live)
+        trained = [module for module in model.modules() if module.training]
+        try:
+            yield model.to(self.ctx.device).eval()
+        finally:
+            model.to(home)
+            for module in trained:
+                module.training = True
 
     def _store_entries(
         self,

@@ -6,6 +6,7 @@ OUT.partial/fitted/           with refine: layers as they were fitted, before th
 OUT.partial/curvature/        Gram matrices of the output gradients, one file for each layer
 OUT.partial/aligned/          aligned attention of the layers, for hybrids by: restored
 OUT.partial/gates/            mixers and gates in training, for hybrids by: gates
+OUT.partial/generated.safetensors   token ids that the original sampled, with generated_tokens
 OUT                           OUT.partial, renamed when it is complete
 """
 
@@ -18,7 +19,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -61,6 +62,7 @@ from surgery.checkpoint.writer import (
 from surgery.conversion.choose_by_time import choose_by_time, speed_report
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
+from surgery.conversion.generated import GENERATED_NAME, generated_rows, loaded_original, with_generated_rows
 from surgery.conversion.layer_shards import NON_LAYER, LayerShards, select_valid_entries
 from surgery.conversion.mixer_init.base import MixerInit, select_init
 from surgery.conversion.norms import layer_norms_and_biases, outer_norms
@@ -213,6 +215,7 @@ class Conversion:
         torch.manual_seed(self.ctx.recipe.seed)
         self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
         self._check_text()
+        self._generate_text()
         for warning in short_text_warnings(self.ctx):
             self.ctx.progress.say(f"warning: {warning}")
         hybrid = self._resolve_attention()
@@ -230,6 +233,18 @@ class Conversion:
         self.text_score = self.ctx.dist.on_main(lambda: score_text(self.ctx))
         for warning in self._text_warnings():
             self.ctx.progress.say(f"warning: {warning}")
+
+    def _generate_text(self) -> None:
+        """Add the rows that the original samples to those that are fitted to."""
+        if self.ctx.data is None or not self.ctx.recipe.generated_tokens:
+            return
+        with self._timer("generate"):
+            rows_NT = generated_rows(self.ctx, self.journal, self._original)
+        self.ctx = replace(self.ctx, data=with_generated_rows(self.ctx.data, rows_NT))
+
+    def _original(self) -> AbstractContextManager[Any]:
+        """Return a context manager of the original model, in evaluation mode on the device of the conversion."""
+        return loaded_original(self.ctx.model, self.ctx.device)
 
     def _text_warnings(self) -> list[str]:
         return [*self.text_notes, *(self.text_score.warnings if self.text_score else [])]
@@ -259,6 +274,7 @@ class Conversion:
         self.delivered = {*delivered_files(source, weight_map), REPORT_NAME, *shim}
         for folder in (ctx.shards_dir, ctx.fitted_dir, ctx.grams_dir, ctx.aligned_dir, ctx.gates_dir):
             shutil.rmtree(folder, ignore_errors=True)
+        (work_dir / GENERATED_NAME).unlink(missing_ok=True)
         check_no_unknown_files(work_dir, {*WORK_FILES, *map(glob.escape, self.delivered)}, Interrupted)
         open_converted_checkpoint(str(work_dir))
         return written
@@ -585,10 +601,14 @@ class Conversion:
         data = self.ctx.data
         if data is None:
             return None
+        row, generated = data.tokens() // data.rows, {}
+        if self.ctx.recipe.generated_tokens:
+            generated["generated_tokens"] = self.ctx.recipe.generated_tokens // row * row
         return CalibrationReport(
             tokens=data.tokens(),
             held_out_windows=data.rows - data.n_fit,
             windows=data.rows,
+            **generated,
             loss=self.text_score.loss if self.text_score else None,
             own_samples_loss=self.text_score.own_samples if self.text_score else None,
             warnings=self._text_warnings(),

@@ -82,6 +82,10 @@ class _AlignedEntry(ReportModel):
     errors: dict[str, NonNegative]
 
 
+class _GeneratedEntry(ReportModel):
+    sha256: str
+
+
 class _RestoredEntry(ReportModel):
     round: Count
     given: list[str]
@@ -131,6 +135,7 @@ ENTRY_MODELS: dict[str, type[ReportModel]] = {
     "budgets": _BudgetsEntry,
     "hybrid": _HybridEntry,
     "aligned": _AlignedEntry,
+    "generated": _GeneratedEntry,
     "restored": _RestoredEntry,
     "gated": _GatedEntry,
     "gates": _GatesEntry,

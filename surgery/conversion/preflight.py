@@ -14,6 +14,7 @@ from surgery.calibration.data import CalibrationSet, check_model_inputs, read_la
 from surgery.calibration.inputs import checkpoint_inputs
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import CheckpointSource
+from surgery.conversion.generated import check_can_generate
 from surgery.conversion.restored import NEAR
 from surgery.core.config import fields_at_default
 from surgery.core.distributed import DistContext
@@ -28,7 +29,7 @@ from surgery.planning.speed import TimeTarget
 GIVE_CALIBRATION = "Give --calibration FILE"  # what to do about missing calibration text, on the command line
 # Keys of recipes that are younger than the first journals: left out at their default, so that conversions begun before them go on.
 ADDED_RULE_KEYS = ("order", "levels", "ranks", "cores", "share")
-ADDED_KEYS = ("round_ranks", "towers", "refine", "speed", *ADDED_RULE_KEYS)
+ADDED_KEYS = ("round_ranks", "towers", "refine", "speed", "generated_tokens", *ADDED_RULE_KEYS)
 
 
 def load_calibration(
@@ -56,6 +57,7 @@ def load_calibration(
     inputs = read_labels(inputs, meta_model.model)
     check_model_inputs(inputs, meta_model.model)
     check_far_context(inputs, recipe)
+    check_can_generate(inputs, meta_model, recipe)
     return CalibrationSet.from_inputs(inputs, recipe.holdout)
 
 
@@ -76,6 +78,10 @@ def check_needs_no_calibration(recipe: ConversionRecipe, hint: str = GIVE_CALIBR
     """Raise SurgeryError if the recipe measures something on calibration text. hint: how the caller gives the text."""
     if isinstance(recipe.refine, RefineRecipe) and (recipe.refine.layers or recipe.refine.model):
         raise SurgeryError(f"refine trains on the calibration text, and there is none. {hint}, or set refine to false")
+    if recipe.generated_tokens:
+        raise SurgeryError(
+            f"generated_tokens are continuations of the calibration text, and there is none. {hint}, or set generated_tokens to 0"
+        )
     if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
         raise SurgeryError(
             f"attention.hybrid by: {recipe.attention.hybrid.by} is measured on calibration text, and there is none. {hint}, "
@@ -128,7 +134,7 @@ def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRec
     unchanged = source.nbytes - sum(4 * target.numel for target in plan.replaced_targets()) // 2
     needed = max(unchanged, 0) + sum(int(4 * target.uniform_budget()) for target in plan.replaced_targets())
     if recipe.calibration and recipe.curvature != "none":
-        limit = recipe.tokens // 4 if recipe.curvature == "auto" else 2**62
+        limit = recipe.fitted_tokens // 4 if recipe.curvature == "auto" else 2**62
         needed += sum(4 * (target.out**2 if target.out <= limit else target.out) for target in plan.replaced_targets())
     if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_restored:
         attention = {target.output for target in plan.attention_targets.values()}

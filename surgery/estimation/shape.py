@@ -72,12 +72,12 @@ class TextRows:
     length: int
 
     @classmethod
-    def of(cls, tokens: int, length: int, holdout: float) -> TextRows:
-        """Return the rows as `CalibrationSet.from_inputs` divides them."""
+    def of(cls, tokens: int, length: int, holdout: float, generated: int = 0) -> TextRows:
+        """Return the rows as `CalibrationSet.from_inputs` divides them, and rows to fit to of `generated` tokens."""
         length = min(length, tokens)
         rows = max(2, tokens // length)
         held = min(max(2 if rows >= 4 else 1, round(rows * holdout)), rows - 1)
-        return cls(rows - held, held, length)
+        return cls(rows - held + generated // length, held, length)
 
     @property
     def fit_tokens(self) -> int:
@@ -156,7 +156,7 @@ def conversion_shape(meta_model: ModelDescription, plan: Plan, calibrated: bool)
     dims = next(((linear.out, linear.in_) for linear in layout.linears if linear.path == layout.head), (0, width))
     stored = [meta_model.tensor_info(name) for name in meta_model.keys]
     itemsize = sum(t.nbytes for t in stored) / max(1, sum(t.numel for t in stored)) if stored else 2.0
-    rows = TextRows.of(recipe.tokens, recipe.length, recipe.holdout) if calibrated else None
+    rows = TextRows.of(recipe.tokens, recipe.length, recipe.holdout, recipe.generated_tokens) if calibrated else None
     inside = sum(params.values())
     return ConversionShape(
         plan, tuple(kinds.values()), rows, width, dims[0], head, plan.model_params - inside, itemsize

@@ -136,6 +136,7 @@ class ConversionRecipe(_StrictModel):
 
     calibration: str | None = None
     tokens: int = Field(16384, ge=64)
+    generated_tokens: int = Field(0, ge=0, le=2**31, strict=True)  # sampled from the original and fitted to as well
     length: int = Field(1024, ge=8)
     holdout: float = Field(0.125, gt=0, lt=1)
     seed: int = Field(0, ge=0, lt=2**63)
@@ -197,6 +198,11 @@ class ConversionRecipe(_StrictModel):
                 "{match: .., structure: dense} leaves matrices dense"
             )
         return self
+
+    @property
+    def fitted_tokens(self) -> int:
+        """The tokens of the calibration text, held-out ones included, and those that the original samples."""
+        return self.tokens + self.generated_tokens
 
     def settings(self, matches: Any, index: int | None, count: int) -> LinearSettings:
         """Return the settings of a linear in layer `index` of `count` (None: outside the layers).

@@ -158,7 +158,7 @@ def refine_dict(plan: Plan) -> dict[str, Any] | None:
     device, threads, tokens = (
         "cuda" if torch.cuda.is_available() else "cpu",
         torch.get_num_threads(),
-        plan.recipe.tokens,
+        plan.recipe.fitted_tokens,
     )
     epochs = resolve_refine(plan, tokens, device, threads)
     seconds = epoch_seconds(plan, tokens, device, threads).total(epochs)
