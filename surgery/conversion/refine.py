@@ -30,7 +30,7 @@ from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
 from surgery.checkpoint.safetensors_io import DTYPES
 from surgery.conversion.norms import swapped_parameters, weight_offset
 from surgery.conversion.replacement import LayerReplacement, stored_module_name, swapped_modules
-from surgery.planning.refine_budget import BATCH_TOKENS, RATES, TRIAL_STEPS
+from surgery.planning.refine_budget import BATCH_TOKENS, RATES, TRIAL_STEPS, text_factor
 from surgery.structures import StructuredLinear
 from surgery.structures.coordinates import Coordinates
 
@@ -259,11 +259,12 @@ def trained_parameters(
 class Refinement(ABC):
     """One refinement: trained layers, batches, a loss on each batch, and the loss on the held-out rows.
 
-    layers: what is trained. unit: of the held-out loss.
+    layers: what is trained. unit: of the held-out loss. tokens: of the rows that are trained on.
     """
 
     layers: list[TrainedLayer]
     unit: str
+    tokens: int
 
     @abstractmethod
     def batches(self) -> list[range]:
@@ -282,7 +283,7 @@ class Refinement(ABC):
         start = self.held_out_loss()
         rate, trial = 0.0, start
         for candidate in RATES:
-            self._train(candidate, TRIAL_STEPS, seed)
+            self._train(candidate, TRIAL_STEPS * text_factor(self.tokens), seed)
             if (loss := self.held_out_loss()) < trial:
                 rate, trial = candidate, loss
             self._reset()
@@ -327,6 +328,7 @@ def _cosine(step: int, steps: int) -> float:
 
 
 def split_rows(rows: range, length: int) -> list[range]:
-    """Return `rows` in batches of about BATCH_TOKENS tokens, at least MIN_STEPS batches if there are as many rows."""
-    size = max(1, min(BATCH_TOKENS // max(1, length), len(rows) // MIN_STEPS))
+    """Return `rows` in batches of about BATCH_TOKENS tokens, of a large text four times as many; at least MIN_STEPS batches if there are as many rows."""
+    tokens = BATCH_TOKENS * text_factor(len(rows) * length)
+    size = max(1, min(tokens // max(1, length), len(rows) // MIN_STEPS))
     return [range(first, min(first + size, rows.stop)) for first in range(rows.start, rows.stop, size)]

@@ -39,7 +39,7 @@ class LayerRefinement(Refinement):
             float(self._weighted(self._wanted(rows)).square().sum(dtype=torch.float64))
             for rows in split_rows(groups.held_out, call.hidden_BTD.shape[1])
         )
-        self.scale = 1.0
+        self.scale, self.tokens = 1.0, len(groups.fit) * call.hidden_BTD.shape[1]
 
     def batches(self) -> list[range]:
         """Return the rows of each step of an epoch: rows of the original's stream."""

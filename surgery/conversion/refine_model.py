@@ -35,7 +35,7 @@ from surgery.conversion.refine import Refinement, TrainedLayer, split_rows
 from surgery.conversion.replacement import LayerReplacement
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.planning.plan import Plan
-from surgery.planning.refine_budget import BATCH_TOKENS, coordinate_values
+from surgery.planning.refine_budget import BATCH_TOKENS, coordinate_values, text_factor
 
 STATES = 4  # copies of each trained tensor: its value, the saved value, Adam's two moments
 
@@ -70,6 +70,7 @@ class ModelRefinement(Refinement):
         self.length = next(iter(data.inputs.values())).shape[1] if data.inputs else 1
         if next(iter(data.inputs.values())).dim() != 2:
             self.length = original_BTD.shape[1]
+        self.tokens = data.n_fit * self.length
         self.leaves: dict[str, list[Tensor]] = {}
         self.rate = 0.0
 
@@ -371,4 +372,5 @@ def resident_bytes(plan: Plan) -> int:
     for target in plan.replaced_targets():
         if target.preview is not None:
             trained += target.params(target.preview)
-    return 4 * (weights + (STATES + 1) * trained + coordinate_values(plan) + 3 * BATCH_TOKENS * rows)
+    tokens = BATCH_TOKENS * text_factor(plan.recipe.fitted_tokens)
+    return 4 * (weights + (STATES + 1) * trained + coordinate_values(plan) + 3 * tokens * rows)

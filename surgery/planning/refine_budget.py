@@ -19,6 +19,8 @@ MAX_EPOCHS = 20
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)  # movement of a tensor per step, relative to its root mean square
 TRIAL_STEPS = 8  # Adam steps of the trial of one rate
 BATCH_TOKENS = 1024  # tokens of one step, in whole rows
+# From so many tokens on, a step has LARGE_FACTOR times as many, and a trial as many more steps: a short one tells little about a long training.
+LARGE_TEXT, LARGE_FACTOR = 2**16, 4
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,17 @@ def epoch_seconds(plan: Plan, tokens: int, device: str, threads: int) -> EpochSe
             inside += target.params(target.preview) - target.numel
     head = sum(linear.out * linear.in_ for linear in plan.layout.linears if linear.path == plan.layout.head)
     turned = sum(2 * step_order(t) * t.params(t.preview) for t in replaced if t.preview is not None)
-    turned *= max(1, round(tokens / BATCH_TOKENS))
+    factor = text_factor(tokens)
+    turned *= max(1, round(tokens / (factor * BATCH_TOKENS)))
     speed = SPEED.get(device, SPEED["cpu"]) * (1 if device == "cuda" else threads)
-    trials = len(RATES) * TRIAL_STEPS * BATCH_TOKENS / tokens
+    trials = len(RATES) * TRIAL_STEPS * BATCH_TOKENS * factor**2 / tokens
     layers, model = 3 * tokens * inside + turned, tokens * (3 * inside + 5 * head) + turned
     return EpochSeconds(layers / speed, model / speed, trials)
+
+
+def text_factor(tokens: int) -> int:
+    """Return the factor on the tokens of a step and on the steps of a trial, for a text of so many tokens."""
+    return LARGE_FACTOR if tokens >= LARGE_TEXT else 1
 
 
 def step_order(target: LinearTarget) -> int:

@@ -73,7 +73,11 @@ def test_rows_follow_the_model_and_not_its_generation_config(checkpoints):
     before = torch.random.get_rng_state()
     rows = sample_rows(model, samples(ids), recipe, torch.device("cpu"))
     assert torch.equal(before, torch.random.get_rng_state()) and rows.shape == (4000, 24)
-    model.generation_config.temperature, model.generation_config.top_k, model.generation_config.do_sample = 0.1, 1, False
+    model.generation_config.temperature, model.generation_config.top_k, model.generation_config.do_sample = (
+        0.1,
+        1,
+        False,
+    )
     model.generation_config.eos_token_id, model.generation_config.repetition_penalty = 7, 2.0
     kept = model.generation_config
     assert torch.equal(rows, sample_rows(model, samples(ids), recipe, torch.device("cpu")))

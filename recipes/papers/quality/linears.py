@@ -124,6 +124,13 @@ def main() -> None:
         metavar=("LAYERS", "MODEL"),
         help="Epochs of refinement of each layer and of the whole model. Default: no refinement.",
     )
+    add(
+        "--generate",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="Tokens that the original samples and that are fitted to as well. Default: none.",
+    )
     add("--norms", action="store_true", help="Refine norms and biases too. Default: the new parameters alone.")
     add("--allocate", help="Allocation of the budget, for the method `everything`. Default: that of recipes.")
     add("--device", help="Compute on this device. Default: a GPU if there is one.")
@@ -147,6 +154,8 @@ def main() -> None:
     rows = [{"structure": "original", **ppl.summarize(bases[0]), "texts": texts}]
     print(format_line(rows[0]), flush=True)
     text = {"calibration": arguments.calibration, "tokens": arguments.tokens, "length": arguments.length}
+    if arguments.generate:
+        text["generated_tokens"] = arguments.generate
     refine = {}
     if arguments.refine is not None:
         refine = {"refine": {**dict(zip(("layers", "model"), arguments.refine)), "norms": arguments.norms}}
