@@ -252,7 +252,9 @@ def choose_budgets(ctx: ConversionContext) -> tuple[dict[str, float], dict[str, 
     if recipe.allocate == "spread":
         return by_gain, {"kept": "spread", "why": "recipe"}
     expected = ctx.dist.broadcast_object(_expected_share(options, free, by_gain))
-    if recipe.allocate == "auto" and expected <= CERTAIN_SHARE and is_expectation_reliable(ctx, free):
+    tokens = ctx.samples.tokens() * ctx.samples.n_fit / ctx.samples.rows
+    reliable = is_expectation_reliable(recipe, free, tokens, predicts_next_token(ctx.model))
+    if recipe.allocate == "auto" and expected <= CERTAIN_SHARE and reliable:
         why = f"expected rise of the loss at most {CERTAIN_SHARE} of that with the uniform allocation: no trial"
         return by_gain, {"kept": "spread", "why": why, "expected": expected}
     budgets, allocation = choose_allocation(ctx, {"uniform": uniform, "spread": by_gain})
@@ -275,19 +277,19 @@ def tilted_budgets(
     return allocate_budget(weighted, sum(target.uniform_budget() for target in free))
 
 
-def is_expectation_reliable(ctx: ConversionContext, free: list[LinearTarget]) -> bool:
+def is_expectation_reliable(
+    recipe: ConversionRecipe, free: list[LinearTarget], tokens: float, predicts_next: bool
+) -> bool:
     """Return whether the expected gain of `spread` can decide without a trial: elsewhere, conversions with `spread` were sometimes worse.
 
-    The Fisher pass must measure the loss of next tokens for each output, layers must be fitted to the outputs of the converted layers
+    tokens: to fit to. predicts_next: whether the model predicts the next token. The Fisher pass must measure the loss of next tokens for each output, layers must be fitted to the outputs of the converted layers
     below them, and every matrix must have one of CERTAIN_STRUCTURES as a candidate, keep CERTAIN_KEEP of its parameters and read
     CERTAIN_TOKENS tokens for each of its inputs.
     """
-    recipe, samples = ctx.recipe, ctx.samples
-    tokens = samples.tokens() * samples.n_fit / samples.rows
     return (
         recipe.curvature != "none"
         and recipe.calibrate == "sequential"
-        and predicts_next_token(ctx.model)
+        and predicts_next
         and all(t.keep >= CERTAIN_KEEP and tokens * t.linear.active >= CERTAIN_TOKENS * t.in_ for t in free)
         and all(any(config.name in CERTAIN_STRUCTURES for config in t.configs) for t in free)
     )

@@ -127,7 +127,7 @@ class ConversionRecipe(_StrictModel):
     attention: AttentionRecipe | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
 
-    allocate: Literal["auto", "best", "spread", "uniform", "depth"] = "best"
+    allocate: Literal["auto", "best", "spread", "uniform", "depth"] = "auto"
     curvature: Literal["auto", "full", "diagonal", "none"] = "auto"
     calibrate: Literal["sequential", "independent"] = "sequential"
     sweeps: int = Field(6, ge=0, le=1000)

@@ -11,10 +11,10 @@ from helpers.small import run_python
 
 import surgery
 from surgery.architectures.linears import LinearInfo
+from surgery.conversion.estimation.counting import OperationCounter, Work, counted_as
+from surgery.conversion.estimation.fits import FitTask, StageTask, bare_target, count_projection, count_stage
+from surgery.conversion.estimation.shape import TextRows
 from surgery.core.errors import SurgeryError
-from surgery.estimation.counting import OperationCounter, Work, counted_as
-from surgery.estimation.fits import FitTask, StageTask, bare_target, count_projection, count_stage
-from surgery.estimation.shape import TextRows
 from surgery.planning.plan import LinearTarget
 from surgery.structures.btt import BTT, SWEEP_ELEMENTS
 from surgery.structures.low_rank import LowRank

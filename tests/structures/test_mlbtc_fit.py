@@ -16,9 +16,9 @@ from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
+from surgery.conversion.estimation.counting import OperationCounter
 from surgery.conversion.quantize import quantize
 from surgery.core.errors import SurgeryError
-from surgery.estimation.counting import OperationCounter
 from surgery.modeling.modules import build_module
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import load_recipe

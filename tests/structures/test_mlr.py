@@ -14,8 +14,8 @@ from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
+from surgery.conversion.estimation.counting import OperationCounter
 from surgery.core.errors import SurgeryError
-from surgery.estimation.counting import OperationCounter
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import load_recipe
 from surgery.structures import STRUCTURES, Metric, add_damping

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from surgery.calibration.layer_runner import CHUNK_TOKENS
 from surgery.calibration.lm_head import MAX_LOGITS, ROWS_PER_PASS
 from surgery.calibration.partition import MAX_SHARDS, MIN_SHARD_TOKENS
-from surgery.conversion.trial import MAX_TILT, TILT_SHARE, TILT_STEP, TRIAL_SHARE
-from surgery.core.distributed import DistContext
-from surgery.estimation.counting import Work
-from surgery.estimation.fits import (
+from surgery.conversion.estimation.counting import Work
+from surgery.conversion.estimation.fits import (
     FitTask,
     StageTask,
     bare_target,
@@ -21,8 +19,10 @@ from surgery.estimation.fits import (
     count_stage,
     lu_work,
 )
-from surgery.estimation.shape import ConversionShape, LayerKind, StageShape, TextRows
-from surgery.estimation.speeds import Speeds
+from surgery.conversion.estimation.shape import ConversionShape, LayerKind, StageShape, TextRows
+from surgery.conversion.estimation.speeds import Speeds
+from surgery.conversion.trial import MAX_TILT, TILT_SHARE, TILT_STEP, TRIAL_SHARE
+from surgery.core.distributed import DistContext
 from surgery.planning.plan import LinearTarget
 from surgery.structures.shared_basis import STEPS
 
@@ -144,7 +144,10 @@ class StepEstimates:
         """Return the matrices of a stage as they are counted."""
         rule, tokens = self.recipe.curvature, rows.fit_tokens * stage.share
         measured = rule != "none"
-        full = lambda out: measured and (rule == "full" or 4 * out <= tokens)  # noqa: E731
+
+        def full(out: int) -> bool:
+            return measured and (rule == "full" or 4 * out <= tokens)
+
         return tuple(FitTask(bare_target(t), full(t.out), bool(t.linear.residual)) for t in stage.targets)
 
     def fit_jobs(self, stage: StageShape, works: tuple[Work, ...]) -> list[tuple[float, Work]]:
