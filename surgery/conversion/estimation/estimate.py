@@ -15,7 +15,7 @@ from surgery.conversion.estimation.shape import ConversionShape, TextRows, conve
 from surgery.conversion.estimation.speeds import Speeds, device_speeds
 from surgery.conversion.estimation.steps import MAX_TILTS, MIN_TILTS, Setting, Step, StepEstimates, stored_size
 from surgery.conversion.refine_model import resident_bytes
-from surgery.conversion.trial import is_expectation_reliable
+from surgery.conversion.trial import is_expectation_reliable, is_text_short
 from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
 from surgery.mixers import MIXERS
@@ -49,7 +49,13 @@ class RefineEstimate:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as they stand in a plan."""
         norms = {"norms": True} if self.epochs.norms else {}
-        found = {"layers": self.epochs.layers, "model": self.epochs.model, **norms, "seconds": round(self.seconds), "where": self.where}
+        found = {
+            "layers": self.epochs.layers,
+            "model": self.epochs.model,
+            **norms,
+            "seconds": round(self.seconds),
+            "where": self.where,
+        }
         if self.others is None or self.budget is None:
             return found
         return {**found, "other_seconds": round(self.others), "budget": round(self.budget)}
@@ -155,7 +161,8 @@ def estimate_steps(shape: ConversionShape, setting: Setting, epochs: RefineRecip
     free = [target for target in targets if not target.has_fixed_rank]
     if targets and not (recipe.curvature == "none" and (recipe.allocate == "uniform" or not free)):
         found.append(steps.sensitivities(rows))
-    if free and recipe.allocate in ("auto", "best"):
+    short = recipe.allocate == "auto" and recipe.speed is None and is_text_short(free, rows.fit_tokens)
+    if free and recipe.allocate in ("auto", "best") and not short:
         found.append(steps.trial(rows))
     if free and recipe.allocate == "depth":
         found.append(steps.tilts(rows))
