@@ -342,6 +342,8 @@ def _apply_override(data: dict[str, Any], text: str) -> None:
     place: Any = data
     try:
         for part in parents:
+            if isinstance(place, dict) and place.get(part) == "auto":  # refine.model=3 in a recipe with refine: auto
+                place[part] = {}
             place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
         parsed = value if last == "layers" else read_yaml(value)
         if isinstance(place, list):
