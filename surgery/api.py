@@ -116,8 +116,8 @@ def plan(
     """
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
+    from surgery.conversion.estimation.estimate import estimate_conversion, estimate_lines
     from surgery.core.device import choose_device
-    from surgery.estimation.estimate import estimate_conversion, estimate_lines
     from surgery.planning.plan import make_plan
     from surgery.planning.speed import named_table
     from surgery.publish.speed_notes import notes_for_device, plan_notes, predict_linears, predicted_lines
@@ -133,20 +133,23 @@ def plan(
         from surgery.conversion.apply import plan_live
 
         live, planned = plan_live(source, settings)
-        data = plan_dict(planned, context)
-        for target in data["targets"]:
-            target["name"] = live.live_path(target["name"])
         described: ModelDescription | None = None if live.prefix else live
     else:
         name = _checkpoint_name(source, "plan")
         opened = open_checkpoint(name, trust_remote_code, weights=False, revision=revision)
         described = describe_checkpoint(opened, trust_remote_code)
-        planned = make_plan(described, settings)
-        data = plan_dict(planned, context)
+        live, planned = None, make_plan(described, settings)
+    estimate = None
     if described is not None:
-        data["estimate"] = estimate_conversion(
+        estimate = estimate_conversion(
             described, planned, device=device, processes=processes, calibrated=calibrated, context=context
         )
+    data = plan_dict(planned, context, estimate)
+    if live is not None:
+        for target in data["targets"]:
+            target["name"] = live.live_path(target["name"])
+    if estimate is not None:
+        data["estimate"] = estimate
     table = named_table(settings, None if measured is None else Path(measured))
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
     speed = [*predicted_lines(data["linear_times"]), *data["speed"]]

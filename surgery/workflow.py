@@ -148,6 +148,7 @@ class _Run:
     def _plan(self) -> dict[str, Any]:
         from surgery.checkpoint.outline import describe_checkpoint
         from surgery.checkpoint.source import open_checkpoint
+        from surgery.conversion.estimation.estimate import estimate_conversion
         from surgery.planning.plan import make_plan
         from surgery.planning.recipe import load_recipe
         from surgery.publish.summary import plan_dict
@@ -155,11 +156,9 @@ class _Run:
 
         trust = self.options.trust_remote_code
         opened = open_checkpoint(self.options.source, trust, weights=False)
-        planned = plan_dict(
-            make_plan(
-                describe_checkpoint(opened, trust), load_recipe(self.options.recipe, list(self.options.overrides))
-            )
-        )
+        described = describe_checkpoint(opened, trust)
+        plan = make_plan(described, load_recipe(self.options.recipe, list(self.options.overrides)))
+        planned = plan_dict(plan, estimate=estimate_conversion(described, plan) if plan.recipe.refine else None)
         self.show(["[bold]plan[/]", *plan_table(planned)])
         return planned
 

@@ -34,6 +34,8 @@ TEXTS = ("calibration.txt", "heldout.txt")
 ROLES = ("original", "converted", "densified")
 TOKENS, LENGTH = 16384, 1024
 CALIBRATION_TOKENS = 8192  # half of the recipes' default, to save time
+# What the demo changes in a recipe: training would take minutes, and trials show how an allocation is chosen.
+CHANGES = {"refine": ("auto", None), "allocate": ("auto", "best")}
 NEEDLES: dict[str, Any] = {"lengths": (128, 512), "depths": (0.0, 0.5, 1.0), "samples": 8}
 
 Show = Callable[[list[Any]], None]
@@ -60,7 +62,10 @@ def _free_folder(out: Path | None) -> Path:
 
 class _Demo:
     def __init__(self, folder: Path, name: str, recipe: Any, progress: Progress, show: Show):
-        self.folder, self.name, self.recipe, self.progress, self.show = folder, name, recipe, progress, show
+        changes = {key: new for key, (old, new) in CHANGES.items() if getattr(recipe, key) == old}
+        self.folder, self.name, self.progress, self.show = folder, name, progress, show
+        self.recipe = recipe.model_copy(update=changes)
+        self.settings = "".join(f"--set {key}={'false' if new is None else new} " for key, new in changes.items())
         self.paths = {role: folder / role for role in ROLES}
         self.calibration, self.heldout = (folder / text for text in TEXTS)
         self.results = folder / "eval"
@@ -97,7 +102,8 @@ class _Demo:
     def _plan(self) -> None:
         original = str(self.paths["original"])
         self._step(
-            "Plan: show what would be replaced. Only the config is read.", f"plan {original} --recipe {self.name}"
+            "Plan: show what would be replaced. Only the config is read.",
+            f"plan {original} --recipe {self.name} {self.settings}".rstrip(),
         )
         self.show(plan_table(plan_dict(make_plan(MetaModel(open_checkpoint(original)), self.recipe))))
 
@@ -107,7 +113,7 @@ class _Demo:
         fewer = f"--set tokens={tokens} " if tokens < self.recipe.tokens else ""
         self._step(
             "Convert layer by layer, calibrated on text. This step takes longest.",
-            f"convert {original} --recipe {self.name} {fewer}--calibration {self.calibration} --out {converted}",
+            f"convert {original} --recipe {self.name} {self.settings}{fewer}--calibration {self.calibration} --out {converted}",
         )
         recipe = self.recipe.model_copy(update={"calibration": str(self.calibration), "tokens": tokens})
         convert(str(original), recipe, converted, progress=self.progress)

@@ -111,7 +111,7 @@ def plan(
     """
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
-    from surgery.estimation.estimate import estimate_conversion, estimate_lines
+    from surgery.conversion.estimation.estimate import estimate_conversion, estimate_lines
     from surgery.planning.plan import make_plan
     from surgery.planning.recipe import load_recipe
     from surgery.planning.speed import named_table
@@ -128,10 +128,10 @@ def plan(
 
         check_needs_no_calibration(chosen, "Leave out --data-free")
     planned = make_plan(described, chosen)
-    data = plan_dict(planned, context)
-    data["estimate"] = estimate_conversion(
+    estimate = estimate_conversion(
         described, planned, device=device, processes=processes, calibrated=not data_free, context=context
     )
+    data = {**plan_dict(planned, context, estimate), "estimate": estimate}
     data["speed"], data["linear_times"] = plan_notes(data, context), predict_linears(data, context, table)
     speed = [*predicted_lines(data["linear_times"]), *data["speed"]]
     speed = notes_for_device(speed, data["estimate"]["device"], asked=table is not None)

@@ -91,7 +91,6 @@ def apply(
         check_far_context(given.tensors, recipe)
         check_can_generate(given.tensors, live, recipe)
         recipe = recipe.model_copy(update={"calibration": given.label})
-    recipe = check_refine(live, recipe)
     plan = replace(plan, recipe=recipe)
     if given is not None and isinstance(live.model, PlainModel):
         with _live_paths(live):
@@ -128,11 +127,12 @@ def _kept_random_state(device: torch.device) -> Iterator[None]:
 def plan_live(model: Any, recipe: ConversionRecipe) -> tuple[LiveModel, Plan]:
     """Return the meta copy of a live model and the plan of a recipe for it. Reads no values of weights."""
     live = LiveModel(model)
+    recipe, skipped = check_refine(live, recipe)
     with _live_paths(live):
         plan = make_plan(live, prefixed_rules(recipe, live.prefix))
     if live.prefix:
         note = f"{type(model).__name__} is no transformers model: its linears are matched by path, and rules cannot use roles"
-        plan = replace(plan, notes=(note, *plan.notes[1:]))
+        plan = replace(plan, notes=(note, *skipped, *plan.notes[1:]))
     return live, plan
 
 
@@ -196,15 +196,19 @@ def leave_unreached(live: LiveModel, plan: Plan, inputs: dict[str, Tensor]) -> P
     return replace(plan, targets=kept, notes=(*plan.notes, *([note] if left else [])))
 
 
-def check_refine(live: LiveModel, recipe: ConversionRecipe) -> ConversionRecipe:
-    """Return the recipe; without `refine: auto` for a model that is not of transformers. Raises SurgeryError for given epochs."""
+def check_refine(live: LiveModel, recipe: ConversionRecipe) -> tuple[ConversionRecipe, list[str]]:
+    """Return (the recipe, notes). For a model that is not of transformers, `refine: auto` is left out with a note.
+
+    Raises SurgeryError for given epochs, which cannot be done there.
+    """
     if not live.prefix or recipe.refine is None:
-        return recipe
+        return recipe, []
     if recipe.refine != "auto":
         raise SurgeryError(
             f"refine needs the layers of a transformers model (got a {type(live.live).__name__}). Set refine=False"
         )
-    return recipe.model_copy(update={"refine": None})
+    note = f"no refinement: it needs the layers of a transformers model (got a {type(live.live).__name__})"
+    return recipe.model_copy(update={"refine": None}), [note]
 
 
 # -- the conversion --------------------------------------------------------------------------------

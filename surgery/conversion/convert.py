@@ -62,6 +62,7 @@ from surgery.checkpoint.writer import (
 from surgery.conversion.choose_by_time import choose_by_time, speed_report
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
+from surgery.conversion.estimation.estimate import refinement_of_samples
 from surgery.conversion.generated import GENERATED_NAME, generated_rows, loaded_original, with_generated_rows
 from surgery.conversion.layer_shards import NON_LAYER, LayerShards, select_valid_entries
 from surgery.conversion.mixer_init.base import MixerInit, select_init
@@ -99,7 +100,7 @@ from surgery.core.version import __version__
 from surgery.modeling.auto_classes import write_shims
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe, RefineRecipe
-from surgery.planning.refine_budget import resolve_refine
+from surgery.planning.refine_budget import epochs_in_words
 from surgery.planning.speed import with_structures
 
 
@@ -346,12 +347,20 @@ class Conversion:
         """Return the epochs of refinement; the journal has those of an interrupted run."""
         entry = self.journal.find("refine")
         if entry is None:
-            ctx = self.ctx
-            epochs = resolve_refine(ctx.plan, ctx.samples.tokens(), ctx.device.type, torch.get_num_threads())
+            epochs = self.ctx.dist.on_main(self._choose_epochs)
             norms = {"norms": True} if epochs.norms else {}
-            entry = self.ctx.dist.broadcast_object({"layers": epochs.layers, "model": epochs.model, **norms})
+            entry = {"layers": epochs.layers, "model": epochs.model, **norms}
             self.journal.add("refine", **entry)
         return RefineRecipe(layers=entry["layers"], model=entry["model"], norms=bool(entry.get("norms")))
+
+    def _choose_epochs(self) -> RefineRecipe:
+        ctx = self.ctx
+        if ctx.recipe.refine is None:
+            return RefineRecipe(layers=0, model=0)
+        found = refinement_of_samples(ctx.model, ctx.plan, ctx.samples, ctx.device.type)
+        if ctx.recipe.refine == "auto":
+            ctx.progress.say(f"note: {epochs_in_words(found.to_dict())}")
+        return found.epochs
 
     def _kept(self, path: str) -> dict[str, str]:
         """Return the norms and biases of a layer that the refinement trains, parameter -> name in the files."""

@@ -142,6 +142,8 @@ def sample_rows(model: Any, samples: CalibrationSet, recipe: ConversionRecipe, d
     length = samples.inputs["input_ids"].shape[1]
     prompts_NP = draw_prompts(samples, recipe.generated_tokens // length, recipe.seed)
     new = length - prompts_NP.shape[1]
+    config, itemsize = model.config.get_text_config(), next(model.parameters()).element_size()
+    together = rows_together(config.num_hidden_layers, config.hidden_size, itemsize, length, device.type)
     before = model.generation_config
     # No EOS: a row goes on with the next document, as windows of text do.
     model.generation_config = GenerationConfig(
@@ -158,12 +160,12 @@ def sample_rows(model: Any, samples: CalibrationSet, recipe: ConversionRecipe, d
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(recipe.seed)
-            for prompts in prompts_NP.split(rows_together(model, length, device)):
+            for prompts in prompts_NP.split(together):
                 ids = prompts.to(device)
                 parts.append(model.generate(ids, attention_mask=torch.ones_like(ids)).cpu())
     except torch.OutOfMemoryError:
         raise SurgeryError(
-            f"generated_tokens: {type(model).__name__} and the keys of {rows_together(model, length, device)} sampled windows of {length} tokens do "
+            f"generated_tokens: {type(model).__name__} and the keys of {together} sampled windows of {length} tokens do "
             f"not fit on {device}. Set a smaller length, or leave generated_tokens out and give a longer calibration text"
         ) from None
     finally:
@@ -171,12 +173,13 @@ def sample_rows(model: Any, samples: CalibrationSet, recipe: ConversionRecipe, d
     return torch.cat(parts)
 
 
-def rows_together(model: Any, length: int, device: torch.device) -> int:
-    """Return how many rows are sampled together. Counted are keys and values as wide as the hidden states."""
-    config = model.config.get_text_config()
-    itemsize = next(model.parameters()).element_size()
-    row = 2 * config.num_hidden_layers * config.hidden_size * itemsize * length
-    return max(1, min(MAX_TOGETHER, CACHE_BYTES.get(device.type, CACHE_BYTES["cpu"]) // row))
+def rows_together(layers: int, width: int, itemsize: float, length: int, device: str) -> int:
+    """Return how many rows of `length` tokens are sampled together. Counted are keys and values as wide as the hidden states.
+
+    itemsize: bytes of an element. device: `cpu` or `cuda`.
+    """
+    row = 2 * layers * width * itemsize * length
+    return int(max(1, min(MAX_TOGETHER, CACHE_BYTES.get(device, CACHE_BYTES["cpu"]) // row)))
 
 
 @contextmanager

@@ -45,6 +45,9 @@ MIN_LOSS_RISE = 0.02
 # many tokens to fit to for each input of a matrix; one of these structures for each. Elsewhere `spread` can be much worse.
 CERTAIN_SHARE, CERTAIN_KEEP, CERTAIN_TOKENS = 0.9, 0.5, 4
 CERTAIN_STRUCTURES = ("low_rank", "pivoted_low_rank", "btt")
+# With fewer tokens to fit to for each input of the widest matrix, `auto` takes `uniform` without a trial: it was the better one in four of
+# six conversions, and trials on a quarter of so short a text chose the worse one each time (docs/measurements/quality.md).
+MIN_TRIAL_TOKENS = 1.5
 
 TILT_SHARE = 0.5  # fraction of the samples to fit that a trial of a tilt over depth uses; a quarter misleads
 TILT_STEP, MAX_TILT = 0.5, 1.5
@@ -251,8 +254,13 @@ def choose_budgets(ctx: ConversionContext) -> tuple[dict[str, float], dict[str, 
     by_gain = {**uniform, **tilted_budgets(plan, options, free, 0.0)}
     if recipe.allocate == "spread":
         return by_gain, {"kept": "spread", "why": "recipe"}
+    tokens = ctx.samples.tokens() * ctx.samples.n_fit / ctx.samples.rows
+    if recipe.allocate == "auto" and is_text_short(free, tokens):
+        why = f"fewer than {MIN_TRIAL_TOKENS} tokens for each input of the widest matrix: no trial"
+        return uniform, {"kept": "uniform", "why": why}
     expected = ctx.dist.broadcast_object(_expected_share(options, free, by_gain))
-    if recipe.allocate == "auto" and expected <= CERTAIN_SHARE and is_expectation_reliable(ctx, free):
+    reliable = is_expectation_reliable(recipe, free, tokens, predicts_next_token(ctx.model))
+    if recipe.allocate == "auto" and expected <= CERTAIN_SHARE and reliable:
         why = f"expected rise of the loss at most {CERTAIN_SHARE} of that with the uniform allocation: no trial"
         return by_gain, {"kept": "spread", "why": why, "expected": expected}
     budgets, allocation = choose_allocation(ctx, {"uniform": uniform, "spread": by_gain})
@@ -275,19 +283,24 @@ def tilted_budgets(
     return allocate_budget(weighted, sum(target.uniform_budget() for target in free))
 
 
-def is_expectation_reliable(ctx: ConversionContext, free: list[LinearTarget]) -> bool:
+def is_text_short(free: list[LinearTarget], tokens: float) -> bool:
+    """Return whether the text is too short for gains of ranks and for trials. tokens: to fit to."""
+    return any(tokens < MIN_TRIAL_TOKENS * target.in_ for target in free)
+
+
+def is_expectation_reliable(
+    recipe: ConversionRecipe, free: list[LinearTarget], tokens: float, predicts_next: bool
+) -> bool:
     """Return whether the expected gain of `spread` can decide without a trial: elsewhere, conversions with `spread` were sometimes worse.
 
-    The Fisher pass must measure the loss of next tokens for each output, layers must be fitted to the outputs of the converted layers
+    tokens: to fit to. predicts_next: whether the model predicts the next token. The Fisher pass must measure the loss of next tokens for each output, layers must be fitted to the outputs of the converted layers
     below them, and every matrix must have one of CERTAIN_STRUCTURES as a candidate, keep CERTAIN_KEEP of its parameters and read
     CERTAIN_TOKENS tokens for each of its inputs.
     """
-    recipe, samples = ctx.recipe, ctx.samples
-    tokens = samples.tokens() * samples.n_fit / samples.rows
     return (
         recipe.curvature != "none"
         and recipe.calibrate == "sequential"
-        and predicts_next_token(ctx.model)
+        and predicts_next
         and all(t.keep >= CERTAIN_KEEP and tokens * t.linear.active >= CERTAIN_TOKENS * t.in_ for t in free)
         and all(any(config.name in CERTAIN_STRUCTURES for config in t.configs) for t in free)
     )

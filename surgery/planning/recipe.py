@@ -127,7 +127,7 @@ class ConversionRecipe(_StrictModel):
     attention: AttentionRecipe | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
 
-    allocate: Literal["auto", "best", "spread", "uniform", "depth"] = "best"
+    allocate: Literal["auto", "best", "spread", "uniform", "depth"] = "auto"
     curvature: Literal["auto", "full", "diagonal", "none"] = "auto"
     calibrate: Literal["sequential", "independent"] = "sequential"
     sweeps: int = Field(6, ge=0, le=1000)
@@ -348,6 +348,8 @@ def _apply_override(data: dict[str, Any], text: str) -> None:
     place: Any = data
     try:
         for part in parents:
+            if isinstance(place, dict) and place.get(part) == "auto":  # refine.model=3 in a recipe with refine: auto
+                place[part] = {}
             place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
         parsed = value if last == "layers" else read_yaml(value)
         if isinstance(place, list):

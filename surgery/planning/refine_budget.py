@@ -1,18 +1,20 @@
 """Epochs of `refine: auto`, and the estimated time of a refinement.
 
 The estimate counts multiply-accumulates and divides them by a fixed speed of each kind of device. It reads no clock, so that
-the same conversion has the same epochs, and the same bytes, on machines with equal devices and thread counts.
+the same conversion has the same epochs, and the same bytes, on machines with equal devices and thread counts. The other steps are
+estimated by surgery.conversion.estimation.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.recipe import RefineRecipe
 from surgery.structures import STRUCTURES
 
-BUDGET_SECONDS = {"cpu": 300.0, "cuda": 540.0}  # of `auto`
+BUDGET_SECONDS = {"cpu": 300.0, "cuda": 540.0}  # of a whole conversion with `auto`
 # Multiply-accumulates per second, in float32: on a CPU of each thread.
 SPEED = {"cpu": 8e9, "cuda": 15e12}
 MAX_EPOCHS = 20
@@ -78,20 +80,42 @@ def coordinate_values(plan: Plan) -> int:
     return sum(2 * step_order(target) ** 2 for target in plan.replaced_targets())
 
 
-def resolve_refine(plan: Plan, tokens: int, device: str, threads: int) -> RefineRecipe:
-    """Return the epochs of a recipe's `refine`, those of `auto` so that they fit into BUDGET_SECONDS.
+def budget_seconds(device: str) -> float:
+    """Return the seconds of a conversion with `auto` on `cpu` or `cuda`."""
+    return BUDGET_SECONDS.get(device, BUDGET_SECONDS["cpu"])
 
-    The whole model comes first: at equal time it gains more than its layers one by one (docs/quality.md).
+
+def resolve_refine(plan: Plan, tokens: int, device: str, threads: int, others: float) -> RefineRecipe:
+    """Return the epochs of a recipe's `refine`, those of `auto` so that they fit into what the other steps leave of BUDGET_SECONDS.
+
+    others: estimated seconds of the other steps. The whole model comes first: at equal time it gains more than its layers one by one (docs/quality.md).
     """
     refine = plan.recipe.refine
     if refine is None:
         return RefineRecipe(layers=0, model=0)
     if refine != "auto":
         return refine
-    seconds, budget = epoch_seconds(plan, tokens, device, threads), BUDGET_SECONDS.get(device, BUDGET_SECONDS["cpu"])
+    seconds, budget = epoch_seconds(plan, tokens, device, threads), budget_seconds(device) - others
     model = _epochs_within(budget, seconds.model, seconds.trials)
     left = budget - seconds.total(RefineRecipe(layers=0, model=model))
     return RefineRecipe(layers=_epochs_within(left, seconds.layers, seconds.trials), model=model)
+
+
+def epochs_in_words(found: dict[str, Any]) -> str:
+    """Return a sentence on the epochs of a refinement and their estimated time. found: `RefineEstimate.to_dict()`."""
+    norms, minutes = ", norms and biases too" if found.get("norms") else "", found["seconds"] / 60
+    parts = (("layers", "of each layer"), ("model", "of the whole model"))
+    epochs = [f"{found[key]} epoch{'s' if found[key] > 1 else ''} {of}" for key, of in parts if found[key]]
+    text = f"refine: {' and '.join(epochs)} over the calibration text{norms}, estimated at {minutes:.1f} minutes on {found['where']}"
+    if "budget" not in found:
+        return text if epochs else "refine: no epochs"
+    budget, others = f"{found['budget'] / 60:.0f} minutes", f"{found['other_seconds'] / 60:.1f} minutes"
+    if epochs:
+        return f"{text}; the budget of refine: auto is {budget} for the whole conversion, of which the other steps take {others}"
+    return (
+        f"refine: no epochs, because the other steps are estimated at {others} on {found['where']}, and the budget of refine: auto is "
+        f"{budget} for the whole conversion. Set epochs to refine anyway, for example refine={{layers: 0, model: 3}}"
+    )
 
 
 def _epochs_within(budget: float, seconds: float, trials: float) -> int:

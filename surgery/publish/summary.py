@@ -10,8 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.checkpoint.outline import describe_unconverted_model
@@ -25,7 +23,6 @@ from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.planning.plan import LinearTarget, Plan
-from surgery.planning.refine_budget import epoch_seconds, resolve_refine
 from surgery.planning.speed import speed_dict
 from surgery.structures import STRUCTURES, StructureConfig
 
@@ -101,8 +98,9 @@ def describe_structure(structure: dict[str, Any]) -> str:
     return " ".join(words)
 
 
-def plan_dict(plan: Plan, context: int | None = None) -> dict[str, Any]:
-    """Return the plan as JSON data, for --json and notebooks. context: as in `cost_lengths`."""
+def plan_dict(plan: Plan, context: int | None = None, estimate: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the plan as JSON data, for --json and notebooks. context: as in `cost_lengths`. estimate: of the conversion, with the
+    epochs of its refinement."""
     targets = [
         {"name": t.name, "shape": [t.out, t.in_], "keep": t.keep, "first": _preview_dict(t)}
         for t in plan.replaced_targets()
@@ -125,7 +123,7 @@ def plan_dict(plan: Plan, context: int | None = None) -> dict[str, Any]:
             plan.measured_softmax_count,
             cost_lengths(context),
         ),
-        "refine": refine_dict(plan),
+        "refine": None if estimate is None else estimate["refine"],
         "speed_target": speed_dict(
             plan, {t.name: t.preview.to_dict() if t.preview else None for t in plan.replaced_targets()}
         ),
@@ -149,22 +147,6 @@ def _counted_shapes(shapes: list[tuple[tuple[int, int], bool]]) -> list[dict[str
     return [
         {"shape": list(shape), "count": count, **({"last": True} if last else {})} for (shape, last), count in kinds
     ]
-
-
-def refine_dict(plan: Plan) -> dict[str, Any] | None:
-    """Return the epochs of refinement on this machine, and their estimated seconds; None without refinement."""
-    if plan.recipe.refine is None:
-        return None
-    device, threads, tokens = (
-        "cuda" if torch.cuda.is_available() else "cpu",
-        torch.get_num_threads(),
-        plan.recipe.fitted_tokens,
-    )
-    epochs = resolve_refine(plan, tokens, device, threads)
-    seconds = epoch_seconds(plan, tokens, device, threads).total(epochs)
-    where = "one GPU" if device == "cuda" else f"{threads} threads"
-    norms = {"norms": True} if epochs.norms else {}
-    return {"layers": epochs.layers, "model": epochs.model, **norms, "seconds": round(seconds), "where": where}
 
 
 def read_report(folder: Path, name: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens, new_table
+from surgery.planning.refine_budget import epochs_in_words
 from surgery.publish.ratios import format_ratio, perplexity_ratio
 from surgery.publish.summary import describe_structure, inspect_rows
 
@@ -84,14 +85,10 @@ def speed_in_words(before: float, after: float) -> str:
 
 
 def refine_plan_lines(refine: dict[str, Any] | None) -> list[str]:
-    """Return a line on the epochs of refinement and their estimated time."""
+    """Return a line on the epochs of refinement, their estimated time and the budget."""
     if not refine:
         return []
-    minutes, norms = refine["seconds"] / 60, ", norms and biases too" if refine.get("norms") else ""
-    return [
-        f"refine: {refine['layers']} epochs of each layer and {refine['model']} of the whole model over the calibration text{norms}, "
-        f"estimated at {minutes:.1f} minutes on {refine['where']} (needs --calibration)"
-    ]
+    return [f"{epochs_in_words(refine)} (needs --calibration)"]
 
 
 def refine_lines(refine: dict[str, Any] | None) -> list[str]:

@@ -13,7 +13,19 @@ from helpers.small import start_python, tiny_config
 
 TOKEN = "hf_ThisMustNeverBePrinted"
 RECIPE = ("-r", "low-rank-half")
-CONVERT = (*RECIPE, "--set", "tokens=128", "--set", "length=16", "--set", "allocate=uniform", "--json", "--out")
+CONVERT = (
+    *RECIPE,
+    "--set",
+    "tokens=128",
+    "--set",
+    "length=16",
+    "--set",
+    "allocate=uniform",
+    "--set",
+    "refine=false",
+    "--json",
+    "--out",
+)
 
 # All in one process, one after the other: name -> words.
 COMMANDS = {

@@ -100,7 +100,18 @@ def test_the_plan_of_mlr_attention_says_that_it_is_slow_on_a_cpu(run, checkpoint
 
 def test_convert_inspect_densify(run, run_json, checkpoints, calibration, tmp_path):
     out = tmp_path / "out"
-    words = ("--recipe", "auto-half", "--calibration", calibration("llama"), "--set", "allocate=uniform", "--seed", 3)
+    words = (
+        "--recipe",
+        "auto-half",
+        "--calibration",
+        calibration("llama"),
+        "--set",
+        "allocate=uniform",
+        "--set",
+        "refine=false",
+        "--seed",
+        3,
+    )
     made = run_json("convert", checkpoints("llama"), *words, "--out", out, "--device", "cpu")
     assert made["out"] == str(out) and made["report"]["seed"] == 3
     assert made["report"] == json.loads((out / "surgery_report.json").read_text())

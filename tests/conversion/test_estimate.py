@@ -11,10 +11,10 @@ from helpers.small import run_python
 
 import surgery
 from surgery.architectures.linears import LinearInfo
+from surgery.conversion.estimation.counting import OperationCounter, Work, counted_as
+from surgery.conversion.estimation.fits import FitTask, StageTask, bare_target, count_projection, count_stage
+from surgery.conversion.estimation.shape import TextRows
 from surgery.core.errors import SurgeryError
-from surgery.estimation.counting import OperationCounter, Work, counted_as
-from surgery.estimation.fits import FitTask, StageTask, bare_target, count_projection, count_stage
-from surgery.estimation.shape import TextRows
 from surgery.planning.plan import LinearTarget
 from surgery.structures.btt import BTT, SWEEP_ELEMENTS
 from surgery.structures.low_rank import LowRank
@@ -27,7 +27,7 @@ def make_plan(tmp_path, recipe="btt-half", **options):
     if not (tmp_path / "source").exists():
         (tmp_path / "source").mkdir()
         (tmp_path / "source" / "config.json").write_text(json.dumps(config))
-    return surgery.plan(str(tmp_path / "source"), recipe, **options)["estimate"]
+    return surgery.plan(str(tmp_path / "source"), recipe, **{"refine": False, **options})["estimate"]
 
 
 def test_products_and_memory_are_counted_by_their_shapes():
@@ -80,6 +80,12 @@ def test_the_estimate_follows_the_recipe_and_the_processes(tmp_path):
     plain = make_plan(tmp_path, "low-rank-half", device="cpu")
     names = [step["name"] for step in plain["steps"]]
     assert names == ["budgets", "trial", "layers", "write"]
+    brief = make_plan(tmp_path, "low-rank-half", device="cpu", tokens=64, length=8)
+    assert [step["name"] for step in brief["steps"]] == [
+        "budgets",
+        "layers",
+        "write",
+    ]  # the text is too short for trials
     refined = make_plan(tmp_path, "low-rank-half", device="cpu", refine={"layers": 2, "model": 1})
     assert [step["name"] for step in refined["steps"]][3:5] == ["refine layers", "refine model"]
     assert refined["seconds"][1] > plain["seconds"][1]
@@ -145,7 +151,7 @@ def test_memory_of_a_conversion_is_as_estimated(tmp_path, monkeypatch):
     """Tensors held at the peak of a calibrated conversion, as the profiler records them, and the size of the result."""
     monkeypatch.setitem(random_llama.SHAPES, "small", (4, 512, 2048, 8, 4, 8000, True))
     random_llama.write_checkpoint(tmp_path / "small", "small", tokens=4096, length=256)
-    keys = {"tokens": 4096, "length": 256}
+    keys = {"tokens": 4096, "length": 256, "refine": False}
     estimate = surgery.plan(str(tmp_path / "small"), "btt-half", device="cpu", **keys)["estimate"]
     overrides = [*(f"{k}={v}" for k, v in keys.items()), f"calibration={tmp_path / 'small-calibration.safetensors'}"]
     code = MEASURE.format(

@@ -27,7 +27,9 @@ def test_shipped_recipes(name):
     assert recipe.description and len(text.splitlines()) < 80
     if recipe.attention is None:
         assert recipe.keep == 0.5 and "keep" in yaml.safe_load(text)
+        assert recipe.refine == "auto"
     else:
+        assert recipe.refine is None
         assert recipe.structure == "dense"  # attention alone; linears are added with --set structure=..
 
 

@@ -21,7 +21,10 @@ from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path
 from surgery.core.journal import Journal
+from surgery.core.progress import Progress
+from surgery.planning import refine_budget
 from surgery.planning.plan import make_plan
+from surgery.planning.recipe import RefineRecipe
 from surgery.planning.refine_budget import BUDGET_SECONDS, epoch_seconds, resolve_refine
 
 BASE = {"structure": "low_rank", "keep": 0.5, "allocate": "uniform", "sweeps": 1, "holdout": 0.25}
@@ -32,6 +35,16 @@ MIXER = {
     "curvature": "none",
     "attention": {"mixer": "linear", "mask": "gates", "features": "hedgehog", "steps": 1},
 }
+
+
+class Listener(Progress):
+    """Keeps the messages of a conversion."""
+
+    def __init__(self, said):
+        self.said = said
+
+    def say(self, text):
+        self.said.append(text)
 
 
 @pytest.fixture(autouse=True)
@@ -204,8 +217,10 @@ def test_refusals(checkpoints, tmp_path):
         SurgeryError, match=r"refine needs the layers of a transformers model .got a Sequential.*refine=False"
     ):
         surgery.apply(module, BOTH, calibration=data)
-    surgery.apply(module, {**BASE, "refine": "auto"}, calibration=data)
+    said = []
+    surgery.apply(module, {**BASE, "refine": "auto"}, calibration=data, progress=Listener(said))
     assert module.surgery_report["recipe"]["refine"] is None
+    assert any("no refinement: it needs the layers of a transformers model (got a Sequential)" in line for line in said)
     with pytest.raises(SurgeryError, match="refine: write auto, false, or epochs"):
         make_recipe(**BASE, refine=True)
 
@@ -214,11 +229,44 @@ def test_auto_fits_its_budget_and_is_told_by_the_plan(checkpoints, tmp_path):
     model = MetaModel(open_checkpoint(str(checkpoints("llama")), False))
     plan = make_plan(model, make_recipe(**BASE, refine="auto"))
     for tokens in (2**14, 2**26, 2**27, 2**28, 2**29, 2**40):
-        epochs, seconds = resolve_refine(plan, tokens, "cpu", 2), epoch_seconds(plan, tokens, "cpu", 2)
-        assert seconds.total(epochs) <= BUDGET_SECONDS["cpu"]
-        one_more = seconds.total(epochs) + (1 + seconds.trials) * max(seconds.model, seconds.layers)
-        assert (epochs.layers, epochs.model) == (20, 20) or one_more > BUDGET_SECONDS["cpu"]
-    assert resolve_refine(make_plan(model, make_recipe(**BASE)), 2**14, "cpu", 2).model == 0
-    told = surgery.plan(checkpoints("llama"), {**BASE, "refine": "auto"})
-    assert told["refine"]["layers"] == told["refine"]["model"] == 20 and told["refine"]["seconds"] < 300
-    assert "refine: 20 epochs of each layer and 20 of the whole model" in told._repr_html_()
+        for others in (0.0, 100.0):
+            epochs, seconds = resolve_refine(plan, tokens, "cpu", 2, others), epoch_seconds(plan, tokens, "cpu", 2)
+            assert others + seconds.total(epochs) <= BUDGET_SECONDS["cpu"]
+            one_more = others + seconds.total(epochs) + (1 + seconds.trials) * max(seconds.model, seconds.layers)
+            assert (epochs.layers, epochs.model) == (20, 20) or one_more > BUDGET_SECONDS["cpu"]
+    assert resolve_refine(plan, 2**14, "cpu", 2, BUDGET_SECONDS["cpu"]) == RefineRecipe(layers=0, model=0)
+    assert resolve_refine(make_plan(model, make_recipe(**BASE)), 2**14, "cpu", 2, 0.0).model == 0
+    told = surgery.plan(checkpoints("llama"), {**BASE, "refine": "auto"}, device="cpu")
+    assert told["refine"]["layers"] == told["refine"]["model"] == 20 and told["refine"]["budget"] == 300
+    assert told["refine"]["seconds"] + told["refine"]["other_seconds"] < 300
+    assert "refine: 20 epochs of each layer and 20 epochs of the whole model" in told._repr_html_()
+    assert "the budget of refine: auto is 5 minutes for the whole conversion" in told._repr_html_()
+
+
+def test_auto_has_the_epochs_of_the_plan_and_of_a_live_model(checkpoints, calibration, tmp_path, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    said, recipe = [], {**BASE, "refine": "auto"}
+    monkeypatch.setattr(refine_budget, "MAX_EPOCHS", 1)
+    checkpoint, inputs = checkpoints("llama"), calibration("llama")
+    rows, length = load_file(inputs)["input_ids"].shape
+    plan = surgery.plan(checkpoint, recipe, tokens=rows * length, length=length, device="cpu")["refine"]
+    report = run(checkpoint, inputs, tmp_path / "out", recipe, progress=Listener(said))
+    assert (plan["layers"], plan["model"]) == (report["refine"]["layers"], report["refine"]["model"]) == (1, 1)
+    assert any("the budget of refine: auto is 5 minutes" in line for line in said)
+    model = surgery.apply(LlamaForCausalLM.from_pretrained(checkpoint), recipe, calibration=load_file(inputs))
+    state, written = model.state_dict(), tensors_of(tmp_path / "out")
+    assert all(torch.equal(state[name], tensor) for name, tensor in written.items())
+
+
+def test_auto_refines_nothing_without_time_or_text(checkpoints, calibration, tmp_path, monkeypatch):
+    said, checkpoint = [], checkpoints("llama")
+    monkeypatch.setattr(refine_budget, "BUDGET_SECONDS", {"cpu": 1.0})
+    report = run(
+        checkpoint, calibration("llama"), tmp_path / "out", {**BASE, "refine": "auto"}, progress=Listener(said)
+    )
+    assert (report["refine"]["layers"], report["refine"]["model"], report["refine"]["whole"]) == (0, 0, None)
+    assert any("refine: no epochs, because the other steps are estimated at" in line for line in said)
+    free = convert(str(checkpoint), make_recipe(**BASE, refine="auto"), tmp_path / "free", device="cpu")
+    assert free.get("refine") is None
+    assert surgery.plan(checkpoint, {**BASE, "refine": "auto"}, calibrated=False)["refine"] is None

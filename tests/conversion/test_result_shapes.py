@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import surgery
-from surgery.estimation import counting, fits
-from surgery.estimation.result_shapes import result
+from surgery.conversion.estimation import counting, fits
+from surgery.conversion.estimation.result_shapes import result
 
 ROOT = Path(__file__).parents[2]
 SQUARE, WIDE, ROW, BATCH = (5, 5), (5, 7), (7,), (3, 5, 5)

@@ -25,7 +25,7 @@ def conversion(family, checkpoints, tmp_path, padded=False, **keys):
         mask[::2, 15:] = 0
         inputs["attention_mask"] = mask
     save_file(inputs, tmp_path / "inputs.safetensors")
-    keys = {"holdout": 0.25, **keys}
+    keys = {"holdout": 0.25, "allocate": "best", **keys}
     recipe = make_recipe(structure="low_rank", calibration=tmp_path / "inputs.safetensors", **keys)
     return inputs, convert(str(checkpoints(family)), recipe, tmp_path / "out", device="cpu")
 
@@ -103,7 +103,7 @@ def test_no_trial_where_the_expected_rise_is_certain(checkpoints, tmp_path, monk
         ("llama", 1.0, {"calibrate": "independent"}),
         ("llama", 1.0, {"keep": 0.45}),
         ("llama", 1.0, {"rules": [{"match": "mlp.up", "keep": 0.45}]}),
-        ("llama", 1.0, {"holdout": 0.75}),
+        ("llama", 1.0, {"holdout": 0.5}),
         ("llama", 1.0, {"rules": [{"match": "mlp.up", "structure": "monarch"}]}),
         ("bert", 1.0, {}),
     ],
@@ -123,6 +123,12 @@ def test_a_trial_where_the_expected_rise_is_not_certain(family, share, keys, che
     monkeypatch.setattr(trial, "CERTAIN_TOKENS", TOKENS_PER_INPUT)
     _, report = conversion(family, checkpoints, tmp_path, **{"keep": 0.5, "allocate": "auto", **keys})
     assert "trials" in report["allocation"]["why"] and report["allocation"]["uniform"]["tokens"]
+
+
+def test_no_trial_where_the_text_is_short(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial.QuickTrial, "run", lambda self: pytest.fail("a trial ran"))
+    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, holdout=0.75, allocate="auto")
+    assert report["allocation"]["kept"] == "uniform" and "no trial" in report["allocation"]["why"]
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,18 @@ def texts(tmp_path_factory) -> Path:
 
 
 def convert_tiny(folder: Path, name: str, *overrides: str) -> Path:
-    """Convert TINY_CHECKPOINT by a shipped recipe with overrides."""
+    """Convert TINY_CHECKPOINT by a shipped recipe with overrides, without refinement."""
     from surgery.conversion.convert import convert
     from surgery.planning.recipe import load_recipe
 
     out = folder / name
-    quick = [f"calibration={TINY_CHECKPOINT / 'calibration.txt'}", "tokens=1024", "length=128", "allocate=uniform"]
+    quick = [
+        f"calibration={TINY_CHECKPOINT / 'calibration.txt'}",
+        "tokens=1024",
+        "length=128",
+        "allocate=uniform",
+        "refine=false",
+    ]
     convert(str(TINY_CHECKPOINT), load_recipe(name, [*quick, "curvature=none", *overrides]), out)
     return out
 

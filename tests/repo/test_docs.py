@@ -72,7 +72,13 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def converted(source):
-    quick = [f"calibration={EMBEDDED / 'calibration.txt'}", "tokens=1024", "length=128", "allocate=uniform"]
+    quick = [
+        f"calibration={EMBEDDED / 'calibration.txt'}",
+        "tokens=1024",
+        "length=128",
+        "allocate=uniform",
+        "refine=false",
+    ]
     convert(str(source), load_recipe("low-rank-half", [*quick, "curvature=none"]), source.parent / "OUT")
     return source.parent / "OUT"
 

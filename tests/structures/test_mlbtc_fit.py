@@ -16,9 +16,9 @@ from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
+from surgery.conversion.estimation.counting import OperationCounter
 from surgery.conversion.quantize import quantize
 from surgery.core.errors import SurgeryError
-from surgery.estimation.counting import OperationCounter
 from surgery.modeling.modules import build_module
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import load_recipe
@@ -250,7 +250,13 @@ def test_the_recipe_converts_loads_densifies_and_quantizes(checkpoints, tmp_path
     import transformers
 
     save_file(tiny_inputs("llama", 4), tmp_path / "inputs.safetensors")
-    keys = [f"calibration={tmp_path / 'inputs.safetensors'}", "allocate=uniform", "sweeps=1", "layers=0:1"]
+    keys = [
+        f"calibration={tmp_path / 'inputs.safetensors'}",
+        "allocate=uniform",
+        "sweeps=1",
+        "layers=0:1",
+        "refine=false",
+    ]
     recipe = load_recipe(name, keys)
     plan = make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), recipe)
     report = convert(str(checkpoints("llama")), recipe, tmp_path / "out")

@@ -14,8 +14,8 @@ from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
+from surgery.conversion.estimation.counting import OperationCounter
 from surgery.core.errors import SurgeryError
-from surgery.estimation.counting import OperationCounter
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import load_recipe
 from surgery.structures import STRUCTURES, Metric, add_damping
@@ -194,7 +194,8 @@ def test_the_recipe_converts_loads_and_densifies(checkpoints, tmp_path, given):
     import transformers
 
     save_file(tiny_inputs("llama", 4), tmp_path / "inputs.safetensors")
-    recipe = load_recipe("mlr-half", [*given, f"calibration={tmp_path / 'inputs.safetensors'}", "allocate=uniform"])
+    keys = [*given, f"calibration={tmp_path / 'inputs.safetensors'}", "allocate=uniform", "refine=false"]
+    recipe = load_recipe("mlr-half", keys)
     report = convert(str(checkpoints("llama")), recipe, tmp_path / "out")
     assert all(record["structure"]["structure"] == "mlr" for record in report["modules"])
     table = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["modules"]

@@ -141,7 +141,9 @@ def test_the_recipe_plans_converts_loads_and_densifies(checkpoints, tmp_path, na
     import transformers
 
     save_file(tiny_inputs("llama", 4), tmp_path / "inputs.safetensors")
-    recipe = load_recipe(name, [f"calibration={tmp_path / 'inputs.safetensors'}", "allocate=uniform", "sweeps=1"])
+    recipe = load_recipe(
+        name, [f"calibration={tmp_path / 'inputs.safetensors'}", "allocate=uniform", "sweeps=1", "refine=false"]
+    )
     plan = make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), recipe)
     report = convert(str(checkpoints("llama")), recipe, tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")

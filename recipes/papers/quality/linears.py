@@ -33,7 +33,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "plain": {"calibration": None},
     "whitened": {**INDEPENDENT, "sweeps": 0},
     "ALS": INDEPENDENT,
-    "everything": {},
+    "everything": {"allocate": "best"},  # as the tables were measured
 }
 STRUCTURES: dict[str, dict[str, Any]] = {
     "low_rank": {},

@@ -14,10 +14,10 @@ from surgery.calibration.fisher import cost_points
 from surgery.calibration.moments import InputMoments
 from surgery.calibration.partition import Round
 from surgery.calibration.routing import shared_weight
+from surgery.conversion.estimation.counting import OperationCounter, Work, counted_as
 from surgery.conversion.fit import FitContext, fit_linear, quick_fit
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
-from surgery.estimation.counting import OperationCounter, Work, counted_as
 from surgery.planning.plan import LinearTarget, fit_config_to_budget
 from surgery.structures import Metric, StructureConfig
 from surgery.structures.btt import BTT
@@ -73,7 +73,8 @@ def bare_target(target: LinearTarget) -> LinearTarget:
     """Return a target without the names of its module, so that equal matrices of several layers are counted once.
 
     Pivoted low rank is counted as low rank (and `lu_work`), because its pivots need numbers, which the meta device lacks. Monarch is
-    counted as BTT on a grid of 16 x 16, because its own grids have thousands of blocks, which take as many steps to count.
+    counted as BTT on a grid of 16 x 16 (less where that does not fit), because its own grids have thousands of blocks, which take as many
+    steps to count.
     """
     linear = replace(target.linear, path="matrix", layer="layer", index=0, expert=0, experts="", active=1.0)
     configs = tuple(dict.fromkeys(_counted_config(c, target) for c in target.configs))
@@ -83,7 +84,15 @@ def bare_target(target: LinearTarget) -> LinearTarget:
 def _counted_config(config: StructureConfig, target: LinearTarget) -> StructureConfig:
     if isinstance(config, PivotedLowRank):
         return LowRank(config.rank)
-    return BTT((min(16, target.out), min(16, target.in_))) if isinstance(config, Monarch) else config
+    return _counted_grid(target) if isinstance(config, Monarch) else config
+
+
+def _counted_grid(target: LinearTarget) -> BTT:
+    """Return BTT on the largest grid of at most 16 x 16 that tiles a matrix and has at most its parameters at rank one."""
+    budget, size = target.uniform_budget(), target.out + target.in_
+    fitting = (n for n in (16, 8, 4, 2) if target.out % n == 0 == target.in_ % n and n * size <= budget)
+    blocks = next(fitting, 1)
+    return BTT((blocks, blocks))
 
 
 def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

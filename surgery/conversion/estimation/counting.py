@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from surgery.calibration.layer_runner import CHUNK_TOKENS
 from surgery.calibration.lm_head import MAX_LOGITS
+from surgery.conversion.estimation.result_shapes import result
 from surgery.core.repeats import repeats
-from surgery.estimation.result_shapes import result
 from surgery.structures.btt import SWEEP_ELEMENTS
 from surgery.structures.metric import MOMENT_BLOCK
 
@@ -72,7 +72,7 @@ class OperationCounter(TorchDispatchMode):
         return False
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.work, self.held, self.peak, self._reads = Work(), 0, 0, 0
         self._known: dict[int, int] = {}
 

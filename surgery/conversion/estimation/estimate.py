@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.outline import ModelDescription
+from surgery.conversion.estimation.attention_steps import hybrid_step, mixer_step
+from surgery.conversion.estimation.counting import Work
+from surgery.conversion.estimation.shape import ConversionShape, TextRows, conversion_shape
+from surgery.conversion.estimation.speeds import Speeds, device_speeds
+from surgery.conversion.estimation.steps import MAX_TILTS, MIN_TILTS, Setting, Step, StepEstimates, stored_size
 from surgery.conversion.refine_model import resident_bytes
+from surgery.conversion.trial import is_expectation_reliable, is_text_short
 from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
-from surgery.estimation.attention_steps import hybrid_step, mixer_step
-from surgery.estimation.counting import Work
-from surgery.estimation.shape import ConversionShape, TextRows, conversion_shape
-from surgery.estimation.speeds import device_speeds
-from surgery.estimation.steps import MAX_TILTS, MIN_TILTS, Setting, Step, StepEstimates, stored_size
 from surgery.mixers import MIXERS
 from surgery.planning.plan import Plan
-from surgery.planning.recipe import ConversionRecipe
-from surgery.planning.refine_budget import BATCH_TOKENS, coordinate_values, epoch_seconds, resolve_refine, step_order
+from surgery.planning.recipe import RefineRecipe
+from surgery.planning.refine_budget import (
+    BATCH_TOKENS,
+    budget_seconds,
+    coordinate_values,
+    epoch_seconds,
+    resolve_refine,
+    step_order,
+    text_factor,
+)
 
 MIN_LIMIT = 2.0 * 2**30  # bytes of hidden states that stay in memory (surgery.calibration.layer_runner)
 DEFAULT_CONTEXT = 4096  # tokens
 SWEEPS = (1, None)  # fewest and most sweeps of alternating least squares; None: those of the recipe
+
+
+@dataclass(frozen=True)
+class RefineEstimate:
+    """The refinement of a conversion. seconds: estimated. where: the device in words. others: estimated seconds of the other steps, and budget: seconds of the
+    whole conversion; both None unless the recipe's epochs are `auto`."""
+
+    epochs: RefineRecipe
+    seconds: float
+    where: str
+    others: float | None = None
+    budget: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as they stand in a plan."""
+        norms = {"norms": True} if self.epochs.norms else {}
+        found = {
+            "layers": self.epochs.layers,
+            "model": self.epochs.model,
+            **norms,
+            "seconds": round(self.seconds),
+            "where": self.where,
+        }
+        if self.others is None or self.budget is None:
+            return found
+        return {**found, "other_seconds": round(self.others), "budget": round(self.budget)}
 
 
 def estimate_conversion(
@@ -38,7 +74,7 @@ def estimate_conversion(
 ) -> dict[str, Any]:
     """Return the estimate of a conversion as JSON data; times in seconds, sizes in bytes.
 
-    device: a name of surgery.estimation.speeds, None for this machine's kind. processes: that share the conversion. threads: of each
+    device: a name of surgery.conversion.estimation.speeds, None for this machine's kind. processes: that share the conversion. threads: of each
     process on a CPU. calibrated: whether there is a calibration text, of the recipe's `tokens` and `length`.
     context: tokens of a sequence whose caches count in the memory of the result; None: 4,096.
 
@@ -50,13 +86,16 @@ def estimate_conversion(
     kind = "cuda" if speeds.memory else "cpu"
     threads = (threads or torch.get_num_threads()) if kind == "cpu" else 1
     shape = conversion_shape(meta_model, plan, calibrated)
+    refinement = None
+    if shape.rows is not None and plan.recipe.refine:
+        refinement = estimate_refinement(shape, shape.rows, kind, threads)
     found = []
     for sweeps in dict.fromkeys(
         plan.recipe.sweeps if limit is None else min(limit, plan.recipe.sweeps) for limit in SWEEPS
     ):
-        setting = Setting(speeds, kind, processes, threads, max(MIN_LIMIT, speeds.memory / 4), sweeps)
-        found.append(estimate_steps(shape, setting))
-    found[:1] = [fewest_trials(found[0], plan.recipe), found[0]]
+        setting = _setting(speeds, kind, processes, threads, sweeps)
+        found.append(estimate_steps(shape, setting, refinement.epochs if refinement else None))
+    found[:1] = [fewest_trials(found[0], shape), found[0]]
     steps = found[-1]
     seconds = [speeds.startup + sum(step.seconds for step in each) for each in found]
     host = speeds.program + max(step.host + (0 if kind == "cuda" else step.device) for step in steps)
@@ -65,6 +104,7 @@ def estimate_conversion(
     return {
         "device": name, "processes": processes, "threads": threads if kind == "cpu" else None, "calibrated": calibrated,
         "tokens": None if shape.rows is None else shape.rows.tokens,
+        "refine": None if refinement is None else refinement.to_dict(),
         "steps": [
             {"name": step.name, "seconds": [round(low.seconds, 3), round(step.seconds, 3)], "device": int(step.device),
              "host": int(step.host), "files": int(step.files)}
@@ -80,42 +120,84 @@ def estimate_conversion(
     }  # fmt: skip
 
 
-def estimate_steps(shape: ConversionShape, setting: Setting) -> list[Step]:
-    """Return the steps of a conversion in order."""
+def _setting(speeds: Speeds, kind: str, processes: int, threads: int, sweeps: int) -> Setting:
+    return Setting(speeds, kind, processes, threads, max(MIN_LIMIT, speeds.memory / 4), sweeps)
+
+
+def estimate_refinement(shape: ConversionShape, rows: TextRows, device: str, threads: int) -> RefineEstimate:
+    """Return the epochs of a recipe's `refine` and their estimated time. device: `cpu` or `cuda`. threads: of a CPU.
+
+    With `auto` the epochs get what one process that does the other steps with all sweeps leaves of the budget: the result must not
+    depend on the number of processes. The speeds of a GPU are those of the H200.
+    """
+    recipe, plan, threads = shape.plan.recipe, shape.plan, 1 if device == "cuda" else threads
+    others = budget = None
+    if recipe.refine == "auto":
+        _, speeds = device_speeds("cuda" if device == "cuda" else "cpu")
+        setting = _setting(speeds, "cuda" if device == "cuda" else "cpu", 1, threads, recipe.sweeps)
+        steps = fewest_trials(estimate_steps(replace(shape, rows=rows), setting, None), shape)
+        others, budget = speeds.startup + sum(step.seconds for step in steps), budget_seconds(device)
+    epochs = resolve_refine(plan, rows.tokens, device, threads, others or 0.0)
+    seconds = epoch_seconds(plan, rows.tokens, device, threads).total(epochs)
+    where = "one GPU" if device == "cuda" else f"{threads} thread{'s' if threads > 1 else ''}"
+    return RefineEstimate(epochs, seconds, where, others, budget)
+
+
+def refinement_of_samples(model: ModelDescription, plan: Plan, samples: CalibrationSet, device: str) -> RefineEstimate:
+    """Return the refinement of a conversion on these calibration samples, with this process's threads."""
+    rows = TextRows(samples.n_fit, samples.rows - samples.n_fit, samples.tokens() // samples.rows)
+    with torch.random.fork_rng(devices=[]):  # counting draws no numbers of the conversion
+        return estimate_refinement(conversion_shape(model, plan, True), rows, device, torch.get_num_threads())
+
+
+def estimate_steps(shape: ConversionShape, setting: Setting, epochs: RefineRecipe | None) -> list[Step]:
+    """Return the steps of a conversion in order. epochs: of its refinement."""
     steps, recipe, plan, rows = StepEstimates(shape, setting), shape.plan.recipe, shape.plan, shape.rows
     if rows is None:
         return [steps.data_free(), _write(shape, setting)]
     found, targets = [], plan.replaced_targets()
+    if recipe.generated_tokens:
+        found.append(steps.generation(rows))
     hybrid = recipe.attention.hybrid if recipe.attention else None
     if plan.attention_targets and hybrid is not None and hybrid.is_measured:
         found.append(hybrid_step(steps, hybrid, rows))
     free = [target for target in targets if not target.has_fixed_rank]
     if targets and not (recipe.curvature == "none" and (recipe.allocate == "uniform" or not free)):
         found.append(steps.sensitivities(rows))
-    if free and recipe.allocate in ("auto", "best"):
+    short = recipe.allocate == "auto" and recipe.speed is None and is_text_short(free, rows.fit_tokens)
+    if free and recipe.allocate in ("auto", "best") and not short:
         found.append(steps.trial(rows))
     if free and recipe.allocate == "depth":
         found.append(steps.tilts(rows))
     if plan.attention_targets:
         found.append(mixer_step(steps, rows))
     found.append(steps.layers(rows, bool(plan.attention_targets)))
-    found += _refine(shape, setting, steps, rows)
+    found += [] if epochs is None else _refine(shape, setting, steps, rows, epochs)
     return [*found, _write(shape, setting)]
 
 
-def fewest_trials(steps: list[Step], recipe: ConversionRecipe) -> list[Step]:
+def fewest_trials(steps: list[Step], shape: ConversionShape) -> list[Step]:
     """Return the steps with the fewest trials that may run: none where the measured gain can decide, and as few tilts as possible."""
     shares = {"tilts": MIN_TILTS / MAX_TILTS}
-    if recipe.allocate == "auto" and recipe.speed is None:
+    if _can_decide_without_trial(shape):
         shares["trial"] = 0.0
     return [replace(step, seconds=step.seconds * shares.get(step.name, 1.0)) for step in steps]
 
 
-def _refine(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows: TextRows) -> list[Step]:
+def _can_decide_without_trial(shape: ConversionShape) -> bool:
+    """Return whether `allocate: auto` leaves out the trial if the measured gain is large enough. A model with a head counts as one that
+    predicts the next token."""
+    recipe, rows = shape.plan.recipe, shape.rows
+    if rows is None or recipe.allocate != "auto" or recipe.speed is not None:
+        return False
+    free = [target for target in shape.plan.replaced_targets() if not target.has_fixed_rank]
+    return is_expectation_reliable(recipe, free, rows.fit_tokens, shape.vocabulary > 0)
+
+
+def _refine(
+    shape: ConversionShape, setting: Setting, steps: StepEstimates, rows: TextRows, epochs: RefineRecipe
+) -> list[Step]:
     """Return the refinements of a recipe; only the whole model's is done by one process alone. Norms and biases are too small to count."""
-    if not shape.plan.recipe.refine:
-        return []
-    epochs = resolve_refine(shape.plan, rows.tokens, setting.device, setting.threads)
     each, found = epoch_seconds(shape.plan, rows.tokens, setting.device, setting.threads), []
     tasks = [
         ("refine layers", epochs.model_copy(update={"model": 0}), epochs.layers),
@@ -130,7 +212,8 @@ def _refine(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows
                 for kind in shape.kinds
             ]
             states = max(
-                4.0 * (kind.params + max(states_of)) + steps.activations(kind, BATCH_TOKENS, True)
+                4.0 * (kind.params + max(states_of))
+                + steps.activations(kind, BATCH_TOKENS * text_factor(rows.tokens), True)
                 for kind in shape.kinds
             )
             device, host, files = steps.hidden(2 * rows.tokens, 3)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from surgery.conversion.aligned import ALIGN_TOKENS
+from surgery.conversion.estimation.counting import Work
+from surgery.conversion.estimation.shape import LayerKind, TextRows
+from surgery.conversion.estimation.steps import Step, StepEstimates
 from surgery.conversion.hybrid import TRIAL_STEPS_SHARE
 from surgery.conversion.mixer_init.linear import PROFILE_SAMPLES, SHARPNESS
-from surgery.estimation.counting import Work
-from surgery.estimation.shape import LayerKind, TextRows
-from surgery.estimation.steps import Step, StepEstimates
 from surgery.mixers import MIXERS
 from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.refine_budget import BATCH_TOKENS

@@ -2,7 +2,7 @@
 
     seconds = sum over kinds of work of (count / speed)
 
-The row of a CPU is one thread; N threads are N times as fast. `python -m surgery.estimation.speeds` measures this machine's row.
+The row of a CPU is one thread; N threads are N times as fast. `python -m surgery.conversion.estimation.speeds` measures this machine's row.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from surgery.conversion.estimation.counting import Work
 from surgery.core.device import fast_float32_matmul
 from surgery.core.errors import SurgeryError
-from surgery.estimation.counting import Work
 from surgery.structures import linalg
 
 
@@ -54,7 +54,7 @@ INFINITE = float("inf")
 SPEEDS = {
     "cpu": Speeds(
         products=200e9, attention=80e9, roots=8e9, solves=25e9, traffic=4e9, small_root=0.0, files=1e9, link=5e9,
-        memory=0.0, program=0.5e9, startup=6.0, source="one thread of an x86-64 server with AVX-512, `python -m surgery.estimation.speeds`",
+        memory=0.0, program=0.5e9, startup=6.0, source="one thread of an x86-64 server with AVX-512, `python -m surgery.conversion.estimation.speeds`",
     ),
     "h200": Speeds(
         products=43e12, attention=43e12, roots=1024**3 / 0.010, solves=INFINITE, traffic=INFINITE, small_root=0.010, files=2e9, link=50e9,
