@@ -512,7 +512,7 @@ def measure_group(
     for family in families:
         began = time.perf_counter()
         for problem, fits in zip(group, fit_group(group, keep, family)):
-            rows = []
+            rows: list[dict[str, Any]] = []
             for fit in fits:
                 error, rise = problem.evaluate(fit.dense_OI)
                 row = {"family": family, "variant": fit.variant, "keep": keep, "path": problem.path}
