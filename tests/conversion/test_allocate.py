@@ -136,6 +136,7 @@ def test_the_allocations_of_the_table_of_measurements():
     assert factors[0] == pytest.approx(6) and factors[-1] == pytest.approx(1) and factors == sorted(factors)[::-1]
     assert [lems_factor(layer, 3, 0.0, 2.0) for layer in range(3)] == pytest.approx([3, 2, 1])
     assert parse_allocation("lems=0.5,2") == ("lems", (0.5, 2.0)) and parse_allocation("mean") == ("mean", ())
-    for wrong in ("tilt", "lems=1", "spread=1", "power=x", "tilt=nan", "best"):
+    assert parse_allocation("probed=1,2") == ("probed", (1.0, 2.0))
+    for wrong in ("tilt", "lems=1", "probed=1", "spread=1", "power=x", "tilt=nan", "best"):
         with pytest.raises(SurgeryError, match="must be uniform, spread"):
             parse_allocation(wrong)

@@ -11,6 +11,7 @@ Each allocation follows the expected rise of the loss at each number of paramete
                      1 + GAMMA (S_l - S_(L-1)) / (S_0 - S_(L-1)), S_l = sum of (k + 1)^-ALPHA for k from l to L - 1
     power=P          the rises to the power P
     mean             the mean of `uniform` and `spread`
+    probed=SWEEPS,N  `spread` by error curves that fits at N sizes correct (curve_probes.py)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from surgery.calibration import fisher
 from surgery.conversion import convert
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.trial import measure_rank_errors, tilted_budgets, uniform_budgets
@@ -31,6 +33,7 @@ from surgery.core.errors import SurgeryError
 from surgery.eval.suite import EvalOptions
 from surgery.eval.suites import perplexity as ppl
 from surgery.planning.allocate import CostPoint
+from surgery.recipes.papers.quality.curve_probes import probed_points
 from surgery.recipes.papers.quality.linears import STRUCTURES, convert_and_measure, format_line, measure_checkpoint
 
 Budgets = dict[str, float]
@@ -46,7 +49,11 @@ def lems_factor(layer: int, layers: int, alpha: float, gamma: float) -> float:
 def choose(ctx: ConversionContext, name: str, values: tuple[float, ...]) -> Chosen:
     """Return the budgets of an allocation, and the report's "allocation" entry."""
     uniform, layers = uniform_budgets(ctx.plan), list(ctx.plan.layout.layers)
-    free, options = ctx.plan.replaced_targets(), measure_rank_errors(ctx)
+    points = fisher.cost_points
+    if name == "probed":
+        points = partial(probed_points, sweeps=int(values[0]), probes=int(values[1]))
+    with patch.object(fisher, "cost_points", points):
+        free, options = ctx.plan.replaced_targets(), measure_rank_errors(ctx)
     place = {target.name: target.linear.layer or "" for target in free}
     scaled = options
     if name == "lems":
@@ -67,13 +74,15 @@ def choose(ctx: ConversionContext, name: str, values: tuple[float, ...]) -> Chos
 def parse_allocation(text: str) -> tuple[str, tuple[float, ...]]:
     """Return (name, values) of an allocation. Raises SurgeryError for an unknown one or a wrong number of values."""
     name, _, given = text.partition("=")
-    counts = {"uniform": 0, "spread": 0, "mean": 0, "tilt": 1, "power": 1, "lems": 2}
+    counts = {"uniform": 0, "spread": 0, "mean": 0, "tilt": 1, "power": 1, "lems": 2, "probed": 2}
     try:
         values = tuple(float(value) for value in given.split(",")) if given else ()
     except ValueError:
         values = (math.nan,)
     if len(values) != counts.get(name, -1) or not all(map(math.isfinite, values)):
-        raise SurgeryError(f"allocation {text!r} must be uniform, spread, mean, tilt=T, power=P or lems=ALPHA,GAMMA")
+        raise SurgeryError(
+            f"allocation {text!r} must be uniform, spread, mean, tilt=T, power=P, lems=ALPHA,GAMMA or probed=SWEEPS,N"
+        )
     return name, values
 
 
