@@ -146,7 +146,8 @@ def sample_rows(model: Any, samples: CalibrationSet, recipe: ConversionRecipe, d
     together = rows_together(config.num_hidden_layers, config.hidden_size, itemsize, length, device.type)
     before = model.generation_config
     # No EOS: a row goes on with the next document, as windows of text do.
-    model.generation_config = GenerationConfig(
+    settings: Any = GenerationConfig
+    model.generation_config = settings(
         do_sample=True,
         temperature=1.0,
         top_k=0,

@@ -21,7 +21,7 @@ from surgery.conversion import generated
 from surgery.conversion.generated import draw_prompts, sample_rows, with_generated_rows
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import Journal
-from surgery.estimation.shape import TextRows
+from surgery.conversion.estimation.shape import TextRows
 
 BASE = {"structure": "low_rank", "keep": 0.5, "allocate": "uniform", "sweeps": 1, "holdout": 0.25}
 MORE = {**BASE, "generated_tokens": 200, "refine": {"layers": 0, "model": 1}}
@@ -221,3 +221,11 @@ def test_journals_from_before_go_on(checkpoints):
     assert "generated_tokens" not in journal_fingerprint(source, make_recipe(**BASE), None)["recipe"]
     assert "generated_tokens" in journal_fingerprint(source, make_recipe(**MORE), None)["recipe"]
     assert MetaModel(source).model.can_generate()
+
+
+def test_plans_estimate_the_sampling(checkpoints):
+    plain, more = (
+        surgery.plan(checkpoints("llama"), recipe)["estimate"] for recipe in (BASE, {**BASE, "generated_tokens": 65536})
+    )
+    (step,) = [step for step in more["steps"] if step["name"] == "generate"]
+    assert step["seconds"][1] > 0 and more["tokens"] > plain["tokens"] and "generate" not in str(plain["steps"])
