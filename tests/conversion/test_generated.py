@@ -18,10 +18,10 @@ from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion import generated
+from surgery.conversion.estimation.shape import TextRows
 from surgery.conversion.generated import draw_prompts, sample_rows, with_generated_rows
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import Journal
-from surgery.conversion.estimation.shape import TextRows
 
 BASE = {"structure": "low_rank", "keep": 0.5, "allocate": "uniform", "sweeps": 1, "holdout": 0.25}
 MORE = {**BASE, "generated_tokens": 200, "refine": {"layers": 0, "model": 1}}
