@@ -31,6 +31,21 @@ def samples(ids, mask=None, holdout=0.25):
     return CalibrationSet.from_inputs({"input_ids": ids, **({} if mask is None else {"attention_mask": mask})}, holdout)
 
 
+def interrupt(monkeypatch, convert, lines):
+    """Run a conversion that is killed when its journal has so many lines."""
+    add = Journal.add
+
+    def crash(self, step, **what):
+        if len(self.entries) == lines:
+            raise Crash
+        add(self, step, **what)
+
+    monkeypatch.setattr(Journal, "add", crash)
+    with pytest.raises(Crash):
+        convert()
+    monkeypatch.setattr(Journal, "add", add)
+
+
 def loaded(checkpoints, family):
     return tiny_config(family)[0].from_pretrained(checkpoints(family)).eval()
 
@@ -114,21 +129,12 @@ def test_reports_and_bytes(checkpoints, calibration, tmp_path):
 def test_killed_after_every_journal_line(checkpoints, calibration, tmp_path, monkeypatch):
     checkpoint, inputs = checkpoints("llama"), calibration("llama")
     run(checkpoint, inputs, tmp_path / "whole", MORE)
-    whole, add, calls = bytes_of(tmp_path / "whole"), Journal.add, []
+    whole, calls = bytes_of(tmp_path / "whole"), []
     sample = generated.sample_rows
     monkeypatch.setattr(generated, "sample_rows", lambda *a: calls.append(1) or sample(*a))
     for lines in (1, 2, 4):
-
-        def crash(self, step, *, lines=lines, **what):
-            if len(self.entries) == lines:
-                raise Crash
-            add(self, step, **what)
-
         out = tmp_path / f"out-{lines}"
-        monkeypatch.setattr(Journal, "add", crash)
-        with pytest.raises(Crash):
-            run(checkpoint, inputs, out, MORE)
-        monkeypatch.setattr(Journal, "add", add)
+        interrupt(monkeypatch, lambda out=out: run(checkpoint, inputs, out, MORE), lines)
         calls.clear()
         run(checkpoint, inputs, out, MORE, resume=True)
         assert bytes_of(out) == whole and len(calls) == (lines == 1), lines
@@ -136,18 +142,10 @@ def test_killed_after_every_journal_line(checkpoints, calibration, tmp_path, mon
 
 @pytest.mark.parametrize("damage", ["lost", "other"])
 def test_a_damaged_file_is_sampled_again(damage, checkpoints, calibration, tmp_path, monkeypatch):
-    checkpoint, inputs, out, add = checkpoints("llama"), calibration("llama"), tmp_path / "out", Journal.add
+    checkpoint, inputs, out = checkpoints("llama"), calibration("llama"), tmp_path / "out"
     run(checkpoint, inputs, tmp_path / "whole", MORE)
 
-    def crash(self, step, **what):
-        if len(self.entries) == 4:
-            raise Crash
-        add(self, step, **what)
-
-    monkeypatch.setattr(Journal, "add", crash)
-    with pytest.raises(Crash):
-        run(checkpoint, inputs, out, MORE)
-    monkeypatch.setattr(Journal, "add", add)
+    interrupt(monkeypatch, lambda: run(checkpoint, inputs, out, MORE), lines=4)
     file = tmp_path / "out.partial" / "generated.safetensors"
     assert file.is_file()
     if damage == "lost":
@@ -159,17 +157,9 @@ def test_a_damaged_file_is_sampled_again(damage, checkpoints, calibration, tmp_p
 
 
 def test_finished_steps_need_the_rows_that_they_were_computed_from(checkpoints, calibration, tmp_path, monkeypatch):
-    checkpoint, inputs, out, add = checkpoints("llama"), calibration("llama"), tmp_path / "out", Journal.add
+    checkpoint, inputs, out = checkpoints("llama"), calibration("llama"), tmp_path / "out"
 
-    def crash(self, step, **what):
-        if len(self.entries) == 4:
-            raise Crash
-        add(self, step, **what)
-
-    monkeypatch.setattr(Journal, "add", crash)
-    with pytest.raises(Crash):
-        run(checkpoint, inputs, out, MORE)
-    monkeypatch.setattr(Journal, "add", add)
+    interrupt(monkeypatch, lambda: run(checkpoint, inputs, out, MORE), lines=4)
     (tmp_path / "out.partial" / "generated.safetensors").unlink()
     sample = generated.sample_rows
     monkeypatch.setattr(generated, "sample_rows", lambda *a: sample(*a).flip(0) + 1)
