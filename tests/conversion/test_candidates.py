@@ -6,6 +6,7 @@ import importlib.resources
 import json
 import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -137,6 +138,31 @@ def test_ranks_go_where_they_lower_the_error_most():
     assert table.allocate_ranks(tails, sizes, 100) == [3, 3]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_budget_over_the_whole_model_is_kept_and_goes_where_it_lowers_the_error_most(shared):
+    def make_group(name, scale, shapes):
+        matrices = [scale * random_matrix(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+        return [replace(make_problem(weight), path=f"{name}.{k}") for k, weight in enumerate(matrices)]
+
+    # Errors of the first group are a million times those of the second, and "down" has rank 4.
+    groups = [make_group(name, scale, [(32, 48), (16, 48)]) for name, scale in (("first", 1.0), ("second", 1e-3))]
+    groups.append([replace(make_problem(exact_matrix("pivoted")), path="down")])
+    fits = table.fit_spread(groups, 0.5, shared)
+    problems = {problem.path: problem for group in groups for problem in group}
+    dense = {path: table.dense_size(problem.shape) for path, problem in problems.items()}
+    assert set(fits) == set(problems)
+    assert 0.4 * sum(dense.values()) < sum(fit.size for fit in fits.values()) <= 0.5 * sum(dense.values())
+    for path in ("first.0", "first.1"):
+        assert fits[path].size == dense[path] and torch.equal(fits[path].dense_OI, problems[path].weight_OI)
+    assert fits["down"].size == table.pivoted_size((32, 48), 4)
+    assert problems["down"].evaluate(fits["down"].dense_OI)[0] < 1e-3
+    # What is counted is what the ranks of the fits store.
+    second = groups[1] if shared else groups[1][:1]
+    rank = int(torch.linalg.matrix_rank(torch.cat([fits[problem.path].dense_OI for problem in second]), rtol=1e-6))
+    outputs = sum(len(problem.weight_OI) for problem in second)
+    assert sum(fits[problem.path].size for problem in second) == pytest.approx(table.pivoted_size((outputs, 48), rank))
+
+
 # -- the script --------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
@@ -159,10 +185,12 @@ def run(monkeypatch, *arguments):
 def test_the_script_writes_rows_and_tables(source, tmp_path, monkeypatch, capsys):
     texts = ("--calibration", str(EMBEDDED / "calibration.txt"), "--text", str(EMBEDDED / "heldout.txt"))
     size = ("--tokens", 512, "--length", 64, "--fisher", 1, "--json", tmp_path / "rows.json")
-    families = ("--family", "low rank", "--family", "low rank, shared", "--swap", "pivoted", "--swap", "low rank")
-    run(monkeypatch, source, *texts, *size, *families)
+    families = ("--family", "low rank", "--family", "low rank, shared", "--family", "pivoted, shared, spread")
+    run(monkeypatch, source, *texts, *size, *families, "--swap", "pivoted", "--swap", "low rank")
     found = json.loads((tmp_path / "rows.json").read_text())
-    assert len(found["matrices"]) == 3 * 7
+    assert len(found["matrices"]) == 4 * 7
+    spread = [row for row in found["matrices"] if "spread" in row["family"]]
+    assert sum(row["size"] for row in spread) <= 0.5 * sum(2 * row["numel"] for row in spread)
     assert {row["role"] for row in found["matrices"]} == set(table.ROLES)
     assert all(row["size"] <= 0.5 * 2 * row["numel"] * 1.01 or "shared" in row["family"] for row in found["matrices"])
     by_family = {

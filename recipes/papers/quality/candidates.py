@@ -12,10 +12,11 @@ python -m surgery.recipes.papers.quality.candidates SRC --calibration FILE [--ke
     btt, clustered          btt 4x4 with inputs, or inputs and outputs, ordered so that correlated channels share a block
     .. allocated            a basis each for q, k, v and for gate, up; the bytes of a group are divided by the Fisher-weighted error
     .. shared               one right factor for the stacked matrices of a group, weighted by their Fisher
+    .. spread               the bytes are divided over the matrices, or groups, of all measured layers as `surgery convert` divides them
 
 Values are counted as bfloat16. A position of a row or column is counted as int32, as pivoted low rank stores it. Single elements have an int16
 column each and int32 row starts, or a bitmap of the matrix, whichever is smaller; n of m have log2(m) bits each, or m bits together. Every fit minimizes tr((W - B) C (W - B)^T), with C of the
-original model's inputs (independent calibration), and stores at most its share of the bytes of W. `best` is the variant with the lowest
+original model's inputs (independent calibration), and stores at most its share of the bytes of W; those of `spread` do so together. `best` is the variant with the lowest
 held-out error, chosen for each matrix.
 
 The predicted rise is sum_o G_oo (E C E^T)_oo / 2 in nats per token, with E = W - B, C of held-out rows and G_oo the mean squared gradient at
@@ -29,7 +30,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ from surgery.core.device import choose_device
 from surgery.eval.run import load
 from surgery.eval.suite import EvalOptions
 from surgery.eval.suites import perplexity as ppl
+from surgery.planning.allocate import CostPoint, allocate_budget
 from surgery.structures import STRUCTURES, Metric, linalg
 from surgery.structures.btt import BTT, BTTLinear
 from surgery.structures.low_rank import gram_tails, low_rank_factors, tail_energies
@@ -332,12 +334,24 @@ def fit_clustered(problem: Problem, budget: float) -> Iterator[Fit]:
 
 
 # -- groups of matrices that read one input ----------------------------------------------------------------------
+def stack_weighted(group: Sequence[Problem]) -> tuple[Tensor, list[float]]:
+    """Return the stacked matrices (X, I) of a group, each times the root of its mean Fisher, and these roots."""
+    scales = [float(problem.g_O.mean()) ** 0.5 for problem in group]
+    return torch.cat([scale * problem.weight_OI for scale, problem in zip(scales, group)]), scales
+
+
+def rank_errors(weight_OI: Tensor, metric: Metric) -> Tensor:
+    """Return the squared error in the metric of the best matrix of each rank, 0 to min(O, I)."""
+    wide = weight_OI.shape[0] <= weight_OI.shape[1]
+    tail = gram_tails(metric.left_gram(weight_OI)) if wide else tail_energies(metric.whiten(weight_OI))
+    return tail.double()
+
+
 def fit_shared(kind: str) -> Any:
     """Return the fit of one low-rank matrix to the stacked matrices of a group, with the storage of a kind."""
 
     def fit(group: Sequence[Problem], budget: float) -> list[Fit]:
-        scales = [float(problem.g_O.mean()) ** 0.5 for problem in group]
-        stacked_XI = torch.cat([scale * problem.weight_OI for scale, problem in zip(scales, group)])
+        stacked_XI, scales = stack_weighted(group)
         shape = len(stacked_XI), stacked_XI.shape[1]
         rank = largest_rank(kind, shape, budget)
         dense_XI = low_rank(stacked_XI, rank, group[0].metric)
@@ -356,11 +370,8 @@ def fit_allocated(kind: str) -> Any:
     def fit(group: Sequence[Problem], budget: float) -> list[Fit]:
         errors, sizes = [], []
         for problem in group:
-            wide = problem.shape[0] <= problem.shape[1]
-            w_OI, metric = problem.weight_OI, problem.metric
-            tail = gram_tails(metric.left_gram(w_OI)) if wide else tail_energies(metric.whiten(w_OI))
-            errors.append(tail.double() * float(problem.g_O.mean()))
-            of_rank = [RANK_SIZES[kind](problem.shape, rank) for rank in range(len(tail))]
+            errors.append(rank_errors(problem.weight_OI, problem.metric) * float(problem.g_O.mean()))
+            of_rank = [RANK_SIZES[kind](problem.shape, rank) for rank in range(len(errors[-1]))]
             sizes.append(torch.tensor(of_rank, dtype=torch.float64))
         ranks = allocate_ranks(errors, sizes, budget)
         fits = [low_rank(problem.weight_OI, rank, problem.metric) for problem, rank in zip(group, ranks)]
@@ -395,6 +406,35 @@ def allocate_ranks(errors: Sequence[Tensor], sizes: Sequence[Tensor], budget: fl
     return ranks
 
 
+# -- budgets over the whole model --------------------------------------------------------------------------------
+def cost_points(unit: Sequence[Problem]) -> list[CostPoint]:
+    """Return (bytes, expected rise of the loss) of a matrix or of a group with one right factor: dense, and of each rank that is smaller."""
+    stacked_XI, _ = stack_weighted(unit)
+    shape = len(stacked_XI), stacked_XI.shape[1]
+    errors = rank_errors(stacked_XI, unit[0].metric).tolist()
+    points = [CostPoint(pivoted_size(shape, rank), error / 2) for rank, error in enumerate(errors) if rank]
+    return [CostPoint(dense_size(shape), 0.0), *(point for point in points if point.params < dense_size(shape))]
+
+
+def fit_spread(groups: Sequence[Sequence[Problem]], keep: float, shared: bool) -> dict[str, Fit]:
+    """Return a fit for each path, pivoted low rank or dense, with the bytes of all groups together divided by `allocate_budget`.
+
+    shared: one right factor for each group, which is dense as a whole or not at all; else a factor for each matrix.
+    """
+    units = list(groups) if shared else [[problem] for group in groups for problem in group]
+    budget = keep * sum(dense_size(problem.shape) for unit in units for problem in unit)
+    sizes = allocate_budget({unit[0].path: cost_points(unit) for unit in units}, budget)
+    found: dict[str, Fit] = {}
+    for unit in units:
+        size = sizes[unit[0].path]
+        if size == sum(dense_size(problem.shape) for problem in unit):
+            fits = [Fit("", problem.weight_OI, dense_size(problem.shape)) for problem in unit]
+        else:
+            fits = fit_shared("pivoted")(unit, size)
+        found |= {problem.path: fit for problem, fit in zip(unit, fits, strict=True)}
+    return found
+
+
 FAMILIES: dict[str, Callable[[Problem, float], Iterator[Fit]]] = {
     "low rank": fit_rank("low rank"),
     "pivoted": fit_rank("pivoted"),
@@ -412,6 +452,7 @@ GROUP_FAMILIES: dict[str, Callable[[Sequence[Problem], float], list[Fit]]] = {
     "pivoted, allocated": fit_allocated("pivoted"),
     "pivoted, shared": fit_shared("pivoted"),
 }
+SPREAD_FAMILIES = {"pivoted, spread": False, "pivoted, shared, spread": True}  # whether groups share a right factor
 
 
 # -- statistics of the model -------------------------------------------------------------------------------------
@@ -495,8 +536,12 @@ def make_groups(
 
 
 # -- the table ---------------------------------------------------------------------------------------------------
-def fit_group(group: Sequence[Problem], keep: float, family: str) -> list[list[Fit]]:
-    """Return the variants of a family for each matrix of a group."""
+def fit_group(
+    group: Sequence[Problem], keep: float, family: str, spread: Mapping[str, dict[str, Fit]] | None = None
+) -> list[list[Fit]]:
+    """Return the variants of a family for each matrix of a group. spread: family -> path -> fit, of families over the whole model."""
+    if family in SPREAD_FAMILIES:
+        return [[(spread or {})[family][problem.path]] for problem in group]
     budgets = [keep * dense_size(problem.shape) for problem in group]
     if family in FAMILIES:
         return [list(FAMILIES[family](problem, budget)) for problem, budget in zip(group, budgets)]
@@ -506,12 +551,19 @@ def fit_group(group: Sequence[Problem], keep: float, family: str) -> list[list[F
 
 
 def measure_group(
-    group: Sequence[Problem], keep: float, families: Sequence[str], swapped: dict[str, dict[str, Tensor]]
+    group: Sequence[Problem],
+    keep: float,
+    families: Sequence[str],
+    swapped: dict[str, dict[str, Tensor]],
+    spread: Mapping[str, dict[str, Fit]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each matrix, family and variant. swapped: family -> path -> the best dense matrix, filled for its families."""
+    """Yield a row for each matrix, family and variant. swapped: family -> path -> the best dense matrix, filled for its families.
+
+    spread: see `fit_group`.
+    """
     for family in families:
         began = time.perf_counter()
-        for problem, fits in zip(group, fit_group(group, keep, family)):
+        for problem, fits in zip(group, fit_group(group, keep, family, spread)):
             rows: list[dict[str, Any]] = []
             for fit in fits:
                 error, rise = problem.evaluate(fit.dense_OI)
@@ -579,7 +631,7 @@ def main() -> None:
     """Measure every linear of the layers, print the tables, and score swapped models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    every = [*FAMILIES, *GROUP_FAMILIES]
+    every = [*FAMILIES, *GROUP_FAMILIES, *SPREAD_FAMILIES]
     add("source", help="Checkpoint to measure.")
     add("--calibration", required=True, help="Calibration text.")
     add("--keep", type=float, action="append", help="Share of the bytes to keep. Repeatable. Default: 0.5.")
@@ -602,11 +654,12 @@ def main() -> None:
     groups = make_groups(model.float().eval(), windows_NT, arguments.layer, arguments.holdout, arguments.fisher)
     rows: list[dict[str, Any]] = []
     swapped_rows: list[dict[str, Any]] = []
-    families = arguments.family or every
+    families = list(dict.fromkeys([*(arguments.family or every), *(arguments.swap or [])]))
     for keep in arguments.keep or [0.5]:
         swapped: dict[str, dict[str, Tensor]] = {family: {} for family in arguments.swap or []}
+        spread = {name: fit_spread(groups, keep, SPREAD_FAMILIES[name]) for name in families if name in SPREAD_FAMILIES}
         for group in groups:
-            rows += measure_group(group, keep, list(dict.fromkeys([*families, *swapped])), swapped)
+            rows += measure_group(group, keep, families, swapped, spread)
         print("\n".join(format_table(rows, keep)), flush=True)
         if swapped:
             options = EvalOptions(text=arguments.text, tokens=arguments.tokens, length=arguments.length)
