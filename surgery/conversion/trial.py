@@ -45,8 +45,9 @@ MIN_LOSS_RISE = 0.02
 # many tokens to fit to for each input of a matrix; one of these structures for each. Elsewhere `spread` can be much worse.
 CERTAIN_SHARE, CERTAIN_KEEP, CERTAIN_TOKENS = 0.9, 0.5, 4
 CERTAIN_STRUCTURES = ("low_rank", "pivoted_low_rank", "btt")
-# With fewer tokens to fit to for each input of the widest matrix, `auto` takes `uniform` without a trial: it was the better one in four of
-# six conversions, and trials on a quarter of so short a text chose the worse one each time (docs/measurements/quality.md).
+# With fewer tokens to fit to for each input of the widest matrix, `auto` takes `uniform` without a trial in models that predict the next token: it was
+# the better one in four of six conversions, and trials on a quarter of so short a text chose the worse one each time (docs/measurements/quality.md).
+# An encoder is worse with it.
 MIN_TRIAL_TOKENS = 1.5
 
 TILT_SHARE = 0.5  # fraction of the samples to fit that a trial of a tilt over depth uses; a quarter misleads
@@ -255,11 +256,12 @@ def choose_budgets(ctx: ConversionContext) -> tuple[dict[str, float], dict[str, 
     if recipe.allocate == "spread":
         return by_gain, {"kept": "spread", "why": "recipe"}
     tokens = ctx.samples.tokens() * ctx.samples.n_fit / ctx.samples.rows
-    if recipe.allocate == "auto" and is_text_short(free, tokens):
+    predicts_next = predicts_next_token(ctx.model)
+    if recipe.allocate == "auto" and predicts_next and is_text_short(free, tokens):
         why = f"fewer than {MIN_TRIAL_TOKENS} tokens for each input of the widest matrix: no trial"
         return uniform, {"kept": "uniform", "why": why}
     expected = ctx.dist.broadcast_object(_expected_share(options, free, by_gain))
-    reliable = is_expectation_reliable(recipe, free, tokens, predicts_next_token(ctx.model))
+    reliable = is_expectation_reliable(recipe, free, tokens, predicts_next)
     if recipe.allocate == "auto" and expected <= CERTAIN_SHARE and reliable:
         why = f"expected rise of the loss at most {CERTAIN_SHARE} of that with the uniform allocation: no trial"
         return by_gain, {"kept": "spread", "why": why, "expected": expected}

@@ -26,7 +26,6 @@ from surgery.structures.base import (
     balance_factors,
     curve_ranks,
     exact_factors,
-    is_exporting,
 )
 from surgery.structures.btt_products import btt_call_key
 from surgery.structures.metric import Metric
@@ -154,7 +153,8 @@ class LowRankLinear(StructuredLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return B x + bias (..., O) for x (..., I)."""
         # An exported graph holds for any number of tokens, so it has no branch on them.
-        if is_exporting() or x.numel() > FEW_TOKENS * x.shape[-1]:
+        # The flag is read here and not by `is_exporting`, whose call takes time in every step.
+        if getattr(torch.compiler, "_is_exporting_flag", False) or x.numel() > FEW_TOKENS * x.shape[-1]:
             return super().forward(x)
         joined = self.group
         if joined is not None and not torch.is_grad_enabled():

@@ -120,7 +120,7 @@ def test_calibrated_experts_are_closer_on_the_tokens_routed_to_them(kind, expert
 
 
 def test_sequential_calibration_of_a_mixture_lowers_the_loss(experts, inputs, tmp_path):
-    recipe = {"structure": "low_rank", "keep": 0.5, "sweeps": 2}
+    recipe = {"structure": "low_rank", "keep": 0.5, "sweeps": 2, "allocate": "best"}
     fitted = surgery.convert(str(experts("olmoe")), recipe, tmp_path / "fitted", calibration=inputs)
     surgery.convert(str(experts("olmoe")), recipe, tmp_path / "free")
     ids = random_ids(8, seed=3)

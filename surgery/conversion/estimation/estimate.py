@@ -164,7 +164,10 @@ def estimate_steps(shape: ConversionShape, setting: Setting, epochs: RefineRecip
     free = [target for target in targets if not target.has_fixed_rank]
     if targets and not (recipe.curvature == "none" and (recipe.allocate == "uniform" or not free)):
         found.append(steps.sensitivities(rows))
-    short = recipe.allocate == "auto" and recipe.speed is None and is_text_short(free, rows.fit_tokens)
+    predicts_next = shape.vocabulary > 0
+    short = (
+        recipe.allocate == "auto" and recipe.speed is None and predicts_next and is_text_short(free, rows.fit_tokens)
+    )
     if free and recipe.allocate in ("auto", "best") and not short:
         found.append(steps.trial(rows))
     if free and recipe.allocate == "depth":
