@@ -120,7 +120,8 @@ def test_every_family(family, name, tmp_path):
     inputs = tiny_inputs(family, 2, 20, seed=3)
     before, after = model_outputs(original, inputs), model_outputs(model, inputs)
     exact = name.startswith("bilinear")
-    if (family, name) == ("gemma2", "alternating-window"):  # the layer that it replaces sees 8 tokens, fewer than the window of 12
+    if (family, name) == ("gemma2", "alternating-window"):
+        # The layer that it replaces sees 8 tokens, fewer than the window of 12.
         exact = True
         torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
     assert after.isfinite().all() and (exact or not torch.equal(before, after))
