@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.calibration.data import CalibrationSet
+from surgery.calibration.data import CalibrationSet, check_model_inputs
 from surgery.checkpoint.load_model import load_model
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorSource, read_header, read_tensor, write_shard
@@ -66,7 +66,9 @@ def generated_rows(ctx: ConversionContext, journal: Journal, original: Any) -> T
 
     def make() -> tuple[Tensor, str]:
         if entry is not None and file.is_file() and hash_file(file) == entry["sha256"]:
-            return read_rows(file, ctx.samples, ctx.recipe.generated_tokens), entry["sha256"]
+            found_NT = read_rows(file, ctx.samples, ctx.recipe.generated_tokens)
+            check_model_inputs({"input_ids": found_NT}, ctx.model.model)
+            return found_NT, entry["sha256"]
         with original() as model:
             rows_NT = sample_rows(model, ctx.samples, ctx.recipe, ctx.device)
         return rows_NT, write_shard(file, [TensorSource.from_tensor("input_ids", rows_NT)])

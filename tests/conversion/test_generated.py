@@ -156,6 +156,20 @@ def test_a_damaged_file_is_sampled_again(damage, checkpoints, calibration, tmp_p
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("ids, words", [("large", r"input_ids holds .* from 0 to 95"), ("few", r"must hold input_ids")])
+def test_rows_of_a_strange_file_are_checked(ids, words, checkpoints, calibration, tmp_path, monkeypatch):
+    """The journal and the file may both be a stranger's."""
+    checkpoint, inputs, out = checkpoints("llama"), calibration("llama"), tmp_path / "out"
+    interrupt(monkeypatch, lambda: run(checkpoint, inputs, out, MORE), lines=4)
+    file = tmp_path / "out.partial" / "generated.safetensors"
+    rows = load_file(file)["input_ids"]
+    digest = generated.hash_file(file)
+    save_file({"input_ids": torch.full_like(rows, 10**6) if ids == "large" else rows[:1].clone()}, file)
+    monkeypatch.setattr(generated, "hash_file", lambda path: digest)
+    with pytest.raises(SurgeryError, match=words):
+        run(checkpoint, inputs, out, MORE, resume=True)
+
+
 def test_finished_steps_need_the_rows_that_they_were_computed_from(checkpoints, calibration, tmp_path, monkeypatch):
     checkpoint, inputs, out = checkpoints("llama"), calibration("llama"), tmp_path / "out"
 
