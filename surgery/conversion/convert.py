@@ -355,11 +355,10 @@ class Conversion:
 
     def _choose_epochs(self) -> RefineRecipe:
         ctx = self.ctx
-        if ctx.recipe.refine is None:
-            return RefineRecipe(layers=0, model=0)
+        if ctx.recipe.refine != "auto":
+            return ctx.recipe.refine or RefineRecipe(layers=0, model=0)
         found = refinement_of_samples(ctx.model, ctx.plan, ctx.samples, ctx.device.type)
-        if ctx.recipe.refine == "auto":
-            ctx.progress.say(f"note: {epochs_in_words(found.to_dict())}")
+        ctx.progress.say(f"note: {epochs_in_words(found.to_dict())}")
         return found.epochs
 
     def _kept(self, path: str) -> dict[str, str]:
