@@ -47,7 +47,8 @@ class GradientHooks:
 
     def __init__(self, fisher_pass: FisherPass, call: LayerCall):
         self.fisher_pass, self.path = fisher_pass, call.path
-        self.linears = {path: parts[0].linear for path, parts in fisher_pass.plan.targets_in_layer(call.path).items()}
+        targets = fisher_pass.plan.targets_in_layer(call.path).values()
+        self.linears = {linear.path: linear for parts in targets for linear in parts[0].linears}
         self.paths = list(self.linears)
         self.routing = RoutingRecord(call.layer, call.path, self.linears.values())
         # Linear -> sum of x x^T, and linear -> sum of g g^T: over the current row shard, in the end over all rows.
@@ -293,9 +294,9 @@ class FisherPass:
         """
         ranks, targets = (
             self.runner.ranks,
-            [(target, m) for path, m in metrics.items() for target in self.plan.targets[path]],
+            [(target, m) for path, m in metrics.items() for target in self.plan.targets.get(path, ())],
         )
-        kept = {target.name: self._output_gram(target_gram(target, grams[target.linear.path])) for target, _ in targets}
+        kept = {target.name: self._output_gram(target_gram(target, grams)) for target, _ in targets}
         if ranks.main:
             saved = (
                 [TensorSource.from_tensor(name, gram) for name, gram in {**kept, **(extra or {})}.items()]

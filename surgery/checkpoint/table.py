@@ -49,11 +49,11 @@ def read_mixers(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
 
 
 def is_quantized(modules: dict[str, Any]) -> bool:
-    """Return whether a linear of a table, or a part of a split one, is stored as integers."""
+    """Return whether a linear of a table, a part of a split one, or the matrix of joined ones is stored as integers."""
     entries = list(modules.values())
     for entry in modules.values():
         parts = entry.get("parts")
-        entries += parts.values() if isinstance(parts, dict) else []
+        entries += [*(parts.values() if isinstance(parts, dict) else ()), entry.get("matrix")]
     return any(isinstance(entry, dict) and "bits" in entry for entry in entries)
 
 

@@ -44,6 +44,7 @@ from surgery.core.progress import Progress
 from surgery.mixers import mixer_config
 from surgery.modeling.applied import original_folder, set_applied_class
 from surgery.modeling.attention import replace_attention
+from surgery.modeling.joined import connect_joined
 from surgery.modeling.modules import build_module, connect_bases, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import untie
@@ -160,7 +161,7 @@ def check_not_shared(live: LiveModel, plan: Plan) -> None:
     if not live.prefix:
         return
     shared = {name for pair in live.tied.items() for name in pair}
-    for path in plan.targets:
+    for path in plan.replaced_linears():
         if path == PREFIX.rstrip("."):
             raise SurgeryError(
                 f"the model is a single {type(live.live).__name__}, which cannot be replaced in place. Give a module that contains it"
@@ -292,9 +293,10 @@ def install(live: LiveModel, conversion: LiveConversion, report: dict[str, Any],
     """Put the replacements into the live model. An error on the way undoes what was done."""
     model = live.live
     refits = {
-        target.linear.path: conversion.tensors[f"{stored_module_name(live, target.linear.path)}.weight"]
+        linear.path: conversion.tensors[f"{stored_module_name(live, linear.path)}.weight"]
         for target in _refitted(conversion.ctx.plan)
-        if target.linear.path not in conversion.table
+        for linear in target.linears
+        if linear.path not in conversion.table
     }
     with _undone_on_error(model) as undo:
         if _splits_experts(live, conversion.ctx.plan):
@@ -306,6 +308,7 @@ def install(live: LiveModel, conversion: LiveConversion, report: dict[str, Any],
         ready = {path: _build(live, path, spec, conversion.tensors) for path, spec in conversion.table.items()}
         for path, module in ready.items():
             _swap(model, live.live_path(path), module, undo)
+        connect_joined(ready)
         sharing = [path for path, spec in conversion.table.items() if shares_basis(spec)]
         connect_bases(model, sharing, {basis_path(path): _basis(live, path, conversion.tensors) for path in sharing})
         for path, weight in refits.items():

@@ -26,7 +26,16 @@ from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
 from surgery.modeling.applied import remove_table
-from surgery.modeling.modules import REPLACED, GuardedLinear, SplitLinear, build_module, shares_basis
+from surgery.modeling.joined import JoinedLinear
+from surgery.modeling.modules import (
+    REPLACED,
+    GuardedLinear,
+    SplitLinear,
+    build_module,
+    is_joined,
+    joined_paths,
+    shares_basis,
+)
 from surgery.modeling.quantizer import replace_modules, split_named_experts
 from surgery.structures import StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
@@ -77,8 +86,11 @@ def densify_live(model: Any) -> int:
     table: dict[str, Any] = dict(config.quantization_config.modules) if config is not None else {}
     mixers = set(config.quantization_config.mixers) if config is not None else set()
     outputs = {output_path(model, path) for path in mixers}
+    inside = tuple(f"{p}." for p, module in model.named_modules() if isinstance(module, (SplitLinear, JoinedLinear)))
     found = {
-        path: module for path, module in model.named_modules() if isinstance(module, REPLACED) and ".parts." not in path
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, REPLACED) and not path.startswith(inside)
     }
     structured = {path: module for path, module in found.items() if not isinstance(module, SharedBasis)}
     guarded = {path for path, module in structured.items() if isinstance(module, GuardedLinear)}
@@ -115,7 +127,11 @@ def dense_module(module: Any, transposed: bool, folded: bool) -> nn.Module:
     bias = module_bias(module)
     stored = (*module.parameters(), *module.buffers())  # of a quantized linear the scales
     like = next(t for t in stored if t.is_floating_point() and t is not bias)
-    weight_OI = copy.deepcopy(module).float().dense().to(like.dtype)
+    if isinstance(module, JoinedLinear):
+        like = next(t for t in (*module.matrix.parameters(), *module.matrix.buffers()) if t.is_floating_point())
+        weight_OI = copy.deepcopy(module.matrix).float().dense()[module.rows()].to(like.dtype)
+    else:
+        weight_OI = copy.deepcopy(module).float().dense().to(like.dtype)
     linear: Any
     if transposed and not folded:
         conv1d: Any = Conv1D
@@ -197,13 +213,34 @@ def _iter_tensors(
     yield from (TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in replaced)
     with progress.bar("multiplying out", len(table)) as tick:
         for base, path in paths.items():
-            yield from dense_entries(source, base, table[path], path in folded)
+            if not is_joined(table[path]):
+                yield from dense_entries(source, base, table[path], path in folded)
+            elif "matrix" in table[path]:
+                yield from joined_entries(source, table, path)
             tick()
 
 
 def _stored_tensor_names(spec: dict[str, Any]) -> list[str]:
     """Return the names of a module's tensors, without the bias, which is stored as in the source (unless it is split)."""
     return [name for name in build_module(spec).state_dict() if name != "bias"]
+
+
+@torch.no_grad()
+def joined_entries(source: CheckpointSource, table: dict[str, dict[str, Any]], head: str) -> list[TensorSource]:
+    """Return the dense weights of linears that one matrix replaces, under their original names. head: path of the first."""
+    spec, base = table[head]["matrix"], table[head].get("file_name", head)
+    (matrix,) = dense_entries(
+        source, f"{base}.joined", {**spec, "in_features": table[head]["in_features"], "bias": False}
+    )
+    assert matrix.tensor is not None
+    entries, start = [], 0
+    for path in joined_paths(table, head):
+        entry = table[path]
+        rows_OI = matrix.tensor[start : start + entry["out_features"]]
+        rows_OI = (rows_OI.mT if entry.get("transposed") else rows_OI).contiguous()
+        entries.append(TensorSource.from_tensor(f"{entry.get('file_name', path)}.weight", rows_OI))
+        start += entry["out_features"]
+    return entries
 
 
 @torch.no_grad()

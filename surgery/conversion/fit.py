@@ -259,10 +259,10 @@ def fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, secon
                 f"dense (a rule {{match: {target.name}, structure: dense}}), or convert from a checkpoint in bfloat16 or float32"
             )
     params, macs = linear.cost() if linear is not None else (target.numel, target.numel)
-    share = {"share": "experts"} if target.basis else {}
+    share = {"share": "experts"} if target.basis else {"share": "input"} if target.joined else {}
     record = FitRecord(
         name=target.name,
-        roles=[target.part.role] if target.part else list(target.linear.roles),
+        roles=target.roles,
         structure={**linear.config.to_dict(), **share} if linear is not None else {"structure": "dense"},
         shape=(target.out, target.in_),
         params_before=target.numel,

@@ -37,7 +37,7 @@ from surgery.conversion.replacement import stored_module_name
 from surgery.conversion.sequential import untied_entries
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
-from surgery.modeling.modules import build_module, shares_basis
+from surgery.modeling.modules import build_module, is_joined, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import Plan
 from surgery.planning.speed import option_of, time_after, time_before, with_structures
@@ -178,7 +178,7 @@ class LayerShards:
         stored = self.meta_model.source.tensors
         shapes = {key: stored[key].shape for parameter, key in keys.items() if self.shard_of[parameter] == name}
         if not layer:
-            for path in self.plan.targets_in_layer(layer):
+            for path in self.plan.replaced_linears(layer):
                 shapes |= {tensor.name: tensor.shape for tensor in untied_entries(self.meta_model, path)}
         self._replace_linear_shapes(shapes, layer, entry["table"])
         return shapes | self._mixer_shapes(layer, entry.get("mixers", {}))
@@ -186,7 +186,7 @@ class LayerShards:
     def _replace_linear_shapes(self, shapes: TensorShapes, layer: str, table: dict[str, dict[str, Any]]) -> None:
         """Replace the shapes of the layer's replaced linears: dense ones, and the structured ones of `table`."""
         linears = {linear.path: linear for linear in self.plan.layout.linears}
-        targets, attention_target = self.plan.targets_in_layer(layer), self.plan.attention_targets.get(layer)
+        targets, attention_target = self.plan.replaced_linears(layer), self.plan.attention_targets.get(layer)
         for path in {*targets, *table}:
             if path not in targets and (attention_target is None or path != attention_target.output):
                 raise SurgeryError(f"the journal has a table entry for {path}, which the plan does not replace")
@@ -200,8 +200,10 @@ class LayerShards:
                 shapes.pop(f"{base}.bias", None)
             state = build_module(table[path]).state_dict()
             shapes |= {f"{base}.{name}": tuple(t.shape) for name, t in state.items() if name != "bias"}
-            if shares_basis(table[path]) != bool(targets[path][0].basis if path in targets else ""):
+            if shares_basis(table[path]) != bool(targets[path].basis if path in targets else ""):
                 raise SurgeryError(f"the journal's entry for {path} shares a basis, or has its own, unlike the plan")
+            if is_joined(table[path]) != bool(targets[path].joined if path in targets else ()):
+                raise SurgeryError(f"the journal's entry for {path} is of joined linears, or of one, unlike the plan")
             if shares_basis(table[path]):
                 shapes[f"{basis_path(base)}.weight"] = (1, state["weight"].shape[-1], linear.in_)
 

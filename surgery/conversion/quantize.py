@@ -28,7 +28,8 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json, write_json
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
-from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, shares_basis
+from surgery.modeling.joined import JoinedLinear, connect_joined
+from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, is_joined, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import ModuleFinder, split_named_experts
 from surgery.structures.quantized import QuantizedLinear, Storage
@@ -155,6 +156,7 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[s
     for place, quantized in replaced.items():
         copy_hooks(model.get_submodule(place), quantized)
         model.set_submodule(place, quantized)
+    connect_joined(replaced)
     table.modules = modules
     summary = {**_storage_summary(whole, storage), "bytes_before": before, "bytes_after": stored_bytes(model)}
     if isinstance(report := getattr(model, "surgery_report", None), dict):
@@ -209,6 +211,8 @@ def quantized_table(table: dict[str, Any], storage: Storage) -> dict[str, Any]:
 def _with_storage(entry: dict[str, Any], storage: Storage) -> dict[str, Any]:
     if entry["structure"] == "split":
         return {**entry, "parts": {name: _with_storage(part, storage) for name, part in entry["parts"].items()}}
+    if is_joined(entry):
+        return {**entry, "matrix": _with_storage(entry["matrix"], storage)} if "matrix" in entry else entry
     return {**entry, "bits": storage.bits, **({"group": storage.group} if storage.group is not None else {})}
 
 
@@ -221,12 +225,21 @@ def quantize_named(path: str, module: Any, storage: Storage) -> nn.Module:
 
 
 def quantize_module(module: Any, storage: Storage) -> nn.Module:
-    """Return a linear with integer weights: a structured, split, guarded or dense one, or transformers' Conv1D."""
+    """Return a linear with integer weights: a structured, split, joined, guarded or dense one, or transformers' Conv1D.
+
+    A joined one is not connected: see `connect_joined`.
+    """
     if isinstance(module, SplitLinear):
         parts = {name: quantize_module(part, storage) for name, part in module.parts.items()}
         split = SplitLinear(module.in_features, parts, module.sizes, module.heads)
         split._buffers["weight"] = module._buffers["weight"]
         return split.train(module.training)
+    if isinstance(module, JoinedLinear):
+        matrix = module._modules.get("joined")
+        joined = None if matrix is None else quantize_module(matrix, storage)
+        other = JoinedLinear(module.in_features, module.out_features, module.start, joined, module.first, bias=False)
+        other._buffers["weight"], other.bias = module._buffers["weight"], module.bias
+        return other.train(module.training)
     if isinstance(module, nn.Linear) and not isinstance(module, GuardedLinear):
         module = GuardedLinear.from_weight(module.weight, module.bias).train(module.training)
     elif type(module).__name__ == "Conv1D":

@@ -30,6 +30,7 @@ from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
 from surgery.checkpoint.safetensors_io import DTYPES
 from surgery.conversion.norms import swapped_parameters, weight_offset
 from surgery.conversion.replacement import LayerReplacement, stored_module_name, swapped_modules
+from surgery.modeling.joined import JoinedLinear
 from surgery.planning.refine_budget import BATCH_TOKENS, RATES, TRIAL_STEPS, text_factor
 from surgery.structures import StructuredLinear
 from surgery.structures.coordinates import Coordinates
@@ -239,7 +240,7 @@ def trained_parameters(
     for path, module in replacement.structured.items():
         base = stored_module_name(meta_model, path)
         for inner, part in module.named_modules():
-            if isinstance(part, StructuredLinear):
+            if isinstance(part, (StructuredLinear, JoinedLinear)):
                 names = [name for name, _ in part.named_parameters(recurse=False)]
                 names = [name for name in names if name != "bias" or f"{path}.bias" in kept]
                 found |= {".".join(filter(None, (base, inner, name))): (part, name, "") for name in names}

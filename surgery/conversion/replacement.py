@@ -21,10 +21,11 @@ from surgery.conversion.mixer_init import InitializedMixer
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, Mixer, mixer_config
+from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import LinearTarget, Plan
-from surgery.planning.weights import select_rows, slice_name, table_entry
+from surgery.planning.weights import joined_entry, select_rows, slice_name, table_entry
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis, SharedLowRankLinear, basis_path, first_expert
@@ -63,7 +64,7 @@ class LayerReplacement:
     def find_structured(self) -> None:
         """Set `structured` to the modules with structured weights, and the bases that experts share."""
         for path, module in self.modules.items():
-            if isinstance(module, (StructuredLinear, SplitLinear)):
+            if isinstance(module, (StructuredLinear, SplitLinear, JoinedLinear)):
                 self.structured[path] = module
             if isinstance(module, SharedLowRankLinear):
                 self.structured[basis_path(path)] = module.basis
@@ -74,13 +75,13 @@ class LayerReplacement:
 
 
 def densify_module(module: nn.Module) -> nn.Module:
-    """Return a dense linear with the same weight and bias as a structured, split or guarded one; others unchanged.
+    """Return a dense linear with the same weight and bias as a structured, split, joined or guarded one; others unchanged.
 
     All calibration samples run through the module several times, and one dense product is much faster than many blocks.
     """
     if isinstance(module, SplitLinear):
         return dense_linear(module.dense(), module.fused_bias())
-    if isinstance(module, (StructuredLinear, GuardedLinear)):
+    if isinstance(module, (StructuredLinear, JoinedLinear, GuardedLinear)):
         return dense_linear(module.dense(), module.bias)
     return module
 
@@ -130,6 +131,9 @@ def add_linear(
 ) -> None:
     """Add the replacement of one linear to `replacement`; several targets are the slices of a fused linear."""
     linear = targets[0].linear
+    if targets[0].joined:
+        _add_joined(meta_model, targets[0], fitted[0], device, replacement)
+        return
     bias = read_tensor(meta_model.tensor_info(f"{linear.path}.bias"), torch.float32).to(device) if linear.bias else None
     modules = [_with_bias(f, None if bias is None else select_rows(t, bias)) for t, f in zip(targets, fitted)]
     base, dtype = stored_module_name(meta_model, linear.path), stored_dtype(meta_model, targets[0])
@@ -162,6 +166,47 @@ def add_linear(
                 continue  # stored once for the experts of the layer
             stored_name, stored = f"{basis_path(base)}.weight", stored[None]
         replacement.entries.append(TensorSource.from_tensor(stored_name, stored))
+
+
+def _add_joined(
+    meta_model: MetaModel,
+    target: LinearTarget,
+    fitted: FitResult,
+    device: torch.device,
+    replacement: LayerReplacement,
+) -> None:
+    """Add the replacements of linears that one matrix replaces. If it stays dense, each gets its refitted rows."""
+    dtype, start, first = stored_dtype(meta_model, target), 0, ""
+    replacement.records.append(fitted.record.to_dict())
+    group: dict[str, nn.Module] = {}
+    for linear in target.joined:
+        bias = (
+            read_tensor(meta_model.tensor_info(f"{linear.path}.bias"), torch.float32).to(device)
+            if linear.bias
+            else None
+        )
+        base = stored_module_name(meta_model, linear.path)
+        if fitted.linear is None:
+            assert fitted.dense_OI is not None
+            rows_OI = fitted.dense_OI[start : start + linear.out].contiguous()
+            replacement.modules[linear.path] = dense_linear(rows_OI, bias)
+            stored = (rows_OI.mT if linear.transposed else rows_OI).contiguous().to(dtype)
+            replacement.entries.append(TensorSource.from_tensor(f"{base}.weight", stored))
+        else:
+            matrix = None if first else fitted.linear
+            module = JoinedLinear(linear.in_, linear.out, start, matrix, first, bias=False, device=device)
+            module.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+            group[linear.path] = module
+            spec = joined_entry(target, linear, start, None if first else fitted.linear.config)
+            replacement.table[linear.path] = {**spec, **_storage_options(base, linear)}
+            for name, tensor in module.state_dict().items():
+                if name != "bias":  # copied from the source unchanged
+                    stored = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                    replacement.entries.append(TensorSource.from_tensor(f"{base}.{name}", stored))
+            first = first or linear.path.rpartition(".")[2]
+        start += linear.out
+    connect_joined(group)
+    replacement.modules |= group
 
 
 def _storage_options(base: str, linear: LinearInfo) -> dict[str, Any]:
@@ -249,13 +294,18 @@ def load_replacement(
     """
     replacement = LayerReplacement(table=entry["table"], records=entry["records"], refined=entry.get("refined"))
     bases: dict[str, SharedBasis] = {}
-    for path, targets in plan.targets_in_layer(entry["piece"]).items():
-        linear = targets[0].linear
-        spec = entry["table"].get(path) or {**table_entry(targets[0], None), "transposed": linear.transposed}
+    linears = {linear.path: linear for linear in plan.layout.linears}
+    for path, target in plan.replaced_linears(entry["piece"]).items():
+        linear = linears[path]
+        spec = entry["table"].get(path) or {
+            "structure": "dense", "in_features": linear.in_, "out_features": target.out if len(target.linears) == 1 else linear.out,
+            "bias": linear.bias, "transposed": linear.transposed,
+        }  # fmt: skip
         module = load_replacement_module(spec, stored_module_name(meta_model, path), tensors, device)
         if isinstance(module, SharedLowRankLinear):  # one module for the experts of the layer
             module.connect(bases.setdefault(basis_path(path), module.basis))
         replacement.modules[path] = module
+    connect_joined(replacement.modules)
     replacement.mixer_table, replacement.mixer_records = entry.get("mixers", {}), entry.get("mixer_records", [])
     for path, spec in replacement.mixer_table.items():
         attention_target = plan.attention_targets[entry["piece"]]

@@ -243,7 +243,8 @@ class SequentialConverter:
                 add_linear(self.model, list(targets[path]), found, call.device, replacement)
                 if self.refine_epochs:
                     replacement.find_structured()
-                replacement.modules[path] = densify_module(replacement.modules[path])
+                for linear in targets[path][0].linears:
+                    replacement.modules[linear.path] = densify_module(replacement.modules[linear.path])
             del fit, held_out, fit_context  # frees this stage's moments before the next stage's are computed
 
     def _fit(
@@ -538,7 +539,7 @@ def find_stages(meta_model: MetaModel, plan: Plan, call: LayerCall) -> list[Line
     stages: list[tuple[Tensor, LinearStage]] = []  # with the input of each stage
     handles = []
     targets = plan.targets_in_layer(call.path)
-    linears = {path: parts[0].linear for path, parts in targets.items()}
+    linears = {linear.path: linear for parts in targets.values() for linear in parts[0].linears}
 
     def group_by_input(path: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -556,7 +557,7 @@ def find_stages(meta_model: MetaModel, plan: Plan, call: LayerCall) -> list[Line
 
         return hook
 
-    for path in targets:
+    for path in linears:
         if not linears[path].experts:
             handles.append(meta_model.module(path).register_forward_pre_hook(group_by_input(path)))
     for path in dict.fromkeys(linear.experts for linear in linears.values() if linear.experts):
@@ -566,12 +567,27 @@ def find_stages(meta_model: MetaModel, plan: Plan, call: LayerCall) -> list[Line
     finally:
         for handle in handles:
             handle.remove()
+    for target, *_ in targets.values():
+        _leave_first(target, [stage for _, stage in stages])
     sharing = {path for path, (target, *_) in targets.items() if target.basis}
     return [
         found
         for _, stage in stages
         for found in (_expert_stages(stage, linears, sharing) if stage.experts else [stage])
     ]
+
+
+def _leave_first(target: LinearTarget, stages: list[LinearStage]) -> None:
+    """Leave the first of joined linears in their stage. Raises SurgeryError if they do not read one input."""
+    paths = [linear.path for linear in target.joined]
+    found = [stage for stage in stages if set(stage.paths) & set(paths)]
+    if len(found) > 1:
+        raise SurgeryError(
+            f"{' and '.join(paths)} do not read one input in this model, so that one matrix cannot replace them. Leave share: input out for "
+            f"them: a rule {{match: {paths[0]}, share: none}}"
+        )
+    for stage in found:
+        stage.paths = [path for path in stage.paths if path not in paths[1:]]
 
 
 def _expert_stages(marker: LinearStage, linears: dict[str, LinearInfo], sharing: set[str]) -> list[LinearStage]:

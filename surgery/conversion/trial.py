@@ -228,7 +228,7 @@ class QuickTrial:
                 replacement, slices = LayerReplacement(), list(self.plan.targets[path])
                 found = [fitted[target.name, str(mine[target.name])] for target in slices]
                 add_linear(self.ctx.model, slices, found, call.device, replacement)
-                modules_by_path[path] = densify_module(replacement.modules[path])
+                modules_by_path |= {name: densify_module(module) for name, module in replacement.modules.items()}
 
 
 def uniform_budgets(plan: Plan) -> dict[str, float]:

@@ -17,12 +17,13 @@ from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from surgery.mixers import Mixer
+from surgery.modeling.joined import JoinedLinear
 from surgery.modeling.modules import SplitLinear
 from surgery.structures import StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis
 
-LINEARS = (StructuredLinear, SplitLinear, QuantizedLinear)
+LINEARS = (StructuredLinear, SplitLinear, JoinedLinear, QuantizedLinear)
 
 
 class StructuredLora(Linear):
@@ -93,7 +94,7 @@ def all_linears(model: Any, dense: set[str]) -> set[str]:
     names = set(dense)
     inside: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, (Mixer, SplitLinear, BaseTunerLayer)):
+        if isinstance(module, (Mixer, SplitLinear, JoinedLinear, BaseTunerLayer)):
             inside.append(f"{name}.")
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         if isinstance(base, LINEARS) and not isinstance(base, SharedBasis) and base is not head:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from surgery.architectures.experts import RoutedExperts
 from surgery.core.errors import SurgeryError
+from surgery.modeling.joined import DAMAGED as DAMAGED_TABLE
+from surgery.modeling.joined import JoinedLinear, sibling
 from surgery.structures import STRUCTURES, StructuredLinear
 from surgery.structures.base import config_from_dict
 from surgery.structures.quantized import QuantizedLinear, Storage
@@ -93,6 +95,8 @@ def build_module(
     "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads": ..}. The order of the
     parts is a list because transformers sorts the keys of config.json. With `bits`, and `group` if scales have groups, the weights are
     stored as integers: QuantizedLinear. With `share`: "experts", it is a SharedLowRankLinear, which needs `connect_bases` or `connect`.
+    The structure "joined" is a JoinedLinear, which needs `connect_joined`: {"structure": "joined", sizes, "matrix": entry of B} of the first
+    linear of a group, {"structure": "joined", sizes, "first": name of the first, "start": first row in B} of the others.
     Raises SurgeryError if the entry is invalid.
     """
     spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
@@ -105,6 +109,8 @@ def build_module(
         sizes = tuple(entry["out_features"] for entry in entries.values())
         return SplitLinear(next(iter(entries.values()))["in_features"], parts, sizes, spec.get("heads", 0))
     _check_entry(spec)
+    if spec["structure"] == "joined":
+        return _build_joined(spec, device, dtype)
     in_, out, bias = spec.pop("in_features"), spec.pop("out_features"), spec.pop("bias")
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     share = spec.pop("share", None)
@@ -131,6 +137,33 @@ def build_module(
         )
     module: nn.Module = structure(in_, out, config, bias=bias, **factory)
     return module
+
+
+def _build_joined(spec: dict[str, Any], device: str | torch.device, dtype: torch.dtype | None) -> JoinedLinear:
+    in_, out, first, matrix = spec["in_features"], spec["out_features"], spec.get("first", ""), spec.get("matrix")
+    start = spec.get("start", 0)
+    is_first = not first and isinstance(matrix, dict) and matrix.get("structure") not in UNJOINED
+    is_other = isinstance(first, str) and first.isidentifier() and matrix is None
+    if not (is_first or is_other) or type(start) is not int or not 0 <= start <= MAX_FEATURES or (is_first and start):
+        raise SurgeryError(f"{DAMAGED_TABLE}: a joined entry reads {str(spec)[:200]}")
+    joined: Any = None
+    if is_first:
+        assert isinstance(matrix, dict)
+        joined = build_module({**matrix, "in_features": in_, "bias": False}, device, dtype)
+        if shares_basis(matrix) or joined.out_features <= out:
+            raise SurgeryError(f"{DAMAGED_TABLE}: a joined entry reads {str(spec)[:200]}")
+    return JoinedLinear(in_, out, start, joined, first, spec["bias"], device=device, dtype=dtype)
+
+
+def is_joined(spec: dict[str, Any]) -> bool:
+    """Return whether a table entry is that of one of several linears that one matrix replaces."""
+    return spec.get("structure") == "joined"
+
+
+def joined_paths(table: Mapping[str, dict[str, Any]], head: str) -> list[str]:
+    """Return the paths of the linears of the group whose first is at `head`, in the order of their rows."""
+    others = [path for path, spec in table.items() if is_joined(spec) and sibling(path, spec.get("first", "")) == head]
+    return [head, *sorted(others, key=lambda path: int(table[path]["start"]))]
 
 
 def shares_basis(spec: dict[str, Any]) -> bool:
@@ -167,8 +200,8 @@ def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: to
         plain["structure"] = "folded"
     try:
         storage = Storage(spec.get("bits", 0), spec.get("group"))
-        if plain.get("structure") == "split":
-            raise SurgeryError("the parts of a split entry have bits of their own")
+        if plain.get("structure") in ("split", "joined"):
+            raise SurgeryError("the parts of a split entry, and the matrix of a joined one, have bits of their own")
         return QuantizedLinear(build_module(plain, device, dtype), storage)
     except SurgeryError as error:
         text = str(error)
@@ -178,10 +211,11 @@ def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: to
 REPLACED = (
     StructuredLinear,
     SplitLinear,
+    JoinedLinear,
     GuardedLinear,
     QuantizedLinear,
 )  # what replaces a linear in a converted model
-DAMAGED_TABLE = "the surgery table in config.json is damaged"
+UNJOINED = ("split", "joined", "dense", "folded")  # what cannot be the matrix of joined linears
 MAX_FEATURES = 2**26  # more features than any model has
 
 
@@ -197,7 +231,8 @@ def _check_split_entry(spec: dict[str, Any]) -> None:
     parts: dict[str, Any] = given if isinstance(given, dict) else {}
     whole = bool(parts) and all(isinstance(entry, dict) for entry in parts.values())
     if not whole or any(
-        e.get("structure") == "split" or shares_basis(e) or not name.isidentifier() for name, e in parts.items()
+        e.get("structure") in ("split", "joined") or shares_basis(e) or not name.isidentifier()
+        for name, e in parts.items()
     ):
         raise SurgeryError(f"{DAMAGED_TABLE}: a split entry reads {str(spec)[:100]}")
     order = spec.get("order", list(parts))

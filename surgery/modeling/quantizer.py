@@ -18,7 +18,8 @@ from surgery.checkpoint.table import QUANT_METHOD, has_shims
 from surgery.checkpoint.tensor_names import check_tensors, find_model_class, unused_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
-from surgery.modeling.modules import DAMAGED_TABLE, build_module, connect_bases, shares_basis
+from surgery.modeling.joined import connect_joined
+from surgery.modeling.modules import DAMAGED_TABLE, build_module, connect_bases, is_joined, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.structures import StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
@@ -104,6 +105,7 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
 
     split_named_experts(model, table)
     find, missing, taken, sharing = ModuleFinder(model), 0, set(), []
+    joined: dict[str, Any] = {}
     for path, spec in [*table.items(), *mixers.items()]:
         place = find(path)
         if place is None:
@@ -124,9 +126,11 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
             model.set_submodule(place, replacement)
             untie(model, place)
             sharing += [place] if shares_basis(spec) else []
+            joined |= {place: replacement} if is_joined(spec) else {}
         else:
             replace_attention(model, place, mixer_config(spec))
     connect_bases(model, sharing)
+    connect_joined(joined)
 
 
 def split_named_experts(model: Any, paths: Iterable[str]) -> None:

@@ -25,6 +25,7 @@ from surgery.core.registry import validate_config
 from surgery.mixers import AttentionShape
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import AttentionTarget, find_attention_targets, keep_heads, softmax_shapes
+from surgery.planning.joined import check_joins, group_by_input
 from surgery.planning.recipe import STRUCTURE_KEYS, ConversionRecipe, LinearSettings
 from surgery.planning.shared_bases import check_can_share, share_bases
 from surgery.planning.speed import TimedOption, TimeTarget, plan_by_time
@@ -47,14 +48,15 @@ class FusedSlice:
 
 @dataclass(frozen=True)
 class LinearTarget:
-    """A weight matrix to be replaced: a whole linear, or one role of a fused linear.
+    """A weight matrix to be replaced: a whole linear, one role of a fused linear, or several linears of one input together.
 
     linear: the module. out: output rows. configs: candidate structures, not yet resolved to a budget; () keeps the matrix dense
     (in a split linear). keep: fraction of its parameters to keep. part: its rows in a fused linear, or None. preview: the
     structure shown in the plan, fitted to a uniform budget. round_ranks: ranks chosen by the budget are multiples of it. With `speed`,
     options: the structures that it may get, dense_ns: predicted nanoseconds of the dense matrix; a preview of None stays dense.
     share: whether the recipe asks for a basis shared by the experts of the layer. basis: path of that basis, "" if the matrix has none;
-    stores_basis: whether the numbers of the basis count with this matrix, the first that uses it.
+    stores_basis: whether the numbers of the basis count with this matrix, the first that uses it. joined: the linears that the matrix
+    replaces, whose rows follow one another in it; () if it is `linear` alone, which is the first of them.
     """
 
     linear: LinearInfo
@@ -69,11 +71,26 @@ class LinearTarget:
     share: bool = False
     basis: str = ""
     stores_basis: bool = False
+    joined: tuple[LinearInfo, ...] = ()
 
     @property
     def name(self) -> str:
-        """The path of the linear, with :role for a part of a fused linear."""
+        """The path of the linear, with :role for a part of a fused linear; of joined ones a.q_proj+k_proj+v_proj."""
+        if self.joined:
+            return "+".join([self.linear.path, *(linear.path.rpartition(".")[2] for linear in self.joined[1:])])
         return self.linear.path if self.part is None else f"{self.linear.path}:{self.part.role}"
+
+    @property
+    def linears(self) -> tuple[LinearInfo, ...]:
+        """The linears that the matrix replaces: one, or those that it joins."""
+        return self.joined or (self.linear,)
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles of the matrix's rows."""
+        if self.part is not None:
+            return [self.part.role]
+        return [role for linear in self.linears for role in linear.roles]
 
     @property
     def in_(self) -> int:
@@ -101,7 +118,7 @@ class LinearTarget:
         stored: int = STRUCTURES[config].params(config, self.out, self.in_)
         if self.basis and not self.stores_basis:
             stored -= config.rank * self.in_  # type: ignore[attr-defined]
-        return stored
+        return stored + len(self.joined)  # the `weight` of each JoinedLinear
 
     @property
     def basis_rank(self) -> int:
@@ -156,6 +173,11 @@ class Plan:
     def targets_in_layer(self, layer: str) -> dict[str, tuple[LinearTarget, ...]]:
         """Return the targets of one layer by path of the linear."""
         return {path: targets for path, targets in self.targets.items() if targets[0].linear.layer == layer}
+
+    def replaced_linears(self, layer: str | None = None) -> dict[str, LinearTarget]:
+        """Return the first target of each linear that is replaced or refitted, by its path. layer: of this layer alone."""
+        targets = (found[0] for found in self.targets.values())
+        return {linear.path: t for t in targets for linear in t.linears if layer is None or linear.layer == layer}
 
     def replaced_targets(self) -> list[LinearTarget]:
         """Return the targets that get a structure."""
@@ -226,10 +248,15 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             "model reads text, and raises an error for images"
         )
     targets: dict[str, tuple[LinearTarget, ...]] = {}
+    joined, joining_notes = _joined_targets(recipe, layout)
+    notes += joining_notes
     for linear in layout.linears:
         if linear.layer and linear.layer not in layout.layers:
             continue  # of a tower that stays as it is
-        found = _linear_targets(linear, recipe, meta_model, layout)
+        if linear.path in joined:
+            found = joined[linear.path]
+        else:
+            found = _linear_targets(linear, recipe, meta_model, layout)
         if not found and linear.path in refitted:  # stays dense, but is refitted to the mixer's output
             found = (LinearTarget(linear, linear.out, 1.0, ()),)
         if found:
@@ -356,6 +383,27 @@ def _linear_targets(
     sizes, heads = fused_sizes(linear, meta_model.config)
     parts = [FusedSlice(role, i, sizes, heads) for i, role in enumerate(linear.roles)]
     return tuple(_linear_target(linear, s, recipe, sizes[p.index], p) for s, p in zip(per_role, parts))
+
+
+def _joined_targets(
+    recipe: ConversionRecipe, layout: ModelLayout
+) -> tuple[dict[str, tuple[LinearTarget, ...]], list[str]]:
+    """Return (for each linear that is joined with others its targets, notes for the user). Only the first of a group has one."""
+    wanted = {}
+    for linear in layout.linears:
+        if len(linear.roles) == 1 and not linear.experts and not (linear.layer and linear.layer not in layout.layers):
+            settings = _resolve_settings(linear, linear.roles[0], recipe, layout)
+            if settings.share == "input" and settings.structure != "dense":
+                wanted[linear.path] = (linear, settings)
+    groups = group_by_input(wanted)
+    found: dict[str, tuple[LinearTarget, ...]] = {}
+    for linears in groups:
+        settings, out = wanted[linears[0].path][1], sum(linear.out for linear in linears)
+        keep = sum(wanted[linear.path][1].keep * linear.out for linear in linears) / out
+        target = _linear_target(linears[0], settings.model_copy(update={"keep": keep}), recipe, out, None)
+        found |= {linear.path: () for linear in linears}
+        found[linears[0].path] = (replace(target, joined=tuple(linears)),)
+    return found, check_joins(recipe, groups, layout.linears)
 
 
 def _resolve_settings(linear: LinearInfo, role: str, recipe: ConversionRecipe, layout: ModelLayout) -> LinearSettings:

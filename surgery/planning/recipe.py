@@ -9,6 +9,7 @@ rules:                # later rules win; match: a role or a path, with * and ?
   - {match: mlp.down, keep: 0.7}
   - {match: attention.key, structure: dense, layers: "2:-2"}
   - {match: "expert.*", structure: low_rank, share: experts}    # one basis for the experts of a layer, see shared_bases.py
+  - {match: "attention.*", share: input}    # one matrix for query, key and value, see joined.py
 attention: {mixer: linear, mask: decay}    # see attention_recipe.py
 """
 
@@ -36,7 +37,7 @@ Grid = tuple[Count, Count] | tuple[Count, Count, Count]  # with the largest bloc
 Levels = Annotated[int, Field(ge=1, le=32, strict=True)] | tuple[Count | Grid | Literal["sqrt", "monarch"], ...]
 Cores = Annotated[int, Field(ge=2, le=16, strict=True)]
 LevelRanks = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
-Sharing = Literal["none", "experts"]  # what a right factor is shared by
+Sharing = Literal["none", "experts", "input"]  # what shares one right factor
 STRUCTURE_KEYS = ("blocks", "levels", "ranks", "cores", "rank", "order")  # keys that are options of the structure
 
 
@@ -306,7 +307,7 @@ EXPECTED_VALUES = {
     "cores": "a whole number from 2 to 16, for example 3",
     "rank": "a whole number over 0, or full",
     "order": "contiguous or strided",
-    "share": "experts or none",
+    "share": "experts, input or none",
     "round_ranks": "a whole number from 1 to 4096, for example 64",
     "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",
     "towers": "auto, all, or names of towers, for example [text, vision]",

@@ -45,7 +45,7 @@ def share_bases(targets: Targets, recipe: ConversionRecipe, layout: ModelLayout)
     One expert alone shares with no other and is an ordinary low-rank matrix. Raises SurgeryError if the recipe has `share: experts` and
     no experts can share, if ranks within a layer differ, or if rank 1 exceeds the budget.
     """
-    if recipe.share == "none" and not any(rule.share == "experts" for rule in recipe.rules):
+    if recipe.share != "experts" and not any(rule.share == "experts" for rule in recipe.rules):
         return targets, []
     groups: dict[str, list[LinearTarget]] = {}
     for found in targets.values():

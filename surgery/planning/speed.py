@@ -212,7 +212,8 @@ def _share_of_linears(
 ) -> float | None:
     """Return time of the replaced linears / time of all, all dense; None if one was not measured or belongs to routed experts."""
     rest = [(target.out, target.in_) for found in targets.values() for target in found if not target.configs]
-    linears = [linear for linear in layout.linears if linear.path not in targets]
+    covered = {linear.path for found in targets.values() for linear in found[0].linears}
+    linears = [linear for linear in layout.linears if linear.path not in covered]
     mine, shapes = sum(target.dense_ns for target in replaced), Counter([*rest, *((x.out, x.in_) for x in linears)])
     try:
         others = sum(count * candidates.dense_ns("", shape) for shape, count in shapes.items())
@@ -281,7 +282,7 @@ def option_of(target: LinearTarget, structure: Any) -> TimedOption | None:
     if structure is None or structure == {"structure": "dense"}:
         return None
     for option in target.options:
-        if option.config.to_dict() == structure:
+        if option.config.to_dict() == {k: v for k, v in structure.items() if k != "share"}:
             return option
     raise SurgeryError(f"{target.name} has no option {str(structure)[:100]} in time")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgery.architectures.linears import find_linears
+from surgery.architectures.linears import LinearInfo, find_linears
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import read_tensor
 from surgery.core.errors import SurgeryError
@@ -33,8 +34,18 @@ def select_rows(target: LinearTarget, tensor: Tensor) -> Tensor:
     return tensor if target.part is None else tensor[fused_slice_rows(target.part).to(tensor.device)]
 
 
-def target_gram(target: LinearTarget, gram: Tensor) -> Tensor:
-    """Return the target's block of the output Gram matrix (O, O), or of its diagonal (O,)."""
+def target_gram(target: LinearTarget, grams: Mapping[str, Tensor]) -> Tensor:
+    """Return the output Gram matrix (O, O) of a target, or its diagonal (O,), from those of whole linears by path.
+
+    That of joined linears has zeros between them; it is a diagonal if one of theirs is.
+    """
+    if target.joined:
+        found = [grams[linear.path] for linear in target.joined]
+        if all(gram.dim() == 2 for gram in found):
+            blocks: Tensor = torch.block_diag(*found)
+            return blocks
+        return torch.cat([gram if gram.dim() == 1 else gram.diagonal() for gram in found])
+    gram = grams[target.linear.path]
     block = select_rows(target, gram)
     return block if gram.dim() == 1 or target.part is None else block[:, fused_slice_rows(target.part).to(gram.device)]
 
@@ -44,10 +55,13 @@ def target_weight(meta_model: MetaModel, target: LinearTarget, device: torch.dev
 
     Raises SurgeryError if it holds values whose squares would overflow float32.
     """
-    weight = meta_model.module(target.linear.path).weight.detach()  # type: ignore[operator]
-    if weight.is_meta or weight.device.type != device.type:
-        weight = read_tensor(meta_model.tensor_info(f"{target.linear.path}.weight"), torch.float32, device=device)
-    weight_OI = select_rows(target, weight.mT if target.linear.transposed else weight).contiguous()
+    found = []
+    for linear in target.linears:
+        weight = meta_model.module(linear.path).weight.detach()  # type: ignore[operator]
+        if weight.is_meta or weight.device.type != device.type:
+            weight = read_tensor(meta_model.tensor_info(f"{linear.path}.weight"), torch.float32, device=device)
+        found.append(weight.mT if linear.transposed else weight)
+    weight_OI = select_rows(target, found[0] if len(found) == 1 else torch.cat(found)).contiguous()
     largest = float(weight_OI.abs().max()) if weight_OI.numel() else 0.0
     if not largest <= LARGEST:
         raise SurgeryError(
@@ -67,6 +81,18 @@ def table_entry(target: LinearTarget, config: StructureConfig | None) -> dict[st
     structure = config.to_dict() if config is not None else {"structure": "dense"}
     share = {"share": "experts"} if target.basis else {}
     return {**structure, **share, "in_features": target.in_, "out_features": target.out, "bias": target.linear.bias}
+
+
+def joined_entry(
+    target: LinearTarget, linear: LinearInfo, start: int, config: StructureConfig | None
+) -> dict[str, Any]:
+    """Return the table entry of one of the joined linears of a target. start: its first row. config: of the matrix, None if it is not the first."""
+    sizes = {"in_features": linear.in_, "out_features": linear.out, "bias": linear.bias}
+    if config is None:
+        first = target.linear.path.rpartition(".")[2]
+        return {"structure": "joined", **sizes, "first": first, "start": start}
+    matrix = {**config.to_dict(), "in_features": target.in_, "out_features": target.out, "bias": False}
+    return {"structure": "joined", **sizes, "matrix": matrix}
 
 
 def role_weight(meta_model: MetaModel, layer: str, role: str) -> tuple[Tensor, Tensor | None]:

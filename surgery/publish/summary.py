@@ -45,7 +45,7 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _plan_row(target: LinearTarget) -> dict[str, Any]:
-    roles = target.part.role if target.part else " + ".join(target.linear.roles) or _path_in_layer(target.linear)
+    roles = " + ".join(target.roles) or _path_in_layer(target.linear)
     row = {"role": roles, "shape": [target.out, target.in_], "before": target.numel}
     if target.preview is None:
         return {**row, "structure": "dense", "after": target.numel, "macs": round(target.numel * target.linear.active)}
@@ -62,7 +62,8 @@ def _plan_row(target: LinearTarget) -> dict[str, Any]:
 def _preview_dict(target: LinearTarget) -> dict[str, Any] | None:
     if target.preview is None:
         return None
-    return {**target.preview.to_dict(), **({"share": "experts"} if target.basis else {})}
+    share = {"share": "experts"} if target.basis else {"share": "input"} if target.joined else {}
+    return {**target.preview.to_dict(), **share}
 
 
 @lru_cache(4096)
@@ -82,9 +83,13 @@ def describe_structure(structure: dict[str, Any]) -> str:
     """Format a structure: {"structure": "btt", "blocks": [4, 4], "rank": 8} -> btt 4x4 rank 8, and with levels mlbtc 1+4x4 ranks 16+2."""
     if structure["structure"] == "split":
         return "split: " + ", ".join(f"{k} {describe_structure(v)}" for k, v in structure["parts"].items())
+    if structure["structure"] == "joined":
+        return f"joined: {describe_structure(structure['matrix'])}" if "matrix" in structure else "joined"
     words = [structure["structure"], *([f"int{structure['bits']}"] if "bits" in structure else [])]
     if structure.get("share") == "experts":
         words.append("shared basis")
+    if structure.get("share") == "input":
+        words.append("joined")
     if isinstance(structure.get("blocks"), (list, tuple)):
         words.append("x".join(str(n) for n in structure["blocks"]))
     if isinstance(levels := structure.get("levels"), (list, tuple)):
@@ -138,7 +143,8 @@ def unchanged_linears(plan: Plan) -> list[dict[str, Any]] | None:
     if any(linear.experts for linear in plan.layout.linears):
         return None
     shapes = [((t.out, t.in_), False) for targets in plan.targets.values() for t in targets if not t.configs]
-    rest = [linear for linear in plan.layout.linears if linear.path not in plan.targets]
+    replaced = plan.replaced_linears()
+    rest = [linear for linear in plan.layout.linears if linear.path not in replaced]
     return _counted_shapes(shapes + [((linear.out, linear.in_), "head" in linear.roles) for linear in rest])
 
 

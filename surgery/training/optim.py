@@ -31,6 +31,7 @@ from surgery.core.config import Real, StrictModel
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import Mixer
 from surgery.modeling.cache import mixer_modules
+from surgery.modeling.joined import JoinedLinear
 from surgery.modeling.modules import GuardedLinear, SplitLinear
 from surgery.structures import StructuredLinear
 from surgery.training.sharded_tensors import clone_sharded, local_shard
@@ -220,7 +221,7 @@ def select_parameters(model: nn.Module, trains: Iterable[str], roles: dict[str, 
         f"{path}." for path, module in mixer_modules(model) if not any(True for _ in module.mixer.parameters())
     )
     new_places = tuple(
-        f"{path}." for path, m in model.named_modules() if isinstance(m, (StructuredLinear, SplitLinear))
+        f"{path}." for path, m in model.named_modules() if isinstance(m, (StructuredLinear, SplitLinear, JoinedLinear))
     )
     found: set[str] = set()
     trains = tuple(trains)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from surgery.core.errors import SurgeryError
-from surgery.modeling.modules import build_module
+from surgery.modeling.modules import build_module, is_joined
 from surgery.structures import StructuredLinear
 
 Side = Literal["out", "in"]
@@ -60,6 +60,7 @@ class PackedLinear:
         self.modules = []
         self.cuts: list[dict[str, tuple[int, int]]] = []  # of each part: tensor -> (axis, slices), for sliced tensors
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of each part: tensor -> shape in the checkpoint
+        self.joined = _check_joined(specs, out_features)
         for spec, out in zip(specs, out_features, strict=True):
             entry = {"structure": "dense"} if spec is None else dict(spec)
             entry = {"in_features": in_features, "out_features": out, **entry}
@@ -130,8 +131,31 @@ class PackedLinear:
 
     def __call__(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return the parts' outputs side by side, (.., sum of out), for x (.., in)."""
-        outs = [functional_call(module, tensors, (x,)) for module, tensors in zip(self.modules, self._parts(flats))]
+        parts = list(zip(self.modules, self._parts(flats)))
+        outs: list[Tensor] = []
+        if self.joined:  # one matrix for the first parts, whose biases vLLM adds
+            module, tensors = parts[0]
+            inner = {name.partition(".")[2]: t for name, t in tensors.items() if "." in name}
+            matrix: Any = module.matrix
+            outs.append(functional_call(matrix, inner, (x,)))
+        outs += [functional_call(module, tensors, (x,)) for module, tensors in parts[self.joined :]]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+
+
+def _check_joined(specs: list[dict[str, Any] | None], out_features: tuple[int, ...]) -> int:
+    """Return how many parts one matrix computes, the first ones; 0 if none. Raises SurgeryError if joined parts are not the first ones."""
+    joined = [spec is not None and is_joined(spec) for spec in specs]
+    count = sum(joined)
+    if not count:
+        return 0
+    whole = specs[0] is not None and "matrix" in specs[0] and all(joined[:count])
+    starts = [spec.get("start", 0) for spec in specs[:count] if spec is not None]
+    if not whole or starts != [sum(out_features[:i]) for i in range(count)] or count == 1:
+        raise SurgeryError(
+            "linears that one matrix replaces (share: input) are served where vLLM's model computes them together, first ones first: here it "
+            "has linears of its own for them. Use `transformers serve`, or convert with share: none"
+        )
+    return count
 
 
 def without_bias(spec: dict[str, Any]) -> dict[str, Any]:

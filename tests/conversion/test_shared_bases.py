@@ -180,7 +180,7 @@ def test_rules_switch_sharing_off_and_a_single_expert_has_its_own(experts):
         str(experts("qwen3_moe")), {"structure": "low_rank", "keep": 0.5, "share": "experts", "rules": rules}
     )
     assert not any("share" in target["first"] for target in plan["targets"])
-    with pytest.raises(SurgeryError, match="share: write experts or none"):
+    with pytest.raises(SurgeryError, match="share: write experts, input or none"):
         make_recipe(structure="low_rank", share="layers")
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from helpers.forked import run_processes
 
 from surgery.core.errors import SurgeryError
+from surgery.modeling.joined import connect_joined
 from surgery.modeling.modules import build_module
 from surgery.vllm.packed_linear import PackedLinear, Shard
 
@@ -80,6 +81,43 @@ def test_a_split_linear_keeps_its_order_and_biases():
     flats = fill(packed, [module])
     packed.check_complete("layer", flats)
     assert packed.has_biases and torch.equal(packed(flats, x), module(x))
+
+
+def joined_entries(structure: str, outs: tuple[int, ...]) -> list[dict]:
+    sizes = {"in_features": IN, "bias": False, "structure": "joined"}
+    starts = [sum(outs[:i]) for i in range(len(outs))]
+    matrix = {**SHIPPED[structure], "in_features": IN, "out_features": sum(outs), "bias": False}
+    first = {**sizes, "out_features": outs[0], "matrix": matrix}
+    return [first, *({**sizes, "out_features": o, "first": "q", "start": s} for o, s in zip(outs[1:], starts[1:]))]
+
+
+@pytest.mark.parametrize("structure", [name for name in SHIPPED if name not in ("dense", "folded", "monarch")])
+def test_joined_parts_are_one_product(structure):
+    outs = (32, 16, 16)
+    specs, x = joined_entries(structure, outs), torch.randn(2, 3, IN)
+    modules = [build_module(spec, "cpu") for spec in specs]
+    modules[0].joined = random_module({**specs[0]["matrix"]})
+    connect_joined(dict(zip(("q", "k", "v"), modules)))
+    packed = PackedLinear(specs, IN, outs, torch.float32)
+    flats = fill(packed, modules)
+    packed.check_complete("layer", flats)
+    torch.testing.assert_close(packed(flats, x), torch.cat([module(x) for module in modules], -1))
+    two = PackedLinear([*specs[:2], None], IN, outs, torch.float32) if structure == "low_rank" else None
+    assert two is None or two.joined == 2
+
+
+def test_joined_parts_that_lie_apart_are_refused():
+    specs = joined_entries("low_rank", (32, 16, 16))
+    for wrong, outs in (
+        ([specs[0]], (32,)),
+        ([specs[1]], (16,)),
+        ([None, *specs[1:]], (32, 16, 16)),
+        (specs[::-1], (16, 16, 32)),
+    ):
+        with pytest.raises(SurgeryError, match="are served where vLLM's model computes them together"):
+            PackedLinear(wrong, IN, outs, torch.float32)
+    with pytest.raises(SurgeryError, match="joined matrices are not cut over processes"):
+        PackedLinear(specs, IN, (32, 16, 16), torch.float32, Shard(0, 2, "out"))
 
 
 def test_every_missing_tensor_is_noticed():

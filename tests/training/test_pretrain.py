@@ -79,6 +79,20 @@ def test_a_mixture_of_experts_is_trained_and_written_back(text, tmp_path):
     assert down.shape == (4, 32, 16) and bool((down != 0).any())  # outputs to the residual stream begin at zero
 
 
+def test_joined_linears_are_trained_from_scratch(text, tmp_path):
+    from surgery.publish.summary import inspect
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    layers = {"structure": "pivoted_low_rank", "keep": 0.5, "share": "input"}
+    record = pretrain(
+        small(text, model={"model_type": "llama", **sizes}, layers=layers), tmp_path / "out", device="cpu"
+    )
+    assert record["stages"][0]["last_loss"] < record["stages"][0]["first_loss"]
+    report = inspect(str(tmp_path / "out"))
+    assert report["checks"]["as_reported"] and report["checks"]["structured_linears"] == 7
+    assert "model.layers.0.mlp.gate_proj+up_proj" in {module["name"] for module in report["modules"]}
+
+
 def test_it_learns_and_is_inspected(text, tmp_path):
     from surgery.publish.summary import inspect
 

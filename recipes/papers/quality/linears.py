@@ -1,6 +1,6 @@
 """Table of docs/quality.md: perplexity after converting every linear of the layers, by structure and method, without training.
 
-python -m surgery.recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--refine 20 20 [--norms]] [--allocate depth] [--json OUT]
+python -m surgery.recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--refine 20 20 [--norms]] [--allocate depth] [--share input] [--json OUT]
 
     plain        no calibration text: Frobenius norm
     whitened     closed form in the metric of the inputs, each layer separately, the same share of parameters everywhere
@@ -132,6 +132,12 @@ def main() -> None:
         help="Tokens that the original samples and that are fitted to as well. Default: none.",
     )
     add("--norms", action="store_true", help="Refine norms and biases too. Default: the new parameters alone.")
+    add(
+        "--share",
+        choices=("none", "input"),
+        action="append",
+        help="Linears of one input as one matrix, for the method `everything`. Repeatable. Default: none.",
+    )
     add("--allocate", help="Allocation of the budget, for the method `everything`. Default: that of recipes.")
     add("--device", help="Compute on this device. Default: a GPU if there is one.")
     add(
@@ -174,16 +180,19 @@ def main() -> None:
                     **STEPS[step],
                     **(allocate if step == "everything" else {}),
                 }
-                found = {"structure": structure, "step": step, "keep": keep}
-                kept = arguments.conversions and arguments.conversions / f"{structure}-{step}-{keep}"
-                try:
-                    found |= convert_and_measure(arguments.source, choices, options, bases, device, kept)
-                except SurgeryError as error:
-                    found["refused"] = str(error)
-                rows.append(found)
-                print(format_line(found), flush=True)
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(rows, indent=1))
+                for share in (arguments.share or ["none"]) if step == "everything" else ["none"]:
+                    found = {"structure": structure, "step": step, "keep": keep, "share": share}
+                    name = f"{structure}-{step}-{keep}" + ("-joined" if share == "input" else "")
+                    kept = arguments.conversions and arguments.conversions / name
+                    recipe = {**choices, "share": share}
+                    try:
+                        found |= convert_and_measure(arguments.source, recipe, options, bases, device, kept)
+                    except SurgeryError as error:
+                        found["refused"] = str(error)
+                    rows.append(found)
+                    print(format_line(found), flush=True)
+                    if arguments.json:
+                        arguments.json.write_text(json.dumps(rows, indent=1))
 
 
 def format_score(score: dict[str, Any]) -> str:
@@ -195,6 +204,7 @@ def format_score(score: dict[str, Any]) -> str:
 def format_line(found: dict[str, Any]) -> str:
     """Format a result as a line."""
     place = " ".join(str(found.get(k, "")) for k in ("structure", "step", "keep"))
+    place += " joined" if found.get("share") == "input" else ""
     if "refused" in found:
         return f"{place}: {found['refused']}"
     others = "".join(f", {Path(name).name} {format_score(score)}" for name, score in found.get("texts", {}).items())

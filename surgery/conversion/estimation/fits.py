@@ -78,7 +78,9 @@ def bare_target(target: LinearTarget) -> LinearTarget:
     """
     linear = replace(target.linear, path="matrix", layer="layer", index=0, expert=0, experts="", active=1.0)
     configs = tuple(dict.fromkeys(_counted_config(c, target) for c in target.configs))
-    return replace(target, linear=linear, part=None, configs=configs, share=False, basis="", stores_basis=False)
+    return replace(
+        target, linear=linear, part=None, configs=configs, share=False, basis="", stores_basis=False, joined=()
+    )
 
 
 def _counted_config(config: StructureConfig, target: LinearTarget) -> StructureConfig:

@@ -19,6 +19,7 @@ learning rates when the recipe has a base_width.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +33,11 @@ from surgery.checkpoint.safetensors_io import TensorInfo
 from surgery.checkpoint.source import CheckpointSource
 from surgery.core.errors import SurgeryError
 from surgery.modeling.attention import install
+from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
 from surgery.planning.plan import LinearTarget, Plan, make_plan
 from surgery.planning.recipe import ConversionRecipe
-from surgery.planning.weights import slice_name, table_entry
+from surgery.planning.weights import joined_entry, slice_name, table_entry
 from surgery.structures import StructuredLinear
 from surgery.structures.base import MuP
 from surgery.structures.low_rank import LowRankLinear
@@ -90,18 +92,27 @@ def replace_linears(model: Any, plan: Plan) -> None:
             f"{shared}: share: experts fits bases to the weights of a checkpoint, and a model that is trained from scratch has none. Set "
             "share: none"
         )
-    table = {path: entry for path, targets in plan.targets.items() if (entry := _module_entry(targets))}
-    for path, entry in table.items():
-        model.set_submodule(path, build_module(entry, device="cpu", dtype=torch.float32))
+    table = {path: entry for targets in plan.targets.values() for path, entry in _module_entries(targets)}
+    built = {path: build_module(entry, device="cpu", dtype=torch.float32) for path, entry in table.items()}
+    connect_joined(built)
+    for path, module in built.items():
+        model.set_submodule(path, module)
     if table:
         model.config.quantization_config = SurgeryConfig(modules=table)
 
 
-def _module_entry(targets: tuple[LinearTarget, ...]) -> dict[str, Any] | None:
-    """Return the module's entry of the quantization_config, None if it stays dense."""
+def _module_entries(targets: tuple[LinearTarget, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (path, entry of the quantization_config) of the linear, or of those that are joined; none if it stays dense."""
     linear, specs = targets[0].linear, [table_entry(target, target.preview) for target in targets]
     if all(target.preview is None for target in targets):
-        return None
+        return
+    if targets[0].joined:
+        start = 0
+        for joined in targets[0].joined:
+            entry = joined_entry(targets[0], joined, start, None if start else targets[0].preview)
+            yield joined.path, {**entry, **({"transposed": True} if joined.transposed else {})}
+            start += joined.out
+        return
     if targets[0].part is None:
         entry = specs[0]
     else:
@@ -112,7 +123,7 @@ def _module_entry(targets: tuple[LinearTarget, ...]) -> dict[str, Any] | None:
             "order": names,
             "heads": targets[0].part.heads,
         }
-    return {**entry, **({"transposed": True} if linear.transposed else {})}
+    yield linear.path, {**entry, **({"transposed": True} if linear.transposed else {})}
 
 
 def install_mixers(model: Any, plan: Plan) -> None:
@@ -145,6 +156,11 @@ def initialize_module(module: Any) -> None:
     if isinstance(module, SplitLinear):
         for part in module.parts.values():
             initialize_module(part)
+    elif isinstance(module, JoinedLinear):  # the first of a group initializes the matrix
+        for matrix in module.children():
+            initialize_module(matrix)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
     elif isinstance(module, StructuredLinear):
         module.reset_parameters()
     else:

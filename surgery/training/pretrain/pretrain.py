@@ -189,7 +189,7 @@ def initial_report(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str
 def _module_record(target: Any) -> dict[str, Any]:
     structure = STRUCTURES[target.preview]
     macs = structure(target.in_, target.out, target.preview, bias=False, device="meta").macs()
-    record = {"name": target.name, "roles": [target.part.role] if target.part else list(target.linear.roles)}
+    record = {"name": target.name, "roles": target.roles}
     record |= {"shape": [target.out, target.in_], "structure": target.preview.to_dict(), "error": None}
     record |= {"params_before": target.numel, "params_after": structure.params(target.preview, target.out, target.in_)}
     return {**record, "macs_before": target.numel, "macs_after": macs}

@@ -17,6 +17,7 @@ from torch import Tensor
 from surgery.checkpoint.safetensors_io import TensorSource, write_shard
 from surgery.core.config import Real
 from surgery.core.errors import SurgeryError, suggestion
+from surgery.modeling.joined import JoinedLinear
 from surgery.modeling.modules import SplitLinear
 from surgery.structures import StructuredLinear
 from surgery.training.sharded_tensors import full_tensor
@@ -91,7 +92,9 @@ class LoraStage(Stage):
                 raise SurgeryError(f"stage lora: targets: {word!r} matches no linear{suggestion(word, words)}")
             for path in hit:
                 module = student.get_submodule(path)
-                structured = isinstance(getattr(module, "base_layer", module), (StructuredLinear, SplitLinear))
+                structured = isinstance(
+                    getattr(module, "base_layer", module), (StructuredLinear, SplitLinear, JoinedLinear)
+                )
                 ends = "keep" if structured or self.config.ends == "keep" else "merge"
                 if path not in found[ends]:
                     found[ends].append(path)

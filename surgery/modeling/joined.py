@@ -1,0 +1,161 @@
+"""Linears of one input that one matrix replaces: q, k and v of an attention, gate and up of an MLP (`share: input`).
+
+    W = [W_q; W_k; W_v] ~ B (sum of O, I),  q(x) = rows of B x,  k(x) = the next rows, ..
+
+The first linear of a group holds B; the others refer to it. A model calls them one after another with one tensor, so B x is computed
+for the first that is called and kept until the others have taken their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.core.errors import SurgeryError
+from surgery.structures.base import is_exporting
+
+DAMAGED = "the surgery table in config.json is damaged"
+
+
+class JoinedLinear(nn.Module):
+    """One linear of a group that one matrix B replaces, y = B[start : start + O] x + bias.
+
+    Args:
+        in_features, out_features: I and O, of this linear alone.
+        start: its first row in B.
+        joined: B, in the first linear of the group; None in the others, which need `connect_joined`.
+        first: name of the first linear beside this one, "" in the first itself.
+
+    `weight` is an empty 3-D buffer: see StructuredLinear.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        start: int,
+        joined: nn.Module | None,
+        first: str = "",
+        bias: bool = True,
+        **factory: Any,
+    ):
+        super().__init__()
+        self.in_features, self.out_features, self.start, self.first = in_features, out_features, start, first
+        self.register_buffer("weight", torch.zeros(1, 1, 1, **factory))
+        self.bias = nn.Parameter(torch.zeros(out_features, **factory)) if bias else None
+        self._group: tuple[_Group, ...] = ()  # in a tuple, whose modules nn.Module does not register
+        if joined is not None:
+            self.joined = joined
+
+    def connect(self, group: _Group) -> None:
+        """Make this linear one of a group."""
+        self._group = (group,)
+
+    @property
+    def matrix(self) -> Any:
+        """The module of B, with the rows of all linears of the group. Raises SurgeryError before `connect_joined`."""
+        if "joined" in self._modules:
+            return self._modules["joined"]
+        return self._connected().first.matrix
+
+    def _connected(self) -> _Group:
+        if not self._group:
+            raise SurgeryError("a linear that is joined with others was built without them; load the whole checkpoint")
+        return self._group[0]
+
+    def rows(self) -> slice:
+        """Return the rows of this linear in B."""
+        return slice(self.start, self.start + self.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return B[rows] x + bias (..., O) for x (..., I)."""
+        y = self._connected().output(self, x)[..., self.rows()]
+        return y if self.bias is None else y + self.bias
+
+    def dense(self) -> Tensor:
+        """Return the weight (O, I)."""
+        dense: Tensor = self.matrix.dense()[self.rows()]
+        return dense
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for printing the module."""
+        return f"in={self.in_features}, out={self.out_features}, rows from {self.start}"
+
+
+class _Group:
+    """The linears of one matrix, and its last output as long as some of them have not taken theirs.
+
+    An output is taken for the same tensor only, if neither it nor the matrix was written in between. If a linear is called twice before
+    others were called once, they do not read one tensor, and nothing is kept any more.
+    """
+
+    def __init__(self, linears: list[JoinedLinear]):
+        self.first, self.count = linears[0], len(linears)
+        self.keeps = True
+        self.taken: set[int] = set()  # first rows of the linears that have taken their rows
+        self.kept: tuple[Tensor, Tensor, int, bool] | None = None  # x, B x, versions, whether with gradients
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes that a copy gets: none of an output."""
+        return {**self.__dict__, "kept": None}
+
+    def output(self, linear: JoinedLinear, x: Tensor) -> Tensor:
+        """Return B x, the output of all linears of the group (..., sum of O), for x (..., I)."""
+        matrix = self.first.matrix
+        traced, graded = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        if self.kept is not None:
+            kept_x, y, version, was_graded = self.kept
+            fresh = kept_x is x and was_graded == graded and (traced or version == _version(matrix, x))
+            if fresh and linear.start not in self.taken:
+                self.taken.add(linear.start)
+                if len(self.taken) == self.count:
+                    self.kept = None
+                return y
+            self.keeps &= kept_x is x or traced
+        y = matrix(x)
+        self.taken, self.kept = {linear.start}, None
+        if self.keeps and not is_exporting() and (traced or not x.is_inference()):
+            self.kept = (x, y, 0 if traced else _version(matrix, x), graded)
+        return y
+
+
+def _version(matrix: nn.Module, x: Tensor) -> int:
+    """Return a number that grows whenever x or a tensor of the matrix is written in place."""
+    stored = [*matrix._parameters.values(), *matrix._buffers.values()]
+    return x._version + sum([t._version for t in stored if t is not None and not t.is_inference()])
+
+
+def connect_joined(modules: Mapping[str, nn.Module]) -> None:
+    """Connect the JoinedLinears among modules, by path, with those of their group.
+
+    Raises SurgeryError if one lacks its first linear, or if the rows of a group do not cover its matrix.
+    """
+    groups: dict[str, list[tuple[str, JoinedLinear]]] = {}
+    for path, module in modules.items():
+        if isinstance(module, JoinedLinear):
+            groups.setdefault(sibling(path, module.first) if module.first else path, []).append((path, module))
+    for head, found in groups.items():
+        members = [module for _, module in sorted(found, key=lambda item: item[1].start)]
+        first, last = modules.get(head), members[-1]
+        starts, ends = [m.start for m in members], [m.start + m.out_features for m in members]
+        whole = isinstance(first, JoinedLinear) and members[0] is first and "joined" in first._modules
+        if (
+            not whole
+            or starts != [0, *ends[:-1]]
+            or ends[-1] != first.matrix.out_features  # type: ignore[union-attr]
+            or any(m.in_features != last.in_features for m in members)
+        ):
+            places = ", ".join(f"{path} (rows {m.start} to {m.start + m.out_features})" for path, m in found)
+            raise SurgeryError(f"{DAMAGED}: {places} do not cover the rows of one matrix at {head}")
+        group = _Group(members)
+        for module in members:
+            module.connect(group)
+
+
+def sibling(path: str, leaf: str) -> str:
+    """Return the path of a module beside the one at `path`."""
+    parent, dot, _ = path.rpartition(".")
+    return f"{parent}{dot}{leaf}"

@@ -1,0 +1,57 @@
+"""Linears of one input that one matrix replaces (`share: input`): which ones are joined.
+
+Query, key and value of an attention read one input, and so do gate and up of an MLP. [W_q; W_k; W_v] is fitted as one matrix, so that its
+right factor is stored once and its parameters go to the rows that need them. Fused linears are one matrix already (`fused: whole`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from surgery.core.errors import SurgeryError
+
+if TYPE_CHECKING:
+    from surgery.architectures.linears import LinearInfo
+    from surgery.planning.recipe import ConversionRecipe, LinearSettings
+
+JOINED_ROLES = ("attention.query", "attention.key", "attention.value"), ("mlp.gate", "mlp.up")
+CROSS_ATTENTION = re.compile(
+    r"cross|encoder_attn|encdec", re.IGNORECASE
+)  # whose query reads another input than key and value
+
+
+def group_by_input(wanted: Mapping[str, tuple[LinearInfo, LinearSettings]]) -> list[list[LinearInfo]]:
+    """Return the linears that one matrix replaces, in groups of two or more.
+
+    wanted: the linears with `share: input` that are replaced, by path, with their settings. Those of a group have one parent, one number
+    of inputs and the same settings up to `keep`.
+    """
+    groups: dict[object, list[LinearInfo]] = {}
+    for linear, settings in wanted.values():
+        role = linear.roles[0] if len(linear.roles) == 1 else ""
+        place = next((index for index, roles in enumerate(JOINED_ROLES) if role in roles), None)
+        parent = linear.path.rpartition(".")[0]
+        if place is None or linear.experts or (CROSS_ATTENTION.search(parent) and role == "attention.query"):
+            continue
+        alike = settings.model_copy(update={"keep": 1.0}).model_dump_json()
+        groups.setdefault((parent, place, linear.in_, linear.transposed, alike), []).append(linear)
+    return [found for found in groups.values() if len(found) > 1]
+
+
+def check_joins(recipe: ConversionRecipe, groups: list[list[LinearInfo]], linears: tuple[LinearInfo, ...]) -> list[str]:
+    """Return notes for the user. Raise SurgeryError if the recipe has `share: input` and no linears are joined."""
+    if recipe.share != "input" and not any(rule.share == "input" for rule in recipe.rules):
+        return []
+    if not groups:
+        fused = " (its fused linears are one matrix already)" if any(linear.fused for linear in linears) else ""
+        raise SurgeryError(
+            "plan: share: input has nothing to join in this model: no two linears of their own that read one input (query, key and value; gate "
+            f"and up) are replaced with the same settings{fused}. Leave share out, or set it to none"
+        )
+    kinds = dict.fromkeys(
+        " and ".join(role.rpartition(".")[2] for linear in found for role in linear.roles) for found in groups
+    )
+    joined = sum(len(found) for found in groups)
+    return [f"share: input: {joined} linears are replaced as {len(groups)} matrices ({'; '.join(kinds)})"]

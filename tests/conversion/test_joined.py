@@ -1,0 +1,442 @@
+"""share: input: one matrix replaces query, key and value of an attention, and another one gate and up."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import killing
+from helpers.forked import run_processes
+from helpers.small import make_recipe, tiny_config, tiny_inputs
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import surgery
+import surgery.calibration.partition
+from surgery.conversion.convert import convert
+from surgery.core.errors import SurgeryError
+from surgery.modeling.joined import JoinedLinear, connect_joined
+from surgery.modeling.modules import build_module
+from surgery.structures import STRUCTURES
+
+PIVOTED = {"structure": "pivoted_low_rank", "keep": 0.5, "share": "input", "sweeps": 1}
+QKV, GATE_UP = "self_attn.q_proj+k_proj+v_proj", "mlp.gate_proj+up_proj"
+
+
+def random_ids(rows: int, seed: int = 1, length: int = 32) -> torch.Tensor:
+    return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def write_model(folder: Path, **options) -> Path:
+    """Write a small llama with biases in its attention, whose matrices have decaying singular values."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=96,
+        max_position_embeddings=128, attention_bias=True, **options,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "embed" not in name:
+                inputs = torch.Generator().manual_seed(parameter.shape[1])  # shared by linears of one input
+                right = torch.randn(12, parameter.shape[1], generator=inputs)
+                left = torch.randn(parameter.shape[0], 12)
+                noise = 0.3 * torch.randn_like(parameter)
+                parameter.copy_((left @ right * 12**-0.5 + noise) * parameter.shape[-1] ** -0.5)
+            elif parameter.dim() == 1 and name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("joined") / "source")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("inputs") / "inputs.safetensors"
+    save_file({"input_ids": random_ids(48)}, path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def converted(source, inputs, tmp_path_factory):
+    """A calibrated conversion: (report, folder)."""
+    out = tmp_path_factory.mktemp("converted") / "out"
+    return surgery.convert(str(source), PIVOTED, out, calibration=inputs), out
+
+
+def logits(folder: Path | str, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+# -- plans ---------------------------------------------------------------------------------------------------------
+def test_a_plan_joins_what_reads_one_input(source):
+    plan = surgery.plan(str(source), PIVOTED)
+    shapes = {t["name"].removeprefix("model.layers.0."): t["shape"] for t in plan["targets"] if ".0." in t["name"]}
+    assert shapes == {QKV: [64, 32], "self_attn.o_proj": [32, 32], GATE_UP: [96, 32], "mlp.down_proj": [32, 48]}
+    assert any(
+        "10 linears are replaced as 4 matrices (query and key and value; gate and up)" in n for n in plan["notes"]
+    )
+    labels = {row["role"]: row["structure"] for row in plan["rows"]}
+    assert labels["attention.query + attention.key + attention.value"] == "pivoted_low_rank joined rank 11"
+    assert labels["attention.output"] == "pivoted_low_rank rank 8"
+    alone = surgery.plan(str(source), {**PIVOTED, "share": "none"})
+    before = alone["totals"]["params_before"]
+    assert (
+        plan["totals"]["params_before"] == before and plan["totals"]["params_after"] <= 0.5 * before + 10
+    )  # a `weight` of one element each
+
+
+def test_rules_leave_linears_out_and_give_shares(source):
+    rules = [
+        {"match": "attention.value", "structure": "dense"},
+        {"match": "attention.query", "keep": 0.25},
+        {"match": "mlp.up", "rank": 3},
+    ]
+    plan = surgery.plan(str(source), {**PIVOTED, "rules": rules})
+    first = {t["name"].removeprefix("model.layers.0."): t for t in plan["targets"] if ".0." in t["name"]}
+    assert first["self_attn.q_proj+k_proj"]["keep"] == pytest.approx((0.25 * 32 + 0.5 * 16) / 48)
+    assert first["mlp.up_proj"]["first"]["rank"] == 3 and "mlp.gate_proj" in first
+    one = surgery.plan(
+        str(source), {"structure": "btt", "blocks": [2, 2], "rules": [{"match": "mlp.*", "share": "input"}]}
+    )
+    assert {t["name"].rpartition(".")[2] for t in one["targets"]} >= {"gate_proj+up_proj", "q_proj", "k_proj"}
+
+
+@pytest.mark.parametrize(
+    "family, message",
+    [
+        ("phi3", r"no two linears of their own .* \(its fused linears are one matrix already\)"),
+        ("gpt2", r"its fused linears are one matrix already"),
+    ],
+)  # fmt: skip
+def test_models_with_nothing_to_join_are_refused(family, message, tmp_path):
+    kind, config = tiny_config(family)
+    kind(config).save_pretrained(tmp_path)
+    with pytest.raises(SurgeryError, match=message):
+        surgery.plan(str(tmp_path), PIVOTED)
+
+
+def test_different_settings_are_not_joined(source):
+    rules = [
+        {"match": role, "rank": rank} for rank, role in enumerate(("attention.query", "attention.key", "mlp.up"), 2)
+    ]
+    with pytest.raises(
+        SurgeryError, match=r"no two linears of their own that read one input .* with the same settings. Leave share out"
+    ):
+        surgery.plan(str(source), {**PIVOTED, "rules": [*rules, {"match": "attention.value", "structure": "dense"}]})
+    with pytest.raises(SurgeryError, match="share: write experts, input or none"):
+        make_recipe(structure="low_rank", share="layers")
+
+
+# -- conversions -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("structure", sorted(STRUCTURES.names()))
+def test_every_structure_is_exact_at_full_rank_and_back(structure, source, tmp_path):
+    if structure in ("monarch",):
+        pytest.skip("the blocks of Monarch determine its rank")
+    recipe = {"structure": structure, "rank": "full", "share": "input"}
+    recipe |= {"mlr": {"levels": 2}, "mlbtc": {"levels": [1, [2, 2]]}}.get(structure, {})
+    if structure in ("mlr", "mlbtc"):
+        recipe = {**recipe, "ranks": [32, 0]}
+        del recipe["rank"]
+    ids, out = random_ids(2), tmp_path / "out"
+    report = surgery.convert(str(source), recipe, out)
+    wanted, model = logits(source, ids), AutoModelForCausalLM.from_pretrained(out).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-3, atol=1e-4)
+    stored, before = (load_file(folder / "model.safetensors") for folder in (out, source))
+    change = sum(t.numel() for t in stored.values()) - sum(t.numel() for t in before.values())
+    totals = report["totals"]
+    assert change == totals["replaced_params_after"] - totals["replaced_params_before"]
+    assert report["modules"][0]["structure"]["share"] == "input" and "joined" in repr(surgery.inspect(out))
+    model.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == stored.keys() and all(torch.equal(again[name], stored[name]) for name in stored)
+    surgery.densify(out, tmp_path / "dense")
+    dense = load_file(tmp_path / "dense" / "model.safetensors")
+    assert {n: t.shape for n, t in dense.items()} == {n: t.shape for n, t in before.items()}
+    torch.testing.assert_close(logits(tmp_path / "dense", ids), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_joined_is_closer_than_apart_on_other_text(converted, source, inputs, tmp_path):
+    """At no more stored numbers, on weights whose rows share their inputs' leading directions."""
+    report, out = converted
+    alone = surgery.convert(str(source), {**PIVOTED, "share": "none"}, tmp_path / "alone", calibration=inputs)
+    assert report["totals"]["replaced_params_after"] <= 1.01 * alone["totals"]["replaced_params_after"]
+    ids = random_ids(8, seed=3)
+    wanted = logits(source, ids)
+    assert relative(logits(out, ids), wanted) < 0.97 * relative(logits(tmp_path / "alone", ids), wanted)
+
+
+@pytest.mark.parametrize(
+    "options", [{"structure": "auto"}, {"allocate": "spread"}, {"allocate": "best"}, {"curvature": "diagonal"}]
+)
+def test_allocation_trials_and_refinement(options, source, inputs, tmp_path):
+    recipe = {**PIVOTED, **options, "refine": {"layers": 2, "model": 2, "norms": True}}
+    report = surgery.convert(str(source), recipe, tmp_path / "out", calibration=inputs)
+    for refined in (*report["refine"]["by_layer"].values(), report["refine"]["whole"]):
+        assert refined["end"] <= refined["start"]
+    names = {record["name"].removeprefix("model.layers.1.") for record in report["modules"]}
+    assert {QKV, GATE_UP} <= names
+    ids = random_ids(4, seed=5)
+    assert relative(logits(tmp_path / "out", ids), logits(source, ids)) < 0.5
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.layers.0.self_attn.k_proj.bias" in stored
+    assert not torch.equal(
+        stored["model.layers.0.self_attn.k_proj.bias"],
+        load_file(source / "model.safetensors")["model.layers.0.self_attn.k_proj.bias"],
+    ) or report["refine"]["whole"]["end"] == report["refine"]["whole"]["start"]  # fmt: skip
+
+
+def test_a_budget_that_covers_a_group_leaves_its_linears_dense(source, inputs, tmp_path, monkeypatch):
+
+    def choose(ctx):
+        found, allocation = choose_budgets(ctx)
+        return {name: 64 * 32 if "q_proj" in name else params for name, params in found.items()}, allocation
+
+    choose_budgets = surgery.conversion.convert.choose_budgets
+    monkeypatch.setattr(surgery.conversion.convert, "choose_budgets", choose)
+    report = surgery.convert(str(source), PIVOTED, tmp_path / "out", calibration=inputs)
+    dense = [r["name"] for r in report["modules"] if r["structure"] == {"structure": "dense"}]
+    assert [name.rpartition(".layers.")[2] for name in dense] == [f"0.{QKV}", f"1.{QKV}"]
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["model.layers.0.self_attn.k_proj.weight"].shape == (16, 32)
+    model = LlamaForCausalLM.from_pretrained(source).eval()
+    surgery.apply(model, PIVOTED, calibration=inputs)
+    ids = random_ids(2)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, logits(tmp_path / "out", ids))
+
+
+def test_killed_and_resumed_to_the_same_bytes(source, inputs, tmp_path, capfd):
+    recipe = make_recipe(**PIVOTED, calibration=inputs, refine={"layers": 1, "model": 1})
+    whole, *resumed = killing.convert_with_kills(
+        lambda out, resume: convert(str(source), recipe, out, resume=resume), tmp_path, kills=1
+    )
+    assert resumed
+    for out in resumed:
+        for name in ("model.safetensors", "config.json"):
+            assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_two_processes_give_the_bytes_of_one(source, inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(surgery.calibration.partition, "MIN_SHARD_TOKENS", 64)
+    recipe = make_recipe(**PIVOTED, calibration=inputs, allocate="best")
+    for count in (1, 2):
+        out = tmp_path / f"out-{count}"
+        assert run_processes(count, lambda _, out=out: convert(str(source), recipe, out, device="cpu")) == [0] * count
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out-1" / name).read_bytes() == (tmp_path / "out-2" / name).read_bytes()
+
+
+def test_encoders_and_cross_attention(tmp_path):
+    """In cross-attention key and value are joined, and the query, which reads another input, has its own matrix."""
+    for family in ("bert", "t5-gated", "qwen3"):
+        kind, config = tiny_config(family)
+        torch.manual_seed(0)
+        model = kind(config).eval()
+        inputs = tiny_inputs(family, 4)
+        with torch.no_grad():
+            wanted = model(**inputs).logits
+            report = surgery.apply(
+                copy.deepcopy(model), {**PIVOTED, "keep": 0.6}, calibration=tiny_inputs(family, 16, seed=2)
+            ).surgery_report
+            exact = surgery.apply(model, {"structure": "low_rank", "rank": "full", "share": "input"})
+            torch.testing.assert_close(exact(**inputs).logits, wanted, rtol=1e-3, atol=1e-4)
+        names = [record["name"] for record in report["modules"]]
+        assert any("+" in name for name in names), names
+        cross = [name for name in names if "EncDecAttention" in name]
+        assert {name.rpartition(".")[2] for name in cross} == ({"q", "k+v", "o"} if family == "t5-gated" else set())
+
+
+def test_linears_that_read_different_inputs_are_refused(source, inputs, tmp_path, monkeypatch):
+    """A model that gives its key another tensor, against what its roles say."""
+    from transformers.models.llama import modeling_llama
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(2 * x))
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    recipe = {**PIVOTED, "curvature": "none", "allocate": "uniform"}
+    with pytest.raises(SurgeryError, match=r"gate_proj and model.layers.0.mlp.up_proj do not read one input"):
+        surgery.convert(str(source), recipe, tmp_path / "out", calibration=inputs)
+
+
+# -- models ------------------------------------------------------------------------------------------------------
+def test_a_model_in_memory_gets_the_bits_of_the_command(converted, source, inputs, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    surgery.apply(model, PIVOTED, calibration=inputs)
+    model.save_pretrained(tmp_path / "applied")
+    one, other = (load_file(folder / "model.safetensors") for folder in (converted[1], tmp_path / "applied"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    checks = surgery.inspect(model)["checks"]
+    assert checks["as_reported"] and checks["structured_linears"] == 14
+    ids = random_ids(2)
+    copied = copy.deepcopy(model)
+    copied(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for name, p in copied.named_parameters() if "joined" in name)
+    assert all(p.grad is None for p in model.parameters())  # the copy has modules of its own
+    with torch.no_grad():
+        before = copied(ids).logits
+        surgery.densify(copied)
+        torch.testing.assert_close(copied(ids).logits, before, rtol=1e-4, atol=1e-5)
+    assert not any(isinstance(module, JoinedLinear) for module in copied.modules())
+
+
+def test_the_matrix_is_multiplied_once_for_all_its_linears(converted):
+    model, calls = AutoModelForCausalLM.from_pretrained(converted[1]).eval(), []
+    for module in model.modules():
+        if isinstance(module, JoinedLinear) and not module.first:
+            module.joined.register_forward_hook(lambda *_: calls.append(1))
+    ids = random_ids(2)
+    with torch.no_grad():
+        model(ids)
+    assert len(calls) == 4
+    model(ids, labels=ids).loss.backward()
+    assert len(calls) == 8
+    model.gradient_checkpointing_enable()
+    model.train()
+    model(ids, labels=ids).loss.backward()
+    assert len(calls) == 16
+
+
+def make_group(bias: bool = False) -> list[JoinedLinear]:
+    torch.manual_seed(0)
+    sizes = {"in_features": 8, "bias": bias}
+    matrix = {"structure": "low_rank", "rank": 3, "in_features": 8, "out_features": 12}
+    first = build_module({"structure": "joined", **sizes, "out_features": 6, "matrix": matrix}, "cpu")
+    others = [
+        build_module({"structure": "joined", **sizes, "out_features": out, "first": "q", "start": start}, "cpu")
+        for out, start in ((4, 6), (2, 10))
+    ]
+    modules = dict(zip(("a.q", "a.k", "a.v"), [first, *others]))
+    connect_joined(modules)
+    return list(modules.values())
+
+
+def test_kept_outputs_are_never_stale():
+    q, k, v = make_group()
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        q(x)
+        x.mul_(2)  # written in place
+        torch.testing.assert_close(k(x), x @ k.dense().mT)
+        q(x)
+        q.joined.weight.mul_(3)  # the matrix is written
+        torch.testing.assert_close(k(x), x @ k.dense().mT)
+        q(x)
+        torch.testing.assert_close(k(x.clone()), x @ k.dense().mT)  # another tensor
+        torch.testing.assert_close(v(x), x @ v.dense().mT)
+    assert k(x).requires_grad and k(x).grad_fn is not None
+    q(x)
+    with torch.no_grad():
+        assert not k(x).requires_grad
+    with torch.inference_mode():
+        y = torch.randn(3, 8)
+        q(y)
+        y.mul_(2)
+        torch.testing.assert_close(k(y), y @ k.dense().mT)
+    one, other = copy.deepcopy([q, k, v]), copy.deepcopy(k)
+    assert one[1].matrix is one[0].joined and other.matrix is not q.joined
+    torch.testing.assert_close(other(x), k(x))
+
+
+def test_compiled_and_exported():
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = make_group(bias=True)
+
+        def forward(self, x):
+            x = x * 2
+            return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
+
+    block, x = Block(), torch.randn(5, 8)
+    wanted = block(x)
+    torch.testing.assert_close(torch.compile(block, backend="aot_eager", fullgraph=True)(x), wanted)
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    exported = torch.export.export(block, (x,), dynamic_shapes=({0: tokens},))
+    torch.testing.assert_close(exported.module()(torch.cat([x, x])), torch.cat([wanted, wanted]))
+
+
+def test_an_offloaded_model_computes_the_same(converted):
+    from accelerate import cpu_offload
+
+    model, ids = AutoModelForCausalLM.from_pretrained(converted[1]).eval(), random_ids(2)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        assert torch.equal(cpu_offload(model, torch.device("cpu"))(ids).logits, wanted)
+
+
+def test_lora_integers_and_cached_generation(converted, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    from surgery.modeling.lora import all_linears
+
+    model, ids = AutoModelForCausalLM.from_pretrained(converted[1]).eval(), random_ids(2, length=8)
+    names = all_linears(model, set())
+    assert {"model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.q_proj"} <= names
+    assert not any("joined" in name for name in names)
+    with torch.no_grad():
+        wanted = model.generate(ids, max_new_tokens=4, do_sample=False)
+        plain = model(ids).logits
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["q_proj", "k_proj", "up_proj"], r=2))
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, plain)
+        assert torch.equal(adapted.generate(input_ids=ids, max_new_tokens=4, do_sample=False), wanted)
+    adapted(ids, labels=ids).loss.backward()
+    surgery.quantize(str(converted[1]), tmp_path / "int8")
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "int8").eval()
+    with torch.no_grad():
+        assert relative(quantized(ids).logits, plain) < 0.05
+    surgery.quantize(model)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, quantized(ids).logits)
+    surgery.densify(tmp_path / "int8", tmp_path / "dense")
+    torch.testing.assert_close(logits(tmp_path / "dense", ids), quantized(ids).logits.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "path, change, message",
+    [
+        ("k_proj", {"start": 31}, r"q_proj \(rows 0 to 32\), .*k_proj \(rows 31 to 47\), .* do not cover the rows of one matrix at"),
+        ("k_proj", {"first": "o_proj"}, r"do not cover the rows of one matrix at model.layers.0.self_attn"),
+        ("k_proj", {"first": "../q_proj"}, r"a joined entry reads"),
+        ("k_proj", {"start": -1}, r"a joined entry reads"),
+        ("k_proj", {"start": True}, r"a joined entry reads"),
+        ("q_proj", {"matrix": {"structure": "dense", "out_features": 64}}, r"a joined entry reads"),
+        ("q_proj", {"matrix": {"structure": "joined", "out_features": 64}}, r"a joined entry reads"),
+        ("q_proj", {"matrix": "low_rank"}, r"a joined entry reads"),
+        ("q_proj", {"matrix": {"structure": "low_rank", "rank": 4, "out_features": 32}}, r"a joined entry reads"),
+        ("q_proj", {"matrix": {"structure": "low_rank", "rank": 4, "out_features": 80}}, r"do not cover the rows"),
+        ("q_proj", {"bits": 8}, r"matrix of a joined one, have bits of their own"),
+    ],
+)  # fmt: skip
+def test_damaged_tables_are_refused(path, change, message, converted, tmp_path):
+    config = json.loads((converted[1] / "config.json").read_text())
+    config["quantization_config"]["modules"][f"model.layers.0.self_attn.{path}"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((converted[1] / "model.safetensors").read_bytes())
+    with pytest.raises(SurgeryError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_linear_without_its_group_says_so():
+    entry = {"structure": "joined", "in_features": 4, "out_features": 4, "bias": False, "first": "q_proj", "start": 4}
+    with pytest.raises(SurgeryError, match="was built without them"):
+        build_module(entry, "cpu")(torch.ones(1, 4))
+    with pytest.raises(SurgeryError, match="a split entry reads"):
+        build_module({"structure": "split", "parts": {"a": entry}, "order": ["a"], "heads": 0})
