@@ -26,6 +26,8 @@ from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.mlr import MLR
 from surgery.modeling.attention import install
 from surgery.modeling.fuse import fuse_projections
+from surgery.modeling.joined import connect_joined
+from surgery.modeling.modules import build_module
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
 from surgery.structures.low_rank import LowRank
@@ -59,6 +61,8 @@ EXTRA_SLOTS = 512  # tokens of a static cache behind its context
 EXTENT = {"full": 8192, "main": 8192, "small": 128}  # level l of MLR attention is seen within EXTENT / 2^(l-1) tokens
 ORIGINAL, WITHOUT_CUDNN, FAST_HALF = "original, SDPA", " without cuDNN", "fast-half"
 FUSED = FAST_HALF + ", fused projections"  # surgery.fuse_projections, for decoding
+JOINED = FAST_HALF + ", joined"  # share: input
+JOINED_LINEARS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 STEPS = {"full": 6, "main": 6, "small": 2}
 
 
@@ -111,6 +115,7 @@ def model_changes(sizes: str) -> list[tuple[str, Any, Callable[[Any], None]]]:
         ("BTT s=4", "measured", lambda model: replace_linears(model, BTT(rank=4))),
         (FAST_HALF, "measured", lambda model: replace_linears(model, LowRank(), RANK_MULTIPLE)),
         (FUSED, "measured", fast_half_fused),
+        (JOINED, "measured", fast_half_joined),
     ]
 
 
@@ -118,6 +123,25 @@ def fast_half_fused(model: Any) -> None:
     """Replace every linear as `fast-half` does, and compute those of the same input together."""
     replace_linears(model, LowRank(), RANK_MULTIPLE)
     fuse_projections(model)
+
+
+def fast_half_joined(model: Any) -> None:
+    """Replace every linear as `fast-half` does with `share: input`: one matrix for q, k and v, and one for gate and up."""
+    for layer in model.model.layers:
+        for parent, names in zip((layer.self_attn, layer.mlp), JOINED_LINEARS):
+            linears = [parent.get_submodule(name) for name in names]
+            weight, outs = linears[0].weight, [linear.out_features for linear in linears]
+            fitted = fit_half(LowRank(), linears[0].in_features, sum(outs), RANK_MULTIPLE)
+            sizes = {"in_features": linears[0].in_features, "bias": False, "structure": "joined"}
+            matrix = {**fitted.to_dict(), "out_features": sum(outs)}
+            entries: list[dict[str, Any]] = [{**sizes, "out_features": outs[0], "matrix": matrix}]
+            for index in range(1, len(outs)):
+                entries.append({**sizes, "out_features": outs[index], "first": names[0], "start": sum(outs[:index])})
+            made = {name: build_module(entry, weight.device, weight.dtype) for name, entry in zip(names, entries)}
+            connect_joined(made)
+            for name, module in made.items():
+                parent.set_submodule(name, module.requires_grad_(weight.requires_grad))
+    replace_linears(model, LowRank(), RANK_MULTIPLE)
 
 
 def install_mixers(model: Any, config: Any) -> None:
@@ -133,12 +157,15 @@ def replace_linears(model: Any, config: Any, multiple: int = 1, keep: float = 0.
     for path, linear in list(model.model.layers.named_modules()):
         if isinstance(linear, nn.Linear):
             in_, out = linear.in_features, linear.out_features
-            kind = STRUCTURES[config]
-            fitted = kind.fit(config, out, in_, int(keep * in_ * out))
-            if fitted.rank > multiple > 1:
-                fitted = replace(fitted, rank=fitted.rank // multiple * multiple)
+            kind, fitted = STRUCTURES[config], fit_half(config, in_, out, multiple, keep)
             made = kind(in_, out, fitted, bias=False, device=linear.weight.device, dtype=linear.weight.dtype)
             model.model.layers.set_submodule(path, made)
+
+
+def fit_half(config: Any, in_: int, out: int, multiple: int = 1, keep: float = 0.5) -> Any:
+    """Return the config of the largest rank with the share `keep` of the parameters, if above `multiple` rounded down to its multiples."""
+    fitted = STRUCTURES[config].fit(config, out, in_, int(keep * in_ * out))
+    return replace(fitted, rank=fitted.rank // multiple * multiple) if fitted.rank > multiple > 1 else fitted
 
 
 def _get_model(models: dict[str, Any], name: str, change: Any, sizes: str, device: Any, dtype: torch.dtype) -> Any:

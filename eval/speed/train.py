@@ -27,9 +27,11 @@ from surgery.core.files import write_json
 from surgery.core.progress import Progress
 from surgery.eval.speed.model import (
     FAST_HALF,
+    JOINED,
     RANK_MULTIPLE,
     SHAPES,
     compile_layers,
+    fast_half_joined,
     install_mixers,
     replace_linears,
 )
@@ -105,6 +107,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "original": lambda model: None,
     "BTT half": lambda model: replace_linears(model, BTT(blocks=(4, 4))),
     FAST_HALF: lambda model: replace_linears(model, LowRank(), RANK_MULTIPLE),
+    JOINED: fast_half_joined,
     "log-linear Mamba-2": lambda model: install_mixers(model, LinearAttention(mask="hierarchical")),
 }
 

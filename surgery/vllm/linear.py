@@ -26,17 +26,20 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from surgery.checkpoint.table import QUANT_METHOD
 from surgery.core.errors import SurgeryError
+from surgery.modeling.joined import sibling
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.vllm.packed_linear import PackedLinear, Shard, Side
 from surgery.vllm.servable import check_checkpoint
 
 
 class SurgeryTable(QuantizationConfig):
-    """The table of replaced linears. modules: entries by the path of the linear; found: the paths that layers have taken."""
+    """The table of replaced linears. modules: entries by the path of the linear; found: the paths that layers have taken; joined: the
+    methods and layers that hold a matrix of joined linears, by path."""
 
     def __init__(self, modules: dict[str, Any]):
         super().__init__()
         self.modules, self.found = modules, set[str]()
+        self.joined: dict[str, tuple[LinearMethod, nn.Module]] = {}
 
     def get_name(self) -> str:
         """Return the quant_method of config.json."""
@@ -168,6 +171,8 @@ class LinearMethod(LinearMethodBase):
             flat: Any = nn.Parameter(torch.zeros(size, dtype=dtype), requires_grad=False)
             flat.weight_loader = self.loader(name)
             register(layer, name, flat)
+        if self.packed.joined and not self.packed.follows:
+            self.table.joined[self.path] = self, layer
 
     def part_sizes(self, layer: Any, output_partition_sizes: list[int]) -> list[int]:
         """Return the outputs of each part on one process."""
@@ -194,13 +199,21 @@ class LinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Raise SurgeryError if a tensor of this layer, or a layer of the table, is missing."""
         self.packed.check_complete(self.path, self.tensors(layer))
+        if self.packed.follows and sibling(self.path, self.packed.follows) not in self.table.joined:
+            raise SurgeryError(
+                f"{self.path} takes rows of a matrix of {self.packed.follows}, which vLLM's model computes elsewhere. Use `transformers serve`"
+            )
         self.table.check_found()
         if self.packed.has_biases and getattr(layer, "bias", None) is not None:
             layer.get_parameter("bias").data.zero_()  # the parts hold the biases; vLLM's own was not loaded
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the linear map of x: (.., in) -> (.., out)."""
-        y = self.packed(self.tensors(layer), x)
+        if self.packed.follows:
+            first, holder = self.table.joined[sibling(self.path, self.packed.follows)]
+            y = first.packed.whole(first.tensors(holder), x)[..., self.packed.rows()]
+        else:
+            y = self.packed(self.tensors(layer), x)
         return y if bias is None else y + bias
 
 

@@ -61,6 +61,8 @@ class PackedLinear:
         self.cuts: list[dict[str, tuple[int, int]]] = []  # of each part: tensor -> (axis, slices), for sliced tensors
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of each part: tensor -> shape in the checkpoint
         self.joined = _check_joined(specs, out_features)
+        # the linear beside this one that holds the matrix, if it is in a layer of its own
+        self.follows = str((specs[0] or {}).get("first", "")) if self.joined else ""
         for spec, out in zip(specs, out_features, strict=True):
             entry = {"structure": "dense"} if spec is None else dict(spec)
             entry = {"in_features": in_features, "out_features": out, **entry}
@@ -132,28 +134,41 @@ class PackedLinear:
     def __call__(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return the parts' outputs side by side, (.., sum of out), for x (.., in)."""
         parts = list(zip(self.modules, self._parts(flats)))
-        outs: list[Tensor] = []
-        if self.joined:  # one matrix for the first parts, whose biases vLLM adds
-            module, tensors = parts[0]
-            inner = {name.partition(".")[2]: t for name, t in tensors.items() if "." in name}
-            matrix: Any = module.matrix
-            outs.append(functional_call(matrix, inner, (x,)))
+        outs = [self.whole(flats, x)] if self.joined else []
+        if self.joined == len(parts) == 1:  # one of joined linears, alone in its layer
+            return outs[0][..., self.rows()]
         outs += [functional_call(module, tensors, (x,)) for module, tensors in parts[self.joined :]]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
+    def whole(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
+        """Return the output of the matrix of joined linears, with the rows of all, (.., sum of out)."""
+        first: Any = self.modules[0]
+        tensors = {name.partition(".")[2]: t for name, t in self._parts(flats)[0].items() if "." in name}
+        y: Tensor = functional_call(first.matrix, tensors, (x,))
+        return y
+
+    def rows(self) -> slice:
+        """Return the rows of the first part in the matrix of joined linears."""
+        first: Any = self.modules[0]
+        rows: slice = first.rows()
+        return rows
+
 
 def _check_joined(specs: list[dict[str, Any] | None], out_features: tuple[int, ...]) -> int:
-    """Return how many parts one matrix computes, the first ones; 0 if none. Raises SurgeryError if joined parts are not the first ones."""
+    """Return how many parts are joined linears, whose rows one matrix computes; 0 if none.
+
+    One may be alone in its layer. Raises SurgeryError if several are not the first parts, or not in the order of their rows.
+    """
     joined = [spec is not None and is_joined(spec) for spec in specs]
     count = sum(joined)
-    if not count:
-        return 0
-    whole = specs[0] is not None and "matrix" in specs[0] and all(joined[:count])
+    if count == 0 or len(specs) == 1:
+        return count
     starts = [spec.get("start", 0) for spec in specs[:count] if spec is not None]
-    if not whole or starts != [sum(out_features[:i]) for i in range(count)] or count == 1:
+    whole = all(joined[:count]) and "matrix" in (specs[0] or {})
+    if not whole or starts != [sum(out_features[:i]) for i in range(count)]:
         raise SurgeryError(
-            "linears that one matrix replaces (share: input) are served where vLLM's model computes them together, first ones first: here it "
-            "has linears of its own for them. Use `transformers serve`, or convert with share: none"
+            "the table in config.json joins linears (share: input) in another order than vLLM's model computes them, or not its first ones. "
+            "Use `transformers serve`, or convert with share: none"
         )
     return count
 

@@ -134,7 +134,8 @@ def test_different_settings_are_not_joined(source):
         {"match": role, "rank": rank} for rank, role in enumerate(("attention.query", "attention.key", "mlp.up"), 2)
     ]
     with pytest.raises(
-        SurgeryError, match=r"no two linears of their own that read one input .* with the same settings. Leave share out"
+        SurgeryError,
+        match=r"no two linears of their own that read one input .* with the same settings. Leave share out",
     ):
         surgery.plan(str(source), {**PIVOTED, "rules": [*rules, {"match": "attention.value", "structure": "dense"}]})
     with pytest.raises(SurgeryError, match="share: write experts, input or none"):

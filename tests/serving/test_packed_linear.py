@@ -106,15 +106,29 @@ def test_joined_parts_are_one_product(structure):
     assert two is None or two.joined == 2
 
 
-def test_joined_parts_that_lie_apart_are_refused():
+def test_a_joined_linear_alone_in_its_layer():
+    outs = (32, 16, 16)
+    specs, x = joined_entries("btt", outs), torch.randn(5, IN)
+    modules = [build_module(spec, "cpu") for spec in specs]
+    modules[0].joined = random_module(specs[0]["matrix"])
+    connect_joined(dict(zip(("q", "k", "v"), modules)))
+    alone = [PackedLinear([spec], IN, (out,), torch.float32) for spec, out in zip(specs, outs)]
+    flats = [fill(packed, [module]) for packed, module in zip(alone, modules)]
+    assert [packed.follows for packed in alone] == ["", "q", "q"]
+    whole = alone[0].whole(flats[0], x)
+    torch.testing.assert_close(alone[0](flats[0], x), modules[0](x))
+    for packed, module in zip(alone, modules):
+        torch.testing.assert_close(whole[..., packed.rows()], module(x))
+
+
+def test_joined_parts_in_another_order_are_refused():
     specs = joined_entries("low_rank", (32, 16, 16))
     for wrong, outs in (
-        ([specs[0]], (32,)),
-        ([specs[1]], (16,)),
         ([None, *specs[1:]], (32, 16, 16)),
         (specs[::-1], (16, 16, 32)),
+        ([specs[0], specs[2]], (32, 16)),
     ):
-        with pytest.raises(SurgeryError, match="are served where vLLM's model computes them together"):
+        with pytest.raises(SurgeryError, match="in another order than vLLM's model computes them"):
             PackedLinear(wrong, IN, outs, torch.float32)
     with pytest.raises(SurgeryError, match="joined matrices are not cut over processes"):
         PackedLinear(specs, IN, (32, 16, 16), torch.float32, Shard(0, 2, "out"))

@@ -39,6 +39,11 @@ SEVERAL_CORES = {
     ],
 }
 WHOLE = {"structure": "btt", "blocks": [4, 4], "rules": [{"match": "head", "structure": "low_rank", "keep": 0.6}]}
+JOINED = {
+    "structure": "pivoted_low_rank",
+    "share": "input",
+    "rules": [{"match": "mlp.*", "structure": "btt", "blocks": [4, 4]}],
+}
 # family -> the recipe and the class of vLLM that serves it
 SERVED = {
     "llama": (ALL_STRUCTURES, "LlamaForCausalLM"),
@@ -47,6 +52,9 @@ SERVED = {
     "qwen2": (ALL_STRUCTURES, "Qwen2ForCausalLM"),
     "qwen3": (ALL_STRUCTURES, "Qwen3ForCausalLM"),
     "gemma2": (ALL_STRUCTURES, "TransformersForCausalLM"),
+    "llama-joined": (JOINED, "LlamaForCausalLM"),
+    "qwen2-joined": (JOINED, "Qwen2ForCausalLM"),
+    "gemma2-joined": (JOINED, "TransformersForCausalLM"),
     "phi3": (WHOLE, "Phi3ForCausalLM"),
     "phi3-split": ({**WHOLE, "fused": "split"}, "Phi3ForCausalLM"),
 }
