@@ -9,6 +9,7 @@ for the first that is called and kept until the others have taken their rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_ as _is
 from typing import Any
 
 import torch
@@ -88,44 +89,54 @@ class JoinedLinear(nn.Module):
 class _Group:
     """The linears of one matrix, and its last output as long as some of them have not taken theirs.
 
-    An output is taken for the same tensor only, if neither it nor the matrix was written in between. If a linear is called twice before
-    others were called once, they do not read one tensor, and nothing is kept any more.
+    An output is taken for the same tensor only, in the same mode of autograd and autocast, if neither it nor the matrix was written in
+    between. If linears turn out to read different tensors, nothing is kept any more.
     """
 
     def __init__(self, linears: list[JoinedLinear]):
         self.first, self.count = linears[0], len(linears)
         self.keeps = True
         self.taken: set[int] = set()  # first rows of the linears that have taken their rows
-        self.kept: tuple[Tensor, Tensor, int, bool] | None = None  # x, B x, versions, whether with gradients
+        self.read: tuple[Tensor, ...] = ()  # x and the tensors of the matrix; () if no output is kept
+        self.version, self.mode = 0, (False, False)
+        self.y: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a copy gets: none of an output."""
-        return {**self.__dict__, "kept": None}
+        return {**self.__dict__, "read": (), "y": None}
 
     def output(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         """Return B x, the output of all linears of the group (..., sum of O), for x (..., I)."""
-        matrix = self.first.matrix
-        traced, graded = torch.compiler.is_compiling(), torch.is_grad_enabled()
-        if self.kept is not None:
-            kept_x, y, version, was_graded = self.kept
-            fresh = kept_x is x and was_graded == graded and (traced or version == _version(matrix, x))
-            if fresh and linear.start not in self.taken:
+        matrix, traced = self.first.matrix, torch.compiler.is_compiling()
+        mode = torch.is_grad_enabled(), not traced and torch.is_autocast_enabled(x.device.type)
+        if self.y is not None:
+            fresh = self.read[0] is x and self.mode == mode and linear.start not in self.taken
+            if fresh and (traced or self._is_unwritten(_tensors(matrix, x))):
+                y = self.y
                 self.taken.add(linear.start)
                 if len(self.taken) == self.count:
-                    self.kept = None
+                    self.read, self.y = (), None
                 return y
-            self.keeps &= kept_x is x or traced
+            self.keeps &= self.read[0] is x or traced
         y = matrix(x)
-        self.taken, self.kept = {linear.start}, None
+        self.taken, self.read, self.y = {linear.start}, (), None
         if self.keeps and not is_exporting() and (traced or not x.is_inference()):
-            self.kept = (x, y, 0 if traced else _version(matrix, x), graded)
+            self.read, self.y, self.mode = (x,) if traced else _tensors(matrix, x), y, mode
+            self.version = 0 if traced else _version(self.read)
         return y
 
+    def _is_unwritten(self, now: tuple[Tensor, ...]) -> bool:
+        return len(now) == len(self.read) and all(map(_is, now, self.read)) and _version(now) == self.version
 
-def _version(matrix: nn.Module, x: Tensor) -> int:
-    """Return a number that grows whenever x or a tensor of the matrix is written in place."""
+
+def _tensors(matrix: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
     stored = [*matrix._parameters.values(), *matrix._buffers.values()]
-    return x._version + sum([t._version for t in stored if t is not None and not t.is_inference()])
+    return (x, *[t for t in stored if t is not None])
+
+
+def _version(tensors: tuple[Tensor, ...]) -> int:
+    """Return a number that grows whenever one of the tensors is written in place; tensors of inference mode do not tell."""
+    return sum([t._version for t in tensors if not t.is_inference()])
 
 
 def connect_joined(modules: Mapping[str, nn.Module]) -> None:
