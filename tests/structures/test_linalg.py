@@ -109,6 +109,24 @@ def test_2_7_a_failing_batched_solver_is_gone_round(monkeypatch, name, works):
         torch.testing.assert_close(a.abs(), b.abs(), rtol=1e-3, atol=1e-4)  # vectors are known up to a sign
 
 
+def test_a_batch_that_is_too_large_is_computed_in_few_parts(monkeypatch):
+    """98,304 matrices of 2 x 2 are more than cuSOLVER's batched solver takes; one at a time they took minutes."""
+    matrices, real, sizes = spd(5, 7, n=2), torch.linalg.eigvalsh, []
+    expected = real(matrices)
+
+    def fails(matrix):
+        sizes.append(matrix.shape[:-2].numel())
+        if sizes[-1] > 10:
+            raise RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR")
+        return real(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", fails)
+    monkeypatch.setattr(linalg, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="computed in parts of the batch"):
+        torch.testing.assert_close(linalg.eigvalsh(matrices), expected)
+    assert sizes == [35, 18, 9, 9, 17, 9, 8]
+
+
 def test_2_7_what_nobody_can_factor_is_said():
     with pytest.raises(NumericalError, match=r"eigh of a matrix of shape \(4, 4\): the matrix holds NaN or Inf"):
         linalg.eigh(torch.full((4, 4), float("inf")))
