@@ -3,20 +3,22 @@
     W = [W_q; W_k; W_v] ~ B (sum of O, I),  q(x) = rows of B x,  k(x) = the next rows, ..
 
 The first linear of a group holds B; the others refer to it. A model calls them one after another with one tensor, so B x is computed
-for the first that is called and kept until the others have taken their rows.
+for the first that is called and kept until the others have taken their rows (of low rank, right x).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import is_ as _is
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
 from surgery.structures.base import is_exporting
+from surgery.structures.low_rank import FEW_TOKENS, LowRankLinear
 
 DAMAGED = "the surgery table in config.json is damaged"
 
@@ -73,7 +75,7 @@ class JoinedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return B[rows] x + bias (..., O) for x (..., I)."""
-        y = self._connected().output(self, x)[..., self.rows()]
+        y = self._connected().output(self, x)
         return y if self.bias is None else y + self.bias
 
     def dense(self) -> Tensor:
@@ -87,46 +89,71 @@ class JoinedLinear(nn.Module):
 
 
 class _Group:
-    """The linears of one matrix, and its last output as long as some of them have not taken theirs.
+    """The linears of one matrix, and the parts of its last output that were not taken yet.
 
-    An output is taken for the same tensor only, in the same mode of autograd and autocast, if neither it nor the matrix was written in
+    A part is taken for the same tensor only, in the same mode of autograd and autocast, if neither it nor the matrix was written in
     between. If linears turn out to read different tensors, nothing is kept any more.
     """
 
     def __init__(self, linears: list[JoinedLinear]):
-        self.first, self.count = linears[0], len(linears)
+        self.first = linears[0]
+        self.sizes = {linear.start: linear.out_features for linear in linears}
         self.keeps = True
-        self.taken: set[int] = set()  # first rows of the linears that have taken their rows
-        self.read: tuple[Tensor, ...] = ()  # x and the tensors of the matrix; () if no output is kept
+        self.read: tuple[Tensor, ...] = ()  # x and the tensors of the matrix; () if nothing is kept
         self.version, self.mode = 0, (False, False)
-        self.y: Tensor | None = None
+        self.parts: dict[int, _Part] = {}  # by first row
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a copy gets: none of an output."""
-        return {**self.__dict__, "read": (), "y": None}
+        """Return the attributes that a copy gets: nothing that is kept."""
+        return {**self.__dict__, "read": (), "parts": {}}
 
     def output(self, linear: JoinedLinear, x: Tensor) -> Tensor:
-        """Return B x, the output of all linears of the group (..., sum of O), for x (..., I)."""
+        """Return the rows of a linear in B x, (..., O), for x (..., I)."""
         matrix, traced = self.first.matrix, torch.compiler.is_compiling()
         mode = torch.is_grad_enabled(), not traced and torch.is_autocast_enabled(x.device.type)
-        if self.y is not None:
-            fresh = self.read[0] is x and self.mode == mode and linear.start not in self.taken
+        if self.parts:
+            fresh = self.read[0] is x and self.mode == mode and linear.start in self.parts
             if fresh and (traced or self._is_unwritten(_tensors(matrix, x))):
-                y = self.y
-                self.taken.add(linear.start)
-                if len(self.taken) == self.count:
-                    self.read, self.y = (), None
-                return y
+                part = self.parts.pop(linear.start)
+                if not self.parts:
+                    self.read = ()
+                return part.rows()
             self.keeps &= self.read[0] is x or traced
-        y = matrix(x)
-        self.taken, self.read, self.y = {linear.start}, (), None
+        parts = dict(zip(self.sizes, _compute(matrix, x, list(self.sizes.values()), traced)))
+        mine, self.parts, self.read = parts.pop(linear.start), {}, ()
         if self.keeps and not is_exporting() and (traced or not x.is_inference()):
-            self.read, self.y, self.mode = (x,) if traced else _tensors(matrix, x), y, mode
+            self.parts, self.mode, self.read = parts, mode, (x,) if traced else _tensors(matrix, x)
             self.version = 0 if traced else _version(self.read)
-        return y
+        return mine.rows()
 
     def _is_unwritten(self, now: tuple[Tensor, ...]) -> bool:
         return len(now) == len(self.read) and all(map(_is, now, self.read)) and _version(now) == self.version
+
+
+class _Part(NamedTuple):
+    """The rows of one linear: y (..., O); or of low rank z = right x and its rows of left (O, R), which are multiplied when they are taken."""
+
+    y: Tensor
+    left: Tensor | None = None
+
+    def rows(self) -> Tensor:
+        """Return the output (..., O)."""
+        return self.y if self.left is None else F.linear(self.y, self.left)
+
+
+def _compute(matrix: Any, x: Tensor, sizes: list[int], traced: bool) -> list[_Part]:
+    """Return the parts of B x for linears of these numbers of outputs.
+
+    Low rank of many tokens keeps z instead of the outputs, which are then contiguous and need no memory before they are taken. Modules
+    with hooks are called as a whole: accelerate brings the weights of offloaded ones for a call.
+    """
+    hooked = matrix._forward_pre_hooks or matrix._forward_hooks or hasattr(matrix, "_hf_hook")
+    plain = type(matrix) is LowRankLinear and not (hooked or traced or is_exporting())
+    if plain and x.numel() > FEW_TOKENS * x.shape[-1]:  # an exported graph has no branch on the number of tokens
+        right, left = matrix.right_and_left()
+        z = F.linear(x, right)
+        return [_Part(z, rows) for rows in left[0].split(sizes)]
+    return [_Part(y) for y in matrix(x).split(sizes, dim=-1)]
 
 
 def _tensors(matrix: nn.Module, x: Tensor) -> tuple[Tensor, ...]:

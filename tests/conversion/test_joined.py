@@ -355,6 +355,29 @@ def test_kept_outputs_are_never_stale():
     torch.testing.assert_close(other(x), k(x))
 
 
+def test_low_rank_of_many_tokens_keeps_the_factor_s_output_alone():
+    """Its outputs are contiguous, and a later part needs no memory before it is taken."""
+    q, k, v = make_group(bias=True)
+    x = torch.randn(2, 9, 8, requires_grad=True)
+    ys = [linear(x) for linear in (q, k, v)]
+    group = q._group[0]
+    assert all(y.is_contiguous() for y in ys) and not group.parts and not group.read
+    q(x)
+    assert {tuple(part.y.shape) for part in group.parts.values()} == {(2, 9, 3)}
+    sum(y.square().sum() for y in ys).backward()
+    found = [q.joined.right.grad.clone(), q.joined.weight.grad.clone(), x.grad.clone()]
+    for tensor in (q.joined.right, q.joined.weight, x):
+        tensor.grad = None
+    rows = torch.nn.functional.linear(x, q.joined.dense(), torch.cat([m.bias for m in (q, k, v)]))
+    rows.square().sum().backward()
+    for one, tensor in zip(found, (q.joined.right, q.joined.weight, x)):
+        torch.testing.assert_close(one, tensor.grad)
+    calls = []
+    q.joined.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(v(x.clone()), ys[2])
+    assert calls == [1]  # a module with hooks is called as a whole
+
+
 def test_compiled_and_exported():
     class Block(torch.nn.Module):
         def __init__(self):
