@@ -47,8 +47,10 @@ class GradientHooks:
 
     def __init__(self, fisher_pass: FisherPass, call: LayerCall):
         self.fisher_pass, self.path = fisher_pass, call.path
-        targets = fisher_pass.plan.targets_in_layer(call.path).values()
+        targets = list(fisher_pass.plan.targets_in_layer(call.path).values())
         self.linears = {linear.path: linear for parts in targets for linear in parts[0].linears}
+        joined = [parts[0] for parts in targets if parts[0].joined]
+        self.outs = {linear.path: target.out for target in joined for linear in target.joined}
         self.paths = list(self.linears)
         self.routing = RoutingRecord(call.layer, call.path, self.linears.values())
         # Linear -> sum of x x^T, and linear -> sum of g g^T: over the current row shard, in the end over all rows.
@@ -105,7 +107,7 @@ class GradientHooks:
 
     def _full(self, path: str) -> bool:
         linear = self.linears[path]
-        return self._is_full(linear.out, linear.active)
+        return self._is_full(self.outs.get(path, linear.out), linear.active)
 
     def _is_full(self, out: int, active: float = 1.0) -> bool:
         rule = self.fisher_pass.recipe.curvature

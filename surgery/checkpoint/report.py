@@ -62,6 +62,7 @@ class ModuleReport(ReportModel):
     seconds: Number = None
     rows: Count | None = None
     shared_rows: Count | None = None
+    outputs: Annotated[list[Annotated[Count, Field(ge=1)]], Field(max_length=64)] | None = None
 
 
 class MixerReport(ReportModel):

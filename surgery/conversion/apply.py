@@ -44,7 +44,7 @@ from surgery.core.progress import Progress
 from surgery.mixers import mixer_config
 from surgery.modeling.applied import original_folder, set_applied_class
 from surgery.modeling.attention import replace_attention
-from surgery.modeling.joined import connect_joined
+from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import build_module, connect_bases, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import untie
@@ -306,9 +306,10 @@ def install(live: LiveModel, conversion: LiveConversion, report: dict[str, Any],
             path, _, leaf = parameter.rpartition(".")
             _set_parameter(model.get_submodule(live.live_path(path)), leaf, tensor, undo)
         ready = {path: _build(live, path, spec, conversion.tensors) for path, spec in conversion.table.items()}
+        connect_joined(ready)
+        _train_joined(live, ready)
         for path, module in ready.items():
             _swap(model, live.live_path(path), module, undo)
-        connect_joined(ready)
         sharing = [path for path, spec in conversion.table.items() if shares_basis(spec)]
         connect_bases(model, sharing, {basis_path(path): _basis(live, path, conversion.tensors) for path in sharing})
         for path, weight in refits.items():
@@ -355,6 +356,17 @@ def _build(live: LiveModel, path: str, spec: dict[str, Any], tensors: dict[str, 
     copy_hooks(linear, module)
     built: nn.Module = module.train(linear.training)
     return built
+
+
+def _train_joined(live: LiveModel, built: dict[str, nn.Module]) -> None:
+    """Let the matrix of joined linears be trained if one of the linears that it replaces is."""
+    trained: dict[nn.Module, bool] = {}
+    for path, module in built.items():
+        if isinstance(module, JoinedLinear):
+            weight: Any = live.live.get_submodule(live.live_path(path)).weight
+            trained[module.matrix] = trained.get(module.matrix, False) or bool(weight.requires_grad)
+    for matrix, wanted in trained.items():
+        matrix.requires_grad_(wanted)
 
 
 def _basis(live: LiveModel, path: str, tensors: dict[str, Tensor]) -> SharedBasis:

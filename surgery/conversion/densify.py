@@ -129,7 +129,7 @@ def dense_module(module: Any, transposed: bool, folded: bool) -> nn.Module:
     like = next(t for t in stored if t.is_floating_point() and t is not bias)
     if isinstance(module, JoinedLinear):
         like = next(t for t in (*module.matrix.parameters(), *module.matrix.buffers()) if t.is_floating_point())
-        weight_OI = copy.deepcopy(module.matrix).float().dense()[module.rows()].to(like.dtype)
+        weight_OI = copy.deepcopy(module.matrix).float().dense()[module.rows()].to(like.dtype, copy=True)
     else:
         weight_OI = copy.deepcopy(module).float().dense().to(like.dtype)
     linear: Any

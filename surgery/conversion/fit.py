@@ -28,7 +28,7 @@ class FitRecord:
     relative error of the weights (Frobenius). start: the error after the closed-form projection. sweeps: sweeps accepted
     after it. refit: whether the matrix was fitted to the regression K C^-1, which compensates errors of earlier layers.
     rows: of a routed expert's matrix, how many calibration rows were routed to the expert. shared_rows: how many average rows
-    of all experts of the layer were added, because these were too few.
+    of all experts of the layer were added, because these were too few. outputs: of joined linears, how many each has.
     """
 
     name: str
@@ -46,11 +46,13 @@ class FitRecord:
     seconds: float
     rows: int | None = None
     shared_rows: int | None = None
+    outputs: list[int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as they stand in the report; `rows` and `shared_rows` only of a routed expert."""
+        """Return the fields as they stand in the report; `rows` and `shared_rows` only of a routed expert, `outputs` of joined linears."""
         fields = asdict(self)
-        return fields if self.rows is not None else {k: v for k, v in fields.items() if not k.endswith("rows")}
+        left_out = () if self.rows is not None else ("rows", "shared_rows")
+        return {k: v for k, v in fields.items() if k not in left_out and (k != "outputs" or v is not None)}
 
 
 @dataclass
@@ -256,7 +258,7 @@ def fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, secon
             largest = float(torch.finfo(stored).max)
             raise NumericalError(
                 f"its fit holds NaN or Inf in {str(stored).removeprefix('torch.')} (numbers up to {largest:.1e}). Leave it "
-                f"dense (a rule {{match: {target.name}, structure: dense}}), or convert from a checkpoint in bfloat16 or float32"
+                f"dense (a rule {{match: {target.linear.path}, structure: dense}}), or convert from a checkpoint in bfloat16 or float32"
             )
     params, macs = linear.cost() if linear is not None else (target.numel, target.numel)
     share = {"share": "experts"} if target.basis else {"share": "input"} if target.joined else {}
@@ -274,6 +276,7 @@ def fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, secon
         sweeps=best.sweeps,
         refit=best.refit,
         seconds=seconds,
+        outputs=[joined.out for joined in target.joined] or None,
     )
     return FitResult(record, linear, dense_OI)
 

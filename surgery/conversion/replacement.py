@@ -188,7 +188,7 @@ def _add_joined(
         base = stored_module_name(meta_model, linear.path)
         if fitted.linear is None:
             assert fitted.dense_OI is not None
-            rows_OI = fitted.dense_OI[start : start + linear.out].contiguous()
+            rows_OI = fitted.dense_OI[start : start + linear.out].clone()
             replacement.modules[linear.path] = dense_linear(rows_OI, bias)
             stored = (rows_OI.mT if linear.transposed else rows_OI).contiguous().to(dtype)
             replacement.entries.append(TensorSource.from_tensor(f"{base}.weight", stored))

@@ -8,6 +8,7 @@ for the first that is called and kept until the others have taken their rows (of
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from operator import is_ as _is
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from surgery.core.errors import SurgeryError
 from surgery.structures.base import is_exporting
 from surgery.structures.low_rank import FEW_TOKENS, LowRankLinear
 
+MAX_MISSES = 8
 DAMAGED = "the surgery table in config.json is damaged"
 
 
@@ -75,12 +77,13 @@ class JoinedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return B[rows] x + bias (..., O) for x (..., I)."""
-        y = self._connected().output(self, x)
+        group = self._connected()
+        y = group.output_of_replica(self, x) if "_is_replica" in self.__dict__ else group.output(self, x)
         return y if self.bias is None else y + self.bias
 
     def dense(self) -> Tensor:
         """Return the weight (O, I)."""
-        dense: Tensor = self.matrix.dense()[self.rows()]
+        dense: Tensor = self.matrix.dense()[self.rows()].clone()  # a view would keep the rows of all linears in memory
         return dense
 
     def extra_repr(self) -> str:
@@ -88,46 +91,68 @@ class JoinedLinear(nn.Module):
         return f"in={self.in_features}, out={self.out_features}, rows from {self.start}"
 
 
+class _Kept(threading.local):
+    """What a thread keeps of the last output of a group. read: x and the tensors of the matrix. parts: those not taken yet, by first row.
+    misses: outputs in a row of which parts were left."""
+
+    def __init__(self) -> None:
+        self.read: tuple[Tensor, ...] = ()
+        self.parts: dict[int, _Part] = {}
+        self.version, self.mode, self.misses = 0, (False, False), 0
+
+
 class _Group:
-    """The linears of one matrix, and the parts of its last output that were not taken yet.
+    """The linears of one matrix, and the parts of its last output that were not taken yet, for each thread.
 
     A part is taken for the same tensor only, in the same mode of autograd and autocast, if neither it nor the matrix was written in
-    between. If linears turn out to read different tensors, nothing is kept any more.
+    between. If parts are left again and again, the linears do not read one tensor, and nothing is kept any more. Nor is anything in
+    inference mode, whose tensors do not tell whether they were written.
     """
 
     def __init__(self, linears: list[JoinedLinear]):
         self.first = linears[0]
         self.sizes = {linear.start: linear.out_features for linear in linears}
-        self.keeps = True
-        self.read: tuple[Tensor, ...] = ()  # x and the tensors of the matrix; () if nothing is kept
-        self.version, self.mode = 0, (False, False)
-        self.parts: dict[int, _Part] = {}  # by first row
+        self.kept = _Kept()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a copy gets: nothing that is kept."""
-        return {**self.__dict__, "read": (), "parts": {}}
+        return {"first": self.first, "sizes": self.sizes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, kept=_Kept())
 
     def output(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         """Return the rows of a linear in B x, (..., O), for x (..., I)."""
-        matrix, traced = self.first.matrix, torch.compiler.is_compiling()
+        matrix, kept, traced = self.first.matrix, self.kept, torch.compiler.is_compiling()
         mode = torch.is_grad_enabled(), not traced and torch.is_autocast_enabled(x.device.type)
-        if self.parts:
-            fresh = self.read[0] is x and self.mode == mode and linear.start in self.parts
-            if fresh and (traced or self._is_unwritten(_tensors(matrix, x))):
-                part = self.parts.pop(linear.start)
-                if not self.parts:
-                    self.read = ()
+        if kept.parts:
+            fresh = kept.read[0] is x and kept.mode == mode and linear.start in kept.parts
+            if fresh and (traced or _is_unwritten(kept, _tensors(matrix, x))):
+                part = kept.parts.pop(linear.start)
+                if not kept.parts:
+                    kept.read, kept.misses = (), 0
                 return part.rows()
-            self.keeps &= self.read[0] is x or traced
+            kept.misses += not traced
         parts = dict(zip(self.sizes, _compute(matrix, x, list(self.sizes.values()), traced)))
-        mine, self.parts, self.read = parts.pop(linear.start), {}, ()
-        if self.keeps and not is_exporting() and (traced or not x.is_inference()):
-            self.parts, self.mode, self.read = parts, mode, (x,) if traced else _tensors(matrix, x)
-            self.version = 0 if traced else _version(self.read)
+        mine, kept.parts, kept.read = parts.pop(linear.start), {}, ()
+        if kept.misses < MAX_MISSES and not is_exporting() and (traced or not x.is_inference()):
+            kept.parts, kept.mode, kept.read = parts, mode, (x,) if traced else _tensors(matrix, x)
+            kept.version = 0 if traced else _version(kept.read)
         return mine.rows()
 
-    def _is_unwritten(self, now: tuple[Tensor, ...]) -> bool:
-        return len(now) == len(self.read) and all(map(_is, now, self.read)) and _version(now) == self.version
+    def output_of_replica(self, linear: JoinedLinear, x: Tensor) -> Tensor:
+        """Return the rows of a linear that nn.DataParallel copied to another device, by a copy of the matrix there."""
+        matrix = linear._modules.get("joined")
+        if matrix is None:
+            matrix = self.first.matrix
+            tensors = {n: t.to(x.device) for n, t in [*matrix.named_parameters(), *matrix.named_buffers()]}
+            return torch.func.functional_call(matrix, tensors, (x,))[..., linear.rows()]
+        y: Tensor = matrix(x)[..., linear.rows()]
+        return y
+
+
+def _is_unwritten(kept: _Kept, now: tuple[Tensor, ...]) -> bool:
+    return len(now) == len(kept.read) and all(map(_is, now, kept.read)) and _version(now) == kept.version
 
 
 class _Part(NamedTuple):
@@ -153,7 +178,10 @@ def _compute(matrix: Any, x: Tensor, sizes: list[int], traced: bool) -> list[_Pa
         right, left = matrix.right_and_left()
         z = F.linear(x, right)
         return [_Part(z, rows) for rows in left[0].split(sizes)]
-    return [_Part(y) for y in matrix(x).split(sizes, dim=-1)]
+    y = matrix(x)
+    # No views of each other, so that one may be written in place.
+    parts = y.split(sizes, dim=-1) if traced or is_exporting() else torch.unsafe_split_with_sizes(y, sizes, dim=-1)
+    return [_Part(part) for part in parts]
 
 
 def _tensors(matrix: nn.Module, x: Tensor) -> tuple[Tensor, ...]:

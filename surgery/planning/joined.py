@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from surgery.planning.recipe import ConversionRecipe, LinearSettings
 
 JOINED_ROLES = ("attention.query", "attention.key", "attention.value"), ("mlp.gate", "mlp.up")
+COMPRESSED = re.compile(r"_b_proj$")  # of multi-head latent attention: each reads a compressed input of its own
 CROSS_ATTENTION = re.compile(
     r"cross|encoder_attn|encdec", re.IGNORECASE
 )  # whose query reads another input than key and value
@@ -33,7 +34,8 @@ def group_by_input(wanted: Mapping[str, tuple[LinearInfo, LinearSettings]]) -> l
         role = linear.roles[0] if len(linear.roles) == 1 else ""
         place = next((index for index, roles in enumerate(JOINED_ROLES) if role in roles), None)
         parent = linear.path.rpartition(".")[0]
-        if place is None or linear.experts or (CROSS_ATTENTION.search(parent) and role == "attention.query"):
+        crossed = CROSS_ATTENTION.search(parent) and role == "attention.query"
+        if place is None or linear.experts or crossed or COMPRESSED.search(linear.path):
             continue
         alike = settings.model_copy(update={"keep": 1.0}).model_dump_json()
         groups.setdefault((parent, place, linear.in_, linear.transposed, alike), []).append(linear)
@@ -45,6 +47,11 @@ def check_joins(recipe: ConversionRecipe, groups: list[list[LinearInfo]], linear
     if recipe.share != "input" and not any(rule.share == "input" for rule in recipe.rules):
         return []
     if not groups:
+        if not any(linear.roles for linear in linears):
+            raise SurgeryError(
+                "plan: share: input joins query, key and value, and gate and up, and no architecture names the linears of this model_type. Leave "
+                "share out, or set it to none"
+            )
         fused = " (its fused linears are one matrix already)" if any(linear.fused for linear in linears) else ""
         raise SurgeryError(
             "plan: share: input has nothing to join in this model: no two linears of their own that read one input (query, key and value; gate "

@@ -115,15 +115,16 @@ class TimedCandidates:
         return _nanoseconds(found.ms)
 
     def options(
-        self, name: str, shape: tuple[int, int], configs: Sequence[StructureConfig]
+        self, name: str, shape: tuple[int, int], configs: Sequence[StructureConfig], joined: tuple[int, ...] = ()
     ) -> tuple[int, tuple[TimedOption, ...]]:
         """Return (nanoseconds of the dense matrix, the structures that take less).
 
+        joined: outputs of the linears that the matrix joins, which are products of their own while they are dense.
         Raises SurgeryError if the dense matrix was not measured, or none of the structures was near its shape.
         """
-        key = (shape, tuple(configs))
+        key = (shape, tuple(configs), joined)
         if key not in self.known:
-            dense = self.dense_ns(name, shape)
+            dense = sum(self.dense_ns(name, (out, shape[1])) for out in joined or shape[:1])
             timed = [option for config in configs for option in self._timed(config, shape)]
             if not timed:
                 names = " or ".join(dict.fromkeys(config.name for config in configs))
@@ -201,7 +202,8 @@ def plan_by_time(
 
 
 def _timed_target(target: LinearTarget, candidates: TimedCandidates) -> LinearTarget:
-    dense, options = candidates.options(target.name, (target.out, target.in_), target.configs)
+    outs = tuple(linear.out for linear in target.joined)
+    dense, options = candidates.options(target.name, (target.out, target.in_), target.configs, outs)
     kinds = {type(option.config) for option in options}
     configs = tuple(config for config in target.configs if type(config) in kinds) or target.configs
     return replace(target, dense_ns=dense, options=options, configs=configs)

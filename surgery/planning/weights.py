@@ -60,15 +60,16 @@ def target_weight(meta_model: MetaModel, target: LinearTarget, device: torch.dev
         weight = meta_model.module(linear.path).weight.detach()  # type: ignore[operator]
         if weight.is_meta or weight.device.type != device.type:
             weight = read_tensor(meta_model.tensor_info(f"{linear.path}.weight"), torch.float32, device=device)
-        found.append(weight.mT if linear.transposed else weight)
-    weight_OI = select_rows(target, found[0] if len(found) == 1 else torch.cat(found)).contiguous()
-    largest = float(weight_OI.abs().max()) if weight_OI.numel() else 0.0
-    if not largest <= LARGEST:
-        raise SurgeryError(
-            f"{target.name} holds values up to {largest:.1e}; sums of their squares overflow float32, so only values up to "
-            f"{LARGEST:.0e} can be fitted. Check the checkpoint, or leave it dense: a rule {{match: {target.name}, structure: dense}}"
-        )
-    return weight_OI
+        rows = select_rows(target, weight.mT if linear.transposed else weight)
+        largest = float(rows.abs().max()) if rows.numel() else 0.0
+        if not largest <= LARGEST:
+            name = target.name if target.part else linear.path
+            raise SurgeryError(
+                f"{name} holds values up to {largest:.1e}; sums of their squares overflow float32, so only values up to "
+                f"{LARGEST:.0e} can be fitted. Check the checkpoint, or leave it dense: a rule {{match: {linear.path}, structure: dense}}"
+            )
+        found.append(rows)
+    return (found[0] if len(found) == 1 else torch.cat(found)).contiguous()
 
 
 def slice_name(role: str) -> str:

@@ -17,7 +17,7 @@ from surgery.kernels.tuning import (
     nearby_rows,
     tables,
 )
-from surgery.planning.measured_times import MeasuredTimes, same_alignment
+from surgery.planning.measured_times import MeasuredTimes, Predicted, same_alignment
 from surgery.publish.tables import speed_in_words
 
 TOKEN_COUNTS = (1, 16, 512, 8192)
@@ -73,7 +73,7 @@ def predict_linears(
         return None
     times = MeasuredTimes(table)
     found: dict[str, Any] = {"device": table["device"], "dtype": table["dtype"]}
-    kinds = Counter(json.dumps([target["first"], target["shape"]]) for target in plan["targets"])
+    kinds = Counter(json.dumps([target["first"], target["shape"], target.get("outputs")]) for target in plan["targets"])
     for phase, tokens in (("prefill", context or DEFAULT_CONTEXT), ("decode", 1)):
         found[phase] = _predict_phase(times, phase, tokens, kinds, plan["unchanged"])
     return found
@@ -84,10 +84,15 @@ def _predict_phase(
 ) -> dict[str, Any]:
     sums, counts = {"before": 0.0, "after": 0.0}, {True: 0, False: 0}
     far: list[str] = []
-    linears = [(None, entry["shape"], entry["count"], 1 if entry.get("last") else context) for entry in unchanged]
-    linears += [(*json.loads(kind), count, context) for kind, count in kinds.items()]
-    for config, (out, in_), count, tokens in linears:
-        before = times.dense(phase, tokens, out, in_)
+    linears = [(None, e["shape"], None, e["count"], 1 if e.get("last") else context) for e in unchanged]
+    for kind, count in kinds.items():
+        config, (out, in_), outputs = json.loads(kind)
+        if config is None:  # joined linears that stay dense are linears of their own
+            linears += [(None, (each, in_), None, count, context) for each in outputs or [out]]
+        else:
+            linears.append((config, (out, in_), outputs, count, context))
+    for config, (out, in_), outputs, count, tokens in linears:
+        before = _dense_time(times, phase, tokens, outputs or [out], in_)
         if before is None and config is None:
             before = times.dense(phase, tokens, out, in_, farthest=math.inf)
             far.append(f"{in_:,} -> {out:,}")
@@ -101,6 +106,15 @@ def _predict_phase(
                 counts[one.measured] += 1
     known = {"tokens": context, **sums, "measured": counts[True], "interpolated": counts[False]}
     return {**known, "extrapolated": far} if far else known
+
+
+def _dense_time(times: MeasuredTimes, phase: str, tokens: int, outs: list[int], in_: int) -> Predicted | None:
+    """Return the time of dense linears of one input, None if one was not measured."""
+    found = [times.dense(phase, tokens, out, in_) for out in outs]
+    known = [time for time in found if time is not None]
+    if len(known) < len(found):
+        return None
+    return Predicted(sum(time.ms for time in known), all(time.measured for time in known))
 
 
 def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:

@@ -22,6 +22,7 @@ from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
+from surgery.modeling.joined import sibling
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.speed import speed_dict
 from surgery.structures import STRUCTURES, StructureConfig
@@ -57,6 +58,11 @@ def _plan_row(target: LinearTarget) -> dict[str, Any]:
         "after": target.params(target.preview),
         "macs": round(macs * target.linear.active),
     }
+
+
+def _outputs(target: LinearTarget) -> dict[str, list[int]]:
+    """Return the numbers of outputs of joined linears, {} for others."""
+    return {"outputs": [linear.out for linear in target.joined]} if target.joined else {}
 
 
 def _preview_dict(target: LinearTarget) -> dict[str, Any] | None:
@@ -107,7 +113,7 @@ def plan_dict(plan: Plan, context: int | None = None, estimate: dict[str, Any] |
     """Return the plan as JSON data, for --json and notebooks. context: as in `cost_lengths`. estimate: of the conversion, with the
     epochs of its refinement."""
     targets = [
-        {"name": t.name, "shape": [t.out, t.in_], "keep": t.keep, "first": _preview_dict(t)}
+        {"name": t.name, "shape": [t.out, t.in_], "keep": t.keep, "first": _preview_dict(t), **_outputs(t)}
         for t in plan.replaced_targets()
     ]
     expected = plan.expected_targets()
@@ -211,14 +217,23 @@ def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str
         return None
     if report.get("storage") or any(linear.experts for linear in layout.linears):
         return None
-    replaced = Counter(json.dumps([r["structure"], r["shape"]]) for r in report["modules"])
-    paths = {record["name"].partition(":")[0] for record in report["modules"]}
+    replaced = Counter(json.dumps([r["structure"], r["shape"], r.get("outputs")]) for r in report["modules"])
+    paths = {path for record in report["modules"] for path in record_paths(record["name"])}
     others = [((n.out, n.in_), "head" in n.roles) for n in layout.linears if n.path not in paths]
     kinds = ((*json.loads(kind), count) for kind, count in replaced.items())
     return {
-        "replaced": [{"structure": structure, "shape": shape, "count": count} for structure, shape, count in kinds],
+        "replaced": [
+            {"structure": structure, "shape": shape, "count": count, **({"outputs": outputs} if outputs else {})}
+            for structure, shape, outputs, count in kinds
+        ],
         "unchanged": _counted_shapes(others),
     }
+
+
+def record_paths(name: str) -> list[str]:
+    """Return the paths of the linears of a record: one, or those that a matrix joins (a.q_proj+k_proj+v_proj)."""
+    first, *others = name.partition(":")[0].split("+")
+    return [first, *(sibling(first, leaf) for leaf in others)]
 
 
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:

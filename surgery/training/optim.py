@@ -31,7 +31,7 @@ from surgery.core.config import Real, StrictModel
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import Mixer
 from surgery.modeling.cache import mixer_modules
-from surgery.modeling.joined import JoinedLinear
+from surgery.modeling.joined import JoinedLinear, sibling
 from surgery.modeling.modules import GuardedLinear, SplitLinear
 from surgery.structures import StructuredLinear
 from surgery.training.sharded_tensors import clone_sharded, local_shard
@@ -236,11 +236,25 @@ def select_parameters(model: nn.Module, trains: Iterable[str], roles: dict[str, 
             hit = {n for n, k in known.items() if k.kind == word}
         else:
             hit = {n for n in known if fnmatchcase(n, word) or fnmatchcase(n.rpartition(".")[0], word)}
-            hit |= {n for n in known if any(n.startswith(f"{p}.") for p, r in roles.items() if _role_matches(r, word))}
+            places = [p for p, r in roles.items() if _role_matches(r, word)]
+            places += [matrix for p in places if (matrix := _joined_matrix(model, p))]
+            hit |= {n for n in known if n.startswith(tuple(f"{p}." for p in places))} if places else set()
         if not hit and not (word == "mixers" and bare and len(trains) > 1):
             raise SurgeryError(_no_match_message(word, model, {k.kind for k in known.values()}, roles, bool(bare)))
         found |= hit
     return found
+
+
+def _joined_matrix(model: nn.Module, path: str) -> str:
+    """Return the path of the matrix of which the linear at `path` takes rows, "" if it is not one of joined linears or holds the matrix."""
+    try:
+        linear = model.get_submodule(path)
+    except AttributeError:
+        return ""
+    base: Any = linear
+    if hasattr(base, "get_base_layer"):  # of a PEFT adapter
+        base = base.get_base_layer()
+    return f"{sibling(path, base.first)}.joined" if isinstance(base, JoinedLinear) and base.first else ""
 
 
 def _no_match_message(

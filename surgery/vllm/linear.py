@@ -171,7 +171,7 @@ class LinearMethod(LinearMethodBase):
             flat: Any = nn.Parameter(torch.zeros(size, dtype=dtype), requires_grad=False)
             flat.weight_loader = self.loader(name)
             register(layer, name, flat)
-        if self.packed.joined and not self.packed.follows:
+        if len(self.packed.joined) == len(self.entries) == 1 and not self.packed.follows:
             self.table.joined[self.path] = self, layer
 
     def part_sizes(self, layer: Any, output_partition_sizes: list[int]) -> list[int]:

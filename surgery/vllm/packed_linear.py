@@ -60,9 +60,9 @@ class PackedLinear:
         self.modules = []
         self.cuts: list[dict[str, tuple[int, int]]] = []  # of each part: tensor -> (axis, slices), for sliced tensors
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of each part: tensor -> shape in the checkpoint
-        self.joined = _check_joined(specs, out_features)
+        self.joined = _find_joined(specs, out_features)
         # the linear beside this one that holds the matrix, if it is in a layer of its own
-        self.follows = str((specs[0] or {}).get("first", "")) if self.joined else ""
+        self.follows = str((specs[0] or {}).get("first", "")) if self.joined and len(specs) == 1 else ""
         for spec, out in zip(specs, out_features, strict=True):
             entry = {"structure": "dense"} if spec is None else dict(spec)
             entry = {"in_features": in_features, "out_features": out, **entry}
@@ -134,17 +134,19 @@ class PackedLinear:
     def __call__(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return the parts' outputs side by side, (.., sum of out), for x (.., in)."""
         parts = list(zip(self.modules, self._parts(flats)))
-        outs = [self.whole(flats, x)] if self.joined else []
-        if self.joined == len(parts) == 1:  # one of joined linears, alone in its layer
-            return outs[0][..., self.rows()]
-        outs += [functional_call(module, tensors, (x,)) for module, tensors in parts[self.joined :]]
+        if self.joined and len(parts) == 1:  # one of joined linears, alone in its layer
+            return self.whole(flats, x)[..., self.rows()]
+        first, last = (self.joined[0], self.joined[-1] + 1) if self.joined else (0, 0)
+        outs = [functional_call(module, tensors, (x,)) for module, tensors in parts[:first]]
+        outs += [self.whole(flats, x)] if self.joined else []
+        outs += [functional_call(module, tensors, (x,)) for module, tensors in parts[last:]]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
     def whole(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return the output of the matrix of joined linears, with the rows of all, (.., sum of out)."""
-        first: Any = self.modules[0]
-        tensors = {name.partition(".")[2]: t for name, t in self._parts(flats)[0].items() if "." in name}
-        y: Tensor = functional_call(first.matrix, tensors, (x,))
+        holder: Any = self.modules[self.joined[0]]
+        tensors = {name.partition(".")[2]: t for name, t in self._parts(flats)[self.joined[0]].items() if "." in name}
+        y: Tensor = functional_call(holder.matrix, tensors, (x,))
         return y
 
     def rows(self) -> slice:
@@ -154,23 +156,25 @@ class PackedLinear:
         return rows
 
 
-def _check_joined(specs: list[dict[str, Any] | None], out_features: tuple[int, ...]) -> int:
-    """Return how many parts are joined linears, whose rows one matrix computes; 0 if none.
+def _find_joined(specs: list[dict[str, Any] | None], out_features: tuple[int, ...]) -> range:
+    """Return which parts are joined linears, whose rows one matrix computes.
 
-    One may be alone in its layer. Raises SurgeryError if several are not the first parts, or not in the order of their rows.
+    One may be alone in its layer. Raises SurgeryError if several do not follow one another in the order of their rows, the holder of the
+    matrix first.
     """
-    joined = [spec is not None and is_joined(spec) for spec in specs]
-    count = sum(joined)
-    if count == 0 or len(specs) == 1:
-        return count
-    starts = [spec.get("start", 0) for spec in specs[:count] if spec is not None]
-    whole = all(joined[:count]) and "matrix" in (specs[0] or {})
-    if not whole or starts != [sum(out_features[:i]) for i in range(count)]:
+    found = [i for i, spec in enumerate(specs) if spec is not None and is_joined(spec)]
+    if len(found) == 0 or len(specs) == 1:
+        return range(len(found))
+    parts = range(found[0], found[-1] + 1)
+    starts = [(specs[i] or {}).get("start", 0) for i in found]
+    holds = ["matrix" in (specs[i] or {}) for i in found]
+    expected = [sum(out_features[parts.start : i]) for i in found]
+    if found != list(parts) or len(found) == 1 or starts != expected or holds != [True] + [False] * (len(found) - 1):
         raise SurgeryError(
-            "the table in config.json joins linears (share: input) in another order than vLLM's model computes them, or not its first ones. "
-            "Use `transformers serve`, or convert with share: none"
+            "the table in config.json joins linears (share: input) in another order than vLLM's model computes them. Use `transformers "
+            "serve`, or convert with share: none"
         )
-    return count
+    return parts
 
 
 def without_bias(spec: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from surgery.modeling.modules import build_module
 from surgery.structures import STRUCTURES
 
 PIVOTED = {"structure": "pivoted_low_rank", "keep": 0.5, "share": "input", "sweeps": 1}
+PIVOTED_MATRIX = {"structure": "pivoted_low_rank", "rank": 3, "out_features": 12}
 QKV, GATE_UP = "self_attn.q_proj+k_proj+v_proj", "mlp.gate_proj+up_proj"
 
 
@@ -361,9 +363,9 @@ def test_low_rank_of_many_tokens_keeps_the_factor_s_output_alone():
     x = torch.randn(2, 9, 8, requires_grad=True)
     ys = [linear(x) for linear in (q, k, v)]
     group = q._group[0]
-    assert all(y.is_contiguous() for y in ys) and not group.parts and not group.read
+    assert all(y.is_contiguous() for y in ys) and not group.kept.parts and not group.kept.read
     q(x)
-    assert {tuple(part.y.shape) for part in group.parts.values()} == {(2, 9, 3)}
+    assert {tuple(part.y.shape) for part in group.kept.parts.values()} == {(2, 9, 3)}
     sum(y.square().sum() for y in ys).backward()
     found = [q.joined.right.grad.clone(), q.joined.weight.grad.clone(), x.grad.clone()]
     for tensor in (q.joined.right, q.joined.weight, x):
@@ -376,6 +378,85 @@ def test_low_rank_of_many_tokens_keeps_the_factor_s_output_alone():
     q.joined.register_forward_hook(lambda *_: calls.append(1))
     torch.testing.assert_close(v(x.clone()), ys[2])
     assert calls == [1]  # a module with hooks is called as a whole
+
+
+def test_threads_replicas_and_interrupted_calls():
+    """Each thread has an output of its own, and so have the copies of nn.DataParallel on other devices."""
+    q, k, v = make_group(bias=True)
+    q.joined = build_module({**PIVOTED_MATRIX, "in_features": 8, "bias": False}, "cpu")
+    failed = []
+
+    def run(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(200):
+            x = torch.randn(3, 8, generator=generator)
+            for linear in (q, k, v):
+                if not torch.allclose(linear(x), torch.nn.functional.linear(x, linear.dense(), linear.bias), atol=1e-5):
+                    failed.append(seed)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    x = torch.randn(3, 8)
+    for linear in make_group():
+        replica = linear._replicate_for_data_parallel()
+        torch.testing.assert_close(replica(x), linear(x.clone()))
+    calls = []
+    q.joined.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(20):  # k and v are not called, as where a forward is interrupted
+        q(torch.randn(3, 8))
+    assert len(calls) == 20 and not q._group[0].kept.parts
+    plain = make_group()[1]
+    plain(torch.randn(3, 8, requires_grad=True)).mul_(2)  # the rows of one linear are no view of the others
+
+
+def test_a_forward_that_was_interrupted_once_changes_nothing():
+    q, k, v = make_group()
+    calls = []
+    q.joined.register_forward_hook(lambda *_: calls.append(1))
+    q(torch.randn(3, 8))
+    for _ in range(2):
+        x = torch.randn(3, 8)
+        for linear in (q, k, v):
+            linear(x)
+    assert len(calls) == 3
+
+
+def test_what_trains(converted):
+    """A role of a joined linear selects the matrix; its requires_grad is that of any of the linears that it replaced."""
+    from surgery.training.optim import select_parameters
+
+    model = AutoModelForCausalLM.from_pretrained(converted[1])
+    roles = {f"model.layers.{i}.self_attn.k_proj": ("attention.key",) for i in range(2)}
+    found = select_parameters(model, ["attention.key"], roles)
+    assert {"model.layers.0.self_attn.k_proj.bias", "model.layers.0.self_attn.q_proj.joined.right"} <= found
+    assert not any("o_proj" in name or "mlp" in name for name in found)
+
+
+def test_requires_grad_is_that_of_any_linear(source, inputs):
+    model = AutoModelForCausalLM.from_pretrained(source).requires_grad_(False)
+    model.model.layers[0].self_attn.k_proj.weight.requires_grad_(True)
+    surgery.apply(model, PIVOTED, calibration=inputs)
+    first, second = (layer.self_attn.q_proj.joined for layer in model.model.layers)
+    assert all(p.requires_grad for p in first.parameters()) and not any(p.requires_grad for p in second.parameters())
+    surgery.densify(model)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    assert weight.untyped_storage().nbytes() == 4 * weight.numel()  # no view of the whole matrix
+
+
+def test_predicted_times_are_of_separate_dense_linears(source, inputs, tmp_path):
+    """Before the conversion, and where a group stays dense, each linear is a product of its own."""
+    joined, apart = (surgery.plan(str(source), {**PIVOTED, "share": share}) for share in ("input", "none"))
+    assert [t["outputs"] for t in joined["targets"] if "+" in t["name"]][:2] == [[32, 16, 16], [48, 48]]
+    assert not any("outputs" in t for t in apart["targets"])
+    report = surgery.convert(str(source), PIVOTED, tmp_path / "out", calibration=inputs)
+    assert [r["outputs"] for r in report["modules"] if "+" in r["name"]][:2] == [[32, 16, 16], [48, 48]]
+    linears = surgery.inspect(tmp_path / "out")["linears"]
+    assert linears["unchanged"] == [{"shape": [96, 32], "count": 1, "last": True}]
+    assert sum(kind["count"] for kind in linears["replaced"]) == 8
 
 
 def test_compiled_and_exported():

@@ -102,8 +102,13 @@ def test_joined_parts_are_one_product(structure):
     flats = fill(packed, modules)
     packed.check_complete("layer", flats)
     torch.testing.assert_close(packed(flats, x), torch.cat([module(x) for module in modules], -1))
-    two = PackedLinear([*specs[:2], None], IN, outs, torch.float32) if structure == "low_rank" else None
-    assert two is None or two.joined == 2
+    own, rest = random_module(entry("btt", 32)), joined_entries(structure, (16, 16))
+    modules = [build_module(spec, "cpu") for spec in rest]
+    modules[0].joined = random_module(rest[0]["matrix"])
+    connect_joined(dict(zip(("q", "v"), modules)))
+    packed = PackedLinear([entry("btt", 32), *rest], IN, outs, torch.float32)
+    flats = fill(packed, [own, *modules])
+    torch.testing.assert_close(packed(flats, x), torch.cat([module(x) for module in (own, *modules)], -1))
 
 
 def test_a_joined_linear_alone_in_its_layer():

@@ -212,7 +212,7 @@ def test_2_7_nan_is_named_by_tensor(scaled_checkpoint, tmp_path):
 
 def test_2_7_a_fit_beyond_the_stored_dtype():
     """Float16 ends at 65,504: a refitted matrix beyond it was written as Inf."""
-    cut: Any = SimpleNamespace(name=UP)
+    cut: Any = SimpleNamespace(name=UP, linear=SimpleNamespace(path=UP))
     best = Candidate(None, torch.ones(2, 2), torch.full((2, 2), 1e5), 0.0, 0.0, True)
     with (
         pytest.raises(SurgeryError, match=rf"{UP}: its fit holds NaN or Inf in float16 \(numbers up to 6.6e\+04\)"),
