@@ -261,7 +261,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             found = (LinearTarget(linear, linear.out, 1.0, ()),)
         if found:
             _check_reachable(linear, layout)
-            check_float_dtype(meta_model.tensor_info(f"{linear.path}.weight"))
+            _check_dtypes(meta_model, found[0])
             targets[linear.path] = found
     if not attention_targets and not any(target.configs for found in targets.values() for target in found):
         raise SurgeryError(
@@ -490,6 +490,19 @@ def _check_reachable(linear: LinearInfo, layout: ModelLayout) -> None:
         raise SurgeryError(
             f"plan: {linear.path} lies outside the layers; only linears of the layers and the head ({layout.head or 'this model has none'}) "
             "can be replaced"
+        )
+
+
+def _check_dtypes(meta_model: ModelDescription, target: LinearTarget) -> None:
+    """Raise SurgeryError if a weight is not of floating point, or if those that one matrix would replace differ in dtype."""
+    found = [meta_model.tensor_info(f"{linear.path}.weight") for linear in target.linears]
+    for info in found:
+        check_float_dtype(info)
+    if len({info.dtype for info in found}) > 1:
+        kinds = ", ".join(f"{linear.path} {info.dtype}" for linear, info in zip(target.linears, found))
+        raise SurgeryError(
+            f"plan: share: input stores one matrix in one dtype, and these weights differ ({kinds}). Add a rule {{match: "
+            f"{target.linear.path}, share: none}}"
         )
 
 

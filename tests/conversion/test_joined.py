@@ -144,6 +144,15 @@ def test_different_settings_are_not_joined(source):
         make_recipe(structure="low_rank", share="layers")
 
 
+def test_weights_of_different_dtypes_are_not_joined(source, tmp_path):
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"] = tensors["model.layers.1.self_attn.k_proj.weight"].half()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    with pytest.raises(SurgeryError, match=r"these weights differ \(.*q_proj F32, .*k_proj F16"):
+        surgery.plan(str(tmp_path), PIVOTED)
+
+
 # -- conversions -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("structure", sorted(STRUCTURES.names()))
 def test_every_structure_is_exact_at_full_rank_and_back(structure, source, tmp_path):
