@@ -134,7 +134,9 @@ def fast_half_joined(model: Any) -> None:
             fitted = fit_half(LowRank(), linears[0].in_features, sum(outs), RANK_MULTIPLE)
             sizes = {"in_features": linears[0].in_features, "bias": False, "structure": "joined"}
             matrix = {**fitted.to_dict(), "out_features": sum(outs)}
-            entries: list[dict[str, Any]] = [{**sizes, "out_features": outs[0], "matrix": matrix}]
+            entries: list[dict[str, Any]] = [
+                {**sizes, "out_features": outs[0], "matrix": matrix, "members": list(names)}
+            ]
             for index in range(1, len(outs)):
                 entries.append({**sizes, "out_features": outs[index], "first": names[0], "start": sum(outs[:index])})
             made = {name: build_module(entry, weight.device, weight.dtype) for name, entry in zip(names, entries)}

@@ -54,6 +54,7 @@ WORK_FILES = (
     "gates/*.safetensors",
     "fitted/*.safetensors",
     "generated.safetensors",
+    "generated-*.safetensors",
     "hidden-*",
     "pieces/",
     "curvature/",

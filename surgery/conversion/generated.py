@@ -27,14 +27,17 @@ from surgery.conversion.score import predicts_next_token
 from surgery.core.digests import hash_file
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import Journal
+from surgery.core.progress import Progress
 from surgery.planning.recipe import ConversionRecipe
 
 GENERATED_NAME = "generated.safetensors"  # in OUT.partial
+PART_NAME = "generated-{}.safetensors"  # rows that were sampled together, until all are there
 PROMPT_TOKENS = 16  # of the calibration text that a row begins with, at most a quarter of the row
 MAX_PREFIX = 4  # tokens that begin every window, such as BOS, and begin every sampled row too
 # Bytes of keys and values of the rows that are sampled together. They are fixed, because the rows depend on them.
 CACHE_BYTES = {"cpu": 2**30, "cuda": 2**34}
 MAX_TOGETHER = 512  # rows
+SEED_STEP = 1_000_003  # between the seeds of batches
 
 
 def check_can_generate(inputs: dict[str, Tensor], meta_model: MetaModel, recipe: ConversionRecipe) -> None:
@@ -58,7 +61,7 @@ def check_can_generate(inputs: dict[str, Tensor], meta_model: MetaModel, recipe:
 
 
 def generated_rows(ctx: ConversionContext, journal: Journal, original: Any) -> Tensor:
-    """Return the sampled token ids (N, T) of the recipe's `generated_tokens`; those of an interrupted run are read from its file.
+    """Return the sampled token ids (N, T) of the recipe's `generated_tokens`; those of an interrupted run are read from its files.
 
     original: returns a context manager of the original model. Process 0 samples.
     """
@@ -70,12 +73,13 @@ def generated_rows(ctx: ConversionContext, journal: Journal, original: Any) -> T
             check_model_inputs({"input_ids": found_NT}, ctx.model.model)
             return found_NT, entry["sha256"]
         with original() as model:
-            rows_NT = sample_rows(model, ctx.samples, ctx.recipe, ctx.device)
-        return rows_NT, write_shard(file, [TensorSource.from_tensor("input_ids", rows_NT)])
+            rows_NT = sample_rows(model, ctx.samples, ctx.recipe, ctx.device, ctx.work_dir, ctx.progress)
+        sha256 = write_shard(file, [TensorSource.from_tensor("input_ids", rows_NT)])
+        for part in ctx.work_dir.glob(PART_NAME.format("*")):
+            part.unlink()
+        return rows_NT, sha256
 
-    with ctx.progress.bar("sampling calibration text from the original", 1) as tick:
-        rows_NT, sha256 = ctx.dist.on_main(make)
-        tick()
+    rows_NT, sha256 = ctx.dist.on_main(make)
     if entry is None:
         journal.add("generated", sha256=sha256)
     elif entry["sha256"] != sha256:
@@ -137,8 +141,18 @@ def draw_prompts(samples: CalibrationSet, count: int, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def sample_rows(model: Any, samples: CalibrationSet, recipe: ConversionRecipe, device: torch.device) -> Tensor:
-    """Return rows (N, T) of token ids that the model samples, on the CPU. The checkpoint's own settings of generation have no effect."""
+def sample_rows(
+    model: Any,
+    samples: CalibrationSet,
+    recipe: ConversionRecipe,
+    device: torch.device,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Return rows (N, T) of token ids that the model samples, on the CPU. The checkpoint's own settings of generation have no effect.
+
+    folder: where rows that were sampled together are stored, and read from if an interrupted run stored them.
+    """
     from transformers import GenerationConfig
 
     length = samples.inputs["input_ids"].shape[1]
@@ -159,13 +173,22 @@ def sample_rows(model: Any, samples: CalibrationSet, recipe: ConversionRecipe, d
         eos_token_id=None,
         pad_token_id=0,
     )
-    parts = []
+    parts, batches = [], prompts_NP.split(together)
+    bar = (progress or Progress()).bar("sampling calibration text from the original", len(prompts_NP))
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(recipe.seed)
-            for prompts in prompts_NP.split(together):
-                ids = prompts.to(device)
-                parts.append(model.generate(ids, attention_mask=torch.ones_like(ids)).cpu())
+        with bar as tick, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for index, prompts in enumerate(batches):
+                file = None if folder is None else folder / PART_NAME.format(index)
+                rows = None if file is None else _stored_part(file, prompts, length, config.vocab_size)
+                if rows is None:
+                    torch.manual_seed((recipe.seed + SEED_STEP * index) % 2**63)
+                    ids = prompts.to(device)
+                    rows = model.generate(ids, attention_mask=torch.ones_like(ids)).cpu()
+                    if file is not None:
+                        write_shard(file, [TensorSource.from_tensor("input_ids", rows)])
+                parts.append(rows)
+                for _ in range(len(prompts)):
+                    tick()
     except torch.OutOfMemoryError:
         raise SurgeryError(
             f"generated_tokens: {type(model).__name__} and the keys of {together} sampled windows of {length} tokens do "
@@ -174,6 +197,22 @@ def sample_rows(model: Any, samples: CalibrationSet, recipe: ConversionRecipe, d
     finally:
         model.generation_config = before
     return torch.cat(parts)
+
+
+def _stored_part(file: Path, prompts_NP: Tensor, length: int, vocabulary: int) -> Tensor | None:
+    """Return the rows (N, T) that an interrupted run sampled from these prompts, None if the file is missing or holds others."""
+    if not file.is_file():
+        return None
+    try:
+        header = read_header(file)
+    except SurgeryError:
+        return None
+    info = header.get("input_ids")
+    if info is None or info.shape != (len(prompts_NP), length) or info.dtype != "I64":
+        return None
+    rows_NT = read_tensor(info)
+    known = bool(((rows_NT >= 0) & (rows_NT < vocabulary)).all())
+    return rows_NT if known and torch.equal(rows_NT[:, : prompts_NP.shape[1]], prompts_NP) else None
 
 
 def rows_together(layers: int, width: int, itemsize: float, length: int, device: str) -> int:

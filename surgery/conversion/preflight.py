@@ -128,11 +128,12 @@ def check_same_inputs(dist: DistContext, fingerprint: dict[str, Any]) -> None:
 def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRecipe, out: Path) -> None:
     """Raise SurgeryError if the conversion would write more bytes than are free, files of an interrupted run included.
 
-    The estimate adds the tensors that stay (in the stored dtype), the structured ones in float32, the Gram matrices, and
+    The estimate adds the tensors that stay (in the stored dtype), the structured ones in float32, the Gram matrices, sampled text, and
     the aligned attention of a hybrid by: restored, and the mixers of one by: gates. The refinement of the whole model doubles it.
     """
     unchanged = source.nbytes - sum(4 * target.numel for target in plan.replaced_targets()) // 2
     needed = max(unchanged, 0) + sum(int(4 * target.uniform_budget()) for target in plan.replaced_targets())
+    needed += 16 * recipe.generated_tokens  # token ids, in parts and as a whole
     if recipe.calibration and recipe.curvature != "none":
         limit = recipe.fitted_tokens // 4 if recipe.curvature == "auto" else 2**62
         needed += sum(4 * (target.out**2 if target.out <= limit else target.out) for target in plan.replaced_targets())

@@ -238,7 +238,7 @@ def quantize_module(module: Any, storage: Storage) -> nn.Module:
         matrix = module._modules.get("joined")
         joined = None if matrix is None else quantize_module(matrix, storage)
         other = JoinedLinear(module.in_features, module.out_features, module.start, joined, module.first, bias=False)
-        other._buffers["weight"], other.bias = module._buffers["weight"], module.bias
+        other._buffers["weight"], other.bias, other.members = module._buffers["weight"], module.bias, module.members
         return other.train(module.training)
     if isinstance(module, nn.Linear) and not isinstance(module, GuardedLinear):
         module = GuardedLinear.from_weight(module.weight, module.bias).train(module.training)

@@ -49,6 +49,9 @@ class JoinedLinear(nn.Module):
     ):
         super().__init__()
         self.in_features, self.out_features, self.start, self.first = in_features, out_features, start, first
+        self.members: tuple[
+            str, ...
+        ] = ()  # of the first: the names of all linears of the group, in the order of their rows
         self.register_buffer("weight", torch.zeros(1, 1, 1, **factory))
         self.bias = nn.Parameter(torch.zeros(out_features, **factory)) if bias else None
         self._group: tuple[_Group, ...] = ()  # in a tuple, whose modules nn.Module does not register
@@ -204,18 +207,19 @@ def connect_joined(modules: Mapping[str, nn.Module]) -> None:
         if isinstance(module, JoinedLinear):
             groups.setdefault(sibling(path, module.first) if module.first else path, []).append((path, module))
     for head, found in groups.items():
-        members = [module for _, module in sorted(found, key=lambda item: item[1].start)]
-        first, last = modules.get(head), members[-1]
+        found.sort(key=lambda item: item[1].start)
+        names, members = [path.rpartition(".")[2] for path, _ in found], [module for _, module in found]
         starts, ends = [m.start for m in members], [m.start + m.out_features for m in members]
-        whole = isinstance(first, JoinedLinear) and members[0] is first and "joined" in first._modules
+        first = members[0]
+        whole = modules.get(head) is first and "joined" in first._modules and starts == [0, *ends[:-1]]
         if (
             not whole
-            or starts != [0, *ends[:-1]]
-            or ends[-1] != first.matrix.out_features  # type: ignore[union-attr]
-            or any(m.in_features != last.in_features for m in members)
+            or ends[-1] != first.matrix.out_features
+            or first.members not in ((), tuple(names))
+            or any(m.in_features != first.in_features for m in members)
         ):
             places = ", ".join(f"{path} (rows {m.start} to {m.start + m.out_features})" for path, m in found)
-            raise SurgeryError(f"{DAMAGED}: {places} do not cover the rows of one matrix at {head}")
+            raise SurgeryError(f"{DAMAGED}: {places} do not cover the rows of one matrix at {head}, in its order")
         group = _Group(members)
         for module in members:
             module.connect(group)

@@ -95,8 +95,8 @@ def build_module(
     "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads": ..}. The order of the
     parts is a list because transformers sorts the keys of config.json. With `bits`, and `group` if scales have groups, the weights are
     stored as integers: QuantizedLinear. With `share`: "experts", it is a SharedLowRankLinear, which needs `connect_bases` or `connect`.
-    The structure "joined" is a JoinedLinear, which needs `connect_joined`: {"structure": "joined", sizes, "matrix": entry of B} of the first
-    linear of a group, {"structure": "joined", sizes, "first": name of the first, "start": first row in B} of the others.
+    The structure "joined" is a JoinedLinear, which needs `connect_joined`: {"structure": "joined", sizes, "matrix": entry of B, "members": names
+    of the group in the order of their rows} of the first linear of a group, {"structure": "joined", sizes, "first": name of the first, "start": first row in B} of the others.
     Raises SurgeryError if the entry is invalid.
     """
     spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
@@ -147,12 +147,17 @@ def _build_joined(spec: dict[str, Any], device: str | torch.device, dtype: torch
     if not (is_first or is_other) or type(start) is not int or not 0 <= start <= MAX_FEATURES or (is_first and start):
         raise SurgeryError(f"{DAMAGED_TABLE}: a joined entry reads {str(spec)[:200]}")
     joined: Any = None
+    members = spec.get("members")
+    if is_first != (isinstance(members, list) and len(members) > 1 and all(isinstance(name, str) for name in members)):
+        raise SurgeryError(f"{DAMAGED_TABLE}: a joined entry reads {str(spec)[:200]}")
     if is_first:
         assert isinstance(matrix, dict)
         joined = build_module({**matrix, "in_features": in_, "bias": False}, device, dtype)
         if shares_basis(matrix) or joined.out_features <= out:
             raise SurgeryError(f"{DAMAGED_TABLE}: a joined entry reads {str(spec)[:200]}")
-    return JoinedLinear(in_, out, start, joined, first, spec["bias"], device=device, dtype=dtype)
+    made = JoinedLinear(in_, out, start, joined, first, spec["bias"], device=device, dtype=dtype)
+    made.members = tuple(members or ())
+    return made
 
 
 def is_joined(spec: dict[str, Any]) -> bool:

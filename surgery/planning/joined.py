@@ -42,8 +42,13 @@ def group_by_input(wanted: Mapping[str, tuple[LinearInfo, LinearSettings]]) -> l
     return [found for found in groups.values() if len(found) > 1]
 
 
-def check_joins(recipe: ConversionRecipe, groups: list[list[LinearInfo]], linears: tuple[LinearInfo, ...]) -> list[str]:
-    """Return notes for the user. Raise SurgeryError if the recipe has `share: input` and no linears are joined."""
+def check_joins(
+    recipe: ConversionRecipe,
+    groups: list[list[LinearInfo]],
+    wanted: Mapping[str, tuple[LinearInfo, LinearSettings]],
+    linears: tuple[LinearInfo, ...],
+) -> list[str]:
+    """Return notes for the user. wanted: as for `group_by_input`. Raise SurgeryError if the recipe has `share: input` and no linears are joined."""
     if recipe.share != "input" and not any(rule.share == "input" for rule in recipe.rules):
         return []
     if not groups:
@@ -60,5 +65,16 @@ def check_joins(recipe: ConversionRecipe, groups: list[list[LinearInfo]], linear
     kinds = dict.fromkeys(
         " and ".join(role.rpartition(".")[2] for linear in found for role in linear.roles) for found in groups
     )
-    joined = sum(len(found) for found in groups)
-    return [f"share: input: {joined} linears are replaced as {len(groups)} matrices ({'; '.join(kinds)})"]
+    paths = {linear.path for found in groups for linear in found}
+    alone = dict.fromkeys(
+        role
+        for linear, _ in wanted.values()
+        for role in linear.roles
+        if linear.path not in paths and any(role in roles for roles in JOINED_ROLES)
+    )
+    rest = (
+        f"; not joined: {', '.join(alone)}, because what reads the same input is fused, dense or has other settings"
+        if alone
+        else ""
+    )
+    return [f"share: input: {len(paths)} linears are replaced as {len(groups)} matrices ({'; '.join(kinds)}){rest}"]

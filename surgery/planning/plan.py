@@ -216,6 +216,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     layout = replace(whole, layers=tuple(path for path in whole.layers if whole.towers[path] in selected))
     _check_patterns(recipe, layout, model_type)
     _check_grouped_heads(meta_model.config, layout)
+    _check_continues_text(recipe, meta_model.config)
     notes = _layout_notes(meta_model, whole, layout)
     if not meta_model.keys:
         notes.append("planned from config.json alone: there are no weights to check it against")
@@ -403,7 +404,7 @@ def _joined_targets(
         target = _linear_target(linears[0], settings.model_copy(update={"keep": keep}), recipe, out, None)
         found |= {linear.path: () for linear in linears}
         found[linears[0].path] = (replace(target, joined=tuple(linears)),)
-    return found, check_joins(recipe, groups, layout.linears)
+    return found, check_joins(recipe, groups, wanted, layout.linears)
 
 
 def _resolve_settings(linear: LinearInfo, role: str, recipe: ConversionRecipe, layout: ModelLayout) -> LinearSettings:
@@ -490,6 +491,17 @@ def _check_reachable(linear: LinearInfo, layout: ModelLayout) -> None:
         raise SurgeryError(
             f"plan: {linear.path} lies outside the layers; only linears of the layers and the head ({layout.head or 'this model has none'}) "
             "can be replaced"
+        )
+
+
+def _check_continues_text(recipe: ConversionRecipe, config: Any) -> None:
+    """Raise SurgeryError if the recipe lets the original sample text, and its class is known not to continue text."""
+    names = [name for name in getattr(config, "architectures", None) or () if isinstance(name, str)]
+    continues = any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
+    if recipe.generated_tokens and ((names and not continues) or getattr(config, "is_encoder_decoder", False) is True):
+        raise SurgeryError(
+            f"plan: generated_tokens needs a model that continues text (got {', '.join(names) or config.model_type}). Leave generated_tokens out, "
+            "and give a longer calibration text"
         )
 
 

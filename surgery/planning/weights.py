@@ -93,7 +93,8 @@ def joined_entry(
         first = target.linear.path.rpartition(".")[2]
         return {"structure": "joined", **sizes, "first": first, "start": start}
     matrix = {**config.to_dict(), "in_features": target.in_, "out_features": target.out, "bias": False}
-    return {"structure": "joined", **sizes, "matrix": matrix}
+    names = [each.path.rpartition(".")[2] for each in target.joined]
+    return {"structure": "joined", **sizes, "matrix": matrix, "members": names}
 
 
 def role_weight(meta_model: MetaModel, layer: str, role: str) -> tuple[Tensor, Tensor | None]:

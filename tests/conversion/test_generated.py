@@ -126,6 +126,41 @@ def test_reports_and_bytes(checkpoints, calibration, tmp_path):
     assert not (tmp_path / "one" / "generated.safetensors").exists()
 
 
+def test_an_interrupted_sampling_goes_on_with_the_rows_that_it_has(checkpoints, calibration, tmp_path, monkeypatch):
+    checkpoint, inputs = checkpoints("llama"), calibration("llama")
+    monkeypatch.setattr(generated, "MAX_TOGETHER", 3)
+    run(checkpoint, inputs, tmp_path / "whole", MORE)
+    cls, calls = tiny_config("llama")[0], []
+    generate = cls.generate
+
+    def counted(self, *given, **keys):
+        calls.append(1)
+        if len(calls) == 3:
+            raise Crash
+        return generate(self, *given, **keys)
+
+    monkeypatch.setattr(cls, "generate", counted)
+    with pytest.raises(Crash):
+        run(checkpoint, inputs, tmp_path / "out", MORE)
+    parts = sorted(path.name for path in (tmp_path / "out.partial").glob("generated-*"))
+    assert parts == ["generated-0.safetensors", "generated-1.safetensors"]
+    damaged = tmp_path / "out.partial" / parts[1]
+    rows = load_file(damaged)["input_ids"]
+    save_file({"input_ids": rows.flip(1).contiguous()}, damaged)  # other rows than from these prompts
+    calls.clear()
+    monkeypatch.setattr(cls, "generate", lambda self, *g, **k: (calls.append(1), generate(self, *g, **k))[1])
+    run(checkpoint, inputs, tmp_path / "out", MORE, resume=True)
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
+    whole = -(-(200 // rows.shape[1]) // 3)
+    assert len(calls) == whole - 1  # the first batch was kept
+
+
+def test_plans_refuse_models_that_do_not_continue_text(checkpoints):
+    for family in ("bert", "t5"):
+        with pytest.raises(SurgeryError, match=r"plan: generated_tokens needs a model that continues text \(got "):
+            surgery.plan(str(checkpoints(family)), {"structure": "low_rank", "generated_tokens": 4096})
+
+
 def test_killed_after_every_journal_line(checkpoints, calibration, tmp_path, monkeypatch):
     checkpoint, inputs = checkpoints("llama"), calibration("llama")
     run(checkpoint, inputs, tmp_path / "whole", MORE)

@@ -111,6 +111,7 @@ def test_rules_leave_linears_out_and_give_shares(source):
     first = {t["name"].removeprefix("model.layers.0."): t for t in plan["targets"] if ".0." in t["name"]}
     assert first["self_attn.q_proj+k_proj"]["keep"] == pytest.approx((0.25 * 32 + 0.5 * 16) / 48)
     assert first["mlp.up_proj"]["first"]["rank"] == 3 and "mlp.gate_proj" in first
+    assert any("not joined: mlp.gate, mlp.up, because what reads the same input" in note for note in plan["notes"])
     one = surgery.plan(
         str(source), {"structure": "btt", "blocks": [2, 2], "rules": [{"match": "mlp.*", "share": "input"}]}
     )
@@ -329,7 +330,9 @@ def make_group(bias: bool = False) -> list[JoinedLinear]:
     torch.manual_seed(0)
     sizes = {"in_features": 8, "bias": bias}
     matrix = {"structure": "low_rank", "rank": 3, "in_features": 8, "out_features": 12}
-    first = build_module({"structure": "joined", **sizes, "out_features": 6, "matrix": matrix}, "cpu")
+    first = build_module(
+        {"structure": "joined", **sizes, "out_features": 6, "matrix": matrix, "members": ["q", "k", "v"]}, "cpu"
+    )
     others = [
         build_module({"structure": "joined", **sizes, "out_features": out, "first": "q", "start": start}, "cpu")
         for out, start in ((4, 6), (2, 10))
@@ -534,6 +537,9 @@ def test_lora_integers_and_cached_generation(converted, tmp_path):
         ("q_proj", {"matrix": {"structure": "dense", "out_features": 64}}, r"a joined entry reads"),
         ("q_proj", {"matrix": {"structure": "joined", "out_features": 64}}, r"a joined entry reads"),
         ("q_proj", {"matrix": "low_rank"}, r"a joined entry reads"),
+        ("q_proj", {"members": ["q_proj", "v_proj", "k_proj"]}, r"do not cover the rows of one matrix at .*q_proj, in its order"),
+        ("q_proj", {"members": None}, r"a joined entry reads"),
+        ("k_proj", {"members": ["k_proj", "v_proj"]}, r"a joined entry reads"),
         ("q_proj", {"matrix": {"structure": "low_rank", "rank": 4, "out_features": 32}}, r"a joined entry reads"),
         ("q_proj", {"matrix": {"structure": "low_rank", "rank": 4, "out_features": 80}}, r"do not cover the rows"),
         ("q_proj", {"bits": 8}, r"matrix of a joined one, have bits of their own"),

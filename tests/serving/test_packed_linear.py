@@ -87,7 +87,7 @@ def joined_entries(structure: str, outs: tuple[int, ...]) -> list[dict]:
     sizes = {"in_features": IN, "bias": False, "structure": "joined"}
     starts = [sum(outs[:i]) for i in range(len(outs))]
     matrix = {**SHIPPED[structure], "in_features": IN, "out_features": sum(outs), "bias": False}
-    first = {**sizes, "out_features": outs[0], "matrix": matrix}
+    first = {**sizes, "out_features": outs[0], "matrix": matrix, "members": ["q", "k", "v"][: len(outs)]}
     return [first, *({**sizes, "out_features": o, "first": "q", "start": s} for o, s in zip(outs[1:], starts[1:]))]
 
 
@@ -105,7 +105,7 @@ def test_joined_parts_are_one_product(structure):
     own, rest = random_module(entry("btt", 32)), joined_entries(structure, (16, 16))
     modules = [build_module(spec, "cpu") for spec in rest]
     modules[0].joined = random_module(rest[0]["matrix"])
-    connect_joined(dict(zip(("q", "v"), modules)))
+    connect_joined(dict(zip(("q", "k"), modules)))
     packed = PackedLinear([entry("btt", 32), *rest], IN, outs, torch.float32)
     flats = fill(packed, [own, *modules])
     torch.testing.assert_close(packed(flats, x), torch.cat([module(x) for module in (own, *modules)], -1))
