@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import picture
-from helpers.quick_python import QuickPython
+from helpers.quick_python import REFINE_SECONDS, QuickPython
 from safetensors.torch import load_file, save_file
 
 from surgery.conversion.convert import convert
@@ -48,7 +48,8 @@ TEXTS = ("calibration.txt", "heldout.txt")
 # Enough to run every command, in little time: layers of the checkpoint, tokens that it reads, and of each text over two
 # windows of them.
 LAYERS, POSITIONS, CHARACTERS = 4, 640, 6_500
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+# `refine: auto` of the shipped recipes: 20 seconds for a whole conversion in place of 300, which are too few for an epoch.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", REFINE_SECONDS: "20"}
 EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 
 
