@@ -219,9 +219,11 @@ class Conversion:
 
         began: `time.perf_counter()` at the start of the conversion.
         """
+        self.seconds["start"] = round(time.perf_counter() - began, 3)  # imports, the plan and reading the text
         torch.manual_seed(self.ctx.recipe.seed)
         self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
-        self._check_text()
+        with self._timer("text check"):
+            self._check_text()
         self._generate_text()
         for warning in short_text_warnings(self.ctx):
             self.ctx.progress.say(f"warning: {warning}")
