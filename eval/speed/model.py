@@ -26,7 +26,7 @@ from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.mlr import MLR
 from surgery.modeling.attention import install
 from surgery.modeling.fuse import fuse_projections
-from surgery.modeling.joined import connect_joined
+from surgery.modeling.joined import connect_joined, group_entries
 from surgery.modeling.modules import build_module
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
@@ -132,14 +132,8 @@ def fast_half_joined(model: Any) -> None:
             linears = [parent.get_submodule(name) for name in names]
             weight, outs = linears[0].weight, [linear.out_features for linear in linears]
             fitted = fit_half(LowRank(), linears[0].in_features, sum(outs), RANK_MULTIPLE)
-            sizes = {"in_features": linears[0].in_features, "bias": False, "structure": "joined"}
-            matrix = {**fitted.to_dict(), "out_features": sum(outs)}
-            entries: list[dict[str, Any]] = [
-                {**sizes, "out_features": outs[0], "matrix": matrix, "members": list(names)}
-            ]
-            for index in range(1, len(outs)):
-                entries.append({**sizes, "out_features": outs[index], "first": names[0], "start": sum(outs[:index])})
-            made = {name: build_module(entry, weight.device, weight.dtype) for name, entry in zip(names, entries)}
+            entries = group_entries(linears[0].in_features, dict(zip(names, outs)), fitted.to_dict())
+            made = {name: build_module(entry, weight.device, weight.dtype) for name, entry in entries.items()}
             connect_joined(made)
             for name, module in made.items():
                 parent.set_submodule(name, module.requires_grad_(weight.requires_grad))

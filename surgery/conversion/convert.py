@@ -6,7 +6,7 @@ OUT.partial/fitted/           with refine: layers as they were fitted, before th
 OUT.partial/curvature/        Gram matrices of the output gradients, one file for each layer
 OUT.partial/aligned/          aligned attention of the layers, for hybrids by: restored
 OUT.partial/gates/            mixers and gates in training, for hybrids by: gates
-OUT.partial/generated.safetensors   token ids that the original sampled, with generated_tokens (until all are there in parts, generated-0.safetensors ..)
+OUT.partial/generated.safetensors   token ids that the original sampled, with generated_tokens, and batch by batch generated-0.safetensors ..
 OUT                           OUT.partial, renamed when it is complete
 """
 
@@ -283,8 +283,8 @@ class Conversion:
         self.delivered = {*delivered_files(source, weight_map), REPORT_NAME, *shim}
         for folder in (ctx.shards_dir, ctx.fitted_dir, ctx.grams_dir, ctx.aligned_dir, ctx.gates_dir):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (GENERATED_NAME, *(path.name for path in work_dir.glob(PART_NAME.format("*")))):
-            (work_dir / file).unlink(missing_ok=True)
+        for file in (work_dir / GENERATED_NAME, *work_dir.glob(PART_NAME.format("*"))):
+            file.unlink(missing_ok=True)
         check_no_unknown_files(work_dir, {*WORK_FILES, *map(glob.escape, self.delivered)}, Interrupted)
         open_converted_checkpoint(str(work_dir))
         return written

@@ -31,7 +31,7 @@ from surgery.core.progress import Progress
 from surgery.planning.recipe import ConversionRecipe
 
 GENERATED_NAME = "generated.safetensors"  # in OUT.partial
-PART_NAME = "generated-{}.safetensors"  # rows that were sampled together, until all are there
+PART_NAME = "generated-{}.safetensors"  # rows that were sampled together
 PROMPT_TOKENS = 16  # of the calibration text that a row begins with, at most a quarter of the row
 MAX_PREFIX = 4  # tokens that begin every window, such as BOS, and begin every sampled row too
 # Bytes of keys and values of the rows that are sampled together. They are fixed, because the rows depend on them.
@@ -74,10 +74,7 @@ def generated_rows(ctx: ConversionContext, journal: Journal, original: Any) -> T
             return found_NT, entry["sha256"]
         with original() as model:
             rows_NT = sample_rows(model, ctx.samples, ctx.recipe, ctx.device, ctx.work_dir, ctx.progress)
-        sha256 = write_shard(file, [TensorSource.from_tensor("input_ids", rows_NT)])
-        for part in ctx.work_dir.glob(PART_NAME.format("*")):
-            part.unlink()
-        return rows_NT, sha256
+        return rows_NT, write_shard(file, [TensorSource.from_tensor("input_ids", rows_NT)])
 
     rows_NT, sha256 = ctx.dist.on_main(make)
     if entry is None:

@@ -25,7 +25,7 @@ from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import LinearTarget, Plan
-from surgery.planning.weights import joined_entry, select_rows, slice_name, table_entry
+from surgery.planning.weights import joined_entries, select_rows, slice_name, table_entry
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis, SharedLowRankLinear, basis_path, first_expert
@@ -134,7 +134,7 @@ def add_linear(
     if targets[0].joined:
         _add_joined(meta_model, targets[0], fitted[0], device, replacement)
         return
-    bias = read_tensor(meta_model.tensor_info(f"{linear.path}.bias"), torch.float32).to(device) if linear.bias else None
+    bias = _read_bias(meta_model, linear, device)
     modules = [_with_bias(f, None if bias is None else select_rows(t, bias)) for t, f in zip(targets, fitted)]
     base, dtype = stored_module_name(meta_model, linear.path), stored_dtype(meta_model, targets[0])
     replacement.records += [f.record.to_dict() for f in fitted]
@@ -176,37 +176,38 @@ def _add_joined(
     replacement: LayerReplacement,
 ) -> None:
     """Add the replacements of linears that one matrix replaces. If it stays dense, each gets its refitted rows."""
-    dtype, start, first = stored_dtype(meta_model, target), 0, ""
     replacement.records.append(fitted.record.to_dict())
-    group: dict[str, nn.Module] = {}
+    matrix, start = fitted.linear, 0
+    entries = {} if matrix is None else joined_entries(target, matrix.config)
     for linear in target.joined:
-        bias = (
-            read_tensor(meta_model.tensor_info(f"{linear.path}.bias"), torch.float32).to(device)
-            if linear.bias
-            else None
-        )
-        base = stored_module_name(meta_model, linear.path)
-        if fitted.linear is None:
+        base, bias = stored_module_name(meta_model, linear.path), _read_bias(meta_model, linear, device)
+        if matrix is None:
             assert fitted.dense_OI is not None
             rows_OI = fitted.dense_OI[start : start + linear.out].clone()
             replacement.modules[linear.path] = dense_linear(rows_OI, bias)
-            stored = (rows_OI.mT if linear.transposed else rows_OI).contiguous().to(dtype)
-            replacement.entries.append(TensorSource.from_tensor(f"{base}.weight", stored))
+            stored = {"weight": (rows_OI.mT if linear.transposed else rows_OI).contiguous()}
         else:
-            matrix = None if first else fitted.linear
-            module = JoinedLinear(linear.in_, linear.out, start, matrix, first, bias=False, device=device)
+            spec = entries[linear.path]
+            joined = None if start else matrix
+            module = JoinedLinear(
+                linear.in_, linear.out, start, joined, spec.get("first", ""), bias=False, device=device
+            )
+            stored = module.state_dict()
             module.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-            group[linear.path] = module
-            spec = joined_entry(target, linear, start, None if first else fitted.linear.config)
+            replacement.modules[linear.path] = module
             replacement.table[linear.path] = {**spec, **_storage_options(base, linear)}
-            for name, tensor in module.state_dict().items():
-                if name != "bias":  # copied from the source unchanged
-                    stored = tensor.to(dtype) if tensor.is_floating_point() else tensor
-                    replacement.entries.append(TensorSource.from_tensor(f"{base}.{name}", stored))
-            first = first or linear.path.rpartition(".")[2]
+        for name, tensor in stored.items():
+            tensor = tensor.to(stored_dtype(meta_model, target)) if tensor.is_floating_point() else tensor
+            replacement.entries.append(TensorSource.from_tensor(f"{base}.{name}", tensor))
         start += linear.out
-    connect_joined(group)
-    replacement.modules |= group
+    connect_joined({linear.path: replacement.modules[linear.path] for linear in target.joined})
+
+
+def _read_bias(meta_model: MetaModel, linear: LinearInfo, device: torch.device) -> Tensor | None:
+    """Return the bias (out,) of a linear of the original in float32, or None."""
+    if not linear.bias:
+        return None
+    return read_tensor(meta_model.tensor_info(f"{linear.path}.bias"), torch.float32).to(device)
 
 
 def _storage_options(base: str, linear: LinearInfo) -> dict[str, Any]:
@@ -269,8 +270,7 @@ def fold_output(
     linear = next(linear for linear in plan.layout.linears if linear.path == path)
     info, base = meta_model.tensor_info(f"{path}.weight"), stored_module_name(meta_model, path)
     if path not in replacement.modules:
-        bias_info = meta_model.tensor_info(f"{path}.bias") if linear.bias else None
-        bias = None if bias_info is None else read_tensor(bias_info, torch.float32).to(device)
+        bias = _read_bias(meta_model, linear, device)
         weight = read_tensor(info, torch.float32).to(device)
         replacement.modules[path] = dense_linear(weight.mT if linear.transposed else weight, bias)
     weight_OI = replacement.modules[path].get_parameter("weight").detach()
@@ -295,11 +295,11 @@ def load_replacement(
     replacement = LayerReplacement(table=entry["table"], records=entry["records"], refined=entry.get("refined"))
     bases: dict[str, SharedBasis] = {}
     linears = {linear.path: linear for linear in plan.layout.linears}
-    for path, target in plan.replaced_linears(entry["piece"]).items():
+    for path in plan.replaced_linears(entry["piece"]):
         linear = linears[path]
         spec = entry["table"].get(path) or {
-            "structure": "dense", "in_features": linear.in_, "out_features": target.out if len(target.linears) == 1 else linear.out,
-            "bias": linear.bias, "transposed": linear.transposed,
+            "structure": "dense", "in_features": linear.in_, "out_features": linear.out, "bias": linear.bias,
+            "transposed": linear.transposed,
         }  # fmt: skip
         module = load_replacement_module(spec, stored_module_name(meta_model, path), tensors, device)
         if isinstance(module, SharedLowRankLinear):  # one module for the experts of the layer

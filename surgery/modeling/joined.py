@@ -49,9 +49,7 @@ class JoinedLinear(nn.Module):
     ):
         super().__init__()
         self.in_features, self.out_features, self.start, self.first = in_features, out_features, start, first
-        self.members: tuple[
-            str, ...
-        ] = ()  # of the first: the names of all linears of the group, in the order of their rows
+        self.members: tuple[str, ...] = ()  # of the first: the names of the group, in the order of their rows
         self.register_buffer("weight", torch.zeros(1, 1, 1, **factory))
         self.bias = nn.Parameter(torch.zeros(out_features, **factory)) if bias else None
         self._group: tuple[_Group, ...] = ()  # in a tuple, whose modules nn.Module does not register
@@ -223,6 +221,18 @@ def connect_joined(modules: Mapping[str, nn.Module]) -> None:
         group = _Group(members)
         for module in members:
             module.connect(group)
+
+
+def group_entries(in_features: int, outs: Mapping[str, int], config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the table entries of a group without biases, by name. outs: outputs by name, in the order of rows. config: of the matrix."""
+    sizes = {"structure": "joined", "in_features": in_features, "bias": False}
+    first, start, entries = next(iter(outs)), 0, {}
+    for name, out in outs.items():
+        entries[name] = {**sizes, "out_features": out, "first": first, "start": start}
+        start += out
+    matrix = {**config, "in_features": in_features, "out_features": start, "bias": False}
+    entries[first] = {**sizes, "out_features": outs[first], "matrix": matrix, "members": list(outs)}
+    return entries
 
 
 def sibling(path: str, leaf: str) -> str:

@@ -167,8 +167,7 @@ def is_joined(spec: dict[str, Any]) -> bool:
 
 def joined_paths(table: Mapping[str, dict[str, Any]], head: str) -> list[str]:
     """Return the paths of the linears of the group whose first is at `head`, in the order of their rows."""
-    others = [path for path, spec in table.items() if is_joined(spec) and sibling(path, spec.get("first", "")) == head]
-    return [head, *sorted(others, key=lambda path: int(table[path]["start"]))]
+    return [sibling(head, name) for name in table[head]["members"]]
 
 
 def shares_basis(spec: dict[str, Any]) -> bool:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.architectures.linears import LinearInfo, find_linears
+from surgery.architectures.linears import find_linears
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import read_tensor
 from surgery.core.errors import SurgeryError
+from surgery.modeling.joined import group_entries
 from surgery.planning.plan import FusedSlice, LinearTarget, fused_sizes
 from surgery.structures import StructureConfig
 
@@ -84,17 +85,12 @@ def table_entry(target: LinearTarget, config: StructureConfig | None) -> dict[st
     return {**structure, **share, "in_features": target.in_, "out_features": target.out, "bias": target.linear.bias}
 
 
-def joined_entry(
-    target: LinearTarget, linear: LinearInfo, start: int, config: StructureConfig | None
-) -> dict[str, Any]:
-    """Return the table entry of one of the joined linears of a target. start: its first row. config: of the matrix, None if it is not the first."""
-    sizes = {"in_features": linear.in_, "out_features": linear.out, "bias": linear.bias}
-    if config is None:
-        first = target.linear.path.rpartition(".")[2]
-        return {"structure": "joined", **sizes, "first": first, "start": start}
-    matrix = {**config.to_dict(), "in_features": target.in_, "out_features": target.out, "bias": False}
-    names = [each.path.rpartition(".")[2] for each in target.joined]
-    return {"structure": "joined", **sizes, "matrix": matrix, "members": names}
+def joined_entries(target: LinearTarget, config: StructureConfig) -> dict[str, dict[str, Any]]:
+    """Return the table entries of the joined linears of a target by path, in the order of their rows. config: of the matrix."""
+    linears = {linear.path.rpartition(".")[2]: linear for linear in target.joined}
+    outs = {name: linear.out for name, linear in linears.items()}
+    entries = group_entries(target.in_, outs, config.to_dict())
+    return {linear.path: {**entries[name], "bias": linear.bias} for name, linear in linears.items()}
 
 
 def role_weight(meta_model: MetaModel, layer: str, role: str) -> tuple[Tensor, Tensor | None]:

@@ -12,9 +12,8 @@ from surgery.checkpoint.outline import ModelDescription
 from surgery.core.errors import SurgeryError
 from surgery.mixers import AttentionShape
 from surgery.planning.attention_plan import AttentionTarget
+from surgery.planning.joined import JOINED_ROLES
 from surgery.planning.plan import LinearTarget, Plan
-
-SHARED_INPUT = ({"attention.query", "attention.key", "attention.value"}, {"mlp.gate", "mlp.up"})
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ def _stages(plan: Plan, layer: str, linears: list[LinearInfo]) -> Iterator[Stage
     before: dict[Any, float] = {}
     macs = 0.0
     for linear in linears:
-        shared = next((i for i, roles in enumerate(SHARED_INPUT) if set(linear.roles) & roles), None)
+        shared = next((i for i, roles in enumerate(JOINED_ROLES) if set(linear.roles) & set(roles)), None)
         inner = "expert.down" in linear.roles
         key: Any = (
             (linear.experts, inner, linear.expert)

@@ -37,7 +37,7 @@ from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
 from surgery.planning.plan import LinearTarget, Plan, make_plan
 from surgery.planning.recipe import ConversionRecipe
-from surgery.planning.weights import joined_entry, slice_name, table_entry
+from surgery.planning.weights import joined_entries, slice_name, table_entry
 from surgery.structures import StructuredLinear
 from surgery.structures.base import MuP
 from surgery.structures.low_rank import LowRankLinear
@@ -107,11 +107,9 @@ def _module_entries(targets: tuple[LinearTarget, ...]) -> Iterator[tuple[str, di
     if all(target.preview is None for target in targets):
         return
     if targets[0].joined:
-        start = 0
-        for joined in targets[0].joined:
-            entry = joined_entry(targets[0], joined, start, None if start else targets[0].preview)
-            yield joined.path, {**entry, **({"transposed": True} if joined.transposed else {})}
-            start += joined.out
+        assert targets[0].preview is not None
+        for path, entry in joined_entries(targets[0], targets[0].preview).items():
+            yield path, {**entry, **({"transposed": True} if linear.transposed else {})}
         return
     if targets[0].part is None:
         entry = specs[0]
