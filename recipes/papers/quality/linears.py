@@ -168,31 +168,36 @@ def main() -> None:
     elif arguments.norms:
         parser.error("--norms needs --refine LAYERS MODEL")
     allocate = {} if arguments.allocate is None else {"allocate": arguments.allocate}
-    for keep in arguments.keep or [0.75, 0.5]:
-        for structure in arguments.structure or list(STRUCTURES):
-            for step in structure_steps(structure, arguments.step or list(STEPS)):
-                choices = {
-                    **text,
-                    **refine,
-                    "structure": structure,
-                    "keep": keep,
-                    **STRUCTURES[structure],
-                    **STEPS[step],
-                    **(allocate if step == "everything" else {}),
-                }
-                for share in (arguments.share or ["none"]) if step == "everything" else ["none"]:
-                    found = {"structure": structure, "step": step, "keep": keep, "share": share}
-                    name = f"{structure}-{step}-{keep}" + ("-joined" if share == "input" else "")
-                    kept = arguments.conversions and arguments.conversions / name
-                    recipe = {**choices, "share": share}
-                    try:
-                        found |= convert_and_measure(arguments.source, recipe, options, bases, device, kept)
-                    except SurgeryError as error:
-                        found["refused"] = str(error)
-                    rows.append(found)
-                    print(format_line(found), flush=True)
-                    if arguments.json:
-                        arguments.json.write_text(json.dumps(rows, indent=1))
+    shares = {"everything": arguments.share or ["none"]}
+    wanted = [
+        (keep, structure, step, share)
+        for keep in arguments.keep or [0.75, 0.5]
+        for structure in arguments.structure or list(STRUCTURES)
+        for step in structure_steps(structure, arguments.step or list(STEPS))
+        for share in shares.get(step, ["none"])
+    ]
+    for keep, structure, step, share in wanted:
+        recipe = {
+            **text,
+            **refine,
+            "structure": structure,
+            "keep": keep,
+            "share": share,
+            **STRUCTURES[structure],
+            **STEPS[step],
+            **(allocate if step == "everything" else {}),
+        }
+        found = {"structure": structure, "step": step, "keep": keep, "share": share}
+        name = f"{structure}-{step}-{keep}" + ("-joined" if share == "input" else "")
+        kept = arguments.conversions and arguments.conversions / name
+        try:
+            found |= convert_and_measure(arguments.source, recipe, options, bases, device, kept)
+        except SurgeryError as error:
+            found["refused"] = str(error)
+        rows.append(found)
+        print(format_line(found), flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(rows, indent=1))
 
 
 def format_score(score: dict[str, Any]) -> str:
