@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import killing
 from helpers.forked import run_processes
-from helpers.small import make_recipe
+from helpers.small import checkpoint_logits, make_recipe
 from helpers.small_experts import KINDS, MERGED, SPLIT, STORED_MERGED, write_experts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -54,11 +54,6 @@ def inputs(tmp_path_factory) -> str:
     return str(path)
 
 
-def logits(folder: Path | str, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
-
-
 @pytest.mark.parametrize("kind", SPLIT)
 def test_exact_at_full_rank_and_back(kind, experts, tmp_path):
     """Every expert is replaced, the router is not; the model loads, generates, is saved again and multiplied out."""
@@ -67,7 +62,7 @@ def test_exact_at_full_rank_and_back(kind, experts, tmp_path):
     roles = [role for record in report["modules"] for role in record["roles"]]
     assert {"expert.gate", "expert.up", "expert.down"} <= set(roles)
     ids = random_ids(2)
-    wanted, model = logits(source, ids), AutoModelForCausalLM.from_pretrained(out).eval()
+    wanted, model = checkpoint_logits(source, ids), AutoModelForCausalLM.from_pretrained(out).eval()
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-4, atol=1e-5)
     routed = [m for m in model.modules() if isinstance(m, RoutedExperts)]
@@ -87,7 +82,7 @@ def test_exact_at_full_rank_and_back(kind, experts, tmp_path):
     surgery.densify(out, tmp_path / "dense")
     dense = load_file(tmp_path / "dense" / "model.safetensors")
     assert {n: t.shape for n, t in dense.items()} == {n: t.shape for n, t in before.items()}
-    torch.testing.assert_close(logits(tmp_path / "dense", ids), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(checkpoint_logits(tmp_path / "dense", ids), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
@@ -124,8 +119,8 @@ def test_sequential_calibration_of_a_mixture_lowers_the_loss(experts, inputs, tm
     fitted = surgery.convert(str(experts("olmoe")), recipe, tmp_path / "fitted", calibration=inputs)
     surgery.convert(str(experts("olmoe")), recipe, tmp_path / "free")
     ids = random_ids(8, seed=3)
-    wanted = logits(experts("olmoe"), ids)
-    errors = [(logits(tmp_path / name, ids) - wanted).norm() for name in ("fitted", "free")]
+    wanted = checkpoint_logits(experts("olmoe"), ids)
+    errors = [(checkpoint_logits(tmp_path / name, ids) - wanted).norm() for name in ("fitted", "free")]
     assert errors[0] < errors[1], errors
     assert fitted["allocation"]["kept"] in ("uniform", "spread") and "spread" in fitted["allocation"]
     shown = repr(surgery.inspect(tmp_path / "fitted"))
@@ -163,7 +158,7 @@ def test_an_expert_without_tokens_borrows_and_is_named(inputs, tmp_path):
         assert (record["rows"], record["shared_rows"]) == (0, sizes[record["roles"][0]])
     assert len(rare) == 6 and all(r["rows"] for r in report["modules"] if ".experts.1." in r["name"])
     assert "average rows of all experts" in repr(surgery.inspect(tmp_path / "out"))
-    assert logits(tmp_path / "out", random_ids(2)).isfinite().all()
+    assert checkpoint_logits(tmp_path / "out", random_ids(2)).isfinite().all()
 
 
 def test_borrowed_moments_are_average_rows():
@@ -258,12 +253,12 @@ def test_a_model_in_memory_gets_the_bits_of_the_command(experts, inputs, tmp_pat
     ids = random_ids(2)
     with torch.no_grad():
         before = model(ids).logits
-        torch.testing.assert_close(logits(tmp_path / "applied", ids), before, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(checkpoint_logits(tmp_path / "applied", ids), before, rtol=1e-5, atol=1e-6)
         surgery.densify(model)
         torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-5)
     model.save_pretrained(tmp_path / "dense", max_shard_size="20KB")
     assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 1
-    torch.testing.assert_close(logits(tmp_path / "dense", ids), before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(checkpoint_logits(tmp_path / "dense", ids), before, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe"])
@@ -277,7 +272,7 @@ def test_mixers_and_experts_together(kind, experts, tmp_path):
     }
     surgery.convert(str(experts(kind)), recipe, tmp_path / "out")
     ids = random_ids(2)
-    wanted, model = logits(experts(kind), ids), AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    wanted, model = checkpoint_logits(experts(kind), ids), AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-4, atol=1e-5)
         first = model(ids[:, :20], use_cache=True)
@@ -298,7 +293,7 @@ def test_mixers_beside_dense_experts(kind, live, experts, tmp_path):
     ids = random_ids(2)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, logits(experts(kind), ids), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(loaded(ids).logits, checkpoint_logits(experts(kind), ids), rtol=1e-4, atol=1e-5)
     loaded.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
     with torch.no_grad():
@@ -326,8 +321,8 @@ def test_experts_of_merged_files_in_memory_and_in_the_command(kind, experts, inp
     model.save_pretrained(tmp_path / "applied")
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("command", "applied"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    wanted = logits(source, ids)
-    fitted, free = ((logits(tmp_path / name, ids) - wanted).norm() for name in ("command", "free"))
+    wanted = checkpoint_logits(source, ids)
+    fitted, free = ((checkpoint_logits(tmp_path / name, ids) - wanted).norm() for name in ("command", "free"))
     assert fitted < free
     with torch.no_grad():
         before = model(ids).logits
@@ -336,7 +331,7 @@ def test_experts_of_merged_files_in_memory_and_in_the_command(kind, experts, inp
     model.save_pretrained(tmp_path / "dense")
     dense, stored = (load_file(folder / "model.safetensors") for folder in (tmp_path / "dense", source))
     assert {name: t.shape for name, t in dense.items()} == {name: t.shape for name, t in stored.items()}
-    torch.testing.assert_close(logits(tmp_path / "dense", ids), before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(checkpoint_logits(tmp_path / "dense", ids), before, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", STORED_MERGED)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import killing
 from helpers.forked import run_processes
-from helpers.small import make_recipe, tiny_config, tiny_inputs
+from helpers.small import checkpoint_logits, make_recipe, relative, tiny_config, tiny_inputs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -72,15 +72,6 @@ def converted(source, inputs, tmp_path_factory):
     """A calibrated conversion: (report, folder)."""
     out = tmp_path_factory.mktemp("converted") / "out"
     return surgery.convert(str(source), PIVOTED, out, calibration=inputs), out
-
-
-def logits(folder: Path | str, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------
@@ -166,7 +157,7 @@ def test_every_structure_is_exact_at_full_rank_and_back(structure, source, tmp_p
         del recipe["rank"]
     ids, out = random_ids(2), tmp_path / "out"
     report = surgery.convert(str(source), recipe, out)
-    wanted, model = logits(source, ids), AutoModelForCausalLM.from_pretrained(out).eval()
+    wanted, model = checkpoint_logits(source, ids), AutoModelForCausalLM.from_pretrained(out).eval()
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-3, atol=1e-4)
     stored, before = (load_file(folder / "model.safetensors") for folder in (out, source))
@@ -180,7 +171,7 @@ def test_every_structure_is_exact_at_full_rank_and_back(structure, source, tmp_p
     surgery.densify(out, tmp_path / "dense")
     dense = load_file(tmp_path / "dense" / "model.safetensors")
     assert {n: t.shape for n, t in dense.items()} == {n: t.shape for n, t in before.items()}
-    torch.testing.assert_close(logits(tmp_path / "dense", ids), wanted, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(checkpoint_logits(tmp_path / "dense", ids), wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_joined_is_closer_than_apart_on_other_text(converted, source, inputs, tmp_path):
@@ -189,8 +180,10 @@ def test_joined_is_closer_than_apart_on_other_text(converted, source, inputs, tm
     alone = surgery.convert(str(source), {**PIVOTED, "share": "none"}, tmp_path / "alone", calibration=inputs)
     assert report["totals"]["replaced_params_after"] <= 1.01 * alone["totals"]["replaced_params_after"]
     ids = random_ids(8, seed=3)
-    wanted = logits(source, ids)
-    assert relative(logits(out, ids), wanted) < 0.97 * relative(logits(tmp_path / "alone", ids), wanted)
+    wanted = checkpoint_logits(source, ids)
+    assert relative(checkpoint_logits(out, ids), wanted) < 0.97 * relative(
+        checkpoint_logits(tmp_path / "alone", ids), wanted
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +197,7 @@ def test_allocation_trials_and_refinement(options, source, inputs, tmp_path):
     names = {record["name"].removeprefix("model.layers.1.") for record in report["modules"]}
     assert {QKV, GATE_UP} <= names
     ids = random_ids(4, seed=5)
-    assert relative(logits(tmp_path / "out", ids), logits(source, ids)) < 0.5
+    assert relative(checkpoint_logits(tmp_path / "out", ids), checkpoint_logits(source, ids)) < 0.5
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert "model.layers.0.self_attn.k_proj.bias" in stored
     assert not torch.equal(
@@ -230,7 +223,7 @@ def test_a_budget_that_covers_a_group_leaves_its_linears_dense(source, inputs, t
     surgery.apply(model, PIVOTED, calibration=inputs)
     ids = random_ids(2)
     with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, logits(tmp_path / "out", ids))
+        torch.testing.assert_close(model(ids).logits, checkpoint_logits(tmp_path / "out", ids))
 
 
 def test_killed_and_resumed_to_the_same_bytes(source, inputs, tmp_path, capfd):
@@ -523,7 +516,9 @@ def test_lora_integers_and_cached_generation(converted, tmp_path):
     with torch.no_grad():
         assert torch.equal(model(ids).logits, quantized(ids).logits)
     surgery.densify(tmp_path / "int8", tmp_path / "dense")
-    torch.testing.assert_close(logits(tmp_path / "dense", ids), quantized(ids).logits.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        checkpoint_logits(tmp_path / "dense", ids), quantized(ids).logits.detach(), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import killing
 from helpers.forked import run_processes
-from helpers.small import make_recipe
+from helpers.small import checkpoint_logits, make_recipe, relative
 from helpers.small_experts import write_experts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -63,15 +63,6 @@ def converted(experts, inputs, tmp_path_factory):
     """A calibrated conversion of a mixtral, whose names in the files are not its paths: (report, folder)."""
     out = tmp_path_factory.mktemp("converted") / "out"
     return surgery.convert(str(experts("mixtral")), SHARED, out, calibration=inputs), out
-
-
-def logits(folder: Path | str, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 # -- the fit -----------------------------------------------------------------------------------------------------
@@ -189,7 +180,7 @@ def test_rules_switch_sharing_off_and_a_single_expert_has_its_own(experts):
 def test_exact_at_full_rank_saved_again_and_back(kind, experts, tmp_path):
     source, out, ids = experts(kind), tmp_path / "out", random_ids(2)
     report = surgery.convert(str(source), {"structure": "low_rank", "rank": "full", "share": "experts"}, out)
-    wanted, model = logits(source, ids), AutoModelForCausalLM.from_pretrained(out).eval()
+    wanted, model = checkpoint_logits(source, ids), AutoModelForCausalLM.from_pretrained(out).eval()
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-4, atol=1e-5)
     stored = load_file(out / "model.safetensors")
@@ -203,7 +194,7 @@ def test_exact_at_full_rank_saved_again_and_back(kind, experts, tmp_path):
     surgery.densify(out, tmp_path / "dense")
     before, dense = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "dense"))
     assert {n: t.shape for n, t in dense.items()} == {n: t.shape for n, t in before.items()}
-    torch.testing.assert_close(logits(tmp_path / "dense", ids), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(checkpoint_logits(tmp_path / "dense", ids), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_calibrated_counted_and_reported(converted, experts, tmp_path):
@@ -211,8 +202,10 @@ def test_calibrated_counted_and_reported(converted, experts, tmp_path):
     report, out = converted
     source, ids = experts("mixtral"), random_ids(8, seed=3)
     surgery.convert(str(source), SHARED, tmp_path / "free")
-    wanted = logits(source, ids)
-    assert relative(logits(out, ids), wanted) < 0.95 * relative(logits(tmp_path / "free", ids), wanted)
+    wanted = checkpoint_logits(source, ids)
+    assert relative(checkpoint_logits(out, ids), wanted) < 0.95 * relative(
+        checkpoint_logits(tmp_path / "free", ids), wanted
+    )
     size = {
         n: sum(t.numel() for t in load_file(f / "model.safetensors").values()) for n, f in (("a", source), ("b", out))
     }

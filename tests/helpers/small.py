@@ -121,3 +121,16 @@ class Logits(torch.nn.Module):
 
     def forward(self, ids):
         return self.model(input_ids=ids, use_cache=False).logits
+
+
+def checkpoint_logits(folder: Path | str, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits (B, T, V) of a causal language model's checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return |a - b| / |b| in the Frobenius norm."""
+    return float((a - b).norm() / b.norm())
