@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from surgery.checkpoint.companions import COPIED, SMALL_FILES, folder_files, subfolder_files
 from surgery.checkpoint.remote_code import CONFIGS, check_code_trusted, check_no_outside_code, named_code
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorInfo, edge_bytes, read_header, source_errors
@@ -85,6 +87,18 @@ class CheckpointSource:
     def nbytes(self) -> int:
         """The size of all tensors in bytes."""
         return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which transformers loads the model unless told otherwise: that of config.json, else of the first floating tensor.
+
+        bfloat16 without both.
+        """
+        named = getattr(torch, str(self.config.get("dtype") or self.config.get("torch_dtype") or ""), None)
+        if isinstance(named, torch.dtype) and named.is_floating_point:
+            return named
+        stored = (t.dtype for t in self.tensors.values() if t.dtype in FLOAT_DTYPES)
+        return DTYPES[next(stored, "BF16")]
 
 
 def open_checkpoint(

@@ -105,12 +105,15 @@ class MixerState:
 class MixerCost(NamedTuple):
     """Cost of one layer and sequence at a context of T tokens.
 
-    cache: elements of the state. macs: multiply-accumulates for the next token. params: stored parameters.
+    cache: elements of the state after these tokens. macs: multiply-accumulates for the next token. params: stored parameters.
+    float32: how many elements of the state are float32 in a model of 16 bits too, such as recurrent sums; the others have the model's
+    dtype. `surgery.mixers.cache_size.cache_bytes` counts the bytes.
     """
 
     cache: int
     macs: int
     params: int
+    float32: int = 0
 
 
 @dataclass(frozen=True)

@@ -377,10 +377,11 @@ class Bilinear(Mixer):
         params += 0 if config.norm == "none" else (dims if cls.norms_features else shape.dim)
         per_head = cls.feature_macs(config, shape)
         macs = shape.heads * per_head * (2 if query else 1) + (0 if query else shape.groups * per_head)
-        if cls.scales_keys(config):  # M x' is computed for its variance, and one element per head is cached
-            per_token, width = per_token + shape.heads, width + 1
+        scales = 0
+        if cls.scales_keys(config):  # M x' is computed for its variance, and one element per head is cached, in float32
+            per_token, width, scales = per_token + shape.heads, width + 1, live * shape.heads
             macs += (shape.groups + shape.heads) * per_head
-        return MixerCost(live * per_token, macs + shape.heads * live * (base + width + shape.value), params)
+        return MixerCost(live * per_token, macs + shape.heads * live * (base + width + shape.value), params, scales)
 
     @classmethod
     def scales_keys(cls, config: BilinearConfig) -> bool:

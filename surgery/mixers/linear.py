@@ -64,6 +64,8 @@ from surgery.mixers.projections import Float32Linear, autocast_disabled
 # Applies the mask: (out_BGJTV, state of the mask after the tokens, or None without a state).
 MaskFn = Callable[[MaskInputs], tuple[Tensor, Tensors | None]]
 
+# Tensors of the state that are copies of keys and values; the others are computed in float32.
+TOKENS_IN_MODEL_DTYPE = ("ring.k", "ring.v", "ring.linear_k", "sink.k", "sink.v")
 MIN_DENOMINATOR = 1e-30  # avoids 0 / 0 if all scores of a query are zero
 
 
@@ -467,10 +469,13 @@ class LinearMixer(Mixer):
         linears = sum(m.weight.numel() for m in mixer.modules() if isinstance(m, (nn.Linear, ShortConvolution)))
         macs = shape.heads * (state + local * (shape.key + shape.value)) + writes + linears
         macs += shape.heads * mask.query_macs(config.mask, mask_shape(config, shape), features)
+        tokens = sum(t.numel() for name, t in buffers.tensors.items() if name in TOKENS_IN_MODEL_DTYPE)
+        others = groups * state + sum(t.numel() for n, t in buffers.tensors.items() if n not in TOKENS_IN_MODEL_DTYPE)
         return MixerCost(
-            cache=groups * state + sum(t.numel() for t in buffers.tensors.values()),
+            cache=tokens + others,
             macs=macs + mixer.feature_map.macs(config.features, mixer.linear_shape),
             params=sum(t.numel() for t in (*mixer.parameters(), *mixer.buffers())),
+            float32=others,
         )
 
 

@@ -116,8 +116,15 @@ class LeveledConfig(Protocol):
         """Basis of the score dims: own or turned."""
 
 
-def live_keys(config: LeveledConfig, length: int, window: int | None) -> list[int]:
-    """Return the number of cached keys of each level after `length` tokens; current nested blocks count in full."""
+def cached_keys(config: LeveledConfig, length: int, window: int | None) -> list[int]:
+    """Return the number of cached keys of each level after `length` tokens. Nested blocks are empty at multiples of their extent."""
+    bound = length if window is None else min(length, window - 1)
+    nested = config.form == "nested"
+    return [bound, *(min(bound, length % extent if nested else extent - 1) for extent in config.extents)]
+
+
+def scored_keys(config: LeveledConfig, length: int, window: int | None) -> list[int]:
+    """Return the largest number of keys that a query scores at each level after `length` tokens; nested blocks count in full."""
     bound = length if window is None else min(length, window - 1)
     past = 0 if config.form == "nested" else 1
     return [bound, *(min(bound, extent - past) for extent in config.extents)]
@@ -250,9 +257,10 @@ class MLRAttention(Mixer):
     @classmethod
     def cost(cls, config: LeveledConfig, shape: AttentionShape, length: int) -> MixerCost:
         """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
-        keys = live_keys(config, length, shape.window)
+        keys = scored_keys(config, length, shape.window)
         scores = sum(rank * n for rank, n in zip(config.ranks, keys))
-        cache = shape.groups * (scores + shape.value * keys[0])
+        cached = sum(rank * n for rank, n in zip(config.ranks, cached_keys(config, length, shape.window)))
+        cache = shape.groups * (cached + shape.value * keys[0])
         params = shape.groups * shape.key + shape.heads * (len(config.ranks) - 1)
         macs = shape.heads * (scores + shape.value * keys[0])
         if config.basis == "turned":

@@ -14,6 +14,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from surgery.architectures import get_architecture
 from surgery.architectures.attention import key_value_heads
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
@@ -138,7 +140,8 @@ class Plan:
     mixers, by path of their layer. softmax_shapes: shapes of all other attention modules, if there are targets. notes: messages
     for the user. unreached: names of linears that the recipe would replace and that stay dense, because the calibration inputs do not
     reach them. model_params: parameters of the whole model, a tied pair counted once. untied_params: those that are stored twice
-    after the conversion, because a tied weight is replaced. time: what the replaced linears may take, with `speed`.
+    after the conversion, because a tied weight is replaced. time: what the replaced linears may take, with `speed`. dtype: in which
+    the model loads.
     """
 
     source: str
@@ -153,6 +156,7 @@ class Plan:
     model_params: int = 0
     untied_params: int = 0
     time: TimeTarget | None = None
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def measured_softmax_count(self) -> int:
@@ -169,6 +173,15 @@ class Plan:
             return targets
         heads = hybrid.fixed_heads(list(targets.values()))
         return keep_heads(targets, {layer: heads[target.index] for layer, target in targets.items()})
+
+    def attention_after(self) -> tuple[list[AttentionTarget], list[AttentionShape], int]:
+        """Return (targets that get mixers, shapes of the modules that keep softmax attention, how many targets will keep softmax too).
+
+        Which targets keep it is known after measurements on text. Both lists are empty without attention targets.
+        """
+        expected = self.expected_targets()
+        whole = (target.shape for layer, target in self.attention_targets.items() if layer not in expected)
+        return list(expected.values()), [*self.softmax_shapes, *whole], self.measured_softmax_count
 
     def targets_in_layer(self, layer: str) -> dict[str, tuple[LinearTarget, ...]]:
         """Return the targets of one layer by path of the linear."""
@@ -297,6 +310,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         model_params=sum(counted.values()),
         untied_params=untied,
         time=time,
+        dtype=meta_model.source.dtype,
     )
 
 

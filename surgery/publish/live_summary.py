@@ -40,7 +40,7 @@ def inspect_model(model: Any) -> dict[str, Any]:
     if found := [(p, m.mixer.config, m.mixer.shape) for p, m in model.named_modules() if isinstance(m, MixerAttention)]:
         mixers = {path for path, _, _ in found}
         kept = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
-        report |= attention_costs(found, kept, "mixer_rows")
+        report |= attention_costs(found, kept, "mixer_rows", model.dtype)
     return report
 
 

@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.checkpoint.outline import describe_unconverted_model
@@ -19,6 +21,7 @@ from surgery.conversion.toeplitz import toeplitz_fits
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
+from surgery.mixers.cache_size import cache_bytes
 from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
@@ -116,7 +119,7 @@ def plan_dict(plan: Plan, context: int | None = None, estimate: dict[str, Any] |
         {"name": t.name, "shape": [t.out, t.in_], "keep": t.keep, "first": _preview_dict(t), **_outputs(t)}
         for t in plan.replaced_targets()
     ]
-    expected = plan.expected_targets()
+    mixed, softmax, chosen = plan.attention_after()
     return {
         "source": plan.source,
         "model_type": plan.model_type,
@@ -128,11 +131,7 @@ def plan_dict(plan: Plan, context: int | None = None, estimate: dict[str, Any] |
         "totals": plan.totals(),
         "candidates": sorted({config.name for t in plan.replaced_targets() for config in t.configs}),
         **attention_costs(
-            ((t.path, t.config, t.shape) for t in expected.values()),
-            (*plan.softmax_shapes, *(t.shape for name, t in plan.attention_targets.items() if name not in expected)),
-            "mixers",
-            plan.measured_softmax_count,
-            cost_lengths(context),
+            ((t.path, t.config, t.shape) for t in mixed), softmax, "mixers", plan.dtype, chosen, cost_lengths(context)
         ),
         "refine": None if estimate is None else estimate["refine"],
         "speed_target": speed_dict(
@@ -186,7 +185,7 @@ def inspect(name: str) -> dict[str, Any]:
         model = describe_unconverted_model(source)
         found = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
         kept = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
-        report |= attention_costs(found, kept, "mixer_rows")
+        report |= attention_costs(found, kept, "mixer_rows", source.dtype)
         fits = toeplitz_fits(source)
         report["toeplitzness"] = {path: fit.r2.flatten().tolist() for path, (_, _, fit) in fits.items()}
     return report
@@ -276,11 +275,6 @@ def cost_lengths(context: int | None) -> tuple[int, ...]:
     return tuple(sorted({*CONTEXTS, context} - ({nearest} - {context})))
 
 
-def softmax_cache(shape: AttentionShape, length: int) -> int:
-    """Return the elements that the KV cache of softmax attention holds for one sequence."""
-    return shape.groups * (shape.key + shape.value) * min(length, shape.window or length)
-
-
 def softmax_macs(shape: AttentionShape, length: int) -> int:
     """Return the multiply-accumulates of scores and mixing for the next token."""
     return shape.heads * (shape.key + shape.value) * min(length, shape.window or length)
@@ -290,21 +284,23 @@ def attention_costs(
     found: Iterable[tuple[str, MixerConfig, AttentionShape]],
     softmax: Iterable[AttentionShape],
     rows_key: str,
+    dtype: torch.dtype,
     chosen: int = 0,
     lengths: tuple[int, ...] = CONTEXTS,
 ) -> dict[str, Any]:
-    """Return {rows_key: one row per mixer, "attention_totals": the costs of all attention modules, None without mixers}.
+    """Return {rows_key: one row per mixer, "attention_totals": the costs of all attention modules, None without mixers, "cache_dtype":
+    the name of `dtype`}.
 
-    Costs are cache elements of one sequence and multiply-accumulates of the next token, [before, after] at each of `lengths`, in tokens. A row
-    sums over the layers of its mixer.
-    found: (path, config, shape) of every mixer. softmax: shapes of the modules that keep softmax attention. chosen: how many of
-    the `found` will keep softmax too, chosen by measurements. Which is not known, so every mixer counts by the share of those
-    that remain: exactly, if the mixers are equal, and the mean over all choices otherwise.
+    Costs are `cache_bytes`, bytes in the cache of one sequence, and `macs`, multiply-accumulates of the next token: [before, after] at each of
+    `lengths`, in tokens. A row sums over the layers of its mixer.
+    found: (path, config, shape) of every mixer. softmax: shapes of the modules that keep softmax attention. dtype: of the model, and so of
+    keys and values. chosen: how many of the `found` will keep softmax too, chosen by measurements. Which is not known, so every mixer counts by
+    the share of those that remain: exactly, if the mixers are equal, and the mean over all choices otherwise.
     """
     modules = list(found)
     share = Fraction(len(modules) - chosen, len(modules)) if modules else Fraction(1)
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    kept: dict[str, Any] = {"cache": {}, "macs": {}}
+    kept: dict[str, Any] = {"cache_bytes": {}, "macs": {}}
     for path, config, shape in modules:
         row = rows.setdefault(
             (describe_mixer(config), json.dumps(_cost_options(config), sort_keys=True)),
@@ -312,30 +308,30 @@ def attention_costs(
                 "mixer": describe_mixer(config),
                 "paths": [],
                 "params": 0,
-                "cache": {},
+                "cache_bytes": {},
                 "macs": {},
                 "notes": mixer_notes(config),
             },
         )
         row["paths"].append(path)
-        _add_costs(row, shape, config, share, lengths)
-        _add_costs(kept, shape, None, 1 - share, lengths)
+        _add_costs(row, shape, config, share, lengths, dtype)
+        _add_costs(kept, shape, None, 1 - share, lengths, dtype)
         row["params"] += share * MIXERS[config].cost(config, shape, lengths[0]).params
     others = list(softmax)
     for shape in others:
-        _add_costs(kept, shape, None, Fraction(1), lengths)
+        _add_costs(kept, shape, None, Fraction(1), lengths, dtype)
     for row in rows.values():
         row["layers"] = _rounded(share * len(row["paths"]))
     totals = None
     if modules:
         count = len(modules) + len(others)
         totals = {"layers": count, "softmax_layers": chosen + len(others), "softmax": kept}
-        for name in ("cache", "macs"):
+        for name in ("cache_bytes", "macs"):
             totals[name] = {
                 str(n): [sum(part[name][str(n)][i] for part in (kept, *rows.values())) for i in (0, 1)] for n in lengths
             }
     every: dict[str, Any] = _rounded({rows_key: list(rows.values()), "attention_totals": totals})
-    return every
+    return {**every, "cache_dtype": str(dtype).removeprefix("torch.")}
 
 
 def _cost_options(config: MixerConfig) -> dict[str, Any]:
@@ -345,16 +341,31 @@ def _cost_options(config: MixerConfig) -> dict[str, Any]:
 
 
 def _add_costs(
-    row: dict[str, Any], shape: AttentionShape, config: MixerConfig | None, share: Fraction, lengths: tuple[int, ...]
+    row: dict[str, Any],
+    shape: AttentionShape,
+    config: MixerConfig | None,
+    share: Fraction,
+    lengths: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> None:
     """Add `share` of the costs of an attention module at each of `lengths`. config: of its mixer; None: softmax attention."""
     for length in lengths:
-        before = {"cache": softmax_cache(shape, length), "macs": softmax_macs(shape, length)}
-        cost = None if config is None else MIXERS[config].cost(config, shape, length)
-        for name, value in before.items():
+        for name, costs in compare_costs(config, shape, length, dtype).items():
             sums = row[name].setdefault(str(length), [Fraction(0), Fraction(0)])
-            sums[0] += share * value
-            sums[1] += share * (value if cost is None else getattr(cost, name))
+            for i, cost in enumerate(costs):
+                sums[i] += share * cost
+
+
+def compare_costs(
+    config: MixerConfig | None, shape: AttentionShape, length: int, dtype: torch.dtype
+) -> dict[str, tuple[int, int]]:
+    """Return the costs of one attention module by name, as (softmax attention, its mixer): `cache_bytes` of one sequence after `length`
+    tokens, and `macs` of the next token. config: of the mixer; None: softmax attention stays."""
+    softmax = cache_bytes(None, shape, length, dtype), softmax_macs(shape, length)
+    if config is None:
+        return {"cache_bytes": (softmax[0],) * 2, "macs": (softmax[1],) * 2}
+    macs = MIXERS[config].cost(config, shape, length).macs
+    return {"cache_bytes": (softmax[0], cache_bytes(config, shape, length, dtype)), "macs": (softmax[1], macs)}
 
 
 def _rounded(value: Any) -> Any:

@@ -47,7 +47,7 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
     ]
     whole = [f"whole model: {_model_shares(total, _mixer_params(plan))}"] if total.get("model_before") else []
     lines += whole
-    mixers = mixer_tables(plan["mixers"], plan["attention_totals"])
+    mixers = mixer_tables(plan["mixers"], plan)
     if any(row["structure"] == "auto" for row in plan["rows"]):
         lines.append("auto: the structure with the lowest error on held-out text, of " + ", ".join(plan["candidates"]))
     speed = plan.get("speed_target")
@@ -144,32 +144,30 @@ def expert_lines(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-CACHE_UNIT = "cache: elements stored for one sequence; keys and values have the model's dtype, states of linear mixers float32: 4 bytes each"
-
-
-def mixer_tables(rows: list[dict[str, Any]], totals: dict[str, Any] | None) -> list[Any]:
-    """Return the table of cache sizes (elements per sequence, summed over the layers of a row) at several contexts. rows, totals: see
-    `attention_costs`."""
+def mixer_tables(rows: list[dict[str, Any]], costs: dict[str, Any]) -> list[Any]:
+    """Return the table of cache sizes (bytes of one sequence, summed over the layers of a row) at several contexts. rows, costs: rows and
+    all that `attention_costs` returns."""
     if not rows:
         return []
-    contexts = list(rows[0]["cache"])
+    totals, contexts = costs["attention_totals"], list(rows[0]["cache_bytes"])
     table = new_table(
         "attention", "mixer", "layers", "params", *(f"cache at {format_tokens(int(c))}" for c in contexts)
     )
 
     def add_row(label: str, layers: str, params: str, cache: dict[str, list[int]]) -> None:
-        kept = (f"{format_count(a)} -> {format_count(b)} ({format_share(b, a)})" for a, b in cache.values())
+        kept = (f"{size_text(a)} -> {size_text(b)} ({format_share(b, a)})" for a, b in cache.values())
         table.add_row(label, layers, params, *kept)
 
     for row in rows:
         possible = len(row["paths"])
         layers = str(possible) if row["layers"] == possible else f"{row['layers']} of {possible}"
-        add_row(row["mixer"], layers, format_count(row["params"]), row["cache"])
+        add_row(row["mixer"], layers, format_count(row["params"]), row["cache_bytes"])
     if totals is not None and totals["softmax_layers"]:
-        add_row("softmax, as it was", str(totals["softmax_layers"]), "", totals["softmax"]["cache"])
+        add_row("softmax, as it was", str(totals["softmax_layers"]), "", totals["softmax"]["cache_bytes"])
     if totals is not None and (totals["softmax_layers"] or len(rows) > 1):
-        add_row("all layers", str(totals["layers"]), "", totals["cache"])
-    return [table, CACHE_UNIT, *(f"note: {note}" for row in rows for note in row["notes"])]
+        add_row("all layers", str(totals["layers"]), "", totals["cache_bytes"])
+    unit = f"cache: bytes of one sequence; keys and values in {costs['cache_dtype']}, the model's dtype, recurrent states in float32"
+    return [table, unit, *(f"note: {note}" for row in rows for note in row["notes"])]
 
 
 HYBRID_LABELS = {"aligned": "no softmax layer"}
@@ -235,7 +233,7 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
         error_note = "trained from scratch: there are no original weights to compute errors against"
     linears = [table, error_note, *expert_lines(report["modules"])] if rows else []
     mixers = [
-        *mixer_tables(report.get("mixer_rows", []), report.get("attention_totals")),
+        *mixer_tables(report.get("mixer_rows", []), report),
         *init_error_lines(report.get("mixers", [])),
         *hybrid_lines(report.get("hybrid")),
         *toeplitz_lines(report.get("toeplitzness")),

@@ -15,9 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from surgery.mixers import Mixer
-from surgery.mixers.head_hybrid import HeadHybridAttention
-from surgery.mixers.linear import LinearMixer
+from surgery.mixers.cache_size import cache_bytes as attention_cache_bytes
 from surgery.modeling.cache import mixer_modules
 from surgery.speculation.slots import Sight, attention_windows
 
@@ -44,21 +42,13 @@ def cache_bytes(model: Any, context: int, sight: Sight | None = None) -> int:
     total = 0
     for index, window in enumerate(windows):
         if index in mixers:
-            total += state_bytes(mixers[index], context, model.dtype.itemsize)
+            total += attention_cache_bytes(mixers[index].config, mixers[index].shape, context, model.dtype)
             continue
         tokens = context if window is None else min(context, window)
         if sight is not None and sight.window is not None:
             tokens = min(tokens, sight.window + sight.sinks)
         total += 2 * groups * key * tokens * model.dtype.itemsize
     return total
-
-
-def state_bytes(mixer: Mixer, context: int, itemsize: int) -> int:
-    """Return the bytes of a mixer's state of one row after `context` tokens. itemsize: bytes of a number of the model's dtype."""
-    if isinstance(mixer, HeadHybridAttention):
-        return sum(state_bytes(part, context, itemsize) for part in (mixer.softmax, mixer.others))
-    width = 4 if isinstance(mixer, LinearMixer) else itemsize  # recurrent states are float32
-    return int(type(mixer).cost(mixer.config, mixer.shape, context).cache) * width
 
 
 def expected_tokens(accept: float, k: int) -> float:

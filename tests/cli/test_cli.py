@@ -75,9 +75,13 @@ def test_plan(run, run_json, checkpoints):
 def test_plan_shows_caches_at_the_context_asked_for(run, run_json, checkpoints):
     words = ("plan", checkpoints("llama"), "-r", "log-linear")
     usual, asked = run_json(*words), run_json(*words, "--context", "32k")
-    assert list(usual["mixers"][0]["cache"]) == ["1024", "8192", "65536"]
-    assert list(asked["mixers"][0]["cache"]) == list(asked["attention_totals"]["cache"]) == ["1024", "8192", "32768"]
-    assert asked["mixers"][0]["cache"]["8192"] == usual["mixers"][0]["cache"]["8192"]
+    assert list(usual["mixers"][0]["cache_bytes"]) == ["1024", "8192", "65536"]
+    assert (
+        list(asked["mixers"][0]["cache_bytes"])
+        == list(asked["attention_totals"]["cache_bytes"])
+        == ["1024", "8192", "32768"]
+    )
+    assert asked["mixers"][0]["cache_bytes"]["8192"] == usual["mixers"][0]["cache_bytes"]["8192"]
     assert usual["estimate"]["result_cache_tokens"] == 4096 and asked["estimate"]["result_cache_tokens"] == 32768
     code, out, _ = run(*words, "--context", "32K")
     assert code == 0 and "cache at 8K" in out and "cache at 32K" in out and "caches of 32,768 tokens" in out

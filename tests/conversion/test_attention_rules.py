@@ -14,9 +14,10 @@ from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS
+from surgery.mixers.cache_size import cache_bytes
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import load_recipe
-from surgery.publish.summary import CONTEXTS, inspect, plan_dict, softmax_cache, softmax_macs
+from surgery.publish.summary import CONTEXTS, inspect, plan_dict, softmax_macs
 from surgery.publish.tables import plan_table
 
 SMALL = {"mixer": "linear", "mask": {"name": "hierarchical", "block": 8}, "scores": "delta", "window": 6, "sinks": 2}
@@ -136,7 +137,7 @@ def test_costs_of_a_hybrid_count_the_layers_that_keep_softmax(sources, family):
         plan_dict(plan_of(folder, hybrid={"layers": list(layers)}))["attention_totals"]
         for layers in combinations(range(4), 2)
     ]
-    for name in ("cache", "macs"):
+    for name in ("cache_bytes", "macs"):
         for length in map(str, CONTEXTS):
             for i in (0, 1):
                 mean = sum(total[name][length][i] for total in totals) / len(totals)
@@ -151,10 +152,12 @@ def test_totals_are_sums_over_all_layers(sources):
     told = plan_dict(plan)
     assert [shape.window for shape in plan.softmax_shapes] == [8, 8] and told["attention_totals"]["softmax_layers"] == 2
     for length in CONTEXTS:
-        before = sum(softmax_cache(shape, length) for shape in shapes)
-        mixed = [MIXERS[t.config].cost(t.config, t.shape, length) for t in plan.attention_targets.values()]
-        kept = sum(softmax_cache(shape, length) for shape in plan.softmax_shapes)
-        assert told["attention_totals"]["cache"][str(length)] == [before, kept + sum(cost.cache for cost in mixed)]
+        before = sum(cache_bytes(None, shape, length, plan.dtype) for shape in shapes)
+        targets = plan.attention_targets.values()
+        mixed = [MIXERS[t.config].cost(t.config, t.shape, length) for t in targets]
+        after = sum(cache_bytes(None, shape, length, plan.dtype) for shape in plan.softmax_shapes)
+        after += sum(cache_bytes(t.config, t.shape, length, plan.dtype) for t in targets)
+        assert told["attention_totals"]["cache_bytes"][str(length)] == [before, after]
         kept = sum(softmax_macs(shape, length) for shape in plan.softmax_shapes)
         assert told["attention_totals"]["macs"][str(length)][1] == kept + sum(cost.macs for cost in mixed)
     (table,) = [part for part in plan_table(told) if hasattr(part, "columns")]

@@ -203,8 +203,8 @@ def test_plans_count_the_heads_that_keep_softmax(sources, attention):
     folder = sources()
     told = [plan_dict(plan_of(folder, hybrid, **attention)) for hybrid in (
         {"keep": 0.5, "of": "heads"}, {"heads": {0: [0, 1], 1: [1]}}, {"heads": {0: [0], 1: [1], 2: [1]}})]  # fmt: skip
-    caches = [t["attention_totals"]["cache"] for t in told]
-    assert caches[0] == caches[1] == caches[2] and caches[0]["1024"][0] == 3 * 2 * 16 * 1024
+    caches = [t["attention_totals"]["cache_bytes"] for t in told]
+    assert caches[0] == caches[1] == caches[2] and caches[0]["1024"][0] == 4 * 3 * 2 * 16 * 1024  # float32
     assert "3 of these 6 key/value heads in 3 layers keep softmax" in " ".join(told[0]["notes"])
     (row,) = told[2]["mixers"]  # which head it is makes no difference
     assert row["layers"] == 3 and row["mixer"].startswith("softmax in 1 key/value head of a layer; linear")

@@ -33,7 +33,7 @@ def test_plans_give_kept_layers_and_heads_their_options(sources):  # noqa: F811
     assert "no RoPE, logits scaled beyond 64 tokens" in " ".join(plan.notes)
     told = plan_dict(plan)
     plain = plan_dict(plan_of(folder, {"layers": [1]}))
-    assert told["attention_totals"]["cache"] == plain["attention_totals"]["cache"] and plan_table(told)
+    assert told["attention_totals"]["cache_bytes"] == plain["attention_totals"]["cache_bytes"] and plan_table(told)
     assert told["mixers"][1]["mixer"] == "softmax: no RoPE, logits scaled beyond 64 tokens"
     heads = plan_of(folder, {"heads": {0: [1], 1: [0, 1]}, "rope": "drop"}).attention_targets
     assert [t.config.name for t in heads.values()] == ["head_hybrid", "softmax", "linear"]

@@ -238,8 +238,7 @@ def test_costs_count_what_is_there(config):
     mixer, inputs = make_mixer(config), random_inputs(1)
     state = mixer.mix(inputs, mixer.empty_state(1, "cpu"))[1]
     live = sum(t.numel() for t in state.tensors.values())
-    blocks = config == NESTED  # counted with their blocks whole
-    assert live <= mixer.cost(config, SHAPE, 23).cache if blocks else live == mixer.cost(config, SHAPE, 23).cache
+    assert live == mixer.cost(config, SHAPE, 23).cache
     assert mixer.cost(config, SHAPE, 23).params == sum(t.numel() for t in mixer.state_dict().values())
 
 

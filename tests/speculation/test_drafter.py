@@ -10,13 +10,19 @@ import torch
 from helpers.noisy import noisy
 from helpers.small_mixers import MIXER_SPECS, random_model, random_model_with_mixers
 from helpers.tiny_families import TINY_FAMILIES, text
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import surgery
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
 from surgery.modeling.attention import install
-from surgery.modeling.cache import mixer_modules
 from surgery.speculation.bound import best_length, cache_bytes, expected_tokens, speedup, weight_bytes
 from surgery.speculation.decode import DraftLength
 from surgery.speculation.drafter import Drafter, extra_bytes, twin_of
@@ -348,11 +354,11 @@ def test_bound():
     assert whole == weight_bytes(original()) + 8 * layers * per_token * 10_000
 
 
-def test_states_of_heads_without_softmax_count_in_float32():
-    model = random_model_with_mixers("llama", mixer_config(MIXER_SPECS["heads"])).bfloat16()
-    (mixer,) = {type(m.mixer): m.mixer for _, m in mixer_modules(model)}.values()
-    states = [part.cost(part.config, part.shape, 100).cache for part in (mixer.softmax, mixer.others)]
-    assert cache_bytes(model, 100) == model.config.num_hidden_layers * (2 * states[0] + 4 * states[1])
+def test_a_step_reads_the_states_that_the_cache_holds():
+    model, cache = random_model_with_mixers("llama", mixer_config(MIXER_SPECS["heads"])).bfloat16(), DynamicCache()
+    with torch.inference_mode():
+        model(torch.arange(50)[None], past_key_values=cache)
+    assert cache_bytes(model, 50) == sum(layer.nbytes() for layer in cache.layers)
 
 
 def test_the_draft_length_follows_what_is_accepted():

@@ -24,9 +24,9 @@ from surgery.eval.run import load
 from surgery.eval.suite import EvalOptions, SuiteResult
 from surgery.eval.suites.perplexity import format_interval, measure, summarize
 from surgery.mixers import MixerInputs
+from surgery.mixers.cache_size import cache_bytes
 from surgery.modeling.cache import mixer_modules
 from surgery.planning.recipe import load_recipe, shipped_recipes
-from surgery.publish.summary import softmax_cache
 
 CHUNK_TOKENS = 1024
 
@@ -42,7 +42,7 @@ def live_cache(model: Any, length: int, dtype: torch.dtype) -> tuple[int, int]:
             tokens = min(CHUNK_TOKENS, length - first)
             _, state = module.mixer.mix(random_inputs(shape, tokens, device, dtype), state)
         ours += state.nbytes()
-        softmax += softmax_cache(shape, length) * dtype.itemsize
+        softmax += cache_bytes(None, shape, length, dtype)
     return ours, softmax
 
 

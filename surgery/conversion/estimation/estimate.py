@@ -19,6 +19,7 @@ from surgery.conversion.trial import is_expectation_reliable, is_text_short
 from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
 from surgery.mixers import MIXERS
+from surgery.mixers.cache_size import cache_bytes
 from surgery.planning.plan import Plan
 from surgery.planning.recipe import RefineRecipe
 from surgery.planning.refine_budget import (
@@ -115,7 +116,7 @@ def estimate_conversion(
         "peak_device": int(max(step.device for step in steps)) if kind == "cuda" else None,
         "peak_host": int(host), "device_memory": int(speeds.memory) or None,
         "disk": {"source": int(source), "result": int(result), "most": int(disk_bytes(shape, steps, result))},
-        "result_memory": int(result + cache_bytes(shape, length)), "result_cache_tokens": length,
+        "result_memory": int(result + result_cache_bytes(shape, length)), "result_cache_tokens": length,
         "speeds": speeds.source,
     }  # fmt: skip
 
@@ -255,16 +256,18 @@ def disk_bytes(shape: ConversionShape, steps: list[Step], result: float) -> floa
     return result * refined + grams + max(step.files for step in steps)
 
 
-def cache_bytes(shape: ConversionShape, context: int) -> float:
-    """Return the bytes of the caches of one sequence of so many tokens, in the stored dtype."""
-    targets = shape.plan.expected_targets()
-    total = sum(MIXERS[t.config].cost(t.config, t.shape, context).cache for t in targets.values())
-    plain = sum(kind.count * _softmax_cache(kind.attention, context) for kind in shape.kinds if kind.target is None)
-    return shape.itemsize * (total + plain)
-
-
-def _softmax_cache(attention: Any, context: int) -> float:
-    return 0.0 if attention is None else float(attention.groups * (attention.key + attention.value) * context)
+def result_cache_bytes(shape: ConversionShape, context: int) -> float:
+    """Return the bytes of the caches of one sequence of so many tokens. Targets that may keep softmax attention count by their share."""
+    mixed, softmax, chosen = shape.plan.attention_after()
+    dtype = shape.plan.dtype
+    if not mixed and not softmax:
+        plain = ((kind.count, kind.attention) for kind in shape.kinds if kind.attention is not None)
+        return float(sum(count * cache_bytes(None, attention, context, dtype) for count, attention in plain))
+    kept = sum(cache_bytes(None, each, context, dtype) for each in softmax)
+    share = chosen / len(mixed) if mixed else 0.0
+    before = sum(cache_bytes(None, t.shape, context, dtype) for t in mixed)
+    after = sum(cache_bytes(t.config, t.shape, context, dtype) for t in mixed)
+    return kept + share * before + (1 - share) * after
 
 
 _ANY = Setting(device_speeds("cpu")[1], "cpu", 1, 1, MIN_LIMIT, 1)

@@ -163,17 +163,13 @@ def conversion_shape(meta_model: ModelDescription, plan: Plan, calibrated: bool)
 
 
 def _attention_shapes(model: Any, params: dict[str, int]) -> dict[str, AttentionShape]:
-    """Return the attention of each layer that has one which can be described; layers with as many parameters have equal ones."""
+    """Return the attention of each layer that has one which can be described."""
     found: dict[str, AttentionShape] = {}
-    known: dict[int, AttentionShape] = {}
     try:
         for path in attention_paths(model):
             layer = next((name for name in params if path.startswith(f"{name}.")), None)
-            if layer is None:
-                continue
-            if params[layer] not in known:
-                known[params[layer]] = attention_shape(model, path)
-            found[layer] = known[params[layer]]
+            if layer is not None:
+                found[layer] = attention_shape(model, path)
     except SurgeryError:
         return found
     return found

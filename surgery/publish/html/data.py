@@ -17,16 +17,15 @@ from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoin
 from surgery.checkpoint.table import read_mixers
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
-from surgery.mixers import MIXERS, mixer_config
+from surgery.mixers import mixer_config
 from surgery.publish.speed_notes import report_times
 from surgery.publish.summary import (
+    compare_costs,
     describe_mixer,
     describe_structure,
     macs_per_token,
     read_report,
     report_linears,
-    softmax_cache,
-    softmax_macs,
 )
 
 CONTEXTS = tuple(1024 * 4**power for power in range(6))  # 1K to 1M
@@ -39,8 +38,8 @@ class PageData:
     """Data of the report page.
 
     report: surgery_report.json. mixing: path of an attention module -> description of its token mixing. costs: context length in
-    tokens -> {"cache": (before, after), "macs": (before, after)}: elements in the cache of one sequence, and multiply-accumulates
-    of the next token. log: entries of the training log. results: of `surgery eval --out`. comparison: of `surgery compare --out`. notes: remarks to show on the page. generations: continuations
+    tokens -> {"cache_bytes": (before, after), "macs": (before, after)}: bytes in the cache of one sequence, and multiply-accumulates
+    of the next token. dtype: the name of the model's dtype, and so of its keys and values. log: entries of the training log. results: of `surgery eval --out`. comparison: of `surgery compare --out`. notes: remarks to show on the page. generations: continuations
     of prompts, {"prompt", "original", "converted"}.
     """
 
@@ -49,6 +48,7 @@ class PageData:
     report: dict[str, Any]
     mixing: dict[str, str]
     costs: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    dtype: str = "bfloat16"
     log: list[dict[str, Any]] = field(default_factory=list)
     results: dict[str, Any] | None = None
     comparison: dict[str, Any] | None = None
@@ -118,6 +118,7 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
 
 def _add_attention(data: PageData, source: CheckpointSource) -> None:
     """Fill `mixing`, and `costs` at each length of CONTEXTS."""
+    data.dtype = str(source.dtype).removeprefix("torch.")
     mixers = {path: mixer_config(spec) for path, spec in read_mixers(source.config, source.name).items()}
     try:
         model = build_unconverted_model(source)
@@ -130,16 +131,11 @@ def _add_attention(data: PageData, source: CheckpointSource) -> None:
     data.mixing = {path: describe_mixer(mixers[path]) if path in mixers else "softmax" for path in paths}
     linears = macs_per_token(data.report, source) or {"before": 0, "after": 0}
     for context in CONTEXTS:
-        cache, macs = [0, 0], [linears["before"], linears["after"]]
+        sums = {"cache_bytes": (0, 0), "macs": (linears["before"], linears["after"])}
         for path, shape in shapes.items():
-            before = softmax_cache(shape, context), softmax_macs(shape, context)
-            after = before
-            if path in mixers:
-                cost = MIXERS[mixers[path]].cost(mixers[path], shape, context)
-                after = cost.cache, cost.macs
-            cache = [cache[0] + before[0], cache[1] + after[0]]
-            macs = [macs[0] + before[1], macs[1] + after[1]]
-        data.costs[context] = {"cache": (cache[0], cache[1]), "macs": (macs[0], macs[1])}
+            for name, (before, after) in compare_costs(mixers.get(path), shape, context, source.dtype).items():
+                sums[name] = sums[name][0] + before, sums[name][1] + after
+        data.costs[context] = sums
 
 
 def _read_log(path: Path, notes: list[str]) -> list[dict[str, Any]]:

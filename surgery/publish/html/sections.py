@@ -69,7 +69,7 @@ def headline_figures(data: PageData) -> str:
             (kept, f"of {format_count(total['replaced_params_before'])} parameters in the replaced matrices are kept"),
         )
     if data.costs:
-        cache, macs = data.costs[HEADLINE_CONTEXT]["cache"], data.costs[HEADLINE_CONTEXT]["macs"]
+        cache, macs = data.costs[HEADLINE_CONTEXT]["cache_bytes"], data.costs[HEADLINE_CONTEXT]["macs"]
         if cache[0] != cache[1]:
             text.append((format_share(cache[1], cache[0]), f"of the cache at {HEADLINE_CONTEXT:,} tokens"))
         text.append((format_share(macs[1], macs[0]), f"of the FLOPs per token at {HEADLINE_CONTEXT:,} tokens"))
@@ -202,11 +202,11 @@ def cost_section(data: PageData) -> str:
     if not data.costs:
         return ""
     drawn = []
-    for what, y, caption in (
-        ("macs", "FLOPs per token", "Linears and attention for the next token; two FLOPs per multiply-accumulate."),
-        ("cache", "bytes", "Keys, values and recurrent states of one sequence in bfloat16."),
+    held = f"The cache of one sequence: keys and values in {escape(data.dtype)}, recurrent states in float32."
+    for what, scale, y, caption in (
+        ("macs", 2, "FLOPs per token", "Linears and attention for the next token; two FLOPs per multiply-accumulate."),
+        ("cache_bytes", 1, "bytes", held),
     ):
-        scale = 2  # FLOPs per multiply-accumulate, and bytes per bfloat16 element
         series = [
             Series(name, kind, [(float(c), float(scale * data.costs[c][what][i])) for c in data.costs])
             for i, (name, kind) in enumerate((("original", "base"), ("converted", "converted")))
