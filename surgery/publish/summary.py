@@ -181,14 +181,23 @@ def inspect(name: str) -> dict[str, Any]:
     report["checks"] = {f"stored_{unit}": stored, "as_reported": as_reported, "structured_linears": len(table)}
     report["macs_per_token"] = macs_per_token(report, source)
     report["linears"] = report_linears(report, source)
-    if mixers := read_mixers(source.config, name):
-        model = describe_unconverted_model(source)
-        found = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
-        kept = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
-        report |= attention_costs(found, kept, "mixer_rows", source.dtype)
+    if read_mixers(source.config, name):
+        report |= checkpoint_costs(source)
         fits = toeplitz_fits(source)
         report["toeplitzness"] = {path: fit.r2.flatten().tolist() for path, (_, _, fit) in fits.items()}
     return report
+
+
+def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """Return `attention_costs` of a converted checkpoint, its rows under "mixer_rows". lengths: in tokens; None: CONTEXTS.
+
+    Raises SurgeryError for models of remote code.
+    """
+    mixers = read_mixers(source.config, source.name)
+    model = describe_unconverted_model(source)
+    found = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
+    kept = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
+    return attention_costs(found, kept, "mixer_rows", source.dtype, lengths=lengths or CONTEXTS)
 
 
 def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str, int] | None:

@@ -9,9 +9,10 @@ from helpers.small_mixers import MIXER_SPECS
 from transformers import DynamicCache
 
 from surgery.checkpoint.outline import describe_checkpoint
-from surgery.checkpoint.source import open_checkpoint
+from surgery.checkpoint.source import open_checkpoint, open_converted_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.estimation.estimate import estimate_conversion
+from surgery.core.files import size_text
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
 from surgery.mixers.cache_size import cache_bytes
 from surgery.mixers.features.base import FEATURES
@@ -83,10 +84,11 @@ def live_bytes(model, length: int) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_plan_inspect_page_and_estimate_count_the_live_cache(family, dtype, tmp_path, monkeypatch):
+def test_plan_inspect_page_card_and_estimate_count_the_live_cache(family, dtype, tmp_path, monkeypatch):
     """Of a hybrid with softmax layers, sliding ones in Gemma 2: before the conversion from the config, after it from the checkpoint."""
     from surgery.publish import summary
     from surgery.publish.html import data as page
+    from surgery.publish.hub import model_card
 
     torch.manual_seed(0)
     cls, config = tiny_config(family)
@@ -112,3 +114,6 @@ def test_plan_inspect_page_and_estimate_count_the_live_cache(family, dtype, tmp_
         assert shown[length]["cache_bytes"][1] == planned["attention_totals"]["cache_bytes"][str(length)][1] == live
         estimate = estimate_conversion(described, plan, calibrated=False, context=length)
         assert estimate["result_memory"] - estimate["disk"]["result"] == live
+        monkeypatch.setattr(model_card, "CARD_CONTEXT", length)
+        (row,) = model_card.cache_rows(open_converted_checkpoint(str(tmp_path / "out")))
+        assert f"| {size_text(live)} |" in row
