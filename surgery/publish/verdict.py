@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from surgery.core.tables import format_count, format_tokens
+from surgery.publish.measured import other_base
 from surgery.publish.ratios import format_ratio, perplexity_ratio
 from surgery.publish.tables import speed_in_words
 
@@ -19,13 +20,20 @@ SAME = 0.005  # sizes that differ by less are "the same"
 def verdict(report: Mapping[str, Any], results: Mapping[str, Any] | None = None) -> str:
     """Return the verdict, e.g. "46% smaller, perplexity x 1.02, needles 98 of 100 (original 99); healed on 3M tokens."
 
-    report: surgery_report.json. results: results.json of `surgery eval OUT --compare SRC`; None: not measured.
+    report: surgery_report.json. results: results.json of `surgery eval OUT --compare SRC`; None: not measured. A base that is not the
+    original is named.
     """
     rows = [row for row in (results or {}).get("rows", ()) if {"base", "converted"} <= row["values"].keys()]
-    measured = [_perplexity(report, results), *_needles(rows), *_speed(rows)]
+    base = other_base(report, results)
+    measured = [
+        _perplexity(report, results),
+        *_needles(rows, base or "original"),
+        *_speed(rows, base or "the original"),
+    ]
     parts = [_size(report["totals"]), *(part for part in measured if part)]
     unmeasured = [] if measured[0] else ["quality not measured"]
-    return ", ".join([*parts, *unmeasured]) + _healing(report.get("training") or []) + "."
+    against = f"; measured against {base}, not the original" if base and rows else ""
+    return ", ".join([*parts, *unmeasured]) + against + _healing(report.get("training") or []) + "."
 
 
 def _size(totals: Mapping[str, Any]) -> str:
@@ -56,7 +64,7 @@ def _perplexity(report: Mapping[str, Any], results: Mapping[str, Any] | None) ->
     return f"perplexity {format_ratio(ratio)} on held-out text{' before healing' if run else ''}" if ratio else ""
 
 
-def _needles(rows: list[Any]) -> list[str]:
+def _needles(rows: list[Any], base: str) -> list[str]:
     """Return the needles that were found; [] if the original does no better than guessing, which is no evidence."""
     for row in rows:
         if (row.get("suite", row["task"]), row["task"], row["metric"]["name"]) == (
@@ -69,13 +77,13 @@ def _needles(rows: list[Any]) -> list[str]:
                 for role in ("base", "converted")
             }
             guessed = any("guessing" in str(flag) for flag in row.get("flags", ()))
-            said = f"needles {found['converted']} of {row['samples']} (original {found['base']})"
+            said = f"needles {found['converted']} of {row['samples']} ({base} {found['base']})"
             return [] if guessed or not found["base"] else [said]
     return []
 
 
-def _speed(rows: list[Any]) -> list[str]:
-    """Return prefill, decoding and cache at the longest measured length, beside the original on the same device."""
+def _speed(rows: list[Any], base: str) -> list[str]:
+    """Return prefill, decoding and cache at the longest measured length, beside the base on the same device."""
     timed = [row for row in rows if row.get("suite") == "speed" and set(row["group"]) == {"length"}]
     if not timed:
         return []
@@ -87,7 +95,7 @@ def _speed(rows: list[Any]) -> list[str]:
             said.append(f"{label} {speed_in_words(values[name]['base'], values[name]['converted'])}")
     cache = values.get("cache_mb")
     if cache and cache["base"] and abs(1 - cache["converted"] / cache["base"]) >= SAME:
-        said.append(f"cache {cache['converted'] / cache['base']:.0%} of the original's")
+        said.append(f"cache {cache['converted'] / cache['base']:.0%} of {base}'s")
     return said
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from surgery.checkpoint.source import open_converted_checkpoint
 from surgery.core.errors import SurgeryError
 from surgery.publish.html.page import write_page
 from surgery.publish.html.sections import error_class
@@ -297,6 +298,119 @@ def test_a_comparison_of_a_stranger_is_text_or_damaged(out):
         place.write_text(json.dumps({**comparison(["a", "b"]), **each}))
         with pytest.raises(SurgeryError, match="are damaged"):
             write_page(str(out))
+
+
+def measured_row(base: float, converted: float) -> dict:
+    found = row("ppl", "perplexity", {}, base, converted)
+    return {
+        **found,
+        "suite": "ppl",
+        "metric": {**found["metric"], "kind": "ppl"},
+        "ratio": {"change": converted / base},
+    }
+
+
+def original_of(out: Path) -> str:
+    return Path(json.loads((out / "surgery_report.json").read_text())["source"]["name"]).name
+
+
+def results_of(name: str, fingerprint: str, base: float, converted: float, original: str) -> dict:
+    """The content of results.json of a model of this name, beside its original."""
+    models = {
+        "base": {"name": original, "fingerprint": "0" * 64},
+        "converted": {"name": name, "fingerprint": fingerprint},
+    }
+    return {"models": models, "rows": [measured_row(base, converted)]}
+
+
+def comparison_of(models: dict[str, str], values: list[float]) -> dict:
+    """comparison.json of models (name -> fingerprint), the first of which is the base, with their perplexities."""
+    found = comparison(list(models))
+    line = measured_row(1.0, 1.0) | {
+        "values": dict(zip(models, values)),
+        "errors": {},
+        "intervals": {},
+        "differences": {},
+    }
+    line["metric"] |= {"top": None, "pooled": True, "unit": ""}
+    line["ratios"] = {
+        name: {"change": value / values[0], "low": None, "high": None} for name, value in zip(models, values)
+    }
+    models_list = [{"name": name, "fingerprint": each, "parameters": 5} for name, each in models.items()]
+    return {**found, "models": models_list, "rows": [line], "averages": [], "charts": []}
+
+
+def verdict_of(text: str) -> str:
+    return re.search(r'<p class="verdict">(.*?)</p>', text)[1]
+
+
+@pytest.fixture
+def several(out, tmp_path) -> Path:
+    """A folder of `surgery eval OUT OTHER --compare SRC --out`, in which OUT has 1.5 times its original's perplexity and OTHER 3 times."""
+    own, folder = open_converted_checkpoint(str(out)).digest(), tmp_path / "RESULTS"
+    shutil.rmtree(out / "eval")
+    for name, print_, value in (("OUT", own, 3.0), ("OTHER", "f" * 64, 6.0)):
+        place = folder / f"{name}-{print_[:8]}"
+        place.mkdir(parents=True)
+        (place / "results.json").write_text(
+            json.dumps(results_of(f"/home/me/{name}", print_, 2.0, value, original_of(out)))
+        )
+    found = comparison_of({original_of(out): "0" * 64, "OTHER": "f" * 64, "OUT": own}, [2.0, 6.0, 3.0])
+    (folder / "comparison.json").write_text(json.dumps(found))
+    return folder
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["with each model's results", "comparison alone"])
+def test_of_several_models_the_page_tells_the_numbers_of_its_own(out, several, tmp_path, alone):
+    """Verdict, headline and tables tell one number for one model; the comparison marks its column."""
+    if alone:  # as `surgery compare --out` writes it
+        for place in several.glob("*-*"):
+            shutil.rmtree(place)
+    text, reader = parse_page(write_page(str(out), tmp_path / "page.html", several))
+    assert "perplexity x 1.5" in verdict_of(text) and "held-out" not in verdict_of(text)
+    assert "<b>x 1.5</b>" in text and "x 3</b>" not in text and "OUT (this one)" in text
+    assert ("measured" in reader.ids) is not alone
+    assert alone or (f"original: {original_of(out)}" in text and "converted: OUT" in text)
+    assert "/home/me" not in text
+
+
+def test_results_of_others_alone_are_refused_or_named(out, several, tmp_path):
+    for folder in (several, several / "OTHER-ffffffff"):
+        (several / "comparison.json").write_text(
+            json.dumps(comparison_of({"llama": "0" * 64, "OTHER": "f" * 64}, [2.0, 6.0]))
+        )
+        for place in several.glob("OUT-*"):
+            shutil.rmtree(place)
+        with pytest.raises(
+            SurgeryError, match=r"has no row of .*OUT with its present files: its results are of .*OTHER"
+        ):
+            write_page(str(out), tmp_path / "page.html", folder)
+    shutil.copytree(several / "OTHER-ffffffff", out / "eval")
+    text, reader = parse_page(write_page(str(out)))
+    assert "measured" not in reader.ids and "are of OTHER. None of them is this checkpoint" in text
+    assert "x 3" not in verdict_of(text) and "<b>x 3</b>" not in text
+
+
+def test_results_from_before_the_files_changed_are_not_shown(out, tmp_path):
+    before = results_of("OUT", open_converted_checkpoint(str(out)).digest(), 2.0, 3.0, original_of(out))
+    (out / "eval" / "results.json").write_text(json.dumps(before))
+    assert "perplexity x 1.5" in verdict_of(parse_page(write_page(str(out)))[0])
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    text, _ = parse_page(write_page(str(out)))
+    assert "perplexity x 1.5" not in text and "None of them is this checkpoint with its present files" in text
+
+
+def test_a_base_that_is_not_the_original_is_named(out):
+    own = open_converted_checkpoint(str(out)).digest()
+    (out / "eval" / "results.json").write_text(json.dumps(results_of("OUT", own, 2.0, 3.0, original="runs/low-rank")))
+    text, _ = parse_page(write_page(str(out)))
+    assert "measured against low-rank, not the original" in verdict_of(text)
+    assert "relative to low-rank" in text and "base: low-rank" in text
+
+
+def test_results_that_name_no_model_are_said_to(out):
+    assert "results.json in eval does not say which checkpoint it is of" in parse_page(write_page(str(out)))[0]
 
 
 def test_a_folder_of_a_comparison_alone_is_enough(out, tmp_path):

@@ -460,3 +460,15 @@ def test_results_in_another_folder_of_the_checkpoint_are_left_out_and_named(push
     (out / "before" / "notes.txt").write_text("hello")
     with pytest.raises(SurgeryError, match=r"do not belong to a checkpoint: before/notes\.txt"):
         prepare_upload(str(out), "me/small", license="mit")
+
+
+def test_results_of_another_checkpoint_are_refused_and_old_ones_named(out):
+    """The card must not show another model's numbers as those of this one."""
+    (out / "eval").mkdir()
+    models = {"converted": {"name": "/home/me/OTHER", "fingerprint": "f" * 64}}
+    (out / "eval" / "results.json").write_text(json.dumps({"models": models, "rows": []}))
+    with pytest.raises(SurgeryError, match=r"eval/results\.json is of OTHER, not of .*OUT"):
+        prepare_upload(str(out), "me/small", "mit")
+    models["converted"]["name"] = "runs/OUT"
+    (out / "eval" / "results.json").write_text(json.dumps({"models": models, "rows": []}))
+    assert "changed since it was measured" in prepare_upload(str(out), "me/small", "mit").note

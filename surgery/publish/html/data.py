@@ -18,6 +18,7 @@ from surgery.checkpoint.table import read_mixers
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 from surgery.mixers import mixer_config
+from surgery.publish.measured import MAX_BYTES, Measurements, in_words, load_measurements
 from surgery.publish.speed_notes import report_times
 from surgery.publish.summary import (
     compare_costs,
@@ -30,7 +31,6 @@ from surgery.publish.summary import (
 
 CONTEXTS = tuple(1024 * 4**power for power in range(6))  # 1K to 1M
 GENERATIONS_NAME, MAX_GENERATIONS = "generations.json", 8
-MAX_BYTES = 64 * 2**20  # largest training log and results file that are read
 
 
 @dataclass
@@ -39,7 +39,7 @@ class PageData:
 
     report: surgery_report.json. mixing: path of an attention module -> description of its token mixing. costs: context length in
     tokens -> {"cache_bytes": (before, after), "macs": (before, after)}: bytes in the cache of one sequence, and multiply-accumulates
-    of the next token. dtype: the name of the model's dtype, and so of its keys and values. log: entries of the training log. results: of `surgery eval --out`. comparison: of `surgery compare --out`. notes: remarks to show on the page. generations: continuations
+    of the next token. dtype: the name of the model's dtype, and so of its keys and values. log: entries of the training log. measured: results of `surgery eval --out` and `surgery compare --out`. notes: remarks to show on the page. generations: continuations
     of prompts, {"prompt", "original", "converted"}.
     """
 
@@ -50,8 +50,7 @@ class PageData:
     costs: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
     dtype: str = "bfloat16"
     log: list[dict[str, Any]] = field(default_factory=list)
-    results: dict[str, Any] | None = None
-    comparison: dict[str, Any] | None = None
+    measured: Measurements = field(default_factory=Measurements)
     notes: list[str] = field(default_factory=list)
     generations: list[dict[str, Any]] = field(default_factory=list)
 
@@ -93,7 +92,7 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
     """Load the data of a converted checkpoint, a folder or Hub id.
 
     measured: folder of `surgery eval --out` or `surgery compare --out`; None: eval/ in the checkpoint's folder, if it exists.
-    Raises SurgeryError if a given folder has no results.
+    Raises SurgeryError if a given folder has no results, or only those of other checkpoints.
     """
     source = open_converted_checkpoint(name)
     report = read_report(source.folder, name)
@@ -103,15 +102,17 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
     data.notes += [Text.from_markup(line).plain for line in report_times(report_linears(report, source))]
     data.log = _read_log(source.folder / "training" / "log.jsonl", data.notes)
     place = measured or source.folder / "eval"
-    if (place / "results.json").is_file():
-        data.results = _read_results(place / "results.json")
+    data.measured = load_measurements(source, place)
     if (place / GENERATIONS_NAME).is_file():
         data.generations = _read_generations(place / GENERATIONS_NAME)
-    if (place / "comparison.json").is_file():
-        data.comparison = _read_results(place / "comparison.json")
-    if measured is not None and data.results is None and data.comparison is None:
+    if measured is not None and data.measured == Measurements():
         raise SurgeryError(
             f"{measured} has no results.json. Write one with `surgery eval {name} --compare SRC --out {measured}`."
+        )
+    if measured is not None and data.measured.others:
+        raise SurgeryError(
+            f"{measured} has no row of {name} with its present files: its results are of {in_words(data.measured.others)}. Measure it with "
+            f"`surgery eval {name} --compare SRC --out DIR`, or give the folder of its results."
         )
     return data
 
@@ -154,15 +155,6 @@ def _read_log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
         if isinstance(read, dict):
             found.append(read)
     return found
-
-
-def _read_results(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MAX_BYTES:
-        raise SurgeryError(f"{path} must have at most {MAX_BYTES:,} bytes (got {path.stat().st_size:,})")
-    read = read_json(path)
-    if not isinstance(read, dict) or not isinstance(read.get("rows"), list):
-        raise SurgeryError(f"{path} is not a results file of `surgery eval`")
-    return read
 
 
 def _read_generations(path: Path) -> list[dict[str, Any]]:

@@ -17,12 +17,14 @@ MAX_LINES = 400  # lines of the table
 
 def models_section(data: PageData) -> str:
     """Return the table of all models, quality against costs, needle maps and curves; "" without a comparison."""
-    if data.comparison is None:
+    found = data.measured.comparison
+    if found is None:
         return ""
-    found = data.comparison
     names, base = [str(model["name"]) for model in found["models"]], found["base"]
     kinds = model_classes(names, base)
-    parts = ["<h2 id=models>Many models</h2>", _table(found, names, base)]
+    own = data.measured.own
+    which = "None of these models is known to be this checkpoint." if own is None else f"{own} is this checkpoint."
+    parts = ["<h2 id=models>Many models</h2>", f'<p class="note">{escape(which)}</p>', _table(found, names, base, own)]
     remarks = [LEGEND, *(f"Refused: {text}" for text in found["refused"]), *_flags(found["rows"]), *found["notes"]]
     parts.append("<ul>" + "".join(f"<li>{escape(str(text))}</li>" for text in remarks) + "</ul>")
     parts += [_pareto(chart, kinds) for chart in found["charts"]]
@@ -36,7 +38,7 @@ def model_classes(names: list[str], base: str | None) -> dict[str, str]:
     return {name: f"m{i % COLORS}" for i, name in enumerate(others)} | ({} if base is None else {base: "base"})
 
 
-def _table(found: dict[str, Any], names: list[str], base: str | None) -> str:
+def _table(found: dict[str, Any], names: list[str], base: str | None, own: str | None) -> str:
     body: list[list[Any]] = []
     for title, key in (("stored parameters", "parameters"), ("stored bytes", "stored_bytes")):
         counts = [model.get(key) for model in found["models"]]
@@ -53,7 +55,8 @@ def _table(found: dict[str, Any], names: list[str], base: str | None) -> str:
         missing = f" (without {', '.join(map(str, row['missing']))})" if row["missing"] else ""
         cells = [average_cell(row, name, row["unit"] == "tokens") for name in names]
         body.append([f"{row['suite']}, {row['name']}{where}{missing}", str(row["samples"] or ""), *cells])
-    heads = ["measurement", "samples", *(f"{name} (base)" if name == base else name for name in names)]
+    known = {own: " (this one)", base: " (base)"}
+    heads = ["measurement", "samples", *(name + known.get(name, "") for name in names)]
     caption = "All models: value, and its 95% interval or standard error (±)"
     if len(body) > MAX_LINES:
         caption += f"; the first {MAX_LINES} of {len(body):,} lines, all of them are in comparison.json"

@@ -32,7 +32,7 @@ SECTIONS = (
 def write_page(converted: str, out: Path | None = None, measured: Path | None = None) -> Path:
     """Write the page of a converted checkpoint to `out` (None: report.html in its folder) and return its path.
 
-    measured: folder of `surgery eval --out`; None: eval/ in the checkpoint's folder. The file is written to a temporary name and
+    measured: folder of `surgery eval --out` or `surgery compare --out`; None: eval/ in the checkpoint's folder. The file is written to a temporary name and
     renamed. Raises SurgeryError for a damaged report or results.
     """
     try:
@@ -80,7 +80,8 @@ def render_page(data: PageData) -> str:
 <a class="skip" href="#content">Skip to the content</a>
 <header>
 <h1>{escape(name)}</h1>
-<p class="verdict">{escape(verdict(data.report, data.results))}</p>
+<p class="verdict">{escape(verdict(data.report, data.measured.beside_original()))}</p>
+{f'<p class="note">{escape(data.measured.remark)}</p>' if data.measured.remark else ""}
 <p class="lead">{_subtitle(data)}</p>
 <nav aria-label="Sections">{links}</nav>
 {headline}

@@ -11,6 +11,7 @@ from surgery.core.files import size_text
 from surgery.core.tables import command_line, format_count, format_number, format_tokens
 from surgery.publish.html.data import PageData, layer_index, module_role, structure_class, structure_text
 from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart
+from surgery.publish.measured import last_part, measured_model, other_base
 from surgery.publish.ratios import format_ratio, perplexity_ratio
 from surgery.publish.tables import format_share, speed_in_words
 from surgery.publish.verdict import measured_ratio
@@ -83,8 +84,10 @@ def headline_figures(data: PageData) -> str:
         )
     run = (data.report.get("training") or [{}])[-1].get("validation") or {}
     scores = [(run.get(key) or {}).get("perplexity") for key in ("original", "before", "after")]
-    if (measured := measured_ratio(data.results)) is not None:
-        text.append((format_ratio(measured), "perplexity, measured by surgery eval, relative to the original"))
+    results = data.measured.beside_original()
+    if (measured := measured_ratio(results)) is not None:
+        base = other_base(data.report, results) or "the original"
+        text.append((format_ratio(measured), f"perplexity, measured by surgery eval, relative to {base}"))
     elif scores[0] and scores[2]:
         text.append((format_ratio(scores[2] / scores[0]), "perplexity after healing, relative to the original"))
     elif held := data.report.get("held_out"):
@@ -256,9 +259,16 @@ def _step_points(found: list[dict[str, Any]], key: str) -> list[tuple[float, flo
 
 def eval_section(data: PageData) -> str:
     """Return the results of `surgery eval`: a table of tasks, needle maps, and loss by position."""
-    if data.results is None:
+    results = data.measured.results
+    if results is None:
         return ""
-    rows = [row for row in data.results["rows"] if not row["group"]]
+    rows = [row for row in results["rows"] if not row["group"]]
+    names = {role: last_part(measured_model(results, role)["name"]) for role in ("base", "converted")}
+    original = "base" if other_base(data.report, results) else "original"
+    titles = {
+        role: f"{kind}: {names[role]}" if names[role] else kind
+        for role, kind in (("base", original), ("converted", "converted"))
+    }
     roles = [role for role in ("base", "converted") if any(role in row["values"] for row in rows)]
     body = []
     for row in rows:
@@ -270,7 +280,7 @@ def eval_section(data: PageData) -> str:
     heads = [
         "task",
         "measure",
-        *("original" if r == "base" else r for r in roles),
+        *(titles[role] for role in roles),
         "difference",
         "95% interval",
         "samples",
@@ -285,11 +295,11 @@ def eval_section(data: PageData) -> str:
             text_columns=2,
         ),
     ]
-    parts.append(averages_table(data.results.get("averages") or [], roles))
-    provenance = data.results.get("provenance")
+    parts.append(averages_table(results.get("averages") or [], roles))
+    provenance = results.get("provenance")
     if line := command_line(provenance.get("command") if isinstance(provenance, dict) else None):
         parts.append(f'<p class="note">reproduce with: {escape(line)}</p>')
-    return "".join([*parts, needle_maps(data.results["rows"], roles), position_chart(data.results["rows"], roles)])
+    return "".join([*parts, needle_maps(results["rows"], roles), position_chart(results["rows"], roles)])
 
 
 def _change_cells(row: dict[str, Any]) -> tuple[str, Any]:

@@ -7,6 +7,7 @@ measurements) are deleted in the same commit.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from surgery.publish.hub.files import (
 )
 from surgery.publish.hub.license import License, find_license
 from surgery.publish.hub.model_card import render_card
+from surgery.publish.measured import is_of, last_part, measured_model
 from surgery.publish.summary import read_report
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
@@ -84,6 +86,7 @@ def prepare_upload(
     _check_parameter_count(source, report)
     check_openable(source, converted)
     items = collect_files(source, measured)
+    measured_note = _check_measured(source, items, converted)
     terms = find_license(source, report, license, base_model)
     own = next((item for item in items if item.name == CARD_NAME), None)
     if own is None or own.path is None:
@@ -95,10 +98,26 @@ def prepare_upload(
             own.path.read_text(encoding="utf-8"),
             f"{own.path} is used as the model card; remove it to generate one",
         )
+    note = " ".join(text for text in (note, measured_note) if text) or None
     left_out = tuple(
         str(path) for path in map(source.folder.joinpath, result_folders(source.folder)) if path != measured
     )
     return Upload(repo, tuple(sorted(items, key=lambda item: item.name)), terms, text, note, left_out)
+
+
+def _check_measured(source: CheckpointSource, items: list[UploadFile], name: str) -> str | None:
+    """Return a note if the checkpoint's files changed since it was measured. Raises SurgeryError for results of another checkpoint."""
+    item = next((item for item in items if item.name == "eval/results.json"), None)
+    results = json.loads(item.content()) if item is not None else {}
+    if not isinstance(results, dict) or is_of(results, source) is not False:
+        return None
+    other = measured_model(results)["name"]
+    if last_part(other) != last_part(name):
+        raise SurgeryError(
+            f"eval/results.json is of {last_part(other)}, not of {name}: the card would show its numbers as those of this model. Give the "
+            f"folder of its own results (`surgery eval {name} --compare SRC --out DIR`, then --eval DIR), or move eval/ elsewhere."
+        )
+    return f"files of {name} changed since it was measured; measure it again if its weights, config or tokenizer did."
 
 
 def push(

@@ -1,0 +1,131 @@
+"""Find the results of one checkpoint among those in a folder of `surgery eval --out` or `surgery compare --out`.
+
+Results name every model by its fingerprint, the SHA-256 over all files that determine its output (`CheckpointSource.digest`). A folder may hold
+    results.json              one model, beside the original
+    OUT-1a2b3c4d/             the same of each of several models, with the first eight digits of its fingerprint
+    comparison.json           the comparison of several models
+Files without fingerprints, written by hand or by early versions, do not say whose rows they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint.source import CheckpointSource
+from surgery.core.errors import SurgeryError
+from surgery.core.files import read_json
+
+RESULTS_NAME, COMPARISON_NAME = "results.json", "comparison.json"
+MAX_BYTES = 64 * 2**20  # largest results file that is read
+
+
+@dataclass
+class Measurements:
+    """The results in a folder, as those of one checkpoint.
+
+    results: results.json of the checkpoint; None without. comparison: comparison.json. own: the checkpoint's name in the comparison; None if it
+    is not there. others: names of the models in the folder if none of them is the checkpoint. remark: what a reader must know of
+    whose results these are, "" if nothing.
+    """
+
+    results: dict[str, Any] | None = None
+    comparison: dict[str, Any] | None = None
+    own: str | None = None
+    others: tuple[str, ...] = ()
+    remark: str = ""
+
+    def beside_original(self) -> dict[str, Any] | None:
+        """Return the checkpoint's rows beside the base as in results.json, from the comparison if there is no results.json; None without."""
+        base = None if self.comparison is None else self.comparison["base"]
+        if self.results is not None or self.comparison is None or None in (self.own, base) or self.own == base:
+            return self.results
+        rows = [row for row in self.comparison["rows"] if {base, self.own} <= row["values"].keys()]
+        shown = [
+            {
+                **{key: row[key] for key in ("suite", "task", "metric", "group", "samples", "flags")},
+                "values": {"base": row["values"][base], "converted": row["values"][self.own]},
+                "ratio": row["ratios"].get(self.own),
+            }
+            for row in rows
+        ]
+        return {"rows": shown, "models": {"base": {"name": base}, "converted": {"name": self.own}}}
+
+
+def load_measurements(source: CheckpointSource, place: Path) -> Measurements:
+    """Return the results in a folder that are of a checkpoint. Raises SurgeryError for a file that is none of `surgery eval`."""
+    found, others, top, several = Measurements(), dict[str, None](), place / RESULTS_NAME, place / COMPARISON_NAME
+    unnamed = []
+    if top.is_file():
+        read = read_results(top)
+        if (own := is_of(read, source)) is False:
+            others[last_part(measured_model(read)["name"])] = None
+        else:
+            found.results = read
+            unnamed += [RESULTS_NAME] if own is None else []
+    if found.results is None and any(place.glob(f"*-????????/{RESULTS_NAME}")):
+        for path in sorted(place.glob(f"*-{source.digest()[:8]}/{RESULTS_NAME}")):
+            if is_of(read := read_results(path), source):
+                found.results = read
+    if several.is_file():
+        found.comparison = read = read_results(several)
+        prints = {str(model["name"]): model.get("fingerprint") for model in read["models"]}
+        found.own = next((name for name, each in prints.items() if each and each == source.digest()), None)
+        others |= dict.fromkeys(prints)
+        unnamed += [COMPARISON_NAME] if None in prints.values() and found.own is None else []
+    if found.results is None and found.own is None and others and not unnamed:
+        found.others = tuple(others)
+        found.remark = (
+            f"The results in {place.name} are of {in_words(others)}. None of them is this checkpoint with its present files, so its quality is "
+            "not shown here."
+        )
+    elif unnamed:
+        found.remark = f"{unnamed[0]} in {place.name} does not say which checkpoint it is of"
+        found.remark += "." if found.results is None else "; its rows are shown as those of this one."
+    return found
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Read results.json or comparison.json. Raises SurgeryError for other content, or a file larger than MAX_BYTES."""
+    if path.stat().st_size > MAX_BYTES:
+        raise SurgeryError(f"{path} must have at most {MAX_BYTES:,} bytes (got {path.stat().st_size:,})")
+    read = read_json(path)
+    if not isinstance(read, dict) or not isinstance(read.get("rows"), list):
+        raise SurgeryError(f"{path} is not a results file of `surgery eval`")
+    return read
+
+
+def measured_model(results: Mapping[str, Any], role: str = "converted") -> dict[str, str]:
+    """Return {"name", "fingerprint"} of a role's model in results.json, "" each where it does not say."""
+    models = results.get("models")
+    found = models.get(role) if isinstance(models, dict) else None
+    found = found if isinstance(found, dict) else {}
+    return {key: str(found.get(key) or "") for key in ("name", "fingerprint")}
+
+
+def is_of(results: Mapping[str, Any], source: CheckpointSource) -> bool | None:
+    """Return whether results.json is of this checkpoint as it is now; None if it does not say."""
+    fingerprint = measured_model(results)["fingerprint"]
+    return fingerprint == source.digest() if fingerprint else None
+
+
+def other_base(report: Mapping[str, Any], results: Mapping[str, Any] | None) -> str:
+    """Return the name of the model that results compare with, if it is another than the original of the report; else ""."""
+    name = measured_model(results or {}, "base")["name"]
+    original = str((report.get("source") or {}).get("name") or "")
+    return "" if not name or not original or last_part(name) == last_part(original) else last_part(name)
+
+
+def last_part(name: str) -> str:
+    """Return the last part of a folder or Hub id, without the revision: org/name@v1 -> name."""
+    return Path(name).name.partition("@")[0] or name
+
+
+def in_words(names: Iterable[str], most: int = 6) -> str:
+    """Return names as a list in words, the first `most` of them: a, b and 3 more."""
+    given = [str(name) for name in names]
+    shown = given[:most] if len(given) > most else given[:-1]
+    last = f"{len(given) - most} more" if len(given) > most else given[-1]
+    return f"{', '.join(shown)} and {last}" if shown else last
