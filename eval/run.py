@@ -340,13 +340,14 @@ class _EvaluationRun:
             "data": data,
             **self._extra_tasks(),
         }
+        broken = result.broken
+        if self.ranks.main and not broken:  # a stored result would count as complete in the next run
+            result = self.store.save(self._result_folder(one, suite), self._key(one, suite, pair), result)
         self.results[suite.name][one.role] = self.cache[one.fingerprint, suite.name] = result
-        self.broken |= {f"{suite.name} {task}": f"{why} ({one.name})" for task, why in result.broken.items()}
+        self.broken |= {f"{suite.name} {task}": f"{why} ({one.name})" for task, why in broken.items()}
         if self.ranks.main:
-            if not result.broken:  # a stored result would count as complete in the next run
-                self.store.save(self._result_folder(one, suite), self._key(one, suite, pair), result)
-                if eval_model.journal is not None:
-                    eval_model.journal.remove()
+            if not broken and eval_model.journal is not None:
+                eval_model.journal.remove()
             self.progress.say(f"{suite.name} of {one.name}: {len(result.samples):,} samples, {result.seconds:.1f} s")
 
     def _extra_tasks(self) -> dict[str, str]:

@@ -154,10 +154,11 @@ class ResultStore:
         except (ValueError, RecursionError, OSError):
             return None  # damaged: measure again
 
-    def save(self, place: Path | None, key: dict[str, Any], result: SuiteResult) -> None:
-        """Write a result to a temporary folder, then rename it."""
+    def save(self, place: Path | None, key: dict[str, Any], result: SuiteResult) -> SuiteResult:
+        """Write a result to a temporary folder, then rename it. Return the result as a later run reads it, whose numbers have the types of
+        the files' schema: a run that was interrupted must write the same comparison as one that was not."""
         if place is None:
-            return
+            return result
         new = place.with_name(f".{place.name}.{os.getpid()}")
         shutil.rmtree(new, ignore_errors=True)
         try:
@@ -169,6 +170,10 @@ class ResultStore:
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
+        try:
+            return read_samples(place, read_stored_result(place))
+        except (ValueError, RecursionError):
+            return result  # not readable, so that a later run measures again
 
     def _write_files(self, new: Path, key: dict[str, Any], result: SuiteResult) -> None:
         with atomic_write(new / SAMPLES, "w") as file:

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,30 @@ def test_a_killed_suite_continues_after_its_last_finished_sample(tmp_path, whole
     assert len(scored) - len(set(scored)) <= lost
     assert stored_samples(out) == whole(suite)
     assert not list(out.rglob("*.unfinished"))
+
+
+def files_without_times(out: Path) -> dict[str, str]:
+    """Return the text files of an evaluation by name, without the lines of dates and seconds."""
+    texts = {
+        path.relative_to(out).as_posix(): path for path in out.rglob("*") if path.suffix in (".json", ".jsonl", ".md")
+    }
+    return {
+        name: re.sub(r'^ *"(?:date|seconds|total_evaluation_time_seconds|start_time|end_time)": .*$', "", path.read_text(), flags=re.M)
+        for name, path in sorted(texts.items())
+    }  # fmt: skip
+
+
+def test_killed_or_read_again_an_evaluation_writes_the_same_bytes(tmp_path):
+    """Numbers keep their types: results that are read from disk are written as those that were just measured."""
+    whole, killed, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
+    asked = options("needle").model_copy(update={"tokens": 256})
+    evaluate(str(TINY), ["needle", "ppl"], asked, out=whole)
+    first = files_without_times(whole)
+    evaluate(str(TINY), ["needle", "ppl"], asked, out=whole)
+    assert files_without_times(whole) == first and len(first) > 4
+    run_child(lambda: measure_and_log("needle,ppl", killed, log, kill_at(2), asked), killed_by=signal.SIGKILL)
+    evaluate(str(TINY), ["needle", "ppl"], asked, out=killed)
+    assert files_without_times(killed) == first
 
 
 @pytest.mark.slow
