@@ -21,6 +21,7 @@ from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, CheckpointSource
 from surgery.checkpoint.table import SHIM_NAME
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, parse_json, read_json
+from surgery.publish.hub.secret_scan import find_secrets, mask_secrets
 
 CARD_NAME = "README.md"
 PAGE_NAME = "report.html"
@@ -50,11 +51,8 @@ LOCAL_FILES = (
 # What `surgery eval --out` and `surgery compare --out` write into a folder, which has one of the first two.
 RESULT_NAMES = ("results.json", "comparison.json")
 RESULT_FILES = (*RESULT_NAMES, "table.md", "table.csv", "table.tex", "*.png", "generations.json", "lock", "*/**")
-# Tokens of the Hub, GitHub and OpenAI, keys of Amazon and Google, private keys.
-SECRET_PATTERN = re.compile(
-    rb"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{60,}|\bsk-[A-Za-z0-9_-]{32,}"
-    rb"|\bAKIA[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{35}\b|-----BEGIN [A-Z ]*PRIVATE KEY"
-)
+MAX_NAMED = 8  # secrets that an error lists
+MAX_HEADER = 10**8  # bytes, the limit of safetensors
 LOCAL_PATH_PATTERN = re.compile(r"^(?:/|~|\.{1,2}[\\/]|[A-Za-z]:[\\/]|\\\\[\w.$-]+\\|file://)")
 # A path below a home or data folder, whether it exists on this machine or not; a label like /m/09l8g does not match.
 HOME_PATTERN = re.compile(
@@ -69,12 +67,12 @@ HOME_IN_TEMPLATE = re.compile(
 
 
 def redact_secrets(value: Any) -> Any:
-    """Return JSON data with everything that looks like an access token replaced by ***."""
+    """Return JSON data with everything that looks like an access token, a key or a password replaced by ***."""
     if isinstance(value, dict):
         return {redact_secrets(key): redact_secrets(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [redact_secrets(each) for each in value]
-    return SECRET_PATTERN.sub(b"***", value.encode("utf-8", "replace")).decode() if isinstance(value, str) else value
+    return mask_secrets(value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
     """Return the files of a checkpoint to upload, sorted by name.
 
     measured: a folder of `surgery eval --out`, whose table, results and plots go into eval/; by default OUT/eval.
-    Raises SurgeryError for files outside the known set, links out of the folder, and texts that contain a token.
+    Raises SurgeryError for files outside the known set, links out of the folder, and texts that contain a token, a key or a password.
     """
     folder = source.folder
     weights = {info.file.name for info in source.tensors.values()}
@@ -125,8 +123,7 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
         )
     if measured is not None:
         found = [item for item in found if not item.name.startswith("eval/")] + _eval_files(measured)
-    for item in found:
-        _check_secrets(item)
+    _check_secrets(found)
     _check_code(source, {item.name: item for item in found})
     return _strip_file_paths(found)
 
@@ -206,12 +203,31 @@ def _check_link(path: Path, folder: Path, revision: str | None) -> None:
         )
 
 
-def _check_secrets(item: UploadFile) -> None:
-    if item.path is None or item.name.endswith((".safetensors", ".png")):
-        return
-    if found := SECRET_PATTERN.search(item.path.read_bytes()):
-        kind = found[0][:3].decode(errors="replace")
-        raise SurgeryError(f"{item.name} seems to contain a secret ({kind}...). Remove it, then push again.")
+def _check_secrets(items: list[UploadFile]) -> None:
+    """Raise SurgeryError, with files and lines, if a text or the header of a weights file seems to contain a secret. Never names its value."""
+    found = [
+        f"{item.name}, line {finding.line} ({finding.kind})"
+        for item in items
+        for finding in find_secrets(_scanned(item))
+    ]
+    if found:
+        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        count = "a secret" if len(found) == 1 else f"{len(found)} secrets"
+        raise SurgeryError(
+            f"the upload seems to contain {count}: {'; '.join(found[:MAX_NAMED])}{more}. Nothing was sent. Replace the value by *** in these files, "
+            "revoke it if others could read them, then push again."
+        )
+
+
+def _scanned(item: UploadFile) -> bytes:
+    """Return the bytes of a file that may hold text: of weights the header, of pictures none."""
+    if item.path is None or item.name.endswith(".png"):
+        return b""
+    if not item.name.endswith(".safetensors"):
+        return item.path.read_bytes()
+    with open(item.path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return file.read(min(size, MAX_HEADER))
 
 
 TEMPLATE_FILES = ("*.jinja", "*/*.jinja", "chat_template*")
