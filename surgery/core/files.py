@@ -136,11 +136,32 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         partial.unlink(missing_ok=True)
         yield partial
+        follow_umask(partial)
         os.replace(partial, path)
     except BaseException:
         with suppress(OSError):
             partial.unlink()
         raise
+
+
+def follow_umask(*paths: Path) -> None:
+    """Give files that only their owner may read the permissions of newly created ones. safetensors (from 0.6 on) and other libraries that write
+    through a temporary name leave such files."""
+    private = [path for path in paths if not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o600]
+    for path in private:
+        path.chmod(0o666 & ~_umask())
+
+
+def _umask() -> int:
+    """Return the process's umask. Where the system does not show it, it is set for a moment, to the strictest one."""
+    with suppress(OSError):
+        if found := re.search(
+            r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(encoding="ascii", errors="replace"), re.M
+        ):
+            return int(found[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def write_json(path: Path, data: Any) -> None:

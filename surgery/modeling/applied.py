@@ -8,7 +8,7 @@ from typing import Any
 
 from surgery.checkpoint.source import CheckpointSource, read_config
 from surgery.core.errors import SurgeryError
-from surgery.core.files import REPORT_NAME, write_json
+from surgery.core.files import REPORT_NAME, follow_umask, write_json
 from surgery.modeling.attention import MixerModelMixin, mixin_class, reduce_mixin
 from surgery.modeling.auto_classes import write_shims
 from surgery.modeling.quantization_config import SurgeryConfig
@@ -52,6 +52,7 @@ class AppliedModelMixin:
         finally:
             if before is None:
                 del config.auto_map
+        follow_umask(*folder.glob("*.safetensors"))
         _write_companions(folder, *self.surgery_companions)
         if getattr(self, "surgery_report", None) is not None:
             beside = CheckpointSource(str(folder), folder, read_config(folder, str(folder)), {}).companions()

@@ -26,6 +26,7 @@ from surgery.core.files import (
     check_no_unknown_files,
     exclusive_lock,
     explain_disk_errors,
+    follow_umask,
     partial_path,
     read_json,
     write_json,
@@ -149,6 +150,7 @@ def write_initial_checkpoint(recipe: PretrainRecipe, folder: Path) -> None:
     plan = plan_new_model(folder, recipe.structure) if recipe.structure is not None else None
     model = make_model(config, plan, recipe.new.embedding_std, recipe.training.seed, recipe.new.low_rank_start)
     model.save_pretrained(folder)
+    follow_umask(*folder.glob("*.safetensors"))
     tokenizer.save_pretrained(folder)
     config_data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if plan is not None:
