@@ -368,6 +368,8 @@ class Conversion:
             return ctx.recipe.refine or RefineRecipe(layers=0, model=0)
         found = refinement_of_samples(ctx.model, ctx.plan, ctx.samples, ctx.device.type)
         ctx.progress.say(f"note: {epochs_in_words(found.to_dict())}")
+        if found.unknown is not None:
+            ctx.progress.say(f"note: no estimate of time: {found.unknown}")
         return found.epochs
 
     def _kept(self, path: str) -> dict[str, str]:

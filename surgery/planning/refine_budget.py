@@ -1,7 +1,7 @@
 """Epochs of `refine: auto`, and the estimated time of a refinement.
 
-The estimate counts multiply-accumulates and divides them by a fixed speed of each kind of device. It reads no clock, so that
-the same conversion has the same epochs, and the same bytes, on machines with equal devices and thread counts. The other steps are
+The estimate counts multiply-accumulates and divides them by a fixed speed of each kind of device. It reads no clock, and `auto` counts
+BUDGET_THREADS threads on every CPU, so that the epochs of a conversion depend on the kind of device alone. The other steps are
 estimated by surgery.conversion.estimation.
 """
 
@@ -15,6 +15,7 @@ from surgery.planning.recipe import RefineRecipe
 from surgery.structures import STRUCTURES
 
 BUDGET_SECONDS = {"cpu": 300.0, "cuda": 540.0}  # of a whole conversion with `auto`
+BUDGET_THREADS = 2  # threads of a CPU for which `auto` chooses epochs, whatever number the machine has
 # Multiply-accumulates per second, in float32: on a CPU of each thread.
 SPEED = {"cpu": 8e9, "cuda": 15e12}
 MAX_EPOCHS = 20
@@ -85,17 +86,18 @@ def budget_seconds(device: str) -> float:
     return BUDGET_SECONDS.get(device, BUDGET_SECONDS["cpu"])
 
 
-def resolve_refine(plan: Plan, tokens: int, device: str, threads: int, others: float) -> RefineRecipe:
+def resolve_refine(plan: Plan, tokens: int, device: str, others: float) -> RefineRecipe:
     """Return the epochs of a recipe's `refine`, those of `auto` so that they fit into what the other steps leave of BUDGET_SECONDS.
 
-    others: estimated seconds of the other steps. The whole model comes first: at equal time it gains more than its layers one by one (docs/quality.md).
+    others: estimated seconds of the other steps, on a CPU with BUDGET_THREADS threads. The whole model comes first: at equal time it gains
+    more than its layers one by one (docs/quality.md).
     """
     refine = plan.recipe.refine
     if refine is None:
         return RefineRecipe(layers=0, model=0)
     if refine != "auto":
         return refine
-    seconds, budget = epoch_seconds(plan, tokens, device, threads), budget_seconds(device) - others
+    seconds, budget = epoch_seconds(plan, tokens, device, BUDGET_THREADS), budget_seconds(device) - others
     model = _epochs_within(budget, seconds.model, seconds.trials)
     left = budget - seconds.total(RefineRecipe(layers=0, model=model))
     return RefineRecipe(layers=_epochs_within(left, seconds.layers, seconds.trials), model=model)
@@ -109,13 +111,19 @@ def epochs_in_words(found: dict[str, Any]) -> str:
     text = f"refine: {' and '.join(epochs)} over the calibration text{norms}, estimated at {minutes:.1f} minutes on {found['where']}"
     if "budget" not in found:
         return text if epochs else "refine: no epochs"
-    budget, others = f"{found['budget'] / 60:.0f} minutes", f"{found['other_seconds'] / 60:.1f} minutes"
+    budget = f"the budget of refine: auto is {found['budget'] / 60:.0f} minutes for the whole conversion on {found['budget_where']}"
+    advice = "Set epochs to refine anyway, for example refine={layers: 0, model: 3}"
+    if found["other_seconds"] is None:
+        return f"refine: no epochs, because the time of the other steps is unknown, and {budget}. {advice}"
+    others = f"{found['other_seconds'] / 60:.1f} minutes"
     if epochs:
-        return f"{text}; the budget of refine: auto is {budget} for the whole conversion, of which the other steps take {others}"
-    return (
-        f"refine: no epochs, because the other steps are estimated at {others} on {found['where']}, and the budget of refine: auto is "
-        f"{budget} for the whole conversion. Set epochs to refine anyway, for example refine={{layers: 0, model: 3}}"
-    )
+        return f"{text}; {budget}, of which the other steps take {others}"
+    return f"refine: no epochs, because the other steps are estimated at {others}, and {budget}. {advice}"
+
+
+def place_in_words(device: str, threads: int) -> str:
+    """Return a device in words. device: `cpu` or `cuda`. threads: of a CPU."""
+    return "one GPU" if device == "cuda" else f"{threads} thread{'s' if threads > 1 else ''}"
 
 
 def _epochs_within(budget: float, seconds: float, trials: float) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,11 +16,14 @@ from surgery.architectures.linears import LinearInfo
 from surgery.conversion.estimation.counting import OperationCounter, Work, counted_as
 from surgery.conversion.estimation.fits import FitTask, StageTask, bare_target, count_projection, count_stage
 from surgery.conversion.estimation.shape import TextRows
-from surgery.core.errors import SurgeryError
+from surgery.core.errors import NumericalError, SurgeryError
 from surgery.planning.plan import LinearTarget
+from surgery.structures import STRUCTURES, StructureConfig
+from surgery.structures.base import config_from_dict
 from surgery.structures.btt import BTT, SWEEP_ELEMENTS
-from surgery.structures.low_rank import LowRank
+from surgery.structures.low_rank import LowRank, LowRankLinear
 
+OPTIONS = {"btt": {"blocks": [2, 2]}, "kronecker": {"blocks": [2, 2]}}
 INFO = LinearInfo("w", ("mlp.gate",), "layer", 0, 1, 64, 32, False, False)
 
 
@@ -136,6 +141,76 @@ def test_unknown_devices_are_refused(tmp_path):
         make_plan(tmp_path, device="h201")
     with pytest.raises(SurgeryError, match="--processes must be at least 1"):
         make_plan(tmp_path, processes=0)
+
+
+class UncountedLinear(LowRankLinear):
+    """Low rank by a least-squares solver, for which PyTorch has no kernel on the meta device."""
+
+    error = None  # raised instead, if there is one
+
+    @classmethod
+    def project(cls, weight_OI, config, metric=None):
+        if cls.error is not None:
+            raise cls.error
+        right_RI = torch.randn(config.rank, weight_OI.shape[1], generator=torch.Generator().manual_seed(0))
+        left_OR = torch.linalg.lstsq(right_RI.mT.to(weight_OI.device), weight_OI.mT).solution.mT
+        return cls.from_cores(config, weight_OI.shape, {"weight": left_OR[None], "right": right_RI})
+
+
+@dataclass(frozen=True)
+class UncountedConfig(StructureConfig):
+    name: ClassVar[str] = "uncounted"
+    rank: int | None = None
+
+
+@pytest.fixture
+def uncounted(monkeypatch):
+    """Register a structure of the user whose fit does not run on the meta device."""
+    list(STRUCTURES)  # fill the registry first
+    for table in ("_by_config", "_by_name"):
+        monkeypatch.setattr(STRUCTURES, table, dict(getattr(STRUCTURES, table)))
+    return STRUCTURES.register(UncountedConfig)(UncountedLinear)
+
+
+def test_a_structure_that_cannot_be_counted_is_planned_and_converted_without_an_estimate(
+    checkpoints, calibration, tmp_path, uncounted, capsys
+):
+    recipe = {"structure": "uncounted", "keep": 0.5, "allocate": "uniform", "refine": "auto"}
+    plan = surgery.plan(checkpoints("llama"), recipe, device="cpu")
+    assert "the fit of uncounted" in plan["estimate"]["unknown"] and "linalg_lstsq" in plan["estimate"]["unknown"]
+    assert "seconds" not in plan["estimate"] and (plan["refine"]["layers"], plan["refine"]["model"]) == (0, 0)
+    shown = plan._repr_html_()
+    assert "no estimate of time and memory: the fit of uncounted" in shown
+    assert "no epochs, because the time of the other steps is unknown" in shown
+    surgery.convert(checkpoints("llama"), recipe, tmp_path / "out", calibration=calibration("llama"))
+    assert "no estimate of time: the fit of uncounted" in " ".join(capsys.readouterr().err.split())
+    given = surgery.plan(checkpoints("llama"), {**recipe, "refine": {"layers": 2, "model": 1}}, device="cpu")
+    assert (given["refine"]["layers"], given["refine"]["model"]) == (2, 1) and given["refine"]["seconds"] >= 0
+
+
+@pytest.mark.parametrize("error", [ValueError("shapes"), RecursionError(), NumericalError("singular")])
+def test_any_error_of_a_count_is_a_sentence(checkpoints, uncounted, monkeypatch, error):
+    monkeypatch.setattr(uncounted, "error", error)
+    plan = surgery.plan(checkpoints("llama"), {"structure": "uncounted", "keep": 0.5, "allocate": "uniform"})
+    assert type(error).__name__ in plan["estimate"]["unknown"] or "singular" in plan["estimate"]["unknown"]
+
+
+def test_a_count_raises_the_errors_that_the_conversion_would_raise(checkpoints, uncounted, monkeypatch):
+    monkeypatch.setattr(uncounted, "error", SurgeryError("rank 3 does not suit this matrix"))
+    with pytest.raises(SurgeryError, match="rank 3 does not suit"):
+        surgery.plan(checkpoints("llama"), {"structure": "uncounted", "keep": 0.5, "allocate": "uniform"})
+
+
+@pytest.mark.parametrize("name", STRUCTURES.names())
+def test_every_structure_of_the_package_is_counted(name):
+    """A fit that stops running on the meta device raises here; in a plan it would only lose the estimate."""
+    linear = replace(INFO, out=16, in_=16)
+    target = bare_target(
+        LinearTarget(linear, 16, 0.75, (config_from_dict({"structure": name, **OPTIONS.get(name, {})}),))
+    )
+    assert count_projection(target, "cpu")[1] > 0
+    stage = StageTask((FitTask(target, True, False),), "cpu", 64, 16, 16, 1, 0, False, 1, 0.01, 0)
+    assert count_stage(stage).fits[0] != Work()
 
 
 MEASURE = """

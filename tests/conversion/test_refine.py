@@ -13,11 +13,14 @@ from safetensors.torch import load_file
 
 import surgery
 import surgery.calibration.partition
+from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion import convert as convert_module
 from surgery.conversion import refine, refine_model
 from surgery.conversion.convert import convert
+from surgery.conversion.estimation.estimate import estimate_refinement, refinement_of_samples
+from surgery.conversion.estimation.shape import TextRows, conversion_shape
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path
 from surgery.core.journal import Journal
@@ -25,7 +28,13 @@ from surgery.core.progress import Progress
 from surgery.planning import refine_budget
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import RefineRecipe
-from surgery.planning.refine_budget import BUDGET_SECONDS, epoch_seconds, resolve_refine
+from surgery.planning.refine_budget import (
+    BUDGET_SECONDS,
+    BUDGET_THREADS,
+    epoch_seconds,
+    epochs_in_words,
+    resolve_refine,
+)
 
 BASE = {"structure": "low_rank", "keep": 0.5, "allocate": "uniform", "sweeps": 1, "holdout": 0.25}
 BOTH = {**BASE, "refine": {"layers": 2, "model": 2}}
@@ -230,17 +239,44 @@ def test_auto_fits_its_budget_and_is_told_by_the_plan(checkpoints, tmp_path):
     plan = make_plan(model, make_recipe(**BASE, refine="auto"))
     for tokens in (2**14, 2**26, 2**27, 2**28, 2**29, 2**40):
         for others in (0.0, 100.0):
-            epochs, seconds = resolve_refine(plan, tokens, "cpu", 2, others), epoch_seconds(plan, tokens, "cpu", 2)
+            epochs, seconds = (
+                resolve_refine(plan, tokens, "cpu", others),
+                epoch_seconds(plan, tokens, "cpu", BUDGET_THREADS),
+            )
             assert others + seconds.total(epochs) <= BUDGET_SECONDS["cpu"]
             one_more = others + seconds.total(epochs) + (1 + seconds.trials) * max(seconds.model, seconds.layers)
             assert (epochs.layers, epochs.model) == (20, 20) or one_more > BUDGET_SECONDS["cpu"]
-    assert resolve_refine(plan, 2**14, "cpu", 2, BUDGET_SECONDS["cpu"]) == RefineRecipe(layers=0, model=0)
-    assert resolve_refine(make_plan(model, make_recipe(**BASE)), 2**14, "cpu", 2, 0.0).model == 0
+    assert resolve_refine(plan, 2**14, "cpu", BUDGET_SECONDS["cpu"]) == RefineRecipe(layers=0, model=0)
+    assert resolve_refine(make_plan(model, make_recipe(**BASE)), 2**14, "cpu", 0.0).model == 0
     told = surgery.plan(checkpoints("llama"), {**BASE, "refine": "auto"}, device="cpu")
     assert told["refine"]["layers"] == told["refine"]["model"] == 20 and told["refine"]["budget"] == 300
     assert told["refine"]["seconds"] + told["refine"]["other_seconds"] < 300
     assert "refine: 20 epochs of each layer and 20 epochs of the whole model" in told._repr_html_()
-    assert "the budget of refine: auto is 5 minutes for the whole conversion" in told._repr_html_()
+    assert "the budget of refine: auto is 5 minutes for the whole conversion on 2 threads" in told._repr_html_()
+
+
+def test_epochs_of_auto_do_not_depend_on_threads_and_cores(checkpoints, monkeypatch):
+    """The budget is set so that a count for one, two or eight threads would choose other epochs."""
+    model, recipe = MetaModel(open_checkpoint(str(checkpoints("llama")), False)), make_recipe(**BASE, refine="auto")
+    plan, rows, threads = make_plan(model, recipe), TextRows(3 * 2**14, 2**14, 64), torch.get_num_threads()
+    shape = conversion_shape(model, plan, True)
+    others = estimate_refinement(shape, rows, "cpu", 1).others
+    epoch = epoch_seconds(plan, rows.tokens, "cpu", BUDGET_THREADS)
+    monkeypatch.setitem(BUDGET_SECONDS, "cpu", others + (7.5 + epoch.trials) * epoch.model)
+    found = {}
+    try:
+        for count in (1, 2, 8):
+            torch.set_num_threads(count)
+            monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+            monkeypatch.setenv("OMP_NUM_THREADS", str(count))
+            samples = CalibrationSet({"input_ids": torch.zeros(1, 1).long().expand(2**16, 64)}, rows.fit, 2**16)
+            found[count] = refinement_of_samples(model, plan, samples, "cpu")
+    finally:
+        torch.set_num_threads(threads)
+    assert len({(each.epochs, each.others) for each in found.values()}) == 1
+    assert found[1].epochs == RefineRecipe(layers=0, model=7)
+    assert found[1].seconds == pytest.approx(8 * found[8].seconds) and found[8].where == "8 threads"
+    assert "7 epochs of the whole model" in epochs_in_words(found[8].to_dict())
 
 
 def test_auto_has_the_epochs_of_the_plan_and_of_a_live_model(checkpoints, calibration, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.outline import ModelDescription
 from surgery.conversion.estimation.attention_steps import hybrid_step, mixer_step
 from surgery.conversion.estimation.counting import Work
+from surgery.conversion.estimation.fits import NotCountedError
 from surgery.conversion.estimation.shape import ConversionShape, TextRows, conversion_shape
 from surgery.conversion.estimation.speeds import Speeds, device_speeds
 from surgery.conversion.estimation.steps import MAX_TILTS, MIN_TILTS, Setting, Step, StepEstimates, stored_size
@@ -24,9 +25,11 @@ from surgery.planning.plan import Plan
 from surgery.planning.recipe import RefineRecipe
 from surgery.planning.refine_budget import (
     BATCH_TOKENS,
+    BUDGET_THREADS,
     budget_seconds,
     coordinate_values,
     epoch_seconds,
+    place_in_words,
     resolve_refine,
     step_order,
     text_factor,
@@ -39,14 +42,19 @@ SWEEPS = (1, None)  # fewest and most sweeps of alternating least squares; None:
 
 @dataclass(frozen=True)
 class RefineEstimate:
-    """The refinement of a conversion. seconds: estimated. where: the device in words. others: estimated seconds of the other steps, and budget: seconds of the
-    whole conversion; both None unless the recipe's epochs are `auto`."""
+    """The refinement of a conversion. seconds: estimated. where: the device in words.
+
+    budget: seconds of the whole conversion, budget_where: the device that it assumes, others: estimated seconds of the other steps there,
+    None if they cannot be estimated: unknown says why. All four are None unless the recipe's epochs are `auto`.
+    """
 
     epochs: RefineRecipe
     seconds: float
     where: str
     others: float | None = None
     budget: float | None = None
+    budget_where: str | None = None
+    unknown: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as they stand in a plan."""
@@ -58,9 +66,10 @@ class RefineEstimate:
             "seconds": round(self.seconds),
             "where": self.where,
         }
-        if self.others is None or self.budget is None:
+        if self.budget is None:
             return found
-        return {**found, "other_seconds": round(self.others), "budget": round(self.budget)}
+        others = None if self.others is None else round(self.others)
+        return {**found, "other_seconds": others, "budget": round(self.budget), "budget_where": self.budget_where}
 
 
 def estimate_conversion(
@@ -74,6 +83,8 @@ def estimate_conversion(
     context: int | None = None,
 ) -> dict[str, Any]:
     """Return the estimate of a conversion as JSON data; times in seconds, sizes in bytes.
+
+    If a fit cannot be counted, the data has no times and sizes, and says why under "unknown".
 
     device: a name of surgery.conversion.estimation.speeds, None for this machine's kind. processes: that share the conversion. threads: of each
     process on a CPU. calibrated: whether there is a calibration text, of the recipe's `tokens` and `length`.
@@ -90,12 +101,20 @@ def estimate_conversion(
     refinement = None
     if shape.rows is not None and plan.recipe.refine:
         refinement = estimate_refinement(shape, shape.rows, kind, threads)
+    setup = {
+        "device": name, "processes": processes, "threads": threads if kind == "cpu" else None, "calibrated": calibrated,
+        "tokens": None if shape.rows is None else shape.rows.tokens,
+        "refine": None if refinement is None else refinement.to_dict(),
+    }  # fmt: skip
     found = []
-    for sweeps in dict.fromkeys(
-        plan.recipe.sweeps if limit is None else min(limit, plan.recipe.sweeps) for limit in SWEEPS
-    ):
-        setting = _setting(speeds, kind, processes, threads, sweeps)
-        found.append(estimate_steps(shape, setting, refinement.epochs if refinement else None))
+    try:
+        for sweeps in dict.fromkeys(
+            plan.recipe.sweeps if limit is None else min(limit, plan.recipe.sweeps) for limit in SWEEPS
+        ):
+            setting = _setting(speeds, kind, processes, threads, sweeps)
+            found.append(estimate_steps(shape, setting, refinement.epochs if refinement else None))
+    except NotCountedError as error:
+        return {**setup, "unknown": str(error)}
     found[:1] = [fewest_trials(found[0], shape), found[0]]
     steps = found[-1]
     seconds = [speeds.startup + sum(step.seconds for step in each) for each in found]
@@ -103,9 +122,7 @@ def estimate_conversion(
     result, length = result_bytes(shape), context or DEFAULT_CONTEXT
     source = shape.itemsize * shape.params
     return {
-        "device": name, "processes": processes, "threads": threads if kind == "cpu" else None, "calibrated": calibrated,
-        "tokens": None if shape.rows is None else shape.rows.tokens,
-        "refine": None if refinement is None else refinement.to_dict(),
+        **setup,
         "steps": [
             {"name": step.name, "seconds": [round(low.seconds, 3), round(step.seconds, 3)], "device": int(step.device),
              "host": int(step.host), "files": int(step.files)}
@@ -126,22 +143,33 @@ def _setting(speeds: Speeds, kind: str, processes: int, threads: int, sweeps: in
 
 
 def estimate_refinement(shape: ConversionShape, rows: TextRows, device: str, threads: int) -> RefineEstimate:
-    """Return the epochs of a recipe's `refine` and their estimated time. device: `cpu` or `cuda`. threads: of a CPU.
+    """Return the epochs of a recipe's `refine` and their estimated time. device: `cpu` or `cuda`. threads: of a CPU, for the time.
 
-    With `auto` the epochs get what one process that does the other steps with all sweeps leaves of the budget: the result must not
-    depend on the number of processes. The speeds of a GPU are those of the H200.
+    With `auto` the epochs get what one process that does the other steps with all sweeps leaves of the budget, on a CPU with
+    BUDGET_THREADS threads: the result must depend neither on the number of processes nor on that of threads. The speeds of a GPU are
+    those of the H200. If the other steps cannot be estimated, there are no epochs.
     """
-    recipe, plan, threads = shape.plan.recipe, shape.plan, 1 if device == "cuda" else threads
-    others = budget = None
+    recipe, plan = shape.plan.recipe, shape.plan
+    others = budget = budget_where = None
     if recipe.refine == "auto":
-        _, speeds = device_speeds("cuda" if device == "cuda" else "cpu")
-        setting = _setting(speeds, "cuda" if device == "cuda" else "cpu", 1, threads, recipe.sweeps)
-        steps = fewest_trials(estimate_steps(replace(shape, rows=rows), setting, None), shape)
-        others, budget = speeds.startup + sum(step.seconds for step in steps), budget_seconds(device)
-    epochs = resolve_refine(plan, rows.tokens, device, threads, others or 0.0)
+        budget, budget_where = budget_seconds(device), place_in_words(device, BUDGET_THREADS)
+        try:
+            others = _other_seconds(replace(shape, rows=rows), device)
+        except NotCountedError as error:
+            none, where = RefineRecipe(layers=0, model=0), place_in_words(device, threads)
+            return RefineEstimate(none, 0.0, where, None, budget, budget_where, str(error))
+    epochs = resolve_refine(plan, rows.tokens, device, others or 0.0)
     seconds = epoch_seconds(plan, rows.tokens, device, threads).total(epochs)
-    where = "one GPU" if device == "cuda" else f"{threads} thread{'s' if threads > 1 else ''}"
-    return RefineEstimate(epochs, seconds, where, others, budget)
+    return RefineEstimate(epochs, seconds, place_in_words(device, threads), others, budget, budget_where)
+
+
+def _other_seconds(shape: ConversionShape, device: str) -> float:
+    """Return the estimated seconds of all steps but the refinement, as `auto` counts them."""
+    kind = "cuda" if device == "cuda" else "cpu"
+    _, speeds = device_speeds(kind)
+    setting = _setting(speeds, kind, 1, 1 if kind == "cuda" else BUDGET_THREADS, shape.plan.recipe.sweeps)
+    steps = fewest_trials(estimate_steps(shape, setting, None), shape)
+    return speeds.startup + sum(step.seconds for step in steps)
 
 
 def refinement_of_samples(model: ModelDescription, plan: Plan, samples: CalibrationSet, device: str) -> RefineEstimate:
@@ -275,6 +303,8 @@ _ANY = Setting(device_speeds("cpu")[1], "cpu", 1, 1, MIN_LIMIT, 1)
 
 def estimate_lines(found: dict[str, Any]) -> list[str]:
     """Return the estimate as lines for the terminal."""
+    if "unknown" in found:
+        return [f"no estimate of time and memory: {found['unknown']}"]
     where = f"{found['processes']} process{'es' if found['processes'] > 1 else ''} on {found['device']}"
     where += (
         f" with {found['threads']} thread{'s' if found['threads'] > 1 else ''} each"

@@ -17,7 +17,7 @@ from surgery.calibration.routing import shared_weight
 from surgery.conversion.estimation.counting import OperationCounter, Work, counted_as
 from surgery.conversion.fit import FitContext, fit_linear, quick_fit
 from surgery.core.distributed import DistContext
-from surgery.core.errors import SurgeryError
+from surgery.core.errors import NumericalError, SurgeryError
 from surgery.planning.plan import LinearTarget, fit_config_to_budget
 from surgery.structures import Metric, StructureConfig
 from surgery.structures.btt import BTT
@@ -105,10 +105,34 @@ def _gram(task: FitTask) -> Tensor:
     return _zeros(task.target.out, task.target.out) if task.full_gram else _zeros(task.target.out)
 
 
+def _is_numerical(error: SurgeryError) -> bool:
+    """Return whether an error is a NumericalError, or one with the name of a matrix (surgery.core.errors.naming)."""
+    return isinstance(error, NumericalError) or isinstance(error.__context__, NumericalError)
+
+
+class NotCountedError(Exception):
+    """A fit that does not run on the meta device, so that its work and memory are unknown. The message is a sentence for the user."""
+
+
 @contextlib.contextmanager
-def _counted(device: str) -> Iterator[OperationCounter]:
-    with counted_as(device) as counter:
-        yield counter
+def _counted(device: str, *targets: LinearTarget) -> Iterator[OperationCounter]:
+    """Count the operations inside, which belong to the fits of these targets.
+
+    Raises NotCountedError for any error but a SurgeryError, which the conversion would raise too. A structure may fit by operations that
+    have no kernel for the meta device, or by numbers that a meta tensor lacks. A NumericalError is about such numbers.
+    """
+    try:
+        with counted_as(device) as counter:
+            yield counter
+    except Exception as error:
+        if isinstance(error, SurgeryError) and not _is_numerical(error):
+            raise
+        matrices = dict.fromkeys(f"{c.name} ({t.out} x {t.in_})" for t in targets for c in t.configs)
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise NotCountedError(
+            f"the fit of {' or '.join(matrices)} cannot be counted on PyTorch's meta device ({reason}). The conversion itself does not "
+            "need the estimate"
+        ) from error
 
 
 def count_stage(stage: StageTask) -> StageCount:
@@ -125,7 +149,7 @@ def count_stage(stage: StageTask) -> StageCount:
 
 @lru_cache(1024)
 def _count_stage(stage: StageTask) -> StageCount:
-    with _counted(stage.device) as counter:
+    with _counted(stage.device, *(task.target for task in stage.tasks)) as counter:
         weights = {
             str(i): (_zeros(task.target.out, task.target.in_), task.residual) for i, task in enumerate(stage.tasks)
         }
@@ -182,7 +206,7 @@ def _count_moments(
 @lru_cache(1024)
 def count_rank_errors(tasks: tuple[FitTask, ...], device: str, damping: float) -> tuple[tuple[Work, ...], int, int]:
     """Return (work of the cost points of each matrix, peak bytes beside weights and moments, bytes that stay cached) of a stage."""
-    with _counted(device) as counter:
+    with _counted(device, *(task.target for task in tasks)) as counter:
         moment = _zeros(tasks[0].target.in_, tasks[0].target.in_)
         weights = [_zeros(task.target.out, task.target.in_) for task in tasks]
         grams = [_gram(task) for task in tasks]
@@ -198,7 +222,7 @@ def count_rank_errors(tasks: tuple[FitTask, ...], device: str, damping: float) -
 @lru_cache(1024)
 def count_quick_fits(tasks: tuple[FitTask, ...], device: str, sweeps: int) -> tuple[tuple[Work, ...], int]:
     """Return (work of a trial's fit of each matrix, peak bytes beside weights and moments) of a stage."""
-    with _counted(device) as counter:
+    with _counted(device, *(task.target for task in tasks)) as counter:
         moment, cache = _zeros(tasks[0].target.in_, tasks[0].target.in_), dict[object, object]()
         weights, start, found = [_zeros(t.target.out, t.target.in_) for t in tasks], counter.held, []
         counter.peak = start
@@ -216,7 +240,7 @@ def count_quick_fits(tasks: tuple[FitTask, ...], device: str, sweeps: int) -> tu
 @lru_cache(1024)
 def count_projection(target: LinearTarget, device: str) -> tuple[Work, int]:
     """Return (work, peak bytes with the weight) of a fit without calibration text."""
-    with _counted(device) as counter:
+    with _counted(device, target) as counter:
         start = counter.held
         counter.peak = start
         fit_linear(target, target.uniform_budget(), _zeros(target.out, target.in_), FitContext())
