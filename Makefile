@@ -34,7 +34,7 @@ test-mixins: .venv/installed-test  ## transformers' own tests of a model over co
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "" tests/mixins $(PYTEST_ARGS)
 
 test-clients: .venv/installed-test  ## the tests of TRL, ONNX, transformers serve and other clients, with the programs that `make test` does not install
-	$(INSTALL) trl onnx onnxscript 'transformers[serving]'
+	$(INSTALL) trl onnx onnxscript gguf 'transformers[serving]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs tests/clients $(PYTEST_ARGS)
 
 test-vllm: .venv-vllm/installed  ## tests of the vLLM plugin with vLLM's CPU build, in an environment of its own (.venv-vllm, 3.5 GB)

@@ -176,6 +176,8 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not folder.is_dir():
+        if folder.suffix == ".gguf":
+            raise SurgeryError(f"{name} is a GGUF file: {_gguf_advice(folder)}")
         raise SurgeryError(f"{name} is a file; give a checkpoint folder that contains config.json and *.safetensors")
     _check_links(folder)
     if not path.is_file():
@@ -198,12 +200,31 @@ def _suggest_folder(folder: Path) -> str:
             f"it is a PEFT adapter of {str(base)[:100]}: merge it first (load it with peft, merge_and_unload(), "
             "save_pretrained to a new folder) and give that folder"
         )
-    if any(folder.glob("*.gguf")):
-        return (
-            "it holds GGUF files: give the checkpoint that they were made from, or write one (load it with "
-            "transformers' gguf_file=, save_pretrained to a new folder)"
-        )
+    if files := sorted(folder.glob("*.gguf")):
+        return f"it holds GGUF files: {_gguf_advice(files[0])}"
     return "give the folder of a Hugging Face checkpoint, or a Hub id"
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def _gguf_advice(file: Path) -> str:
+    """Return what to do about a GGUF file: the lines of Python that write it as a checkpoint of transformers."""
+    import transformers
+
+    # Where transformers has GgufConfig, a model of a GGUF file counts as quantized and is not saved without it.
+    has_config = hasattr(transformers, "GgufConfig")
+    names = "AutoModelForCausalLM, AutoTokenizer" + (", GgufConfig" if has_config else "")
+    options = ", quantization_config=GgufConfig(dequantize=True)" if has_config else ""
+    folder, out = repr(str(file.parent)), repr(file.stem)
+    # Beside a tokenizer's own files, transformers reads the tokens from the GGUF file and loses which of them are special.
+    read = "" if any((file.parent / name).is_file() for name in TOKENIZER_FILES) else f", gguf_file={file.name!r}"
+    return (
+        f"give the checkpoint that it was made from. Or write one (pip install gguf), and give the new folder {out}:\n\n"
+        f"from transformers import {names}\n"
+        f"AutoModelForCausalLM.from_pretrained({folder}, gguf_file={file.name!r}, dtype='bfloat16'{options}).save_pretrained({out})\n"
+        f"AutoTokenizer.from_pretrained({folder}{read}).save_pretrained({out})"
+    )
 
 
 def _check_links(folder: Path) -> None:
@@ -237,6 +258,9 @@ def _check_config_sizes(config: dict[str, Any], path: Path) -> None:
                 raise SurgeryError(f"{path}: {key} is {value:.3g}, over {limit:,}; no model is that large")
 
 
+CAN_DEQUANTIZE = ("bitsandbytes", "higgs")  # methods for which transformers implements model.dequantize()
+
+
 def _check_not_quantized(config: dict[str, Any], name: str) -> None:
     quantization = config.get("quantization_config")
     if not quantization:
@@ -247,10 +271,12 @@ def _check_not_quantized(config: dict[str, Any], name: str) -> None:
             f"{name} is already converted; start from its source, or multiply its structured linears out: surgery densify {name} --out "
             "DIR (attention that was replaced stays replaced)"
         )
-    raise SurgeryError(
-        f"{name} is quantized ({method}); surgery needs full-precision weights. Dequantize it first: load it with "
-        "transformers, call model.dequantize(), save_pretrained to a new folder"
-    )
+    advice = "Give the checkpoint that it was made from"
+    if str(method).startswith(CAN_DEQUANTIZE):
+        advice += (
+            ", or dequantize it: load it with transformers, call model.dequantize(), save_pretrained to a new folder"
+        )
+    raise SurgeryError(f"{name} is quantized ({method}); surgery needs full-precision weights. {advice}")
 
 
 def _read_headers(folder: Path, name: str) -> dict[str, TensorInfo]:

@@ -155,7 +155,8 @@ LLAMA = {"model_type": "llama"}
         ({"a": 1}, {}, "names no model_type"),
         (LLAMA, {}, "has neither model.safetensors nor"),
         (LLAMA, {"pytorch_model.bin": b"x"}, "only pickled weights"),
-        ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, {}, r"is quantized \(gptq\).*Dequantize it first"),
+        ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, {}, r"is quantized \(gptq\).*Give the checkpoint"),
+        ({**LLAMA, "quantization_config": {"quant_method": "bitsandbytes"}}, {}, r"or dequantize it: .*dequantize\(\)"),
         ({**LLAMA, "quantization_config": {"quant_method": "surgery"}}, {}, "already converted.*surgery densify"),
         (
             {**LLAMA, "quantization_config": {"quant_method": "surgery"}, "auto_map": {"AutoModel": "surgery_shim.X"}},
@@ -177,6 +178,20 @@ LLAMA = {"model_type": "llama"}
 def test_sources_that_are_refused(tmp_path, config, files, says):
     with pytest.raises(SurgeryError, match=says):
         open_checkpoint(source_with(tmp_path, config, files))
+
+
+@pytest.mark.parametrize("own", [(), ("tokenizer.json",)])
+def test_the_advice_for_a_gguf_file_is_code(tmp_path, own):
+    """tests/clients/test_formats.py runs it where gguf is installed."""
+    for name in ("model q4.gguf", *own):
+        (tmp_path / name).write_bytes(b"GGUF")
+    for given in (tmp_path, tmp_path / "model q4.gguf"):
+        with pytest.raises(SurgeryError, match="pip install gguf") as refused:
+            open_checkpoint(str(given))
+        code = str(refused.value).partition("\n\n")[2]
+        compile(code, "advice", "exec")
+        assert len(code.splitlines()) == 3 and "dequantize=True" in code and "save_pretrained('model q4')" in code
+        assert code.count("gguf_file='model q4.gguf'") == (1 if own else 2)
 
 
 def test_a_name_that_is_nowhere():
