@@ -322,8 +322,19 @@ MARKS = (
 UNREADABLE = 0.1  # fraction of undecodable characters above which a file is refused
 
 
+def unify_line_ends(text: str) -> str:
+    """Return the text with CRLF and CR line ends as LF, as Python's `open` reads a text file."""
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
 def decode_text(path: Path) -> tuple[str, str | None]:
-    """Return (text, note or None) of a file in UTF-8, UTF-16 or UTF-32. Raises SurgeryError for other encodings."""
+    """Return (text, note or None) of a text file in UTF-8, UTF-16 or UTF-32, with LF line ends. Raises SurgeryError for other encodings."""
+    text, note = _decode(path)
+    return unify_line_ends(text), note
+
+
+def _decode(path: Path) -> tuple[str, str | None]:
+    """Return (text, note or None) as in `decode_text`, with the line ends of the file."""
     data = path.read_bytes()
     name = detect_encoding(data[:4096])
     if name is not None:
@@ -375,11 +386,11 @@ def _is_utf16(path: Path) -> bool:
 
 def _stream_decoded(path: Path, kind: str, notes: list[str] | None) -> Iterator[str]:
     """Yield the texts of a table in UTF-16 or UTF-32, from a temporary copy in UTF-8."""
-    text, note = decode_text(path)
+    text, note = _decode(path)
     _report_note(note, notes)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, path.name)
-        copy.write_text(text.removeprefix("\ufeff"), encoding="utf-8")
+        copy.write_bytes(text.removeprefix("\ufeff").encode())
         yield from _stream_texts(kind, None, "train", None, {"data_files": str(copy)})
 
 
@@ -430,14 +441,17 @@ def _stream_texts(
 def text_windows(
     documents: Iterator[str], tokenizer: Any, tokens: int, length: int, where: str, *, option: str = "--set length="
 ) -> Tensor:
-    """Return token ids (N, length): the concatenated documents cut into windows, each with the tokenizer's special tokens.
+    """Return token ids (N, length): the documents as one stream, cut into windows, each with the tokenizer's special tokens.
 
+    Between two documents stand the tokens that end and begin a document, see `document_tokens`. Empty documents are skipped.
     where, option: the text and the caller's option for the length, for the message of a SurgeryError about too short a text.
     """
     prefix, suffix = special_tokens(tokenizer)
+    before, after = document_tokens(tokenizer)
     body, wanted = length - len(prefix) - len(suffix), max(1, tokens // length)
     ids: list[int] = []
-    for document in documents:
+    for document in filter(None, documents):
+        ids += [*after, *before] if ids else []
         for part in _split_document(document):
             ids += tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
             if len(ids) >= wanted * body:
@@ -476,3 +490,16 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
         if whole[start : start + len(plain)] == plain:
             return whole[:start], whole[start + len(plain) :]
     return [], []
+
+
+def end_token(tokenizer: Any) -> int | None:
+    """Return the token that ends a document: the tokenizer's end of text, or its separator ([SEP])."""
+    ids = (getattr(tokenizer, name, None) for name in ("eos_token_id", "sep_token_id"))
+    return next((int(found) for found in ids if found is not None), None)
+
+
+def document_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the token ids before and after each document of a stream: the special tokens, and the end of text after it."""
+    before, after = special_tokens(tokenizer)
+    end = end_token(tokenizer)
+    return before, after if end is None or after[-1:] == [end] else [*after, end]

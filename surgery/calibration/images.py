@@ -53,7 +53,7 @@ def read_captions(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     found: dict[str, str] = {}
-    for number, line in enumerate(decode_text(path)[0].splitlines(), start=1):
+    for number, line in enumerate(decode_text(path)[0].split("\n"), start=1):
         try:
             row = json.loads(line) if line.strip() else None
         except (ValueError, RecursionError):

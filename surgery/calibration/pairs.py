@@ -29,7 +29,7 @@ def read_pairs(path: Path, notes: list[str] | None = None) -> list[tuple[str, st
         notes.append(note)
     keys: tuple[str, str] | None = None
     pairs: list[tuple[str, str]] = []
-    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -185,9 +185,9 @@ def test_the_advice_for_a_gguf_file_is_code(tmp_path, own):
     """tests/clients/test_formats.py runs it where gguf is installed."""
     for name in ("model q4.gguf", *own):
         (tmp_path / name).write_bytes(b"GGUF")
-    for given in (tmp_path, tmp_path / "model q4.gguf"):
+    for source in (tmp_path, tmp_path / "model q4.gguf"):
         with pytest.raises(SurgeryError, match="pip install gguf") as refused:
-            open_checkpoint(str(given))
+            open_checkpoint(str(source))
         code = str(refused.value).partition("\n\n")[2]
         compile(code, "advice", "exec")
         assert len(code.splitlines()) == 3 and "dequantize=True" in code and "save_pretrained('model q4')" in code

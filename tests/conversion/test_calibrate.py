@@ -36,12 +36,14 @@ def words_tokenizer(specials: bool) -> PreTrainedTokenizerFast:
 
 @settings(max_examples=40, deadline=None)
 @given(specials=st.booleans(), length=st.integers(4, 40), windows=st.integers(2, 9), cut=st.integers(1, 40))
-def test_windows_are_the_text_cut_and_nothing_else(specials, length, windows, cut):
-    """However it is split into documents; never more than asked for."""
+def test_windows_are_the_documents_as_one_stream_cut_and_nothing_else(specials, length, windows, cut):
+    """The special tokens of a text stand between two documents; never more than asked for."""
     tokenizer = words_tokenizer(specials)
     documents = ["".join(DOCUMENTS[i : i + cut]) for i in range(0, len(DOCUMENTS), cut)]
     windows_NT = text_windows(iter(documents), tokenizer, windows * length + 3, length, "text")
-    ids = tokenizer("".join(DOCUMENTS), add_special_tokens=False)["input_ids"]
+    between = [2, 1] if specials else []
+    each = [tokenizer(document, add_special_tokens=False)["input_ids"] for document in documents]
+    ids = each[0] + [i for document in each[1:] for i in between + document]
     body = length - 2 * specials
     assert windows_NT.shape == (min(windows, len(ids) // body), length)
     inside = windows_NT[:, 1:-1] if specials else windows_NT
@@ -78,12 +80,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "a.parquet", "a.csv", "one.jsonl"])
-def test_every_kind_of_file_gives_the_same_windows(name, folder):
+def test_every_kind_of_file_gives_the_windows_of_its_documents(name, folder):
     config = BertConfig(max_position_embeddings=20)
     found = calibration_inputs(str(folder / name), folder, config, 120, 64)
     assert found.keys() == {"input_ids"}
     assert found["input_ids"].shape == (6, 20)  # no longer than the model can read
-    expected = text_windows(iter(DOCUMENTS), words_tokenizer(True), 120, 20, "")
+    documents = ["".join(DOCUMENTS)] if name in ("a.txt", "a.md") else DOCUMENTS  # a file of text is one document
+    expected = text_windows(iter(documents), words_tokenizer(True), 120, 20, "")
     assert torch.equal(found["input_ids"], expected)
 
 

@@ -94,6 +94,13 @@ def test_lines_that_are_no_pairs_are_refused(rows, says, tmp_path):
         read_pairs(write_lines(tmp_path / "pairs.jsonl", rows))
 
 
+def test_a_line_ends_at_a_line_end_alone(tmp_path):
+    """JSON may hold U+2028 and the like as they are, at which str.splitlines would cut."""
+    row = {"input": "w1\u2028w2\x85", "target": "w3"}
+    (tmp_path / "pairs.jsonl").write_bytes(f"{json.dumps(row, ensure_ascii=False)}\r\n".encode() * 2)
+    assert read_pairs(tmp_path / "pairs.jsonl") == [("w1\u2028w2\x85", "w3")] * 2
+
+
 def test_a_single_pair_is_refused_and_texts_are_no_pairs(tmp_path):
     with pytest.raises(SurgeryError, match="at least two pairs"):
         pair_inputs([("w1", "w2")], words_tokenizer(), 100, 10, "pairs.jsonl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import importlib.resources
 import itertools
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
+from surgery.calibration.data import document_stream, special_tokens, text_windows
 from surgery.core.errors import SurgeryError
 from surgery.training.data import documents
 from surgery.training.data.dataset import DataConfig, SourceConfig, make_data
@@ -176,6 +178,63 @@ def test_a_long_text_is_read_in_parts(tmp_path, tokenizer, monkeypatch):
     assert len(parts) > 5 and "".join(part.content for part in parts) == text
     assert [part.begins for part in parts] == [True] + [False] * (len(parts) - 1)
     assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+LINE_ENDS = {"LF": "\n", "CRLF": "\r\n", "CR": "\r"}
+
+
+@pytest.mark.parametrize("end", LINE_ENDS)
+def test_line_ends_and_separators_are_those_of_python_s_open(tmp_path, monkeypatch, end):
+    """Calibration, evaluation and healing read one text. A chunk ends inside no CRLF, and a separator inside none begins."""
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 16)
+    lines = "".join(
+        random.Random(0).choices(["words of a line", "x" * 40, "", "ß", "---"], k=300)[i] + "\n" for i in range(300)
+    )
+    path = tmp_path / "text.txt"
+    path.write_bytes(codecs.BOM_UTF8 + lines.replace("\n", LINE_ENDS[end]).encode())
+    with open(path, encoding="utf-8-sig") as file:
+        assert file.read() == lines
+    assert next(document_stream(str(path), [])) == lines
+
+    def read(separator, share=0.0, side="training"):
+        table = documents.TextFiles([path], separator, side, share)
+        parts = [list(table.document_parts(i)) for i in range(len(table))]
+        return ["".join(part.content for part in each) for each in parts]
+
+    assert read(None) == [lines]
+    assert "".join(read(None, 0.25) + read(None, 0.25, "validation")) == lines
+    for separator in ("\n\n", "\r\n\r\n", "\n---\n", "---"):
+        wanted = [part for part in lines.split(separator.replace("\r\n", "\n")) if part.strip()]
+        assert read(separator) == wanted
+
+
+def test_a_mix_of_line_ends_is_read_as_by_python_s_open(tmp_path, monkeypatch):
+    choose = random.Random(0).choices
+    for size in (7, 16, 2**20):
+        monkeypatch.setattr(documents, "CHUNK_BYTES", size)
+        path = tmp_path / "mixed.txt"
+        path.write_bytes("".join(choose(["\r", "\n", "\r\n", "a", "é"], k=2000)).encode())
+        text = path.read_text(encoding="utf-8")
+        table = documents.TextFiles([path], "\n\n", "training", 0.0)
+        found = ["".join(p.content for p in table.document_parts(i)) for i in range(len(table))]
+        assert found == [part for part in text.split("\n\n") if part.strip()]
+
+
+@pytest.mark.parametrize("specials", ["none", "end", "around"])
+def test_a_table_is_one_stream_of_documents_for_calibration_and_healing(tmp_path, specials):
+    """Both put the same tokens between two documents, and skip empty ones."""
+    words, path = words_tokenizer(specials == "around"), tmp_path / "some.jsonl"
+    if specials == "end":
+        words = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, eos_token="w9", bos_token="w8")
+    texts = ["w1 w2 w3", "", "w4 w5", "w1", "w2 w2 w2 w2", "w3 w5"]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    rows = text_windows(document_stream(str(path)), words, 1000, 5, "a table").tolist()
+    before, after = special_tokens(words)
+    body = [i for row in rows for i in row[len(before) : len(row) - len(after)]]
+    healed = data_of(words, str(path), 200, packing="stream", shuffle=0).examples()
+    stream = next(healed)["input_ids"].tolist()
+    assert len(body) >= 9 and stream[len(before) :][: len(body)] == body
+    assert words("w1 w2 w3", add_special_tokens=False)["input_ids"] == body[:3]
 
 
 FROM_THE_HUB = """

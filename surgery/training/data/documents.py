@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import mmap
+import re
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from surgery.calibration.data import unify_line_ends
 from surgery.core.digests import file_digest
 
 Side = Literal["training", "validation"]
@@ -63,14 +66,14 @@ class DocumentTable(Protocol):
 
 class TextFiles:
     """Documents of text files, as byte ranges. Without a separator each file is one document, and its last part, from the start
-    of a line, is held out for validation."""
+    of a line, is held out for validation. Line ends are read as LF, also those of the separator, and a byte order mark is left out."""
 
     def __init__(self, files: list[Path], separator: str | None, side: Side, share: float):
         self.files, self.held_out_by_content = files, separator is not None
         self.spans = array("q")  # file, start, stop; start, stop; ..
         for number, path in enumerate(files):
             data = _map_file(path)
-            found = _separator_spans(data, separator.encode()) if separator else _side_span(data, side, share)
+            found = _separator_spans(data, separator) if separator else _side_span(data, side, share)
             for start, stop in found:
                 if data[start : min(stop, start + 4096)].strip() or data[start:stop].strip():
                     self.spans.extend((number, start, stop))
@@ -85,7 +88,7 @@ class TextFiles:
         at = start
         while at < stop:
             to = _chunk_end(data, at, stop)
-            text = data[at:to].decode("utf-8", "replace")
+            text = unify_line_ends(data[at:to].decode("utf-8", "replace"))
             yield Document(text, at == start, to == stop)
             at = to
 
@@ -108,17 +111,38 @@ def _open_mmap(path: Path, size: int, *changed: int) -> Any:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _separator_spans(data: Any, separator: bytes) -> Iterator[tuple[int, int]]:
+# A line end of any kind, and never a half of CRLF.
+LINE_END = rb"(?:\r\n|\r(?!\n)|(?<!\r)\n)"
+
+
+def _text_start(data: Any) -> int:
+    """Return where the text begins: after a byte order mark."""
+    return len(codecs.BOM_UTF8) if data[: len(codecs.BOM_UTF8)] == codecs.BOM_UTF8 else 0
+
+
+def _separator_spans(data: Any, separator: str) -> Iterator[tuple[int, int]]:
+    start = _text_start(data)
+    for found, stop in _separator_places(data, unify_line_ends(separator).encode()):
+        yield start, found
+        start = stop
+    yield start, len(data)
+
+
+def _separator_places(data: Any, separator: bytes) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each separator, whose LF stand for line ends of any kind."""
+    if b"\n" in separator and data.find(b"\r") >= 0:
+        pattern = LINE_END.join(re.escape(part) for part in separator.split(b"\n"))
+        yield from (found.span() for found in re.finditer(pattern, data))
+        return
     start = 0
     while (found := data.find(separator, start)) >= 0:
-        yield start, found
         start = found + len(separator)
-    yield start, len(data)
+        yield found, start
 
 
 def _side_span(data: Any, side: Side, share: float) -> Iterator[tuple[int, int]]:
     boundary = len(data) if share == 0 else _boundary(data, int(len(data) * (1 - share)))
-    yield (0, boundary) if side == "training" else (boundary, len(data))
+    yield (_text_start(data), boundary) if side == "training" else (boundary, len(data))
 
 
 def _boundary(data: Any, target: int) -> int:
@@ -131,7 +155,7 @@ def _boundary(data: Any, target: int) -> int:
 
 
 def _chunk_end(data: Any, start: int, stop: int) -> int:
-    """Return the end of a chunk: after a line break if there is one, never inside a UTF-8 character."""
+    """Return the end of a chunk: after a line break if there is one, never inside a UTF-8 character or a CRLF."""
     if stop - start <= CHUNK_BYTES:
         return stop
     if line := data.rfind(b"\n", start, start + CHUNK_BYTES) + 1:
@@ -139,7 +163,7 @@ def _chunk_end(data: Any, start: int, stop: int) -> int:
     end = start + CHUNK_BYTES
     while data[end] & 0xC0 == 0x80:
         end -= 1
-    return end
+    return end - 1 if data[end - 1 : end + 1] == b"\r\n" else end
 
 
 def files_identity(files: list[Path]) -> str:

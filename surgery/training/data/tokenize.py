@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.calibration.data import special_tokens
+from surgery.calibration.data import document_tokens, end_token
 from surgery.training.data.documents import Document
 
 
@@ -31,12 +31,9 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self.prefix_ids, self.suffix_ids = special_tokens(tokenizer)
-        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-        self.end: int | None = end
-        if end is not None and self.suffix_ids[-1:] != [end]:
-            self.suffix_ids = [*self.suffix_ids, end]
-        pads = (tokenizer.pad_token_id, end, self.prefix_ids[0] if self.prefix_ids else None, 0)
+        self.prefix_ids, self.suffix_ids = document_tokens(tokenizer)
+        self.end = end_token(tokenizer)
+        pads = (tokenizer.pad_token_id, self.end, self.prefix_ids[0] if self.prefix_ids else None, 0)
         self.pad = int(next(p for p in pads if p is not None))
 
     def encode_texts(self, documents: list[Document]) -> list[TokenSequence]:
