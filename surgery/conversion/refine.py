@@ -36,7 +36,7 @@ from surgery.structures import StructuredLinear
 from surgery.structures.coordinates import Coordinates
 
 MIN_STEPS = 4  # fewest steps of an epoch: a short text is cut into smaller batches
-MIN_SCALE = 1e-3  # root mean square that a tensor counts with at least, for tensors that start at zero
+MIN_SCALE = 1e-3  # root mean square that a tensor counts with at least, for those that start at zero; but see `step_scale`
 FAILED_FACTOR = 0.5  # on the rate after an epoch that did not lower the held-out loss
 MAX_FAILED = 4  # such epochs in a row that end a refinement
 BETAS, EPSILON = (0.9, 0.95), 1e-12
@@ -113,7 +113,7 @@ class TrainedLayer:
             stepped = value if coordinates is None else coordinates.to(value.device).of(value)
             if original and leaf == "weight":
                 stepped = stepped + weight_offset(module)
-            scale = max(float(stepped.double().square().mean().sqrt()), MIN_SCALE)
+            scale = step_scale(module, leaf, stepped)
             dtype = stored[name] if name in stored else DTYPES[meta_model.source.tensors[name].dtype]
             self.tensors[name] = _TrainedTensor(
                 module, leaf, original, dtype, current, saved, first, second, scale, coordinates
@@ -215,6 +215,16 @@ class TrainedLayer:
         leaves = self.parameters(device, trained=False)
         self.replacement.originals |= {name: tensor.detach() for name, tensor in self.originals.items()}
         return {name: leaf.detach() for name, leaf in zip(self.tensors, leaves)}
+
+
+def step_scale(module: nn.Module, leaf: str, value: Tensor) -> float:
+    """Return the size of a tensor, to which the steps of its training are relative: its root mean square, at least MIN_SCALE.
+
+    A core of a structured linear has no least size, if it is not zero: cores of a matrix of small weights are small themselves.
+    """
+    size = float(value.double().square().mean().sqrt())
+    is_core = isinstance(module, StructuredLinear) and leaf != "bias"
+    return size if is_core and size else max(size, MIN_SCALE)
 
 
 def _step_coordinates(module: nn.Module, allocate: Allocate) -> dict[str, Coordinates]:

@@ -293,10 +293,13 @@ def curve_ranks(full: int, steps: int) -> list[int]:
 def balance_factors(left_OR: Tensor, right_RI: Tensor) -> tuple[Tensor, Tensor]:
     """Rescale column r of left and row r of right to about equal norms, for rounding and training.
 
-    The factors are powers of two, so no precision is lost.
+    If one of the two is zero, the other gets a norm of about 1. The factors are powers of two, so no precision is lost. Norms are
+    in float64, where no square of a float32 underflows: G^-1/2 of a matrix on which the loss hardly depends is large, 1e15 say.
     """
-    ratio = right_RI.norm(dim=-1) / left_OR.norm(dim=-2).clamp_min(1e-30)
-    scale = torch.where(ratio > 1e-20, ratio, 1.0).sqrt().log2().round().exp2()
+    left, right = (torch.linalg.vector_norm(m, dim=d, dtype=torch.float64) for m, d in ((left_OR, -2), (right_RI, -1)))
+    log_left, log_right = (torch.where(norm > 0, norm, 1.0).log2() for norm in (left, right))
+    share = torch.where((left > 0) & (right > 0), 0.5, 1.0)
+    scale = ((log_right - log_left) * share).round().clamp(-126, 126).exp2().to(left_OR.dtype)
     return left_OR * scale.unsqueeze(-2), right_RI / scale.unsqueeze(-1)
 
 

@@ -32,7 +32,9 @@ from surgery.structures.base import (
 )
 from surgery.structures.btt import BTTLinear
 from surgery.structures.low_rank import leading_directions, tail_energies
-from surgery.structures.metric import Metric
+from surgery.structures.metric import Metric, inverse_size
+
+RESIDUAL_ROUNDING = 1e-14  # squared residual, relative to the right side, below which only rounding errors of float32 are left
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,19 @@ def divisor_below_sqrt(n: int) -> int:
 
 
 def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, start: Tensor, steps: int) -> Tensor:
-    """Return x after `steps` conjugate-gradient steps for apply(x) = rhs, with `apply` symmetric positive semidefinite."""
-    x, residual = start, rhs - apply(start)
+    """Return x after `steps` conjugate-gradient steps for apply(x) = rhs, with `apply` symmetric positive semidefinite.
+
+    Both sides are divided by the size of rhs, a power of two: squares of gradients of 1e-20 are no numbers of float32.
+    """
+    scale = inverse_size(rhs.reshape(1, -1)).squeeze()
+    rhs = rhs * scale
+    x, residual = start, rhs - apply(start) * scale
     direction, square = residual, float((residual * residual).sum())
+    least = RESIDUAL_ROUNDING * float((rhs * rhs).sum())
     for _ in range(steps):
-        if square <= 1e-30:
+        if square <= least:
             break
-        image = apply(direction)
+        image = apply(direction) * scale
         curvature = float((direction * image).sum())
         if curvature <= 0:  # the exact value is not negative: only rounding error is left
             break
@@ -133,8 +141,9 @@ class KroneckerLinear(StructuredLinear):
         cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
     ) -> list[tuple[Any, float]]:
         """Return (config, squared error in the metric) at about `steps` ranks, cheapest first."""
-        tail = tail_energies(cls._block_rows(weight_OI, config))
-        share = (tail / tail[0].clamp_min(1e-30) * metric.squared_norm(weight_OI)).tolist()
+        rows_XY = cls._block_rows(weight_OI, config)
+        tail = tail_energies(rows_XY * inverse_size(rows_XY))
+        share = (tail / torch.where(tail[0] > 0, tail[0], 1.0) * metric.squared_norm(weight_OI)).tolist()
         ranks = curve_ranks(cls.full_rank(config, *weight_OI.shape), steps)
         return [(replace(config, rank=r), share[r]) for r in ranks]
 

@@ -28,7 +28,7 @@ from surgery.structures.base import (
     exact_factors,
 )
 from surgery.structures.btt_products import btt_call_key
-from surgery.structures.metric import Metric
+from surgery.structures.metric import Metric, inverse_size
 
 FEW_TOKENS = 4  # up to which a kernel may be faster than PyTorch's two products
 
@@ -47,6 +47,7 @@ def leading_directions(m_OI: Tensor, rank: int) -> Tensor:
     Forming the Gram matrix loses precision only for singular values below 3e-4 of the largest. The projection needs
     orthonormal columns, which `orthonormalize` ensures.
     """
+    m_OI = m_OI * inverse_size(m_OI)
     if m_OI.shape[-2] <= m_OI.shape[-1]:
         return leading_eigenvectors(m_OI @ m_OI.mT, rank)
     v_IR = leading_eigenvectors(m_OI.mT @ m_OI, rank)
@@ -59,7 +60,8 @@ def orthonormalize(y_OR: Tensor) -> Tensor:
     Runs CholeskyQR twice (Yamamoto et al. 2015, CholeskyQR2), which is many times as fast as Householder QR; the latter is
     used if the columns are linearly dependent.
     """
-    q_OR: Tensor = y_OR / torch.linalg.vector_norm(y_OR, dim=-2, keepdim=True).clamp_min(1e-30)
+    norm_1R = torch.linalg.vector_norm(y_OR, dim=-2, keepdim=True)
+    q_OR: Tensor = y_OR / torch.where(norm_1R > 0, norm_1R, 1.0)
     for _ in range(2):
         gram_RR = q_OR.mT @ q_OR
         lower_RR, failed = linalg.cholesky_ex(gram_RR)
@@ -79,7 +81,8 @@ def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tens
     if rank >= min(weight_OI.shape):
         return exact_factors(weight_OI)
     if weight_OI.shape[0] <= weight_OI.shape[1]:  # the Gram matrix needs no root of C
-        u_OR = leading_eigenvectors(metric.left_gram(weight_OI), rank)
+        product_OI, weighed_OI = (m * inverse_size(m) for m in metric.left_gram_factors(weight_OI))
+        u_OR = leading_eigenvectors(product_OI @ weighed_OI.mT, rank)
     else:
         u_OR = leading_directions(metric.whiten(weight_OI), rank)
     return balance_factors(metric.apply_output_root_inverse(u_OR), u_OR.mT @ metric.apply_output_root(weight_OI))

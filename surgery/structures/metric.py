@@ -19,6 +19,10 @@ from torch import Tensor
 from surgery.core.errors import NumericalError
 from surgery.structures import linalg
 
+# Diagonal of the damped C of an input that is always zero, and of the damped G of an output on which the loss does not depend. Every
+# direction has a weight, so the matrix is fitted as by the identity, and its errors cost next to nothing beside those of others (in nats).
+DEAD_MOMENT = 1e-12
+
 
 def damp_(moment_II: Tensor, damping: float) -> float:
     """Add damping * mean(diag C) to the diagonal of C, in place, and return the number added.
@@ -26,8 +30,7 @@ def damp_(moment_II: Tensor, damping: float) -> float:
     With it, input directions that do not occur in the calibration text keep a weight.
     """
     scale = float(moment_II.diagonal().mean())
-    # The second moment of an input that is always zero becomes the identity, so that every direction has a weight.
-    ridge = damping * scale if scale > 0 else 1.0
+    ridge = damping * scale if scale > 0 else DEAD_MOMENT
     moment_II.diagonal().add_(ridge)
     return ridge
 
@@ -54,13 +57,23 @@ def add_damping(moment_II: Tensor, damping: float) -> Tensor:
     return out
 
 
+def inverse_size(matrix: Tensor) -> Tensor:
+    """Return 1 / max |m|, rounded to a power of two, of (a batch of) matrices (..., 1, 1); 1 for zeros.
+
+    Multiplied by it, a matrix keeps its precision, and its products with itself are numbers of float32.
+    """
+    largest = matrix.abs().amax((-2, -1), keepdim=True)
+    return torch.where(largest > 0, largest, 1.0).log2().round().clamp(-126, 126).neg().exp2()
+
+
 def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return C^(1/2) and C^(-1/2) of (a batch of) positive semidefinite matrices, by `eigh`.
 
-    Eigenvalues below 1e-7 of the largest, the rounding error of float32, are raised to that bound.
+    Eigenvalues below 1e-7 of the largest, the rounding error of float32, are raised to that bound. A matrix of zeros counts as one of 1e-30.
     """
     values, vectors = linalg.eigh(matrix)
-    values = torch.maximum(values, values[..., -1:].clamp_min(1e-30) * 1e-7)
+    largest = torch.where(values[..., -1:] > 0, values[..., -1:], 1e-30)
+    values = torch.maximum(values, largest * 1e-7)
     root = values.sqrt().unsqueeze(-2)
     return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
 
@@ -86,17 +99,19 @@ def output_roots(gram_OO: Tensor) -> tuple[Tensor, Tensor]:
 def spd_factor(matrix: Tensor, ridges: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-2)) -> Tensor:
     """Return the Cholesky factor of (a batch of) positive semidefinite matrices.
 
-    ridges: values added to the diagonal, relative to its mean; they are tried in order until the factorization succeeds.
+    ridges: values added to the diagonal, relative to its mean; they are tried in order until the factorization succeeds. With a ridge
+    each matrix is divided by its size while it is factored: of a batch, one may be of 1e-38.
     """
     for ridge in ridges:
-        ridged = matrix
+        ridged, root = matrix, None
         if ridge:
-            mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None].clamp_min(1e-30)
-            ridged = matrix.clone()
-            ridged.diagonal(dim1=-2, dim2=-1).add_(ridge * mean)
+            root = inverse_size(matrix).log2().div(2).round().exp2()  # a power of two, so that no precision is lost
+            ridged = matrix * root * root
+            mean = ridged.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None]
+            ridged.diagonal(dim1=-2, dim2=-1).add_(ridge * torch.where(mean > 0, mean, 1.0))
         factor, failed = linalg.cholesky_ex(ridged)
         if not bool(failed.any()):
-            return factor
+            return factor if root is None else factor.div_(root)
     raise NumericalError(
         "a second moment is not positive semidefinite: activations hold NaN or Inf, or overflow float32 when squared. Check "
         "the checkpoint and the calibration text"
@@ -185,8 +200,12 @@ class Metric:
 
     def left_gram(self, weight_OI: Tensor) -> Tensor:
         """Return T W C W^T T^T (O, O)."""
-        weighed_OI = self.apply_output_root(weight_OI)
-        return self.apply_output_root(self.times_c(weight_OI)) @ weighed_OI.mT
+        product_OI, weighed_OI = self.left_gram_factors(weight_OI)
+        return product_OI @ weighed_OI.mT
+
+    def left_gram_factors(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+        """Return T W C and T W (O, I), with T^T T = G."""
+        return self.apply_output_root(self.times_c(weight_OI)), self.apply_output_root(weight_OI)
 
     def apply(self, weight_OI: Tensor) -> Tensor:
         """Return G W C (O, I), the gradient of half the squared norm of W."""
@@ -213,4 +232,7 @@ def damp_output_gram(gram: Tensor | None) -> Tensor | None:
     """
     if gram is None:
         return None
-    return add_damping(gram, 0.05) if gram.dim() == 2 else gram + 0.05 * gram.mean().clamp_min(1e-30)
+    if gram.dim() == 2:
+        return add_damping(gram, 0.05)
+    mean = gram.mean()
+    return gram + torch.where(mean > 0, 0.05 * mean, DEAD_MOMENT)

@@ -188,7 +188,7 @@ class TensorTrainLinear(StructuredLinear):
         for rank in curve_ranks(cls.full_rank(config, *weight_OI.shape), min(steps, CURVE_POINTS)):
             option = replace(config, rank=rank)
             gap_OI = weight_OI - cls.project(weight_OI, option).dense().detach()
-            curve.append((option, Metric().squared_norm(gap_OI) / max(square, 1e-30) * norm))
+            curve.append((option, Metric().squared_norm(gap_OI) / (square or 1.0) * norm))
         return curve
 
     @torch.no_grad()
@@ -316,8 +316,9 @@ def split_matrix(x_AK: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def balance_cores(cores: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rescale the cores to about equal root mean squares, by powers of two, so that no precision is lost."""
-    logs = torch.stack([(core * core).mean().clamp_min(1e-30).log2() / 2 for core in cores.values()])
+    """Rescale the cores to about equal root mean squares, by powers of two, so that no precision is lost. Cores of zeros count as 1."""
+    norms = [torch.linalg.vector_norm(core, dtype=torch.float64) / core.numel() ** 0.5 for core in cores.values()]
+    logs = torch.stack([torch.where(norm > 0, norm, 1.0).log2() for norm in norms])
     shifts = (logs.mean() - logs).round()
     shifts[-1] = -shifts[:-1].sum()
-    return {name: core * shift.exp2() for (name, core), shift in zip(cores.items(), shifts)}
+    return {name: core * shift.exp2().to(core.dtype) for (name, core), shift in zip(cores.items(), shifts)}

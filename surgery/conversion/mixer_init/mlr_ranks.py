@@ -138,7 +138,8 @@ class ScoreSensitivity:
         inside_LE = torch.tensor(inside, dtype=torch.float64, device=out_HX.device).view(len(extents), bins)
         target_HL = torch.einsum("le,hex,hx->hl", inside_LE, self.cross_HEX, out_HX)
         form_HLL = torch.einsum("le,hef,mf->hlm", inside_LE, self.bins_HEE, inside_LE)
-        ridge_HL = 1e-3 * form_HLL.diagonal(dim1=1, dim2=2) + 1e-30
+        energy_HL = form_HLL.diagonal(dim1=1, dim2=2)  # squares of gradients, in float64
+        ridge_HL = torch.where(energy_HL > 0, 1e-3 * energy_HL, 1.0)
         near_HL = linalg.solve(form_HLL + torch.diag_embed(ridge_HL), target_HL.unsqueeze(-1)).squeeze(-1)
         before = loss_rise(self.gram_GXX, index_GU, bins).sum()
         gain = (near_HL * target_HL).sum() - 0.5 * torch.einsum("hl,hlm,hm->", near_HL, form_HLL, near_HL)
