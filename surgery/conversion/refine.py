@@ -36,7 +36,9 @@ from surgery.structures import StructuredLinear
 from surgery.structures.coordinates import Coordinates
 
 MIN_STEPS = 4  # fewest steps of an epoch: a short text is cut into smaller batches
-MIN_SCALE = 1e-3  # root mean square that a tensor counts with at least, for those that start at zero; but see `step_scale`
+MIN_SCALE = (
+    1e-3  # root mean square that a tensor counts with at least, for those that start at zero; but see `step_scale`
+)
 FAILED_FACTOR = 0.5  # on the rate after an epoch that did not lower the held-out loss
 MAX_FAILED = 4  # such epochs in a row that end a refinement
 BETAS, EPSILON = (0.9, 0.95), 1e-12

@@ -42,6 +42,9 @@ from surgery.structures.metric import Metric, inner_product, input_root, output_
 # Multiplications that take as long as writing, transposing and reading one element of z or of the dense matrix.
 LAUNCH_MACS = 160
 
+RIDGES = (1e-6, 1e-4, 1e-2)  # of Gram matrices of cores, which may be singular; see `spd_factor`
+LEFT_STEPS = 2  # conjugate-gradient steps for the left cores in a sweep with a full G
+
 # Most elements of a temporary tensor in one sweep of `refine`; row blocks are processed in groups that stay below it.
 SWEEP_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 
@@ -242,29 +245,31 @@ class BTTLinear(StructuredLinear):
 
     @torch.no_grad()
     def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
-        """Run one sweep of alternating least squares, in place, with the full C and the G_bb of each row block.
+        """Run one sweep of alternating least squares, in place, with the full C and G.
 
-        It solves (a) for all left cores of a row block jointly, given right, then (b) for each right core given the others.
+        It solves (a) for all left cores jointly, given right, then (b) for the right cores of each block column given the others. Without G,
+        and with a diagonal one, row blocks do not depend on each other, and each solution is exact; else see `joint_sweep`.
         Returns the squared error that is left, or None if `project` is already optimal.
         """
         (b, c), s = self.config.blocks, self.config.rank
         a, d = self.block_shape(self.config, self.out_features, self.in_features)
         if s >= min(a, d) or metric.c_II is None:  # block SVD is already the optimum
             return None
-        c_II = zero_pad(metric.c_II, c * d, c * d)
-        wc_baI, target_baI = (
-            rows_by_block(zero_pad(rows_OI, self.out_features, c * d), b, a, self.config.order)
-            for rows_OI in (metric.times_c(weight_OI), weight_OI)
-        )
-        g_baa = None if metric.g_OO is None else gram_blocks(metric.g_OO, b, a, self.config.order)
+        c_II, order = zero_pad(metric.c_II, c * d, c * d), self.config.order
         inverses_cdd = metric.compute_once(("block inverses", c), lambda: spd_inverse(diagonal_blocks(c_II, c, d)))
-        square = 0.0
-        for rows in row_groups(b, c * d * c * s + a * c * d, weight_OI.device.type):
-            left_bcsa, right_cdbs = self.weight.data[rows], self.right.data[:, :, rows]
-            g = None if g_baa is None else g_baa[rows]
-            square += sweep(
-                left_bcsa, right_cdbs, target_baI[rows], wc_baI[rows], c_II, inverses_cdd=inverses_cdd, g_baa=g
-            )
+        target_baI = rows_by_block(zero_pad(weight_OI, self.out_features, c * d), b, a, order)
+        if metric.g_OO is not None and metric.g_OO.dim() == 2:
+            g_XX = gram_by_block(metric.g_OO, b, a, order)
+            square = joint_sweep(self.weight.data, self.right.data, target_baI, c_II, inverses_cdd, g_XX)
+        else:
+            wc_baI = rows_by_block(zero_pad(metric.times_c(weight_OI), self.out_features, c * d), b, a, order)
+            g_baa, square = None if metric.g_OO is None else gram_blocks(metric.g_OO, b, a, order), 0.0
+            for rows in row_groups(b, c * d * c * s + a * c * d, weight_OI.device.type):
+                left_bcsa, right_cdbs = self.weight.data[rows], self.right.data[:, :, rows]
+                g = None if g_baa is None else g_baa[rows]
+                square += sweep(
+                    left_bcsa, right_cdbs, target_baI[rows], wc_baI[rows], c_II, inverses_cdd=inverses_cdd, g_baa=g
+                )
         left, right = balance_factors(self.weight.data.mT, self.right.data.permute(2, 0, 3, 1))
         self.weight.data.copy_(left.mT)
         self.right.data.copy_(right.permute(1, 3, 0, 2))
@@ -331,6 +336,19 @@ def gram_blocks(g_OO: Tensor, b: int, a: int, order: Order) -> Tensor:
     return torch.cat([diagonal_blocks(part, 1, a) for part in parts])
 
 
+def gram_by_block(g_OO: Tensor, b: int, a: int, order: Order) -> Tensor:
+    """Return G (b a, b a) with rows and columns one block after another. Positions past O hold the mean of the diagonal."""
+    n = len(g_OO)
+    if n != b * a:
+        mean = g_OO.diagonal().mean()
+        g_OO = zero_pad(g_OO, b * a, b * a)
+        g_OO.diagonal()[n:] = mean
+    if order == "contiguous":
+        return g_OO
+    place_X = rows_by_block(torch.arange(b * a, device=g_OO.device)[:, None], b, a, order).flatten()
+    return g_OO[place_X][:, place_X]
+
+
 def row_groups(b: int, block_elements: int, device: str) -> Iterator[slice]:
     """Yield slices of row blocks whose temporaries of `block_elements` elements per block stay below SWEEP_ELEMENTS."""
     size = max(1, SWEEP_ELEMENTS.get(device, 2**23) // block_elements)
@@ -339,9 +357,19 @@ def row_groups(b: int, block_elements: int, device: str) -> Iterator[slice]:
 
 def solve_spd(matrix: Tensor, rhs: Tensor) -> Tensor:
     """Return matrix^-1 rhs, with a ridge of rounding size because the Gram matrix of cores may be singular."""
-    factor = spd_factor(matrix, (1e-6, 1e-4, 1e-2))
+    factor = spd_factor(matrix, RIDGES)
     half = linalg.solve_triangular(factor, rhs, upper=False)
     return linalg.solve_triangular(factor.mT, half, upper=True)
+
+
+def right_products(right_cdbs: Tensor, c_II: Tensor) -> tuple[Tensor, Tensor]:
+    """Return C R^T (I, b, c, s) and R C R^T (b, c s, c s), R the block-diagonal right of each row block."""
+    c, d, b, s = right_cdbs.shape
+    # One block of columns at a time: a single product over all of them would copy C into another layout first.
+    columns = zip(torch.split(c_II, d, dim=1), right_cdbs)
+    cr_Ibcs = torch.stack([(c_Id @ right_dbs.reshape(d, b * s)).view(-1, b, s) for c_Id, right_dbs in columns], 2)
+    gram_bcset = torch.einsum("cdbs,cdbet->bcset", right_cdbs, cr_Ibcs.view(c, d, b, c, s))
+    return cr_Ibcs, gram_bcset.reshape(b, c * s, c * s)
 
 
 def sweep(
@@ -356,7 +384,7 @@ def sweep(
 ) -> float:
     """Run one alternation over a group of row blocks, in place, and return the squared error that is left.
 
-    wc_baI: W C. inverses_cdd: inverse of each C_cc.
+    For row blocks that do not depend on each other. wc_baI: W C. inverses_cdd: inverse of each C_cc. g_baa: G_bb of each row block.
 
     (a) left_b = (W C R^T)(R C R^T)^-1 with R the block-diagonal right of row block b; G drops out.
     (b) right += X C_cc^-1, X = (L^T G L)^-1 L^T G (E C)[:, c], with E the residual. That lowers the squared error by
@@ -364,12 +392,9 @@ def sweep(
     """
     b, c, s, a = left_bcsa.shape
     d = right_cdbs.shape[1]
-    # One block of columns at a time: a single product over all of them would copy C into another layout first.
-    columns = zip(torch.split(c_II, d, dim=1), right_cdbs)
-    cr_Ibcs = torch.stack([(c_Id @ right_dbs.reshape(d, b * s)).view(-1, b, s) for c_Id, right_dbs in columns], 2)
-    gram_bcset = torch.einsum("cdbs,cdbet->bcset", right_cdbs, cr_Ibcs.view(c, d, b, c, s))
+    cr_Ibcs, gram_bXX = right_products(right_cdbs, c_II)
     rhs_bcsa = torch.einsum("bacd,cdbs->bcsa", wc_baI.view(b, a, c, d), right_cdbs)
-    gram_bXX, rhs_bXa = gram_bcset.reshape(b, c * s, c * s), rhs_bcsa.reshape(b, c * s, a)
+    rhs_bXa = rhs_bcsa.reshape(b, c * s, a)
     left_bcsa.copy_(solve_spd(gram_bXX, rhs_bXa).view(b, c, s, a))
 
     left_bacs = left_bcsa.permute(0, 3, 1, 2)
@@ -388,3 +413,67 @@ def sweep(
         right_cdbs[j] += step_bsd.permute(2, 0, 1)
         gained += torch.linalg.vecdot(gradient_bsd, step_bsd).sum(dtype=torch.float64)
     return square - float(gained)
+
+
+def joint_sweep(
+    left_bcsa: Tensor, right_cdbs: Tensor, target_baI: Tensor, c_II: Tensor, inverses_cdd: Tensor, g_XX: Tensor
+) -> float:
+    """Run one alternation over all row blocks, which G couples, in place, and return the squared error that is left.
+
+    inverses_cdd: inverse of each C_cc. g_XX: G (b a, b a), block after block.
+
+    Both halves of `sweep` become steps of conjugate gradients, with the solution of `sweep` for each row block alone as preconditioner:
+    (a) LEFT_STEPS steps for all left cores, with the gradient G E C R^T, E the residual;
+    (b) one step for the right cores of each block column in turn, with the gradient L^T (G E C)[:, c].
+    Their lengths are exact, so none raises the error, and each lowers its square by length <gradient, direction>.
+    """
+    b, c, s, a = left_bcsa.shape
+    d = right_cdbs.shape[1]
+    groups = row_groups(b, c * d * c * s, c_II.device.type)
+    gram_factor = spd_factor(torch.cat([right_products(right_cdbs[:, :, rows], c_II)[1] for rows in groups]), RIDGES)
+    g_baa = torch.stack([g_XX[i * a : (i + 1) * a, i * a : (i + 1) * a] for i in range(b)])
+    g_factor = spd_factor(g_baa)
+
+    def times_right(m_XI: Tensor) -> Tensor:
+        return torch.einsum("bacd,cdbs->bacs", m_XI.view(b, a, c, d), right_cdbs).reshape(b, a, c * s)
+
+    dense_bacd = torch.einsum("cdbs,bcsa->bacd", right_cdbs, left_bcsa)
+    gap_XI = (target_baI.reshape(b, a, c, d) - dense_bacd).reshape(b * a, c * d)
+    slope_XI = g_XX @ (gap_XI @ c_II)
+    square = torch.linalg.vecdot(slope_XI, gap_XI).sum(dtype=torch.float64)
+    gradient_baX, previous = times_right(slope_XI), None
+    direction_baX = torch.zeros_like(gradient_baX)
+    for _ in range(LEFT_STEPS):
+        half_baX = linalg.cholesky_solve(gradient_baX, g_factor)
+        moved_baX = linalg.cholesky_solve(half_baX.mT, gram_factor).mT
+        size = _dot(gradient_baX, moved_baX)
+        direction_baX = moved_baX if previous is None else moved_baX + _ratio(size, previous) * direction_baX
+        change_bacd = torch.einsum("bacs,cdbs->bacd", direction_baX.view(b, a, c, s), right_cdbs)
+        image_XI = g_XX @ (change_bacd.reshape(b * a, c * d) @ c_II)
+        image_baX = times_right(image_XI)
+        length = _ratio(size, _dot(direction_baX, image_baX))
+        left_bcsa += length * direction_baX.view(b, a, c, s).permute(0, 2, 3, 1)
+        slope_XI -= length * image_XI
+        gradient_baX, previous, square = gradient_baX - length * image_baX, size, square - length * size
+    for j in range(c):
+        here, later = slice(j * d, (j + 1) * d), slice((j + 1) * d, None)
+        left_bas = left_bcsa[:, j].mT
+        gradient_bsd = left_bas.mT @ slope_XI[:, here].view(b, a, d)
+        direction_bsd = solve_spd(left_bas.mT @ g_baa @ left_bas, gradient_bsd) @ inverses_cdd[j]
+        change_Xd = (left_bas @ direction_bsd).view(b * a, d)
+        weighed_Xd, size = g_XX @ change_Xd, _dot(gradient_bsd, direction_bsd)
+        length = _ratio(size, _dot(weighed_Xd @ c_II[here, here], change_Xd))
+        right_cdbs[j] += length * direction_bsd.permute(2, 0, 1)
+        slope_XI[:, later] -= weighed_Xd @ (length * c_II[here, later])
+        square = square - length * size
+    return float(square)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return <a, b> as in `inner_product`, without waiting for it."""
+    return torch.linalg.vecdot(a, b).sum(dtype=torch.float64)
+
+
+def _ratio(value: Tensor, by: Tensor) -> Tensor:
+    """Return value / by, or 0 where only rounding error is left of `by`, which is not negative."""
+    return torch.where(by > 0, value / by, 0.0)

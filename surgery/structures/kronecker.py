@@ -34,7 +34,9 @@ from surgery.structures.btt import BTTLinear
 from surgery.structures.low_rank import leading_directions, tail_energies
 from surgery.structures.metric import Metric, inverse_size
 
-RESIDUAL_ROUNDING = 1e-14  # squared residual, relative to the right side, below which only rounding errors of float32 are left
+RESIDUAL_ROUNDING = (
+    1e-14  # squared residual, relative to the right side, below which only rounding errors of float32 are left
+)
 
 
 @dataclass(frozen=True)

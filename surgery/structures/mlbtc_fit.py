@@ -173,7 +173,7 @@ class LevelDescent(Descent):
     def fit_level(self, level: int, rank: int) -> None:
         """Fit a level once: every block along the diagonal to its exact minimum, a grid by projection or by one sweep.
 
-        A sweep that raises the error is undone. That can happen with a full G, of which the sweep of BTT knows diagonal blocks only.
+        A sweep that raises the error, by rounding, is undone.
         """
         if isinstance(kind := self.kinds[level], DiagonalLevel):
             super().fit_level(level, rank)
