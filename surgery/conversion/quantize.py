@@ -29,7 +29,14 @@ from surgery.core.files import REPORT_NAME, read_json, write_json
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
 from surgery.modeling.joined import JoinedLinear, connect_joined
-from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, is_joined, shares_basis
+from surgery.modeling.modules import (
+    GuardedLinear,
+    SplitLinear,
+    build_module,
+    is_joined,
+    quantized_entry,
+    shares_basis,
+)
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import ModuleFinder, split_named_experts
 from surgery.structures.quantized import QuantizedLinear, Storage
@@ -49,7 +56,7 @@ def quantize(
     """Write a converted checkpoint with quantized linears to `out`; return {"out", "linears", "bytes_before", "bytes_after", ..}.
 
     Memory is that of one linear and one file of results. Raises SurgeryError if `converted` is not a converted checkpoint or quantized
-    already, if groups do not divide a matrix, if weights are not finite, or if `out` exists.
+    already, if weights are not finite, or if `out` exists.
     """
     progress, out, storage = progress or Progress(), Path(out), make_storage(bits, group)
     check_output_path(out, True)
@@ -127,7 +134,7 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[s
     """Quantize the linears of a converted model in memory, in place; return {"linears", "bits", "group", "bytes_before", "bytes_after"}.
 
     `model.save_pretrained` writes the integers. Raises SurgeryError, with the model unchanged, if it is not a converted transformers model,
-    is quantized already or has an adapter, if groups do not divide a matrix, or if weights are not finite.
+    is quantized already or has an adapter, or if weights are not finite.
     """
     storage, kind = make_storage(bits, group), type(model).__name__
     table = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -197,14 +204,13 @@ def dense_linears(model: Any, table: dict[str, Any]) -> dict[str, dict[str, Any]
 
 
 def quantized_table(table: dict[str, Any], storage: Storage) -> dict[str, Any]:
-    """Return a table with the storage in each entry. Raises SurgeryError, with the path, if groups do not divide a matrix."""
+    """Return a table with the storage in each entry. Raises SurgeryError, with the path, for experts that share a basis."""
     for path, entry in table.items():
         if shares_basis(entry):
             raise SurgeryError(
                 f"{path} shares its basis with the other experts of its layer, and such linears are not stored as integers. Convert with "
                 "share: none, or multiply the structures out first: surgery densify"
             )
-        quantize_named(path, build_module(entry), storage)
     return {path: _with_storage(entry, storage) for path, entry in table.items()}
 
 
@@ -213,7 +219,7 @@ def _with_storage(entry: dict[str, Any], storage: Storage) -> dict[str, Any]:
         return {**entry, "parts": {name: _with_storage(part, storage) for name, part in entry["parts"].items()}}
     if is_joined(entry):
         return {**entry, "matrix": _with_storage(entry["matrix"], storage)} if "matrix" in entry else entry
-    return {**entry, "bits": storage.bits, **({"group": storage.group} if storage.group is not None else {})}
+    return quantized_entry(entry, storage)
 
 
 def quantize_named(path: str, module: Any, storage: Storage) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def build_module(
     The entry is {"structure": .., "in_features": .., "out_features": .., "bias": ..}, where the structure may be "dense" or
     "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads": ..}. The order of the
     parts is a list because transformers sorts the keys of config.json. With `bits`, and `group` if scales have groups, the weights are
-    stored as integers: QuantizedLinear. With `share`: "experts", it is a SharedLowRankLinear, which needs `connect_bases` or `connect`.
+    stored as integers: QuantizedLinear; `scales`: "inputs" tells tensor trains from older ones, see `Storage`. With `share`: "experts", it is a SharedLowRankLinear, which needs `connect_bases` or `connect`.
     The structure "joined" is a JoinedLinear, which needs `connect_joined`: {"structure": "joined", sizes, "matrix": entry of B, "members": names
     of the group in the order of their rows} of the first linear of a group, {"structure": "joined", sizes, "first": name of the first, "start": first row in B} of the others.
     Raises SurgeryError if the entry is invalid.
@@ -197,7 +198,7 @@ def connect_bases(model: nn.Module, paths: Iterable[str], bases: Mapping[str, Sh
 
 def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: torch.dtype | None) -> QuantizedLinear:
     """Build the module of an entry with `bits`. A dense weight is stored as (1, out, in), as GuardedLinear stores it."""
-    plain = {k: v for k, v in spec.items() if k not in ("bits", "group")}
+    plain = {k: v for k, v in spec.items() if k not in ("bits", "group", "scales")}
     if shares_basis(plain):
         raise SurgeryError(f"{DAMAGED_TABLE}: a linear whose basis is shared by experts is not stored as integers")
     if plain.get("structure") == "dense":
@@ -206,10 +207,25 @@ def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: to
         storage = Storage(spec.get("bits", 0), spec.get("group"))
         if plain.get("structure") in ("split", "joined"):
             raise SurgeryError("the parts of a split entry, and the matrix of a joined one, have bits of their own")
-        return QuantizedLinear(build_module(plain, device, dtype), storage)
+        linear = build_module(plain, device, dtype)
+        named = getattr(linear, "scales_named", False)
+        if "scales" in spec and (spec["scales"] != "inputs" or not named):
+            raise SurgeryError(
+                f"scales: {str(spec['scales'])[:50]!r} of structure {str(plain.get('structure'))[:50]!r}"
+            )
+        return QuantizedLinear(linear, replace(storage, last_axis=named and "scales" not in spec))
     except SurgeryError as error:
         text = str(error)
         raise SurgeryError(text if text.startswith(DAMAGED_TABLE) else f"{DAMAGED_TABLE}: {text}") from None
+
+
+def quantized_entry(entry: dict[str, Any], storage: Storage) -> dict[str, Any]:
+    """Return the table entry of a linear, structured or dense, with its storage."""
+    entry = {**entry, "bits": storage.bits, **({"group": storage.group} if storage.group is not None else {})}
+    if entry["structure"] not in ("dense", "folded"):
+        structure: Any = STRUCTURES[STRUCTURES.config_type(entry["structure"])]
+        entry |= {"scales": "inputs"} if structure.scales_named else {}
+    return entry
 
 
 REPLACED = (

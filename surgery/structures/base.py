@@ -100,6 +100,9 @@ class StructuredLinear(nn.Module):
     contracted: ClassVar[
         dict[str, tuple[int, ...]]
     ] = {}  # core -> axes that its product sums over, if not the last one
+    scales_named: ClassVar[bool] = (
+        False  # whether files without the key `scales` have quantized cores along the last axis
+    )
 
     def __init__(self, in_features: int, out_features: int, config: Any, bias: bool = True, **factory: Any):
         super().__init__()

@@ -1,6 +1,7 @@
 """Linears whose cores are stored as integers of 8 or 4 bits with scales, and computed in floating point.
 
-    core[.., k] = scale[.., k // g] * integer[.., k]        k: the inputs that an output of the core sums over, in groups of g
+    core[.., k] = scale[.., k // g] * integer[.., k]        k: the inputs that an output of the core sums over, in groups of g, the last
+                                                            of which may be smaller
 
 Rounding is to the nearest integer, without zero points. With 4 bits the scale of a group is the one of SCALES with the least squared error.
 This is weight-only quantization: it saves memory, and each call multiplies the integers out before the product of the structure.
@@ -25,10 +26,14 @@ SCALES = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
 
 @dataclass(frozen=True)
 class Storage:
-    """How cores are stored. bits: 8 or 4. group: inputs that share a scale; None: all inputs of an output."""
+    """How cores are stored. bits: 8 or 4. group: inputs that share a scale; None: all inputs of an output.
+
+    last_axis: whether groups are along the last axis of every core, as in files with tensor trains that lack the key `scales`.
+    """
 
     bits: int
     group: int | None = None
+    last_axis: bool = False
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in BITS:
@@ -37,41 +42,49 @@ class Storage:
             raise SurgeryError(f"group must be one of {', '.join(map(str, GROUPS))}, or none (got {self.group!r})")
 
     def group_size(self, inputs: int) -> int:
-        """Return the inputs that share a scale, of `inputs`. Raises SurgeryError if groups do not divide them."""
-        if self.group is None or inputs <= self.group:
-            return inputs
-        if inputs % self.group:
-            fitting = ", ".join(str(g) for g in GROUPS if inputs % g == 0) or "none"
-            raise SurgeryError(
-                f"groups of {self.group} do not divide its {inputs} inputs (groups that do: {fitting}). Choose another group, or convert "
-                f"with ranks that are multiples of it: --set round_ranks={self.group}"
-            )
-        return self.group
+        """Return the inputs that share a scale, of `inputs`. The last group has what is left."""
+        return inputs if self.group is None else min(inputs, self.group)
+
+    def groups(self, inputs: int) -> int:
+        """Return the number of scales of an output with `inputs` inputs."""
+        return -(-inputs // self.group_size(inputs))
+
+    def axes(self, linear: Any, name: str) -> tuple[int, ...]:
+        """Return the axes of a core of a linear along which the groups are: the inputs of each output."""
+        return (-1,) if self.last_axis else contracted_axes(linear, name)
 
 
 def quantize_rows(rows_XK: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
-    """Return (integers (.., K) int8, or (.., ceil(K / 2)) uint8 with two of 4 bits in a byte; scales (.., K / g) in the dtype of the rows)."""
+    """Return (integers (.., K) int8, or (.., ceil(K / 2)) uint8 with two of 4 bits in a byte; scales (.., ceil(K / g)) in the dtype of the rows)."""
     inputs = rows_XK.shape[-1]
-    blocks = rows_XK.float().unflatten(-1, (-1, storage.group_size(inputs)))
+    blocks = _in_groups(rows_XK.float(), storage)
     extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     if storage.bits == 8:
         scale = _rounded_scale(extreme.abs() / 127, rows_XK.dtype, 127)
-        return _to_integers(blocks, scale, 127).flatten(-2).to(torch.int8), scale[..., 0].to(rows_XK.dtype)
+        whole = _to_integers(blocks, scale, 127).flatten(-2)[..., :inputs].to(torch.int8)
+        return whole.contiguous(), scale[..., 0].to(rows_XK.dtype)
     scales = torch.stack([_rounded_scale(extreme * (-factor / 8), rows_XK.dtype, 8) for factor in SCALES])
     errors = torch.stack([(blocks - s * _to_integers(blocks, s, 8)).square().sum(-1, keepdim=True) for s in scales])
     scale = scales.gather(0, errors.argmin(0, keepdim=True))[0]
-    integers = (_to_integers(blocks, scale, 8).flatten(-2) + 8).to(torch.uint8)
+    integers = (_to_integers(blocks, scale, 8).flatten(-2)[..., :inputs] + 8).to(torch.uint8)
     low, high = F.pad(integers, (0, inputs % 2)).unflatten(-1, (-1, 2)).unbind(-1)
     packed: Tensor = low | high << 4
     return packed, scale[..., 0].to(rows_XK.dtype)
 
 
-def dequantize_rows(integers: Tensor, scale: Tensor, inputs: int, bits: int) -> Tensor:
+def dequantize_rows(integers: Tensor, scale: Tensor, inputs: int, storage: Storage) -> Tensor:
     """Return the rows (.., inputs) in the dtype of the scales."""
-    if bits == 4:
+    if storage.bits == 4:
         integers = torch.stack([integers & 15, integers >> 4], -1).flatten(-2)[..., :inputs].to(torch.int8) - 8
-    rows: Tensor = (integers.to(scale.dtype).unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
-    return rows
+    rows = (_in_groups(integers.to(scale.dtype), storage) * scale[..., None]).flatten(-2)
+    return rows if rows.shape[-1] == inputs else rows[..., :inputs]
+
+
+def _in_groups(rows_XK: Tensor, storage: Storage) -> Tensor:
+    """Return rows in groups (.., ceil(K / g), g); zeros fill the last one."""
+    size = storage.group_size(rows_XK.shape[-1])
+    blocks: Tensor = F.pad(rows_XK, (0, -rows_XK.shape[-1] % size)).unflatten(-1, (-1, size))
+    return blocks
 
 
 def _rounded_scale(scale: Tensor, dtype: torch.dtype, most: int) -> Tensor:
@@ -118,7 +131,7 @@ class QuantizedLinear(nn.Module):
         linear: a StructuredLinear, or a linear whose weight is (1, O, I). Its values are quantized, unless they are on meta.
         storage: bits and groups.
 
-    Raises SurgeryError if groups do not divide a core's inputs, or if values are not finite.
+    Raises SurgeryError if values are not finite.
     """
 
     def __init__(self, linear: Any, storage: Storage):
@@ -138,14 +151,11 @@ class QuantizedLinear(nn.Module):
         self.train(linear.training)
 
     def _quantized(self, linear: Any, name: str) -> tuple[Tensor, Tensor]:
-        rows = core_rows(getattr(linear, name).detach(), contracted_axes(linear, name))
-        where = f"core {name!r} of {linear.config if self.config else 'the weight'}"
-        try:
-            inputs, groups = rows.shape[-1], rows.shape[-1] // self.storage.group_size(rows.shape[-1])
-        except SurgeryError as error:
-            raise SurgeryError(f"{where}: {error}") from None
+        rows = core_rows(getattr(linear, name).detach(), self.storage.axes(linear, name))
+        inputs, groups = rows.shape[-1], self.storage.groups(rows.shape[-1])
         if not rows.is_meta:
             if not bool(rows.isfinite().all()):
+                where = f"core {name!r} of {linear.config if self.config else 'the weight'}"
                 raise SurgeryError(f"{where} has values that are not finite. Use a checkpoint with finite weights")
             return quantize_rows(rows, self.storage)
         dtype, width = (torch.int8, inputs) if self.storage.bits == 8 else (torch.uint8, -(-inputs // 2))
@@ -172,11 +182,11 @@ class QuantizedLinear(nn.Module):
         """Return the linear in floating point: the integers times their scales, the bias, and index tables."""
         (template,), cores = self._template, {}
         for name, shape in self.shapes.items():
-            axes = contracted_axes(template, name)
+            axes = self.storage.axes(template, name)
             inputs = 1
             for axis in axes:
                 inputs *= shape[axis]
-            rows = dequantize_rows(getattr(self, name), getattr(self, f"{name}_scale"), inputs, self.storage.bits)
+            rows = dequantize_rows(getattr(self, name), getattr(self, f"{name}_scale"), inputs, self.storage)
             cores[name] = rows_to_core(rows, shape, axes)
         linear = object.__new__(type(template))
         linear.__dict__.update(template.__dict__, training=self.training)

@@ -79,7 +79,13 @@ class TensorTrainLinear(StructuredLinear):
     """Tensor-train linear layer. Cores: `weight` = G_1 and `core<t>` = G_t, each (J, L, n_t, r_t, r_(t-1), m_t) with J = L = 1."""
 
     weight: Tensor
+    scales_named = True
     shared: ClassVar[bool] = True  # one core for all values of the indices that its product leaves alone
+
+    @property
+    def contracted(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
+        """The axes of each core that its product sums over: j_t and a_t."""
+        return dict.fromkeys(self.core_names(), (2, 3))
 
     # -- sizes ---------------------------------------------------------------------------------------------
     @classmethod
