@@ -32,7 +32,7 @@ RECORDER = "surgery-dry-run"  # name of the attention function in transformers' 
 TOKENS = 8
 ENCODER_TOKENS = 11  # differs from TOKENS, so that cross-attention is recognized by its number of keys
 LONGEST = 2**18  # tokens for which masks are compared; a longer sliding window counts as none
-CACHE_ARGUMENTS = ("past_key_values", "layer_past")
+CACHE_ARGUMENTS = ("past_key_values", "layer_past", "cache")  # of attention modules; "cache" since transformers 5.24
 # Arguments of attention functions that mixers apply, or that change nothing in the result.
 KNOWN_OPTIONS = {
     *(
@@ -472,7 +472,7 @@ def _check_module(call: RecordedCall) -> None:
 def _check_cache(call: RecordedCall) -> None:
     names = set(inspect.signature(type(call.module).forward).parameters)
     if not names & set(CACHE_ARGUMENTS):
-        raise SurgeryError(f"its forward has no argument for the cache ({' or '.join(CACHE_ARGUMENTS)})")
+        raise SurgeryError(f"its forward has no argument for the cache ({', '.join(CACHE_ARGUMENTS)})")
     if getattr(call.module, "layer_idx", None) is None:
         raise SurgeryError("the module has no layer_idx, its place in the cache")
 

@@ -199,7 +199,7 @@ def _batch_tensors(model: nn.Module, item: Any, where: str) -> dict[str, Tensor]
     for name, value in item.items():
         if value is None or (name in IGNORED and not (name == "labels" and reads_labels)):
             continue
-        if name in ("past_key_values", "encoder_outputs"):
+        if name in ("past_key_values", "cache", "encoder_outputs"):
             raise SurgeryError(f"{where} has {name!r}: calibration needs whole inputs, not the steps of generate()")
         found[name] = _to_tensor(value, f"{where}: {name!r}")
     if not found or not _has_rows(found):

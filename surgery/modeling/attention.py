@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from surgery.architectures.attention import attention_paths, attention_shape, output_path
+from surgery.architectures.dry_run import CACHE_ARGUMENTS
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, Mixer, MixerConfig, MixerInputs
 from surgery.mixers.common.packed_documents import (
@@ -33,15 +34,20 @@ from surgery.mixers.common.packed_documents import (
     shows_later_tokens,
 )
 from surgery.modeling.attention_weights import record_no_weights, weights_placeholder
-from surgery.modeling.cache import MixerCacheLayer, advance_offloading, mixer_cache_layer, mixer_modules
+from surgery.modeling.cache import (
+    MixerCacheLayer,
+    advance_offloading,
+    is_paged_cache,
+    mixer_cache_layer,
+    mixer_modules,
+)
 from surgery.modeling.generation import MixerGenerationMixin
 from surgery.modeling.modules import GuardedLinear
 from surgery.modeling.padding_positions import derive_positions
 
 ATTENTION_NAME = "surgery"
-CACHE_ARGUMENTS = ("past_key_values", "layer_past")
-# Arguments for packed documents and continuous batching.
-PACKED_ARGUMENTS = ("cu_seq_lens_q", "cu_seqlens_q", "block_table", "cache")
+# Arguments that say where the sequences of a packed row begin, or where their keys and values lie.
+PACKED_ARGUMENTS = ("cu_seq_lens_q", "cu_seqlens_q", "block_table")
 
 
 @dataclass
@@ -72,8 +78,13 @@ class MixerAttention:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the library's forward with the mixer as attention function, and the mixer's state as cache."""
         bound = {**dict(zip(self.arguments, args)), **kwargs}
-        for name in PACKED_ARGUMENTS:
-            if bound.get(name) is not None:
+        for name, value in bound.items():
+            if is_paged_cache(value):
+                raise SurgeryError(
+                    f"{type(self).__name__} has a mixer and was called with a {type(value).__name__} ({name!r}), that is, for continuous "
+                    "batching, whose pages cannot hold a mixer's state. Use generate() on padded batches"
+                )
+            if name in PACKED_ARGUMENTS and value is not None:
                 raise SurgeryError(
                     f"{type(self).__name__} has a mixer and was called with {name!r}, that is, with several sequences "
                     "in one row. Mixers find their borders from position_ids that restart at 0: pass position_ids only, or pad "
@@ -81,6 +92,8 @@ class MixerAttention:
                 )
         name = next((n for n in CACHE_ARGUMENTS if n in self.arguments), "")
         past = bound.pop(name, None)
+        if past is None and name == "cache":  # the library's own forwards still take the old name
+            past = bound.pop("past_key_values", None)
         layer = None if past is None else mixer_cache_layer(past, self.layer_idx)  # type: ignore[attr-defined]
         if name:
             bound[name] = None

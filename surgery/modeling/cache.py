@@ -20,11 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers import Mixer, MixerInputs, MixerState
 from surgery.mixers.common.kv_layout import drop_later_slots
 
+# The argument of a model's forward that takes the cache, and the field of its output that returns it: past_key_values until transformers 5.23.
+CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 MAX_RECORDED = 64  # tokens that can always be removed while past recording is on, unless a draft is longer
 
 
@@ -252,6 +255,11 @@ def slice_inputs(inputs: MixerInputs, start: int, stop: int) -> MixerInputs:
 
 
 # -- putting layers into caches --------------------------------------------------------------------
+def is_paged_cache(value: Any) -> bool:
+    """Return whether a value is a cache of continuous batching: one that gives the blocks of its pages to requests and takes them back."""
+    return not isinstance(value, (Tensor, Cache)) and callable(getattr(value, "free_blocks", None))
+
+
 def mixer_cache_layer(cache: Any, index: int) -> MixerCacheLayer:
     """Return layer `index` of the cache as a MixerCacheLayer, inserted if necessary.
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from surgery.mixers import Mixer
 from surgery.mixers.linear import LinearMixer
-from surgery.modeling.cache import MixerCacheLayer, mixer_modules
+from surgery.modeling.cache import CACHE_NAME, MixerCacheLayer, mixer_modules
 
 PLAIN_INPUTS = {
     "input_ids",
     "position_ids",
-    "past_key_values",
+    CACHE_NAME,
     "attention_mask",
     "use_cache",
     "logits_to_keep",
@@ -90,7 +90,7 @@ class CapturedDecodeStep:
 
     def __call__(self, **inputs: Any) -> Any:
         """Run the model, or replay the captured step for a single new token."""
-        layers = inputs["past_key_values"].layers
+        layers = inputs[CACHE_NAME].layers
         plain = (
             set(inputs) <= PLAIN_INPUTS and inputs["input_ids"].shape[1] == 1 and inputs.get("position_ids") is not None
         )
@@ -105,7 +105,7 @@ class CapturedDecodeStep:
             self.static_tensors["logits"] = out.logits.clone()
             return out
         if self.replay is None:
-            self._record(inputs["past_key_values"])
+            self._record(inputs[CACHE_NAME])
         return self.model(**inputs) if self.replay is None else self._replay_step(inputs)
 
     def _record(self, cache: Any) -> None:
@@ -115,7 +115,7 @@ class CapturedDecodeStep:
         def step() -> None:
             ids, places = self.static_tensors["input_ids"], self.static_tensors["position_ids"]
             out = self.model(
-                input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True, return_dict=True
+                input_ids=ids, position_ids=places, use_cache=True, return_dict=True, **{CACHE_NAME: cache}
             )
             self.static_tensors["logits"].copy_(out.logits)
             for layer, state in zip(self.layers, states):
@@ -150,9 +150,7 @@ class CapturedDecodeStep:
             assert state is not None
             layer.state, layer.seen = state, tokens + 1
             state.max_seen = None if state.max_seen is None else state.max_seen + 1
-        return CausalLMOutputWithPast(
-            logits=self.static_tensors["logits"].clone(), past_key_values=inputs["past_key_values"]
-        )
+        return CausalLMOutputWithPast(logits=self.static_tensors["logits"].clone(), **{CACHE_NAME: inputs[CACHE_NAME]})
 
 
 def reserve_buckets(layer: MixerCacheLayer, reach: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from surgery.core.errors import SurgeryError
 from surgery.modeling.attention_weights import placeholders, remove_placeholders
-from surgery.modeling.cache import MixerCacheLayer, cached_modules, mixer_cache_layer, record_past
+from surgery.modeling.cache import CACHE_NAME, MixerCacheLayer, cached_modules, mixer_cache_layer, record_past
 
 
 class MixerGenerationMixin:
@@ -21,7 +21,7 @@ class MixerGenerationMixin:
         done = super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_NAME)
         if cache is not None:
             for module in cached_modules(self):  # type: ignore[arg-type]
                 mixer_cache_layer(cache, module.layer_idx)
@@ -38,7 +38,7 @@ class MixerGenerationMixin:
         """Return whether generate() takes its steps from `get_compiled_call`; true also for steps captured in a CUDA graph."""
         from surgery.modeling.cuda_graph import capture_decode_step
 
-        self._decode_step = capture_decode_step(self, model_kwargs.get("past_key_values"), generation_config)
+        self._decode_step = capture_decode_step(self, model_kwargs.get(CACHE_NAME), generation_config)
         asks = super()._valid_auto_compile_criteria  # type: ignore[misc]
         return self._decode_step is not None or asks(model_kwargs, generation_config)
 
@@ -49,7 +49,7 @@ class MixerGenerationMixin:
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         """Decode with an assistant; attention weights of mixers are None."""
-        assistant, cache = kwargs.get("assistant_model"), kwargs.get("past_key_values")
+        assistant, cache = kwargs.get("assistant_model"), kwargs.get(CACHE_NAME)
         if assistant is not None and cache is not None:
             record_past(cache, self, _draft_tokens(assistant.generation_config))  # type: ignore[arg-type]
         with placeholders():

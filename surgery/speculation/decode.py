@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
+from surgery.modeling.cache import CACHE_NAME
 from surgery.speculation.bound import LONGEST_DRAFT, best_length
 from surgery.speculation.runners import NO_LIMIT, DraftRunner, Verifier
 from surgery.speculation.sampling import accept_greedy, accept_sampled, choose_token, process_scores
 
-KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+KNOWN_INPUTS = ("attention_mask", "position_ids", CACHE_NAME, "use_cache", "logits_to_keep", "cache_position")
 
 
 @dataclass

@@ -200,7 +200,14 @@ def check_options(model: Any, generation_config: Any, options: dict[str, Any]) -
                 f"Drafter.generate decodes greedily or by sampling, and {name}={value!r} asks for another way. Use model.generate, or leave "
                 f"{name} out"
             )
-    for name in ("inputs_embeds", "past_key_values", "assistant_model", "custom_generate", "negative_prompt_ids"):
+    for name in (
+        "inputs_embeds",
+        "past_key_values",
+        "cache",
+        "assistant_model",
+        "custom_generate",
+        "negative_prompt_ids",
+    ):
         if options.get(name) is not None:
             raise SurgeryError(f"Drafter.generate does not take {name}. Use model.generate")
     if getattr(given, "stop_strings", None) and "stop_strings" not in options:

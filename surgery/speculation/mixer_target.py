@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from surgery.modeling.cache import cached_modules, mixer_cache_layer, record_past
+from surgery.modeling.cache import CACHE_NAME, cached_modules, mixer_cache_layer, record_past
 from surgery.speculation.runners import NO_LIMIT, last_logits
 
 
@@ -69,7 +69,7 @@ class MixerTarget:
             input_ids=ids_BT,
             attention_mask=None if bool(self.mask_BC.all()) else self.mask_BC,
             position_ids=position_BT,
-            past_key_values=self.cache,
+            **{CACHE_NAME: self.cache},
             use_cache=True,
             **options,
         ).logits

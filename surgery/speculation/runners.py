@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from surgery.modeling.cache import mixer_cache_layer, mixer_modules
+from surgery.modeling.cache import CACHE_NAME, mixer_cache_layer, mixer_modules
 from surgery.speculation.slots import Sight, SlotCache, attention_windows, masks_by_type
 
 NO_LIMIT = 2**62
@@ -43,7 +43,7 @@ class Target:
             input_ids=ids_BL,
             attention_mask=None if full else mask_BL,
             position_ids=position_BL,
-            past_key_values=self.cache,
+            **{CACHE_NAME: self.cache},
             use_cache=True,
             **last_logits(self.model),
         )
@@ -76,7 +76,7 @@ class Target:
                 input_ids=tokens_BT,
                 attention_mask=masks_by_type(allowed, distance_BTS, self.windows, model.dtype),
                 position_ids=slot_BT.clamp_max(self.limit - 1) - self.pad_B[:, None],
-                past_key_values=self.cache,
+                **{CACHE_NAME: self.cache},
                 use_cache=True,
             )
         return out.logits
@@ -196,7 +196,7 @@ class OwnCacheRunner:
                 input_ids=tokens_BT,
                 attention_mask=None if bool(self.mask_BC.all()) else self.mask_BC,
                 position_ids=position_BT.clamp_min(0),
-                past_key_values=self.cache,
+                **{CACHE_NAME: self.cache},
                 use_cache=True,
             )
         return out.logits

@@ -19,11 +19,13 @@ from helpers.small_mixers import (
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from surgery.architectures.dry_run import CACHE_ARGUMENTS
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
 from surgery.mixers.linear_config import LinearAttention
-from surgery.modeling.cache import MAX_RECORDED, mixer_modules, record_past
+from surgery.modeling.cache import MAX_RECORDED, MixerCacheLayer, mixer_modules, record_past
 from surgery.modeling.cache_io import load_cache, save_cache
 from surgery.modeling.padding_positions import mask_positions
 
@@ -461,8 +463,30 @@ def test_continuous_batching_is_refused(llama):
         llama.generate_batch(prompts(2).tolist())
     with pytest.raises(SurgeryError, match="continuous batching"):
         llama.generate(prompts(2), cache_implementation="paged", **GREEDY)
-    with pytest.raises(SurgeryError, match="called with 'cache'"):
-        llama(prompts(2), cache=object(), use_cache=False)
+    pages, places = PagedAttentionCache.__new__(PagedAttentionCache), torch.arange(10)[None]
+    for others in ({}, {"cu_seq_lens_q": torch.tensor([0, 10], dtype=torch.int32)}):
+        with pytest.raises(SurgeryError, match="continuous batching"):  # as its manager calls a model
+            llama(prompts(1), position_ids=places, cache=pages, use_cache=False, **others)
+        with pytest.raises(SurgeryError, match="continuous batching"):  # whatever the argument's name
+            llama(prompts(1), position_ids=places, pages=pages, use_cache=False, **others)
+    with pytest.raises(SurgeryError, match="called with 'cu_seq_lens_q'"):
+        llama(prompts(1), position_ids=places, use_cache=False, **others)
+
+
+@torch.no_grad()
+def test_a_cache_is_known_by_what_it_is(llama):
+    """Models of transformers up to 5.23 pass `past_key_values` to attention, later ones `cache`; what a name does not promise is not read."""
+    attention, ids = llama.model.layers[0].self_attn, prompts(2, 7)
+    x_BTD = llama.get_input_embeddings()(ids)
+    rope = llama.model.rotary_emb(x_BTD, torch.arange(7)[None])
+    own = next(name for name in CACHE_ARGUMENTS if name in attention.arguments)
+    expected = attention(x_BTD, position_embeddings=rope, attention_mask=None, **{own: None})[0]
+    for name in {own, "past_key_values"}:
+        cache = DynamicCache(config=llama.config)
+        assert torch.equal(
+            attention(x_BTD, position_embeddings=rope, attention_mask=None, **{name: cache})[0], expected
+        )
+        assert cache.get_seq_length() == 7 and type(cache.layers[0]) is MixerCacheLayer
 
 
 # -- the mixers there are --------------------------------------------------------------------------
