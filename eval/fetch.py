@@ -21,6 +21,7 @@ import yaml
 from surgery.core.config import read_front_matter
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import check_not_dangling, explain_disk_errors, is_disk_error, read_json, write_json
+from surgery.core.hub_errors import explain_hub_error, first_line, hub_failure
 from surgery.core.progress import Progress
 from surgery.eval import offline_data as mirror
 from surgery.eval.averages import BABILONG_TASKS, INFINITEBENCH_TASKS, LONGBENCH2, LONGBENCH_E_TASKS
@@ -252,13 +253,22 @@ def _fetch_dataset(place: Path, path: str, head: MirrorReadme, wanted: list[Data
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, SurgeryError) or is_disk_error(error):
             raise
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        if "scripts are no longer supported" in reason:
+        if "scripts are no longer supported" in first_line(error):
             raise SurgeryError(_script_message(path)) from None
+        reason = _explain_fetch_error(error, path) or f"{type(error).__name__}: {first_line(error)}"
         raise SurgeryError(
-            f"{path} could not be fetched ({type(error).__name__}: {reason}). Data sets fetched before it are kept; run the same "
+            f"{path} could not be fetched ({reason}). Data sets fetched before it are kept; run the same "
             "command again to continue. Gated data sets need `hf auth login` first."
         ) from None
+
+
+def _explain_fetch_error(error: Exception, path: str) -> str | None:
+    """Return why the Hub could not be read, where a name alone would leave the reader to guess; None for the error's own words."""
+    if hub_failure(error) == "offline":
+        return "HF_HUB_OFFLINE is set; unset it to download"
+    if hub_failure(error) in ("missing", "gated"):
+        return explain_hub_error(error, path, "", kinds=("a mirrored data set", "a Hub data set"))
+    return None
 
 
 def _script_message(path: str) -> str:

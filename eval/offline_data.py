@@ -21,6 +21,7 @@ from typing import Any
 
 from surgery.core.digests import arrow_cache, check_no_outside_files
 from surgery.core.errors import SurgeryError
+from surgery.core.hub_errors import explain_hub_error, first_line
 from surgery.eval.results.data_read import note_read
 
 # Types of columns that `datasets` cannot infer: answers are numbers in some files and texts in others. [string]: a list of texts.
@@ -44,12 +45,21 @@ def load_rows(root: Path | None, suite: str, path: str, config: str | None, spli
     except SurgeryError:
         raise
     except Exception as error:
-        raise SurgeryError(
-            f"{place}: {config or 'default'}, {split} could not be read ({type(error).__name__}: {_first_line(error)}). Fetch it "
-            f"again: surgery fetch-eval-data {root or 'DATA'} --suite {suite}"
-        ) from None
+        raise explain_read_error(error, root, suite, f"{place}: {config or 'default'}, {split}", path) from None
     note_datasets(root, [path])
     return found
+
+
+def explain_read_error(error: Exception, root: Path | None, suite: str, what: str, path: str) -> SurgeryError:
+    """Return the error for a data set that could not be read, with the command that fetches it. what: the part that was read of `path`."""
+    fetch = f"surgery fetch-eval-data {root or 'DATA'} --suite {suite}"
+    instead = f"run {fetch} where there is a network and give --data-root {root or 'DATA'}"
+    found = explain_hub_error(error, path, instead, kinds=("a mirrored data set (--data-root)", "a Hub data set"))
+    if found is not None:
+        return SurgeryError(found)
+    return SurgeryError(
+        f"{what} could not be read ({type(error).__name__}: {first_line(error)}). Fetch it again: {fetch}"
+    )
 
 
 def load_folder_rows(place: Path, config: str | None, split: str) -> Any:
@@ -167,7 +177,3 @@ def hide_progress_bars() -> Iterator[None]:
     finally:
         if not silent:
             datasets.enable_progress_bars()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]

@@ -9,6 +9,7 @@ from typing import Any
 
 from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.files import is_disk_error
 from surgery.eval import offline_data as mirror
 from surgery.eval.lm_eval.bridge import require_lm_eval, run_tasks
 from surgery.eval.long_context.longbench.prompts import TASKS as LONGBENCH
@@ -82,15 +83,23 @@ def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:  # one Arrow cache per task, shared by all selections that include it
         paths = sorted({path for path, _ in iterate_datasets(manager, [name])})
-        with mirror.use_mirror(options.data_root, paths, list(find_local_files(manager, [name]))):
-            found = _load_typed(manager, name, paths) or manager.load([name])
+        try:
+            with mirror.use_mirror(options.data_root, paths, list(find_local_files(manager, [name]))):
+                found = _load_typed(manager, name, paths) or manager.load([name])
+        except Exception as error:
+            if isinstance(error, SurgeryError) or is_disk_error(error):
+                raise
+            where = ", ".join(paths) or "its data"
+            raise mirror.explain_read_error(
+                error, options.data_root, _suite_of(names), f"{name} of lm-eval: {where}", where
+            ) from error
         loaded = {kind: {**loaded[kind], **found[kind]} for kind in loaded}
     return loaded
 
 
 def _suite_of(names: Sequence[str]) -> str:
     """Return the suite, for `surgery fetch-eval-data --suite`, that has all tasks; else the tasks, separated by commas."""
-    if set(names) <= set(ZEROSHOT):
+    if set(names) == set(ZEROSHOT):
         return "zeroshot"
     return next((p for p in PREFIXES if all(name.startswith(p) for name in names)), ",".join(names))
 

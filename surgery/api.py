@@ -271,7 +271,7 @@ def load(
 ) -> tuple[Any, Any]:
     """Return (causal language model, tokenizer) of a checkpoint, converted or not.
 
-    Other tasks load with the Auto classes of transformers after `import surgery`.
+    Other tasks load with the Auto classes of transformers.
 
     Args:
         name: a local folder or a Hub id (org/name or org/name@revision).

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from surgery.checkpoint.remote_code import check_code_trusted
 from surgery.core.digests import check_no_outside_files
+from surgery.core.environment import check_environment
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import read_json
+from surgery.core.hub_errors import explain_hub_error
 
 
 @dataclass(frozen=True)
@@ -290,6 +292,7 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
+        check_environment(error)
         raise SurgeryError(
             f"{folder} has no tokenizer that transformers can load ({' '.join(str(error).split())[:200]}); "
             "put its tokenizer files beside the weights"
@@ -415,9 +418,7 @@ def _stream_texts(
     except StopIteration:
         raise SurgeryError(f"calibration data {options.get('data_files', name)} has no rows") from None
     except Exception as error:  # `datasets` raises errors of many libraries
-        raise SurgeryError(
-            f"cannot read calibration data {options.get('data_files', name)}: {' '.join(str(error).split())[:200]}"
-        ) from None
+        raise _unreadable_error(options.get("data_files", name), error) from None
     where = options.get("data_files", name)
     texts = [key for key, value in first.items() if isinstance(value, str)]
     fields = ", ".join(f"{key} ({type(value).__name__})" for key, value in first.items()) or "none"
@@ -431,11 +432,17 @@ def _stream_texts(
         try:
             row = next(rows, None)
         except Exception as error:  # as above, at a later row
-            raise SurgeryError(f"cannot read calibration data {where}: {' '.join(str(error).split())[:200]}") from None
+            raise _unreadable_error(where, error) from None
         if row is None:
             return
         if isinstance(row.get(column), str):  # rows without a text are skipped
             yield row[column]
+
+
+def _unreadable_error(where: str, error: Exception) -> SurgeryError:
+    kinds = ("a local file or folder", "a Hub data set")
+    reason = explain_hub_error(error, "it", "give a local text or table", kinds=kinds)
+    return SurgeryError(f"cannot read calibration data {where}: {reason or ' '.join(str(error).split())[:200]}")
 
 
 def text_windows(

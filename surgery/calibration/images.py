@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from surgery.calibration.data import decode_text, placeholder_tokens
 from surgery.checkpoint.remote_code import check_code_trusted
+from surgery.core.environment import check_environment
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 
@@ -79,6 +80,7 @@ def load_processor(folder: Path, trust_remote_code: bool = False) -> Any:
         try:
             found = auto.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+            check_environment(error)
             reasons.append(" ".join(str(error).split())[:200])
             continue
         if hasattr(found, "image_processor") or hasattr(found, "image_mean"):
@@ -136,6 +138,7 @@ def _process(processor: Any, config: Any, image: Any, caption: str, path: Path) 
     try:
         found = processor(**arguments)
     except Exception as error:  # processors raise errors of many kinds
+        check_environment(error)
         raise SurgeryError(
             f"{path}: {type(processor).__name__} cannot read it ({type(error).__name__}: {' '.join(str(error).split())[:200]}). Give model "
             "inputs in a .safetensors file"

@@ -26,6 +26,7 @@ from surgery.checkpoint.tensor_names import (
     map_tensor_names,
     missing_and_unexpected,
 )
+from surgery.core.environment import check_environment
 from surgery.core.errors import SurgeryError
 
 
@@ -118,6 +119,7 @@ def load_config(source: CheckpointSource, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config from the Hub can fail in any way
+        check_environment(error)
         raise SurgeryError(
             f"{source.name}: transformers cannot use its config.json ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         ) from None

@@ -13,6 +13,7 @@ from typing import Any
 from surgery.architectures.experts import split_experts
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.tensor_names import find_model_class, map_tensor_names, missing_and_unexpected
+from surgery.core.environment import check_environment
 from surgery.core.errors import SurgeryError
 
 # Of classes with the same parameters, the class of the first of these that lists it is used.
@@ -69,9 +70,14 @@ def _candidates(config: Any) -> Iterator[Any]:
     place = type(config).__module__
     if not place.startswith("transformers.models."):
         return
+    modeling = place.replace(".configuration_", ".modeling_")
     try:
-        module = importlib.import_module(place.replace(".configuration_", ".modeling_"))
-    except ImportError:  # a family without a modeling file of its own
+        module = importlib.import_module(modeling)
+    except ImportError as error:
+        if (
+            error.name != modeling
+        ):  # a family without a modeling file of its own raises ModuleNotFoundError for that file
+            check_environment(error)
         return
     for name in getattr(module, "__all__", ()):
         cls = getattr(module, name, None)
@@ -97,6 +103,7 @@ def build_on_meta(cls: Any, config: Any, name: str, trust_remote_code: bool = Fa
             else:
                 model = cls._from_config(config)
     except Exception as error:
+        check_environment(error)
         raise SurgeryError(
             f"{name}: transformers cannot build {cls.__name__} from its config ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         ) from None

@@ -19,6 +19,7 @@ from surgery.checkpoint.table import SHIM_NAME
 from surgery.core.digests import files_digest
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
+from surgery.core.hub_errors import explain_hub_error
 
 SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -373,25 +374,9 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
 
 
 def _hub_error_message(name: str, revision: str | None, error: Exception) -> str:
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    if isinstance(error, RevisionNotFoundError):
-        return f"{name} on the Hub has no revision {revision!r}; give a branch, a tag or a full commit hash"
-    if isinstance(error, GatedRepoError):
-        return f"{name} is gated: accept its terms on its Hub page, then run `hf auth login`"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"{name} is neither a local folder nor a Hub id that you may read; if it is private, run `hf auth login`"
-    if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
-        return (
-            f"{name} is neither a local folder nor a Hub id in the local cache, and the Hub cannot be reached; "
-            "give the path of a folder, or try again with a network connection (and without HF_HUB_OFFLINE)"
-        )
+    found = explain_hub_error(error, name, "give the path of a folder", revision=revision)
+    if found is not None:
+        return found
     reason = " ".join(str(error).split())[:200]
     return f"{name} is neither a local folder nor a Hub id that can be reached ({type(error).__name__}: {reason})"
 
@@ -408,7 +393,9 @@ def _read_remote_headers(name: str, revision: str | None) -> dict[str, TensorInf
             f"{name} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; {PICKLE_ADVICE}"
         ) from None
     except (HfHubHTTPError, SafetensorsParsingError, OSError) as error:
-        raise SurgeryError(f"cannot read the tensor headers of {name}: {' '.join(str(error).split())[:200]}") from None
+        reason = explain_hub_error(error, name, "give the path of a folder", revision=revision)
+        reason = reason or " ".join(str(error).split())[:200]
+        raise SurgeryError(f"cannot read the tensor headers of {name}: {reason}") from None
     return {
         tensor: TensorInfo(tensor, Path(file), str(info.dtype), tuple(info.shape), *info.data_offsets)
         for file, header in files.items()

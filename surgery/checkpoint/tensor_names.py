@@ -17,6 +17,7 @@ from typing import Any
 from surgery.architectures.expert_layout import is_merge_rule
 from surgery.architectures.experts import has_split_experts
 from surgery.checkpoint.table import QUANT_METHOD
+from surgery.core.environment import check_environment
 from surgery.core.errors import SurgeryError
 from surgery.core.files import is_disk_error
 
@@ -180,6 +181,7 @@ def explain_load_errors(name: str, class_name: str) -> Iterator[None]:
     except Exception as error:  # transformers documents no exception types for invalid checkpoints
         if is_disk_error(error):
             raise
+        check_environment(error)
         raise SurgeryError(
             f"{name}: transformers cannot load it as {class_name} ({type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}). Its config.json and its weights must belong together. Download it again"

@@ -30,9 +30,11 @@ from surgery.cli.pretrain import pretrain
 from surgery.cli.push import push
 from surgery.cli.report import report
 from surgery.cli.run import run
-from surgery.cli.serve import serve
+from surgery.cli.serve import ServeCommand, serve
 from surgery.cli.teacher_cache import teacher_cache
+from surgery.core.environment import explain_broken_import
 from surgery.core.errors import SurgeryError
+from surgery.core.hub_errors import explain_network_error
 from surgery.core.progress import is_main_process
 from surgery.core.version import __version__
 from surgery.planning.shipped import read_descriptions
@@ -157,7 +159,7 @@ def convert(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Convert a checkpoint layer by layer. OUT loads with transformers after `import surgery`.
+    """Convert a checkpoint layer by layer. Where surgery is installed, transformers loads OUT like any checkpoint.
 
     surgery convert SRC --recipe btt-half --calibration Salesforce/wikitext:wikitext-2-raw-v1:train:text --out OUT
     """
@@ -223,7 +225,7 @@ app.command()(pretrain)
 app.command("teacher-cache")(teacher_cache)
 app.command()(report)
 app.command()(push)
-app.command()(serve)
+app.command(cls=ServeCommand)(serve)
 
 
 app.command(name="eval")(evaluate)
@@ -410,6 +412,10 @@ def main(argv: list[str] | None = None) -> None:
                 2,
                 settings,
             )
+        if (broken := explain_broken_import(error)) is not None:
+            _fail(f"this Python environment is broken: {broken}", 2, settings)
+        if (unreachable := explain_network_error(error)) is not None:
+            _fail(unreachable, 2, settings)
         _fail(
             f"internal error, {type(error).__name__}: {error} (please report it with the traceback that `surgery --debug ..` shows)",
             1,

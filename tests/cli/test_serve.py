@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from surgery.checkpoint.source import open_converted_checkpoint
 from surgery.cli import serve as serving
 from surgery.conversion.convert import convert
+from surgery.core.environment import explain_broken_import
 from surgery.core.errors import SurgeryError
 
 ADDRESS = ["--host", "127.0.0.1", "--port", "8123", "--dtype", "auto"]
@@ -110,6 +112,151 @@ def test_code_in_the_folder_a_missing_tensor_and_a_damaged_table_are_refused(out
             "table", lambda folder: edit(folder, quantization_config={"quant_method": "surgery", "modules": 3})
         )
         serving.choose_server(source, "auto", ADDRESS)
+
+
+def serve_words(*words: str) -> list[str]:
+    """Parse the words of `surgery serve`; return what follows `--` for vLLM."""
+    from typer.main import get_command
+
+    from surgery.cli.main import app
+
+    context = get_command(app).commands["serve"].make_context("serve", list(words))  # type: ignore[attr-defined]
+    return serving.check_passed_on(context.args)
+
+
+def test_the_words_behind_two_dashes_reach_vllm_as_they_are(out, both):
+    words = ["--gpu-memory-utilization", "0.5", "-O3", "--max-num-seqs=64", "--no-enforce-eager"]
+    assert serve_words("OUT", "--port", "8123", "--", *words) == words
+    source = open_converted_checkpoint(str(out / "gdn"))
+    launch = serving.choose_server(source, "auto", ADDRESS, [], words)
+    assert launch.command[-len(words) - 1 :] == ["--enforce-eager", *words]  # the user's words come last, so they count
+    source = open_converted_checkpoint(str(out / "window"))
+    with pytest.raises(SurgeryError, match="options behind `--`, and `transformers serve` serves"):
+        serving.choose_server(source, "auto", ADDRESS, [], words)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ("OUT", "--gpu-memory-utilization", "0.5"),
+            "no option --gpu-memory-utilization.*surgery serve OUT -- --gpu-mem",
+        ),
+        (("OUT", "--prot", "80"), "no option --prot; did you mean --port"),
+        (("OUT", "--", "half"), r"only options of vLLM may follow `--` \(got 'half'\)"),
+        (("OUT", "--", "--host", "0.0.0.0"), "give --host before `--`"),
+        (("OUT", "--", "--max_model_len=8"), "give --max-model-len before `--`"),
+        (("OUT", "--", "--mod", "other"), "OUT is the model"),
+        (("OUT", "--", "--trust-remote-code"), "runs no code from the checkpoint's folder"),
+    ],
+)
+def test_options_that_are_not_passed_on_are_refused(words, said):
+    with pytest.raises(SurgeryError, match=said):
+        serve_words(*words)
+
+
+# -- a broken environment ----------------------------------------------------------------------------
+TORCHVISION = "operator torchvision::nms does not exist"
+
+
+def broken_package(folder: Path, name: str, error: str) -> dict[str, str]:
+    """An environment in which importing the package raises, as one that was built for another torch does."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(f"raise {error}\n")
+    info = folder / f"{name}-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+
+
+@pytest.mark.slow
+def test_a_broken_torchvision_is_named_and_not_the_config(out, tmp_path):
+    """torchvision of another torch: transformers imports it with the model's config, and says only that LlamaConfig is missing."""
+    environment = broken_package(tmp_path, "torchvision", f"RuntimeError({TORCHVISION!r})")
+    command = [sys.executable, "-m", "surgery", "serve", str(out / "btt")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2 and "config.json" not in said and "please report" not in said
+    assert f"importing torchvision failed (RuntimeError: {TORCHVISION})" in said and "pip uninstall torchvision" in said
+
+
+def test_a_vllm_that_cannot_be_imported_is_named(tmp_path, monkeypatch):
+    environment = broken_package(tmp_path, "vllm", "ImportError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+    said = str(serving.vllm_import_problem())
+    assert "importing vllm failed (ImportError: libcudart.so.12: cannot open" in said and "Install vllm again" in said
+
+
+def test_a_server_that_fails_is_asked_whether_vllm_can_be_imported(out, both, monkeypatch, capsys):
+    from surgery.cli.main import main
+
+    monkeypatch.setattr(serving, "run_until_interrupted", lambda command: 1)
+    for problem, code in (("importing vllm failed", 2), (None, 1)):
+        monkeypatch.setattr(serving, "vllm_import_problem", lambda problem=problem: problem)
+        with pytest.raises(SystemExit) as left:
+            main(["serve", str(out / "btt")])
+        assert left.value.code == code
+        assert ("does not start: importing vllm failed" in " ".join(capsys.readouterr().err.split())) == (code == 2)
+
+
+def test_a_package_that_cannot_be_imported_is_named_and_not_the_config(out, both, tmp_path, monkeypatch):
+    """As transformers raises it: the class of the config is missing, and the reason is the cause of that error."""
+    from transformers import AutoConfig
+
+    def from_pretrained(*given, **more):
+        cause = raised_by_import(tmp_path, "probe_vision", f"raise RuntimeError({TORCHVISION!r})")
+        raise ModuleNotFoundError("Could not import module 'LlamaConfig'.") from cause
+
+    source = open_converted_checkpoint(str(out / "btt"))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    with pytest.raises(
+        SurgeryError, match=r"environment is broken: importing probe_vision failed \(RuntimeError: operator"
+    ):
+        serving.choose_server(source, "auto", ADDRESS)
+
+
+def raised_by_import(folder: Path, name: str, text: str) -> Exception:
+    (folder / f"{name}.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        with pytest.raises(Exception) as error:
+            __import__(name)
+    return error.value
+
+
+def test_an_error_is_of_the_environment_only_if_an_import_raised_it(tmp_path):
+    said = {
+        "probe_raises": ("1 / 0", "importing probe_raises failed (ZeroDivisionError"),
+        "probe_lacks": ("import no_such_package.part", "the package no_such_package is not installed"),
+        "probe_older": ("from json import no_such_name", "importing json failed (ImportError: cannot import name"),
+        "probe_hidden": ("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('x') from e", "importing probe_hidden"),
+        "probe_ours": ("from surgery.core.errors import no_such_name", None),
+        "probe_ours_gone": ("import surgery.no_such_module", None),
+    }  # fmt: skip
+    for name, (text, wanted) in said.items():
+        found = explain_broken_import(raised_by_import(tmp_path, name, text))
+        assert found is None if wanted is None else wanted in str(found), name
+    try:
+        json.loads("{")
+    except ValueError as error:
+        assert explain_broken_import(error) is None
+
+
+# -- the documentation -------------------------------------------------------------------------------
+def test_the_documented_installation_is_the_makefile_s():
+    """The commands of the target .venv-vllm, in order, without those of the tests and of make itself."""
+    target = re.search(r"^\.venv-vllm/installed:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+    assert target
+    lines = [line.strip().replace(" $(PIP_FLAGS)", "").replace(" --no-compile", "") for line in target[1].splitlines()]
+    made = [line.replace("$(PYTHON)", "python3") for line in lines if "pytest" not in line and line != "@touch $@"]
+    page = (ROOT / "docs" / "serve-vllm.md").read_text()
+    (block,) = (text for text in re.findall(r"^```console\n(.*?)^```", page, re.M | re.S) if "pip install" in text)
+    index, *documented = block.splitlines()
+    assert (
+        index == "export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+        and "whl/cpu" in (ROOT / "Makefile").read_text()
+    )
+    assert documented == made and any("uninstall -y torchvision" in line for line in documented)
 
 
 CHILD = """

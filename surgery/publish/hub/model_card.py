@@ -157,15 +157,15 @@ def _usage_section(repo: str) -> str:
     return f"""## Use
 
 ```python
-import surgery  # registers the structured layers with transformers; {install_command()}
+# {install_command()}
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{repo}")
 tokenizer = AutoTokenizer.from_pretrained("{repo}")
 ```
 
-If surgery is installed but not imported, `trust_remote_code=True` works too: it executes two lines that import surgery. Without
-surgery, transformers cannot load the replaced weights. `surgery densify {repo} --out DENSE` converts structured linears back to
+Where surgery is installed, no program has to import it. A Python that was started before the installation, or without `.pth` files, needs
+`import surgery` first, or `trust_remote_code=True`, which executes two lines that import surgery. Without surgery, transformers cannot load the replaced weights. `surgery densify {repo} --out DENSE` converts structured linears back to
 dense ones, which transformers loads without it."""
 
 

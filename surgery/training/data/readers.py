@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from surgery.core.errors import SurgeryError
+from surgery.core.hub_errors import explain_hub_error
 from surgery.training.data.documents import Document, DocumentTable
 
 
@@ -152,4 +153,7 @@ def derive_seed(*what: object) -> int:
 
 def unreadable_error(where: str, error: Exception) -> SurgeryError:
     """Return the error for a source that the `datasets` library cannot read."""
-    return SurgeryError(f"{where} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    kinds = ("a local file or folder", "a Hub data set")
+    reason = explain_hub_error(error, "it", "give the path of local files", kinds=kinds)
+    reason = reason or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return SurgeryError(f"{where} cannot be read: {reason}")

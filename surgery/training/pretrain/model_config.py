@@ -9,6 +9,7 @@ from typing import Any
 from surgery.checkpoint.source import read_config
 from surgery.core.config import parse_float
 from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.hub_errors import explain_hub_error
 from surgery.training.pretrain.initialize import check_untied
 
 # Keys of an existing model's config that describe its weights or tokenizer, not its architecture.
@@ -49,7 +50,7 @@ def download_config(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json")).parent
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = explain_hub_error(error, name, "give a local config.json") or " ".join(str(error).split())[:200]
         raise SurgeryError(
             f"--model {name} must be a config.json, a folder with one, or a reachable Hub id ({reason})"
         ) from None

@@ -10,7 +10,9 @@ from pydantic import Field, model_validator
 
 from surgery.calibration.data import load_tokenizer
 from surgery.core.config import Count, StrictModel
+from surgery.core.environment import check_environment
 from surgery.core.errors import SurgeryError
+from surgery.core.hub_errors import explain_hub_error
 from surgery.training.data.recipe import DataConfig
 from surgery.training.data.sources import open_data_source
 
@@ -52,7 +54,8 @@ def make_tokenizer(config: TokenizerConfig, data: DataConfig) -> Any:
                 return load_tokenizer(Path(config.path))
             return AutoTokenizer.from_pretrained(config.path, trust_remote_code=False)
         except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
-            reason = " ".join(str(error).split())[:200]
+            check_environment(error)
+            reason = explain_hub_error(error, config.path, "give a folder") or " ".join(str(error).split())[:200]
             raise SurgeryError(
                 f"--tokenizer {config.path} cannot be loaded by transformers ({reason}). Give a folder or Hub id with a tokenizer."
             ) from None
