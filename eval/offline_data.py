@@ -50,13 +50,18 @@ def load_rows(root: Path | None, suite: str, path: str, config: str | None, spli
     return found
 
 
-def explain_read_error(error: Exception, root: Path | None, suite: str, what: str, path: str) -> SurgeryError:
-    """Return the error for a data set that could not be read, with the command that fetches it. what: the part that was read of `path`."""
+def explain_read_error(
+    error: Exception, root: Path | None, suite: str, what: str, path: str, hint: str = ""
+) -> SurgeryError:
+    """Return the error for a data set that could not be read, with the command that fetches it.
+
+    what: the part that was read of `path`. hint: a last sentence of the error.
+    """
     fetch = f"surgery fetch-eval-data {root or 'DATA'} --suite {suite}"
     instead = f"run {fetch} where there is a network and give --data-root {root or 'DATA'}"
     found = explain_hub_error(error, path, instead, kinds=("a mirrored data set (--data-root)", "a Hub data set"))
     if found is not None:
-        return SurgeryError(found)
+        return SurgeryError(f"{found}.{hint}" if hint else found)
     return SurgeryError(
         f"{what} could not be read ({type(error).__name__}: {first_line(error)}). Fetch it again: {fetch}"
     )
@@ -98,20 +103,20 @@ def note_datasets(root: Path | None, paths: Sequence[str]) -> None:
         note_read("mirror" if local else "hub", path, root)
 
 
-def check_datasets(root: Path | None, suite: str, paths: list[str]) -> None:
-    """Raise SurgeryError that names every missing data set, before a model is loaded."""
+def check_datasets(root: Path | None, suite: str, paths: list[str], hint: str = "") -> None:
+    """Raise SurgeryError that names every missing data set, before a model is loaded. hint: a last sentence of the error."""
     if root is None:
         if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE_VARIABLES):
             return  # data sets come from Hugging Face's cache
         raise SurgeryError(
             f"--suite {suite} reads {', '.join(paths[:4])}{' ..' if len(paths) > 4 else ''} and downloads nothing by itself. "
             f"Run surgery fetch-eval-data DATA --suite {suite} once, then give --data-root DATA (or set HF_HUB_OFFLINE=1 to "
-            "read Hugging Face's cache)."
+            f"read Hugging Face's cache).{hint}"
         )
     missing = [path for path in paths if not (Path(root) / path).is_dir()]
     if missing:
         raise SurgeryError(
-            f"--data-root {root} has no {', '.join(missing)}. Run surgery fetch-eval-data {root} --suite {suite}."
+            f"--data-root {root} has no {', '.join(missing)}. Run surgery fetch-eval-data {root} --suite {suite}.{hint}"
         )
     for path in paths:
         check_no_outside_files(Path(root) / path)

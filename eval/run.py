@@ -25,7 +25,7 @@ from surgery.eval.results.compare import ComparisonRow, compare_results
 from surgery.eval.results.data_read import describe_data, list_reads, package_versions, record_reads
 from surgery.eval.results.store import ResultStore, result_key
 from surgery.eval.results.thresholds import Threshold, ThresholdResult, check_thresholds, parse_thresholds
-from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Role, Suite, SuiteResult, find_suite
+from surgery.eval.suite import ANY_TASK, EvalMetric, EvalModel, EvalOptions, Role, Suite, SuiteResult, find_suite
 from surgery.eval.upstream import UPSTREAM
 from surgery.publish.hub.files import redact_secrets
 
@@ -412,16 +412,18 @@ class _EvaluationRun:
         done.notes += [f"{suite.name}: {note}" for note in notes]
 
     def _check_samples(self, done: Evaluation) -> None:
-        """Raise SurgeryError if --samples names a task that was not measured, which would otherwise go unnoticed."""
+        """Raise SurgeryError if --samples or --data names a task that was not measured, which would otherwise go unnoticed."""
         known: dict[str, None] = {}
         for by_role in done.results.values():
             for sample in (sample for result in by_role.values() for sample in result.samples):
                 known |= dict.fromkeys((sample.task, f"{sample.task}_{sample.group.get('length', '')}"))
-        for name in self.options.samples:
+        asked = [("--samples", name) for name in self.options.samples]
+        asked += [("--data", name) for name in self.options.data if name != ANY_TASK]
+        for option, name in asked:
             if name not in known and not any(name in broken for broken in self.broken):
                 tasks = [task for task in known if not task.endswith("_")]
                 raise SurgeryError(
-                    f"--samples: no task {name!r} was measured{suggestion(name, tasks)}; measured: {', '.join(tasks[:20])}"
+                    f"{option}: no task {name!r} was measured{suggestion(name, tasks)}; measured: {', '.join(tasks[:20])}"
                 )
 
     def _plot(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:

@@ -39,7 +39,8 @@ if TYPE_CHECKING:  # torch is imported only when something is measured
 Role = Literal["base", "converted"]
 # Metrics of lm-eval between 0 and 1, which are accuracies if all values are 0 or 1.
 BOUNDED_METRICS = {"acc", "acc_norm", "acc_mutual_info", "exact_match", "em", "contains", "score", "f1"}
-OMITTED_AT_DEFAULT = ("prompts", "fill", "pairs")  # see EvalOptions.digest
+ANY_TASK = "*"  # key of a folder with TASK.jsonl in EvalOptions.data
+OMITTED_AT_DEFAULT = ("prompts", "fill", "pairs", "data")  # see EvalOptions.digest
 
 
 @dataclass
@@ -96,6 +97,9 @@ class EvalOptions(BaseModel):
     metadata: dict[str, Any] = Field(default_factory=dict, description="passed to lm-eval's tasks")
     include_path: Path | None = Field(None, description="folder with additional lm-eval task definitions")
 
+    data: dict[str, Path] = Field(
+        {}, description="files of records (JSONL) by lm-eval task; under *: a folder with TASK.jsonl"
+    )
     samples: dict[str, tuple[int, ...]] = Field(
         default_factory=dict, description="document indices to run, by lm-eval task"
     )
@@ -112,6 +116,14 @@ class EvalOptions(BaseModel):
         (), description="key-value pairs of mqar, or the lengths and pairs of a paper"
     )
 
+    def find_records(self, task: str) -> Path | None:
+        """Return the file with local records of an lm-eval task: its own, or TASK.jsonl in the folder; None if there is none."""
+        if task in self.data:
+            return self.data[task]
+        folder = self.data.get(ANY_TASK)
+        place = folder / f"{task}.jsonl" if folder is not None and Path(task).name == task else None
+        return place if place is not None and place.is_file() else None
+
     def digest(self) -> str:
         """Return the SHA-256 of every option that affects results.
 
@@ -120,6 +132,8 @@ class EvalOptions(BaseModel):
         """
         unset = fields_at_default(self, OMITTED_AT_DEFAULT)
         data = self.model_dump(mode="json", exclude={"batch_size", "use_cache", "data_root", *unset})
+        for task, path in self.data.items():
+            data["data"][task] = content_digest(path) if path.exists() else str(path)
         data["mirror"] = self.data_root is not None
         for name in ("text", "include_path"):
             if data[name] is not None and Path(data[name]).exists():

@@ -12,6 +12,13 @@ from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import is_disk_error
 from surgery.eval import offline_data as mirror
 from surgery.eval.lm_eval.bridge import require_lm_eval, run_tasks
+from surgery.eval.local_records import (
+    LocalRecords,
+    check_documents,
+    explain_unreadable,
+    read_task_records,
+    records_mirror,
+)
 from surgery.eval.long_context.longbench.prompts import TASKS as LONGBENCH
 from surgery.eval.long_context.ruler import TASKS as RULER
 from surgery.eval.results.data_read import note_read
@@ -20,7 +27,13 @@ from surgery.eval.suite import EvalModel, EvalOptions, Suite, SuiteResult
 # Log-Linear Attention, table 6 (arXiv:2506.04761)
 ZEROSHOT = ("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge")
 PREFIXES = ("longbench2", "babilong", "infinitebench")  # folders of lm-eval whose tasks are called FOLDER_TASK
-TASK_FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc"}
+TASK_FOLDERS = {
+    "lambada_openai": "lambada",
+    "arc_easy": "arc",
+    "arc_challenge": "arc",
+    "boolq": "super_glue/boolq",
+    "copa": "super_glue/copa",
+}
 LM_EVAL_NAMES = {"qa_squad": "qa_1", "qa_hotpot": "qa_2"}  # lm-eval's names, after ruler_
 MANAGERS: dict[tuple[str, ...], Any] = {}
 
@@ -75,26 +88,58 @@ def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
         known = _full_manager(options).all_tasks
         wrong = next(name for name in names if name not in known)
         raise SurgeryError(f"neither a suite nor a task of lm-eval: {wrong!r}{suggestion(wrong, known)}")
-    paths = sorted({path for path, _ in iterate_datasets(manager, names)})
-    mirror.check_datasets(options.data_root, _suite_of(names), paths)
+    local = {name: read_task_records(list(task_configs(manager, name)), options) for name in names}
+    elsewhere = [name for name in names if not local[name]]
+    paths = sorted({path for path, _ in iterate_datasets(manager, elsewhere)})
+    if elsewhere:
+        mirror.check_datasets(options.data_root, _suite_of(elsewhere), paths, _data_hint(elsewhere))
     manager.metadata = manager._factory._meta = dict(options.metadata)
     mirror.note_datasets(options.data_root, paths)
     note_read("package", "lm_eval")
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:  # one Arrow cache per task, shared by all selections that include it
-        paths = sorted({path for path, _ in iterate_datasets(manager, [name])})
-        try:
-            with mirror.use_mirror(options.data_root, paths, list(find_local_files(manager, [name]))):
-                found = _load_typed(manager, name, paths) or manager.load([name])
-        except Exception as error:
-            if isinstance(error, SurgeryError) or is_disk_error(error):
-                raise
-            where = ", ".join(paths) or "its data"
-            raise mirror.explain_read_error(
-                error, options.data_root, _suite_of(names), f"{name} of lm-eval: {where}", where
-            ) from error
+        found = (
+            _load_local(manager, name, local[name], options) if local[name] else _load(manager, name, options, names)
+        )
         loaded = {kind: {**loaded[kind], **found[kind]} for kind in loaded}
     return loaded
+
+
+def _load(manager: Any, name: str, options: EvalOptions, names: Sequence[str]) -> dict[str, Any]:
+    """Load a task, or the tasks of a group, with data from the mirror or from Hugging Face's cache. names: of all tasks that are loaded."""
+    paths = sorted({path for path, _ in iterate_datasets(manager, [name])})
+    try:
+        with mirror.use_mirror(options.data_root, paths, list(find_local_files(manager, [name]))):
+            found: dict[str, Any] = _load_typed(manager, name, paths) or manager.load([name])
+            return found
+    except Exception as error:
+        if isinstance(error, SurgeryError) or is_disk_error(error):
+            raise
+        where, suite = ", ".join(paths) or "its data", _suite_of(names)
+        raise mirror.explain_read_error(
+            error, options.data_root, suite, f"{name} of lm-eval: {where}", where, _data_hint([name])
+        ) from error
+
+
+def _load_local(manager: Any, name: str, records: dict[str, LocalRecords], options: EvalOptions) -> dict[str, Any]:
+    """Load a task, or the tasks of a group, with local records in place of their data set."""
+    configs = list(task_configs(manager, name))
+    paths = sorted({config["dataset_path"] for config in configs})
+    with records_mirror(configs, records) as root, mirror.use_mirror(root, paths):
+        try:
+            found: dict[str, Any] = manager.load([name])
+        except Exception as error:
+            if is_disk_error(error):
+                raise
+            task = str(configs[0]["task"])
+            raise explain_unreadable(task, records[task], error) from error
+    for task in found["tasks"].values():
+        check_documents(task, records[task.config.task], options.num_fewshot)
+    return found
+
+
+def _data_hint(names: Sequence[str]) -> str:
+    return f" Records of a task in a file of your own need neither: --data {names[0]}=FILE.jsonl."
 
 
 def _suite_of(names: Sequence[str]) -> str:

@@ -34,14 +34,14 @@ from surgery.eval.results.data_read import (
 )
 from surgery.eval.results.folders import RESULTS, check_file, printable
 from surgery.eval.results.store import describe
-from surgery.eval.suite import EvalOptions, Role, load_suites
+from surgery.eval.suite import ANY_TASK, EvalOptions, Role, load_suites
 
 Status = Literal["same", "different", "cannot be checked"]
 Text = Annotated[str, Field(max_length=4096)]
 MAX_ENTRIES = 1000
 MAX_HUB_LOOKUPS = 100  # each may take ten seconds
 MAX_SHOWN = 120  # characters of a value in a line
-CHECKED_BY_CONTENT = ("text", "data_root", "include_path")  # paths; their content is compared
+CHECKED_BY_CONTENT = ("text", "data_root", "include_path", "data")  # paths; their content is compared
 WITHOUT_EFFECT = ("batch_size", "use_cache")  # options that do not change results
 ROLE_OPTIONS: dict[Role, str] = {"converted": "MODEL", "base": "--compare BASE"}
 
@@ -102,11 +102,11 @@ class RecordedProvenance(BaseModel):
 
 
 class RecordedRead(BaseModel):
-    """Data that a suite read: a data set of a mirror or of the Hub, a text file, or the package lm_eval."""
+    """Data that a suite read: a data set of a mirror or of the Hub, records of a task, a text file, or the package lm_eval."""
 
     model_config = ConfigDict(frozen=True)
 
-    kind: Literal["mirror", "hub", "file", "package"]
+    kind: Literal["mirror", "records", "hub", "file", "package"]
     name: Text
     digest: Text
 
@@ -183,6 +183,7 @@ def verify(
     text: str | None = None,
     data_root: Path | None = None,
     include_path: Path | None = None,
+    data: Mapping[str, Path] | None = None,
     suites: tuple[str, ...] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Verification:
@@ -191,14 +192,14 @@ def verify(
     Args:
         results: results.json of a finished evaluation, or its folder.
         model, compare: the checkpoints to compare with those recorded: local folders or Hub ids. Only their files are hashed.
-        text, data_root, include_path: as for the evaluation; their contents are compared.
+        text, data_root, include_path, data: as for the evaluation; their contents are compared.
         suites: if given, compared with the recorded suites.
         options: fields of EvalOptions, compared with those recorded. Options not named have to be today's defaults or recorded.
 
     Raises SurgeryError if results.json is missing or damaged, or if a checkpoint cannot be opened.
     """
     recorded = read_results(results)
-    given = EvalOptions(text=text, data_root=data_root, include_path=include_path)
+    given = EvalOptions(text=text, data_root=data_root, include_path=include_path, data=dict(data or {}))
     checks = [
         *_check_packages(recorded),
         *_check_models(recorded, {"converted": model, "base": compare}),
@@ -284,6 +285,9 @@ def _check_data(recorded: RecordedResults, given: EvalOptions) -> list[Check]:
         was = one.provenance.include_path
         if was is not None or given.include_path is not None:
             checks[f"include_path {was}", ""] = _check_tasks(was, given.include_path)
+    for task in given.data:
+        if task != ANY_TASK and not any(one.has_read("records", task) for *_, one in recorded.each_suite()):
+            checks["records", task] = Check(printable(f"records of {task}"), "different", "none", str(given.data[task]))
     told = str(recorded.options.get("text") or "")
     if given.text is not None and not any(one.has_read("file", told) for *_, one in recorded.each_suite()):
         checks["text", ""] = _compare("text", told or "none", given.text)
@@ -300,6 +304,11 @@ def _check_read(read: RecordedRead, recorded: RecordedResults, given: EvalOption
         if given.text is None:
             return _unchecked("text", f"give --text FILE; it was recorded as {name!r}", digest)
         return _compare(f"text {given.text}", digest, _content(Path(given.text)))
+    if kind == "records":
+        place = given.find_records(name)
+        if place is None:
+            return _unchecked(f"records of {name}", f"give --data {name}=FILE, from which they were read", digest)
+        return _compare(f"records of {name} in {place}", digest, _content(place))
     if kind == "mirror":
         if given.data_root is None:
             return _unchecked(f"data {name}", "give --data-root DIR, the mirror that it was read from", digest)

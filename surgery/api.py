@@ -577,6 +577,7 @@ def verify(
     text: str | None = None,
     data_root: PathLike | None = None,
     include_path: PathLike | None = None,
+    data: Mapping[str, PathLike] | None = None,
     suites: Sequence[str] = (),
     **options: Any,
 ) -> CommandResult:
@@ -588,7 +589,7 @@ def verify(
     Args:
         results: results.json that `evaluate(out=..)` wrote, or its folder.
         model, compare: the checkpoints to compare with the recorded ones, local folders or Hub ids.
-        text, data_root, include_path: as for `evaluate`; their contents are compared.
+        text, data_root, include_path, data: as for `evaluate`; their contents are compared.
         suites: names of suites to compare with the recorded ones; empty: not compared.
         options: fields of `surgery.eval.suite.EvalOptions` to compare with the recorded ones.
     """
@@ -605,6 +606,7 @@ def verify(
         text=text,
         data_root=None if data_root is None else Path(data_root),
         include_path=None if include_path is None else Path(include_path),
+        data={task: Path(file) for task, file in (data or {}).items()},
         suites=tuple(suites),
         options=options,
     )

@@ -37,7 +37,9 @@ def record_reads() -> Iterator[dict[str, str]]:
 
 
 def note_read(kind: str, name: str, root: Path | None = None) -> None:
-    """Record a read. kind: mirror (a data set below `root`), file, hub (a data set of the Hub) or package."""
+    """Record a read. kind: mirror (a data set below `root`), records (of a task, in the file `root`), file, hub (a data set of the Hub) or
+    package.
+    """
     if _recordings:
         _recordings[-1][f"{kind}:{name}"] = current_digest(kind, name, root)
 
@@ -55,15 +57,17 @@ def is_unchanged(reads: Mapping[str, str], options: EvalOptions) -> bool:
     """
     for read, digest in reads.items():
         kind, _, name = read.partition(":")
+        records = options.find_records(name) if kind == "records" else None
         known = {
             "mirror": DATASET_NAME.fullmatch(name),
             "hub": DATASET_NAME.fullmatch(name),
             "file": name == options.text,
+            "records": records is not None,
         }
         try:
             if not (known.get(kind) or read == "package:lm_eval"):
                 return False
-            if digest == UNKNOWN or current_digest(kind, name, options.data_root) != digest:
+            if digest == UNKNOWN or current_digest(kind, name, records or options.data_root) != digest:
                 return False
         except (OSError, ValueError):
             return False
@@ -129,6 +133,8 @@ def current_digest(kind: str, name: str, root: Path | None) -> str:
     """Return what `note_read` records of a read: a SHA-256, version or commit; UNKNOWN if there is none. See there for `kind`."""
     if kind == "mirror":
         return content_digest((root or Path()) / name)
+    if kind == "records":
+        return content_digest(root or Path())
     if kind == "file":
         return content_digest(Path(name))
     if kind == "package":

@@ -67,6 +67,14 @@ DataRoot = Annotated[
         help="Read data sets from this local mirror, written by `surgery fetch-eval-data`.",
     ),
 ]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        metavar="TASK=FILE",
+        help="Read the records of an lm-eval task from this file of JSON lines instead of its data set, e.g. piqa=piqa.jsonl; or a folder with TASK.jsonl. Repeatable.",
+    ),
+]
 FewShot = Annotated[
     int | None,
     typer.Option(
@@ -152,6 +160,7 @@ def evaluate(
     batch_size: BatchSize = "auto",
     seed: Seed = 0,
     data_root: DataRoot = None,
+    data: Data = None,
     num_fewshot: FewShot = None,
     gen_kwargs: GenKwargs = None,
     metadata: Metadata = None,
@@ -188,7 +197,7 @@ def evaluate(
         tasks=split_words(tasks), batch_size=batch_size, seed=seed, data_root=data_root, num_fewshot=num_fewshot,
         gen_kwargs=_parse_pairs(gen_kwargs), metadata=_parse_json("--metadata", metadata), include_path=include_path,
         apply_chat_template=apply_chat_template, samples=_parse_json("--samples", samples), use_cache=use_cache,
-        prompts=prompts, fill=fill, pairs=parse_pair_numbers(pairs),
+        prompts=prompts, fill=fill, pairs=parse_pair_numbers(pairs), data=parse_data(data or []),
     )  # fmt: skip
     settings: dict[str, Any] = {
         "compare": compare, "out": out, "fail_below": fail_below or [], "device": device, "dtype": dtype,
@@ -239,6 +248,7 @@ def verify_results(
         compare=compare,
         text=named.pop("text", None),
         data_root=named.pop("data_root", None),
+        data=named.pop("data", None),
         include_path=named.pop("include_path", None),
         suites=tuple(suites),
         options=named,
@@ -298,6 +308,26 @@ def parse_options(**raw: Any) -> Any:
         first = error.errors()[0]
         name = "--" + str(first["loc"][0]).replace("_", "-")
         raise SurgeryError(f"{name} {first.get('input')!r}: {first['msg'].lower()}") from None
+
+
+def parse_data(raw: list[str]) -> dict[str, Path]:
+    """Parse the values of --data to {task: file}; a folder has the key of all tasks."""
+    from surgery.eval.suite import ANY_TASK
+
+    found: dict[str, Path] = {}
+    for word in raw:
+        name, equals, path = (ANY_TASK, "=", word) if Path(word).is_dir() else word.partition("=")
+        if not (name and equals and path):
+            raise SurgeryError(
+                f"--data must be TASK=FILE, or a folder with TASK.jsonl (got {word!r}, which is no folder). Write for example piqa=piqa.jsonl"
+            )
+        if name in found:
+            raise SurgeryError(f"--data names {'two folders' if name == ANY_TASK else name + ' twice'}. Leave one out.")
+        if name != ANY_TASK and not Path(path).is_file():
+            what = "is a folder" if Path(path).is_dir() else "does not exist"
+            raise SurgeryError(f"--data {word}: {path} {what}. Give a file of JSON lines.")
+        found[name] = Path(path)
+    return found
 
 
 def split_words(raw: str | None) -> tuple[str, ...]:

@@ -300,9 +300,9 @@ def test_unset_new_options_leave_the_digest_as_it_was():
     """Results that were measured before these options existed stay valid."""
     import hashlib
 
-    left_out = {"batch_size", "use_cache", "data_root", "prompts", "fill", "pairs"}
+    left_out = {"batch_size", "use_cache", "data_root", "prompts", "fill", "pairs", "data"}
     data = EvalOptions(limit=2).model_dump(mode="json", exclude=left_out) | {"mirror": False}
     plain = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
     assert EvalOptions(limit=2).digest() == plain
-    for one in ({"prompts": "jrt"}, {"fill": "ruler"}, {"pairs": (4,)}, {"pairs": "based"}):
+    for one in ({"prompts": "jrt"}, {"fill": "ruler"}, {"pairs": (4,)}, {"pairs": "based"}, {"data": {"piqa": "x"}}):
         assert EvalOptions(limit=2, **one).digest() != plain

@@ -686,6 +686,26 @@ def eval_answers(path: Path) -> None:
     assert all(isinstance(key, str) for key in kept.answers)
 
 
+RECORDS = (
+    {"query": "Question: q?\n", "choices": ["a", "b"], "gold": 0},
+    {"context_options": ["the lamp", "the box"], "continuation": "is lit.", "gold": 1},
+    {"context": "Mia lit the", "continuation": "lamp"},
+    {"query": "Passage: p\nQuestion: q?\n", "choices": ["no", "yes"], "gold": 1},
+    {"query": "Mia slept, because", "choices": ["a", "b"], "gold": 1},
+    {"goal": "g", "sol1": "a", "sol2": "b", "label": 0},
+)
+
+
+@fuzz_target("local-records", "records.jsonl", *[json.dumps(record) + "\n" + json.dumps(record) for record in RECORDS])
+def local_records(path: Path) -> None:
+    """Records of a task in a local file, for every task whose records have a second form."""
+    from surgery.eval.local_records import CONVERTERS, read_records
+
+    for task in (*CONVERTERS, "hellaswag"):
+        with contextlib.suppress(SurgeryError):
+            read_records(task, path)
+
+
 @fuzz_target("README.md", lambda: (ROOT / "eval/mirror/baber/piqa/README.md").read_bytes(), "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: test, path: default/test.jsonl}\nsurgery_whole: [default]\n---\n")  # fmt: skip
 def mirror(path: Path) -> None:
     """The README header of a mirrored data set, as fetch-eval-data reads it."""
