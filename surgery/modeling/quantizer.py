@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ class SurgeryQuantizer(HfQuantizer):
 
     requires_calibration = False
     has_split_experts = False  # whether the model that is being loaded has RoutedExperts
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType(
+        {}
+    )  # of the floating tensors of the model that is being loaded
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Return True: save_pretrained works."""
@@ -43,6 +47,11 @@ class SurgeryQuantizer(HfQuantizer):
     def _tables(self) -> tuple[dict[str, Any], dict[str, Any]]:
         config: Any = self.quantization_config
         return config.modules, config.mixers
+
+    def preprocess_model(self, model: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        """Replace modules on the meta device, and note the dtype in which each tensor is to be loaded."""
+        super().preprocess_model(model, dtype=dtype, **kwargs)
+        self.dtypes = _dtypes_to_load(model, dtype)
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
@@ -83,6 +92,7 @@ class SurgeryQuantizer(HfQuantizer):
 
         model.config.quantization_config = self.quantization_config
         model.is_quantized = False
+        _cast(model, self.dtypes)
         restore_buffers(model)
         for module in model.modules():
             if isinstance(module, (StructuredLinear, QuantizedLinear)):
@@ -93,6 +103,28 @@ class SurgeryQuantizer(HfQuantizer):
         if has_shims(vars(model.config)):
             del model.config.auto_map
         return model
+
+
+def _dtypes_to_load(model: Any, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Return the dtype of each floating tensor of a model on meta that is loaded with `dtype`: that of the class's exceptions, else its own."""
+    exceptions = model._get_dtype_plan(dtype)  # keys are regular expressions in which * stands for any text
+    return {
+        name: next((d for key, d in exceptions.items() if re.search(key.replace("*", ".*"), name)), tensor.dtype)
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point()
+    }
+
+
+def _cast(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Cast the loaded tensors that have another dtype, in place.
+
+    transformers before 5.21 leaves the tensors of a quantized model that it renames or merges on loading in the dtype of the file.
+    Offloaded tensors are on meta here; accelerate casts each one to the dtype of its tensor on meta.
+    """
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        dtype = dtypes.get(name, tensor.dtype)
+        if tensor.dtype != dtype and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], strict: bool = True) -> None:

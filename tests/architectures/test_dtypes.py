@@ -1,0 +1,54 @@
+"""A converted checkpoint of every family of TINY_FAMILIES loads in the dtype that is asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.small import make_recipe
+from helpers.tiny_families import TINY_FAMILIES
+from transformers import AutoConfig
+
+from surgery.checkpoint.model_classes import model_class
+from surgery.conversion.convert import convert
+
+
+@pytest.fixture(autouse=True)
+def without_flushes(monkeypatch):
+    """Half of the time of a tiny conversion is spent in flushing files to the disk."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def convert_half(name: str, source: Path, converted: Path) -> Any:
+    """Save a family's tiny model in bfloat16, convert its first layer, and return its class."""
+    TINY_FAMILIES[name].build().to(torch.bfloat16).save_pretrained(source)
+    convert(str(source), make_recipe(structure="low_rank", keep=0.6, layers="0"), converted)
+    return model_class(AutoConfig.from_pretrained(source))
+
+
+def float_dtypes(cls: Any, folder: Path, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype of each floating tensor of a checkpoint that is loaded with `dtype`."""
+    state = cls.from_pretrained(folder, dtype=dtype).state_dict()
+    return {name: tensor.dtype for name, tensor in state.items() if tensor.is_floating_point()}
+
+
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_every_floating_tensor_has_the_asked_dtype(name, tmp_path):
+    """Before 5.21 transformers leaves tensors that it renames on loading a quantized model (embed_out -> lm_head) as they are stored."""
+    cls = convert_half(name, tmp_path / "source", tmp_path / "converted")
+    found = float_dtypes(cls, tmp_path / "converted", torch.float32)
+    assert found and not {tensor: dtype for tensor, dtype in found.items() if dtype != torch.float32}
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "mixtral", "vit", "t5", "mllama"])
+def test_in_float16_the_exceptions_of_the_class_hold(name, tmp_path):
+    """T5 keeps DenseReluDense.wo in float32, a replaced one too."""
+    cls = convert_half(name, tmp_path / "source", tmp_path / "converted")
+    original = float_dtypes(cls, tmp_path / "source", torch.float16)
+    for tensor, dtype in float_dtypes(cls, tmp_path / "converted", torch.float16).items():
+        weight = f"{tensor.rpartition('.')[0]}.weight"  # of the replaced linear
+        assert dtype == original.get(tensor, original.get(weight, torch.float16)), tensor
+    assert (torch.float32 in original.values()) == (name == "t5")
