@@ -155,7 +155,7 @@ def mixer_tables(rows: list[dict[str, Any]], costs: dict[str, Any]) -> list[Any]
     )
 
     def add_row(label: str, layers: str, params: str, cache: dict[str, list[int]]) -> None:
-        kept = (f"{size_text(a)} -> {size_text(b)} ({format_share(b, a)})" for a, b in cache.values())
+        kept = (f"{format_count(a)} -> {format_count(b)} ({format_share(b, a)})" for a, b in cache.values())
         table.add_row(label, layers, params, *kept)
 
     for row in rows:
