@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ CAPTURE_NAME = "surgery-head-outputs"  # attention function that records the out
 
 @dataclass
 class AttentionSample:
-    """One calibration sample of an attention module (B = 1).
+    """One calibration sample of an attention module (B = 1), without padding.
 
     inputs: of the mixer, with q and k after or before RoPE. teacher: of the original attention, with q and k after RoPE.
     target_BHTV: the outputs of the original heads, before the output projection.
@@ -51,6 +51,27 @@ class CapturingMixer(Mixer):
         """Store the inputs and raise StopForward."""
         self.captured = inputs
         raise StopForward
+
+
+def without_padding(inputs: MixerInputs) -> MixerInputs:
+    """Return the inputs of one row with its real tokens alone, in order, and no padding mask. A row of padding alone stays as it is.
+
+    So no initialization sees padding: not in lengths, positions or means over tokens.
+    """
+    if inputs.valid_BT is None or not bool(inputs.valid_BT.any()):
+        return inputs
+    index_N = inputs.valid_BT[0].nonzero()[:, 0]
+    mask, rope = inputs.mask_BHTS, inputs.rope
+    return replace(
+        inputs,
+        q_BHTK=inputs.q_BHTK[:, :, index_N],
+        k_BGTK=inputs.k_BGTK[:, :, index_N],
+        v_BGTV=inputs.v_BGTV[:, :, index_N],
+        x_BTD=inputs.x_BTD[:, index_N],
+        valid_BT=None,
+        mask_BHTS=None if mask is None else mask[:, :, index_N][..., index_N],
+        rope=None if rope is None else (rope[0][:, index_N], rope[1][:, index_N]),
+    )
 
 
 @contextmanager
@@ -108,7 +129,10 @@ class AttentionSamples:
         row = self.rows[i % len(self)]
         teacher = self._inputs(row + self.converted_offset, True)
         inputs = teacher if self.rotated else self._inputs(row + self.converted_offset, False)
-        return AttentionSample(inputs, teacher, self._head_outputs(row))
+        target_BHTV, valid_BT = self._head_outputs(row), teacher.valid_BT
+        if valid_BT is not None and bool(valid_BT.any()):
+            target_BHTV = target_BHTV[:, :, valid_BT[0]]
+        return AttentionSample(without_padding(inputs), without_padding(teacher), target_BHTV)
 
     def _inputs(self, row: int, rotated: bool) -> MixerInputs:
         capture = CapturingMixer(self.target.shape, rotated)

@@ -88,6 +88,13 @@ class CalibrationSet:
         first = next(iter(self.inputs.values()))
         return first.shape[0] * (first.shape[1] if first.dim() == 2 else 1)
 
+    def fit_tokens(self) -> float:
+        """Return the number of tokens of the rows to fit to, padding left out."""
+        mask_BT, first = self.mask(), next(iter(self.inputs.values()))
+        if mask_BT is not None and mask_BT.dim() == 2 and mask_BT.shape == first.shape:
+            return float(mask_BT[: self.n_fit].ne(0).sum())
+        return self.tokens() * self.n_fit / self.rows
+
     def digest(self) -> str:
         """Return the SHA-256 of the inputs and of their division, which identifies the set in the journal."""
         digest = hashlib.sha256(str((self.n_fit, self.rows)).encode())
@@ -124,6 +131,33 @@ def count_rows(inputs: Mapping[str, Tensor], where: str) -> int:
             f"length), the first axis of images may be a multiple of it (got {sizes})"
         )
     return rows
+
+
+def align_left(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return inputs of a model of transformers with the padding at the start of each row moved to its end.
+
+    Called without position_ids, transformers counts positions from the start of a row, padding included. A converted model counts them from
+    the first real token, as generation does (surgery.modeling.padding_positions). So rows are fitted at the positions of later calls,
+    and rows padded on the left, on the right and not at all give the same conversion. Columns that are padding in every row are left
+    out, except for encoder-decoders, whose masks are told apart by their length. Padding inside of a row keeps its place.
+    """
+    aligned, has_decoder = dict(inputs), any(name.startswith("decoder_") for name in inputs)
+    for prefix in ("", "decoder_"):
+        mask_BT = inputs.get(f"{prefix}attention_mask")
+        has_tokens = any(f"{prefix}{name}" in inputs for name in ("input_ids", "inputs_embeds"))
+        if mask_BT is None or mask_BT.dim() != 2 or not has_tokens:
+            continue
+        real_BT, length = mask_BT.ne(0).long(), mask_BT.shape[1]
+        start_B, last_B = real_BT.argmax(1), real_BT.cumsum(1).argmax(1)  # both 0 for a row of padding alone
+        kept = length if has_decoder else int((last_B - start_B).max()) + 1
+        if kept == length and not bool(start_B.any()):
+            continue
+        index_BT = (start_B[:, None] + torch.arange(kept)) % length
+        for name, x in inputs.items():
+            of_mask = name.startswith("decoder_") == bool(prefix) and not name.startswith(("labels", "pixel_values"))
+            if of_mask and x.shape[:2] == mask_BT.shape:
+                aligned[name] = x[torch.arange(len(x))[:, None], index_BT]
+    return aligned
 
 
 def read_labels(inputs: dict[str, Tensor], model: Any) -> dict[str, Tensor]:

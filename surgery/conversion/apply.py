@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from surgery.architectures.experts import RoutedExperts, keep_experts_split, split_experts
 from surgery.architectures.positions import longest_input
-from surgery.calibration.data import CalibrationSet, check_model_inputs, read_labels
+from surgery.calibration.data import CalibrationSet, align_left, check_model_inputs, read_labels
 from surgery.calibration.layer_runner import LayerRunner
 from surgery.checkpoint.safetensors_io import TensorSource
 from surgery.checkpoint.writer import converted_config
@@ -87,7 +87,7 @@ def apply(
         length = min(recipe.length, longest_input(live.model) or recipe.length)
         given = live_inputs(model, calibration, recipe.model_copy(update={"length": length}), live.config, tokenizer)
         if is_library_model(model):
-            given.tensors = read_labels(given.tensors, live.model)
+            given.tensors = align_left(read_labels(given.tensors, live.model))
         check_model_inputs(given.tensors, live.model)
         check_far_context(given.tensors, recipe)
         check_can_generate(given.tensors, live, recipe)

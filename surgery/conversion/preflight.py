@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from surgery.architectures.positions import longest_input
-from surgery.calibration.data import CalibrationSet, check_model_inputs, read_labels
+from surgery.calibration.data import CalibrationSet, align_left, check_model_inputs, read_labels
 from surgery.calibration.inputs import checkpoint_inputs
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import CheckpointSource
@@ -54,7 +54,7 @@ def load_calibration(
     if Path(recipe.calibration).is_dir():  # a processor may return more than the model reads
         taken = inspect.signature(meta_model.model.forward).parameters
         inputs = {name: x for name, x in inputs.items() if name in taken}
-    inputs = read_labels(inputs, meta_model.model)
+    inputs = align_left(read_labels(inputs, meta_model.model))
     check_model_inputs(inputs, meta_model.model)
     check_far_context(inputs, recipe)
     check_can_generate(inputs, meta_model, recipe)

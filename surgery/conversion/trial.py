@@ -255,7 +255,7 @@ def choose_budgets(ctx: ConversionContext) -> tuple[dict[str, float], dict[str, 
     by_gain = {**uniform, **tilted_budgets(plan, options, free, 0.0)}
     if recipe.allocate == "spread":
         return by_gain, {"kept": "spread", "why": "recipe"}
-    tokens = ctx.samples.tokens() * ctx.samples.n_fit / ctx.samples.rows
+    tokens = ctx.samples.fit_tokens()
     predicts_next = predicts_next_token(ctx.model)
     if recipe.allocate == "auto" and predicts_next and is_text_short(free, tokens):
         why = f"fewer than {MIN_TRIAL_TOKENS} tokens for each input of the widest matrix: no trial"

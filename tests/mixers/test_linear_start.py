@@ -15,6 +15,7 @@ from surgery.conversion.mixer_init.linear import (
     WEIGHTS,
     LinearInit,
     copy_with_sharpness,
+    fit_mask_to_profile,
     search_linear_weights,
     solve_least_squares,
     visible_terms,
@@ -149,6 +150,24 @@ def test_levels_that_the_text_does_not_reach_get_the_last_fitted_lambda(window, 
     assert torch.equal(lambda_HL[:, reached:], lambda_HL[:, reached : reached + 1].expand_as(lambda_HL[:, reached:]))
     assert lambda_HL.max() < 10
     assert relative_error(mixer, Rows(softmax, seed=3, length=120)) < 1.5
+
+
+@pytest.mark.parametrize("mask", ["hierarchical", {"name": "blocks", "block": 4, "count": 8}])
+def test_samples_of_several_lengths_are_each_fitted_as_far_as_they_reach(mask):
+    """The order of the samples does not matter, and a short one does not hide the levels and blocks of a longer one."""
+    config, long = LinearAttention(mask=mask, chunk=8), Rows(softmax, seed=0, count=2, length=32).rows
+    short = Rows(softmax, seed=1, count=2, length=6).rows
+    fit, found = Rows(softmax, seed=0), []
+    for rows in (short + long, long + short):
+        torch.manual_seed(0)
+        fit.rows = rows
+        mixer = fit_mask_to_profile(LinearMixer(config, SHAPE).requires_grad_(False), fit, 0)
+        mixer = mixer or LinearMixer(config, SHAPE).requires_grad_(False)
+        found.append(solve_least_squares(mixer, fit, 0).state_dict())
+    assert all(torch.allclose(found[0][name], tensor, rtol=1e-3, atol=1e-5) for name, tensor in found[1].items())
+    if mask == "hierarchical":
+        lambda_HL = torch.nn.functional.softplus(found[0]["mask.level.bias"].view(SHAPE.heads, -1))
+        assert not torch.equal(lambda_HL[:, 3], lambda_HL[:, 4])  # the short samples have no level above 3
 
 
 @pytest.mark.parametrize("block", [1, 4, 8])

@@ -145,7 +145,7 @@ def measure_profile(samples: AttentionSamples, block: int | None) -> AttentionPr
         entropies.append(unpadded_tokens(entropy_BHT[..., None], sample).mean((1, 2)))
         if block is not None:
             blocks.append(block_means(map_BHTT, block, samples.target.shape.causal).mean(0))
-    mean_HMM = torch.stack(blocks).mean(0) if blocks else torch.zeros(0)
+    mean_HMM = mean_over_samples(blocks) if blocks else torch.zeros(0)
     return AttentionProfile(torch.stack(distances).mean(0), torch.stack(entropies).mean(0), mean_HMM)
 
 
@@ -156,6 +156,17 @@ def block_means(map_BHTT: Tensor, block: int, causal: bool) -> Tensor:
     member_TM = nn.functional.one_hot(torch.arange(length, device=map_BHTT.device) // block).to(map_BHTT.dtype)
     count_MM = member_TM.mT @ (visible_TT.tril() if causal else visible_TT) @ member_TM
     return member_TM.mT @ map_BHTT @ member_TM / count_MM.clamp_min(1)
+
+
+def mean_over_samples(blocks: list[Tensor]) -> Tensor:
+    """Return the mean of the block means (H, M, M) of several samples, each over the samples that are long enough for the pair of blocks."""
+    most = max(mean_HMM.shape[-1] for mean_HMM in blocks)
+    sum_HMM, count_MM = blocks[0].new_zeros(blocks[0].shape[0], most, most), blocks[0].new_zeros(most, most)
+    for mean_HMM in blocks:
+        size = mean_HMM.shape[-1]
+        sum_HMM[:, :size, :size] += mean_HMM
+        count_MM[:size, :size] += 1
+    return sum_HMM / count_MM.clamp_min(1)
 
 
 def attention_map(sample: AttentionSample, shape: AttentionShape) -> Tensor:
@@ -222,20 +233,27 @@ def solve_least_squares(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
     """
     if mixer.config.normalise or mixer.norm is not None or mixer.linear_weight_H is None:
         return None
-    terms = visible_terms(mixer, fit[0].inputs.x_BTD.shape[1])
-    if not terms:
-        return None
-    copies = single_term_copies(mixer, terms)
-    gram_HNN = torch.zeros(mixer.shape.heads, len(copies), len(copies), dtype=torch.float64)
+    gram_HNN = torch.zeros(mixer.shape.heads, term_count(mixer), term_count(mixer), dtype=torch.float64)
     cross_HN = torch.zeros(gram_HNN.shape[:2], dtype=torch.float64)
+    copies: dict[int, LinearMixer] = {}
     for sample in fit:
+        terms = visible_terms(mixer, sample.inputs.x_BTD.shape[1])
+        if not terms:
+            continue
+        new = [term for term in terms if term not in copies]
+        copies |= dict(zip(new, single_term_copies(mixer, new)))
         softmax_HX = torch.zeros(())
         if mixer.window_buffer is not None:
             softmax_HX = head_outputs(copy_without_linear_part(mixer), sample)
-        terms_HNX = torch.stack([head_outputs(variant, sample) - softmax_HX for variant in copies], 1)
+        terms_HNX = torch.stack([head_outputs(copies[term], sample) - softmax_HX for term in terms], 1)
         target_HX = unpadded_tokens(sample.target_BHTV.float(), sample).flatten(1) - softmax_HX
-        gram_HNN += (terms_HNX @ terms_HNX.mT).double().cpu()
-        cross_HN += (terms_HNX @ target_HX[..., None])[..., 0].double().cpu()
+        at_N = torch.tensor(terms)
+        gram_HNN[:, at_N[:, None], at_N] += (terms_HNX @ terms_HNX.mT).double().cpu()
+        cross_HN[:, at_N] += (terms_HNX @ target_HX[..., None])[..., 0].double().cpu()
+    if not copies:
+        return None
+    terms = sorted(copies)
+    gram_HNN, cross_HN = gram_HNN[:, terms][:, :, terms], cross_HN[:, terms]
     weight_HN = nonnegative_lstsq(gram_HNN, cross_HN, rounds=200).float().to(mixer.linear_weight_H.device)
     set_term_weights(mixer, terms, weight_HN)
     return mixer
@@ -273,9 +291,16 @@ def visible_terms(mixer: LinearMixer, tokens: int) -> list[int]:
     if far < 1:
         return []
     if not isinstance(mask, HierarchicalMask):
-        return list(range(mask.config.components if isinstance(mask, ToeplitzBlocksMask) else 1))
+        return list(range(term_count(mixer)))
     bits, last = mask.config.block_bits, mask.config.lambdas - 1
     return sorted({min(max(0, level - bits), last) for level in range(lowest, highest + 1)})
+
+
+def term_count(mixer: LinearMixer) -> int:
+    """Return how many terms the linear part has for rows of any length."""
+    if isinstance(mixer.mask, HierarchicalMask):
+        return int(mixer.mask.config.lambdas)
+    return int(mixer.mask.config.components) if isinstance(mixer.mask, ToeplitzBlocksMask) else 1
 
 
 def single_term_copies(mixer: LinearMixer, terms: list[int]) -> list[LinearMixer]:
