@@ -10,12 +10,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Upstream:
-    """A repository of GitHub at a commit. date: of the commit; compared: what of it was compared with this package."""
+    """A repository of GitHub at a commit. date: of the commit; compared: what of it was compared with this package.
+
+    license: SPDX id of the license of prompts or rules that this package contains, with its notice in THIRD_PARTY_NOTICES; "": it
+    contains none.
+    """
 
     repository: str
     commit: str
     date: str
     compared: str
+    license: str = ""
 
     @property
     def url(self) -> str:
@@ -29,18 +34,21 @@ UPSTREAM: dict[str, Upstream] = {
         "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a",
         "2026-07-22",
         "scripts/data/synthetic and the list of tasks: tasks, templates, budgets, number of units, words of cwe",
+        "Apache-2.0",
     ),
     "longbench": Upstream(
         "THUDM/LongBench",
         "2e00731f8d0bff23dc4325161044d0ed8af94c1e",
         "2025-01-15",
         "LongBench/config: all 21 prompts and answer lengths, equal to the letter; LongBench v2: README.md",
+        "MIT",
     ),
     "retrieval": Upstream(
         "HazyResearch/prefix-linear-attention",
         "7490f22bda3e38dc057bcbaffe6bdb09b4d475e6",
         "2024-07-08",
         "lm-eval-harness: tasks/based_*, Task.truncate_context, launch_jrt.py (--prompts jrt)",
+        "MIT",
     ),
     "mqar": Upstream(
         "HazyResearch/zoology",

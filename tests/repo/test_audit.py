@@ -20,19 +20,22 @@ FILES = sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))
 # Permissive, or (MPL) without a claim on what merely imports it. Written as SPDX and as in older metadata.
 ALLOWED = {
     *("Apache-2.0", "Apache-2.0 WITH LLVM-exception", "Apache", "Apache 2.0", "Apache 2.0 License"),
-    *("Apache License 2.0", "Apache License, Version 2.0", "Apache Software License"),
+    *("Apache License 2.0", "Apache License, Version 2.0", "Apache Software License", "Apache Software License 2.0"),
     *("MIT", "MIT License", "BSD", "BSD License", "BSD-2-Clause", "BSD-3-Clause", "0BSD", "BSL-1.0", "ISC", "Zlib"),
     *("3-Clause BSD License", "ISC License (ISCL)", "MIT-CMU", "CNRI-Python"),
     *("PSF-2.0", "Python Software Foundation License", "CC0-1.0", "MPL-2.0", "Mozilla Public License 2.0 (MPL 2.0)"),
 }
-# Whose metadata says it otherwise: looked up.
+# Whose metadata says it otherwise, or lists licenses without saying whether one or all hold: looked up.
 READ = {
+    "hjson": "MIT or AFL-2.1, in its LICENSE",
     "torchao": "BSD-3-Clause, in its LICENSE",
     "rouge": "Apache-2.0, in its LICENSE",
     "word2number": "MIT, its whole text",
 }
-# What lm-eval asks for, of the extras `eval` and `dev` alone: we import none of it (SECURITY.md says so).
+# What lm-eval asks for, of the extras `eval` and `test` alone: we import none of it (SECURITY.md says so).
 COPYLEFT = {"fuzzywuzzy", "dominate", "chardet"}
+# NVIDIA's libraries, which torch brings on Linux (SECURITY.md says so).
+CUDA = ("nvidia-", "cuda-")
 # Timed beside ours where a person has them; `bench` says so where not.
 PEERS = {"fla"}
 
@@ -72,14 +75,55 @@ def _parts(expression: str) -> set[str]:
     return {part.strip(" ()") for part in re.split(r" (?:AND|OR) ", expression)}
 
 
+def licences_not_allowed(distribution: str) -> set[str]:
+    """Its licenses that we do not allow: none if they were looked up."""
+    return set() if distribution in READ else licences_of(distribution) - ALLOWED
+
+
 @pytest.mark.parametrize("name", sorted(EVERY))
 def test_every_dependency_has_a_licence_we_allow(name):
     try:
-        licences = licences_of(name)
+        wrong = licences_not_allowed(name)
     except metadata.PackageNotFoundError:
         assert EVERY[name].marker or name in {canonicalize_name(r.name) for r in declared_requirements("extras")}, name
         pytest.skip(f"{name} is of an extra that is not installed here")
-    assert licences and licences <= ALLOWED, f"{name}: {licences - ALLOWED}"
+    assert not wrong, f"{name}: {wrong}"
+
+
+METADATA = {
+    "torchao": "",
+    "deepspeed": "License: Apache Software License 2.0\n",
+    "hjson": "Classifier: License :: OSI Approved :: MIT License\nClassifier: License :: OSI Approved :: Academic Free License (AFL)\n",
+    "ninja": "License-Expression: Apache-2.0\n",
+    "copyleft": "License-Expression: GPL-3.0-only\n",
+    "unlicensed": "",
+}
+
+
+def test_licences_of_extras_that_are_not_installed_here(tmp_path, monkeypatch):
+    """As the metadata of their releases says it: torchao has none, deepspeed free text, hjson two classifiers."""
+    for name, lines in METADATA.items():
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        text = f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n{lines}"
+        (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    wrong = {name: licences_not_allowed(name) for name in METADATA}
+    assert {name: found for name, found in wrong.items() if found} == {
+        "copyleft": {"GPL-3.0-only"},
+        "unlicensed": {"none"},
+    }
+
+
+def test_security_names_what_is_not_permissive():
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (named,) = re.findall(r"The extras ((?:`\w+`(?: and |, )?)+)", text)
+    extras = re.findall(r"`(\w+)`", named)
+    bringing = {
+        name for name, asked in re.findall(r"^(\w+) = \[(.*?)\]$", pyproject, re.M | re.S) if '"lm_eval' in asked
+    }
+    assert set(extras) == bringing == {"eval", "test"}
+    assert all(name in text for name in COPYLEFT) and all(f"`{prefix}*`" in text for prefix in CUDA)
 
 
 def closure(first: Iterable[Requirement]) -> set[str]:
@@ -107,7 +151,9 @@ def closure(first: Iterable[Requirement]) -> set[str]:
 def test_what_they_bring_along_has_one_too():
     plain, every = closure(declared_requirements("dependencies")), closure(EVERY.values())
     assert {"torch", "jinja2"} <= plain <= every
-    wrong = {name: licences_of(name) - ALLOWED for name in every - COPYLEFT - set(READ)}
+    of_torch = closure([requirement for requirement in EVERY.values() if requirement.name == "torch"])
+    cuda = {name for name in of_torch if name.startswith(CUDA)}
+    wrong = {name: licences_not_allowed(name) for name in every - COPYLEFT - cuda}
     assert not {name: licences for name, licences in wrong.items() if licences}
     assert not COPYLEFT & plain, "a plain install has none of it"
 

@@ -19,6 +19,7 @@ BESIDE = (
     "MANIFEST.in",
     "README.md",
     "LICENSE",
+    "THIRD_PARTY_NOTICES",
     "CHANGELOG.md",
     "Makefile",
     "constraints-cpu.txt",
@@ -135,7 +136,9 @@ def test_data_marker_and_licence(wheel):
     }
     assert len(tiny) >= 9 and tiny <= files
     assert {"surgery/py.typed", "surgery/kernels/README.md"} <= files
-    assert [name for name in files if name.endswith("licenses/LICENSE")]
+    for notice in ("LICENSE", "THIRD_PARTY_NOTICES"):
+        (installed,) = (name for name in files if name.endswith(f"licenses/{notice}"))
+        assert zipfile.ZipFile(wheel).read(installed) == (ROOT / notice).read_bytes()
     assert not [name for name in files if name.split("/")[0] in ("kernels", "eval", "recipes", "tests")]
 
 
