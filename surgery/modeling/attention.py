@@ -103,6 +103,8 @@ class MixerAttention:
         x_BTD = bound["hidden_states"]
         valid_BT, mask_BHTS = self._masks(bound.get("attention_mask"), x_BTD, 0 if layer is None else layer.seen)
         documents = self._documents(bound, valid_BT, mask_BHTS, layer)
+        if layer is not None:
+            valid_BT = drop_mask_without_padding(bound.get("attention_mask"), valid_BT, layer.seen)
         offloading = past if getattr(past, "offloading", False) else None
         call = AttentionCall(x_BTD, valid_BT, mask_BHTS, layer, offloading, documents, rope)
         if self.passes_options:
@@ -211,6 +213,24 @@ def split_attention_mask(mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | 
     first = S - T if seen + T > S else seen
     valid_BT = mask_to_bool(mask[:, 0, :, first : first + T].diagonal(dim1=-2, dim2=-1)).expand(B, T)
     return valid_BT, mask[..., : first + T]
+
+
+def drop_mask_without_padding(mask: Any, valid_BT: Tensor | None, seen: int) -> Tensor | None:
+    """Return None if none of the T new tokens after `seen` earlier ones is padding, else valid_BT (B, T).
+
+    Static caches have a mask in every step, and mixers are slower with one. The first layer of a call compares, which synchronizes with the
+    device, and leaves the answer on the mask for the others. Where the answer cannot be read or kept, valid_BT stays.
+    """
+    if valid_BT is None or not isinstance(mask, Tensor) or mask.is_inference() or torch.compiler.is_compiling():
+        return valid_BT
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return valid_BT
+    call = (mask._version, seen, valid_BT.shape[1])
+    known, has_padding = getattr(mask, "surgery_padding_of_call", (None, True))
+    if known != call:
+        has_padding = not bool(valid_BT.all())
+        mask.surgery_padding_of_call = (call, has_padding)  # type: ignore[attr-defined]
+    return valid_BT if has_padding else None
 
 
 def is_plain_mask(

@@ -3,6 +3,10 @@
     cache.layers[i] = MixerCacheLayer()      inserted before generate() starts, or at the first forward with the cache
     out_BHTV = cache.layers[i].advance(mixer, inputs)
 
+In a static cache the layers beside it are slots for keys and values of tokens to come, which a mask must hide. transformers makes no mask for
+a single token unless every layer says `is_compileable`, which is how it knows a static cache. A layer of ours therefore says so beside
+static layers, and only there: in any other cache, a mask for each token would be made for nothing.
+
 A layer holds the only reference to its state and donates it to the next call, which may overwrite it. Beam search selects rows,
 which copies them. To remove tokens, an old state is needed: while past recording is on, no state is donated, the layer holds a
 state and the inputs since then, and `crop` recomputes the state from the inputs that remain. Of a prompt the last tokens are recorded,
@@ -32,9 +36,12 @@ MAX_RECORDED = 64  # tokens that can always be removed while past recording is o
 
 
 class MixerCacheLayer(CacheLayerMixin):
-    """The state of one layer's mixer. seen: number of tokens processed, padding included."""
+    """The state of one layer's mixer.
 
-    is_compileable = False
+    seen: number of tokens processed, padding included. beside_static: whether softmax layers of the same cache are static;
+    static_length: columns of their masks over all tokens, 0 if they all have windows.
+    """
+
     is_croppable = True
     is_sliding = False
     supports_early_init = False
@@ -46,6 +53,7 @@ class MixerCacheLayer(CacheLayerMixin):
         self.seen = 0
         self.record_past = False
         self.max_recorded = MAX_RECORDED
+        self.beside_static = False
         self.static_length = 0
         self._mixer: Mixer | None = None  # the model's mixer, set at every forward
         self._base: MixerState | None = None
@@ -95,6 +103,11 @@ class MixerCacheLayer(CacheLayerMixin):
         return sum(inputs.q_BHTK.shape[2] for inputs in self._since)
 
     # -- interface of CacheLayerMixin ---------------------------------------------------------------------
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether transformers must make masks as for a static cache. Its decoding step is not compiled: see MixerGenerationMixin."""
+        return self.beside_static
+
     def get_seq_length(self) -> int:
         """Return the number of tokens processed."""
         return self.seen
@@ -284,7 +297,17 @@ def mixer_cache_layer(cache: Any, index: int) -> MixerCacheLayer:
         )
     cache.layers[index] = ours = MixerCacheLayer()
     ours.record_past = getattr(layer, "record_past", False)
+    _find_static_layers(cache.layers)
     return ours
+
+
+def _find_static_layers(layers: list[Any]) -> None:
+    """Tell the mixers' layers of a cache which static layers are beside them. The last layer to be inserted tells them all."""
+    ours = [layer for layer in layers if isinstance(layer, MixerCacheLayer)]
+    static = [layer for layer in layers if hasattr(layer, "max_cache_len")]
+    full = next((layer.max_cache_len for layer in static if not layer.is_sliding), 0)
+    for layer in ours:
+        layer.beside_static, layer.static_length = bool(static), full
 
 
 def advance_offloading(cache: Any, index: int, device: torch.device) -> None:

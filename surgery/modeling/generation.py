@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from surgery.core.errors import SurgeryError
@@ -25,22 +26,26 @@ class MixerGenerationMixin:
         if cache is not None:
             for module in cached_modules(self):  # type: ignore[arg-type]
                 mixer_cache_layer(cache, module.layer_idx)
-            layers: list[Any] = getattr(cache, "layers", [])
-            fixed = [x.max_cache_len for x in layers if hasattr(x, "max_cache_len") and not x.is_sliding]
-            for layer in (x for x in layers if isinstance(x, MixerCacheLayer)):
-                layer.static_length = fixed[0] if fixed else 0  # all layers share one mask
             assisted = getattr(generation_mode, "value", "") == "assisted_generation"
             if assisted or getattr(generation_config, "is_assistant", False):
                 record_past(cache, self, _draft_tokens(generation_config))  # type: ignore[arg-type]
         return done
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        """Return whether generate() takes its steps from `get_compiled_call`; true also for steps captured in a CUDA graph."""
+        """Return whether generate() takes its steps from `get_compiled_call`: with mixers only if they are captured in a CUDA graph.
+
+        A compiled step would be compiled again whenever the states of mixers grow.
+        """
         from surgery.modeling.cuda_graph import capture_decode_step
 
-        self._decode_step = capture_decode_step(self, model_kwargs.get(CACHE_NAME), generation_config)
-        asks = super()._valid_auto_compile_criteria  # type: ignore[misc]
-        return self._decode_step is not None or asks(model_kwargs, generation_config)
+        cache = model_kwargs.get(CACHE_NAME)
+        self._decode_step = capture_decode_step(self, cache, generation_config)
+        layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
+        if not any(isinstance(layer, MixerCacheLayer) for layer in layers):
+            return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # type: ignore[misc,no-any-return]
+        if generation_config.compile_config is not None and self._decode_step is None:
+            warnings.warn("compile_config is not used: generate does not compile the steps of mixers", stacklevel=2)
+        return self._decode_step is not None
 
     def get_compiled_call(self, compile_config: Any) -> Any:
         """Return the captured decoding step if there is one, else the compiled forward."""

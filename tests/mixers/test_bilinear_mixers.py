@@ -234,7 +234,7 @@ def test_pieces_and_steps_are_the_whole(config, valid, monkeypatch):
     mixer, inputs = make_mixer(config), random_inputs(valid=valid)
     whole = mixer.dense(inputs)
     assert relative_error(mixer.mix(inputs)[0], whole, inputs.valid_BT) < 1e-12
-    for lengths in ([23], [1] * 23, [10, 1, 1, 11]):
+    for lengths in ([23], [1] * 23, [10, 1, 1, 11], [1, 2, 3, 17], [2, 21], [3, 20]):
         out, state = run_in_pieces(mixer, inputs, lengths)
         assert relative_error(out, whole, inputs.valid_BT) < 1e-12
     if valid is None:

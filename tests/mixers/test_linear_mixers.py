@@ -346,10 +346,29 @@ def test_laws(config):
             for a, b in zip(vars(inputs).values(), list(vars(later).values())[:4])
         ]
         close(mixer.mix(MixerInputs(*mixed, valid_BT, rope=inputs.rope))[0][:, :, :12], whole[:, :, :12])
-        close(pieces(mixer, inputs, [1, 5, 6, 13, length])[0], whole)
+        close(pieces(mixer, inputs, [1, 3, 6, 13, length])[0], whole)
         mixer.config = replace(config, chunk=3)
         close(mixer.mix(inputs)[0], whole)
         states_are_values(mixer, inputs, whole)
+
+
+@pytest.mark.parametrize("near", ["sliding", "chunks"])
+@pytest.mark.parametrize("scores", ["kernel", "delta"])
+@pytest.mark.parametrize("mask", MASK_NAMES)
+def test_first_pieces_may_be_shorter_than_window_and_sinks(mask, scores, near):
+    """One, two or three tokens first, of rows that have up to all of them: no token has reached the state of the mask yet."""
+    features = "elu" if scores == "kernel" else "identity"
+    mixer, length = make_mixer(config_of(mask, features, scores=scores, window=4, sinks=2, near=near)), 15
+    valid_BT = torch.arange(length) >= torch.tensor([[0], [1], [5]])
+    inputs = random_inputs(length, 3, valid_BT)
+    with torch.no_grad():
+        whole = mixer.mix(inputs)[0]
+        for ends in ([1, 3, 6, 7, 8], [2, 3, 4], [3, 4, 6], [5, 6, 7]):
+            out, state = pieces(mixer, inputs, [*ends, length])
+            close(out, whole)
+            assert {n: t.shape for n, t in state.tensors.items()} == {
+                n: t.shape for n, t in mixer.mix(inputs, mixer.empty_state(3, "cpu"))[1].tensors.items()
+            }
 
 
 def states_are_values(mixer: LinearMixer, inputs: MixerInputs, whole: Tensor) -> None:

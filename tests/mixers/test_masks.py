@@ -91,7 +91,9 @@ def test_pieces_are_the_whole(config, scores):
     for chunk, cuts in [
         (1, [0, 20, 70]),
         (5, [0, 13, 14, 33, 34, 64, 70]),
-        (16, [0, 1, 31, 70]),
+        (16, [0, 1, 3, 6, 31, 70]),
+        (16, [0, 2, 70]),
+        (16, [0, 3, 70]),
         (64, [0, 64, 65, 70]),
     ]:
         out, after = run_in_pieces(mask, rows, cuts, chunk)

@@ -90,7 +90,11 @@ def test_no_separator_is_plain_attention_and_every_token_one_switches_the_level_
 
 
 @pytest.mark.parametrize("extents", [(), (6, 2), (30, 1)])
-@pytest.mark.parametrize("cuts", [[0, 25], list(range(26)), [0, 9, 10, 18, 25]], ids=["prefill", "steps", "pieces"])
+@pytest.mark.parametrize(
+    "cuts",
+    [[0, 25], list(range(26)), [0, 9, 10, 18, 25], [0, 1, 3, 6, 25]],
+    ids=["prefill", "steps", "pieces", "short pieces"],
+)
 def test_pieces_are_the_whole_and_keys_end_at_separators(cuts, extents):
     config, (q, k, v), ids = replace(NESTED, extents=extents), heads(), random_ids()
     whole = dense_attention(config, q, k, v, ids, SCALING)

@@ -116,7 +116,7 @@ def test_the_definition_by_hand():
 def test_pieces_and_steps_are_the_whole(config, shape, valid, queries):
     mixer, inputs = make_mixer(config, shape), random_inputs(4, shape=shape, valid=valid)
     whole = mixer.dense(inputs)
-    for lengths in ([23], [1] * 23, [10, 1, 1, 7, 4], [7, 16]):
+    for lengths in ([23], [1] * 23, [10, 1, 1, 7, 4], [7, 16], [1, 2, 3, 17], [2, 21], [3, 20]):
         out, state = run_in_pieces(mixer, inputs, lengths)
         assert relative_error(out, whole, inputs.valid_BT) < 1e-12
         assert state.seen_B.tolist() == ([23] * 4 if valid is None else inputs.valid_BT.sum(1).tolist())
@@ -159,7 +159,7 @@ def test_logits_grow_with_the_position_beyond_the_trained_length():
     q = x.q_BHTK * factor_BT[:, None, :, None] * mixer.sharpness_H[:, None, None]
     wanted = plain.dense(replace(x, q_BHTK=q))
     assert relative_error(mixer.mix(x)[0], wanted, x.valid_BT) < 1e-12
-    for lengths in ([23], [1] * 23, [10, 1, 1, 7, 4]):
+    for lengths in ([23], [1] * 23, [10, 1, 1, 7, 4], [1, 2, 3, 17], [2, 21], [3, 20]):
         assert relative_error(run_in_pieces(mixer, x, lengths)[0], wanted, x.valid_BT) < 1e-12
     with pytest.raises(SurgeryError, match="bidirectional"):
         make_mixer(Softmax("keep", "length", 6), SHAPES["both ways"])

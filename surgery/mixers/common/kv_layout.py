@@ -55,8 +55,13 @@ def token_positions(inputs: MixerInputs) -> tuple[Tensor, Tensor | None]:
 
 
 def drop_full_mask(valid_BT: Tensor | None) -> Tensor | None:
-    """Return None if no token is padding, else the mask. Synchronizes with the device."""
-    return None if valid_BT is None or bool(valid_BT.all()) else valid_BT
+    """Return None if no token is padding, else the mask. Synchronizes with the device.
+
+    Compiled and exported programs keep the mask: they hold for any mask of its shape.
+    """
+    if valid_BT is None or torch.compiler.is_compiling():
+        return valid_BT
+    return None if bool(valid_BT.all()) else valid_BT
 
 
 def left_pad(inputs: MixerInputs) -> tuple[MixerInputs, Tensor | None]:

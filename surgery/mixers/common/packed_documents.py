@@ -49,15 +49,18 @@ def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BT
     given = isinstance(position_ids, Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == T
     if not given or T == 1 or (isinstance(mask, Tensor) and mask.dim() == 2):  # a (B, T) mask hides padding only
         return None
-    restart_BT = (position_ids[:, 1:] != position_ids[:, :-1] + 1).to(x_BTD.device).expand(B, T - 1)
+    t_T = torch.arange(T, device=x_BTD.device)
+    last_T = (t_T - 1).clamp_min(0)  # not slices of T - 1 tokens: a program exported for any length would need T > 2
+    position_ids = position_ids.to(x_BTD.device).expand(B, T)
+    restart_BT = (position_ids != position_ids[:, last_T] + 1) & (t_T > 0)
     if isinstance(mask, Tensor):
-        restart_BT = restart_BT & ~mask_to_bool(mask[:, 0, :, :T].diagonal(offset=-1, dim1=-2, dim2=-1))
+        restart_BT = restart_BT & ~mask_to_bool(mask[:, 0, t_T, last_T])
     elif mask is not None:
-        rows_B1, t_T = torch.arange(B, device=x_BTD.device)[:, None], torch.arange(1, T, device=x_BTD.device)
-        restart_BT = restart_BT & ~mask.mask_mod(rows_B1, rows_B1.new_zeros(()), t_T, t_T - 1)
+        rows_B1 = torch.arange(B, device=x_BTD.device)[:, None]
+        restart_BT = restart_BT & ~mask.mask_mod(rows_B1, rows_B1.new_zeros(()), t_T, last_T)
     if valid_BT is not None:
-        restart_BT = restart_BT & valid_BT[:, 1:] & valid_BT[:, :-1]
-    return torch.nn.functional.pad(restart_BT, (1, 0))
+        restart_BT = restart_BT & valid_BT & valid_BT[:, last_T]
+    return restart_BT
 
 
 @dataclass(frozen=True)

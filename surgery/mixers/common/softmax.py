@@ -60,6 +60,17 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def grouped_matmul(x_BGJCX: Tensor, y_BGXY: Tensor) -> Tensor:
+    """Return x @ y, (B, G, J, C, Y), with one product for the J query heads of a group.
+
+    A program exported for any length has a product for each head: torch.export cannot merge axes J and C of unknown sizes.
+    """
+    if isinstance(x_BGJCX.shape[3], torch.SymInt):
+        return x_BGJCX @ y_BGXY.unsqueeze(2)
+    product_BGJCY: Tensor = (x_BGJCX.flatten(2, 3) @ y_BGXY).unflatten(2, x_BGJCX.shape[2:4])
+    return product_BGJCY
+
+
 def weighted_values(
     score_BGJCS: Tensor, allowed: Tensor | None, v_BGSV: Tensor, shape: AttentionShape, mask: Tensor | None, p: float
 ) -> Tensor:
@@ -77,8 +88,7 @@ def weighted_values(
     if allowed is not None:
         score = score.masked_fill(~allowed, least)
     weights = F.dropout(torch.softmax(score, -1), p)
-    out_BGJCV: Tensor = (weights.flatten(2, 3) @ v_BGSV).unflatten(2, weights.shape[2:4])
-    return out_BGJCV
+    return grouped_matmul(weights, v_BGSV)
 
 
 @dispatched
@@ -106,9 +116,11 @@ def attend(
 def run_in_passes(attend_pass: Callable[[int, int], Tensor], queries: int) -> Tensor:
     """Return out_BGJTV of attend_pass(start, stop) over all queries, QUERIES_PER_PASS at a time.
 
-    With several passes, each is recomputed in the backward pass (activation checkpointing).
+    With several passes, each is recomputed in the backward pass (activation checkpointing). A program exported for any length takes one pass.
     """
-    recompute = torch.is_grad_enabled() and queries > QUERIES_PER_PASS
+    if isinstance(queries, torch.SymInt) or queries <= QUERIES_PER_PASS:
+        return attend_pass(0, queries)
+    recompute = torch.is_grad_enabled()
     spans = [(start, min(start + QUERIES_PER_PASS, queries)) for start in range(0, queries, QUERIES_PER_PASS)]
     outs = [checkpoint(attend_pass, *span, use_reentrant=False) if recompute else attend_pass(*span) for span in spans]
     return torch.cat(outs, 3)
@@ -185,9 +197,7 @@ def _term_score(term: ScoreTerm, layout: KVLayout, start: int, stop: int, low: i
     """Return the scaled q . k (B, G, J, C, S) of queries start .. stop - 1 and slots low .. high - 1."""
     missing = layout.slots - term.k_BGSR.shape[2]
     q = term.q_BGJTR[:, :, :, start:stop]
-    product: Tensor = (q.flatten(2, 3) @ term.k_BGSR[:, :, low - missing : high - missing].mT).unflatten(
-        2, q.shape[2:4]
-    )
+    product = grouped_matmul(q, term.k_BGSR[:, :, low - missing : high - missing].mT)
     if term.scale_BGJS is None:
         return product
     scale: Tensor = term.scale_BGJS[..., None, low - missing : high - missing].to(product.dtype)

@@ -287,12 +287,15 @@ class BlocksMask(Mask):
         end = int((rows.start_B + rows.count_B).max())
         self._check_length(end)
         write_BGF1 = (rows.k_BGTF if rows.beta_BGT is None else rows.beta_BGT.unsqueeze(-1) * rows.k_BGTF).mT
-        sums_BAGFV = apply_carry(rows, write_BGF1, pad_blocks(state["blocks"].to(write_BGF1.dtype), -(-end // block)))
+        blocks = max(-(-end // block), state["blocks"].shape[1])
+        # Before the first token has left the window there is no block: the token writes zeros to one that is not kept.
+        before_BAGFV = pad_blocks(state["blocks"].to(write_BGF1.dtype), max(blocks, 1))
+        sums_BAGFV = apply_carry(rows, write_BGF1, before_BAGFV)
         # A padding token behind a full last block belongs to a block that does not exist; it writes zeros, to the last one that does.
         here_B = (rows.start_B // block).clamp_max(sums_BAGFV.shape[1] - 1)
         place = torch.arange(len(here_B), device=here_B.device), here_B
         sums_BAGFV = sums_BAGFV.index_put(place, sums_BAGFV[place] + write_BGF1 * rows.v_BGTV)
-        return rows.q_BGJTF @ self._mixed_sums(here_B, sums_BAGFV), {"blocks": sums_BAGFV}
+        return rows.q_BGJTF @ self._mixed_sums(here_B, sums_BAGFV), {"blocks": sums_BAGFV[:, :blocks]}
 
     def read(self, q_BGJTF: Tensor, start_B: Tensor, signals: Signals, state: MaskState) -> Tensor:
         """Return out_BGJTV of queries that all read the state as one in the block of the last token written."""
