@@ -9,8 +9,14 @@ import shutil
 import pytest
 import torch
 import transformers
-from helpers.small import Logits, make_recipe, model_outputs, run_python, tiny_inputs
-from helpers.small_mixers import DecayedConfig, random_model_with_mixers, register_test_mixers
+from helpers.small import Logits, make_recipe, model_outputs, relative, run_python, tiny_inputs
+from helpers.small_mixers import (
+    MIXER_SPECS,
+    DecayedConfig,
+    random_model,
+    random_model_with_mixers,
+    register_test_mixers,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +24,8 @@ import surgery  # noqa: F401
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.core.errors import SurgeryError
+from surgery.mixers import mixer_config
+from surgery.mixers.common.softmax import QUERIES_PER_PASS
 from surgery.modeling.modules import SplitLinear
 from surgery.structures import STRUCTURES, StructuredLinear
 
@@ -340,6 +348,36 @@ def test_exports_with_any_length(converted):
         ids = tiny_inputs("llama", 2, tokens)["input_ids"]
         with torch.no_grad():
             assert torch.allclose(program.module()(ids), Logits(model)(ids), atol=1e-5)
+
+
+class MaskedLogits(torch.nn.Module):
+    """A language model as a function of token ids and a padding mask, for exports."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, mask):
+        return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", [("mlr", "window"), ("bilinear", "global window")])
+def test_mixers_that_score_keys_export_with_any_length(names):
+    """One program for rows with and without padding, and for more tokens than one pass over the queries takes otherwise."""
+    from surgery.architectures.attention import attention_paths
+    from surgery.modeling.attention import install
+
+    model = random_model("llama")
+    install(model, {path: mixer_config(MIXER_SPECS[name]) for path, name in zip(attention_paths(model), names)})
+    ids, mask = tiny_inputs("llama", 2, 9)["input_ids"], torch.ones(2, 9, dtype=torch.long)
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(MaskedLogits(model), (ids, mask), dynamic_shapes=({1: length}, {1: length})).module()
+    for tokens, padding in ((2, 0), (5, 3), (60, 0), (QUERIES_PER_PASS + 90, 40)):
+        ids, mask = tiny_inputs("llama", 2, tokens)["input_ids"], torch.ones(2, tokens, dtype=torch.long)
+        mask[1, :padding] = 0
+        found, expected = program(ids, mask), MaskedLogits(model)(ids, mask)
+        assert relative(found[mask.bool()], expected[mask.bool()]) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
