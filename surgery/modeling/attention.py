@@ -221,7 +221,7 @@ def drop_mask_without_padding(mask: Any, valid_BT: Tensor | None, seen: int) -> 
     Static caches have a mask in every step, and mixers are slower with one. The first layer of a call compares, which synchronizes with the
     device, and leaves the answer on the mask for the others. Where the answer cannot be read or kept, valid_BT stays.
     """
-    if valid_BT is None or not isinstance(mask, Tensor) or mask.is_inference() or torch.compiler.is_compiling():
+    if valid_BT is None or torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.is_inference():
         return valid_BT
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return valid_BT
