@@ -9,12 +9,14 @@ BIN := .venv/bin
 # -qq: errors only. Otherwise pip prints several lines for each of 80 packages, and warnings about its configuration. make demo PIP_FLAGS=
 # shows them.
 PIP_FLAGS ?= -qq
-INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-cpu.txt
+# make tests CONSTRAINTS= installs the newest releases of everything, as the weekly workflow does.
+CONSTRAINTS ?= -c constraints-cpu.txt
+INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS) --no-compile $(CONSTRAINTS)
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-mixins test-clients test-vllm lint style types imports tests clean
+.PHONY: help demo test test-all test-versions test-newest test-mixins test-clients test-vllm lint style types imports tests clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -27,6 +29,12 @@ test: style  ## ruff, then the whole test suite and mypy in parallel
 
 test-all: style  ## the same, with the tests marked slow, which take minutes each
 	@$(MAKE) --no-print-directory -j 2 types tests PYTEST_ARGS='-m "" $(PYTEST_ARGS)'
+
+test-versions:  ## one step of everything with the lowest and the newest tested versions, oldest and newest Python (.venvs, up to 6 GB each)
+	$(PYTHON) tests/versions/environments.py $(PYTEST_ARGS)
+
+test-newest:  ## the same with the newest tested versions and this Python only
+	$(PYTHON) tests/versions/environments.py --end newest --python $(PYTHON) $(PYTEST_ARGS)
 
 test-mixins: .venv/installed-test  ## transformers' own tests of a model over converted ones; takes its source distribution from pip
 	$(INSTALL) parameterized
@@ -56,7 +64,7 @@ tests: .venv/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 clean:  ## remove .venv, caches and the demo's folders
-	rm -rf .venv .venv-vllm build dist surgery-demo surgery-demo-[0-9]* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-vllm .venvs build dist surgery-demo surgery-demo-[0-9]* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamp files: an install runs again only when pyproject.toml or the constraints change. pip is upgraded first because the
