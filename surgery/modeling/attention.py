@@ -330,8 +330,8 @@ def replace_attention(model: Any, path: str, config: MixerConfig) -> None:
     with torch.device(like.device):
         mixer = kind(config, shape).to(like.dtype)
     attach_mixer(module, mixer.train(module.training))
-    if shape.causal and shape.rotary:
-        derive_positions(model, path)
+    if shape.rotary:
+        derive_positions(model, path, shape.causal)
     if not isinstance(model, MixerModelMixin):
         model.__class__ = mixin_class(model.__class__, MixerModelMixin)
 

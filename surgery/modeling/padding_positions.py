@@ -2,7 +2,9 @@
 
 transformers then counts positions from the first padding token. Softmax attention with RoPE depends only on distances, so its
 outputs do not change; features of a rotated query (Hedgehog, Toeplitz exponentials) depend on the position itself. Generation
-passes positions that begin at the first real token; here every other call gets the same.
+passes positions that begin at the first real token; here every other call gets the same. Calibration moves real tokens to the start of
+their rows (surgery.calibration.data.align_left), so that they have these positions too. Models with learned positions (GPT-2, BERT)
+are left alone: there a call without positions means other inputs to the original as well.
 """
 
 from __future__ import annotations
@@ -49,13 +51,21 @@ def add_positions(
     return (), given
 
 
-def derive_positions(model: Any, path: str) -> None:
-    """Add the hook to the innermost transformers model around the attention at `path` that takes a mask and positions."""
+def derive_positions(model: Any, path: str, causal: bool) -> None:
+    """Add the hook to the innermost transformers model around the attention at `path` that takes a mask and positions.
+
+    causal: whether the attention is. For other attention only the innermost model counts: around a vision tower lie models whose positions
+    are those of text.
+    """
     parts = path.split(".")
     for end in range(len(parts) - 1, -1, -1):
         module = model.get_submodule(".".join(parts[:end]))
         cls: Any = type(module)
-        if isinstance(module, PreTrainedModel) and set(_argument_names(cls)) >= NEEDED:
+        if not isinstance(module, PreTrainedModel):
+            continue
+        if set(_argument_names(cls)) >= NEEDED:
             if add_positions not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(add_positions, with_kwargs=True)
+            return
+        if not causal:
             return

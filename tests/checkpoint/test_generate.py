@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from helpers.small import GENERATIVE_FAMILIES, tiny_inputs
+from helpers.small import DECODER, GENERATIVE_FAMILIES, tiny_inputs
 from helpers.small_mixers import (
     DecayedConfig,
     DecayedMixer,
@@ -21,10 +21,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from surgery.architectures.attention import attention_paths
 from surgery.architectures.dry_run import CACHE_ARGUMENTS
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
 from surgery.mixers.linear_config import LinearAttention
+from surgery.modeling.attention import install
 from surgery.modeling.cache import MAX_RECORDED, MixerCacheLayer, mixer_modules, record_past
 from surgery.modeling.cache_io import load_cache, save_cache
 from surgery.modeling.padding_positions import mask_positions
@@ -224,6 +226,21 @@ def test_left_padding_without_positions(family, layers, config):
     ):
         for row, pad in ((0, 0), (1, 6), (2, 13)):
             assert far(found[row, pad:], model(ids[row : row + 1, pad:], use_cache=False).logits[0]) < 1e-5
+
+
+@torch.no_grad()
+def test_left_padding_of_a_rotary_encoder_without_positions():
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    plain = {k: v for k, v in DECODER.items() if k not in ("num_key_value_heads", "head_dim")}
+    config = ModernBertConfig(**plain, local_attention=8, cls_token_id=1, sep_token_id=2, initializer_range=0.3)
+    model, ids = ModernBertForMaskedLM(config).eval(), prompts(2, 12)
+    install(model, dict.fromkeys(attention_paths(model), LinearAttention(features="hedgehog", normalise=True)))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    found = model(input_ids=ids * mask, attention_mask=mask).logits
+    assert far(found[0], model(input_ids=ids[:1]).logits[0]) < 1e-5
+    assert far(found[1, 5:], model(input_ids=ids[1:, 5:]).logits[0]) < 1e-5
 
 
 @torch.no_grad()
