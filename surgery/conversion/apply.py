@@ -50,6 +50,7 @@ from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import untie
 from surgery.planning.plan import LinearTarget, Plan, make_plan
 from surgery.planning.recipe import ConversionRecipe
+from surgery.structures.call_scope import hold_groups
 from surgery.structures.shared_basis import SharedBasis, basis_path
 
 PASS_CALIBRATION = "Pass the argument calibration, for example calibration=[text]"
@@ -308,8 +309,10 @@ def install(live: LiveModel, conversion: LiveConversion, report: dict[str, Any],
         ready = {path: _build(live, path, spec, conversion.tensors) for path, spec in conversion.table.items()}
         connect_joined(ready)
         _train_joined(live, ready)
+        undo.append(lambda: hold_groups(model))  # after the modules are back: steps are undone from the last
         for path, module in ready.items():
             _swap(model, live.live_path(path), module, undo)
+        hold_groups(model)
         sharing = [path for path, spec in conversion.table.items() if shares_basis(spec)]
         connect_bases(model, sharing, {basis_path(path): _basis(live, path, conversion.tensors) for path in sharing})
         for path, weight in refits.items():

@@ -38,6 +38,7 @@ from surgery.modeling.modules import (
 )
 from surgery.modeling.quantizer import replace_modules, split_named_experts
 from surgery.structures import StructuredLinear
+from surgery.structures.call_scope import hold_groups
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis, basis_path
 
@@ -103,6 +104,7 @@ def densify_live(model: Any) -> int:
     }
     for path, module in dense.items():
         model.set_submodule(path, module)
+    hold_groups(model)
     for path in found.keys() - structured.keys():
         parent, _, leaf = path.rpartition(".")
         delattr(model.get_submodule(parent), leaf)

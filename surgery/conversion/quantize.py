@@ -39,6 +39,7 @@ from surgery.modeling.modules import (
 )
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import ModuleFinder, split_named_experts
+from surgery.structures.call_scope import hold_groups
 from surgery.structures.quantized import QuantizedLinear, Storage
 
 DEFAULT_GROUPS = {8: None, 4: 64}
@@ -164,6 +165,7 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[s
         copy_hooks(model.get_submodule(place), quantized)
         model.set_submodule(place, quantized)
     connect_joined(replaced)
+    hold_groups(model)
     table.modules = modules
     summary = {**_storage_summary(whole, storage), "bytes_before": before, "bytes_after": stored_bytes(model)}
     if isinstance(report := getattr(model, "surgery_report", None), dict):

@@ -27,6 +27,7 @@ from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.weights import joined_entries, select_rows, slice_name, table_entry
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
+from surgery.structures.call_scope import hold_groups
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis, SharedLowRankLinear, basis_path, first_expert
 
@@ -101,11 +102,16 @@ def swapped_modules(layer: nn.Module, prefix: str, modules: dict[str, nn.Module]
     before = {path: layer.get_submodule(path[len(prefix) + 1 :]) for path in modules}
     for path, module in modules.items():
         layer.set_submodule(path[len(prefix) + 1 :], module)
+    joined = any(isinstance(module, JoinedLinear) for module in modules.values())
+    if joined:
+        hold_groups(layer)
     try:
         yield
     finally:
         for path, module in before.items():
             layer.set_submodule(path[len(prefix) + 1 :], module)
+        if joined:
+            hold_groups(layer)
 
 
 def stored_dtype(meta_model: MetaModel, target: LinearTarget) -> torch.dtype:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from surgery.structures.call_scope import hold_groups
 from surgery.structures.grouped import group_linears
 from surgery.structures.low_rank import LowRankLinear
 
@@ -25,7 +26,8 @@ def fuse_projections(model: nn.Module) -> int:
     """
     groups = list(_siblings(model))
     for linears in groups:
-        group_linears(linears)
+        group_linears(linears, is_held=True)
+    hold_groups(model)
     return len(groups)
 
 

@@ -3,7 +3,8 @@
     W = [W_q; W_k; W_v] ~ B (sum of O, I),  q(x) = rows of B x,  k(x) = the next rows, ..
 
 The first linear of a group holds B; the others refer to it. A model calls them one after another with one tensor, so B x is computed
-for the first that is called and kept until the others have taken their rows (of low rank, right x).
+for the first that is called and kept until the others have taken their rows (of low rank, right x), at most for the time of one call of
+the module that holds them: see `surgery.structures.call_scope`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class JoinedLinear(nn.Module):
         self._group = (group,)
 
     @property
+    def call_group(self) -> _Group | None:
+        """The group, for `hold_groups`; None before `connect_joined`."""
+        return self._group[0] if self._group else None
+
+    @property
     def matrix(self) -> Any:
         """The module of B, with the rows of all linears of the group. Raises SurgeryError before `connect_joined`."""
         if "joined" in self._modules:
@@ -93,20 +99,20 @@ class JoinedLinear(nn.Module):
 
 
 class _Kept(threading.local):
-    """What a thread keeps of the last output of a group. read: x and the tensors of the matrix. parts: those not taken yet, by first row.
-    misses: outputs in a row of which parts were left."""
+    """What a thread keeps of the last output of a group. calling: whether the module that holds the linears is being called. read: x and
+    the tensors of the matrix. parts: those not taken yet, by first row. misses: outputs in a row of which parts were left."""
 
     def __init__(self) -> None:
         self.read: tuple[Tensor, ...] = ()
         self.parts: dict[int, _Part] = {}
-        self.version, self.mode, self.misses = 0, (False, False), 0
+        self.version, self.mode, self.misses, self.calling = 0, (False, False), 0, False
 
 
 class _Group:
     """The linears of one matrix, and the parts of its last output that were not taken yet, for each thread.
 
-    A part is taken for the same tensor only, in the same mode of autograd and autocast, if neither it nor the matrix was written in
-    between. If parts are left again and again, the linears do not read one tensor, and nothing is kept any more. Nor is anything in
+    Parts are kept during a call of the module that holds the linears. A part is taken for the same tensor only, in the same mode of autograd
+    and autocast, if neither it nor the matrix was written in between. If parts are left again and again, the linears do not read one tensor, and nothing is kept any more. Nor is anything in
     inference mode, whose tensors do not tell whether they were written.
     """
 
@@ -122,6 +128,16 @@ class _Group:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, kept=_Kept())
 
+    def begin_call(self) -> None:
+        """Forget the parts, and keep them from now on, in this thread."""
+        self.kept.parts, self.kept.read, self.kept.calling = {}, (), True
+
+    def end_call(self, finished: bool) -> None:
+        """Forget the parts, and keep none any more, in this thread."""
+        if self.kept.parts and finished and not torch.compiler.is_compiling():
+            self.kept.misses += 1
+        self.kept.parts, self.kept.read, self.kept.calling = {}, (), False
+
     def output(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         """Return the rows of a linear in B x, (..., O), for x (..., I)."""
         matrix, kept, traced = self.first.matrix, self.kept, torch.compiler.is_compiling()
@@ -136,7 +152,7 @@ class _Group:
             kept.misses += not traced
         parts = dict(zip(self.sizes, _compute(matrix, x, list(self.sizes.values()), traced)))
         mine, kept.parts, kept.read = parts.pop(linear.start), {}, ()
-        if kept.misses < MAX_MISSES and not is_exporting() and (traced or not x.is_inference()):
+        if kept.calling and kept.misses < MAX_MISSES and not is_exporting() and (traced or not x.is_inference()):
             kept.parts, kept.mode, kept.read = parts, mode, (x,) if traced else _tensors(matrix, x)
             kept.version = 0 if traced else _version(kept.read)
         return mine.rows()
@@ -196,7 +212,7 @@ def _version(tensors: tuple[Tensor, ...]) -> int:
 
 
 def connect_joined(modules: Mapping[str, nn.Module]) -> None:
-    """Connect the JoinedLinears among modules, by path, with those of their group.
+    """Connect the JoinedLinears among modules, by path, with those of their group. The model needs `hold_groups`, or computes B x for each.
 
     Raises SurgeryError if one lacks its first linear, or if the rows of a group do not cover its matrix.
     """

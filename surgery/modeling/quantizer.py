@@ -23,6 +23,7 @@ from surgery.modeling.joined import connect_joined
 from surgery.modeling.modules import DAMAGED_TABLE, build_module, connect_bases, is_joined, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.structures import StructuredLinear
+from surgery.structures.call_scope import hold_groups
 from surgery.structures.quantized import QuantizedLinear
 
 
@@ -163,6 +164,7 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
             replace_attention(model, place, mixer_config(spec))
     connect_bases(model, sharing)
     connect_joined(joined)
+    hold_groups(model)
 
 
 def split_named_experts(model: Any, paths: Iterable[str]) -> None:

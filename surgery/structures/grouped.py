@@ -5,13 +5,16 @@ two: one multiplies the input with all right factors, one their results with all
 
     group_linears([attention.q_proj, attention.k_proj, attention.v_proj])
 
-The first linear that is called computes the outputs of all, and the others return theirs if they are called with the same tensor. The
-modules, their parameters and their names stay as they are.
+The first linear that is called computes the outputs of all, and the others return theirs if they are called with the same tensor. In a
+model they do so during a call of the module that holds them (`surgery.structures.call_scope`). The modules, their parameters and their
+names stay as they are.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,42 +41,66 @@ def low_rank_group(x: Tensor, rights: Tensors, lefts: Tensors, biases: Biases) -
     return tuple(low_rank_linear(x, *factors) for factors in zip(rights, lefts, biases))
 
 
+class _Kept(threading.local):
+    """What a thread keeps. outputs: those that were not taken yet, by place. read: x and the factors that they were computed from. version: of
+    these tensors. calling: whether the module that holds the linears is being called."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, Tensor] = {}
+        self.read: Tensors = ()
+        self.version, self.calling = 0, False
+
+
 class LinearGroup:
     """Low-rank linears that read the same input.
 
     Between the calls of its linears it keeps the outputs that were computed and not yet taken. A linear takes its output once, for the
     same tensor, if neither it nor a factor was written in between. A group whose outputs are not taken dissolves: its linears do not
     read the same input.
+
+    is_held: whether a module begins and ends its calls (`hold_groups`). Linears without one must not be written between their calls.
     """
 
-    def __init__(self, linears: Sequence[LowRankLinear]):
-        self.linears = tuple(linears)
-        self.outputs: dict[int, Tensor] = {}
-        self.read: Tensors = ()  # what they were computed from: x, then the factors
-        self.version = 0
+    def __init__(self, linears: Sequence[LowRankLinear], is_held: bool = False):
+        self.linears, self.is_held, self.kept = tuple(linears), is_held, _Kept()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes that a copy gets: nothing that is kept."""
+        return {"linears": self.linears, "is_held": self.is_held}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, kept=_Kept())
+
+    def begin_call(self) -> None:
+        """Forget the outputs, and keep them from now on, in this thread."""
+        self.kept.outputs, self.kept.read, self.kept.calling = {}, (), True
+
+    def end_call(self, finished: bool) -> None:
+        """Forget the outputs, and keep none any more, in this thread. A group of which some are left after a whole call dissolves."""
+        left = bool(self.kept.outputs)
+        self.kept.outputs, self.kept.read, self.kept.calling = {}, (), False
+        if left and finished and not torch.compiler.is_compiling():
+            self._dissolve()
 
     def output(self, place: int, x: Tensor) -> Tensor:
         """Return the output (..., O) of the linear at this place for x (..., I), a few tokens, without gradients."""
-        outputs, read, traced = self.outputs, self.read, torch.compiler.is_compiling()
-        if place in outputs and read[0] is x and (traced or _version(read) == self.version):
-            y = outputs.pop(place)
-            if not outputs:
-                self.read = ()
+        kept, traced = self.kept, torch.compiler.is_compiling()
+        if place in kept.outputs and kept.read[0] is x and (traced or _version(kept.read) == kept.version):
+            y = kept.outputs.pop(place)
+            if not kept.outputs:
+                kept.read = ()
             return y
         rights, lefts, biases = self._factors()
         read = (x, *rights, *lefts, *(bias for bias in biases if bias is not None))
-        if outputs and not traced:
+        if kept.outputs and not traced:
             self._dissolve()
-        elif not is_exporting() if traced else _can_keep(read):
-            return self._compute(place, read, rights, lefts, biases)
+        elif (kept.calling or not self.is_held) and (not is_exporting() if traced else _can_keep(read)):
+            ys = low_rank_group(x, rights, lefts, biases)
+            kept.outputs = {at: y for at, y in enumerate(ys) if at != place}
+            kept.read, kept.version = read, 0 if traced else _version(read)
+            return ys[place]
         alone: Tensor = low_rank_linear(x, rights[place], lefts[place], biases[place])
         return alone
-
-    def _compute(self, place: int, read: Tensors, rights: Tensors, lefts: Tensors, biases: Biases) -> Tensor:
-        ys = low_rank_group(read[0], rights, lefts, biases)
-        self.outputs = {at: y for at, y in enumerate(ys) if at != place}
-        self.read, self.version = read, 0 if torch.compiler.is_compiling() else _version(read)
-        return ys[place]
 
     def _factors(self) -> tuple[Tensors, Tensors, Biases]:
         factors = [(*linear.right_and_left(), linear.bias) for linear in self.linears]
@@ -81,7 +108,7 @@ class LinearGroup:
         return rights, lefts, biases
 
     def _dissolve(self) -> None:
-        self.outputs, self.read = {}, ()
+        self.kept.outputs, self.kept.read = {}, ()
         for linear in self.linears:
             linear.group = None
 
@@ -98,16 +125,16 @@ def _can_keep(tensors: Tensors) -> bool:
     return not any(t.is_inference() or t.is_meta or t.get_device() != device for t in tensors)
 
 
-def group_linears(linears: Sequence[LowRankLinear]) -> None:
+def group_linears(linears: Sequence[LowRankLinear], is_held: bool = False) -> None:
     """Compute these linears together for a few tokens without gradients. They read the same input, and all have biases or none has.
 
-    Raises ValueError for fewer than two linears, or linears of different input widths or with and without biases.
+    is_held: see LinearGroup. Raises ValueError for fewer than two linears, or linears of different input widths or with and without biases.
     """
     kinds = {(linear.in_features, linear.bias is None) for linear in linears}
     if len(linears) < 2 or len(kinds) > 1:
         raise ValueError(
             f"a group has at least two linears, of one input width, all with or all without biases; got {list(linears)}"
         )
-    group = LinearGroup(linears)
+    group = LinearGroup(linears, is_held)
     for place, linear in enumerate(linears):
         linear.group = group, place

@@ -120,6 +120,11 @@ class LowRankLinear(StructuredLinear):
     right: Tensor
     group: tuple[Any, int] | None = None  # a LinearGroup (surgery.structures.grouped), and the place in it
 
+    @property
+    def call_group(self) -> Any:
+        """The LinearGroup, for `hold_groups`, or None."""
+        return None if self.group is None else self.group[0]
+
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every core (layout in the class docstring)."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from helpers import killing
 from helpers.forked import run_processes
 from helpers.small import checkpoint_logits, make_recipe, relative, tiny_config, tiny_inputs
@@ -23,6 +27,7 @@ from surgery.core.errors import SurgeryError
 from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import build_module
 from surgery.structures import STRUCTURES
+from surgery.structures.call_scope import ATTRIBUTE, hold_groups
 
 PIVOTED = {"structure": "pivoted_low_rank", "keep": 0.5, "share": "input", "sweeps": 1}
 PIVOTED_MATRIX = {"structure": "pivoted_low_rank", "rank": 3, "out_features": 12}
@@ -335,42 +340,144 @@ def make_group(bias: bool = False) -> list[JoinedLinear]:
     return list(modules.values())
 
 
+class Block(torch.nn.Module):
+    """A module that holds a group, and calls its linears with one tensor. between: called after the first of them."""
+
+    def __init__(self, linears: list[JoinedLinear]):
+        super().__init__()
+        self.q, self.k, self.v = linears
+        self.between = lambda x: None
+        hold_groups(self)
+
+    def forward(self, x):
+        q = self.q(x)
+        self.between(x)
+        return torch.cat([q, self.k(x), self.v(x)], -1)
+
+
+@contextmanager
+def during_a_call(linears: list[JoinedLinear]):
+    """Keep parts as in a call of the module that holds the linears."""
+    group = linears[0]._group[0]
+    group.begin_call()
+    yield
+    group.end_call(True)
+
+
+WRITES = {
+    "data": lambda tensor: tensor.data.mul_(2),
+    "numpy": lambda tensor: np.multiply(tensor.detach().numpy(), 2, out=tensor.detach().numpy()),
+    "detached": lambda tensor: tensor.detach().mul_(2),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("what", ["input", "matrix"])
+def test_nothing_is_kept_after_the_call_of_the_module(how, what):
+    """Autograd counts no writes through `.data` and NumPy, so an output must not outlive the call."""
+    linears = make_group()
+    block, x = Block(linears), torch.randn(3, 8)
+    q, k, _ = linears
+    written = x if what == "input" else q.joined.weight
+
+    def check():
+        torch.testing.assert_close(k(x), x @ k.dense().mT)
+
+    q(x)  # by itself, as a hook or a probe calls it
+    WRITES[how](written)
+    check()
+    block.between = lambda x: (_ for _ in ()).throw(ValueError("a hook failed"))
+    with pytest.raises(ValueError, match="a hook failed"):
+        block(x)
+    WRITES[how](written)
+    check()
+    block.between = lambda x: None
+    block(x)
+    WRITES[how](written)
+    torch.testing.assert_close(block(x), torch.cat([x @ linear.dense().mT for linear in linears], -1))
+    assert not q._group[0].kept.parts and not q._group[0].kept.read
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_calls_are_computed_once_and_leave_nothing(reentrant):
+    """Also where the second forward stops early, because no later tensor is needed."""
+    linears, calls = make_group(), []
+    block, x = Block(linears), torch.randn(2, 9, 8, requires_grad=True)
+    block(x).square().sum().backward()
+    wanted = x.grad.clone()
+    linears[0].joined.register_forward_pre_hook(lambda *_: calls.append(1))
+    for _ in range(12):
+        x.grad = None
+        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant).square().sum().backward()
+        torch.testing.assert_close(x.grad, wanted)
+    assert len(calls) == 24 and not linears[0]._group[0].kept.parts and not linears[0]._group[0].kept.calling
+
+
+def test_a_copy_and_a_pickled_block_keep_for_themselves():
+    block, x, calls = Block(make_group()), torch.randn(3, 8), []
+    block.between = None
+    buffer = io.BytesIO()
+    torch.save(block, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(block), torch.load(buffer, weights_only=False)):
+        other.between = lambda x: None
+        other.q.joined.register_forward_hook(lambda *_: calls.append(1))
+        group = other.q._group[0]
+        assert group is not block.q._group[0] and getattr(other, ATTRIBUTE) == (group,)
+        other(x)
+    assert len(calls) == 2
+
+
+def test_modules_without_a_group_have_no_hooks(converted):
+    """A densified model is as it was before: nothing of the groups is left in it."""
+    model = AutoModelForCausalLM.from_pretrained(converted[1])
+    held = [module for module in model.modules() if hasattr(module, ATTRIBUTE)]
+    assert len(held) == 4 and all(module._forward_hooks and module._forward_pre_hooks for module in held)
+    surgery.densify(model)
+    for module in held:
+        assert not hasattr(module, ATTRIBUTE) and not module._forward_hooks and not module._forward_pre_hooks
+        assert not module._forward_hooks_always_called
+
+
 def test_kept_outputs_are_never_stale():
+    """During a call they are taken for the same tensor, in the same mode, unless it or the matrix was written in place."""
     q, k, v = make_group()
     x = torch.randn(3, 8)
-    with torch.no_grad():
+    with during_a_call([q]):
+        with torch.no_grad():
+            q(x)
+            x.mul_(2)  # written in place
+            torch.testing.assert_close(k(x), x @ k.dense().mT)
+            q(x)
+            q.joined.weight.mul_(3)  # the matrix is written
+            torch.testing.assert_close(k(x), x @ k.dense().mT)
+            q(x)
+            torch.testing.assert_close(k(x.clone()), x @ k.dense().mT)  # another tensor
+            torch.testing.assert_close(v(x), x @ v.dense().mT)
+        assert k(x).requires_grad and k(x).grad_fn is not None
         q(x)
-        x.mul_(2)  # written in place
-        torch.testing.assert_close(k(x), x @ k.dense().mT)
-        q(x)
-        q.joined.weight.mul_(3)  # the matrix is written
-        torch.testing.assert_close(k(x), x @ k.dense().mT)
-        q(x)
-        torch.testing.assert_close(k(x.clone()), x @ k.dense().mT)  # another tensor
-        torch.testing.assert_close(v(x), x @ v.dense().mT)
-    assert k(x).requires_grad and k(x).grad_fn is not None
-    q(x)
-    with torch.no_grad():
-        assert not k(x).requires_grad
-    with torch.inference_mode():
-        y = torch.randn(3, 8)
-        q(y)
-        y.mul_(2)
-        torch.testing.assert_close(k(y), y @ k.dense().mT)
-    one, other = copy.deepcopy([q, k, v]), copy.deepcopy(k)
-    assert one[1].matrix is one[0].joined and other.matrix is not q.joined
-    torch.testing.assert_close(other(x), k(x))
+        with torch.no_grad():
+            assert not k(x).requires_grad
+        with torch.inference_mode():
+            y = torch.randn(3, 8)
+            q(y)
+            y.mul_(2)
+            torch.testing.assert_close(k(y), y @ k.dense().mT)
+        one, other = copy.deepcopy([q, k, v]), copy.deepcopy(k)
+        assert one[1].matrix is one[0].joined and other.matrix is not q.joined
+        torch.testing.assert_close(other(x), k(x))
 
 
 def test_low_rank_of_many_tokens_keeps_the_factor_s_output_alone():
     """Its outputs are contiguous, and a later part needs no memory before it is taken."""
     q, k, v = make_group(bias=True)
     x = torch.randn(2, 9, 8, requires_grad=True)
-    ys = [linear(x) for linear in (q, k, v)]
     group = q._group[0]
-    assert all(y.is_contiguous() for y in ys) and not group.kept.parts and not group.kept.read
-    q(x)
-    assert {tuple(part.y.shape) for part in group.kept.parts.values()} == {(2, 9, 3)}
+    with during_a_call([q]):
+        ys = [linear(x) for linear in (q, k, v)]
+        assert all(y.is_contiguous() for y in ys) and not group.kept.parts and not group.kept.read
+        q(x)
+        assert {tuple(part.y.shape) for part in group.kept.parts.values()} == {(2, 9, 3)}
     sum(y.square().sum() for y in ys).backward()
     found = [q.joined.right.grad.clone(), q.joined.weight.grad.clone(), x.grad.clone()]
     for tensor in (q.joined.right, q.joined.weight, x):
@@ -391,13 +498,15 @@ def test_threads_replicas_and_interrupted_calls():
     q.joined = build_module({**PIVOTED_MATRIX, "in_features": 8, "bias": False}, "cpu")
     failed = []
 
+    block = Block([q, k, v])
+
     def run(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(200):
             x = torch.randn(3, 8, generator=generator)
-            for linear in (q, k, v):
-                if not torch.allclose(linear(x), torch.nn.functional.linear(x, linear.dense(), linear.bias), atol=1e-5):
-                    failed.append(seed)
+            wanted = [torch.nn.functional.linear(x, linear.dense(), linear.bias) for linear in (q, k, v)]
+            if not torch.allclose(block(x), torch.cat(wanted, -1), atol=1e-5):
+                failed.append(seed)
 
     threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
     for thread in threads:
@@ -412,7 +521,8 @@ def test_threads_replicas_and_interrupted_calls():
     calls = []
     q.joined.register_forward_hook(lambda *_: calls.append(1))
     for _ in range(20):  # k and v are not called, as where a forward is interrupted
-        q(torch.randn(3, 8))
+        with during_a_call([q]):
+            q(torch.randn(3, 8))
     assert len(calls) == 20 and not q._group[0].kept.parts
     plain = make_group()[1]
     plain(torch.randn(3, 8, requires_grad=True)).mul_(2)  # the rows of one linear are no view of the others
@@ -422,11 +532,13 @@ def test_a_forward_that_was_interrupted_once_changes_nothing():
     q, k, v = make_group()
     calls = []
     q.joined.register_forward_hook(lambda *_: calls.append(1))
-    q(torch.randn(3, 8))
+    block = Block([q, k, v])
+    block.between = lambda x: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        block(torch.randn(3, 8))
+    block.between = lambda x: None
     for _ in range(2):
-        x = torch.randn(3, 8)
-        for linear in (q, k, v):
-            linear(x)
+        block(torch.randn(3, 8))
     assert len(calls) == 3
 
 
@@ -465,16 +577,15 @@ def test_predicted_times_are_of_separate_dense_linears(source, inputs, tmp_path)
 
 
 def test_compiled_and_exported():
-    class Block(torch.nn.Module):
+    class Outer(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.q, self.k, self.v = make_group(bias=True)
+            self.held = Block(make_group(bias=True))
 
         def forward(self, x):
-            x = x * 2
-            return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
+            return self.held(x * 2)
 
-    block, x = Block(), torch.randn(5, 8)
+    block, x = Outer(), torch.randn(5, 8)
     wanted = block(x)
     torch.testing.assert_close(torch.compile(block, backend="aot_eager", fullgraph=True)(x), wanted)
     tokens = torch.export.Dim("tokens", min=2, max=64)

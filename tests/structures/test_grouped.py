@@ -71,7 +71,7 @@ def test_prompts_gradients_and_inference_mode_run_alone(linears, counted):
     linears[0](torch.randn(1, 16)).sum().backward()
     with torch.inference_mode():
         linears[0](torch.randn(1, 16))
-    assert counted == [] and linears[0].right.grad is not None and not linears[0].group[0].outputs
+    assert counted == [] and linears[0].right.grad is not None and not linears[0].group[0].kept.outputs
 
 
 @torch.no_grad()
@@ -85,6 +85,29 @@ def test_an_output_is_not_kept_after_a_write(linears, counted):
     linears[0](x)
     x.mul_(2)
     assert torch.equal(linears[1](x), linears[1].product(x))
+
+
+@torch.no_grad()
+def test_nothing_is_kept_after_the_call_of_the_module(counted):
+    """Autograd counts no writes through `.data`, so in a model an output must not outlive the call that computed it."""
+    torch.manual_seed(0)
+    block = nn.ModuleDict({name: low_rank(16, 8) for name in ("q_proj", "k_proj")})
+    block.forward = lambda x: (block["q_proj"](x), block["k_proj"](x))
+    assert fuse_projections(block) == 1
+    x, (q, k) = torch.randn(1, 16), block.values()
+    q(x)
+    k.right.data.mul_(2)
+    assert torch.equal(k(x), k.product(x)) and counted == []
+    assert all(torch.equal(y, linear.product(x)) for y, linear in zip(block(x), (q, k))) and counted == [2]
+    handle = q.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        block(x)
+    handle.remove()
+    x.data.mul_(2)
+    assert torch.equal(k(x), k.product(x)) and k.group is not None
+    block.forward = lambda x: (block["q_proj"](x),)
+    block(x)
+    assert k.group is None  # a whole call did not take an output: the linears do not read one tensor
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.weights import joined_entries, slice_name, table_entry
 from surgery.structures import StructuredLinear
 from surgery.structures.base import MuP
+from surgery.structures.call_scope import hold_groups
 from surgery.structures.low_rank import LowRankLinear
 
 LowRankStart = Literal["spectral", "unit"]
@@ -97,6 +98,7 @@ def replace_linears(model: Any, plan: Plan) -> None:
     connect_joined(built)
     for path, module in built.items():
         model.set_submodule(path, module)
+    hold_groups(model)
     if table:
         model.config.quantization_config = SurgeryConfig(modules=table)
 
