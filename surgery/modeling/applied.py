@@ -11,10 +11,18 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, follow_umask, write_json
 from surgery.modeling.attention import MixerModelMixin, mixin_class, reduce_mixin
 from surgery.modeling.auto_classes import write_shims
+from surgery.modeling.converted_head import ConvertedModelMixin
 from surgery.modeling.quantization_config import SurgeryConfig
 
 
-class AppliedModelMixin:
+class LoadedModelMixin(ConvertedModelMixin):
+    """Mixin of a model class whose instance was loaded with a converted head, and without mixers."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_mixin(self, super().__reduce_ex__(protocol))
+
+
+class AppliedModelMixin(ConvertedModelMixin):
     """Mixin of a model class whose instance was converted in memory.
 
     surgery_report: the report of the conversion. surgery_companions: (the tokenizer or None, the folder of the original checkpoint
@@ -85,7 +93,7 @@ def remove_table(model: Any, folded: dict[str, Any]) -> None:
         config.quantization_config = SurgeryConfig(folded, config.quantization_config.mixers)
         return
     del config.quantization_config
-    if isinstance(model, AppliedModelMixin):
+    if isinstance(model, ConvertedModelMixin):
         model.__class__ = type(model).__bases__[1]
 
 

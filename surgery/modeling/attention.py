@@ -41,6 +41,7 @@ from surgery.modeling.cache import (
     mixer_cache_layer,
     mixer_modules,
 )
+from surgery.modeling.converted_head import ConvertedModelMixin
 from surgery.modeling.generation import MixerGenerationMixin
 from surgery.modeling.modules import GuardedLinear
 from surgery.modeling.padding_positions import derive_positions
@@ -178,7 +179,7 @@ class MixerAttention:
         return reduce_mixin(self, super().__reduce_ex__(protocol))
 
 
-class MixerModelMixin(MixerGenerationMixin):
+class MixerModelMixin(ConvertedModelMixin, MixerGenerationMixin):
     """Mixin of a model class that contains mixers."""
 
     def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any, **kwargs: Any) -> Any:

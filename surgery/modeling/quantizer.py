@@ -19,6 +19,7 @@ from surgery.checkpoint.table import QUANT_METHOD, has_shims
 from surgery.checkpoint.tensor_names import check_tensors, find_model_class, unused_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
+from surgery.modeling.converted_head import ConvertedModelMixin, converted_head
 from surgery.modeling.joined import connect_joined
 from surgery.modeling.modules import DAMAGED_TABLE, build_module, connect_bases, is_joined, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
@@ -88,10 +89,16 @@ class SurgeryQuantizer(HfQuantizer):
         return [rule for rule in weight_conversions if not (split and is_merge_rule(rule))]
 
     def postprocess_model(self, model: Any, **_: Any) -> Any:
-        """Make the loaded model an ordinary one that keeps only its table."""
+        """Make the loaded model an ordinary one that keeps only its table: the entries of the modules that it has.
+
+        A model of another class than the checkpoint's lacks some, such as a converted language model's head, and is saved without them.
+        """
         from surgery.modeling.attention import restore_buffers
 
-        model.config.quantization_config = self.quantization_config
+        config, find = copy.copy(self.quantization_config), ModuleFinder(model)
+        for name in ("modules", "mixers"):
+            setattr(config, name, {path: entry for path, entry in getattr(config, name).items() if find(path)})
+        model.config.quantization_config = config
         model.is_quantized = False
         _cast(model, self.dtypes)
         restore_buffers(model)
@@ -134,7 +141,8 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
     strict: raise SurgeryError if the model lacks any of the paths; otherwise only if it lacks all of them.
     """
     # Imported here because this module loads during the import of transformers' models, which attention needs complete.
-    from surgery.modeling.attention import replace_attention
+    from surgery.modeling.applied import LoadedModelMixin
+    from surgery.modeling.attention import mixin_class, replace_attention
 
     split_named_experts(model, table)
     find, missing, taken, sharing = ModuleFinder(model), 0, set(), []
@@ -165,6 +173,8 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
     connect_bases(model, sharing)
     connect_joined(joined)
     hold_groups(model)
+    if converted_head(model) is not None and not isinstance(model, ConvertedModelMixin):
+        model.__class__ = mixin_class(type(model), LoadedModelMixin)
 
 
 def split_named_experts(model: Any, paths: Iterable[str]) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import shutil
 
 import pytest
 import torch
 from helpers.small import make_recipe, model_outputs, tiny_config, tiny_inputs
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-import surgery  # noqa: F401
+import surgery
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
+from surgery.core.errors import SurgeryError
 from surgery.structures import StructuredLinear
 
 # T5 scales its decoder's output or not by what config.json says of ties; older files say nothing else of it.
@@ -99,3 +105,137 @@ def test_an_embedding_stored_under_the_heads_name_survives(checkpoints, tmp_path
     inputs = tiny_inputs("llama", 2)
     original, converted = (load("llama-tied", f) for f in (checkpoints("llama-tied"), tmp_path / "out"))
     assert worst(model_outputs(converted, inputs), model_outputs(original, inputs)) < 1e-5
+
+
+# -- library calls on a converted head ---------------------------------------------------------------------------
+IDS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def with_head(tmp_path_factory):
+    """with_head(tied, structure) -> (a model converted in memory, head included; the folder that it saved), each made once."""
+    made = {}
+
+    def make(tied: bool, structure: str):
+        if (tied, structure) not in made:
+            torch.manual_seed(0)
+            config = LlamaConfig(
+                vocab_size=60, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                num_key_value_heads=1, tie_word_embeddings=tied, initializer_range=0.2, pad_token_id=0,
+            )  # fmt: skip
+            recipe = {"structure": structure, "keep": 0.7, "rules": [{"match": "head", "keep": 0.7}]}
+            model = surgery.apply(LlamaForCausalLM(config).eval(), recipe)
+            folder = tmp_path_factory.mktemp("head") / "out"
+            model.save_pretrained(folder)
+            made[tied, structure] = model, folder
+        return made[tied, structure]
+
+    return make
+
+
+@pytest.fixture(params=["in memory", "loaded"])
+def model_with_head(request, with_head):
+    """model_with_head(tied, structure) -> a new model whose head is converted."""
+
+    def make(tied: bool, structure: str = "low_rank"):
+        model, folder = with_head(tied, structure)
+        return copy.deepcopy(model) if request.param == "in memory" else AutoModelForCausalLM.from_pretrained(folder)
+
+    return make
+
+
+def state(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("structure", ["low_rank", "btt"])
+def test_a_converted_head_is_not_resized_nor_replaced(tied, structure, model_with_head):
+    """A refusal names the head and leaves the model as it was; a call that changes no size is none."""
+    model = model_with_head(tied, structure).eval()
+    before, logits = state(model), model(IDS).logits
+    for change in (
+        lambda: model.resize_token_embeddings(61),
+        lambda: model.resize_token_embeddings(50, mean_resizing=False),
+        lambda: model.resize_token_embeddings(pad_to_multiple_of=64),
+        lambda: model.resize_token_embeddings(58, 32),
+        lambda: model.set_output_embeddings(nn.Linear(16, 60, bias=False)),
+    ):
+        with pytest.raises(SurgeryError, match=r"LlamaForCausalLM: lm_head is structured.*surgery.densify"):
+            change()
+    embedding = model.get_input_embeddings()
+    assert model.resize_token_embeddings() is model.resize_token_embeddings(60) is embedding
+    assert model.resize_token_embeddings(57, pad_to_multiple_of=20) is embedding
+    model.set_output_embeddings(model.get_output_embeddings())
+    model.tie_weights()
+    after = state(model)
+    assert model.config.vocab_size == 60 and before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert torch.equal(model(IDS).logits, logits)
+    surgery.densify(model)
+    assert type(model) is LlamaForCausalLM
+    model.resize_token_embeddings(61)
+    torch.testing.assert_close(model(IDS).logits[..., :60], logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_unconverted_head_is_resized_as_ever():
+    """Of a converted model too, tied or not."""
+    for tied in (True, False):
+        config = LlamaConfig(
+            vocab_size=60, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, tie_word_embeddings=tied,
+        )  # fmt: skip
+        model = surgery.apply(LlamaForCausalLM(config).eval(), {"structure": "low_rank", "keep": 0.7})
+        logits = model(IDS).logits
+        model.resize_token_embeddings(70)
+        assert model(IDS).logits.shape[-1] == 70 == model.config.vocab_size
+        assert torch.equal(model(IDS).logits[..., :60], logits)
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_trains_and_saves_a_converted_head(tied, model_with_head, tmp_path):
+    """As PEFT's modules_to_save, and with LoRA over it; the head in the adapter is not resized either."""
+    base = model_with_head(tied)
+    original = base(IDS).logits
+    options = {"task_type": "CAUSAL_LM", "r": 2}
+    model = get_peft_model(
+        copy.deepcopy(base), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], **options)
+    )
+    trained = {name.rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad and "lm_head" in name}
+    assert trained == {"weight", "right"}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    expected = model.eval()(IDS).logits
+    assert not torch.allclose(expected, original)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
+    torch.testing.assert_close(again(IDS).logits, expected)
+    over = get_peft_model(copy.deepcopy(base), LoraConfig(target_modules=["lm_head"], **options))
+    torch.testing.assert_close(over(IDS).logits, original)
+    for adapted in (model, over):
+        with pytest.raises(SurgeryError, match="lm_head is structured"):
+            adapted.get_base_model().resize_token_embeddings(61)
+        assert adapted.get_base_model().get_input_embeddings().weight.shape[0] == 60
+
+
+def test_a_pickled_model_still_refuses(model_with_head):
+    buffer = io.BytesIO()
+    torch.save(model_with_head(False), buffer)
+    buffer.seek(0)
+    with pytest.raises(SurgeryError, match="lm_head is structured"):
+        torch.load(buffer, weights_only=False).resize_token_embeddings(61)
+
+
+def test_another_class_is_resized_and_saved_without_the_head(with_head, tmp_path):
+    """A classifier loaded from the folder has no converted head, so its table must not list one."""
+    _, folder = with_head(True, "low_rank")
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
+    model.resize_token_embeddings(61)
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path)
+    table = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules"]
+    assert "lm_head" not in table and "model.layers.0.mlp.up_proj" in table
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(IDS).logits, expected) and again.get_input_embeddings().weight.shape[0] == 61

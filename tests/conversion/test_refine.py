@@ -35,6 +35,8 @@ from surgery.planning.refine_budget import (
     epochs_in_words,
     resolve_refine,
 )
+from surgery.structures import STRUCTURES
+from surgery.structures.low_rank import LowRank
 
 BASE = {"structure": "low_rank", "keep": 0.5, "allocate": "uniform", "sweeps": 1, "holdout": 0.25}
 BOTH = {**BASE, "refine": {"layers": 2, "model": 2}}
@@ -293,6 +295,15 @@ def test_auto_has_the_epochs_of_the_plan_and_of_a_live_model(checkpoints, calibr
     model = surgery.apply(LlamaForCausalLM.from_pretrained(checkpoint), recipe, calibration=load_file(inputs))
     state, written = model.state_dict(), tensors_of(tmp_path / "out")
     assert all(torch.equal(state[name], tensor) for name, tensor in written.items())
+
+
+def test_steps_are_relative_to_the_size_of_a_core():
+    """Also of cores below MIN_SCALE, which is for what starts at zero: biases, and matrices of zeros."""
+    linear = STRUCTURES[LowRank](8, 6, LowRank(rank=2))
+    for size, scale in ((1.0, 1.0), (1e-6, 1e-6), (0.0, refine.MIN_SCALE)):
+        assert refine.step_scale(linear, "weight", torch.full((1, 6, 2), size)) == pytest.approx(scale)
+    assert refine.step_scale(linear, "bias", torch.full((6,), 1e-6)) == refine.MIN_SCALE
+    assert refine.step_scale(torch.nn.LayerNorm(6), "weight", torch.full((6,), 1e-6)) == refine.MIN_SCALE
 
 
 def test_auto_refines_nothing_without_time_or_text(checkpoints, calibration, tmp_path, monkeypatch):
