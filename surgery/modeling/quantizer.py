@@ -174,7 +174,8 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
     connect_joined(joined)
     hold_groups(model)
     if converted_head(model) is not None and not isinstance(model, ConvertedModelMixin):
-        model.__class__ = mixin_class(type(model), LoadedModelMixin)
+        base: Any = type(model)
+        model.__class__ = mixin_class(base, LoadedModelMixin)
 
 
 def split_named_experts(model: Any, paths: Iterable[str]) -> None:

@@ -471,7 +471,8 @@ def joint_sweep(
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Return <a, b> as in `inner_product`, without waiting for it."""
-    return torch.linalg.vecdot(a, b).sum(dtype=torch.float64)
+    product: Tensor = torch.linalg.vecdot(a, b).sum(dtype=torch.float64)
+    return product
 
 
 def _ratio(value: Tensor, by: Tensor) -> Tensor:
