@@ -31,7 +31,7 @@ from surgery.core.files import explain_disk_errors, size_text, write_json
 from surgery.core.progress import Progress
 from surgery.eval.model import load
 from surgery.eval.speed.draft_replay import replay, replay_lines
-from surgery.eval.speed.run import DTYPES, describe_environment
+from surgery.eval.speed.run import DTYPES, check_result_file, describe_environment
 from surgery.eval.speed.serve_tables import reproduction
 from surgery.planning.recipe import load_recipe
 from surgery.speculation.bound import best_length, speedup
@@ -81,6 +81,7 @@ def bench_draft(
         time_limit: seconds after which no further case of a replay starts.
         command: the command line's arguments, recorded in the result.
     """
+    check_result_file(out)
     others = [n for n, value in {"model": model, "drafter": drafter, "text": text}.items() if value is not None]
     if replayed is not None and others:
         raise SurgeryError(f"--replay takes the place of --{', --'.join(others)}. Leave out one or the other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import partial
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ import torch
 
 from surgery.core.device import choose_device, device_name
 from surgery.core.errors import SurgeryError, suggestion
-from surgery.core.files import explain_disk_errors, write_json
+from surgery.core.files import explain_disk_errors, read_json, write_json
 from surgery.core.progress import Progress
 from surgery.eval.speed import attention, contexts, decode, linear, model, serve
 from surgery.eval.speed import train as training
@@ -57,6 +58,7 @@ def bench(
         shapes_of: of `linear`: a checkpoint, a folder or Hub id, whose shapes are measured instead of `sizes`.
         command: the command line's arguments, recorded in the results.
     """
+    check_result_file(out)
     describe = partial(describe_environment, command=command)
     started, progress = time.monotonic(), progress or Progress()
     deadline = started + time_limit if time_limit else float("inf")
@@ -100,6 +102,21 @@ def bench(
     if out is not None:
         save_result(out, result)
     return result
+
+
+def check_result_file(out: Path | None) -> None:
+    """Raise SurgeryError, before anything is measured, if results cannot be written to `out`, or if another kind of file would be lost."""
+    if out is None:
+        return
+    if out.is_dir():
+        raise SurgeryError(f"--out {out} is a folder. Name a JSON file in it, for example {out / 'bench.json'}")
+    if not out.parent.is_dir():
+        raise SurgeryError(f"--out {out}: {out.parent} is not a folder. Create it first.")
+    if out.is_file() and out.stat().st_size:
+        with suppress(SurgeryError):
+            if isinstance(read_json(out), dict):
+                return
+        raise SurgeryError(f"--out {out} exists and was not written by `surgery bench`. Choose another name.")
 
 
 def save_result(out: Path, result: dict[str, Any]) -> None:

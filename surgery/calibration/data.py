@@ -377,6 +377,12 @@ def _decode(path: Path) -> tuple[str, str | None]:
     if name is not None:
         note = None if name == "utf-8-sig" else f"{path} is {name.upper()}, not UTF-8, and was read as that"
         return data.decode(name, errors="replace"), note
+    text, bad = decode_utf8(path, data)
+    return text, f"{path}: {bad:,} of {len(text):,} characters are not UTF-8 and were replaced" if bad else None
+
+
+def decode_utf8(path: Path, data: bytes) -> tuple[str, int]:
+    """Return (text, number of replaced characters) of bytes of the file `path`. Raises SurgeryError if more than UNREADABLE are not UTF-8."""
     text = data.decode("utf-8", errors="replace")
     bad = text.count("\ufffd") - data.count("\ufffd".encode())
     if bad > UNREADABLE * len(text):
@@ -384,7 +390,7 @@ def _decode(path: Path) -> tuple[str, str | None]:
             f"{path} is not text in UTF-8: {bad:,} of {len(text):,} characters cannot be read; save it as UTF-8 "
             "(for example: iconv -f LATIN1 -t UTF-8)"
         )
-    return text, f"{path}: {bad:,} of {len(text):,} characters are not UTF-8 and were replaced" if bad else None
+    return text, bad
 
 
 def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:

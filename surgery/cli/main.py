@@ -34,6 +34,7 @@ from surgery.cli.serve import ServeCommand, serve
 from surgery.cli.teacher_cache import teacher_cache
 from surgery.core.environment import explain_broken_import
 from surgery.core.errors import SurgeryError
+from surgery.core.files import explain_path_error
 from surgery.core.hub_errors import explain_network_error
 from surgery.core.progress import is_main_process
 from surgery.core.version import __version__
@@ -412,6 +413,9 @@ def main(argv: list[str] | None = None) -> None:
                 2,
                 settings,
             )
+        words = sys.argv[1:] if argv is None else argv
+        if (unusable := explain_path_error(error, words)) is not None:
+            _fail(unusable, 2, settings)
         if (broken := explain_broken_import(error)) is not None:
             _fail(f"this Python environment is broken: {broken}", 2, settings)
         if (unreachable := explain_network_error(error)) is not None:

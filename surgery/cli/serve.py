@@ -107,13 +107,12 @@ def serve(
         raise SurgeryError(f"--server must be auto, vllm or transformers (got {server!r})")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise SurgeryError(f"--dtype must be auto, float32, bfloat16 or float16 (got {dtype!r})")
+    passed_on = check_passed_on(context.args)
     source = open_converted_checkpoint(converted, revision)
     only_vllm = [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
     only_vllm += [EAGER] if eager else []
-    passed_on = check_passed_on(context.args)
-    launch = choose_server(
-        source, server, ["--host", host, "--port", str(port), "--dtype", dtype], only_vllm, passed_on
-    )  # type: ignore[arg-type]
+    arguments = ["--host", host, "--port", str(port), "--dtype", dtype]
+    launch = choose_server(source, server, arguments, only_vllm, passed_on)  # type: ignore[arg-type]
     print(
         f"{launch.reason}\nlistening on http://{host}:{port}/v1 once the model is loaded; Ctrl-C stops the server",
         flush=True,

@@ -40,9 +40,9 @@ def explain_broken_import(error: BaseException) -> str | None:
                 if package in NOT_INSTALLED
                 else f"the package {package} is not installed. Run pip install {package}"
             )
-        package = _imported_package(cause)
-        if package is not None:
-            return None if package in NOT_INSTALLED else _describe(package, cause)
+        imported = _imported_package(cause)
+        if imported is not None:
+            return None if imported in NOT_INSTALLED else _describe(imported, cause)
     return None
 
 

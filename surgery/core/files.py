@@ -213,6 +213,33 @@ def _disk_error_message(number: int, path: Path, again: str) -> str:
     )
 
 
+def explain_path_error(error: BaseException, words: Iterable[str]) -> str | None:
+    """Return the message of a SurgeryError if an operating system error is about a path that one of `words` names; None for others.
+
+    words: of the command line. The error may be about the file beside the path that is renamed to it, or about a folder above it.
+    """
+    where = (
+        os.fsdecode(error.filename) if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) else ""
+    )
+    if not isinstance(error, OSError) or not where:
+        return None
+    reasons = {
+        errno.EEXIST: "it is a file, and a folder is needed",
+        errno.EISDIR: "it is a folder, and a file is needed",
+        errno.ENOTDIR: "a part of the path is a file",
+        errno.ENOENT: "it does not exist, or cannot be created there",
+        errno.ENAMETOOLONG: "the name is too long",
+    }
+    for word in words:
+        for named in {word, word.partition("=")[2]} - {""}:
+            named = os.path.normpath(named)
+            if where in (named, f"{named}.tmp", f"{named}.partial") or named.startswith(f"{where.rstrip('/')}/"):
+                shown = named if len(named) <= 200 else f"{named[:200]}[..]"
+                reason = reasons.get(error.errno or 0, error.strerror)
+                return f"{shown} cannot be used: {reason}. Give another path."
+    return None
+
+
 # -- JSON --------------------------------------------------------------------------------------------
 def read_json(path: Path) -> Any:
     """Parse a JSON file. Raise SurgeryError if it cannot be read or is not JSON."""

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from surgery import api
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
+from surgery.core.files import explain_path_error
 from surgery.publish.summary import cost_lengths
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny" / "checkpoint"
@@ -281,6 +282,48 @@ def test_what_happens_meanwhile(error, code, says, run, checkpoints, tmp_path, m
     found, _, err = run("convert", checkpoints("llama"), "-r", "low-rank-half", "--out", tmp_path / "out", "--resume")
     assert found == 0, err
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+LONG = "x" * 5000
+BENCH = ("bench", "linear", "--sizes", "small", "--time-limit", "0.1", "--out")
+# A word FILE is a text file, FOLDER an empty folder, BELOW a path below FILE, TINY the embedded checkpoint.
+UNUSABLE_PATHS = [
+    (("plan", LONG, "-r", "btt-half"), "[..] cannot be used: the name is too long"),
+    (("inspect", LONG), "the name is too long"),
+    (("compare", LONG), "the name is too long"),
+    (("plan", "TINY", "-r", f"{LONG}.yaml"), "the name is too long"),
+    (("convert", "TINY", "-r", "low-rank-half", "-o", LONG), "the name is too long"),
+    (("eval", "TINY", "--text", LONG), "the name is too long"),
+    (("fetch-eval-data", "FILE", "--suite", "niah"), "file.txt cannot be used: it is a file, and a folder is needed"),
+    (("fetch-eval-data", "BELOW", "--suite", "niah"), "cannot be used: a part of the path is a file"),
+    (("demo", "-o", "BELOW"), "a part of the path is a file"),
+    (("teacher-cache", "TINY", "-r", "weights-only", "--data", "FILE", "-o", "BELOW"), "a part of the path is a file"),
+    ((*BENCH, "FOLDER"), "is a folder. Name a JSON file in it"),
+    ((*BENCH, "BELOW"), "file.txt is not a folder. Create it first"),
+    ((*BENCH, "FILE"), "exists and was not written by `surgery bench`. Choose another name"),
+]
+
+
+@pytest.mark.parametrize(
+    "words, said", UNUSABLE_PATHS, ids=lambda each: "-".join(each)[:40] if isinstance(each, tuple) else ""
+)
+def test_a_path_that_cannot_be_used_is_the_user_s_error(run, tmp_path, words, said):
+    (tmp_path / "file.txt").write_text("Mia found a lamp. " * 50)
+    (tmp_path / "folder").mkdir()
+    places = {"FILE": "file.txt", "FOLDER": "folder", "BELOW": "file.txt/below.json"}
+    named = {word: tmp_path / place for word, place in places.items()} | {"TINY": TINY}
+    code, _, err = run(*[named.get(word, word) for word in words])
+    assert code == 2 and said in plain(err) and "internal error" not in err, err
+    assert len(plain(err).rpartition("error:")[2]) < 1000 and (tmp_path / "file.txt").read_text().startswith("Mia")
+
+
+def test_a_missing_file_that_the_user_did_not_name_stays_a_defect():
+    named = ["eval", "OUT", "--out=results"]
+    for path in ("results", "results.tmp", "results.partial"):
+        assert "results cannot be used" in str(explain_path_error(FileNotFoundError(errno.ENOENT, "x", path), named))
+    for path in ("results/samples.jsonl", "elsewhere", "resul", None):
+        assert explain_path_error(FileNotFoundError(errno.ENOENT, "x", path), named) is None
+    assert explain_path_error(ValueError("results"), named) is None
 
 
 def test_an_interrupt_that_a_library_turned_into_its_own_error_is_an_interrupt(monkeypatch, capsys):

@@ -696,7 +696,7 @@ RECORDS = (
 )
 
 
-@fuzz_target("local-records", "records.jsonl", *[json.dumps(record) + "\n" + json.dumps(record) for record in RECORDS])
+@fuzz_target("records.jsonl", *[json.dumps(record) + "\n" + json.dumps(record) for record in RECORDS])
 def local_records(path: Path) -> None:
     """Records of a task in a local file, for every task whose records have a second form."""
     from surgery.eval.local_records import CONVERTERS, read_records

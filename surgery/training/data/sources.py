@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from surgery.calibration.data import detect_encoding
+from surgery.calibration.data import decode_utf8, detect_encoding
 from surgery.core.digests import arrow_cache
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.training.data.documents import DatasetTable, Side, TextFiles, files_identity, is_held_out
@@ -67,19 +67,21 @@ def _find_files(path: Path) -> tuple[str, list[Path]]:
             f"data source {path} has {'no file' if not files else 'a file without one'} of the supported suffixes ({known}; "
             f"tables may be compressed: {', '.join(COMPRESSED_SUFFIXES)})"
         )
+    if len(kinds) > 1:
+        raise SurgeryError(
+            f"data source {path} contains files of several kinds ({', '.join(sorted(kinds))}). Make each kind its own source."
+        )
     if "text" in kinds:
         for file in files:
             with open(file, "rb") as opened:
-                name = detect_encoding(opened.read(4096))
+                start = opened.read(2**16)
+            name = detect_encoding(start[:4096])
             if name not in (None, "utf-8-sig"):
                 raise SurgeryError(
                     f"data source {file} must be UTF-8 (got {str(name).upper()}). Convert it, for example: "
                     f"iconv -f {str(name).upper()} -t UTF-8"
                 )
-    if len(kinds) > 1:
-        raise SurgeryError(
-            f"data source {path} contains files of several kinds ({', '.join(sorted(kinds))}). Make each kind its own source."
-        )
+            decode_utf8(file, start)
     return kinds.pop(), files
 
 
