@@ -118,8 +118,8 @@ def _same_type(a: Any, b: Any) -> bool:
     if a is None or b is None:
         return True
     if isinstance(a, list) and isinstance(b, list):
-        items = [*a, *b]
-        return all(_same_type(item, items[0]) for item in items)
+        items = [item for item in (*a, *b) if item is not None]
+        return all(_same_type(item, items[0]) for item in items[1:])
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same_type(a[key], b[key]) for key in a)
     return _kind(a) == _kind(b) and "too large" not in _kind(a)

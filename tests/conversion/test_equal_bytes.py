@@ -137,7 +137,7 @@ def test_int4_packing_keeps_the_order_of_inputs():
     integers, scale = quantize_rows(rows, quantized.make_storage(4, 32))
     swapped = quantized_times.swap_halves(integers)
     unpacked = torch.stack([swapped >> 4, swapped & 15], -1).flatten(-2).float() - 8
-    exact = dequantize_rows(integers, scale, 64, 4)
+    exact = dequantize_rows(integers, scale, 64, quantized.make_storage(4, 32))
     torch.testing.assert_close((unpacked.unflatten(-1, (-1, 32)) * scale[..., None]).flatten(-2), exact)
 
 

@@ -35,7 +35,7 @@ def quoted_commands(text: str) -> list[str]:
 
 def problems(command: str) -> list[str]:
     """Return what is wrong with a command of the docs: an unknown name, unknown options, an unknown recipe."""
-    name, *words = command.split()
+    name, *words = command.partition(" -- ")[0].split()  # the options behind -- are those of another program
     if name not in GROUP.commands:
         return [f"there is no command {name}"]
     params = GROUP.commands[name].params

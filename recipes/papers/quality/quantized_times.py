@@ -37,7 +37,7 @@ from surgery.eval.speed.model import SHAPES, allow_cudnn, make_llama, replace_li
 from surgery.modeling.fuse import fuse_projections
 from surgery.recipes.papers.quality.quantized import append_row, read_rows, run_script
 from surgery.structures.low_rank import LowRank
-from surgery.structures.quantized import QuantizedLinear, dequantize_rows
+from surgery.structures.quantized import QuantizedLinear, Storage, dequantize_rows
 
 MODELS: dict[str, dict[str, Any]] = {
     "1b": SHAPES["full"],
@@ -109,23 +109,26 @@ def swap_halves(integers: Tensor) -> Tensor:
 class OneTokenProduct(nn.Module):
     """The product of one core with one token as a sum that torch.compile fuses with the scales."""
 
-    def __init__(self, core: Core, bits: int):
+    def __init__(self, core: Core, storage: Storage):
         super().__init__()
-        self.integers, self.scale, self.inputs, self.bits = core.integers, core.scale, core.inputs, bits
+        self.integers, self.scale, self.inputs, self.storage = core.integers, core.scale, core.inputs, storage
 
     def forward(self, x: Tensor) -> Tensor:
         """Return W x (1, 1, O) for x (1, 1, I)."""
-        weight_OI = dequantize_rows(self.integers, self.scale, self.inputs, self.bits)
+        weight_OI = dequantize_rows(self.integers, self.scale, self.inputs, self.storage)
         return (weight_OI.float() * x.flatten().float()).sum(-1).to(x.dtype).view(1, 1, -1)
 
 
 class Int4Product(nn.Module):
     """The product of one core of 4 bits by aten::_weight_int4pack_mm, which takes groups of 32 to 256 and inputs that 32 divides."""
 
-    def __init__(self, core: Core):
+    def __init__(self, core: Core, storage: Storage):
         super().__init__()
-        groups = core.scale.shape[-1]
-        self.group = core.inputs // groups
+        self.group = storage.group_size(core.inputs)
+        if core.inputs % self.group:
+            raise SurgeryError(
+                f"torch's kernel of 4 bits takes equal groups: {self.group} must divide {core.inputs} inputs. Choose another --group"
+            )
         tiles = next(tiles for tiles in (8, 4, 2) if core.inputs % (16 * tiles) == 0)
         self.packed = torch.ops.aten._convert_weight_to_int4pack(swap_halves(core.integers), tiles)
         # The kernel's value is (integer - 8) * scale + zero, (groups, O, 2).
@@ -153,12 +156,14 @@ class Int8Product(nn.Module):
 
 def faster_linear(linear: QuantizedLinear, way: str) -> nn.Module:
     """Return a linear of the same integers that computes them by `way`: "kernel" or "compiled"."""
-    bits, cores = linear.storage.bits, cores_of(linear)
+    storage, cores = linear.storage, cores_of(linear)
     if way == "kernel":
         if not cores[0].integers.is_cuda:
             raise SurgeryError("torch's kernels of integers are measured on a GPU")
-        return nn.Sequential(*(Int4Product(core) if bits == 4 else Int8Product(core) for core in cores))
-    product = nn.Sequential(*(OneTokenProduct(core, bits) for core in cores))
+        return nn.Sequential(
+            *(Int4Product(core, storage) if storage.bits == 4 else Int8Product(core) for core in cores)
+        )
+    product = nn.Sequential(*(OneTokenProduct(core, storage) for core in cores))
     if cores[0].integers.is_cuda:
         for part in product:
             part.compile(dynamic=False)
