@@ -30,6 +30,7 @@ class BlendedAttention(Mixer):
         self.mixer, self.gate_G = mixer, gate_G
         self.rotated = self.softmax.rotated and mixer.rotated
         self.reads_mask = mixer.reads_mask
+        self.counts_tokens = mixer.counts_tokens or self.softmax.counts_tokens
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         """Return (out_BHTV, None): trials run whole sequences."""

@@ -160,6 +160,9 @@ class Mixer(nn.Module):
     config_type: ClassVar[type]
     rotated: bool = True  # whether q and k come after RoPE
     reads_mask: bool = False  # whether calls without a state apply mask_BHTS, such as a custom mask
+    counts_tokens: bool = (
+        False  # whether the output depends on how many tokens come before a query, beside those that a mask shows it
+    )
     by_definition: bool = False  # whether calls without a state compute `dense`: for short rows, and for vmap
 
     def __init__(self, config: Any, shape: AttentionShape):

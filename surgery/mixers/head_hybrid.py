@@ -136,6 +136,7 @@ class HeadHybridAttention(Mixer):
         # If the parts read different forms, both get q and k before RoPE, and one part rotates them.
         self.rotated = self.softmax.rotated and self.others.rotated
         self.reads_mask = self.others.reads_mask
+        self.counts_tokens = self.softmax.counts_tokens or self.others.counts_tokens
         for name, index in (("kept_N", kept), ("rest_N", rest)):
             self.register_buffer(name, index, persistent=False)
         order_H = torch.cat([query_heads(kept, shape), query_heads(rest, shape)]).argsort()

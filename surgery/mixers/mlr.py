@@ -149,6 +149,9 @@ class MLRAttention(Mixer):
     def __init__(self, config: LeveledConfig, shape: AttentionShape):
         super().__init__(config, shape)
         self.register_buffer("order", torch.arange(shape.key).repeat(shape.groups, 1))
+        self.counts_tokens = (
+            config.form == "nested" and len(config.extents) > 0
+        )  # blocks are counted from a row's first token
         levels = len(config.ranks) - 1
         self.register_parameter("near", nn.Parameter(torch.zeros(shape.heads, levels)) if levels else None)
         if config.basis == "turned":

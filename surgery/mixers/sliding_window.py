@@ -98,6 +98,10 @@ class WindowAttention(Mixer):
     config: Window
     reads_mask = True
 
+    def __init__(self, config: Window, shape: AttentionShape):
+        super().__init__(config, shape)
+        self.counts_tokens = config.sinks > 0
+
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
         """Return the state of `batch` sequences before their first token."""
         sizes = {"keys": self.shape.key, "values": self.shape.value}

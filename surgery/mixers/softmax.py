@@ -98,6 +98,7 @@ class SoftmaxAttention(Mixer):
         super().__init__(config, shape)
         self.check_config(config, shape)
         self.rotated = config.rope == "keep"
+        self.counts_tokens = config.scale == "length"
         self.sharpness_H = None if self.rotated else nn.Parameter(torch.ones(shape.heads))
 
     @classmethod

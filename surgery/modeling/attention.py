@@ -28,6 +28,7 @@ from surgery.mixers import MIXERS, AttentionShape, Mixer, MixerConfig, MixerInpu
 from surgery.mixers.common.packed_documents import (
     DocumentMemo,
     PackedDocuments,
+    borders_from_mask,
     document_borders,
     has_one_document_per_row,
     mask_to_bool,
@@ -156,24 +157,38 @@ class MixerAttention:
             )
         if mask_BHTS is None or valid_BT is None:
             return memo.documents
-        if self.mixer.reads_mask and memo.documents is None:
-            if memo.shows_later is None:
-                memo.shows_later = shows_later_tokens(mask_BHTS, valid_BT)
-            if memo.shows_later and self.mixer.shape.causal:
-                raise SurgeryError(
-                    "the attention mask lets tokens see later ones (a prefix, or the tokens of one image in Gemma 3), and a mixer here takes the "
-                    "place of causal attention. Calibrate and run the model on text alone, or leave its softmax attention as it is"
-                )
+        # Only calls without a state apply masks, and only those of mixers to which it does not matter where a document begins.
+        reads_mask = self.mixer.reads_mask and layer is None and not self.mixer.counts_tokens
+        if reads_mask and memo.documents is None:
+            self._check_order(memo, mask_BHTS, valid_BT)
             return memo.documents
         if memo.is_plain is None:
             memo.is_plain = is_plain_mask(mask_BHTS, valid_BT, self.mixer.shape, memo.documents)
-        if not memo.is_plain and not self.mixer.reads_mask:
+        if not memo.is_plain and self.mixer.counts_tokens and self.mixer.reads_mask and layer is None:
+            if memo.shown == ():
+                memo.shown = documents_shown(mask_BHTS, valid_BT, self.mixer.shape)
+            if isinstance(memo.shown, PackedDocuments):
+                return memo.shown
+        if not memo.is_plain and not reads_mask:
+            if self.mixer.reads_mask:
+                self._check_order(memo, mask_BHTS, valid_BT)
+            advice = "pass use_cache=False" if self.mixer.reads_mask and not self.mixer.counts_tokens else "pad instead"
             raise SurgeryError(
                 f"the attention mask is not {'causal' if self.mixer.shape.causal else 'full'} over the real tokens (a "
                 f"prefix, a custom mask, or packed documents whose position_ids do not restart), and "
-                f"{type(self.mixer).__name__} takes one sequence per row; pad instead"
+                f"{type(self.mixer).__name__} takes one sequence per row{' with a cache' if layer is not None else ''}; {advice}"
             )
         return memo.documents if memo.is_plain else None
+
+    def _check_order(self, memo: DocumentMemo, mask_BHTS: Tensor, valid_BT: Tensor) -> None:
+        """Raise SurgeryError if a mask of causal attention shows later tokens."""
+        if memo.shows_later is None:
+            memo.shows_later = shows_later_tokens(mask_BHTS, valid_BT)
+        if memo.shows_later and self.mixer.shape.causal:
+            raise SurgeryError(
+                "the attention mask lets tokens see later ones (a prefix, or the tokens of one image in Gemma 3), and a mixer here takes the "
+                "place of causal attention. Calibrate and run the model on text alone, or leave its softmax attention as it is"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_mixin(self, super().__reduce_ex__(protocol))
@@ -254,6 +269,12 @@ def is_plain_mask(
                 seen_RHTS = seen_RHTS & (mask_RHTS == 0)
         same.append(((seen_RHTS == wanted_RTS.unsqueeze(1)) | ~valid_RT[:, None, :, None]).all())
     return bool(torch.stack(same).all())
+
+
+def documents_shown(mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape) -> PackedDocuments | None:
+    """Return the documents that a mask keeps apart, or None if it says anything else."""
+    documents = PackedDocuments.from_borders(borders_from_mask(mask_BHTS, valid_BT))
+    return documents if documents is not None and is_plain_mask(mask_BHTS, valid_BT, shape, documents) else None
 
 
 def mixer_attention_forward(

@@ -80,12 +80,13 @@ def packed_ids(lengths=LENGTHS, seed=3):
     return ids_BT, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
 
 
-def one_by_one(model, ids_BT, lengths):
-    """The logits of every document in a call of its own, side by side again."""
-    rows = []
+def one_by_one(model, ids_BT, lengths, restart=True):
+    """The logits of every document in a call of its own, side by side again; at positions from 0, or at those of the row."""
+    rows, places_T = [], torch.arange(ids_BT.shape[1])
     for ids_T, row in zip(ids_BT, lengths):
-        parts = ids_T.split(list(row))
-        rows.append(torch.cat([model(part[None], use_cache=False).logits[0] for part in parts]))
+        parts = zip(ids_T.split(list(row)), places_T.split(list(row)))
+        calls = [(ids[None], None if restart else places[None]) for ids, places in parts]
+        rows.append(torch.cat([model(ids, position_ids=places, use_cache=False).logits[0] for ids, places in calls]))
     return torch.stack(rows)
 
 
@@ -218,6 +219,53 @@ def test_masks_that_say_more_than_documents(name):
     changed[:, 22] = (changed[:, 22] + 1) % 96
     moved = (ask(ids) - ask(changed)).abs().amax((0, 2)) > 1e-9
     assert moved.nonzero().flatten().tolist() == [22]
+
+
+COUNTING = ("window", "mlr, nested", "softmax")  # read masks, and count tokens from the first of a document
+NOT_COUNTING = ("mlr", "mlr, plain", "global window", "bilinear btt")
+
+
+def block_diagonal(lengths, padding=0) -> torch.Tensor:
+    """The mask (B, 1, T, T) of documents, with padding tokens before the first row's."""
+    number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    mask = (number.unsqueeze(1) == number.unsqueeze(2)).tril()
+    mask[0, :, :padding], mask[0, :padding] = False, False
+    return mask[:, None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("name", COUNTING + NOT_COUNTING)
+def test_documents_of_a_mask_without_positions_are_each_alone(name, additive):
+    """Sinks, blocks and counts of tokens begin with the document, although position_ids do not begin anew."""
+    model, (ids, _) = model_of(CONFIGS[name], num_hidden_layers=1), packed_ids()
+    mask = block_diagonal(LENGTHS)
+    mask = torch.zeros(mask.shape).double().masked_fill(~mask, torch.finfo(torch.float64).min) if additive else mask
+    got = model(ids, attention_mask=mask, use_cache=False).logits
+    assert far(got, one_by_one(model, ids, LENGTHS, restart=False)) < 1e-9
+    with pytest.raises(SurgeryError, match=r"not causal over the real tokens .* with a cache"):
+        model(ids, attention_mask=mask)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["window", "mlr, nested"])
+def test_documents_of_a_mask_behind_padding_are_each_alone(name):
+    model, (ids, _) = model_of(CONFIGS[name], num_hidden_layers=1), packed_ids(LENGTHS[:2])
+    got = model(ids, attention_mask=block_diagonal(LENGTHS[:2], padding=4), use_cache=False).logits
+    wanted = one_by_one(model, ids, [(4, 5, *LENGTHS[0][1:]), LENGTHS[1]], restart=False)
+    assert far(got[0, 4:], wanted[0, 4:]) < 1e-9 and far(got[1], wanted[1]) < 1e-9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", COUNTING)
+def test_masks_under_which_tokens_cannot_be_counted_are_refused(name):
+    model, (ids, positions) = model_of(CONFIGS[name], num_hidden_layers=1), packed_ids(LENGTHS[1:2])
+    hidden, crossing = block_diagonal(LENGTHS[1:2]), block_diagonal(LENGTHS[1:2])
+    hidden[..., 23:, 22], crossing[..., 31, 3] = False, True
+    for mask in (hidden, crossing):
+        for places in (None, positions):
+            with pytest.raises(SurgeryError, match="not causal over the real tokens"):
+                model(ids, attention_mask=mask, position_ids=places, use_cache=False)
 
 
 def test_what_is_remembered_is_of_this_call():

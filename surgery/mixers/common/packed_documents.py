@@ -39,6 +39,17 @@ def shows_later_tokens(mask_BHTS: Tensor, valid_BT: Tensor) -> bool:
     return bool(torch.stack(shown).any())
 
 
+def borders_from_mask(mask_BHTS: Tensor, valid_BT: Tensor) -> Tensor:
+    """Return border_BT, True where a token sees no earlier one of its row and is no padding, of a mask without earlier tokens (S = T)."""
+    T, S = mask_BHTS.shape[-2:]
+    t_T, first_BT = torch.arange(T, device=mask_BHTS.device), []
+    for mask_BCS in mask_BHTS[:, 0].split(
+        max(1, 2**26 // (len(valid_BT) * S)), 1
+    ):  # chunks need less memory than the mask
+        first_BT.append(mask_to_bool(mask_BCS).to(torch.uint8).argmax(-1))
+    return valid_BT & (torch.cat(first_BT, 1) == t_T)
+
+
 def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BTD: Tensor) -> Tensor | None:
     """Return border_BT, True where a document begins after another in its row, for a call without a cache.
 
@@ -145,14 +156,16 @@ def has_one_document_per_row() -> bool:
 class DocumentMemo:
     """Result of analysing the mask and positions of a call, computed by the first layer and reused by the others.
 
-    documents: the packed documents, or None. is_plain: whether the mask is only causal, padding and documents; None if
-    not computed yet. shows_later: whether a token sees later ones by the mask, likewise. The memo is an attribute of the mask tensor, or of
+    documents: the packed documents by position_ids, or None. is_plain: whether the mask is only causal, padding and documents; None if
+    not computed yet. shows_later: whether a token sees later ones by the mask, likewise. shown: the documents by the mask alone, of a mask
+    that is not plain; None if it says more than where documents begin, and () if not computed yet. The memo is an attribute of the mask tensor, or of
     position_ids if there is no mask.
     """
 
     documents: PackedDocuments | None
     is_plain: bool | None = None
     shows_later: bool | None = None
+    shown: PackedDocuments | tuple[()] | None = ()
 
     @staticmethod
     def recall(mask: Any, position_ids: Any) -> DocumentMemo | None:
