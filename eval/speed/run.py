@@ -114,7 +114,8 @@ def check_result_file(out: Path | None) -> None:
         raise SurgeryError(f"--out {out}: {out.parent} is not a folder. Create it first.")
     if out.is_file() and out.stat().st_size:
         with suppress(SurgeryError):
-            if isinstance(read_json(out), dict):
+            found = read_json(out)
+            if isinstance(found, dict) and "kind" in found:  # every result has it
                 return
         raise SurgeryError(f"--out {out} exists and was not written by `surgery bench`. Choose another name.")
 

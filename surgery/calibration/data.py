@@ -308,8 +308,25 @@ def load_input_tensors(path: Path) -> dict[str, Tensor]:
         raise SurgeryError(f"calibration file {path} does not exist")
     inputs = {name: read_tensor(info) for name, info in read_header(path).items()}
     count_rows(inputs, str(path))
+    _check_masks(inputs, path)
     first = [name for name in TOKEN_INPUTS if name in inputs]
     return {name: inputs[name] for name in (*first, *(name for name in inputs if name not in first))}
+
+
+def _check_masks(inputs: Mapping[str, Tensor], path: Path) -> None:
+    """Raise SurgeryError for a mask that has another shape than its token ids, or a row without any token."""
+    for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
+        if ids not in inputs or mask not in inputs or inputs[mask].dim() > 2:
+            continue
+        if inputs[mask].shape != inputs[ids].shape:
+            raise SurgeryError(
+                f"{path}: {mask} must have the shape of {ids}, {tuple(inputs[ids].shape)} (got {tuple(inputs[mask].shape)})"
+            )
+        empty = (inputs[mask] == 0).all(dim=-1)
+        if empty.any():
+            raise SurgeryError(
+                f"{path}: {mask} leaves row {int(empty.nonzero()[0])} without a token. Leave out the row."
+            )
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:

@@ -233,7 +233,11 @@ def explain_path_error(error: BaseException, words: Iterable[str]) -> str | None
     for word in words:
         for named in {word, word.partition("=")[2]} - {""}:
             named = os.path.normpath(named)
-            if where in (named, f"{named}.tmp", f"{named}.partial") or named.startswith(f"{where.rstrip('/')}/"):
+            too_long = (
+                error.errno == errno.ENAMETOOLONG and named in where
+            )  # also a name that is looked up in a folder of ours
+            itself = where in (named, f"{named}.tmp", f"{named}.partial")
+            if itself or too_long or named.startswith(f"{where.rstrip('/')}/"):
                 shown = named if len(named) <= 200 else f"{named[:200]}[..]"
                 reason = reasons.get(error.errno or 0, error.strerror)
                 return f"{shown} cannot be used: {reason}. Give another path."

@@ -290,6 +290,7 @@ BENCH = ("bench", "linear", "--sizes", "small", "--time-limit", "0.1", "--out")
 UNUSABLE_PATHS = [
     (("plan", LONG, "-r", "btt-half"), "[..] cannot be used: the name is too long"),
     (("inspect", LONG), "the name is too long"),
+    (("plan", "TINY", "-r", LONG), "the name is too long"),
     (("compare", LONG), "the name is too long"),
     (("plan", "TINY", "-r", f"{LONG}.yaml"), "the name is too long"),
     (("convert", "TINY", "-r", "low-rank-half", "-o", LONG), "the name is too long"),
@@ -300,6 +301,7 @@ UNUSABLE_PATHS = [
     (("teacher-cache", "TINY", "-r", "weights-only", "--data", "FILE", "-o", "BELOW"), "a part of the path is a file"),
     ((*BENCH, "FOLDER"), "is a folder. Name a JSON file in it"),
     ((*BENCH, "BELOW"), "file.txt is not a folder. Create it first"),
+    ((*BENCH, "JSON"), "exists and was not written by `surgery bench`"),
     ((*BENCH, "FILE"), "exists and was not written by `surgery bench`. Choose another name"),
 ]
 
@@ -310,7 +312,8 @@ UNUSABLE_PATHS = [
 def test_a_path_that_cannot_be_used_is_the_user_s_error(run, tmp_path, words, said):
     (tmp_path / "file.txt").write_text("Mia found a lamp. " * 50)
     (tmp_path / "folder").mkdir()
-    places = {"FILE": "file.txt", "FOLDER": "folder", "BELOW": "file.txt/below.json"}
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    places = {"FILE": "file.txt", "JSON": "config.json", "FOLDER": "folder", "BELOW": "file.txt/below.json"}
     named = {word: tmp_path / place for word, place in places.items()} | {"TINY": TINY}
     code, _, err = run(*[named.get(word, word) for word in words])
     assert code == 2 and said in plain(err) and "internal error" not in err, err

@@ -128,6 +128,22 @@ IDS = torch.arange(96).view(4, 24)
 
 
 @pytest.mark.parametrize(
+    "mask, said",
+    [
+        (
+            torch.ones(4, 12, dtype=torch.int64),
+            r"attention_mask must have the shape of input_ids, \(4, 24\) \(got \(4, 12\)\)",
+        ),
+        (torch.tensor([[1], [1], [0], [1]]).expand(4, 24).contiguous(), "attention_mask leaves row 2 without a token"),
+    ],
+)
+def test_masks_of_ready_inputs_are_checked(folder, tmp_path, mask, said):
+    save_file({"input_ids": IDS, "attention_mask": mask}, tmp_path / "ready.safetensors")
+    with pytest.raises(SurgeryError, match=said):
+        calibration_inputs(str(tmp_path / "ready.safetensors"), folder, LlamaConfig(), 128, 16)
+
+
+@pytest.mark.parametrize(
     "inputs, says",
     [
         ({"input_idz": IDS}, "LlamaForCausalLM takes no 'input_idz'; did you mean 'input_ids'"),

@@ -427,6 +427,10 @@ def test_validation_sources_of_their_own(files, tokenizer):
         ({"path": "{files}/broken.jsonl"}, "cannot be read"),
         ({"path": "{files}/empty.txt"}, "no training document"),
         (
+            {"path": "{files}/broken-type.parquet", "text": "count"},
+            "column 'count' must hold texts .a row has '7', int",
+        ),
+        (
             {"path": "{files}/broken.txt"},
             r"broken.txt is not text in UTF-8: 1,200 of 5,400 characters .*iconv -f LATIN1",
         ),
@@ -436,6 +440,7 @@ def test_people_s_mistakes(wrong, said, files, tokenizer, tmp_path):
     place = tmp_path if "broken" in wrong["path"] or "empty" in wrong["path"] else files
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "empty.txt").write_text("")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"count": 7}] * 2), tmp_path / "broken-type.parquet")
     (tmp_path / "broken.txt").write_bytes("café naïve résumé ".encode("latin-1") * 300)
     wrong = {**wrong, "path": wrong["path"].format(files=place)}
     with pytest.raises((SurgeryError, ValidationError), match=said):  # the recipe explains what pydantic says

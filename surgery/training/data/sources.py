@@ -137,7 +137,16 @@ def content_reader(config: SourceConfig, first: dict[str, Any], where: str) -> C
             f"{where}: cannot tell which column holds the text. Set text: NAME or messages: NAME; columns: {', '.join(first)}"
         )
     column = config.text
-    return lambda row: row[column] or None
+
+    def read_text(row: dict[str, Any]) -> str | None:
+        text = row[column]
+        if text is not None and not isinstance(text, str):
+            raise SurgeryError(
+                f"{where}: column {column!r} must hold texts (a row has {str(text)[:80]!r}, {type(text).__name__})"
+            )
+        return text or None
+
+    return read_text
 
 
 def guess_columns(config: SourceConfig, first: dict[str, Any]) -> SourceConfig:
