@@ -11,6 +11,8 @@ import random
 import re
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from conversion.test_calibrate import words_tokenizer
@@ -52,9 +54,6 @@ def texts():
 @pytest.fixture(scope="module")
 def files(texts, tmp_path_factory):
     """The same documents in every kind of file."""
-    import pyarrow
-    import pyarrow.parquet
-
     folder = tmp_path_factory.mktemp("texts")
     rows = [{"id": i, "body": text} for i, text in enumerate(texts)]
     (folder / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
