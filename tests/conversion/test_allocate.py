@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from recipes.papers.quality.allocations import lems_factor, parse_allocation
 from surgery.core.errors import SurgeryError
 from surgery.planning.allocate import CostPoint, allocate_budget, expected_error, lower_hull
-from surgery.recipes.papers.quality.allocations import lems_factor, parse_allocation
 
 OPTION = st.builds(CostPoint, st.integers(1, 40), st.integers(0, 60).map(float))
 OPTIONS = st.lists(OPTION, min_size=1, max_size=6)

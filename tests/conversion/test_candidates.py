@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from surgery.recipes.papers.quality import candidates as table
+from recipes.papers.quality import candidates as table
 from surgery.structures import STRUCTURES, Metric
 from surgery.structures.pivoted_low_rank import PivotedLowRank
 

@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from structures.test_structures import DIMS, NAMES, moments, resolve_config
 
+from recipes.papers.quality import curve_probes
+from recipes.papers.quality.curve_probes import Probe, correct_curve, fit_error, probe_curve, probed_points
 from surgery.calibration.fisher import cost_points
 from surgery.planning.allocate import CostPoint
 from surgery.planning.plan import LinearTarget
-from surgery.recipes.papers.quality import curve_probes
-from surgery.recipes.papers.quality.curve_probes import Probe, correct_curve, fit_error, probe_curve, probed_points
 from surgery.structures import STRUCTURES
 
 LAWS = settings(max_examples=8, deadline=None)

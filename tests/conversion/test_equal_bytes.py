@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from recipes.papers.quality import by_file, equal_bytes, quantized, quantized_times
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.eval.suite import Sample, SuiteResult
 from surgery.planning.recipe import validate_recipe
-from surgery.recipes.papers.quality import by_file, equal_bytes, quantized, quantized_times
 from surgery.structures import STRUCTURES
 from surgery.structures.low_rank import LowRank
 from surgery.structures.quantized import dequantize_rows, quantize_rows

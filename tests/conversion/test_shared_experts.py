@@ -9,8 +9,8 @@ import torch
 from helpers.small_experts import write_experts
 from transformers import AutoModelForCausalLM
 
+from recipes.papers.quality import shared_experts as table
 from surgery.architectures.experts import split_experts
-from surgery.recipes.papers.quality import shared_experts as table
 
 EXPERTS, OUT, IN = 3, 7, 5
 

@@ -21,6 +21,8 @@ def copy_package(folder: Path) -> None:
     for name in ("surgery", "kernels", "eval", "recipes"):
         target = folder / "surgery" / ("" if name == "surgery" else name)
         for path in (ROOT / name).rglob("*.py"):
+            if path.is_relative_to(ROOT / "recipes" / "papers"):  # not installed
+                continue
             copy = target / path.relative_to(ROOT / name)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from recipes.papers.mup.models import SweepSizes, make_gpt2
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.core.errors import SurgeryError
@@ -26,7 +27,6 @@ from surgery.mixers.masks.base import MASKS
 from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import load_recipe
-from surgery.recipes.papers.mup.models import SweepSizes, make_gpt2
 from surgery.structures import STRUCTURES, Metric
 from surgery.structures.base import MuP, config_from_dict
 from surgery.structures.btt import BTT

@@ -377,7 +377,7 @@ def test_item_4_6_one_step_of_adam_moves_scores_alike_at_every_width_and_rank(ki
 
 def test_item_4_6_models_from_scratch_begin_and_are_normalised_by_the_fans_of_factors():
     """`pretrain` makes them with fresh_model; weight_norm cores holds the factors' size, as it does that of cores."""
-    from surgery.recipes.papers.mup.bilinear_norms import FORMS, make_bilinear_gpt2
+    from recipes.papers.mup.bilinear_norms import FORMS, make_bilinear_gpt2
     from surgery.training.weight_norm import add_core_norms, fold_core_norms, rms
 
     for form, fans in (
@@ -401,7 +401,7 @@ def test_item_4_6_models_from_scratch_begin_and_are_normalised_by_the_fans_of_fa
 
 
 def test_norms_are_compared_from_scratch():
-    from surgery.recipes.papers.mup.bilinear_norms import result_rows
+    from recipes.papers.mup.bilinear_norms import result_rows
 
     text = "Mia went to the harbour and saw the boats. " * 20
     options = {"seeds": 1, "steps": 2, "log2_rates": [-6.0], "only": "qk, C = 8", "flat": False}

@@ -8,20 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from surgery.core.errors import SurgeryError
-from surgery.mixers import MIXERS, AttentionShape, MixerInputs
-from surgery.mixers.masks.base import MASKS
-from surgery.mixers.mlr import MLR
-from surgery.recipes.papers.attention.cross import CausalDecay, LowRankMask, linear_attention, quadratic_attention
-from surgery.recipes.papers.attention.dynamic_blocks import (
+from recipes.papers.attention.cross import CausalDecay, LowRankMask, linear_attention, quadratic_attention
+from recipes.papers.attention.dynamic_blocks import (
     DynamicBlocks,
     DynamicCache,
     dense_attention,
     mean_macs,
     separators_of,
 )
-from surgery.recipes.papers.attention.linformer import Linformer
-from surgery.recipes.papers.attention.nystrom import nystrom_attention, pseudo_inverse
+from recipes.papers.attention.linformer import Linformer
+from recipes.papers.attention.nystrom import nystrom_attention, pseudo_inverse
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS, AttentionShape, MixerInputs
+from surgery.mixers.masks.base import MASKS
+from surgery.mixers.mlr import MLR
 
 SCALING, LENGTH = 8**-0.5, 25
 PARAGRAPH, LINE = 7, 8

@@ -175,7 +175,7 @@ def third_parties(nodes: Iterator[ast.AST]) -> set[str]:
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add(str(node.module).split(".")[0])
-    return found - set(sys.stdlib_module_names) - {"surgery", "__future__"}
+    return found - set(sys.stdlib_module_names) - {"surgery", "recipes", "__future__"}
 
 
 def through_extras() -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from surgery.architectures import known_families
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("surgery", "kernels", "eval", "recipes")
 HEAVY = {"triton", "lm_eval", "datasets", "matplotlib"}  # imported inside the functions that need them
+LAB = ROOT / "recipes" / "papers"  # scripts of a checkout, which are not installed
 FILES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+INSTALLED = [path for path in FILES if not path.is_relative_to(LAB)]
 
 
 def tree(path: Path) -> ast.Module:
@@ -41,6 +44,22 @@ def imported_modules(nodes: Iterator[ast.AST]) -> Iterator[str]:
 def test_the_import_contract_holds():
     """The layers of pyproject.toml, no cycles; `make lint` runs the same."""
     assert check_imports.main() == 0
+
+
+def test_the_package_does_not_know_the_lab():
+    """recipes/papers imports the package, never the other way round; and it has one name: no file is imported twice."""
+    texts = {path: path.read_text(encoding="utf-8") for path in FILES}
+    assert len(INSTALLED) > 300 and any("recipes.papers" in text for text in texts.values())
+    assert not [path for path in FILES if "surgery.recipes.papers" in texts[path]]
+    knowing = [path for path in INSTALLED if "recipes.papers" in texts[path] and imports_the_lab(tree(path))]
+    assert not knowing
+
+
+def imports_the_lab(module: ast.Module) -> bool:
+    """Return whether a module imports recipes.papers, or has its name as a string, by which it could."""
+    strings = {str(node.value) for node in ast.walk(module) if isinstance(node, ast.Constant)}
+    named = strings | set(imported_modules(ast.walk(module)))
+    return any(re.fullmatch(r"recipes\.papers(\.\w+)*", name) for name in named)
 
 
 def test_kernels_are_not_imported_by_name():
@@ -165,6 +184,18 @@ def test_our_modules_do_not_bring_in_the_compiler():
 def test_packages_are_found_from_a_checkout():
     """Where surgery is not installed, the repository's root on the path is enough."""
     printed = in_a_new_interpreter(
-        "import surgery.eval, surgery.recipes, surgery.kernels, surgery.recipes.papers; print('found')"
+        "import surgery.eval, surgery.recipes, surgery.kernels, recipes.papers; print('found')"
     )
     assert printed.strip() == "found"
+
+
+def test_the_lab_runs_in_the_root_of_a_checkout(tmp_path):
+    """Where surgery is not installed. The folders of the root, which lead the path there, hide no library of their names."""
+    library = tmp_path / "kernels"
+    library.mkdir()
+    (library / "__init__.py").write_text("")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    code = "import kernels, runpy; print(kernels.__file__); runpy.run_module('recipes.papers.scale.plan', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(str(library)), done.stderr
+    assert "hours" in done.stdout

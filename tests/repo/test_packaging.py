@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("surgery", "kernels", "eval", "recipes")
+LAB = ROOT / "recipes" / "papers"  # scripts of a checkout, which are not installed
 BESIDE = (
     "pyproject.toml",
     "MANIFEST.in",
@@ -90,8 +91,9 @@ def names_in(wheel: Path) -> set[str]:
 
 
 def in_the_checkout(room: str) -> set[str]:
-    """Every file of a room, as it is called where it is installed."""
+    """Every file of a room but those of the lab, as it is called where it is installed."""
     files = [p for p in (ROOT / room).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    files = [p for p in files if not p.is_relative_to(LAB)]
     return {str(p.relative_to(ROOT) if room == "surgery" else Path("surgery") / p.relative_to(ROOT)) for p in files}
 
 
@@ -99,12 +101,14 @@ def test_everything_is_in_the_wheel(wheel):
     """Modules, recipes, the embedded checkpoint, the page's style, timings, the small mirror of data sets."""
     ours = {"surgery_startup.py", "surgery_startup.pth"}.union(*(in_the_checkout(room) for room in PACKAGES))
     assert len(ours) > 300 and ours <= names_in(wheel), ours - names_in(wheel)
+    assert not [name for name in names_in(wheel) if "papers/" in name], "recipes/papers is for a checkout"
 
 
 def test_the_source_distribution_can_be_read_and_tested(sdist):
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
-    beside = {str(p.relative_to(ROOT)) for room in ("tests", "docs") for p in (ROOT / room).rglob("*") if p.is_file()}
+    rooms = (ROOT / "tests", ROOT / "docs", LAB)
+    beside = {str(p.relative_to(ROOT)) for room in rooms for p in room.rglob("*") if p.is_file()}
     beside = {name for name in beside if "__pycache__" not in name} | set(BESIDE)
     assert beside <= files, beside - files
     assert not [name for name in files if name.endswith(".pyc")]

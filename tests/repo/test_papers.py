@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from surgery.recipes.papers.experiments import figures
+from recipes.papers.experiments import figures
 from surgery.training.pretrain.recipe import load_pretrain_recipe
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ PACKAGES = ("surgery", "kernels", "eval", "recipes", "tests")
 BESIDE = ("kernels", "eval", "recipes")  # folders of the checkout that are imported as surgery.kernels and so on
 PATH = re.compile(r"(?<![\w/.:<>~-])((?:[\w.-]+/)*[\w-]+\.(?:py|md|yaml))\b")
 NAME = re.compile(r"`(\w*_\w+)`")
-MODULE = re.compile(r"(?<![\w./-])(surgery(?:\.\w+)+)")
+MODULE = re.compile(r"(?<![\w./-])(surgery(?:\.\w+)+|recipes\.papers(?:\.\w+)+)")
 ELSEWHERE = {
     "metrics.py",  # in LongBench's repository
     "zoology/data/multiquery_ar.py",  # in Zoology's
@@ -108,8 +108,10 @@ def identifiers(source: str) -> Iterator[str]:
 
 def has_module(name: str) -> bool:
     """Whether `name` is a package, a module, or something that a module has."""
+    if name.startswith("surgery.recipes.papers"):  # it is called recipes.papers, in a checkout alone
+        return False
     parts = name.split(".")
-    place = ROOT if parts[1] in BESIDE else ROOT / "surgery"
+    place = {"recipes": ROOT / "recipes", "surgery": ROOT if parts[1] in BESIDE else ROOT / "surgery"}[parts[0]]
     for i, part in enumerate(parts[1:], 1):
         if (place / part).is_dir():
             place = place / part
@@ -152,6 +154,8 @@ def test_cited_files_and_modules_exist(kind):
         ("see surgery/mixers/gone.py and gone.py", ["gone.py", "surgery/mixers/gone.py"]),
         ("`surgery.mixers.base.Mixer`, surgery.kernels.tuning, surgery.plan(..), surgery.core", []),
         ("surgery.mixers.base.Gone, surgery.gone.Mixer", ["surgery.gone.Mixer", "surgery.mixers.base.Gone"]),
+        ("recipes.papers.quality.linears, recipes.papers.gone.linears", ["recipes.papers.gone.linears"]),
+        ("surgery.recipes.papers.quality.linears", ["surgery.recipes.papers.quality.linears"]),
         ("https://example.org/a/b.py", []),
     ],
 )

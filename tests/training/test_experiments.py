@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.experiments import page, recall, regression, scaling
-from surgery.recipes.papers.experiments.driver import main, show
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments import page, recall, regression, scaling
+from recipes.papers.experiments.driver import main, show
+from recipes.papers.experiments.sweep import (
     Cell,
     append_rows,
     best_rows,
@@ -24,6 +23,7 @@ from surgery.recipes.papers.experiments.sweep import (
     run_sweep,
     stack_size,
 )
+from surgery.core.errors import SurgeryError
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNERS = {experiment.name: experiment for experiment in page.EXPERIMENTS}
@@ -157,9 +157,7 @@ def test_rows_are_appended_whole(tmp_path):
 
 def test_the_table_of_the_docs_is_what_the_rows_say():
     text = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
-    assert page.replace_section(text) == text, (
-        "run python -m surgery.recipes.papers.experiments.page --write docs/papers.md"
-    )
+    assert page.replace_section(text) == text, "run python -m recipes.papers.experiments.page --write docs/papers.md"
     with pytest.raises(SurgeryError, match="once each"):
         page.replace_section("no markers")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from surgery.recipes.papers.experiments import (
+from recipes.papers.experiments import (
     block_mixing,
     characters,
     cores,
@@ -21,7 +21,7 @@ from surgery.recipes.papers.experiments import (
     vision,
     weight_norm,
 )
-from surgery.recipes.papers.experiments.sweep import Cell
+from recipes.papers.experiments.sweep import Cell
 from surgery.training.pretrain.stacked import StackedTraining
 
 # Operations that copy a value to the host, or create a tensor from host data.

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from recipes.papers.experiments import forecasting, series, series_tokens, speed, two_orders
+from recipes.papers.experiments.driver import main
+from recipes.papers.experiments.sweep import Cell, is_complete, read_rows
+from recipes.papers.experiments.times import faster_from, slope, words
 from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.experiments import forecasting, series, series_tokens, speed, two_orders
-from surgery.recipes.papers.experiments.driver import main
-from surgery.recipes.papers.experiments.sweep import Cell, is_complete, read_rows
-from surgery.recipes.papers.experiments.times import faster_from, slope, words
 
 
 def write_csv(path, rows=400, header=("date", *series.COLUMNS), change=None):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from surgery.recipes.papers.experiments import cores, rate_transfer, scaling, structured_head, tuned_rates, vision
-from surgery.recipes.papers.experiments.characters import at_equal_macs
-from surgery.recipes.papers.experiments.sweep import Cell, append_rows, gpu_minutes, is_complete, read_rows, run_sweep
+from recipes.papers.experiments import cores, rate_transfer, scaling, structured_head, tuned_rates, vision
+from recipes.papers.experiments.characters import at_equal_macs
+from recipes.papers.experiments.sweep import Cell, append_rows, gpu_minutes, is_complete, read_rows, run_sweep
 from surgery.structures.tensor_train import BlockTensorTrainLinear, TensorTrainLinear
 
 MODULES = (cores, vision, tuned_rates, structured_head, rate_transfer)

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
+from recipes.papers.experiments import block_mixing, characters, language, needles, recall, updates, weight_norm
+from recipes.papers.experiments.driver import main, parse_part
+from recipes.papers.experiments.sweep import Cell, is_complete, split_cells
+from recipes.papers.experiments.text import CodeRows, code_tokens, octaves, token_table
 from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.experiments import block_mixing, characters, language, needles, recall, updates, weight_norm
-from surgery.recipes.papers.experiments.driver import main, parse_part
-from surgery.recipes.papers.experiments.sweep import Cell, is_complete, split_cells
-from surgery.recipes.papers.experiments.text import CodeRows, code_tokens, octaves, token_table
 
 
 def rows_of(setting, values):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from recipes.papers.experiments.models import RecallModel, ValuesModel, make_decoder, make_stage
+from recipes.papers.mup.models import rate_factors
 from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.experiments.models import RecallModel, ValuesModel, make_decoder, make_stage
-from surgery.recipes.papers.mup.models import rate_factors
 from surgery.training.data.generated import (
     IGNORE_INDEX,
     GeneratedData,

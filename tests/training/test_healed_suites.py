@@ -8,8 +8,8 @@ import sys
 import pytest
 from helpers.small_training import TINY_CHECKPOINT
 
-from surgery.recipes.papers.healing import suites as healed_suites
-from surgery.recipes.papers.healing import tables as healed_shown
+from recipes.papers.healing import suites as healed_suites
+from recipes.papers.healing import tables as healed_shown
 
 
 def row(suite, metric, values, group=None, **told):

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from recipes.papers.healing import sweep
 from surgery.core.errors import SurgeryError
 from surgery.planning.recipe import load_recipe
-from surgery.recipes.papers.healing import sweep
 
 SHIPPED = Path(sweep.__file__).with_name("attention.yaml")
 HEALED = [{"model": "original"}, {"model": "a, converted"}, {"model": "a, healed", "training": {}}]

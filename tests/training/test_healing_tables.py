@@ -8,12 +8,12 @@ import sys
 import pytest
 from helpers.small_training import TINY_CHECKPOINT
 
+from recipes.papers.healing import plot as healing_plot
+from recipes.papers.healing import recovery as healing_recovery
+from recipes.papers.healing import run as healing
+from recipes.papers.healing import text as healing_text
 from surgery.core.errors import SurgeryError
 from surgery.eval import stories
-from surgery.recipes.papers.healing import plot as healing_plot
-from surgery.recipes.papers.healing import recovery as healing_recovery
-from surgery.recipes.papers.healing import run as healing
-from surgery.recipes.papers.healing import text as healing_text
 
 RUN = {"tokens": 2_500_000, "seconds": 61.4, "tokens_per_second": 81_234.0}
 ASKED = {"mean": 0.5, "errors": [[0.1, 0.1], [0.1, 0.1]]}

@@ -8,11 +8,11 @@ import pytest
 import torch
 from helpers.small_training import TINY_CHECKPOINT, read_losses
 
+from recipes.papers.mup.models import STRUCTURE_NAMES, SweepSizes, make_gpt2, make_stage, rate_factors
+from recipes.papers.mup.run import make_data_config, stack_examples
+from recipes.papers.mup.tables import find_best, markdown, parabola_vertex, table_rows
+from recipes.papers.quality.mlr_linear import MLRLinear, MLRLinearConfig
 from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.mup.models import STRUCTURE_NAMES, SweepSizes, make_gpt2, make_stage, rate_factors
-from surgery.recipes.papers.mup.run import make_data_config, stack_examples
-from surgery.recipes.papers.mup.tables import find_best, markdown, parabola_vertex, table_rows
-from surgery.recipes.papers.quality.mlr_linear import MLRLinear, MLRLinearConfig
 from surgery.structures import STRUCTURES
 from surgery.training.data.dataset import DataConfig, make_data
 from surgery.training.pretrain.initialize import zero_output

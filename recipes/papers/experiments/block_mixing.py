@@ -1,8 +1,8 @@
 """MQAR with block mixing: does a Toeplitz matrix of blocks recall more than a dense one? (FARS 2026, "Toeplitz Block Mixing for Scalable
 Multi-Head Linear Attention", Tables 2 and 3, Figure 2)
 
-python -m surgery.recipes.papers.experiments.block_mixing run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.block_mixing show [rows.jsonl ..] [--plot block_mixing.png]
+python -m recipes.papers.experiments.block_mixing run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.block_mixing show [rows.jsonl ..] [--plot block_mixing.png]
 
 Pairs are scattered among distractors, and every key comes once more at the end of the row (layout `scattered` of
 surgery/training/data/generated.py). Layers have no MLP and a causal convolution of width 3 before every mixer, softmax too. Linear mixers
@@ -29,13 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.mixers.masks.block_mixing import Blocks, BlocksMask
-from surgery.mixers.masks.toeplitz_block_mixing import ToeplitzBlocksMask
-from surgery.mixers.masks.toeplitz_fit import fit_heads
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.models import RecallModel, make_decoder, make_stage
-from surgery.recipes.papers.experiments.recall import make_task, score, train_recall
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.models import RecallModel, make_decoder, make_stage
+from recipes.papers.experiments.recall import make_task, score, train_recall
+from recipes.papers.experiments.sweep import (
     Cell,
     Difference,
     Row,
@@ -49,8 +46,11 @@ from surgery.recipes.papers.experiments.sweep import (
     mean_and_error,
     paired_difference,
 )
-from surgery.recipes.papers.experiments.training import trained_model
-from surgery.recipes.papers.mup.models import rate_factors
+from recipes.papers.experiments.training import trained_model
+from recipes.papers.mup.models import rate_factors
+from surgery.mixers.masks.block_mixing import Blocks, BlocksMask
+from surgery.mixers.masks.toeplitz_block_mixing import ToeplitzBlocksMask
+from surgery.mixers.masks.toeplitz_fit import fit_heads
 from surgery.training.pretrain.compute import count_compute
 
 HEAD = 64  # dimensions of a head

@@ -1,8 +1,8 @@
 """Character language models: does MLR attention match softmax with less compute? (Kuang et al. 2025, "Customizing the Inductive Biases of
 Softmax Attention", Figures 4 and 13)
 
-python -m surgery.recipes.papers.experiments.characters run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.characters show [rows.jsonl ..] [--plot characters.png]
+python -m recipes.papers.experiments.characters run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.characters show [rows.jsonl ..] [--plot characters.png]
 
 Heads have 64 dimensions. `mlr` is the paper's form, nested blocks of T / 2^(l-1) tokens; `mlr_sliding` has sliding extents of the same
 numbers of tokens. `window` is a sliding window of T / 8 tokens in every layer, `global_window` has full attention in the first layer and
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.sweep import (
     Cell,
     Difference,
     Row,
@@ -33,7 +33,7 @@ from surgery.recipes.papers.experiments.sweep import (
     is_complete,
     mean_and_error,
 )
-from surgery.recipes.papers.experiments.text import train_text
+from recipes.papers.experiments.text import train_text
 
 HEAD = 64
 RANKS = (32, 8, 6, 4, 4, 4, 4, 2)

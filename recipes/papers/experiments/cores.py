@@ -1,8 +1,8 @@
 """Structures of several cores: is a block tensor train of three or four cores better than BTT, which has two? (Qiu et al. 2024, "Compute
 Better Spent", Figures 11, 12)
 
-python -m surgery.recipes.papers.experiments.cores run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.cores show [rows.jsonl ..] [--plot cores.png]
+python -m recipes.papers.experiments.cores run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.cores show [rows.jsonl ..] [--plot cores.png]
 
 The MLPs, the task and the rates of `scaling`. A method's name holds its structure (btt: block tensor train, tt: tensor train), the number
 of cores and the rank. The held-out loss is compared at equal MACs: for each seed, on the line between the measured widths of the
@@ -11,10 +11,10 @@ rival in loss against log MACs, as a share of the rival's loss; points outside o
 
 from __future__ import annotations
 
-from surgery.recipes.papers.experiments.characters import at_equal_macs
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.scaling import BLOCKS, draw, heads, table, train
-from surgery.recipes.papers.experiments.sweep import Row, Setting, Verdict, best_rows, edge_words, is_complete
+from recipes.papers.experiments.characters import at_equal_macs
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.scaling import BLOCKS, draw, heads, table, train
+from recipes.papers.experiments.sweep import Row, Setting, Verdict, best_rows, edge_words, is_complete
 
 CLOSE = 0.02  # share of the rival's loss within which losses count as equal
 TWO, THREE, FOUR, RANK = "btt_c2_r1", "btt_c3_r1", "btt_c4_r1", "btt_c3_r2"

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from surgery.core.device import choose_device
-from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.sweep import (
     Cell,
     Row,
     Setting,
@@ -26,6 +24,8 @@ from surgery.recipes.papers.experiments.sweep import (
     split_cells,
     stack_size,
 )
+from surgery.core.device import choose_device
+from surgery.core.errors import SurgeryError
 from surgery.training.pretrain.compute import CONVENTION
 
 ROWS = Path(__file__).with_name("rows")  # results that belong to the repository
@@ -57,7 +57,7 @@ class Experiment:
     @property
     def command(self) -> str:
         """The command without its arguments."""
-        return f"python -m surgery.recipes.papers.experiments.{self.name}"
+        return f"python -m recipes.papers.experiments.{self.name}"
 
     def run_command(self, setting: Setting) -> str:
         """Return the command that trains the runs of a setting."""

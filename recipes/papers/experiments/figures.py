@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from surgery.recipes.papers.experiments.driver import Experiment
+from recipes.papers.experiments.driver import Experiment
 
 DRAWING = "a drawing, no claim"
 FORMULA = "holds (tests)"
@@ -54,7 +54,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
     BETTER: (
         Place("Figure 1", "compute and width of MLPs; rates that ignore the structure"),
         Place("Table 1", "numbers and multiplications of each structure", "`tests/mixers/test_as_printed.py::test_costs_are_table_1_of_compute_better_spent`", FORMULA),
-        Place("Figure 2", "a: size of feature updates; b: best rates at all widths", "`python -m surgery.recipes.papers.mup.run run`", "a: undecided, no script here; b: [reproduced](measurements/learning_rates.md) on GPT-2"),
+        Place("Figure 2", "a: size of feature updates; b: best rates at all widths", "`python -m recipes.papers.mup.run run`", "a: undecided, no script here; b: [reproduced](measurements/learning_rates.md) on GPT-2"),
         Place("Figure 3", "ViT with BTT in its MLPs: rates that know the structure stay ahead after tuning"),
         Place("Figures 4 to 6", "scaling of MLPs and ViTs by structure, BTT rank and Monarch blocks"),
         Place("Figure 7", "GPT-2 with BTT needs the bound on the norms of cores", "`surgery pretrain --recipe gpt2-btt --data TEXT --out MODEL --set common.weight_norm=none`"),
@@ -69,7 +69,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
         Place("Figure 1", "linear and log-linear attention", "", DRAWING),
         Place("Figure 2", "buckets of the Fenwick tree", "`tests/mixers/test_masks_oracles.py::test_hierarchical_entries_are_lambdas_of_fenwick_buckets`", FORMULA),
         Place("Figure 3", "chunked algorithm", "`tests/mixers/test_masks.py::test_chunked_is_the_definition`", FORMULA),
-        Place("Figure 4", "throughput of training, and time of the kernels", "`surgery bench attention`, `surgery bench train`, `python -m surgery.recipes.papers.experiments.speed show`", "[measured](measurements/performance.md#attention)"),
+        Place("Figure 4", "throughput of training, and time of the kernels", "`surgery bench attention`, `surgery bench train`, `python -m recipes.papers.experiments.speed show`", "[measured](measurements/performance.md#attention)"),
         Place("Table 2", "MQAR"),
         Place("Figure 5", "loss by position", "", FAR),
         Place("Tables 3, 4", "perplexity, zero-shot tasks and needles of 800M models", "", FAR),
@@ -84,7 +84,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
         Place("Table 1", "cost of the mixing, linear in the number of blocks", "`python tests/helpers/mask_slopes.py`", "holds: [slope 0.97](measurements/performance.md#mixers-by-sequence-length)"),
         Place("Table 2", "MQAR with scattered pairs: frozen and dense MHLA, TBM", "", LARGE),
         Place("Figure 2", "learned MHLA matrices are nearly Toeplitz", "`surgery inspect MODEL`"),
-        Place("Figure 3", "time against the number of blocks", "`surgery bench attention`, `python tests/helpers/mask_slopes.py`, `python -m surgery.recipes.papers.experiments.speed show`", "[measured](measurements/performance.md#mixers-by-sequence-length); the paper's text and caption disagree"),
+        Place("Figure 3", "time against the number of blocks", "`surgery bench attention`, `python tests/helpers/mask_slopes.py`, `python -m recipes.papers.experiments.speed show`", "[measured](measurements/performance.md#mixers-by-sequence-length); the paper's text and caption disagree"),
         Place("Table 3", "number of exponentials, frozen and learned", "", LARGE),
     ),
     SMA: (

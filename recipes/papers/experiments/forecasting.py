@@ -1,8 +1,8 @@
 """ETTh1: does MLR attention forecast better than softmax attention? (Kuang et al. 2025, "Customizing the Inductive Biases of Softmax
 Attention", Figure 14)
 
-python -m surgery.recipes.papers.experiments.forecasting run --setting cpu --data ETTh1.csv [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.forecasting show [rows.jsonl ..] [--plot forecasting.png]
+python -m recipes.papers.experiments.forecasting run --setting cpu --data ETTh1.csv [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.forecasting show [rows.jsonl ..] [--plot forecasting.png]
 
 The first 8,640 hours train, 2,880 choose and 2,880 test; all columns are standardized by the training hours. A bidirectional encoder of two
 layers reads the last T hours, and its output at hour t is the forecast of hour T + t, all seven columns (the paper does not say how its
@@ -22,12 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.core.errors import SurgeryError
-from surgery.mixers import MIXERS
-from surgery.modeling.cache import mixer_modules
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.models import ValuesModel, make_decoder, make_stage
-from surgery.recipes.papers.experiments.series import (
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.models import ValuesModel, make_decoder, make_stage
+from recipes.papers.experiments.series import (
     COLUMNS,
     made_series,
     mlr_keys,
@@ -35,7 +32,7 @@ from surgery.recipes.papers.experiments.series import (
     unbiased_levels,
     without_rotation,
 )
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.sweep import (
     Cell,
     Difference,
     Row,
@@ -49,8 +46,11 @@ from surgery.recipes.papers.experiments.sweep import (
     is_complete,
     mean_and_error,
 )
-from surgery.recipes.papers.experiments.training import train_stack
-from surgery.recipes.papers.mup.models import rate_factors
+from recipes.papers.experiments.training import train_stack
+from recipes.papers.mup.models import rate_factors
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS
+from surgery.modeling.cache import mixer_modules
 from surgery.training.data.generated import integers
 from surgery.training.pretrain.compute import count_compute
 from surgery.training.pretrain.stacked import Batch, StackedTraining

@@ -1,8 +1,8 @@
 """Language models from scratch: is the log-linear mask better than its linear mask, and more so at late positions? (Guo et al. 2025,
 "Log-Linear Attention", Figure 5, Table 3)
 
-python -m surgery.recipes.papers.experiments.language run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.language show [rows.jsonl ..] [--plot language.png]
+python -m recipes.papers.experiments.language run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.language show [rows.jsonl ..] [--plot language.png]
 
 Decoders over the characters of Python source, with heads and states of 32 dimensions, and a causal convolution of width 3 before every
 mixer, softmax too. All methods see the same rows in the same order for each seed. The state of a log-linear model grows with the
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import torch
 
-from surgery.recipes.papers.experiments.characters import draw
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.recall import CORE, FAMILIES, attention_keys
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.characters import draw
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.recall import CORE, FAMILIES, attention_keys
+from recipes.papers.experiments.sweep import (
     Cell,
     Difference,
     Row,
@@ -30,7 +30,7 @@ from surgery.recipes.papers.experiments.sweep import (
     mean_and_error,
     paired_difference,
 )
-from surgery.recipes.papers.experiments.text import perplexity, train_text
+from recipes.papers.experiments.text import perplexity, train_text
 
 HEAD = 32  # dimensions of a head and of its state
 WIDE = {"ssd_wide": "ssd", "gdn_wide": "gdn"}

@@ -1,8 +1,8 @@
 """Needles from scratch: does the log-linear mask find one fact among distractors farther back than its linear mask? (Guo et al. 2025,
 "Log-Linear Attention", Table 4)
 
-python -m surgery.recipes.papers.experiments.needles run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.needles show [rows.jsonl ..] [--plot needles.png]
+python -m recipes.papers.experiments.needles run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.needles show [rows.jsonl ..] [--plot needles.png]
 
 In place of pretrained models on S-NIAH and MK-NIAH, small models are trained on key-value pairs scattered among distractors, each key asked
 once at the end of the row: one pair is a single needle, several pairs are needles with several keys. Models, heads and states are those of
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.recall import (
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.recall import (
     CORE,
     FAMILIES,
     heads,
@@ -25,7 +25,7 @@ from surgery.recipes.papers.experiments.recall import (
     score,
     train_recall,
 )
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.sweep import (
     Cell,
     Difference,
     Row,

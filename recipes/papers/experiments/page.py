@@ -1,8 +1,8 @@
 """The generated sections of docs/papers.md: experiments with their verdicts, computed from the rows of the repository, all figures and tables of the
 five papers, and what is out of reach.
 
-python -m surgery.recipes.papers.experiments.page            print the sections
-python -m surgery.recipes.papers.experiments.page --write docs/papers.md
+python -m recipes.papers.experiments.page            print the sections
+python -m recipes.papers.experiments.page --write docs/papers.md
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import argparse
 import math
 from pathlib import Path
 
-from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.experiments import (
+from recipes.papers.experiments import (
     block_mixing,
     characters,
     cores,
@@ -32,9 +31,10 @@ from surgery.recipes.papers.experiments import (
     vision,
     weight_norm,
 )
-from surgery.recipes.papers.experiments.driver import MEMORY, Experiment, load_rows, markdown
-from surgery.recipes.papers.experiments.figures import costs_section, figures_section
-from surgery.recipes.papers.experiments.sweep import gpu_minutes, is_complete, stack_size
+from recipes.papers.experiments.driver import MEMORY, Experiment, load_rows, markdown
+from recipes.papers.experiments.figures import costs_section, figures_section
+from recipes.papers.experiments.sweep import gpu_minutes, is_complete, stack_size
+from surgery.core.errors import SurgeryError
 
 EXPERIMENTS = (
     recall.EXPERIMENT,

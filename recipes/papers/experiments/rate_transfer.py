@@ -1,8 +1,8 @@
 """One best rate at all widths for MLR attention and bilinear scores (Kuang et al. 2025, "Customizing the Inductive Biases of Softmax
 Attention", Figure 5)
 
-python -m surgery.recipes.papers.experiments.rate_transfer run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.rate_transfer show [rows.jsonl ..] [--plot rate_transfer.png]
+python -m recipes.papers.experiments.rate_transfer run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.rate_transfer show [rows.jsonl ..] [--plot rate_transfer.png]
 
 Character-level decoders over Python source with heads of one size, at muP rates of base width 64: W_Q and W_K of MLR attention at the rate of their fan-in,
 the factors of bilinear scores by eqs. 36 to 38. Every width trains all seeds at all rates. The best rate of a seed is the vertex of a
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from surgery.recipes.papers.experiments.characters import ranks_of
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.characters import ranks_of
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.sweep import (
     Cell,
     Difference,
     Row,
@@ -31,8 +31,8 @@ from surgery.recipes.papers.experiments.sweep import (
     is_complete,
     mean_and_error,
 )
-from surgery.recipes.papers.experiments.text import train_text
-from surgery.recipes.papers.mup.tables import parabola_vertex
+from recipes.papers.experiments.text import train_text
+from recipes.papers.mup.tables import parabola_vertex
 
 HEAD = 32  # dimensions of an attention head
 SAME = 0.5  # share of the shift of a rate in proportion to 1 / width, below which best rates count as one

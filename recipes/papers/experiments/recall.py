@@ -1,7 +1,7 @@
 """MQAR: does the log-linear mask recall more than its linear mask? (Guo et al. 2025, "Log-Linear Attention", Table 2 and Figure 9)
 
-python -m surgery.recipes.papers.experiments.recall run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.recall show [rows.jsonl ..] [--plot recall.png]
+python -m recipes.papers.experiments.recall run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.recall show [rows.jsonl ..] [--plot recall.png]
 
 Two layers without MLP, a causal convolution of width 3 before every mixer (softmax too), states and heads of 16 dimensions for
 Mamba-2 (here `ssd`), two heads for Gated DeltaNet (one at width 16). Rows are drawn afresh at every step: key-value pairs, then random
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.models import RecallModel, make_decoder
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.models import RecallModel, make_decoder
+from recipes.papers.experiments.sweep import (
     Cell,
     Row,
     Setting,
@@ -33,7 +33,7 @@ from surgery.recipes.papers.experiments.sweep import (
     mean_and_error,
     paired_difference,
 )
-from surgery.recipes.papers.experiments.training import pick, train_stack
+from recipes.papers.experiments.training import pick, train_stack
 from surgery.training.data.generated import IGNORE_INDEX, VALIDATION_SEED, MQARTask
 from surgery.training.pretrain.compute import count_compute, state_size
 from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask

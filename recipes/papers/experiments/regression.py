@@ -1,8 +1,8 @@
 """In-context linear regression: do structured scores lift the rank limit of many heads? (Kuang et al. 2025, "Customizing the Inductive
 Biases of Softmax Attention", Figures 2, 3 and 6 to 12)
 
-python -m surgery.recipes.papers.experiments.regression run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.regression show [rows.jsonl ..] [--plot regression.png]
+python -m recipes.papers.experiments.regression run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.regression show [rows.jsonl ..] [--plot regression.png]
 
 A row is x_1, y_1, .., x_N, y_N with y = w . x and N = 2 dims points; the loss is the squared error of y at all x tokens, and the score is
 the error at the last point, over that of the zero predictor. Softmax with 8 heads has scores of rank D / 8 a head, with one head of rank
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.models import ValuesModel, make_decoder
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.models import ValuesModel, make_decoder
+from recipes.papers.experiments.sweep import (
     Cell,
     Row,
     Setting,
@@ -32,7 +32,7 @@ from surgery.recipes.papers.experiments.sweep import (
     mean_and_error,
     paired_difference,
 )
-from surgery.recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import train_stack
 from surgery.training.data.generated import VALIDATION_SEED, RegressionTask
 from surgery.training.pretrain.compute import Compute, count_compute
 from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask

@@ -1,8 +1,8 @@
 """Scaling laws of MLPs by structure: is the exponent of BTT larger than that of dense layers? (Qiu et al. 2024, "Compute Better Spent",
 Figures 1b, 1c, 4 to 6)
 
-python -m surgery.recipes.papers.experiments.scaling run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.scaling show [rows.jsonl ..] [--plot scaling.png]
+python -m recipes.papers.experiments.scaling run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.scaling show [rows.jsonl ..] [--plot scaling.png]
 
 Three residual blocks h + W_2 gelu(W_1 LN(h)) with W_1 (4 d, d), after an input layer (dense for low rank, else of the structure) and
 before a dense classifier. The task is not the paper's CIFAR but the class that a fixed random network gives an input with variance 1 / k
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.sweep import (
     Cell,
     Row,
     Setting,
@@ -35,7 +35,7 @@ from surgery.recipes.papers.experiments.sweep import (
     is_complete,
     mean_and_error,
 )
-from surgery.recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import train_stack
 from surgery.structures import STRUCTURES, StructuredLinear
 from surgery.structures.base import MuP, config_from_dict
 from surgery.training.data.generated import VALIDATION_SEED, TeacherTask

@@ -1,8 +1,8 @@
 """Tokenised series: does a decoder with MLR attention reach the loss of softmax with less compute? (Kuang et al. 2025, "Customizing the
 Inductive Biases of Softmax Attention", Figure 15)
 
-python -m surgery.recipes.papers.experiments.series_tokens run --setting cpu [--data ETTh1.csv] [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.series_tokens show [rows.jsonl ..] [--plot series_tokens.png]
+python -m recipes.papers.experiments.series_tokens run --setting cpu [--data ETTh1.csv] [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.series_tokens show [rows.jsonl ..] [--plot series_tokens.png]
 
 Rows are series of random kernels (KernelSynth) as tokens: values over the mean |x| of the context, in uniform bins on [-15, 15]. The context is
 the first 8/9 of a row, as in rows of 512 and 64 tokens. With --data, the columns of ETTh1 are scored too; nothing trains on them. The paper
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.models import make_decoder, make_stage
-from surgery.recipes.papers.experiments.series import (
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.models import make_decoder, make_stage
+from recipes.papers.experiments.series import (
     PositionedEmbedding,
     kernel_bank,
     mlr_keys,
@@ -31,7 +31,7 @@ from surgery.recipes.papers.experiments.series import (
     unbiased_levels,
     without_rotation,
 )
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.sweep import (
     Cell,
     Difference,
     Row,
@@ -45,9 +45,9 @@ from surgery.recipes.papers.experiments.sweep import (
     is_complete,
     mean_and_error,
 )
-from surgery.recipes.papers.experiments.text import position_losses, text_loss
-from surgery.recipes.papers.experiments.training import train_stack
-from surgery.recipes.papers.mup.models import rate_factors
+from recipes.papers.experiments.text import position_losses, text_loss
+from recipes.papers.experiments.training import train_stack
+from recipes.papers.mup.models import rate_factors
 from surgery.training.data.generated import integers
 from surgery.training.pretrain.compute import count_compute, state_size
 from surgery.training.pretrain.stacked import Batch, StackedTraining

@@ -3,7 +3,7 @@ Attention", Figure 4)
 
 The slopes of dense and Toeplitz block mixing are those of FARS 2026, "Toeplitz Block Mixing", Figure 3.
 
-python -m surgery.recipes.papers.experiments.speed show [PAGE]
+python -m recipes.papers.experiments.speed show [PAGE]
 
 Nothing is measured here: the times are the tables "attention, forward" and "attention, forward + backward" of docs/measurements/performance.md,
 which `surgery bench attention` measured on one H200 (batch 2, 48 heads, bfloat16). A slope is that of log time over log T from
@@ -19,12 +19,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.papers.experiments.driver import markdown
+from recipes.papers.experiments.figures import FLOPS, LOG_LINEAR, TBM
+from recipes.papers.experiments.sweep import Verdict
+from recipes.papers.experiments.times import Times, faster_from, slope, words
 from surgery.core import errors
 from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.experiments.driver import markdown
-from surgery.recipes.papers.experiments.figures import FLOPS, LOG_LINEAR, TBM
-from surgery.recipes.papers.experiments.sweep import Verdict
-from surgery.recipes.papers.experiments.times import Times, faster_from, slope, words
 
 PAGE = "docs/measurements/performance.md"
 MAX_BYTES = 4_000_000
@@ -205,7 +205,7 @@ def section(path: Path | None = None) -> str:
 def main(given: list[str] | None = None) -> None:
     """Run the command `show`."""
     parser = argparse.ArgumentParser(
-        prog="python -m surgery.recipes.papers.experiments.speed",
+        prog="python -m recipes.papers.experiments.speed",
         description="Slopes and crossovers of the attention kernels.",
     )
     showing = parser.add_subparsers(required=True).add_parser("show", help="Print slopes, crossovers and verdicts.")

@@ -1,8 +1,8 @@
 """GPT-2 with BTT in all linears and the head: is it below dense GPT-2 at equal compute, and is the head the reason? (Qiu et al. 2024, "Compute
 Better Spent", Figure 9)
 
-python -m surgery.recipes.papers.experiments.structured_head run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.structured_head show [rows.jsonl ..] [--plot structured_head.png]
+python -m recipes.papers.experiments.structured_head run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.structured_head show [rows.jsonl ..] [--plot structured_head.png]
 
 Decoders over Python source. A token is two characters, so that the vocabulary has 97^2 = 9,409 words and the head has a share of the compute
 as in the paper; the setting `cpu` takes the number of a character modulo 32, so that there are 1,024 words. `dense` and `btt` see the same rows for each seed, and are scored on the same held-out rows, in nats per token. Compute is counted with the
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.recipes.papers.experiments.characters import at_equal_macs
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.characters import at_equal_macs
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.sweep import (
     Cell,
     Row,
     Setting,
@@ -32,9 +32,9 @@ from surgery.recipes.papers.experiments.sweep import (
     is_complete,
     mean_and_error,
 )
-from surgery.recipes.papers.experiments.text import VOCABULARY, CodeRows
-from surgery.recipes.papers.experiments.training import train_stack
-from surgery.recipes.papers.mup.models import SweepSizes, make_gpt2
+from recipes.papers.experiments.text import VOCABULARY, CodeRows
+from recipes.papers.experiments.training import train_stack
+from recipes.papers.mup.models import SweepSizes, make_gpt2
 from surgery.training.pretrain.compute import count_compute
 from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask
 

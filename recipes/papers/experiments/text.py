@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from recipes.papers.experiments.models import make_decoder
+from recipes.papers.experiments.sweep import Cell, Row, Setting, finite_or_none
+from recipes.papers.experiments.training import train_stack
+from recipes.papers.healing.text import code_documents
 from surgery.core import errors
 from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.experiments.models import make_decoder
-from surgery.recipes.papers.experiments.sweep import Cell, Row, Setting, finite_or_none
-from surgery.recipes.papers.experiments.training import train_stack
-from surgery.recipes.papers.healing.text import code_documents
 from surgery.training.data.generated import integers
 from surgery.training.pretrain.compute import count_compute, state_size
 from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from surgery.recipes.papers.experiments.scaling import PowerLaw, fit_power_law
+from recipes.papers.experiments.scaling import PowerLaw, fit_power_law
 
 Times = dict[int, float]  # length -> time, in any unit
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from surgery.recipes.papers.experiments.models import make_stage
-from surgery.recipes.papers.experiments.sweep import Setting
-from surgery.recipes.papers.mup.models import rate_factors
+from recipes.papers.experiments.models import make_stage
+from recipes.papers.experiments.sweep import Setting
+from recipes.papers.mup.models import rate_factors
 from surgery.training.pretrain.stacked import Batch, RunFunction, StackedTraining
 
 NUMBERS_AT_ONCE = 2**23  # random numbers of the rows that are made together

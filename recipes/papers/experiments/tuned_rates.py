@@ -1,8 +1,8 @@
 """Rates that know the structure, after tuning: a ViT with dense attention and BTT in its MLPs only (Qiu et al. 2024, "Compute Better
 Spent", Figure 3)
 
-python -m surgery.recipes.papers.experiments.tuned_rates run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.tuned_rates show [rows.jsonl ..] [--plot tuned_rates.png]
+python -m recipes.papers.experiments.tuned_rates run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.tuned_rates show [rows.jsonl ..] [--plot tuned_rates.png]
 
 The models and the task of `vision`, with one base rate for all parameters. `aware`: each core has the rate of its own fan-in; `naive`: that of the
 dense layer in its place, so that no base rate fits both attention and MLPs. Both start from the same parameters and see the same rows.
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.scaling import table, train_classifiers
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.scaling import table, train_classifiers
+from recipes.papers.experiments.sweep import (
     Cell,
     Row,
     Setting,
@@ -27,7 +27,7 @@ from surgery.recipes.papers.experiments.sweep import (
     mean_and_error,
     paired_difference,
 )
-from surgery.recipes.papers.experiments.vision import BLOCKS, LARGE, SIZES, PatchTransformer, heads, make_vit
+from recipes.papers.experiments.vision import BLOCKS, LARGE, SIZES, PatchTransformer, heads, make_vit
 
 METHODS = ("aware", "naive")
 SETTINGS = (

@@ -1,8 +1,8 @@
 """One function, two algorithms: do both orders of the contraction of masked attention agree, and where do their times cross? (Dao and Gu
 2024, "Structured Masked Attention", section 4 of "Transformers are SSMs", eqs. 13 and 15, Figure 3)
 
-python -m surgery.recipes.papers.experiments.two_orders run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.two_orders show [rows.jsonl ..] [--plot two_orders.png]
+python -m recipes.papers.experiments.two_orders run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.two_orders show [rows.jsonl ..] [--plot two_orders.png]
 
 One head of N features and P values in float64 on one thread. A cell is a mask at a length T; the seeds draw other numbers. The quadratic order
 is eq. 13 with the mask's dense matrix, the linear one eq. 15, where the mask multiplies the T x (P N) products of values and keys: by cumulative sums
@@ -21,13 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import MASKS, Mask, MaskInputs, Signals
-from surgery.recipes.papers.attention.cross import CausalDecay, CrossMask, linear_attention, quadratic_attention
-from surgery.recipes.papers.attention.linformer import Linformer
-from surgery.recipes.papers.attention.nystrom import nystrom_attention
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.attention.cross import CausalDecay, CrossMask, linear_attention, quadratic_attention
+from recipes.papers.attention.linformer import Linformer
+from recipes.papers.attention.nystrom import nystrom_attention
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.sweep import (
     Cell,
     Row,
     Setting,
@@ -37,7 +35,9 @@ from surgery.recipes.papers.experiments.sweep import (
     is_complete,
     mean_and_error,
 )
-from surgery.recipes.papers.experiments.times import Times, faster_from, least_times, slope, words
+from recipes.papers.experiments.times import Times, faster_from, least_times, slope, words
+from surgery.mixers.base import AttentionShape
+from surgery.mixers.masks.base import MASKS, Mask, MaskInputs, Signals
 
 MASK_NAMES = {"causal": "ones", "decay": "decay", "gates": "gates", "toeplitz": "toeplitz", "fourier": "fourier"}
 ORDERS = (*MASK_NAMES, "cross_decay")

@@ -1,7 +1,7 @@
 """Size of feature updates by width: do structure-aware rates keep it constant? (Qiu et al. 2024, "Compute Better Spent", Figure 2a)
 
-python -m surgery.recipes.papers.experiments.updates run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.updates show [rows.jsonl ..] [--plot updates.png]
+python -m recipes.papers.experiments.updates run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.updates show [rows.jsonl ..] [--plot updates.png]
 
 An MLP with two hidden layers of d units (gelu, without biases) and a dense classifier, on the `teacher` task of `scaling`. A method's name is
 that of its structure, at the rates of the fan-in of each core; with `_naive`, at those of the dense layer in its place. The update is the root
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.scaling import fit_power_law, make_linear, make_task, rate_factors
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.scaling import fit_power_law, make_linear, make_task, rate_factors
+from recipes.papers.experiments.sweep import (
     Cell,
     Difference,
     Row,
@@ -31,7 +31,7 @@ from surgery.recipes.papers.experiments.sweep import (
     is_complete,
     mean_and_error,
 )
-from surgery.recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import train_stack
 from surgery.structures import StructuredLinear
 from surgery.training.data.generated import VALIDATION_SEED
 from surgery.training.pretrain.compute import linear_macs

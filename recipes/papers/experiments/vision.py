@@ -1,8 +1,8 @@
 """Scaling of vision transformers by structure: is the exponent of BTT larger than that of dense layers? (Qiu et al. 2024, "Compute Better
 Spent", Figure 4)
 
-python -m surgery.recipes.papers.experiments.vision run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.vision show [rows.jsonl ..] [--plot vision.png]
+python -m recipes.papers.experiments.vision run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.vision show [rows.jsonl ..] [--plot vision.png]
 
 A ViT of three blocks: patches through a dense input layer, learned positions, attention over all patches with layer norms of queries and
 keys and scores divided by the size of a head, mean of the patches, dense classifier. Queries, the outputs of attention and MLP, and the
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.recipes.papers.experiments import scaling
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.scaling import make_linear, train_classifiers
-from surgery.recipes.papers.experiments.sweep import Cell, Row, Setting
+from recipes.papers.experiments import scaling
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.scaling import make_linear, train_classifiers
+from recipes.papers.experiments.sweep import Cell, Row, Setting
 from surgery.training.pretrain.compute import linear_macs
 from surgery.training.pretrain.initialize import zero_output
 

@@ -1,8 +1,8 @@
 """Norms of structured cores: do they keep the features of a deep BTT decoder bounded? (Qiu et al. 2024, "Compute Better Spent", section 5.1,
 Figure 7)
 
-python -m surgery.recipes.papers.experiments.weight_norm run --setting cpu [--out rows.jsonl] [--minutes 30]
-python -m surgery.recipes.papers.experiments.weight_norm show [rows.jsonl ..] [--plot weight_norm.png]
+python -m recipes.papers.experiments.weight_norm run --setting cpu [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.weight_norm show [rows.jsonl ..] [--plot weight_norm.png]
 
 A character-level decoder over Python source, all linears but the head BTT of rank 4, at a constant rate. `none` trains the cores, `cores` bounds
 the root mean square of each by its initial one times a learned factor (surgery/training/weight_norm.py). The root mean square of the input
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.recipes.papers.experiments.driver import Experiment, main
-from surgery.recipes.papers.experiments.models import make_decoder, make_stage
-from surgery.recipes.papers.experiments.scaling import fit_power_law
-from surgery.recipes.papers.experiments.sweep import (
+from recipes.papers.experiments.driver import Experiment, main
+from recipes.papers.experiments.models import make_decoder, make_stage
+from recipes.papers.experiments.scaling import fit_power_law
+from recipes.papers.experiments.sweep import (
     Cell,
     Row,
     Setting,
@@ -33,9 +33,9 @@ from surgery.recipes.papers.experiments.sweep import (
     mean_and_error,
     paired_difference,
 )
-from surgery.recipes.papers.experiments.text import VOCABULARY, CodeRows, score_text, text_loss
-from surgery.recipes.papers.experiments.training import train_stack
-from surgery.recipes.papers.mup.models import rate_factors
+from recipes.papers.experiments.text import VOCABULARY, CodeRows, score_text, text_loss
+from recipes.papers.experiments.training import train_stack
+from recipes.papers.mup.models import rate_factors
 from surgery.training.pretrain.compute import count_compute
 from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask
 from surgery.training.weight_norm import add_core_norms

@@ -2,7 +2,7 @@
 
 With --by tokens, the lines are labelled by the length of training instead.
 
-python -m surgery.recipes.papers.healing.plot FIGURE.png ROWS.json ..          rows written by run.py --json
+python -m recipes.papers.healing.plot FIGURE.png ROWS.json ..          rows written by run.py --json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Table of attention conversions after healing: means over seeds, with the share of far context that each wins back.
 
-python -m surgery.recipes.papers.healing.recovery ROWS.json OTHER.json .. --window sliding-window
+python -m recipes.papers.healing.recovery ROWS.json OTHER.json .. --window sliding-window
 
     far recovery = 1 - ln(ratio of the conversion) / ln(ratio of the sliding window healed on as many tokens)
 

@@ -1,6 +1,6 @@
 """Healing tables of docs/quality.md: convert a checkpoint, measure it, heal it, and measure it again.
 
-python -m surgery.recipes.papers.healing.run SRC --recipe btt-half --healing small-linears --tiny
+python -m recipes.papers.healing.run SRC --recipe btt-half --healing small-linears --tiny
     --data TRAINING --calibration FILE --text FILE [--seed 0 --seed 1] [--set stages.*.rate=1e-3] [--json ROWS]
 
     original     the checkpoint itself

@@ -1,7 +1,7 @@
 """Run suites of `surgery eval` on several conversions of one model and show the results in one table.
 
-python -m surgery.recipes.papers.healing.suites run SRC btt-half=FOLDER hybrid-25=FOLDER .. --text heldout.txt --out OUT
-python -m surgery.recipes.papers.healing.suites show OUT [--figures PREFIX]
+python -m recipes.papers.healing.suites run SRC btt-half=FOLDER hybrid-25=FOLDER .. --text heldout.txt --out OUT
+python -m recipes.papers.healing.suites show OUT [--figures PREFIX]
 
     reading    ppl, per-position      on --text, in windows of --length
     needle     needle (--tasks)       --lengths x five depths, --samples of each
@@ -20,11 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from recipes.papers.healing.tables import show
 from surgery.core.files import atomic_write
 from surgery.core.progress import RichProgress
 from surgery.eval.run import Evaluation, evaluate
 from surgery.eval.suite import EvalOptions
-from surgery.recipes.papers.healing.tables import show
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SuiteCall = tuple[list[str], EvalOptions, str]  # suites, options, dtype

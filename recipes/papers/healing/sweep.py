@@ -1,6 +1,6 @@
 """Many healing runs side by side, resumable: each is a process of recipes/papers/healing/run.py.
 
-python -m surgery.recipes.papers.healing.sweep PLAN SRC --out ROWS [--group order] [--jobs 4] [--time-limit 540]
+python -m recipes.papers.healing.sweep PLAN SRC --out ROWS [--group order] [--jobs 4] [--time-limit 540]
     -- --data TRAINING --calibration FILE --text FILE
 
 A plan has `common` (options of every run) and `groups` of rows {recipe, seeds, tokens, convert, set}; attention.yaml beside this
@@ -103,7 +103,7 @@ def make_run(row: Row, seed: int, source: str, out: Path, options: list[str]) ->
     name = Path(row.recipe).stem + digest(row.convert)
     converted = out / "converted" / name
     file = out / f"{name}{digest(row.set)}{f'-{row.tokens}' if row.tokens else ''}-{seed}.json"
-    command = [sys.executable, "-m", "surgery.recipes.papers.healing.run", source, "--recipe", row.recipe]
+    command = [sys.executable, "-m", "recipes.papers.healing.run", source, "--recipe", row.recipe]
     command += ["--seed", str(seed), "--json", str(file), "--work", str(converted), *options]
     command += ["--tokens", str(row.tokens)] if row.tokens else []
     command += [word for key in row.convert for word in ("--convert", key)]

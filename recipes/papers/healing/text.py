@@ -1,10 +1,10 @@
 """Generate training text for healing; documents are separated by the line END.
 
-python -m surgery.recipes.papers.healing.text stories OUT.txt --characters 20000000
-python -m surgery.recipes.papers.healing.text code OUT.txt --apart heldout.txt --apart calibration.txt
-python -m surgery.recipes.papers.healing.text repeats OUT.txt --lines OTHER.txt
-python -m surgery.recipes.papers.healing.text pairs OUT.txt --lines OTHER.txt
-python -m surgery.recipes.papers.healing.text samples OUT.txt --source stories260K
+python -m recipes.papers.healing.text stories OUT.txt --characters 20000000
+python -m recipes.papers.healing.text code OUT.txt --apart heldout.txt --apart calibration.txt
+python -m recipes.papers.healing.text repeats OUT.txt --lines OTHER.txt
+python -m recipes.papers.healing.text pairs OUT.txt --lines OTHER.txt
+python -m recipes.papers.healing.text samples OUT.txt --source stories260K
 
     stories    the training text of the embedded checkpoint (eval/stories/__init__.py), half of it long documents with needles
     code       Python source of the installed packages. Files that share a passage with a text of --apart are left out, and

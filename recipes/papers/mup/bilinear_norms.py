@@ -2,7 +2,7 @@
 
 Each row has the best of several base learning rates.
 
-python -m surgery.recipes.papers.mup.bilinear_norms --text calibration.txt --held heldout.txt [--seeds 2] [--steps 200] [--only qk] [--flat]
+python -m recipes.papers.mup.bilinear_norms --text calibration.txt --held heldout.txt [--seeds 2] [--steps 200] [--only qk] [--flat]
 
 --flat trains the factors at the base rate, independent of their fan-in. The models are
 character-level, with two layers of width 64 and four heads of 16. A step of AdamW, with a cosine schedule, takes 8 windows of 32
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.papers.mup.models import SweepSizes, make_config
 from surgery.planning.recipe import validate_recipe
-from surgery.recipes.papers.mup.models import SweepSizes, make_config
 from surgery.training.optim import make_groups, make_optimizer, parameter_infos
 from surgery.training.pretrain.initialize import make_model, plan_new_model
 from surgery.training.recipe import parse_healing_recipe

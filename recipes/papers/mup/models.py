@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from recipes.papers.quality.mlr_linear import MLRLinear, MLRLinearConfig, zero_output
 from surgery.planning.recipe import validate_recipe
-from surgery.recipes.papers.quality.mlr_linear import MLRLinear, MLRLinearConfig, zero_output
 from surgery.structures import StructuredLinear
 from surgery.training.optim import make_groups
 from surgery.training.pretrain.initialize import RESIDUAL_ROLES, make_model, plan_new_model

@@ -2,8 +2,8 @@
 
 The models are character-level GPT-2 decoders of one depth and several widths, with structured linears in every layer.
 
-python -m surgery.recipes.papers.mup.run run --text FILE --out runs.jsonl [--structure btt ..] [--width 64 ..]
-python -m surgery.recipes.papers.mup.run show runs.jsonl .. [--plot mup.png]
+python -m recipes.papers.mup.run run --text FILE --out runs.jsonl [--structure btt ..] [--width 64 ..]
+python -m recipes.papers.mup.run show runs.jsonl .. [--plot mup.png]
 
     mup      every core at the rate of its own fan-in (surgery/training/optim.py): rate * c * 64 / fan_in
     dense    every core at the rate that muP gives the dense layer in its place: rate * 64 / in
@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.core.device import choose_device
-from surgery.recipes.papers.mup.models import (
+from recipes.papers.mup.models import (
     STRUCTURE_NAMES,
     SweepSizes,
     make_gpt2,
@@ -35,7 +34,8 @@ from surgery.recipes.papers.mup.models import (
     matching_core_rate,
     rate_factors,
 )
-from surgery.recipes.papers.mup.tables import show
+from recipes.papers.mup.tables import show
+from surgery.core.device import choose_device
 from surgery.training.data.dataset import DataConfig, TrainingData, make_data
 from surgery.training.data.documents import Document
 from surgery.training.data.tokenize import TextEncoder, TokenSequence

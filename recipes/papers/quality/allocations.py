@@ -1,6 +1,6 @@
 """Table of docs/measurements/quality.md: perplexity after converting every linear of the layers, by the allocation of the parameter budget.
 
-python -m surgery.recipes.papers.quality.allocations SRC --calibration FILE --text FILE --structure btt --keep 0.5 uniform spread tilt=0.5 lems=0,5
+python -m recipes.papers.quality.allocations SRC --calibration FILE --text FILE --structure btt --keep 0.5 uniform spread tilt=0.5 lems=0,5
 
 Each allocation follows the expected rise of the loss at each number of parameters (surgery.calibration.fisher), except `uniform`:
 
@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from recipes.papers.quality.curve_probes import probed_points
+from recipes.papers.quality.linears import STRUCTURES, convert_and_measure, format_line, measure_checkpoint
 from surgery.calibration import fisher
 from surgery.conversion import convert
 from surgery.conversion.context import ConversionContext
@@ -33,8 +35,6 @@ from surgery.core.errors import SurgeryError
 from surgery.eval.suite import EvalOptions
 from surgery.eval.suites import perplexity as ppl
 from surgery.planning.allocate import CostPoint
-from surgery.recipes.papers.quality.curve_probes import probed_points
-from surgery.recipes.papers.quality.linears import STRUCTURES, convert_and_measure, format_line, measure_checkpoint
 
 Budgets = dict[str, float]
 Chosen = tuple[Budgets, dict[str, Any]]

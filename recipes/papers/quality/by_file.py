@@ -1,7 +1,7 @@
 """Ratios of perplexity file by file: a text of source files is split into its files, and each is scored by itself.
 
-python -m surgery.recipes.papers.quality.by_file split heldout.txt heldout.jsonl            one JSON line for each file
-python -m surgery.recipes.papers.quality.by_file score SRC CONVERTED .. --text heldout.txt [--tokens 65536] [--above 1.5] [--json ROWS.jsonl]
+python -m recipes.papers.quality.by_file split heldout.txt heldout.jsonl            one JSON line for each file
+python -m recipes.papers.quality.by_file score SRC CONVERTED .. --text heldout.txt [--tokens 65536] [--above 1.5] [--json ROWS.jsonl]
 
 `score` prints a row for each converted checkpoint: the median of the files' ratios to the original, the worst file, the share of files above a
 ratio, and the ratio of all tokens with its 95% interval, in which files are the units of the bootstrap. A file starts without context, so perplexities are higher than in
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from recipes.papers.quality.quantized import append_row, run_script
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
 from surgery.core.files import atomic_write
@@ -30,7 +31,6 @@ from surgery.eval.run import load
 from surgery.eval.stories import END
 from surgery.eval.suite import EvalOptions, SuiteResult
 from surgery.eval.suites import perplexity as ppl
-from surgery.recipes.papers.quality.quantized import append_row, run_script
 
 # After two empty lines: comment lines and one empty line at most, then a docstring or an import.
 FILE_START = re.compile(r'(?<=\n\n\n)(?=(?:#.*\n)*\n?(?:[rub]?"""|import \w|from [\w.]+ import ))')

@@ -1,7 +1,7 @@
 """The tables "at equal bytes" of docs/measurements/quality.md, from the rows that quantized.py and quantized_times.py wrote.
 
-python -m surgery.recipes.papers.quality.equal_bytes [ROWS.jsonl ..]                    print the tables
-python -m surgery.recipes.papers.quality.equal_bytes [ROWS.jsonl ..] --write docs/measurements/quality.md
+python -m recipes.papers.quality.equal_bytes [ROWS.jsonl ..]                    print the tables
+python -m recipes.papers.quality.equal_bytes [ROWS.jsonl ..] --write docs/measurements/quality.md
 
 Without files, the rows are those of recipes/papers/quality/rows/equal_bytes.jsonl. Of rows of the same thing, the last counts. Ratios, intervals
 and shares are computed from the losses and answers in the rows.
@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from recipes.papers.quality.quantized import KEYS, read_rows, run_script, stored_result
 from surgery.core.errors import SurgeryError
 from surgery.core.files import atomic_write
 from surgery.eval.results.statistics import Units, wilson_interval
 from surgery.eval.suites import perplexity as ppl
-from surgery.recipes.papers.quality.quantized import KEYS, read_rows, run_script, stored_result
 
 ROWS = Path(__file__).parent / "rows" / "equal_bytes.jsonl"  # results that belong to the repository
 BEGIN, END = "<!-- bytes -->\n", "<!-- /bytes -->\n"

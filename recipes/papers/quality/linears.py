@@ -1,6 +1,6 @@
 """Table of docs/quality.md: perplexity after converting every linear of the layers, by structure and method, without training.
 
-python -m surgery.recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--refine 20 20 [--norms]] [--allocate depth] [--share input] [--json OUT]
+python -m recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--refine 20 20 [--norms]] [--allocate depth] [--share input] [--json OUT]
 
     plain        no calibration text: Frobenius norm
     whitened     closed form in the metric of the inputs, each layer separately, the same share of parameters everywhere

@@ -1,6 +1,6 @@
 """Tables of attention in docs/quality.md: perplexity after replacing every attention by a mixer, before training, and cache size.
 
-python -m surgery.recipes.papers.quality.mixers SRC --calibration FILE --text FILE [--recipe ssd ..] [--set KEY=VALUE ..]
+python -m recipes.papers.quality.mixers SRC --calibration FILE --text FILE [--recipe ssd ..] [--set KEY=VALUE ..]
 
     copied       mixer initialized without data, with the model's own projections
     calibrated   mixer initialized on the calibration text, output projections fitted to it

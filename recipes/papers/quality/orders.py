@@ -1,6 +1,6 @@
 """Table of docs/measurements/quality.md: BTT and Monarch with blocks of neighboring outputs and of every b-th output, at equal parameters.
 
-python -m surgery.recipes.papers.quality.orders SRC --calibration FILE --text FILE [--keep 0.5] [--tokens 16384] [--length 1024]
+python -m recipes.papers.quality.orders SRC --calibration FILE --text FILE [--keep 0.5] [--tokens 16384] [--length 1024]
 
 Both orders have the same grids, ranks and stored bytes: the budget is spread evenly. For each role the mean relative output error of
 its matrices on held-out calibration rows, and the perplexity of the whole converted model.
@@ -13,10 +13,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from recipes.papers.quality.linears import STEPS, STRUCTURES, convert_and_measure, measure_checkpoint
 from surgery.core.device import choose_device
 from surgery.eval.suite import EvalOptions
 from surgery.eval.suites import perplexity as ppl
-from surgery.recipes.papers.quality.linears import STEPS, STRUCTURES, convert_and_measure, measure_checkpoint
 
 ORDERS = ("contiguous", "strided")
 

@@ -1,8 +1,8 @@
 """Rows of the tables "at equal bytes" in docs/measurements/quality.md: one model, dense or structured, with its linears in 16, 8 or 4 bits.
 
-python -m surgery.recipes.papers.quality.quantized SRC --calibration FILE --text FILE --json ROWS.jsonl [--structure low_rank] [--needles 40]
-python -m surgery.recipes.papers.quality.quantized_times 1b --json ROWS.jsonl                decoding times, of random weights
-python -m surgery.recipes.papers.quality.equal_bytes ROWS.jsonl --write docs/measurements/quality.md
+python -m recipes.papers.quality.quantized SRC --calibration FILE --text FILE --json ROWS.jsonl [--structure low_rank] [--needles 40]
+python -m recipes.papers.quality.quantized_times 1b --json ROWS.jsonl                decoding times, of random weights
+python -m recipes.papers.quality.equal_bytes ROWS.jsonl --write docs/measurements/quality.md
 
 Bytes are those of all linears of the layers with their scales; embeddings, head and norms are the same in every row and not counted. Weights
 are those of the checkpoint in its dtype; products are computed in float32. With 3 and 2 bits the dense weights are rounded in the same way,

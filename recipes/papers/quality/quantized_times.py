@@ -1,6 +1,6 @@
 """Decoding times of the tables "at equal bytes" in docs/measurements/quality.md: models of a shape with random weights, linears in 16, 8 or 4 bits.
 
-python -m surgery.recipes.papers.quality.quantized_times 1b 27m --json ROWS.jsonl [--only "4 bits"]
+python -m recipes.papers.quality.quantized_times 1b 27m --json ROWS.jsonl [--only "4 bits"]
 
 A step decodes one token of one sequence behind --context tokens, greedily. All models of a shape are measured in one process, in turns: `graph` is a
 CUDA graph of the whole step over preallocated keys and values, `eager` transformers' forward, one operation at a time. Linears in integers are
@@ -29,13 +29,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from recipes.papers.quality.quantized import append_row, read_rows, run_script
 from surgery.conversion.quantize import make_storage, quantize_module
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed.generation import FULL_ROWS, RepeatedStep, repeat_rows, synchronized_time
 from surgery.eval.speed.model import SHAPES, allow_cudnn, make_llama, replace_linears
 from surgery.modeling.fuse import fuse_projections
-from surgery.recipes.papers.quality.quantized import append_row, read_rows, run_script
 from surgery.structures.low_rank import LowRank
 from surgery.structures.quantized import QuantizedLinear, Storage, dequantize_rows
 

@@ -1,6 +1,6 @@
 """Table of docs/measurements/quality.md: experts of a layer with a basis each, or with one basis for all, at equal parameters.
 
-python -m surgery.recipes.papers.quality.shared_experts SRC --calibration FILE --text FILE [--keep 0.5] [--json OUT]
+python -m recipes.papers.quality.shared_experts SRC --calibration FILE --text FILE [--keep 0.5] [--json OUT]
 
     each      W_e ~ L_e R_e        low rank, the best in the metric C_e
     shared    W_e ~ L_e R          gate and up, which read one input: alternating least squares over L_e and R

@@ -2,8 +2,8 @@
 
 The arithmetic is counted from the model's shape (work.py), the throughput is that measured on small models (rates.py).
 
-python -m surgery.recipes.papers.scale.plan --model 70b --device H200 --processes 1 8 64 --price 3.5
-python -m surgery.recipes.papers.scale.plan --check w256 w512 w1024     fit rates to small conversions here, predict the last one
+python -m recipes.papers.scale.plan --model 70b --device H200 --processes 1 8 64 --price 3.5
+python -m recipes.papers.scale.plan --check w256 w512 w1024     fit rates to small conversions here, predict the last one
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from surgery.calibration.partition import MAX_SHARDS, MIN_SHARD_TOKENS
-from surgery.recipes.papers.scale.rates import MEASUREMENTS, Rates, check_rates, fit_rates
-from surgery.recipes.papers.scale.work import (
+from recipes.papers.scale.rates import MEASUREMENTS, Rates, check_rates, fit_rates
+from recipes.papers.scale.work import (
     SHAPES,
     CalibrationText,
     LlamaShape,
@@ -21,6 +20,7 @@ from surgery.recipes.papers.scale.work import (
     data_free_work,
     moments_work,
 )
+from surgery.calibration.partition import MAX_SHARDS, MIN_SHARD_TOKENS
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from surgery.recipes.papers.scale.work import SHAPES, CalibrationText, ConversionWork, calibrated_work
+from recipes.papers.scale.work import SHAPES, CalibrationText, ConversionWork, calibrated_work
 
 
 @dataclass(frozen=True)
