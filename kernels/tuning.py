@@ -4,7 +4,7 @@
 
 A row has the milliseconds of the kernel, of the reference that it replaces, and of the original layer (a dense linear, SDPA). Rows of
 BTT also have those of the dense matrix ("dense") and of two batched products of the library ("products"). The original is another
-function and only a choice where it computes the same (kernels/mlr_attention/sdpa.py). `surgery bench` measures rows, and surgery.eval.speed.update_tables writes them.
+function and only a choice where it computes the same (kernels/mlr_attention/sdpa.py). `surgery bench` measures rows, and recipes.papers.speed.update_tables writes them.
 
 Between and beyond the measured sizes, the log of an implementation's time over the kernel's is the rows' mean, weighted by distance^-4
 in log sizes (Shepard 1968, A two-dimensional interpolation function): at a measured size it is the measured value. A GPU's times hold

@@ -12,11 +12,11 @@ import pytest
 import torch
 from rich.text import Text
 
+from recipes.papers.speed import update_tables as publish
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed import host_time, linear, timer
 from surgery.eval.speed import run as runs
-from surgery.eval.speed import update_tables as publish
 from surgery.eval.speed.roofline import linear_work, softmax_work
 from surgery.eval.speed.run import KINDS, bench
 from surgery.eval.speed.tables import (

@@ -10,9 +10,10 @@ import pytest
 import torch
 from rich.text import Text
 
+from recipes.papers.speed import update_tables
 from surgery.core.errors import SurgeryError
 from surgery.eval.run import evaluate
-from surgery.eval.speed import context_tables, contexts, update_tables
+from surgery.eval.speed import context_tables, contexts
 from surgery.eval.speed.model import ORIGINAL
 from surgery.eval.speed.run import bench
 from surgery.eval.speed.tables import markdown, result_tables, save_plot

@@ -22,7 +22,7 @@ from recipes.papers.experiments import (
     weight_norm,
 )
 from recipes.papers.experiments.sweep import Cell
-from surgery.training.pretrain.stacked import StackedTraining
+from recipes.papers.training.stacked import StackedTraining
 
 # Operations that copy a value to the host, or create a tensor from host data.
 HOST = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh", "is_nonzero")

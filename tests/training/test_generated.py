@@ -10,6 +10,8 @@ from torch import nn
 
 from recipes.papers.experiments.models import RecallModel, ValuesModel, make_decoder, make_stage
 from recipes.papers.mup.models import rate_factors
+from recipes.papers.training.compute import count_compute, state_size
+from recipes.papers.training.stacked import StackedTraining, causal_mask
 from surgery.core.errors import SurgeryError
 from surgery.training.data.generated import (
     IGNORE_INDEX,
@@ -21,10 +23,8 @@ from surgery.training.data.generated import (
     uniform,
 )
 from surgery.training.data.recipe import DataConfig
-from surgery.training.pretrain.compute import count_compute, state_size
 from surgery.training.pretrain.pretrain import pretrain
 from surgery.training.pretrain.recipe import parse_pretrain_recipe
-from surgery.training.pretrain.stacked import StackedTraining, causal_mask
 from surgery.training.stages.values import squared_error
 
 pytestmark = pytest.mark.usefixtures("without_curves")

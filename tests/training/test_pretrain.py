@@ -12,6 +12,7 @@ from recipes.papers.mup.models import STRUCTURE_NAMES, SweepSizes, make_gpt2, ma
 from recipes.papers.mup.run import make_data_config, stack_examples
 from recipes.papers.mup.tables import find_best, markdown, parabola_vertex, table_rows
 from recipes.papers.quality.mlr_linear import MLRLinear, MLRLinearConfig
+from recipes.papers.training.stacked import StackedTraining
 from surgery.core.errors import SurgeryError
 from surgery.structures import STRUCTURES
 from surgery.training.data.dataset import DataConfig, make_data
@@ -19,7 +20,6 @@ from surgery.training.pretrain.initialize import zero_output
 from surgery.training.pretrain.model_config import load_config_keys
 from surgery.training.pretrain.pretrain import _ensure_initial_checkpoint, pretrain, recipe_digest
 from surgery.training.pretrain.recipe import load_pretrain_recipe, parse_pretrain_recipe, pretrain_folder
-from surgery.training.pretrain.stacked import StackedTraining
 from surgery.training.pretrain.tokenizer import TokenizerConfig, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("without_curves")

@@ -48,10 +48,10 @@ from recipes.papers.experiments.sweep import (
 )
 from recipes.papers.experiments.training import trained_model
 from recipes.papers.mup.models import rate_factors
+from recipes.papers.training.compute import count_compute
 from surgery.mixers.masks.block_mixing import Blocks, BlocksMask
 from surgery.mixers.masks.toeplitz_block_mixing import ToeplitzBlocksMask
 from surgery.mixers.masks.toeplitz_fit import fit_heads
-from surgery.training.pretrain.compute import count_compute
 
 HEAD = 64  # dimensions of a head
 COMPONENTS = 8  # exponentials of the fit

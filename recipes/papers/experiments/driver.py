@@ -24,9 +24,9 @@ from recipes.papers.experiments.sweep import (
     split_cells,
     stack_size,
 )
+from recipes.papers.training.compute import CONVENTION
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
-from surgery.training.pretrain.compute import CONVENTION
 
 ROWS = Path(__file__).with_name("rows")  # results that belong to the repository
 MEMORY = {"cpu": 2.0, "gpu": 60.0}  # GB of a stack of runs

@@ -48,12 +48,12 @@ from recipes.papers.experiments.sweep import (
 )
 from recipes.papers.experiments.training import train_stack
 from recipes.papers.mup.models import rate_factors
+from recipes.papers.training.compute import count_compute
+from recipes.papers.training.stacked import Batch, StackedTraining
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS
 from surgery.modeling.cache import mixer_modules
 from surgery.training.data.generated import integers
-from surgery.training.pretrain.compute import count_compute
-from surgery.training.pretrain.stacked import Batch, StackedTraining
 
 DAY = 24
 RANKS = {"mlr_2": (48, 16), "mlr_4": (40, 16, 4, 4)}

@@ -38,7 +38,7 @@ from recipes.papers.experiments.sweep import (
     is_complete,
     mean_and_error,
 )
-from surgery.training.pretrain.compute import count_compute, state_size
+from recipes.papers.training.compute import count_compute, state_size
 
 TIMES = (1, 2, 4, 8)  # lengths of scored rows, in lengths of training rows
 SOFTMAX_FLOOR = 0.99

@@ -34,9 +34,9 @@ from recipes.papers.experiments.sweep import (
     paired_difference,
 )
 from recipes.papers.experiments.training import pick, train_stack
+from recipes.papers.training.compute import count_compute, state_size
+from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
 from surgery.training.data.generated import IGNORE_INDEX, VALIDATION_SEED, MQARTask
-from surgery.training.pretrain.compute import count_compute, state_size
-from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask
 
 TREE: dict[str, Any] = {"name": "hierarchical", "levels": 9}
 INPUTS = ("input_ids", "query", "target")

@@ -33,9 +33,9 @@ from recipes.papers.experiments.sweep import (
     paired_difference,
 )
 from recipes.papers.experiments.training import train_stack
+from recipes.papers.training.compute import Compute, count_compute
+from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
 from surgery.training.data.generated import VALIDATION_SEED, RegressionTask
-from surgery.training.pretrain.compute import Compute, count_compute
-from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask
 from surgery.training.stages.values import squared_error
 
 HEADS, BASE_WIDTH = 8, 64

@@ -36,12 +36,12 @@ from recipes.papers.experiments.sweep import (
     mean_and_error,
 )
 from recipes.papers.experiments.training import train_stack
+from recipes.papers.training.compute import linear_macs
+from recipes.papers.training.stacked import Batch
 from surgery.structures import STRUCTURES, StructuredLinear
 from surgery.structures.base import MuP, config_from_dict
 from surgery.training.data.generated import VALIDATION_SEED, TeacherTask
-from surgery.training.pretrain.compute import linear_macs
 from surgery.training.pretrain.initialize import initialize_module, zero_output
-from surgery.training.pretrain.stacked import Batch
 
 BASE_WIDTH, BLOCKS, INPUT_RATE = 64, 3, 0.1
 MATCHED = 2  # dense widths, from the smallest on, that the comparison at equal compute leaves out

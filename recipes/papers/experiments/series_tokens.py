@@ -48,9 +48,9 @@ from recipes.papers.experiments.sweep import (
 from recipes.papers.experiments.text import position_losses, text_loss
 from recipes.papers.experiments.training import train_stack
 from recipes.papers.mup.models import rate_factors
+from recipes.papers.training.compute import count_compute, state_size
+from recipes.papers.training.stacked import Batch, StackedTraining
 from surgery.training.data.generated import integers
-from surgery.training.pretrain.compute import count_compute, state_size
-from surgery.training.pretrain.stacked import Batch, StackedTraining
 
 HEAD = 64
 RANKS = (32, 10, 8, 8, 4, 2)

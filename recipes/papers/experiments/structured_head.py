@@ -35,8 +35,8 @@ from recipes.papers.experiments.sweep import (
 from recipes.papers.experiments.text import VOCABULARY, CodeRows
 from recipes.papers.experiments.training import train_stack
 from recipes.papers.mup.models import SweepSizes, make_gpt2
-from surgery.training.pretrain.compute import count_compute
-from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask
+from recipes.papers.training.compute import count_compute
+from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
 
 METHODS = ("dense", "btt")
 SETTINGS = (

@@ -22,11 +22,11 @@ from recipes.papers.experiments.models import make_decoder
 from recipes.papers.experiments.sweep import Cell, Row, Setting, finite_or_none
 from recipes.papers.experiments.training import train_stack
 from recipes.papers.healing.text import code_documents
+from recipes.papers.training.compute import count_compute, state_size
+from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
 from surgery.core import errors
 from surgery.core.errors import SurgeryError
 from surgery.training.data.generated import integers
-from surgery.training.pretrain.compute import count_compute, state_size
-from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask
 
 VOCABULARY = 97  # 0: other characters, 1 to 95: printable ASCII, 96: line end
 HELD_OUT = 0.05  # share of the text

@@ -11,7 +11,7 @@ from torch import nn
 from recipes.papers.experiments.models import make_stage
 from recipes.papers.experiments.sweep import Setting
 from recipes.papers.mup.models import rate_factors
-from surgery.training.pretrain.stacked import Batch, RunFunction, StackedTraining
+from recipes.papers.training.stacked import Batch, RunFunction, StackedTraining
 
 NUMBERS_AT_ONCE = 2**23  # random numbers of the rows that are made together
 STEPS_AT_ONCE = 32

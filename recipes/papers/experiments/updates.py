@@ -32,11 +32,11 @@ from recipes.papers.experiments.sweep import (
     mean_and_error,
 )
 from recipes.papers.experiments.training import train_stack
+from recipes.papers.training.compute import linear_macs
+from recipes.papers.training.stacked import Batch, StackedTraining
 from surgery.structures import StructuredLinear
 from surgery.training.data.generated import VALIDATION_SEED
-from surgery.training.pretrain.compute import linear_macs
 from surgery.training.pretrain.initialize import zero_output
-from surgery.training.pretrain.stacked import Batch, StackedTraining
 
 PROBES = 64  # inputs on which features are compared
 FLAT, FALLING = 0.1, -0.25  # slopes

@@ -23,7 +23,7 @@ from recipes.papers.experiments import scaling
 from recipes.papers.experiments.driver import Experiment, main
 from recipes.papers.experiments.scaling import make_linear, train_classifiers
 from recipes.papers.experiments.sweep import Cell, Row, Setting
-from surgery.training.pretrain.compute import linear_macs
+from recipes.papers.training.compute import linear_macs
 from surgery.training.pretrain.initialize import zero_output
 
 BLOCKS = 3

@@ -36,8 +36,8 @@ from recipes.papers.experiments.sweep import (
 from recipes.papers.experiments.text import VOCABULARY, CodeRows, score_text, text_loss
 from recipes.papers.experiments.training import train_stack
 from recipes.papers.mup.models import rate_factors
-from surgery.training.pretrain.compute import count_compute
-from surgery.training.pretrain.stacked import Batch, StackedTraining, causal_mask
+from recipes.papers.training.compute import count_compute
+from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
 from surgery.training.weight_norm import add_core_norms
 
 BTT = {"structure": "btt", "blocks": "sqrt", "rank": 4}

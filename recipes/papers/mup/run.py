@@ -35,11 +35,11 @@ from recipes.papers.mup.models import (
     rate_factors,
 )
 from recipes.papers.mup.tables import show
+from recipes.papers.training.stacked import StackedTraining
 from surgery.core.device import choose_device
 from surgery.training.data.dataset import DataConfig, TrainingData, make_data
 from surgery.training.data.documents import Document
 from surgery.training.data.tokenize import TextEncoder, TokenSequence
-from surgery.training.pretrain.stacked import StackedTraining
 from surgery.training.pretrain.tokenizer import TokenizerConfig, make_tokenizer
 
 RULES = ("mup", "dense")

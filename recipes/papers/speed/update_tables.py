@@ -1,8 +1,8 @@
 """Update kernels/tuning.json and docs/measurements/performance.md from files written by `surgery bench --out`.
 
-    python -m surgery.eval.speed.update_tables linear.json attention.json decode.json model.json
-    python -m surgery.eval.speed.update_tables --add compressed.json
-    python -m surgery.eval.speed.update_tables speed.json
+    python -m recipes.papers.speed.update_tables linear.json attention.json decode.json model.json
+    python -m recipes.papers.speed.update_tables --add compressed.json
+    python -m recipes.papers.speed.update_tables speed.json
 
 Several files of one kind are merged. The first three kinds determine kernels/tuning.json, the fastest implementation by op and
 size (kernels/tuning.py); all go between the <!-- bench --> marks of docs/measurements/performance.md. What the files do not measure stays
@@ -22,7 +22,7 @@ from surgery.eval.speed.serve_tables import conditions
 from surgery.eval.speed.tables import CELL_LEGEND, format_conditions, markdown
 from surgery.planning.measured_times import tuning_tables
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE, TABLE = ROOT / "docs/measurements/performance.md", ROOT / "kernels/tuning.json"
 WHOLE = ("speed", "serve")  # kinds whose files are not merged: the last of each kind and dtype is shown
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> None:
     """Update table and page from these result files; after --add the table alone."""
     only_table, paths = "--add" in arguments, [path for path in arguments if path != "--add"]
     if not paths or any(path.startswith("-") for path in paths):
-        raise SystemExit("usage: python -m surgery.eval.speed.update_tables [--add] FILE.json ..")
+        raise SystemExit("usage: python -m recipes.papers.speed.update_tables [--add] FILE.json ..")
     read = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
     whole = {heading(result): result for result in read if result["kind"] in WHOLE}
     results = [*merge_results([result for result in read if result["kind"] not in WHOLE]), *whole.values()]
