@@ -29,7 +29,7 @@ from surgery.training.logging import CURVE_NAME, LOG_NAME, end_trackers
 from surgery.training.recipe import HealingRecipe, stage_data_config
 from surgery.training.runner import StageRunner
 from surgery.training.stages import STAGES
-from surgery.training.stages.values import READOUT
+from surgery.training.stages.base import READOUT
 
 # What a run writes into its work folder; `surgery` and `wandb` are of trackers.
 WORK_FILES = (

@@ -144,12 +144,18 @@ def _check_rows(stage: StageConfig, data: DataConfig | None, where: str) -> None
     rows = data.generated.inputs if data is not None and data.generated is not None else "ids"
     reads = STAGES[stage].reads
     if data is not None and rows != reads:
-        fitting = {"ids": "lm", "values": "regress or classify"}[rows]
+        fitting = " or ".join(new_model_stages(rows))
         raise SurgeryError(
             f"{where}: stage {stage.kind} reads rows of {reads}, and its data has rows of {rows}. Use a stage of kind {fitting}."
         )
     if data is not None and data.generated is not None:
         data.generated.check_length(stage.length)
+
+
+def new_model_stages(rows: str | None = None) -> list[str]:
+    """Return the kinds of stages that train a new model, without a teacher. rows: only those that read `ids` or `values`."""
+    types = {name: STAGES[STAGES.config_type(name)] for name in STAGES.names()}
+    return [name for name, stage in types.items() if stage.fits_new_models and rows in (None, stage.reads)]
 
 
 def stage_data_config(recipe: HealingRecipe, stage: StageConfig) -> DataConfig | None:

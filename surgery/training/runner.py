@@ -55,8 +55,8 @@ from surgery.training.optim import check_parameter_kinds, make_groups, make_opti
 from surgery.training.recipe import HealingRecipe, stage_data_config
 from surgery.training.sharded_tensors import copy_full_, reshard_modules
 from surgery.training.stages import STAGES, Stage, StageModels
+from surgery.training.stages.base import READOUT
 from surgery.training.stages.lora import LoraStage
-from surgery.training.stages.values import READOUT
 from surgery.training.suitability import recipe_warnings
 from surgery.training.validation import Validation
 from surgery.training.weight_norm import add_core_norms, fold_core_norms

@@ -71,12 +71,17 @@ def keys_page() -> str:
         "What the keys mean: [recipes](../recipes.md), [attention](../attention.md), [finetune](../finetune.md), [data](../data.md). Types are\n"
         "those after a recipe is read; some keys also take the short forms that these pages show, such as `3M` for a count or a mapping for `keep`.\n"
     )
-    stages = {f"Stage `{name}`": STAGES.config_type(name) for name in STAGES.names()}
+    stages = {f"Stage `{name}`": STAGES.config_type(name) for name in shipped_stages()}
     for heading, model in {**CONVERSION, **HEALING, **stages}.items():
         parts.append(f"## {heading}\n\n```text\n{inspect.cleandoc(model.__doc__ or '')}\n```\n")
         rows = [_key_row(name, field) for name, field in model.model_fields.items()]
         parts.append("\n".join(["| key | type | default |", "| --- | --- | --- |", *rows]) + "\n")
     return "\n".join(parts)
+
+
+def shipped_stages() -> list[str]:
+    """Return the kinds of stages of the package, without those that a script or a plugin registered."""
+    return [name for name in STAGES.names() if STAGES.config_type(name).__module__.startswith("surgery.")]
 
 
 def _key_row(name: str, field: Any) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes.papers.experiments import figures
+from recipes.papers.training import values  # noqa: F401  registers the stages of its command
 from surgery.training.pretrain.recipe import load_pretrain_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +86,8 @@ def test_commands_of_larger_runs_have_valid_recipes():
     shown = [place.how.strip("`") for places in figures.PLACES.values() for place in places]
     commands = [text for text in [*shown, *(cost.command for cost in figures.OUT_OF_REACH)] if "pretrain" in text]
     for command in commands:
-        words = shlex.split(command.split(" && ")[0])
+        first = command.split(" && ")[0].replace("python -m recipes.papers.training.pretrain", "surgery pretrain")
+        words = shlex.split(first)
         overrides = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
         assert words[:3] == ["surgery", "pretrain", "--recipe"] and "--out" in words
         load_pretrain_recipe(words[3], overrides)

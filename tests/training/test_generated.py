@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,20 +15,18 @@ from recipes.papers.experiments.models import RecallModel, ValuesModel, make_dec
 from recipes.papers.mup.models import rate_factors
 from recipes.papers.training.compute import count_compute, state_size
 from recipes.papers.training.stacked import StackedTraining, causal_mask
+from recipes.papers.training.values import RegressionTask, TeacherTask, squared_error
 from surgery.core.errors import SurgeryError
 from surgery.training.data.generated import (
     IGNORE_INDEX,
     GeneratedData,
     MQARTask,
-    RegressionTask,
-    TeacherTask,
     normal,
     uniform,
 )
 from surgery.training.data.recipe import DataConfig
 from surgery.training.pretrain.pretrain import pretrain
 from surgery.training.pretrain.recipe import parse_pretrain_recipe
-from surgery.training.stages.values import squared_error
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -103,9 +104,11 @@ def test_generated_data_resumes_by_its_row():
         ({"generated": {"task": "mqar"}, "sources": "x.txt"}, {"kind": "lm"}, "Keep one of them"),
         ({"generated": {"task": "mqar", "vocabulary": 16, "pairs": [9]}}, {"kind": "lm"}, "below 8"),
         ({"generated": {"task": "mqar"}}, {"kind": "lm", "length": 64}, "128 tokens or more"),
-        ({"generated": {"task": "regression"}}, {"kind": "lm"}, "Use a stage of kind regress or classify"),
+        ({"generated": {"task": "regression"}}, {"kind": "lm"}, "Use a stage of kind classify or regress"),
         ({"generated": {"task": "mqar"}}, {"kind": "regress", "inputs": 4}, "Use a stage of kind lm"),
-        ({"generated": {"task": "poems"}}, {"kind": "lm"}, "generated"),
+        ({"generated": {"task": "poems"}}, {"kind": "lm"}, r"task must be one of mqar.* \(got 'poems'\)"),
+        ({"generated": {"pairs": [4]}}, {"kind": "lm"}, r"task must be one of mqar.* \(got None\)"),
+        ({"generated": {"task": "mqar", "pair": [4]}}, {"kind": "lm"}, "unknown key 'pair'; did you mean 'pairs'"),
     ],
 )
 def test_refusals(data, stage, said):
@@ -201,3 +204,13 @@ def test_logits_at_labelled_positions():
     ids, at = torch.arange(8)[None], torch.tensor([[2, 5]])
     mask = causal_mask(8, torch.device("cpu"))
     torch.testing.assert_close(RecallModel(model)(ids, at, mask), model(ids, attention_mask=mask).logits[:, [2, 5]])
+
+
+def test_pretrain_in_the_lab_knows_its_stages(tmp_path):
+    """They are registered as its command is imported: the error is that of the lab's task, not of an unknown name."""
+    recipe = tmp_path / "values.yaml"
+    stages = [{"kind": "regress", "inputs": 8, "tokens": 64, "length": 9, "rate": 1e-2}]
+    recipe.write_text(json.dumps({"model": LLAMA, "data": {"generated": {"task": "regression"}}, "stages": stages}))
+    command = [sys.executable, "-m", "recipes.papers.training.pretrain", "--recipe", str(recipe), "--out", "OUT"]
+    done = subprocess.run(command, cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True)
+    assert done.returncode == 2 and "an even length (got 9)" in " ".join(done.stderr.split()), done.stderr

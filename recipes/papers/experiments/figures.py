@@ -152,7 +152,7 @@ OUT_OF_REACH: tuple[Cost, ...] = (
     Cost(
         f"{CUSTOMIZING}, Figures 3, 7 to 11, at the paper's size",
         "hours",
-        "surgery pretrain --recipe gpt2 --set 'model={model_type: llama, hidden_size: 512, intermediate_size: 2048, num_hidden_layers: 6, num_attention_heads: 8, "
+        "python -m recipes.papers.training.pretrain --recipe gpt2 --set 'model={model_type: llama, hidden_size: 512, intermediate_size: 2048, num_hidden_layers: 6, num_attention_heads: 8, "
         f"num_key_value_heads: 8}}' --set 'data={REGRESSION}' --set 'stages=[{{kind: regress, inputs: 128, tokens: 16B, rate: 5e-4}}]' --set 'stages.*.length=512' --set 'stages.*.batch=64' "
         "--set 'stages.*.rows=64' --out REGRESSION",
         18.9e6, 500_000 * 64 * 512, 96,

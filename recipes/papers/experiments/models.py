@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.papers.training.values import ReadIn, make_read_out
 from surgery.planning.recipe import validate_recipe
 from surgery.training.pretrain.initialize import make_model, plan_new_model
 from surgery.training.recipe import parse_healing_recipe
-from surgery.training.stages.values import ReadIn, make_read_out
 
 
 class NoMLP(nn.Module):

@@ -35,8 +35,8 @@ from recipes.papers.experiments.sweep import (
 from recipes.papers.experiments.training import train_stack
 from recipes.papers.training.compute import Compute, count_compute
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
-from surgery.training.data.generated import VALIDATION_SEED, RegressionTask
-from surgery.training.stages.values import squared_error
+from recipes.papers.training.values import RegressionTask, squared_error
+from surgery.training.data.generated import VALIDATION_SEED
 
 HEADS, BASE_WIDTH = 8, 64
 METHODS = ("heads_8", "heads_1", "btt_8", "mlr_8")

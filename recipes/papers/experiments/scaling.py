@@ -38,9 +38,10 @@ from recipes.papers.experiments.sweep import (
 from recipes.papers.experiments.training import train_stack
 from recipes.papers.training.compute import linear_macs
 from recipes.papers.training.stacked import Batch
+from recipes.papers.training.values import TeacherTask
 from surgery.structures import STRUCTURES, StructuredLinear
 from surgery.structures.base import MuP, config_from_dict
-from surgery.training.data.generated import VALIDATION_SEED, TeacherTask
+from surgery.training.data.generated import VALIDATION_SEED
 from surgery.training.pretrain.initialize import initialize_module, zero_output
 
 BASE_WIDTH, BLOCKS, INPUT_RATE = 64, 3, 0.1

@@ -1,4 +1,4 @@
-"""Training examples that are computed instead of read: recall, in-context regression, labels of a random network.
+"""Training examples that are computed instead of read.
 
     task = MQARTask(task="mqar", vocabulary=8192, pairs=(4, 8))
     batch = task.batch(seed=0, first=0, rows=128, length=256, device="cuda")      rows 0 .. 127, tensors (B, ..)
@@ -6,14 +6,13 @@
 Row n of a task is a pure function of (seed, n): every random number is a hash of (seed, row, column), the same on every device. Rows
 therefore never repeat, need no state to resume, and are the same for all models that are compared.
 
-B rows, T tokens, P labelled positions of a row (the largest number), V vocabulary, D input dimensions, N points.
+B rows, T tokens, P labelled positions of a row (the largest number).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
@@ -70,10 +69,15 @@ def integers(seed: int, row_B: Tensor, stream: int, columns: int, below: int) ->
 
 
 class Task(BaseModel):
-    """Base class of tasks. inputs: what the rows hold, token `ids` or continuous `values`."""
+    """Base class of tasks, which have their name as the default of a field `task`. inputs: what the rows hold, token `ids` or continuous `values`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     inputs: Literal["ids", "values"] = "ids"
+
+    @property
+    def name(self) -> str:
+        """The task's name in recipes."""
+        return str(type(self).model_fields["task"].default)
 
     def batch(self, seed: int, first: int, rows: int, length: int, device: torch.device | str = "cpu") -> Example:
         """Return rows first .. first + rows - 1 as tensors (B, ..)."""
@@ -83,6 +87,16 @@ class Task(BaseModel):
         """Raise SurgeryError unless rows of `length` tokens can be made."""
 
 
+TASKS: dict[str, type[Task]] = {}
+
+
+def register_task(task_type: type[Task]) -> type[Task]:
+    """Make a task known to recipes (decorator)."""
+    TASKS[task_type.model_fields["task"].default] = task_type
+    return task_type
+
+
+@register_task
 class MQARTask(Task):
     """Multi-query associative recall (Arora et al. 2023, "Zoology", section 4.1): keys, their values, and keys again.
 
@@ -202,83 +216,6 @@ def _scatter(ids_BT: Tensor, position_BP: Tensor, token_BP: Tensor, used_BP: Ten
     length = ids_BT.shape[1]
     wide = torch.cat([ids_BT, ids_BT[:, :1]], 1)  # the last column takes what is not used
     return wide.scatter(1, torch.where(used_BP, position_BP, length), token_BP)[:, :length]
-
-
-class RegressionTask(Task):
-    """In-context linear regression (Garg et al. 2022; Kuang et al. 2025, section 4): x_1, y_1, x_2, y_2, ..
-
-    x ~ N(0, I / dims), w ~ N(0, I), y = w . x, padded with zeros to `dims`; a row of T tokens has T / 2 points. grow: number of rows
-    over which the used dimensions and points rise from half to all.
-    """
-
-    task: Literal["regression"] = "regression"
-    inputs: Literal["ids", "values"] = "values"
-    dims: Annotated[int, Field(ge=1, le=4096)] = 8
-    grow: Annotated[int, Field(ge=0)] = 0
-
-    def check_length(self, length: int) -> None:
-        """Raise SurgeryError for an odd number of tokens."""
-        if length % 2:
-            raise SurgeryError(f"data.generated: regression needs two tokens a point, so an even length (got {length})")
-
-    def batch(self, seed: int, first: int, rows: int, length: int, device: torch.device | str = "cpu") -> Example:
-        """Return values (B, T, D), targets (B, T) and labels (B, T): 0 at the x tokens, where the target is y, and -100 elsewhere."""
-        self.check_length(length)
-        row_B, points = torch.arange(first, first + rows, device=device), length // 2
-        share_B = (
-            (0.5 + 0.5 * row_B / self.grow).clamp_max(1.0) if self.grow else torch.ones_like(row_B, dtype=torch.float)
-        )
-        dims_B1 = (share_B * self.dims).ceil().long()[:, None]
-        w_BD = normal(seed, row_B, 0, self.dims) * (torch.arange(self.dims, device=device) < dims_B1)
-        x_BND = normal(seed, row_B, 1, points * self.dims).view(rows, points, self.dims) / math.sqrt(self.dims)
-        x_BND = x_BND * (torch.arange(self.dims, device=device) < dims_B1)[:, None]
-        y_BN = torch.einsum("bnd,bd->bn", x_BND, w_BD)
-        values_BTD = torch.stack([x_BND, torch.nn.functional.pad(y_BN.unsqueeze(-1), (0, self.dims - 1))], 2).flatten(
-            1, 2
-        )
-        targets_BT = torch.stack([y_BN, torch.zeros_like(y_BN)], 2).flatten(1)
-        used_BN = torch.arange(points, device=device) < (share_B * points).ceil()[:, None]
-        labels_BN = torch.where(used_BN, 0, IGNORE_INDEX)
-        labels_BT = torch.stack([labels_BN, torch.full_like(labels_BN, IGNORE_INDEX)], 2).flatten(1)
-        return {"values": values_BTD, "targets": targets_BT, "labels": labels_BT}
-
-
-class TeacherTask(Task):
-    """Classes of a fixed random network: inputs of `dims` values with variance 1 / k in dimension k, labels of a random MLP with
-    four layers, `width` units and tanh. Each token is one input with its label.
-
-    noise: share of the labels that are drawn at random. network: seed of the network, the same for all seeds of rows.
-    """
-
-    task: Literal["teacher"] = "teacher"
-    inputs: Literal["ids", "values"] = "values"
-    dims: Annotated[int, Field(ge=1, le=2**16)] = 256
-    classes: Annotated[int, Field(ge=2, le=MAX_TOKENS)] = 64
-    width: Annotated[int, Field(ge=1, le=2**14)] = 256
-    noise: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    network: Annotated[int, Field(ge=0)] = 0
-
-    def batch(self, seed: int, first: int, rows: int, length: int, device: torch.device | str = "cpu") -> Example:
-        """Return values (B, T, D) and labels (B, T), the class of each token."""
-        row_B = torch.arange(first, first + rows, device=device)
-        x_BTD = normal(seed, row_B, 0, length * self.dims).view(rows, length, self.dims)
-        x_BTD = x_BTD * torch.arange(1, self.dims + 1, device=device) ** -0.5
-        hidden, sizes = (
-            x_BTD / x_BTD.square().mean(-1, keepdim=True).sqrt(),
-            [self.dims, *[self.width] * 3, self.classes],
-        )
-        for layer, (in_, out) in enumerate(pairwise(sizes)):
-            weight_OI = normal(self.network, torch.arange(out, device=device), 100 + layer, in_) * 1.5 * in_**-0.5
-            hidden = hidden @ weight_OI.mT
-            hidden = hidden.tanh() if layer < 3 else hidden
-        labels_BT = hidden.argmax(-1)
-        if self.noise:
-            random_BT = integers(seed, row_B, 2, length, self.classes)
-            labels_BT = torch.where(uniform(seed, row_B, 1, length) < self.noise, random_BT, labels_BT)
-        return {"values": x_BTD, "labels": labels_BT}
-
-
-GeneratedTask = Annotated[MQARTask | RegressionTask | TeacherTask, Field(discriminator="task")]
 
 
 class GeneratedData:

@@ -16,14 +16,17 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializeAsAny,
     SerializerFunctionWrapHandler,
+    ValidationError,
     field_validator,
     model_serializer,
     model_validator,
 )
 
+from surgery.core.config import validation_error
 from surgery.core.errors import SurgeryError
-from surgery.training.data.generated import GeneratedTask
+from surgery.training.data.generated import TASKS, Task
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -92,7 +95,7 @@ class DataConfig(_FrozenModel):
     """
 
     sources: tuple[SourceConfig, ...] = ()
-    generated: GeneratedTask | None = None
+    generated: SerializeAsAny[Task] | None = None
     packing: Literal["documents", "stream", "none"] = "documents"
     validation: Fraction | tuple[SourceConfig, ...] = 0.0
     validation_examples: int = Field(64, ge=1)
@@ -105,6 +108,22 @@ class DataConfig(_FrozenModel):
         """Leave out `generated` where there is none, so that runs and teacher caches made before the key existed go on."""
         values: dict[str, Any] = to_dict(self)
         return {name: value for name, value in values.items() if name != "generated" or value is not None}
+
+    @field_validator("generated", mode="before")
+    @classmethod
+    def _parse_task(cls, value: Any) -> Any:
+        """Return the task that a mapping names. Raises SurgeryError for an unknown task or wrong keys."""
+        if not isinstance(value, dict):
+            return value
+        task_type = TASKS.get(str(value.get("task")))
+        if task_type is None:
+            raise SurgeryError(
+                f"data.generated: task must be one of {', '.join(sorted(TASKS))} (got {value.get('task')!r})"
+            )
+        try:
+            return task_type.model_validate(value)
+        except ValidationError as error:
+            raise validation_error(error, "data.generated", task_type.model_fields) from None
 
     @field_validator("sources", "validation", mode="before")
     @classmethod
@@ -122,6 +141,6 @@ class DataConfig(_FrozenModel):
             raise SurgeryError("data.sources must name at least one source, for example [{path: corpus.jsonl}].")
         if self.sources and self.generated is not None:
             raise SurgeryError(
-                f"data: generated rows ({self.generated.task}) and sources ({self.sources[0].path}) are both given. Keep one of them."
+                f"data: generated rows ({self.generated.name}) and sources ({self.sources[0].path}) are both given. Keep one of them."
             )
         return self

@@ -21,10 +21,10 @@ from surgery.core.errors import SurgeryError
 from surgery.planning.recipe import ConversionRecipe, load_recipe, recipes_folder, validate_recipe
 from surgery.training.pretrain.initialize import LowRankStart
 from surgery.training.pretrain.tokenizer import TokenizerConfig
-from surgery.training.recipe import HealingRecipe, parse_healing_recipe, read_recipe
+from surgery.training.recipe import HealingRecipe, new_model_stages, parse_healing_recipe, read_recipe
+from surgery.training.stages import STAGES
 
 FOLDER = "pretrain"
-STAGE_KINDS = ("lm", "regress", "classify")  # stages that need no teacher
 
 
 class NewModelConfig(StrictModel):
@@ -74,10 +74,10 @@ def parse_pretrain_recipe(data: dict[str, Any], where: str = "recipe") -> Pretra
         common = deep_merge({"trains": ["all"]}, common)
     training = parse_healing_recipe({**rest, "common": common}, where)
     for stage in training.stages:
-        if stage.kind not in STAGE_KINDS:
+        if not STAGES[stage].fits_new_models:
             raise SurgeryError(
-                f"{where}: stage {stage.kind} needs a teacher, which a new model does not have. Use stages of kind lm, regress "
-                "or classify."
+                f"{where}: stage {stage.kind} needs a teacher, which a new model does not have. Use stages of kind "
+                f"{' or '.join(new_model_stages())}."
             )
     structure = _conversion_recipe(new.layers, where)
     if structure is not None and "auto" in (structure.structure, *(rule.structure for rule in structure.rules)):

@@ -1,4 +1,4 @@
-"""Training stages: one file for each kind (lm, distill, align, hidden, lora, regress and classify)."""
+"""Training stages: one file for each kind (lm, distill, align, hidden and lora)."""
 
 from surgery.training.stages.base import STAGES, Batch, Stage, StageConfig, StageModels
 

@@ -28,6 +28,7 @@ from surgery.training.optim import OptimizerConfig, Schedule, select_parameters
 Batch = dict[str, Tensor]
 Roles = dict[str, tuple[str, ...]]  # path of a linear, original or converted -> its roles
 IGNORE_INDEX = -100
+READOUT = "readout"  # folder of the result for tensors that a stage keeps beside the checkpoint
 
 
 class StageConfig(StrictModel):
@@ -89,6 +90,7 @@ class Stage:
     config_type: ClassVar[type]
     fits_cuda_graph: ClassVar[bool] = False  # whether the losses can be captured: no value is read back to the CPU
     reads: ClassVar[str] = "ids"  # what its rows hold: token `ids`, or continuous `values`
+    fits_new_models: ClassVar[bool] = False  # whether `surgery pretrain` may use it, which has no teacher
 
     def __init__(self, config: Any):
         self.config = config

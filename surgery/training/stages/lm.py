@@ -37,6 +37,8 @@ def cross_entropy(logits_BTV: Tensor, next_BT: Tensor, weight_BT: Tensor | None 
 class LMStage(Stage):
     """Trains the student on the text itself."""
 
+    fits_new_models: ClassVar[bool] = True
+
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
         """Return `total` and `ce`, the same cross-entropy in nats, summed over counted positions."""
         _, next_BT = next_token_targets(batch)

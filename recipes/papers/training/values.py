@@ -1,4 +1,5 @@
-"""Train the body of a model on rows of continuous values, for tasks that are not language: `regress` and `classify`.
+"""Train the body of a model on rows of continuous values, for tasks that are not language: stages `regress` and `classify`, tasks
+`regression` and `teacher`. Importing this module registers them; `python -m recipes.papers.training.pretrain` is `surgery pretrain` with them.
 
     h_BTD = body(values_BTI W_in^T)      y_BTO = h_BTD W_out^T + b      read at the same token, without the shift of a language model
 
@@ -7,14 +8,18 @@
 
 The linear read-in W_in takes the place of the embeddings, and the read-out that of the head. As in muP (Yang et al. 2022, "Tensor
 Programs V", Table 3), W_in has variance 1 / I and a learning rate that does not depend on the width, like an embedding; W_out is 0 at
-first, and its rate falls with its fan-in. The data is a task of data/generated.py whose rows are values. After the stage the read-in
-and the read-out are in readout/readout.safetensors of the result, and the checkpoint holds the body.
+first, and its rate falls with its fan-in. After the stage the read-in and the read-out are in readout/readout.safetensors of the
+result, and the checkpoint holds the body.
+
+B rows, T tokens, I input values of a token, D model width (stages) or input dimensions (tasks), O outputs, N points.
 """
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -22,8 +27,10 @@ from torch import Tensor, nn
 
 from surgery.checkpoint.safetensors_io import TensorSource, write_shard
 from surgery.core.errors import SurgeryError
+from surgery.training.data.generated import MAX_TOKENS, Example, Task, integers, normal, register_task, uniform
 from surgery.training.stages.base import (
     IGNORE_INDEX,
+    READOUT,
     STAGES,
     Batch,
     Roles,
@@ -32,8 +39,6 @@ from surgery.training.stages.base import (
     StageModels,
     skip_logits,
 )
-
-READOUT = "readout"  # folder of the result
 
 
 class ReadIn(nn.Module):
@@ -93,6 +98,7 @@ class ValuesStage(Stage):
 
     config: Any
     reads: ClassVar[str] = "values"
+    fits_new_models: ClassVar[bool] = True
     outputs = 1
 
     def prepare(self, models: StageModels, roles: Roles) -> None:
@@ -174,3 +180,79 @@ class ClassifyStage(ValuesStage):
         total = class_entropy(y_BTO, batch)
         wrong = ((y_BTO.argmax(-1) != batch["labels"]) & (batch["labels"] != IGNORE_INDEX)).sum()
         return {"total": total, "wrong": wrong.float()}
+
+
+@register_task
+class RegressionTask(Task):
+    """In-context linear regression (Garg et al. 2022; Kuang et al. 2025, section 4): x_1, y_1, x_2, y_2, ..
+
+    x ~ N(0, I / dims), w ~ N(0, I), y = w . x, padded with zeros to `dims`; a row of T tokens has T / 2 points. grow: number of rows
+    over which the used dimensions and points rise from half to all.
+    """
+
+    task: Literal["regression"] = "regression"
+    inputs: Literal["ids", "values"] = "values"
+    dims: Annotated[int, Field(ge=1, le=4096)] = 8
+    grow: Annotated[int, Field(ge=0)] = 0
+
+    def check_length(self, length: int) -> None:
+        """Raise SurgeryError for an odd number of tokens."""
+        if length % 2:
+            raise SurgeryError(f"data.generated: regression needs two tokens a point, so an even length (got {length})")
+
+    def batch(self, seed: int, first: int, rows: int, length: int, device: torch.device | str = "cpu") -> Example:
+        """Return values (B, T, D), targets (B, T) and labels (B, T): 0 at the x tokens, where the target is y, and -100 elsewhere."""
+        self.check_length(length)
+        row_B, points = torch.arange(first, first + rows, device=device), length // 2
+        share_B = (
+            (0.5 + 0.5 * row_B / self.grow).clamp_max(1.0) if self.grow else torch.ones_like(row_B, dtype=torch.float)
+        )
+        dims_B1 = (share_B * self.dims).ceil().long()[:, None]
+        w_BD = normal(seed, row_B, 0, self.dims) * (torch.arange(self.dims, device=device) < dims_B1)
+        x_BND = normal(seed, row_B, 1, points * self.dims).view(rows, points, self.dims) / math.sqrt(self.dims)
+        x_BND = x_BND * (torch.arange(self.dims, device=device) < dims_B1)[:, None]
+        y_BN = torch.einsum("bnd,bd->bn", x_BND, w_BD)
+        values_BTD = torch.stack([x_BND, torch.nn.functional.pad(y_BN.unsqueeze(-1), (0, self.dims - 1))], 2).flatten(
+            1, 2
+        )
+        targets_BT = torch.stack([y_BN, torch.zeros_like(y_BN)], 2).flatten(1)
+        used_BN = torch.arange(points, device=device) < (share_B * points).ceil()[:, None]
+        labels_BN = torch.where(used_BN, 0, IGNORE_INDEX)
+        labels_BT = torch.stack([labels_BN, torch.full_like(labels_BN, IGNORE_INDEX)], 2).flatten(1)
+        return {"values": values_BTD, "targets": targets_BT, "labels": labels_BT}
+
+
+@register_task
+class TeacherTask(Task):
+    """Classes of a fixed random network: inputs of `dims` values with variance 1 / k in dimension k, labels of a random MLP with
+    four layers, `width` units and tanh. Each token is one input with its label.
+
+    noise: share of the labels that are drawn at random. network: seed of the network, the same for all seeds of rows.
+    """
+
+    task: Literal["teacher"] = "teacher"
+    inputs: Literal["ids", "values"] = "values"
+    dims: Annotated[int, Field(ge=1, le=2**16)] = 256
+    classes: Annotated[int, Field(ge=2, le=MAX_TOKENS)] = 64
+    width: Annotated[int, Field(ge=1, le=2**14)] = 256
+    noise: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    network: Annotated[int, Field(ge=0)] = 0
+
+    def batch(self, seed: int, first: int, rows: int, length: int, device: torch.device | str = "cpu") -> Example:
+        """Return values (B, T, D) and labels (B, T), the class of each token."""
+        row_B = torch.arange(first, first + rows, device=device)
+        x_BTD = normal(seed, row_B, 0, length * self.dims).view(rows, length, self.dims)
+        x_BTD = x_BTD * torch.arange(1, self.dims + 1, device=device) ** -0.5
+        hidden, sizes = (
+            x_BTD / x_BTD.square().mean(-1, keepdim=True).sqrt(),
+            [self.dims, *[self.width] * 3, self.classes],
+        )
+        for layer, (in_, out) in enumerate(pairwise(sizes)):
+            weight_OI = normal(self.network, torch.arange(out, device=device), 100 + layer, in_) * 1.5 * in_**-0.5
+            hidden = hidden @ weight_OI.mT
+            hidden = hidden.tanh() if layer < 3 else hidden
+        labels_BT = hidden.argmax(-1)
+        if self.noise:
+            random_BT = integers(seed, row_B, 2, length, self.classes)
+            labels_BT = torch.where(uniform(seed, row_B, 1, length) < self.noise, random_BT, labels_BT)
+        return {"values": x_BTD, "labels": labels_BT}
