@@ -348,8 +348,9 @@ def quantize(
         group: inputs that share a scale; None: 64 with 4 bits, all inputs of an output with 8.
         progress: as in `convert`.
     """
-    from surgery.conversion.quantize import quantize as run
-    from surgery.conversion.quantize import quantize_line, quantize_live
+    from surgery.conversion.quantize_checkpoint import quantize as run
+    from surgery.conversion.quantize_checkpoint import quantize_line
+    from surgery.modeling.quantize import quantize_live
 
     if _is_module(converted) and out is None:
         result = quantize_live(converted, bits, group)

@@ -268,8 +268,8 @@ def quantize(
 
     surgery quantize OUT --bits 4 --out SMALL
     """
-    from surgery.conversion.quantize import quantize as run
-    from surgery.conversion.quantize import quantize_line
+    from surgery.conversion.quantize_checkpoint import quantize as run
+    from surgery.conversion.quantize_checkpoint import quantize_line
 
     result = run(converted, out, bits, group, progress=_progress(as_json))
     print(json.dumps(result, indent=2) if as_json else f"{quantize_line(result)}: {out}")

@@ -29,7 +29,7 @@ from surgery.conversion.convert import Conversion
 from surgery.conversion.generated import check_can_generate
 from surgery.conversion.layer_shards import NON_LAYER
 from surgery.conversion.live_inputs import LiveInputs, live_inputs
-from surgery.conversion.live_model import LiveModel, copy_hooks, is_library_model, model_device
+from surgery.conversion.live_model import LiveModel, is_library_model
 from surgery.conversion.norms import outer_norms
 from surgery.conversion.preflight import check_far_context, check_needs_no_calibration
 from surgery.conversion.reached import keep_reached
@@ -45,6 +45,7 @@ from surgery.mixers import mixer_config
 from surgery.modeling.applied import original_folder, set_applied_class
 from surgery.modeling.attention import replace_attention
 from surgery.modeling.joined import JoinedLinear, connect_joined
+from surgery.modeling.live import copy_hooks, model_device
 from surgery.modeling.modules import build_module, connect_bases, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import untie

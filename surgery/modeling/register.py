@@ -7,15 +7,25 @@ save_pretrained and deepcopy treat the model as an ordinary one.
 
 from __future__ import annotations
 
-import importlib
-
 from surgery.core.import_hooks import run_after_import
 
 
 def register() -> None:
     """Register this package's classes with transformers, peft and torchao, now or on their import."""
-    # Each of these modules registers its classes at its end. Whoever imports it first imports transformers, peft or torchao
-    # with it, so the callback may find it half imported: importing it once more then does nothing.
-    run_after_import("transformers.quantizers.auto", lambda: importlib.import_module("surgery.modeling.quantizer"))
-    run_after_import("peft.tuners.lora.model", lambda: importlib.import_module("surgery.modeling.lora"))
-    run_after_import("torchao.quantization.quant_api", lambda: importlib.import_module("surgery.modeling.torchao"))
+    run_after_import("transformers.quantizers.auto", _register_with_transformers)
+    run_after_import("peft.tuners.lora.model", _register_with_peft)
+    run_after_import("torchao.quantization.quant_api", _register_with_torchao)
+
+
+# Each of these modules registers its classes at its end. Whoever imports it first imports transformers, peft or torchao
+# with it, so the callback may find it half imported: importing it once more then does nothing.
+def _register_with_transformers() -> None:
+    import surgery.modeling.quantizer  # noqa: F401
+
+
+def _register_with_peft() -> None:
+    import surgery.modeling.lora  # noqa: F401
+
+
+def _register_with_torchao() -> None:
+    import surgery.modeling.torchao  # noqa: F401

@@ -7,7 +7,6 @@ whole converted model, and the handlers of its configs, in torchao's registry, b
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -63,9 +62,9 @@ def _with_converted_models(handler: Callable[..., nn.Module]) -> Callable[..., n
     def handle(module: nn.Module, config: Any, *rest: Any, **options: Any) -> nn.Module:
         if not has_replaced_linears(module):
             return handler(module, config, *rest, **options)
-        wanted = storage_options(config)
-        # conversion/ stands above this package, so it is imported by name.
-        importlib.import_module("surgery.conversion.quantize").quantize_live(module, **wanted)
+        from surgery.modeling.quantize import quantize_live  # imports transformers, which may be importing torchao now
+
+        quantize_live(module, **storage_options(config))
         return module
 
     handle.__signature__ = inspect.signature(handler)  # type: ignore[attr-defined]

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.linears import is_linear
-from surgery.conversion.quantize import stored_bytes
 from surgery.core.errors import SurgeryError
 from surgery.modeling.attention import MixerAttention
 from surgery.modeling.modules import REPLACED
+from surgery.modeling.quantize import stored_bytes
 from surgery.publish.summary import attention_costs
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis

@@ -21,10 +21,11 @@ from surgery.checkpoint.source import open_converted_checkpoint
 from surgery.checkpoint.tensor_names import load_checked_model
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
-from surgery.conversion.quantize import quantize, quantize_live, quantize_module, stored_bytes
+from surgery.conversion.quantize_checkpoint import quantize
 from surgery.core.errors import SurgeryError
 from surgery.eval.model import open_model
 from surgery.modeling.modules import build_module, quantized_entry
+from surgery.modeling.quantize import quantize_live, quantize_module, stored_bytes
 from surgery.structures import STRUCTURES
 from surgery.structures.base import config_from_dict
 from surgery.structures.quantized import QuantizedLinear, Storage, dequantize_rows, quantize_rows

@@ -24,7 +24,7 @@ from surgery.conversion import refine, refine_layer, refine_model
 from surgery.conversion.densify import densify
 from surgery.conversion.norms import layer_norms_and_biases, outer_norms, weight_offset
 from surgery.conversion.preflight import journal_fingerprint
-from surgery.conversion.quantize import quantize
+from surgery.conversion.quantize_checkpoint import quantize
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import Journal
 from surgery.planning.plan import make_plan

@@ -17,7 +17,7 @@ from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.conversion.estimation.counting import OperationCounter
-from surgery.conversion.quantize import quantize
+from surgery.conversion.quantize_checkpoint import quantize
 from surgery.core.errors import SurgeryError
 from surgery.modeling.modules import build_module
 from surgery.planning.plan import make_plan

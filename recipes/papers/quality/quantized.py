@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from surgery.conversion.convert import convert
-from surgery.conversion.quantize import dense_linears, make_storage, quantize_module, stored_bytes
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
 from surgery.eval.run import load
 from surgery.eval.suite import EvalOptions, Sample, SuiteResult
 from surgery.eval.suites import needle
 from surgery.eval.suites import perplexity as ppl
+from surgery.modeling.quantize import dense_linears, make_storage, quantize_module, stored_bytes
 from surgery.planning.recipe import validate_recipe
 
 

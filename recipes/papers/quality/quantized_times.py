@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from recipes.papers.quality.quantized import append_row, read_rows, run_script
-from surgery.conversion.quantize import make_storage, quantize_module
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed.generation import FULL_ROWS, RepeatedStep, repeat_rows, synchronized_time
 from surgery.eval.speed.model import SHAPES, allow_cudnn, make_llama, replace_linears
 from surgery.modeling.fuse import fuse_projections
+from surgery.modeling.quantize import make_storage, quantize_module
 from surgery.structures.low_rank import LowRank
 from surgery.structures.quantized import QuantizedLinear, Storage, dequantize_rows
 
