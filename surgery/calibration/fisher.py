@@ -31,9 +31,10 @@ from surgery.checkpoint.safetensors_io import TensorSource, read_header, read_te
 from surgery.core.device import trim_memory
 from surgery.core.errors import naming
 from surgery.planning.allocate import CostPoint
-from surgery.planning.plan import LinearTarget, Plan, fit_config_to_budget, has_free_rank
+from surgery.planning.plan import fit_config_to_budget, has_free_rank
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.speed import option_times
+from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import target_gram, target_weight
 from surgery.structures import STRUCTURES, Metric
 from surgery.structures.metric import add_moment_, damp_, damp_output_gram

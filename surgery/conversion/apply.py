@@ -49,8 +49,9 @@ from surgery.modeling.live import copy_hooks, model_device
 from surgery.modeling.modules import build_module, connect_bases, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import untie
-from surgery.planning.plan import LinearTarget, Plan, make_plan
+from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.targets import LinearTarget, Plan
 from surgery.structures.call_scope import hold_groups
 from surgery.structures.shared_basis import SharedBasis, basis_path
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.trial import choose_allocation, measure_rank_errors, uniform_budgets
-from surgery.planning.plan import Plan
 from surgery.planning.speed import Choice, allocate_time, even_points, speed_dict, with_structures
+from surgery.planning.targets import Plan
 
 
 def choose_by_time(ctx: ConversionContext) -> dict[str, Any]:

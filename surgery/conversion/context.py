@@ -13,8 +13,8 @@ from surgery.calibration.layer_runner import LayerRunner
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.core.distributed import DistContext
 from surgery.core.progress import Progress
-from surgery.planning.plan import Plan
 from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.targets import Plan
 
 
 @dataclass(frozen=True)

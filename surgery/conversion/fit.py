@@ -13,7 +13,8 @@ from torch import Tensor
 
 from surgery.calibration.moments import HeldOutError, InputMoments
 from surgery.core.errors import NumericalError, SurgeryError, naming
-from surgery.planning.plan import LinearTarget, fit_config_to_budget
+from surgery.planning.plan import fit_config_to_budget
+from surgery.planning.targets import LinearTarget
 from surgery.structures import STRUCTURES, Metric, StructureConfig, StructuredLinear, linalg
 from surgery.structures.metric import damp_, damp_output_gram, spd_factor
 

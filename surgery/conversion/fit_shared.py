@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from surgery.calibration.moments import HeldOutError, InputMoments
 from surgery.conversion.fit import Candidate, FitContext, FitResult, fit_result, regression_target, stage_metric
 from surgery.core.errors import naming
-from surgery.planning.plan import LinearTarget
+from surgery.planning.targets import LinearTarget
 from surgery.structures import Metric
 from surgery.structures.low_rank import LowRank, LowRankLinear
 from surgery.structures.metric import damp_output_gram

@@ -33,7 +33,7 @@ from surgery.conversion.replacement import broadcast_mixer
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.mixers import Mixer
 from surgery.planning.attention_recipe import HybridRecipe
-from surgery.planning.plan import Plan
+from surgery.planning.targets import Plan
 
 TRIAL_STEPS_SHARE = 0.25  # share of the recipe's local training steps that a mixer gets in a trial
 

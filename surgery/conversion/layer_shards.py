@@ -39,8 +39,8 @@ from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
 from surgery.modeling.modules import build_module, is_joined, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
-from surgery.planning.plan import Plan
 from surgery.planning.speed import option_of, time_after, time_before, with_structures
+from surgery.planning.targets import Plan
 from surgery.structures.shared_basis import basis_path
 
 NON_LAYER = "rest"  # name of the shard of all tensors outside the layers, as files and journals spell it

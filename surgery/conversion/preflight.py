@@ -22,9 +22,8 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path, size_text
 from surgery.core.version import WORK_VERSION
 from surgery.mixers import MIXERS
-from surgery.planning.plan import Plan
 from surgery.planning.recipe import ConversionRecipe, RefineRecipe
-from surgery.planning.speed import TimeTarget
+from surgery.planning.targets import Plan, TimeTarget
 
 GIVE_CALIBRATION = "Give --calibration FILE"  # what to do about missing calibration text, on the command line
 # Keys of recipes that are younger than the first journals: left out at their default, so that conversions begun before them go on.

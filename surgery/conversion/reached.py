@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from surgery.calibration.data import CalibrationSet
 from surgery.calibration.layer_runner import LayerCall, LayerRunner
 from surgery.core.errors import SurgeryError
-from surgery.planning.plan import Plan
+from surgery.planning.targets import Plan
 
 FORWARD_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)
 

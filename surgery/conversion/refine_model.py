@@ -34,8 +34,8 @@ from surgery.conversion.norms import read_originals
 from surgery.conversion.refine import Refinement, TrainedLayer, split_rows
 from surgery.conversion.replacement import LayerReplacement
 from surgery.conversion.score import HeldOutScore, held_out_score
-from surgery.planning.plan import Plan
 from surgery.planning.refine_budget import BATCH_TOKENS, coordinate_values, text_factor
+from surgery.planning.targets import Plan
 
 STATES = 4  # copies of each trained tensor: its value, the saved value, Adam's two moments
 

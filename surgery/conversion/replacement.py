@@ -24,7 +24,7 @@ from surgery.mixers import MIXERS, Mixer, mixer_config
 from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
-from surgery.planning.plan import LinearTarget, Plan
+from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import joined_entries, select_rows, slice_name, table_entry
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 from surgery.structures.call_scope import hold_groups

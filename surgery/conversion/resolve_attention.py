@@ -15,7 +15,7 @@ from surgery.conversion.restored import choose_restored
 from surgery.core.journal import Journal
 from surgery.planning.attention_plan import keep_heads, keep_layers
 from surgery.planning.attention_recipe import HybridRecipe
-from surgery.planning.plan import Plan
+from surgery.planning.targets import Plan
 
 
 def resolve_attention_plan(ctx: ConversionContext, journal: Journal) -> tuple[Plan, dict[str, Any] | None]:

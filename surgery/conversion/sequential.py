@@ -58,7 +58,7 @@ from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.planning.attention_plan import AttentionTarget
-from surgery.planning.plan import LinearTarget, Plan
+from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import target_weight
 
 

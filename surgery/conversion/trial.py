@@ -31,8 +31,8 @@ from surgery.conversion.score import HeldOutScore, held_out_score, predicts_next
 from surgery.conversion.sequential import SequentialConverter, convert_head, find_stages
 from surgery.core.distributed import DistContext
 from surgery.planning.allocate import CostPoint, allocate_budget, expected_error
-from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import target_weight
 from surgery.structures import Metric, StructureConfig
 from surgery.structures.metric import add_moment_, damp_, damp_output_gram

@@ -21,7 +21,6 @@ from surgery.modeling.live import copy_hooks, has_adapter, is_converted, model_d
 from surgery.modeling.modules import (
     GuardedLinear,
     SplitLinear,
-    build_module,
     is_joined,
     quantized_entry,
     shares_basis,

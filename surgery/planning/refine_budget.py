@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.recipe import RefineRecipe
+from surgery.planning.targets import LinearTarget, Plan
 from surgery.structures import STRUCTURES
 
 BUDGET_SECONDS = {"cpu": 300.0, "cuda": 540.0}  # of a whole conversion with `auto`

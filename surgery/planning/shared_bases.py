@@ -7,20 +7,16 @@ matrices read what their own expert computes, so each keeps a basis of its own. 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from surgery.architectures.linears import LinearInfo, ModelLayout
 from surgery.core.errors import SurgeryError
+from surgery.planning.recipe import ConversionRecipe, LinearSettings
+from surgery.planning.targets import LinearTarget
 from surgery.structures.base import min_keep
 from surgery.structures.low_rank import LowRank
 from surgery.structures.shared_basis import basis_path, full_shared_rank, shared_rank
 
-if TYPE_CHECKING:
-    from surgery.architectures.linears import LinearInfo, ModelLayout
-    from surgery.planning.plan import LinearTarget
-    from surgery.planning.recipe import ConversionRecipe, LinearSettings
-
-    Targets = dict[str, tuple[LinearTarget, ...]]
-
+Targets = dict[str, tuple[LinearTarget, ...]]
 SHARING_ROLES = ("expert.gate", "expert.up")  # roles whose matrices read the layer's input
 
 

@@ -12,54 +12,21 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from surgery.architectures.linears import ModelLayout
 from surgery.core.errors import SurgeryError
 from surgery.planning.allocate import CostPoint, spend
 from surgery.planning.measured_times import LINEAR_OPS, MeasuredTimes, included_tables, read_measured_times
+from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.speed_recipe import SpeedRecipe
+from surgery.planning.targets import LinearTarget, Plan, TimedOption, TimeTarget
 from surgery.structures import STRUCTURES, StructureConfig
-
-if TYPE_CHECKING:
-    from surgery.architectures.linears import ModelLayout
-    from surgery.planning.plan import LinearTarget, Plan
-    from surgery.planning.recipe import ConversionRecipe
 
 RANK_MULTIPLE = 64  # of candidates' ranks, unless the recipe has round_ranks
 MEASURE = "Measure it with: surgery bench linear --model SRC --out FILE, and set speed.measured=FILE"
-
-
-@dataclass(frozen=True)
-class TimedOption:
-    """A structure that a matrix may get: its config with a rank, its predicted nanoseconds, and its stored parameters."""
-
-    config: StructureConfig
-    ns: int
-    params: int
-
-
-@dataclass(frozen=True)
-class TimeTarget:
-    """The time that a plan's replaced linears may take.
-
-    phase, tokens, ratio: of the recipe. device, dtype: of the table of measured times. digest: SHA-256 of the table. share: time of the
-    replaced linears / time of all linears of the model, while all are dense; None if some were not measured.
-    """
-
-    phase: str
-    tokens: int
-    ratio: float
-    device: str
-    dtype: str
-    digest: str
-    share: float | None = None
-
-    def describe_call(self) -> str:
-        """Return the call, device and dtype in words."""
-        call = f"a prompt of {self.tokens:,} tokens" if self.phase == "prefill" else "a decoding step in a CUDA graph"
-        return f"{call} on {self.device} ({self.dtype})"
 
 
 # -- the table ---------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import read_tensor
 from surgery.core.errors import SurgeryError
 from surgery.modeling.joined import group_entries
-from surgery.planning.plan import FusedSlice, LinearTarget, fused_sizes
+from surgery.planning.plan import fused_sizes
+from surgery.planning.targets import FusedSlice, LinearTarget
 from surgery.structures import StructureConfig
 
 LARGEST = 1e15  # largest weight: a sum of 1e8 squares is then 1e38, below the float32 maximum of 3e38

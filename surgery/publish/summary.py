@@ -26,8 +26,8 @@ from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.modeling.joined import sibling
-from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.speed import speed_dict
+from surgery.planning.targets import LinearTarget, Plan
 from surgery.structures import STRUCTURES, StructureConfig
 
 

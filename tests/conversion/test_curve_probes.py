@@ -17,7 +17,7 @@ from recipes.papers.quality import curve_probes
 from recipes.papers.quality.curve_probes import Probe, correct_curve, fit_error, probe_curve, probed_points
 from surgery.calibration.fisher import cost_points
 from surgery.planning.allocate import CostPoint
-from surgery.planning.plan import LinearTarget
+from surgery.planning.targets import LinearTarget
 from surgery.structures import STRUCTURES
 
 LAWS = settings(max_examples=8, deadline=None)

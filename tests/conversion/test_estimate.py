@@ -17,7 +17,7 @@ from surgery.conversion.estimation.counting import OperationCounter, Work, count
 from surgery.conversion.estimation.fits import FitTask, StageTask, bare_target, count_projection, count_stage
 from surgery.conversion.estimation.shape import TextRows
 from surgery.core.errors import NumericalError, SurgeryError
-from surgery.planning.plan import LinearTarget
+from surgery.planning.targets import LinearTarget
 from surgery.structures import STRUCTURES, StructureConfig
 from surgery.structures.base import config_from_dict
 from surgery.structures.btt import BTT, SWEEP_ELEMENTS

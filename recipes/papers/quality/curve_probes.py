@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from surgery.planning.allocate import CostPoint
-from surgery.planning.plan import LinearTarget
+from surgery.planning.targets import LinearTarget
 from surgery.structures import STRUCTURES, Metric, StructuredLinear
 
 Curve = list[tuple[Any, float]]  # (config, squared error), cheapest first

@@ -21,7 +21,6 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
 from surgery.mixers import MIXERS
 from surgery.mixers.cache_size import cache_bytes
-from surgery.planning.plan import Plan
 from surgery.planning.recipe import RefineRecipe
 from surgery.planning.refine_budget import (
     BATCH_TOKENS,
@@ -34,6 +33,7 @@ from surgery.planning.refine_budget import (
     step_order,
     text_factor,
 )
+from surgery.planning.targets import Plan
 
 MIN_LIMIT = 2.0 * 2**30  # bytes of hidden states that stay in memory (surgery.calibration.layer_runner)
 DEFAULT_CONTEXT = 4096  # tokens

@@ -18,7 +18,8 @@ from surgery.conversion.estimation.counting import OperationCounter, Work, count
 from surgery.conversion.fit import FitContext, fit_linear, quick_fit
 from surgery.core.distributed import DistContext
 from surgery.core.errors import NumericalError, SurgeryError
-from surgery.planning.plan import LinearTarget, fit_config_to_budget
+from surgery.planning.plan import fit_config_to_budget
+from surgery.planning.targets import LinearTarget
 from surgery.structures import Metric, StructureConfig
 from surgery.structures.btt import BTT
 from surgery.structures.low_rank import LowRank

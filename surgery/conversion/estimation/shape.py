@@ -13,7 +13,7 @@ from surgery.core.errors import SurgeryError
 from surgery.mixers import AttentionShape
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.joined import JOINED_ROLES
-from surgery.planning.plan import LinearTarget, Plan
+from surgery.planning.targets import LinearTarget, Plan
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from surgery.conversion.estimation.speeds import Speeds
 from surgery.conversion.generated import rows_together
 from surgery.conversion.trial import MAX_TILT, TILT_SHARE, TILT_STEP, TRIAL_SHARE
 from surgery.core.distributed import DistContext
-from surgery.planning.plan import LinearTarget
+from surgery.planning.targets import LinearTarget
 from surgery.structures.shared_basis import STEPS
 
 # Elements per token that a layer's forward reads and writes outside of its products, and holds at its peak, by (width, MLP width,

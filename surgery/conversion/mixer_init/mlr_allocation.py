@@ -33,8 +33,8 @@ from surgery.mixers import AttentionShape, MixerInputs, MixerState
 from surgery.mixers.base import mixer_config
 from surgery.mixers.mlr import MLR, MLRAttention
 from surgery.planning.attention_plan import AttentionTarget
-from surgery.planning.plan import Plan
 from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.targets import Plan
 
 
 class QueryKeyMoments:

@@ -35,8 +35,9 @@ from surgery.core.errors import SurgeryError
 from surgery.modeling.attention import install
 from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
-from surgery.planning.plan import LinearTarget, Plan, make_plan
+from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import joined_entries, slice_name, table_entry
 from surgery.structures import StructuredLinear
 from surgery.structures.base import MuP

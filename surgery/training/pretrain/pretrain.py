@@ -34,7 +34,7 @@ from surgery.core.files import (
 from surgery.core.progress import Progress, is_main_process
 from surgery.core.version import WORK_VERSION, __version__
 from surgery.modeling.auto_classes import write_shims
-from surgery.planning.plan import Plan
+from surgery.planning.targets import Plan
 from surgery.structures import STRUCTURES
 from surgery.training.finetune import RESUME_HINT, check_run, finetune
 from surgery.training.pretrain.initialize import make_model, plan_new_model

@@ -1,0 +1,231 @@
+"""What a plan consists of: matrices to be replaced, slices of fused linears, structures chosen by time, and the plan itself.
+
+surgery/planning/plan.py makes plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from surgery.architectures.linears import LinearInfo, ModelLayout
+from surgery.mixers import AttentionShape
+from surgery.planning.attention_plan import AttentionTarget, keep_heads
+from surgery.planning.recipe import ConversionRecipe
+from surgery.structures import STRUCTURES, StructureConfig
+
+
+@dataclass(frozen=True)
+class FusedSlice:
+    """The output rows of one role in a fused linear.
+
+    role: its name. index: its position in `sizes`. sizes: output rows of each role. heads: 0 if the roles' rows follow one
+    another; otherwise each of the `heads` heads holds size // heads rows of every role.
+    """
+
+    role: str
+    index: int
+    sizes: tuple[int, ...]
+    heads: int = 0
+
+
+@dataclass(frozen=True)
+class TimedOption:
+    """A structure that a matrix may get: its config with a rank, its predicted nanoseconds, and its stored parameters."""
+
+    config: StructureConfig
+    ns: int
+    params: int
+
+
+@dataclass(frozen=True)
+class LinearTarget:
+    """A weight matrix to be replaced: a whole linear, one role of a fused linear, or several linears of one input together.
+
+    linear: the module. out: output rows. configs: candidate structures, not yet resolved to a budget; () keeps the matrix dense
+    (in a split linear). keep: fraction of its parameters to keep. part: its rows in a fused linear, or None. preview: the
+    structure shown in the plan, fitted to a uniform budget. round_ranks: ranks chosen by the budget are multiples of it. With `speed`,
+    options: the structures that it may get, dense_ns: predicted nanoseconds of the dense matrix; a preview of None stays dense.
+    share: whether the recipe asks for a basis shared by the experts of the layer. basis: path of that basis, "" if the matrix has none;
+    stores_basis: whether the numbers of the basis count with this matrix, the first that uses it. joined: the linears that the matrix
+    replaces, whose rows follow one another in it; () if it is `linear` alone, which is the first of them.
+    """
+
+    linear: LinearInfo
+    out: int
+    keep: float
+    configs: tuple[StructureConfig, ...]
+    part: FusedSlice | None = None
+    preview: StructureConfig | None = None
+    round_ranks: int = 1
+    options: tuple[TimedOption, ...] = ()
+    dense_ns: int = 0
+    share: bool = False
+    basis: str = ""
+    stores_basis: bool = False
+    joined: tuple[LinearInfo, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The path of the linear, with :role for a part of a fused linear; of joined ones a.q_proj+k_proj+v_proj."""
+        if self.joined:
+            return "+".join([self.linear.path, *(linear.path.rpartition(".")[2] for linear in self.joined[1:])])
+        return self.linear.path if self.part is None else f"{self.linear.path}:{self.part.role}"
+
+    @property
+    def linears(self) -> tuple[LinearInfo, ...]:
+        """The linears that the matrix replaces: one, or those that it joins."""
+        return self.joined or (self.linear,)
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles of the matrix's rows."""
+        if self.part is not None:
+            return [self.part.role]
+        return [role for linear in self.linears for role in linear.roles]
+
+    @property
+    def in_(self) -> int:
+        """The number of input features."""
+        return self.linear.in_
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the matrix."""
+        return self.out * self.in_
+
+    @property
+    def has_fixed_rank(self) -> bool:
+        """Whether the recipe fixes the rank, or the experts of the layer have one, so that the matrix takes no part in budget allocation."""
+        return bool(self.basis) or any(
+            getattr(config, key, None) is not None for config in self.configs for key in ("rank", "ranks")
+        )
+
+    def uniform_budget(self) -> float:
+        """Return the number of parameters under a uniform allocation."""
+        return self.keep * self.numel if self.configs else self.numel
+
+    def params(self, config: StructureConfig) -> int:
+        """Return the stored elements of a structure in place of this matrix. A shared basis counts with the first matrix that uses it."""
+        stored: int = STRUCTURES[config].params(config, self.out, self.in_)
+        if self.basis and not self.stores_basis:
+            stored -= config.rank * self.in_  # type: ignore[attr-defined]
+        return stored + len(self.joined)  # the `weight` of each JoinedLinear
+
+    @property
+    def basis_rank(self) -> int:
+        """The rank of the shared basis."""
+        return self.preview.rank  # type: ignore[union-attr, no-any-return]
+
+    def basis_params(self) -> int:
+        """Return how many of the stored elements of `preview` belong to a shared basis."""
+        return self.basis_rank * self.in_ if self.stores_basis else 0
+
+
+@dataclass(frozen=True)
+class TimeTarget:
+    """The time that a plan's replaced linears may take.
+
+    phase, tokens, ratio: of the recipe. device, dtype: of the table of measured times. digest: SHA-256 of the table. share: time of the
+    replaced linears / time of all linears of the model, while all are dense; None if some were not measured.
+    """
+
+    phase: str
+    tokens: int
+    ratio: float
+    device: str
+    dtype: str
+    digest: str
+    share: float | None = None
+
+    def describe_call(self) -> str:
+        """Return the call, device and dtype in words."""
+        call = f"a prompt of {self.tokens:,} tokens" if self.phase == "prefill" else "a decoding step in a CUDA graph"
+        return f"{call} on {self.device} ({self.dtype})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All replacements of a conversion.
+
+    targets: linear targets by path of the linear, in model order. attention_targets: attention modules to be replaced by
+    mixers, by path of their layer. softmax_shapes: shapes of all other attention modules, if there are targets. notes: messages
+    for the user. unreached: names of linears that the recipe would replace and that stay dense, because the calibration inputs do not
+    reach them. model_params: parameters of the whole model, a tied pair counted once. untied_params: those that are stored twice
+    after the conversion, because a tied weight is replaced. time: what the replaced linears may take, with `speed`. dtype: in which
+    the model loads.
+    """
+
+    source: str
+    model_type: str
+    recipe: ConversionRecipe
+    layout: ModelLayout
+    targets: dict[str, tuple[LinearTarget, ...]]
+    notes: tuple[str, ...]
+    attention_targets: dict[str, AttentionTarget] = field(default_factory=dict)
+    softmax_shapes: tuple[AttentionShape, ...] = ()
+    unreached: tuple[str, ...] = ()
+    model_params: int = 0
+    untied_params: int = 0
+    time: TimeTarget | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def measured_softmax_count(self) -> int:
+        """How many of the attention targets will keep softmax attention, chosen by measurements on text during the conversion."""
+        hybrid = self.recipe.attention.hybrid if self.recipe.attention else None
+        if hybrid is None or not hybrid.is_measured or hybrid.of_heads:
+            return 0
+        return hybrid.softmax_count(len(self.attention_targets))
+
+    def expected_targets(self) -> dict[str, AttentionTarget]:
+        """Return the attention targets as costs count them: if heads that keep softmax will be measured, evenly spaced ones instead."""
+        hybrid, targets = self.recipe.attention.hybrid if self.recipe.attention else None, self.attention_targets
+        if hybrid is None or not hybrid.is_measured or not hybrid.of_heads or not targets:
+            return targets
+        heads = hybrid.fixed_heads(list(targets.values()))
+        return keep_heads(targets, {layer: heads[target.index] for layer, target in targets.items()})
+
+    def attention_after(self) -> tuple[list[AttentionTarget], list[AttentionShape], int]:
+        """Return (targets that get mixers, shapes of the modules that keep softmax attention, how many targets will keep softmax too).
+
+        Which targets keep it is known after measurements on text. Both lists are empty without attention targets.
+        """
+        expected = self.expected_targets()
+        whole = (target.shape for layer, target in self.attention_targets.items() if layer not in expected)
+        return list(expected.values()), [*self.softmax_shapes, *whole], self.measured_softmax_count
+
+    def targets_in_layer(self, layer: str) -> dict[str, tuple[LinearTarget, ...]]:
+        """Return the targets of one layer by path of the linear."""
+        return {path: targets for path, targets in self.targets.items() if targets[0].linear.layer == layer}
+
+    def replaced_linears(self, layer: str | None = None) -> dict[str, LinearTarget]:
+        """Return the first target of each linear that is replaced or refitted, by its path. layer: of this layer alone."""
+        targets = (found[0] for found in self.targets.values())
+        return {linear.path: t for t in targets for linear in t.linears if layer is None or linear.layer == layer}
+
+    def replaced_targets(self) -> list[LinearTarget]:
+        """Return the targets that get a structure."""
+        return [target for targets in self.targets.values() for target in targets if target.configs]
+
+    def totals(self) -> dict[str, int]:
+        """Return the number of replaced matrices, and numbers of parameters before and, under a uniform allocation, after.
+
+        params_*: of the replaced matrices. model_*: of the whole model, without parameters of mixers. active_*: of the whole model
+        for one token, which few of the routed experts compute; only if the model has such experts.
+        """
+        targets = self.replaced_targets()
+        after = [t.params(t.preview) if t.preview else t.numel for t in targets]
+        before = [t.numel for t in targets]
+        totals = {"modules": len(targets), "params_before": sum(before), "params_after": sum(after)}
+        change = sum(after) - sum(before) + self.untied_params
+        totals |= {"model_before": self.model_params, "model_after": self.model_params + change}
+        routed = [linear for linear in self.layout.linears if linear.experts]
+        if routed:
+            idle = sum(linear.out * linear.in_ * (1 - linear.active) for linear in routed)
+            saved = sum((a - b) * t.linear.active for t, a, b in zip(targets, after, before)) + self.untied_params
+            saved += sum(t.basis_params() * (1 - t.linear.active) for t in targets)  # every token reads a shared basis
+            active = self.model_params - idle
+            totals |= {"active_before": round(active), "active_after": round(active + saved)}
+        return totals
