@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.resources
 import json
 import math
 from collections.abc import Sequence
@@ -184,7 +184,7 @@ def _times(row: dict[str, Any]) -> list[float]:
 @cache
 def included_tables() -> tuple[dict[str, Any], ...]:
     """Return the tables of kernels/tuning.json, their rows of linears alone. Raises SurgeryError if the file is damaged."""
-    path = Path(next(iter(importlib.import_module("surgery.kernels").__path__))) / "tuning.json"
+    path = Path(str(importlib.resources.files("surgery.kernels").joinpath("tuning.json")))
     try:
         tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
         rows = [[row for row in table["rows"] if row["op"] in LINEAR_OPS] for table in tables]

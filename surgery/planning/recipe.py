@@ -15,7 +15,7 @@ attention: {mixer: linear, mask: decay}    # see attention_recipe.py
 
 from __future__ import annotations
 
-import importlib
+import importlib.resources
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -240,7 +240,7 @@ class ConversionRecipe(_StrictModel):
 
 def recipes_folder() -> Path:
     """Return the folder of the `surgery.recipes` package."""
-    return Path(next(iter(importlib.import_module("surgery.recipes").__path__)))
+    return Path(str(importlib.resources.files("surgery.recipes").joinpath("convert"))).parent
 
 
 def conversion_recipes_folder() -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.resources
 from pathlib import Path
 
 
@@ -10,6 +10,6 @@ def read_descriptions(healing: bool = False) -> dict[str, str]:
     """Return name -> description of the shipped conversion or healing recipes, in alphabetical order; nothing is validated."""
     import yaml
 
-    folder = Path(next(iter(importlib.import_module("surgery.recipes").__path__)), "healing" if healing else "convert")
+    folder = Path(str(importlib.resources.files("surgery.recipes").joinpath("healing" if healing else "convert")))
     recipes = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))}
     return {name: str(recipe.get("description", "")) for name, recipe in recipes.items()}

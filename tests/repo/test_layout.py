@@ -72,6 +72,33 @@ def test_kernels_are_not_imported_by_name():
     assert not wrong
 
 
+# Files that import a module by a string: those that scan a package for entries, and one that imports transformers' modules.
+BY_NAME = {
+    "eval/suite.py": "suites",
+    "surgery/architectures/base.py": "model families",
+    "surgery/checkpoint/model_classes.py": "the module of transformers that has a config's model class",
+    "surgery/core/dispatch.py": "kernels",
+    "surgery/core/registry.py": "structures, mixers, masks, feature maps, stages",
+}
+
+
+def imports_by_name(module: ast.Module) -> bool:
+    """Return whether a module names import_module or __import__, called or not."""
+    nodes = list(ast.walk(module))
+    named = {n.attr for n in nodes if isinstance(n, ast.Attribute)} | {n.id for n in nodes if isinstance(n, ast.Name)}
+    named |= {alias.name for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
+    return bool({"import_module", "__import__"} & named)
+
+
+def test_no_module_is_imported_by_a_string():
+    """An import statement is what readers, mypy and the import contract see. Files of the package are found with importlib.resources."""
+    texts = {path: path.read_text(encoding="utf-8") for path in FILES}
+    maybe = [path for path, text in texts.items() if "import_module" in text or "__import__" in text]
+    found = {path.relative_to(ROOT).as_posix() for path in maybe if imports_by_name(tree(path))}
+    assert found == set(BY_NAME)
+    assert imports_by_name(ast.parse("from importlib import import_module as load; load('surgery.' + name)"))
+
+
 def test_heavy_modules_wait_for_their_function():
     """Kernels themselves are only imported where Triton is installed, so they may import it at the top."""
     for path in FILES:
