@@ -174,14 +174,13 @@ def score(
 # -- results --------------------------------------------------------------------------------------------
 def relative(best: dict[tuple[str, int, int], Row], width: int, metric: str = "loss") -> Difference | None:
     """Return loss(mlr) / loss(softmax) - 1 over pairs of equal seed; None without the metric."""
-    values = [
+    pairs = [
         (row.get(metric), best["softmax", w, seed].get(metric))
         for (m, w, seed), row in best.items()
         if (m, w) == ("mlr", width) and ("softmax", w, seed) in best
     ]
-    if not values or any(a is None or b is None for a, b in values):
-        return None
-    return difference([a / b - 1 for a, b in values])
+    ratios = [a / b - 1 for a, b in pairs if a is not None and b is not None]
+    return difference(ratios) if pairs and len(ratios) == len(pairs) else None
 
 
 def verdict(rows: list[Row], setting: Setting) -> Verdict:
@@ -224,8 +223,8 @@ def table(rows: list[Row], setting: Setting) -> list[list[str]]:
 
 
 def _mean(rows: list[Row], metric: str) -> str:
-    values = [row.get(metric) for row in rows]
-    if any(value is None for value in values):
+    values = [value for row in rows if (value := row.get(metric)) is not None]
+    if len(values) < len(rows):
         return ""
     mean, error = mean_and_error(values)
     return f"{mean:.4f} ± {error:.4f}"

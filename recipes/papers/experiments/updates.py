@@ -67,7 +67,7 @@ class TwoLayerMLP(nn.Module):
             self.classifier = nn.Linear(width, classes)
             zero_output(self.classifier)
         for linear in (self.first, self.second, self.classifier):
-            linear.bias = None
+            linear.register_parameter("bias", None)
 
     def features(self, x_BI: Tensor) -> Tensor:
         """Return the last features (B, D)."""
