@@ -1,4 +1,4 @@
-"""Classes named by the `auto_map` of converted checkpoints. They register this package, then call transformers' Auto class of the same name."""
+"""Classes named by the `auto_map` of converted checkpoints. They call transformers' Auto class of the same name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def auto_class(name: str) -> Any:
 
 
 class Shim:
-    """An Auto class that registers this package first and loads without remote code."""
+    """An Auto class that loads without remote code. Importing this module has imported `surgery`, which registers with transformers."""
 
     auto: str
 
@@ -42,11 +42,7 @@ class Shim:
 
     @classmethod
     def from_pretrained(cls, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Register this package, then call from_pretrained of transformers' Auto class."""
-        from surgery.modeling.register import register
-
-        register()
-
+        """Call from_pretrained of transformers' Auto class."""
         kwargs.pop("_from_auto", None)
         return auto_class(cls.auto).from_pretrained(name, *args, **{**kwargs, "trust_remote_code": False})
 

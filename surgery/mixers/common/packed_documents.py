@@ -63,7 +63,7 @@ def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BT
     t_T = torch.arange(T, device=x_BTD.device)
     last_T = (t_T - 1).clamp_min(0)  # not slices of T - 1 tokens: a program exported for any length would need T > 2
     position_ids = position_ids.to(x_BTD.device).expand(B, T)
-    restart_BT = (position_ids != position_ids[:, last_T] + 1) & (t_T > 0)
+    restart_BT: Tensor = (position_ids != position_ids[:, last_T] + 1) & (t_T > 0)
     if isinstance(mask, Tensor):
         restart_BT = restart_BT & ~mask_to_bool(mask[:, 0, t_T, last_T])
     elif mask is not None:
