@@ -38,6 +38,7 @@ from surgery.modeling.attention_weights import record_no_weights, weights_placeh
 from surgery.modeling.cache import (
     MixerCacheLayer,
     advance_offloading,
+    hook_decoder,
     is_paged_cache,
     mixer_cache_layer,
     mixer_modules,
@@ -354,6 +355,8 @@ def replace_attention(model: Any, path: str, config: MixerConfig) -> None:
     attach_mixer(module, mixer.train(module.training))
     if shape.rotary:
         derive_positions(model, path, shape.causal)
+    if shape.causal:
+        hook_decoder(model, path)
     if not isinstance(model, MixerModelMixin):
         model.__class__ = mixin_class(model.__class__, MixerModelMixin)
 

@@ -17,12 +17,14 @@ does not depend on the context.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -38,7 +40,7 @@ MAX_RECORDED = 64  # tokens that can always be removed while past recording is o
 class MixerCacheLayer(CacheLayerMixin):
     """The state of one layer's mixer.
 
-    seen: number of tokens processed, padding included. beside_static: whether softmax layers of the same cache are static;
+    seen: number of tokens processed, padding included. decoder: the model that filled the layer, if it is known. beside_static: whether softmax layers of the same cache are static;
     static_length: columns of their masks over all tokens, 0 if they all have windows.
     """
 
@@ -56,9 +58,15 @@ class MixerCacheLayer(CacheLayerMixin):
         self.beside_static = False
         self.static_length = 0
         self._mixer: Mixer | None = None  # the model's mixer, set at every forward
+        self._decoder: weakref.ref[nn.Module] | None = None
         self._base: MixerState | None = None
         self._since: list[MixerInputs] = []
         self._held = False
+
+    @property
+    def decoder(self) -> nn.Module | None:
+        """The model that filled the layer; None before its first call, in a compiled call, and in a cache that was unpickled."""
+        return None if self._decoder is None else self._decoder()
 
     # -- one call of the model ---------------------------------------------------------------------
     def advance(self, mixer: Mixer, inputs: MixerInputs) -> Tensor:
@@ -227,13 +235,15 @@ class MixerCacheLayer(CacheLayerMixin):
         return 0 if self.state is None else self.state.nbytes()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mixer": None}
+        return {**self.__dict__, "_mixer": None, "_decoder": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixerCacheLayer:
-        """Copy the layer, but not the model's mixer."""
+        """Copy the layer, but not the model."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__.update({k: v if k == "_mixer" else copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        twin.__dict__.update(
+            {k: v if k in ("_mixer", "_decoder") else copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
+        )
         return twin
 
 
@@ -308,6 +318,31 @@ def _find_static_layers(layers: list[Any]) -> None:
     full = next((layer.max_cache_len for layer in static if not layer.is_sliding), 0)
     for layer in ours:
         layer.beside_static, layer.static_length = bool(static), full
+
+
+def innermost_model(model: nn.Module, path: str) -> nn.Module:
+    """Return the innermost transformers model around the attention at `path`: the decoder with its embeddings, without a head."""
+    parts = path.split(".")
+    around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts) - 1, -1, -1))
+    return next((module for module in around if isinstance(module, PreTrainedModel)), model)
+
+
+def remember_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of a decoder: tell the layers of its cache which model filled them."""
+    if torch.compiler.is_compiling():
+        return
+    returned = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+    cache = next((x for x in (*args, *kwargs.values(), *returned) if isinstance(x, Cache)), None)
+    for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()):
+        if isinstance(layer, MixerCacheLayer):
+            layer._decoder = weakref.ref(decoder)
+
+
+def hook_decoder(model: nn.Module, path: str) -> None:
+    """Add `remember_decoder` to the decoder around the attention at `path`, once."""
+    decoder = innermost_model(model, path)
+    if remember_decoder not in decoder._forward_hooks.values():
+        decoder.register_forward_hook(remember_decoder, with_kwargs=True)
 
 
 def advance_offloading(cache: Any, index: int, device: torch.device) -> None:

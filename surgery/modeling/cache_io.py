@@ -1,6 +1,7 @@
 """Saving a cache to disk: mixer states, and the keys and values of softmax layers.
 
-A file holds the rings of linear mixers with a window in order of position (`rings_to_queues`).
+A file holds the rings of linear mixers with a window in order of position (`rings_to_queues`), and a digest of the decoder whose
+calls filled the cache: states of other weights have the same shapes and mean nothing.
 
 save_cache(output.past_key_values, "prompt.safetensors")
 cache = load_cache("prompt.safetensors", model)             generate(..., past_key_values=cache) continues from it
@@ -8,14 +9,18 @@ cache = load_cache("prompt.safetensors", model)             generate(..., past_k
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from surgery.core.errors import SurgeryError
@@ -23,12 +28,26 @@ from surgery.core.files import atomic_path, explain_disk_errors, parse_json
 from surgery.mixers import Mixer, MixerConfig, MixerState, mixer_config
 from surgery.mixers.common.window_hybrid import queues_to_rings, rings_to_queues
 from surgery.mixers.head_hybrid import PREFIX
-from surgery.modeling.cache import MixerCacheLayer, cached_modules
+from surgery.modeling.cache import MixerCacheLayer, cached_modules, innermost_model, mixer_modules, remember_decoder
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+SAMPLED = 256  # values of each tensor that the digest reads
+# Options of a config that change keys, values and states without changing the shape of a weight.
+CONFIG_OPTIONS = (
+    "rope_parameters",
+    "layer_types",
+    "sliding_window",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+)
 
 
 def save_cache(cache: Cache, path: str | Path) -> None:
     """Write a dynamic cache to a safetensors file."""
     tensors: dict[str, Tensor] = {}
+    decoder = next((x.decoder for x in cache.layers if isinstance(x, MixerCacheLayer) and x.decoder is not None), None)
+    digest = None if decoder is None else decoder_digest(decoder)
     layers: list[dict[str, Any]] = []
     for i in range(len(cache.layers)):
         layer: Any = cache.layers[i]
@@ -46,13 +65,71 @@ def save_cache(cache: Cache, path: str | Path) -> None:
         else:
             raise SurgeryError(f"layer {i} of the cache is a {kind.__name__}; only dynamic caches can be saved")
         tensors.update({f"{i}.{name}": t.detach().clone().contiguous() for name, t in held.items()})
+    if digest is not None:  # in the one entry of the metadata: safetensors writes several in any order
+        layers[0]["decoder"] = digest
     with explain_disk_errors(Path(path)), atomic_path(Path(path)) as partial:
         save_file(tensors, partial, metadata={"surgery": json.dumps(layers)})
 
 
+@torch.no_grad()
+def decoder_digest(decoder: nn.Module) -> str | None:
+    """Return a SHA-256 of a decoder: options of its config, and values of every tensor of a checkpoint of it, evenly spaced, in bfloat16.
+
+    A model and its copy in bfloat16 have the same digest. None: some weights cannot be read here (they are offloaded, or quantized to a type
+    without values).
+    """
+    config: Any = getattr(decoder, "config", None)
+    options = {name: value for name in CONFIG_OPTIONS if (value := getattr(config, name, None)) is not None}
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode())
+    sampled: list[Tensor] = []
+    for name, tensor in sorted(_stored_tensors(decoder), key=lambda pair: pair[0]):
+        digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        count = min(SAMPLED, tensor.numel())
+        try:
+            place = torch.arange(count, device=tensor.device) * tensor.numel() // max(1, count)
+            sampled.append(tensor.detach().reshape(-1)[place].to(torch.bfloat16).cpu())
+        except (NotImplementedError, RuntimeError, TypeError):
+            return None
+    digest.update(torch.cat(sampled).view(torch.int16).numpy().tobytes() if sampled else b"")
+    return digest.hexdigest()
+
+
+def _stored_tensors(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of every parameter and persistent buffer, a shared one once."""
+    yield from decoder.named_parameters()
+    for path, module in decoder.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _check_decoder(path: str | Path, saved: str | None, model: Any) -> nn.Module | None:
+    """Return the model's decoder if it filled the cache. Raises SurgeryError if other weights did; warns and returns None if that is unknown."""
+    attentions = (place for place, each in mixer_modules(model) if each.mixer.shape.causal)
+    decoder = next((innermost_model(model, place) for place in attentions), None)
+    if decoder is None:
+        return None  # a cache of softmax layers alone, as transformers has it
+    digest = None if saved is None else decoder_digest(decoder)
+    if digest is None:
+        reason = "names no weights" if saved is None else "names weights, and those of this model cannot be read"
+        warnings.warn(
+            f"{path} {reason}, so it may be of another model. Load it with the model that wrote it", stacklevel=3
+        )
+        return None
+    if digest != saved:
+        raise SurgeryError(
+            f"{path} was filled by a model with other weights or options than this {type(decoder).__name__}, whose states it does not hold. Load "
+            "it with the model that wrote it, or run the prompt again"
+        )
+    return decoder
+
+
 def load_cache(path: str | Path, model: Any) -> DynamicCache:
-    """Return the cache saved in a file, for the model that wrote it; each layer is on the device of its attention."""
-    layers, tensors = _read(path)
+    """Return the cache saved in a file, for the model that wrote it; each layer is on the device of its attention.
+
+    Raises SurgeryError for a cache of other weights. Files of earlier versions do not name theirs: a warning says so.
+    """
+    layers, tensors, digest = _read(path)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     homes = {m.layer_idx: m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)}
     mixers = {m.layer_idx: m.mixer for m in cached_modules(model)}
@@ -70,10 +147,13 @@ def load_cache(path: str | Path, model: Any) -> DynamicCache:
         elif held:
             _check_same_shapes(i, held, {"keys": 4, "values": 4})
             _fill_layer(cache.layers[i], held, entry["seen"])
+    decoder = _check_decoder(path, digest, model)
+    if decoder is not None:
+        remember_decoder(decoder, (cache,), {}, None)
     return cache
 
 
-def _read(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+def _read(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Tensor], str | None]:
     try:
         with safe_open(str(path), framework="pt") as file:
             layers = parse_json((file.metadata() or {})["surgery"])
@@ -82,7 +162,10 @@ def _read(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
         raise SurgeryError(f"{path} is not a saved cache: {error}") from None
     if not isinstance(layers, list) or not all(_is_layer(entry) for entry in layers):
         raise SurgeryError(f"{path} is not a saved cache: its list of layers is damaged")
-    return layers, tensors
+    digest = layers[0].get("decoder") if layers else None
+    if digest is not None and not (isinstance(digest, str) and DIGEST.fullmatch(digest)):
+        raise SurgeryError(f"{path} is not a saved cache: its digest of the decoder is damaged")
+    return layers, tensors, digest
 
 
 def _is_layer(entry: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -430,6 +431,59 @@ def test_a_saved_window_of_other_sizes_is_refused(tmp_path):
         save_file({**tensors, name: change(tensors[name]).contiguous()}, path, metadata)
         with pytest.raises(SurgeryError, match=words):
             load_cache(path, model)
+
+
+@torch.no_grad()
+def test_a_state_of_other_weights_is_refused(llama, tmp_path):
+    """Of any layer, changed a little; of other options; but not of the same weights in bfloat16, elsewhere in memory or in a model with a head."""
+    cache, path = DynamicCache(config=llama.config), tmp_path / "state"
+    llama(prompts(1, 4), past_key_values=cache)
+    save_cache(cache, path)
+    save_cache(copy.deepcopy(cache), tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+    for same in (llama, copy.deepcopy(llama), copy.deepcopy(llama).bfloat16(), llama.model):
+        again = load_cache(path, same)
+        assert again.get_seq_length() == 4
+        save_cache(again, tmp_path / "again")
+        assert (tmp_path / "again").read_bytes() == path.read_bytes()
+    changed = copy.deepcopy(llama)
+    changed.lm_head.weight.mul_(2)
+    assert load_cache(path, changed).get_seq_length() == 4  # no state depends on it
+    for name in (
+        "embed_tokens.weight",
+        "layers.0.mlp.up_proj.weight",
+        "layers.1.self_attn.mixer.gate.weight",
+        "layers.1.self_attn.mixer.rate_G",
+    ):
+        changed = copy.deepcopy(llama)
+        changed.model.get_parameter(name).mul_(1.01)
+        with pytest.raises(SurgeryError, match="filled by a model with other weights or options than this LlamaModel"):
+            load_cache(path, changed)
+    changed = copy.deepcopy(llama)
+    changed.config.rms_norm_eps = 0.1
+    with pytest.raises(SurgeryError, match="other weights or options"):
+        load_cache(path, changed)
+
+
+@torch.no_grad()
+def test_a_state_of_unknown_weights_is_loaded_with_a_warning(llama, tmp_path):
+    """Files of earlier versions, and caches that do not know their model."""
+    cache, path = DynamicCache(config=llama.config), tmp_path / "state"
+    llama(prompts(1, 4), past_key_values=cache)
+    save_cache(cache, path)
+    with safe_open(path, "pt") as file:
+        layers, tensors = json.loads(file.metadata()["surgery"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert len(layers[0].pop("decoder")) == 64
+    save_file(tensors, path, {"surgery": json.dumps(layers)})
+    save_cache(pickle.loads(pickle.dumps(cache)), tmp_path / "unpickled")
+    for each in (path, tmp_path / "unpickled"):
+        with pytest.warns(UserWarning, match="names no weights, so it may be of another model"):
+            assert load_cache(each, llama).get_seq_length() == 4
+    for damaged in ("x", 7, ["x"]):
+        layers[0]["decoder"] = damaged
+        save_file(tensors, path, {"surgery": json.dumps(layers)})
+        with pytest.raises(SurgeryError, match="digest of the decoder is damaged"):
+            load_cache(path, llama)
 
 
 @torch.no_grad()
