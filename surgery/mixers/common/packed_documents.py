@@ -69,9 +69,8 @@ def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BT
     elif mask is not None:
         rows_B1 = torch.arange(B, device=x_BTD.device)[:, None]
         restart_BT = restart_BT & ~mask.mask_mod(rows_B1, rows_B1.new_zeros(()), t_T, last_T)
-    if valid_BT is not None:
-        restart_BT = restart_BT & valid_BT & valid_BT[:, last_T]
-    return restart_BT
+    border_BT: Tensor = restart_BT if valid_BT is None else restart_BT & valid_BT & valid_BT[:, last_T]
+    return border_BT
 
 
 @dataclass(frozen=True)
