@@ -40,7 +40,9 @@ class SlotCall:
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, (B, G, slots, K)."""
 
-    is_compileable = False
+    is_compileable = (
+        False  # a call reads no slot that is empty, so that one token needs no mask unless the rows' lengths differ
+    )
     is_croppable = True
     is_sliding = False
     supports_early_init = False

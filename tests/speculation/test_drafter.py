@@ -395,6 +395,19 @@ def test_other_ways_of_decoding_are_refused(options, message):
         drafter("window 4").generate(*batch(), **{**GREEDY, **options})
 
 
+def test_a_call_reads_the_slots_that_its_mask_counts():
+    """transformers makes no mask for a single token of a cache that is not static, so that no empty slot may be read, also after growing."""
+    cache, stop = SlotCache(1), 0
+    for tokens in (5, 1, 1, 70, 1, 2):
+        start, stop = stop, stop + tokens
+        with cache.at(torch.tensor([start, start]), tokens) as read:
+            columns = cache.get_mask_sizes(tokens, 0)
+            keys, values = cache.update(torch.ones(2, 1, tokens, 4), torch.ones(2, 1, tokens, 4), 0)
+        assert columns == (stop, 0) and keys.shape[2] == values.shape[2] == read == stop
+        assert bool((keys == 1).all())
+    assert not cache.is_compileable
+
+
 def test_padding_on_the_right_is_refused():
     ids, mask = batch()
     with pytest.raises(SurgeryError, match="padding_side"):
