@@ -281,6 +281,7 @@ def load(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from surgery.checkpoint.gguf import is_gguf
     from surgery.checkpoint.remote_code import check_code_trusted
     from surgery.checkpoint.source import open_converted_checkpoint, split_revision
     from surgery.checkpoint.tensor_names import load_checked_model
@@ -288,7 +289,7 @@ def load(
     name = _checkpoint_name(name, "load")
     source = open_converted_checkpoint(name, revision)
     check_code_trusted(source.folder, source.name, source.config, trust_remote_code)
-    bare, _ = split_revision(name)
+    bare = str(source.folder) if is_gguf(name) else split_revision(name)[0]
     commit, trust = source.revision or "main", trust_remote_code
     model = load_checked_model(
         AutoModelForCausalLM, bare, bare, dtype=dtype, device_map=device, revision=commit, trust_remote_code=trust

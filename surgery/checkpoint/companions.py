@@ -172,6 +172,14 @@ def module_folders(folder: Path) -> set[str]:
     }
 
 
+def check_link(path: Path, folder: Path) -> None:
+    """Raise SurgeryError if a file is a link that leads outside its folder and the Hub cache's blobs."""
+    home = folder.resolve()
+    homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in homes):
+        raise SurgeryError(f"{path} is a link to {path.resolve()}, outside the checkpoint; put the file itself there")
+
+
 def folder_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     """Return the files of the folder itself that match the patterns, except weights of other formats."""
     found = {p.relative_to(folder) for pattern in patterns for p in folder.glob(pattern) if p.is_file()}

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from surgery.checkpoint.companions import COPIED, SMALL_FILES, folder_files, subfolder_files
+from surgery.checkpoint.companions import COPIED, SMALL_FILES, check_link, folder_files, subfolder_files
+from surgery.checkpoint.gguf import expand_gguf, is_gguf
 from surgery.checkpoint.remote_code import CONFIGS, check_code_trusted, check_no_outside_code, named_code
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorInfo, edge_bytes, read_header, source_errors
 from surgery.checkpoint.table import SHIM_NAME
@@ -20,6 +21,7 @@ from surgery.core.digests import files_digest
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 from surgery.core.hub_errors import explain_hub_error
+from surgery.core.progress import Progress
 
 SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -103,15 +105,20 @@ class CheckpointSource:
 
 
 def open_checkpoint(
-    name: str, trust_remote_code: bool = False, weights: bool = True, revision: str | None = None
+    name: str,
+    trust_remote_code: bool = False,
+    weights: bool = True,
+    revision: str | None = None,
+    progress: Progress | None = None,
 ) -> CheckpointSource:
-    """Open a local folder or Hub id for conversion. weights=False downloads only config and headers (for `plan`), and accepts a
-    local folder without weights, which then has no tensors.
+    """Open a local folder, a GGUF file or a Hub id for conversion. weights=False downloads only config and headers (for `plan`), and
+    accepts a local folder without weights, which then has no tensors.
 
+    progress: gets a line where a GGUF file is expanded; None: stderr.
     Raises SurgeryError, with the reason, for a missing folder or id, pickled weights only, missing or damaged shards, a
     quantized or already converted checkpoint, and remote code without `trust_remote_code`.
     """
-    name, folder, commit = _locate(name, weights, revision)
+    name, folder, commit = _locate(name, weights, revision, progress)
     config = read_config(folder, name)
     _check_not_quantized(config, name)
     check_code_trusted(folder, name, config, trust_remote_code)
@@ -147,17 +154,19 @@ def _check_no_other_weights(folder: Path, config: dict[str, Any], name: str) -> 
 
 
 def open_converted_checkpoint(name: str, revision: str | None = None) -> CheckpointSource:
-    """Open a checkpoint written by `surgery convert`: a folder, or a Hub id (org/name or org/name@revision)."""
+    """Open a checkpoint written by `surgery convert`, or any other: a folder, a GGUF file, or a Hub id (org/name or org/name@revision)."""
     name, folder, commit = _locate(name, True, revision)
     return CheckpointSource(name, folder, read_config(folder, name), _read_headers(folder, name), commit)
 
 
-def _locate(name: str, weights: bool, revision: str | None) -> tuple[str, Path, str | None]:
-    """Return (name without revision, local folder, commit or None), downloading a Hub id if necessary."""
+def _locate(
+    name: str, weights: bool, revision: str | None, progress: Progress | None = None
+) -> tuple[str, Path, str | None]:
+    """Return (name without revision, local folder, commit or None), downloading a Hub id and expanding a GGUF file if necessary."""
     if Path(name).exists():
         if revision is not None:
-            raise SurgeryError(f"--revision needs a Hub id (got the local folder {name}). Leave it out")
-        return name, Path(name), None
+            raise SurgeryError(f"--revision needs a Hub id (got the local path {name}). Leave it out")
+        return name, expand_gguf(Path(name), progress) if is_gguf(name) else Path(name), None
     bare, pinned = split_revision(name)
     if pinned and revision is not None:
         raise SurgeryError(f"{name} names a revision, and --revision {revision} names another; give only one of them")
@@ -177,9 +186,9 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not folder.is_dir():
-        if folder.suffix == ".gguf":
-            raise SurgeryError(f"{name} is a GGUF file: {_gguf_advice(folder)}")
-        raise SurgeryError(f"{name} is a file; give a checkpoint folder that contains config.json and *.safetensors")
+        raise SurgeryError(
+            f"{name} is a file; give a checkpoint folder that contains config.json and *.safetensors, or a GGUF file (*.gguf)"
+        )
     _check_links(folder)
     if not path.is_file():
         raise SurgeryError(f"{name} has no config.json; {_suggest_folder(folder)}")
@@ -202,44 +211,17 @@ def _suggest_folder(folder: Path) -> str:
             "save_pretrained to a new folder) and give that folder"
         )
     if files := sorted(folder.glob("*.gguf")):
-        return f"it holds GGUF files: {_gguf_advice(files[0])}"
+        held = "a GGUF file" if len(files) == 1 else f"{len(files)} GGUF files"
+        return f"it holds {held}: give the file itself, {files[0]}"
     return "give the folder of a Hugging Face checkpoint, or a Hub id"
-
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-
-
-def _gguf_advice(file: Path) -> str:
-    """Return what to do about a GGUF file: the lines of Python that write it as a checkpoint of transformers."""
-    import transformers
-
-    # Where transformers has GgufConfig, a model of a GGUF file counts as quantized and is not saved without it.
-    has_config = hasattr(transformers, "GgufConfig")
-    names = "AutoModelForCausalLM, AutoTokenizer" + (", GgufConfig" if has_config else "")
-    options = ", quantization_config=GgufConfig(dequantize=True)" if has_config else ""
-    folder, out = repr(str(file.parent)), repr(file.stem)
-    # Beside a tokenizer's own files, transformers reads the tokens from the GGUF file and loses which of them are special.
-    read = "" if any((file.parent / name).is_file() for name in TOKENIZER_FILES) else f", gguf_file={file.name!r}"
-    return (
-        f"give the checkpoint that it was made from. Or write one (pip install gguf), and give the new folder {out}:\n\n"
-        f"from transformers import {names}\n"
-        f"AutoModelForCausalLM.from_pretrained({folder}, gguf_file={file.name!r}, dtype='bfloat16'{options}).save_pretrained({out})\n"
-        f"AutoTokenizer.from_pretrained({folder}{read}).save_pretrained({out})"
-    )
 
 
 def _check_links(folder: Path) -> None:
     """Raise SurgeryError for a link that leads outside the checkpoint and the Hub cache's blobs."""
-    home, wanted = folder.resolve(), ("config.json", SAFE_WEIGHTS_INDEX_NAME, "*.safetensors", "*.py", *COPIED)
-    homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    wanted = ("config.json", SAFE_WEIGHTS_INDEX_NAME, "*.safetensors", "*.py", *COPIED)
     below = [folder / path for path in subfolder_files(folder).files]
     for path in (*(p for p in folder.iterdir() if any(p.match(pattern) for pattern in wanted)), *below):
-        if not path.is_symlink():
-            continue
-        if not any(path.resolve().is_relative_to(place) for place in homes):
-            raise SurgeryError(
-                f"{path} is a link to {path.resolve()}, outside the checkpoint; put the file itself there"
-            )
+        check_link(path, folder)
 
 
 def _check_config_sizes(config: dict[str, Any], path: Path) -> None:

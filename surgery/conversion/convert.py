@@ -136,7 +136,7 @@ def convert(
         with explain_disk_errors(Path(out), "run the same command with --resume"):
             return_freed_memory()
             dist.on_main(lambda: check_output_path(Path(out), resume))
-            opened = open_checkpoint(source, trust_remote_code, revision=revision)
+            opened = open_checkpoint(source, trust_remote_code, revision=revision, progress=progress)
             model = MetaModel(opened, trust_remote_code)
             return _convert(model, recipe, Path(out), choose_device(device), progress, dist, resume=resume, began=began)
 

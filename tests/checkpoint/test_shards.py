@@ -150,7 +150,11 @@ LLAMA = {"model_type": "llama"}
         (None, {}, "has no config.json; give the folder"),
         (None, {"adapter_config.json": b'{"base_model_name_or_path": "org/base"}'}, "adapter of org/base: merge it"),
         (None, {"adapter_config.json": b"[]"}, "adapter of None: merge it"),
-        (LLAMA, {"model-q4.gguf": b"GGUF"}, "neither model.safetensors .* GGUF files: give the checkpoint"),
+        (
+            LLAMA,
+            {"model-q4.gguf": b"GGUF"},
+            "neither model.safetensors .* a GGUF file: give the file itself, .*model-q4.gguf",
+        ),
         ("{", {}, "is not JSON"),
         ({"a": 1}, {}, "names no model_type"),
         (LLAMA, {}, "has neither model.safetensors nor"),
@@ -178,20 +182,6 @@ LLAMA = {"model_type": "llama"}
 def test_sources_that_are_refused(tmp_path, config, files, says):
     with pytest.raises(SurgeryError, match=says):
         open_checkpoint(source_with(tmp_path, config, files))
-
-
-@pytest.mark.parametrize("own", [(), ("tokenizer.json",)])
-def test_the_advice_for_a_gguf_file_is_code(tmp_path, own):
-    """tests/clients/test_formats.py runs it where gguf is installed."""
-    for name in ("model q4.gguf", *own):
-        (tmp_path / name).write_bytes(b"GGUF")
-    for source in (tmp_path, tmp_path / "model q4.gguf"):
-        with pytest.raises(SurgeryError, match="pip install gguf") as refused:
-            open_checkpoint(str(source))
-        code = str(refused.value).partition("\n\n")[2]
-        compile(code, "advice", "exec")
-        assert len(code.splitlines()) == 3 and "dequantize=True" in code and "save_pretrained('model q4')" in code
-        assert code.count("gguf_file='model q4.gguf'") == (1 if own else 2)
 
 
 def test_a_name_that_is_nowhere():
