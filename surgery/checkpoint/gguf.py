@@ -33,6 +33,7 @@ from surgery.core.digests import file_digest, files_digest, hash_file
 from surgery.core.environment import check_environment
 from surgery.core.errors import SurgeryError
 from surgery.core.files import (
+    atomic_write,
     explain_disk_errors,
     follow_umask,
     is_disk_error,
@@ -433,19 +434,26 @@ def _announce(header: GgufHeader, place: Path, companions: list[Path], progress:
 
 # -- transformers ------------------------------------------------------------------------------------
 def _save_tokenizer(header: GgufHeader, link: Path, folder: Path) -> None:
+    """Save the tokenizer inside the file, without tokens beyond its list: transformers adds <|endoftext|> where the list has none."""
     from transformers import AutoTokenizer
 
     with _explain_load_errors(
         header, "tokenizer", "Put the model's tokenizer.json and tokenizer_config.json beside it"
     ):
         AutoTokenizer.from_pretrained(link.parent, gguf_file=link.name).save_pretrained(folder)
+        saved = read_json(folder / "tokenizer.json")
+        count = header.metadata["tokenizer.ggml.tokens"]
+        saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] < count]
+        with atomic_write(folder / "tokenizer.json", "w") as file:
+            json.dump(saved, file, ensure_ascii=False)
 
 
 def _save_model(header: GgufHeader, link: Path, folder: Path) -> None:
     """Load the model in the header's dtype and save it; raises SurgeryError unless the file has a tensor for each parameter."""
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    cls: Any = transformers.AutoModelForCausalLM
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # where it exists, weights stay quantized without it
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -454,7 +462,7 @@ def _save_model(header: GgufHeader, link: Path, folder: Path) -> None:
     ):
         config = AutoConfig.from_pretrained(link.parent, gguf_file=link.name)
         _check_config(header, config)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = cls.from_pretrained(
             link.parent, gguf_file=link.name, config=config, dtype=header.dtype, output_loading_info=True, **options
         )
         for key in sorted(info["missing_keys"]):
@@ -466,15 +474,16 @@ def _save_model(header: GgufHeader, link: Path, folder: Path) -> None:
 
 def _check_config(header: GgufHeader, config: Any) -> None:
     """Raise SurgeryError if the config describes more values than the file holds: they would be allocated, and drawn at random."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    cls: Any = transformers.AutoModelForCausalLM
+    if type(config) not in cls._model_mapping:
         raise SurgeryError(
             f"{header.path} is a {config.model_type} model; of GGUF files, surgery reads models that predict the next token"
         )
     _restore_rope(header, config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = cls.from_config(config)
     described = sum(parameter.numel() for parameter in model.parameters())
     if described < header.numel:
         warnings.warn(
@@ -500,7 +509,12 @@ def _restore_rope(header: GgufHeader, config: Any) -> None:
         return
     tensor = header.tensors[found[0]]
     rope = getattr(config, "rope_parameters", None)
-    if found != list(ROPE_TENSORS[:1]) or tensor.kind != "F32" or not isinstance(rope, dict) or tensor.nbytes > MAX_NAME * 4:
+    if (
+        found != list(ROPE_TENSORS[:1])
+        or tensor.kind != "F32"
+        or not isinstance(rope, dict)
+        or tensor.nbytes > MAX_NAME * 4
+    ):
         raise _lost_rope(header.path, f"tensor {found[0]}")
     with open(header.path, "rb") as file:
         file.seek(tensor.start)
