@@ -100,7 +100,7 @@ def plan(
     """Show what a recipe would replace, from the config and the tensor headers alone; loads no weights.
 
     Args:
-        source: checkpoint, a local folder or a Hub id (org/name or org/name@revision); or a model in memory.
+        source: checkpoint, a local folder, a GGUF file, or a Hub id (org/name or org/name@revision); or a model in memory.
         recipe: name of a shipped recipe, path of a YAML file, dict, or ConversionRecipe.
         overrides: recipe keys by dotted path, e.g. {"attention.cache": 0.5}.
         context: length in tokens of a sequence whose caches are shown, and that notes on speed refer to; None: caches at 1,024, 8,192 and
@@ -274,7 +274,7 @@ def load(
     Other tasks load with the Auto classes of transformers.
 
     Args:
-        name: a local folder or a Hub id (org/name or org/name@revision).
+        name: a local folder, a GGUF file, or a Hub id (org/name or org/name@revision).
         dtype: a torch dtype by name, or "auto" for that of the stored weights.
         device: the `device_map` of transformers; None: the CPU.
         revision, trust_remote_code: as in `plan`.
@@ -436,7 +436,7 @@ def teacher_cache(
     Return the index of the cache. Train with it: `finetune(.., overrides={"teacher.cache": out})`.
 
     Args:
-        source: the teacher, a local folder or a Hub id.
+        source: the teacher, a local folder, a GGUF file, or a Hub id.
         recipe, data, tiny, overrides: as in `finetune`.
         out: folder of the cache.
         top_k: log-probabilities stored at each position.
@@ -530,7 +530,7 @@ def evaluate(
     """Evaluate a checkpoint or a model in memory, optionally against another one on the same samples.
 
     Args:
-        model: checkpoint, converted or not, a local folder or a Hub id; or a model in memory, which runs as it is.
+        model: checkpoint, converted or not, a local folder, a GGUF file, or a Hub id; or a model in memory, which runs as it is.
         suites: names of suites, see `surgery eval --list-suites`; a list, or one string "ppl,needle".
         tokenizer: the tokenizer of models in memory; None: that which `apply` was given.
         compare: checkpoint or model to compare with, usually the original.
@@ -920,7 +920,7 @@ def run(
     """Plan, convert, heal, evaluate and report in the folder `out`. The same call continues an interrupted run.
 
     Args:
-        source: checkpoint to convert, a local folder or a Hub id.
+        source: checkpoint to convert, a local folder, a GGUF file, or a Hub id.
         recipe: name of a shipped conversion recipe or path of a YAML file; overrides: its keys, as in `plan`.
         out: folder of the run: converted/, healed/, eval/, report.html.
         heal: name or path of a healing recipe; None: no healing. heal_overrides: its keys. tiny: as in `finetune`.

@@ -143,7 +143,7 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="MODEL..",
-            help="Checkpoint to measure, converted or not: a local folder or a Hub id. Several need --out and are compared at the end.",
+            help="Checkpoint to measure, converted or not: a local folder, a GGUF file, or a Hub id. Several need --out and are compared at the end.",
         ),
     ] = None,
     suite: Suites = None,

@@ -10,7 +10,7 @@ import typer
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="SRC", help="Checkpoint to read: a local folder or a Hub id (org/name or org/name@revision)."
+        metavar="SRC", help="Checkpoint to read: a local folder, a GGUF file, or a Hub id (org/name or org/name@revision)."
     ),
 ]
 Converted = Annotated[
@@ -192,7 +192,7 @@ TeacherName = Annotated[
     typer.Option(
         "--teacher",
         metavar="SRC",
-        help="Distill from this checkpoint, the one that OUT was converted from: a local folder or a Hub id.",
+        help="Distill from this checkpoint, the one that OUT was converted from: a local folder, a GGUF file, or a Hub id.",
     ),
 ]
 TrainingData = Annotated[
