@@ -10,7 +10,8 @@ import typer
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="SRC", help="Checkpoint to read: a local folder, a GGUF file, or a Hub id (org/name or org/name@revision)."
+        metavar="SRC",
+        help="Checkpoint to read: a local folder, a GGUF file, or a Hub id (org/name or org/name@revision).",
     ),
 ]
 Converted = Annotated[
