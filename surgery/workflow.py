@@ -158,7 +158,7 @@ class _Run:
         opened = open_checkpoint(self.options.source, trust, weights=False)
         described = describe_checkpoint(opened, trust)
         plan = make_plan(described, load_recipe(self.options.recipe, list(self.options.overrides)))
-        planned = plan_dict(plan, estimate=estimate_conversion(described, plan) if plan.recipe.refine else None)
+        planned = plan_dict(plan, estimate=estimate_conversion(described, plan) if plan.recipe.epochs.is_on else None)
         self.show(["[bold]plan[/]", *plan_table(planned)])
         return planned
 

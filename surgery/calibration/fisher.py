@@ -115,8 +115,8 @@ class GradientHooks:
         return rule == "full" or (rule == "auto" and 4 * out <= self.fisher_pass.tokens * active)
 
     def add_output_gradient(self, grad_BTD: Tensor) -> None:
-        """Add the gradient of the layer's output, which weights its error in a refinement; only if the recipe has one."""
-        if self.paths and self.fisher_pass.recipe.refine and grad_BTD.dim() == 3:
+        """Add the gradient of the layer's output, which weights its error where layers are tuned."""
+        if self.paths and self.fisher_pass.recipe.epochs.layers and grad_BTD.dim() == 3:
             masks_BT = (mask_BT[self.fisher_pass.rows] for mask_BT in self.fisher_pass.token_masks(self.path))
             grad_ND = unpadded_rows(grad_BTD.to(self.fisher_pass.runner.device), *masks_BT)
             add_outer(self.grams, self.path, grad_ND, self._is_full(grad_ND.shape[1]))

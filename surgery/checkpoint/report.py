@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from surgery.core.errors import SurgeryError
 
@@ -87,60 +87,40 @@ class TrialReport(ReportModel):
 class AllocationReport(ReportModel):
     """Which allocation of the budget was kept, why, and the scores of those that were tried.
 
-    expected: the expected rise of the loss (nats per token) with the allocation `spread`, as a share of that with `uniform`.
-    With allocate: depth, tilt: the tilt that was kept; tilts: the score of each tilt that was tried.
+    Reports of older versions are read by surgery.planning.renamed.renew_report.
     """
 
     kept: Text | None = None
     why: Text | None = None
     uniform: TrialReport | None = None
-    spread: TrialReport | None = None
-    expected: Annotated[float, Field(ge=0, le=1e30)] | None = None
-    tilt: Annotated[float, Field(ge=-100, le=100)] | None = None
-    tilts: dict[Text, TrialReport] | None = None
+    measured: TrialReport | None = None
 
 
 class HybridReport(ReportModel):
     """Which layers keep softmax attention, and the scores of the two choices that were compared.
 
-    sensitivity, alone: with by: sensitivity, its choice, and the score of each mixer alone. With by: restored: its choice;
-    order: the layers in the order of their choice; rounds: in each round, the divergence with each candidate restored;
-    aligned: the divergence without softmax layers; alignment: layer -> its error before and after the alignment; weights:
+    measured: the choice by measurements; every: evenly spaced ones. Of a choice of layers, order: the layers in the order in which they were
+    chosen; rounds: in each round, the divergence with each candidate restored; aligned: the divergence without softmax layers; alignment: layer -> its error before and after the alignment; weights:
     of the tokens; repeated_rows: number of scored rows with a repeated part. Of a hybrid by heads, heads: the key/value heads that keep
     softmax, by layer; head_errors: the error of each head's replacement at the output of its layer; softmax: layers that keep it in all heads.
-    With by: gates, gates: its choice; gate_values: the trained gates of each layer or of its heads; gate_losses: the KL divergence during
-    the training, in nats per token.
     """
 
     kept: Text
     softmax: list[Text]
     heads: dict[str, list[Count]] | None = None
     head_errors: dict[str, list[Annotated[float, Field(ge=0, le=1e30)]]] | None = None
-    alone: dict[str, Any] | None = None
     order: list[Text] | None = None
     rounds: list[dict[str, Annotated[float, Field(ge=0, le=1e30)]]] | None = None
     aligned: TrialReport | None = None
     alignment: dict[str, dict[str, Annotated[float, Field(ge=0, le=1e30)]]] | None = None
     weights: Text | None = None
     repeated_rows: Count | None = None
-    sensitivity: TrialReport | None = None
-    restored: TrialReport | None = None
-    gates: TrialReport | None = None
-    gate_values: dict[str, list[Annotated[float, Field(ge=0, le=1)]]] | None = None
-    gate_losses: list[Annotated[float, Field(ge=0, le=1e30)]] | None = None
+    measured: TrialReport
     every: TrialReport
-
-    @model_validator(mode="after")
-    def _check_compared(self) -> HybridReport:
-        if [self.sensitivity, self.restored, self.gates].count(None) != 2:
-            raise ValueError(
-                "one of sensitivity, restored and gates must be given, the choice that was compared with every"
-            )
-        return self
 
 
 class RefinementReport(ReportModel):
-    """One refinement (surgery.conversion.refine.RefineRecord); start, end: losses on the held-out rows."""
+    """One training (surgery.conversion.refine.RefineRecord); start, end: losses on the held-out rows."""
 
     unit: Text
     start: Number
@@ -150,8 +130,8 @@ class RefinementReport(ReportModel):
     epochs: Count
 
 
-class RefineReport(ReportModel):
-    """The refinement of a conversion. layers, model: epochs; norms: whether norms and biases were trained too; by_layer: of each layer; whole:
+class TuneReport(ReportModel):
+    """The tuning of a conversion. layers, model: epochs; norms: whether norms and biases were trained too; by_layer: of each layer; whole:
     of the model."""
 
     layers: Count
@@ -289,7 +269,7 @@ class Report(ReportModel):
     time: TimeReport
     memory: MemoryReport
     hybrid: HybridReport | None = None
-    refine: RefineReport | None = None
+    tune: TuneReport | None = None
     speed: SpeedReport | None = None
     storage: StorageReport | None = None
     training: list[TrainingReport] = []

@@ -34,8 +34,6 @@ TEXTS = ("calibration.txt", "heldout.txt")
 ROLES = ("original", "converted", "densified")
 TOKENS, LENGTH = 16384, 1024
 CALIBRATION_TOKENS = 8192  # half of the recipes' default, to save time
-# What the demo changes in a recipe: training would take minutes, and trials show how an allocation is chosen.
-CHANGES = {"refine": ("auto", None), "allocate": ("auto", "best")}
 NEEDLES: dict[str, Any] = {"lengths": (128, 512), "depths": (0.0, 0.5, 1.0), "samples": 8}
 
 Show = Callable[[list[Any]], None]
@@ -62,10 +60,9 @@ def _free_folder(out: Path | None) -> Path:
 
 class _Demo:
     def __init__(self, folder: Path, name: str, recipe: Any, progress: Progress, show: Show):
-        changes = {key: new for key, (old, new) in CHANGES.items() if getattr(recipe, key) == old}
         self.folder, self.name, self.progress, self.show = folder, name, progress, show
-        self.recipe = recipe.model_copy(update=changes)
-        self.settings = "".join(f"--set {key}={'false' if new is None else new} " for key, new in changes.items())
+        self.recipe = recipe.model_copy(update={"tune": None})  # tuning would take minutes
+        self.settings = "--set tune=false " if recipe.epochs.is_on else ""
         self.paths = {role: folder / role for role in ROLES}
         self.calibration, self.heldout = (folder / text for text in TEXTS)
         self.results = folder / "eval"

@@ -10,7 +10,9 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +35,7 @@ from surgery.cli.run import run
 from surgery.cli.serve import ServeCommand, serve
 from surgery.cli.teacher_cache import teacher_cache
 from surgery.core.environment import explain_broken_import
-from surgery.core.errors import SurgeryError
+from surgery.core.errors import RenamedWarning, SurgeryError
 from surgery.core.files import explain_path_error
 from surgery.core.hub_errors import explain_network_error
 from surgery.core.progress import is_main_process
@@ -177,9 +179,13 @@ def convert(
     all_overrides = list(overrides or [])
     all_overrides += [f"calibration={json.dumps(calibration)}"] if calibration is not None else []
     all_overrides += [f"seed={seed}"] if seed is not None else []
+    chosen = load_recipe(recipe, all_overrides)
+    if is_main_process() and chosen.calibration is not None and chosen.epochs.is_on and not out.exists():
+        for line in _long_tuning(source, chosen, device, revision, trust_remote_code):
+            shown.say(line)
     report = run(
         source,
-        load_recipe(recipe, all_overrides),
+        chosen,
         out,
         device=device,
         resume=resume,
@@ -196,6 +202,26 @@ def convert(
         return
     _show([*inspect_table(report), *speed])
     print(f"converted checkpoint: {out}\nreport: {out / REPORT_NAME}")
+
+
+def _long_tuning(
+    source: str, recipe: Any, device: str | None, revision: str | None, trust_remote_code: bool
+) -> list[str]:
+    """Return a note if the tuning is estimated at over an hour on this machine; nothing for a source that the conversion will refuse."""
+    from surgery.checkpoint.outline import describe_checkpoint
+    from surgery.checkpoint.source import open_checkpoint
+    from surgery.conversion.estimation.tuning import tuning_dict
+    from surgery.core.device import choose_device
+    from surgery.planning.plan import make_plan
+    from surgery.publish.tables import long_tuning_lines
+
+    try:
+        opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
+        planned = make_plan(describe_checkpoint(opened, trust_remote_code), recipe)
+        kind = choose_device(device).type
+    except SurgeryError:
+        return []
+    return long_tuning_lines(tuning_dict(planned, recipe.fitted_tokens, kind))
 
 
 @app.command()
@@ -393,7 +419,8 @@ def main(argv: list[str] | None = None) -> None:
     settings = Settings()
     _set_up_libraries()
     try:
-        app(args=argv, standalone_mode=True, obj=settings)
+        with _renamed_words_noted():
+            app(args=argv, standalone_mode=True, obj=settings)
     except SurgeryError as error:
         if error.reported_by_peer and not settings.debug:
             sys.exit(2)
@@ -425,6 +452,25 @@ def main(argv: list[str] | None = None) -> None:
             1,
             settings,
         )
+
+
+@contextmanager
+def _renamed_words_noted() -> Iterator[None]:
+    """Print each warning of an old word in a recipe once, as a note."""
+    noted: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", RenamedWarning)
+        show = warnings.showwarning
+
+        def note(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if not issubclass(category, RenamedWarning):
+                show(message, category, *where, **more)
+            elif str(message) not in noted and is_main_process():
+                noted.add(str(message))
+                error_console.print(f"note: {message}", highlight=False, markup=False, soft_wrap=True)
+
+        warnings.showwarning = note
+        yield
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

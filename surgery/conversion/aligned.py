@@ -44,6 +44,7 @@ from surgery.core.journal import Journal
 from surgery.mixers import MIXERS, Mixer, mixer_config
 from surgery.planning.attention_plan import AttentionTarget
 
+ALIGN_STEPS = 100  # Adam steps of each layer
 ALIGN_TOKENS = 1024  # tokens of one step
 MIXER_RATE = 3e-3  # of Adam; rates decay to zero along half a cosine
 PROJECTION_RATE = 0.25  # divided by the model's width, as muP does for Adam (Yang et al. 2022): 1e-3 at a width of 256
@@ -82,11 +83,11 @@ def aligned_attention(meta_model: MetaModel, target: AttentionTarget, aligned: A
 class AlignedStudent:
     """The aligned layers of one conversion: `align` trains those that the journal lacks, `load` reads one of them.
 
-    steps: Adam steps of each layer. Layers are dealt out to the processes; each writes its own, and all read all of them.
+    Layers are dealt out to the processes; each writes its own, and all read all of them.
     """
 
-    def __init__(self, ctx: ConversionContext, steps: int, journal: Journal):
-        self.ctx, self.steps, self.journal = ctx, steps, journal
+    def __init__(self, ctx: ConversionContext, journal: Journal):
+        self.ctx, self.journal = ctx, journal
         self.runner = ctx.runner.single_process()
         self.groups = RowGroups.for_trial(ctx.samples, 0)
         self.todo: set[str] = set()  # layers that this process aligns
@@ -200,9 +201,9 @@ class AlignedStudent:
         peaks = [group["lr"] for group in adam.param_groups]
         generator = torch.Generator().manual_seed(self.ctx.recipe.seed)
         order: list[int] = []
-        for step in range(self.steps):
+        for step in range(ALIGN_STEPS):
             for group, peak in zip(adam.param_groups, peaks):
-                group["lr"] = peak * (1 + math.cos(math.pi * step / self.steps)) / 2
+                group["lr"] = peak * (1 + math.cos(math.pi * step / ALIGN_STEPS)) / 2
             if not order:
                 order = torch.randperm(len(self._chunks(call, self.groups.fit)), generator=generator).tolist()
             first, last = self._chunks(call, self.groups.fit)[order.pop()]

@@ -131,7 +131,7 @@ def _kept_random_state(device: torch.device) -> Iterator[None]:
 def plan_live(model: Any, recipe: ConversionRecipe) -> tuple[LiveModel, Plan]:
     """Return the meta copy of a live model and the plan of a recipe for it. Reads no values of weights."""
     live = LiveModel(model)
-    recipe, skipped = check_refine(live, recipe)
+    recipe, skipped = drop_tuning(live, recipe)
     with _live_paths(live):
         plan = make_plan(live, prefixed_rules(recipe, live.prefix))
     if live.prefix:
@@ -200,19 +200,12 @@ def leave_unreached(live: LiveModel, plan: Plan, inputs: dict[str, Tensor]) -> P
     return replace(plan, targets=kept, notes=(*plan.notes, *([note] if left else [])))
 
 
-def check_refine(live: LiveModel, recipe: ConversionRecipe) -> tuple[ConversionRecipe, list[str]]:
-    """Return (the recipe, notes). For a model that is not of transformers, `refine: auto` is left out with a note.
-
-    Raises SurgeryError for given epochs, which cannot be done there.
-    """
-    if not live.prefix or recipe.refine is None:
+def drop_tuning(live: LiveModel, recipe: ConversionRecipe) -> tuple[ConversionRecipe, list[str]]:
+    """Return (the recipe, notes). For a model that is not of transformers, `tune` is left out with a note: it runs the layers of one."""
+    if not live.prefix or not recipe.epochs.is_on:
         return recipe, []
-    if recipe.refine != "auto":
-        raise SurgeryError(
-            f"refine needs the layers of a transformers model (got a {type(live.live).__name__}). Set refine=False"
-        )
-    note = f"no refinement: it needs the layers of a transformers model (got a {type(live.live).__name__})"
-    return recipe.model_copy(update={"refine": None}), [note]
+    note = f"nothing is tuned: tune needs the layers of a transformers model (got a {type(live.live).__name__})"
+    return recipe.model_copy(update={"tune": None}), [note]
 
 
 # -- the conversion --------------------------------------------------------------------------------
@@ -229,7 +222,7 @@ class LiveConversion(Conversion):
         self.is_text = given is not None and given.is_text
         self.tensors: dict[str, Tensor] = {}
         self.stored: list[TensorSource] = []
-        self.fitted: dict[str, list[TensorSource]] = {}  # tensors of each layer before the whole model is refined
+        self.fitted: dict[str, list[TensorSource]] = {}  # tensors of each layer before the whole model is trained
         self.table: dict[str, Any] = {}
         self.mixers: dict[str, Any] = {}
 
@@ -271,8 +264,8 @@ class LiveConversion(Conversion):
         return self.fitted.pop(path)
 
     def trained_originals(self) -> dict[str, Tensor]:
-        """Return the norms and biases of the original that the refinement trained, by parameter."""
-        if not self.refine.norms:
+        """Return the norms and biases of the original that were tuned, by parameter."""
+        if not self.tune.norms:
             return {}
         layout, kept = self.ctx.plan.layout, dict(outer_norms(self.ctx.model, self.ctx.plan.layout))
         for path in layout.layers:

@@ -37,12 +37,8 @@ class BlendedAttention(Mixer):
         assert state is None
         out_BHTV, _ = self.mixer(self._inputs_of(self.mixer, inputs))
         softmax_BHTV, _ = self.softmax(self._inputs_of(self.softmax, inputs))
-        gate_H11 = self.gates().repeat_interleave(self.shape.heads // self.shape.groups).to(out_BHTV)[:, None, None]
+        gate_H11 = self.gate_G.repeat_interleave(self.shape.heads // self.shape.groups).to(out_BHTV)[:, None, None]
         return torch.lerp(out_BHTV, softmax_BHTV.to(out_BHTV.dtype), gate_H11), None
-
-    def gates(self) -> Tensor:
-        """Return the weight of softmax in each key/value head, (G,)."""
-        return self.gate_G
 
     def _inputs_of(self, part: Mixer, inputs: MixerInputs) -> MixerInputs:
         return rotate_inputs(inputs, self.shape, "hybrid") if part.rotated and not self.rotated else inputs

@@ -13,8 +13,8 @@ from surgery.planning.targets import Plan
 def choose_by_time(ctx: ConversionContext) -> dict[str, Any]:
     """Return the journal's "budgets" entry: parameters and structure of each target by name, and the report's "allocation" entry.
 
-    Two contenders meet the target: "uniform" spends the time evenly, "spread" where it lowers the expected loss most. `allocate` chooses
-    one, or (with `auto` and `best`) trials on held-out text do. Raises SurgeryError if the target cannot be reached.
+    "uniform" spends the time evenly, "measured" where it lowers the expected loss most; with `allocate: measured` trials on held-out text
+    choose between them. Both meet the target. Raises SurgeryError if the target cannot be reached.
     """
     plan, recipe, time = ctx.plan, ctx.recipe, ctx.plan.time
     assert time is not None
@@ -22,16 +22,15 @@ def choose_by_time(ctx: ConversionContext) -> dict[str, Any]:
     even = allocate_time(targets, {target.name: even_points(target) for target in targets}, time)
     contenders = {"uniform": structures_of(even)}
     allocation = {"kept": "uniform", "why": "no calibration text" if ctx.data is None else "recipe"}
-    if ctx.data is not None and (recipe.curvature != "none" or recipe.allocate != "uniform"):
+    if ctx.data is not None and (recipe.curvature != "none" or recipe.allocate == "measured"):
         points = measure_rank_errors(ctx)
-        if recipe.allocate != "uniform":
-            contenders["spread"] = structures_of(allocate_time(targets, points, time))
-            allocation = {"kept": "spread", "why": "recipe"}
+        if recipe.allocate == "measured":
+            contenders["measured"] = structures_of(allocate_time(targets, points, time))
     plans = {name: with_structures(plan, structures) for name, structures in contenders.items()}
     budgets = {name: uniform_budgets(each) for name, each in plans.items()}
-    if ctx.data is not None and recipe.allocate in ("auto", "best"):
-        if contenders["uniform"] == contenders["spread"]:
-            allocation = {"kept": "spread", "why": "both ways to spend the time chose the same structures"}
+    if "measured" in contenders:
+        if contenders["uniform"] == contenders["measured"]:
+            allocation = {"kept": "measured", "why": "both ways to spend the time chose the same structures"}
         else:
             _, allocation = choose_allocation(ctx, budgets, plans)
     kept = allocation["kept"]

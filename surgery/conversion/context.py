@@ -55,18 +55,13 @@ class ConversionContext:
         return self.work_dir / "aligned"
 
     @property
-    def gates_dir(self) -> Path:
-        """The folder of the gated mixers of a hybrid by: gates, and of the state of their training."""
-        return self.work_dir / "gates"
-
-    @property
     def shards_dir(self) -> Path:
         """The folder of the layer shards: one file for each finished layer, and one for all other tensors."""
         return self.work_dir / "pieces"
 
     @property
     def fitted_dir(self) -> Path:
-        """The folder of the layers as they were fitted, before the refinement of the whole model."""
+        """The folder of the layers as they were fitted, before the training of the whole model."""
         return self.work_dir / "fitted"
 
 

@@ -2,10 +2,9 @@
 
 OUT.partial/journal.jsonl     the finished steps
 OUT.partial/pieces/           one layer shard for each finished layer, and one for all other tensors
-OUT.partial/fitted/           with refine: layers as they were fitted, before the whole model is refined
+OUT.partial/fitted/           with tune: layers as they were fitted, before the whole model is trained
 OUT.partial/curvature/        Gram matrices of the output gradients, one file for each layer
-OUT.partial/aligned/          aligned attention of the layers, for hybrids by: restored
-OUT.partial/gates/            mixers and gates in training, for hybrids by: gates
+OUT.partial/aligned/          aligned attention of the layers, for hybrids whose layers are chosen by measurements
 OUT.partial/generated.safetensors   token ids that the original sampled, with generated_tokens, and batch by batch generated-0.safetensors ..
 OUT                           OUT.partial, renamed when it is complete
 """
@@ -21,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,12 +39,12 @@ from surgery.checkpoint.report import (
     MixerReport,
     ModuleReport,
     RefinementReport,
-    RefineReport,
     Report,
     SourceReport,
     SpeedReport,
     TimeReport,
     TotalsReport,
+    TuneReport,
     report_errors,
 )
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_header, write_shard
@@ -62,7 +62,6 @@ from surgery.checkpoint.writer import (
 from surgery.conversion.choose_by_time import choose_by_time, speed_report
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
-from surgery.conversion.estimation.estimate import refinement_of_samples
 from surgery.conversion.generated import (
     GENERATED_NAME,
     PART_NAME,
@@ -79,6 +78,7 @@ from surgery.conversion.preflight import (
     check_same_inputs,
     journal_fingerprint,
     load_calibration,
+    renew_fingerprint,
 )
 from surgery.conversion.reached import keep_reached
 from surgery.conversion.refine import TrainedLayer, trained_parameters
@@ -105,8 +105,7 @@ from surgery.core.progress import Progress, Tick
 from surgery.core.version import __version__
 from surgery.modeling.auto_classes import write_shims
 from surgery.planning.plan import make_plan
-from surgery.planning.recipe import ConversionRecipe, RefineRecipe
-from surgery.planning.refine_budget import epochs_in_words
+from surgery.planning.recipe import ConversionRecipe, TuneRecipe
 from surgery.planning.speed import with_structures
 
 
@@ -172,9 +171,10 @@ def _convert(
     dist.on_main(lambda: check_disk_space(opened, plan, recipe, out))
     work_dir = partial_path(out)
     fingerprint = journal_fingerprint(opened, recipe, data, plan.time)
+    renew = partial(renew_fingerprint, work_dir)
     dist.on_main(lambda: check_no_unknown_files(work_dir, known_work_files(opened)))
     check_same_inputs(dist, fingerprint)
-    with Journal(work_dir, fingerprint, resume, dist) as journal, fast_float32_matmul(device):
+    with Journal(work_dir, fingerprint, resume, dist, renew=renew) as journal, fast_float32_matmul(device):
         try:
             dist.on_main(lambda: check_output_path(out, True))  # another conversion may have finished there meanwhile
             layout, packed = plan.layout, data.packed if data else frozenset()
@@ -211,7 +211,7 @@ class Conversion:
         self.text_score: TextScore | None = None
         ctx.shards_dir.mkdir(exist_ok=True)
         self.seconds: dict[str, float] = {}
-        self.refine = RefineRecipe(layers=0, model=0)  # epochs, resolved before the layers are converted
+        self.tune = TuneRecipe() if ctx.data is None else ctx.recipe.epochs
         self.shard_of = {name: self._shard_name(name) for name in ctx.model.keys}
 
     def run(self, began: float) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class Conversion:
         source = ctx.model.source
         shim = {SHIM_NAME} if config.get("auto_map") != source.config.get("auto_map") else set()
         self.delivered = {*delivered_files(source, weight_map), REPORT_NAME, *shim}
-        for folder in (ctx.shards_dir, ctx.fitted_dir, ctx.grams_dir, ctx.aligned_dir, ctx.gates_dir):
+        for folder in (ctx.shards_dir, ctx.fitted_dir, ctx.grams_dir, ctx.aligned_dir):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (work_dir / GENERATED_NAME, *work_dir.glob(PART_NAME.format("*"))):
             file.unlink(missing_ok=True)
@@ -329,11 +329,11 @@ class Conversion:
 
         def write(path: str, replacement: LayerReplacement, seconds: float) -> None:
             if self._is_writer(path):
-                step = "fitted" if self.refine.model else "piece"
+                step = "fitted" if self.tune.model else "piece"
                 self._write_shard(path, replacement, step, seconds=round(seconds, 3))
             tick()
 
-        epochs = self.refine = self._resolve_refine()
+        epochs = self.tune
         converter = SequentialConverter(
             self.ctx,
             budgets,
@@ -347,39 +347,19 @@ class Conversion:
             original_BTD = converter.original_BTD
             assert original_BTD is not None
             self.journal.merge()
-            with self._timer("refine"), self.ctx.progress.bar("refining the model", epochs.model) as done:
-                score = self.ctx.dist.on_main(lambda: self._refine_model(original_BTD, head, score, done))
+            with self._timer("tune"), self.ctx.progress.bar("tuning the model", epochs.model) as done:
+                score = self.ctx.dist.on_main(lambda: self._tune_model(original_BTD, head, score, done))
         return score, head
 
-    # -- refinement --------------------------------------------------------------------------------
-    def _resolve_refine(self) -> RefineRecipe:
-        """Return the epochs of refinement; the journal has those of an interrupted run."""
-        entry = self.journal.find("refine")
-        if entry is None:
-            epochs = self.ctx.dist.on_main(self._choose_epochs)
-            norms = {"norms": True} if epochs.norms else {}
-            entry = {"layers": epochs.layers, "model": epochs.model, **norms}
-            self.journal.add("refine", **entry)
-        return RefineRecipe(layers=entry["layers"], model=entry["model"], norms=bool(entry.get("norms")))
-
-    def _choose_epochs(self) -> RefineRecipe:
-        ctx = self.ctx
-        if ctx.recipe.refine != "auto":
-            return ctx.recipe.refine or RefineRecipe(layers=0, model=0)
-        found = refinement_of_samples(ctx.model, ctx.plan, ctx.samples, ctx.device.type)
-        ctx.progress.say(f"note: {epochs_in_words(found.to_dict())}")
-        if found.unknown is not None:
-            ctx.progress.say(f"note: no estimate of time: {found.unknown}")
-        return found.epochs
-
+    # -- tuning ------------------------------------------------------------------------------------
     def _kept(self, path: str) -> dict[str, str]:
-        """Return the norms and biases of a layer that the refinement trains, parameter -> name in the files."""
-        return layer_norms_and_biases(self.ctx.model, path) if self.refine.norms else {}
+        """Return the norms and biases of a layer that are tuned too, parameter -> name in the files."""
+        return layer_norms_and_biases(self.ctx.model, path) if self.tune.norms else {}
 
-    def _refine_model(
+    def _tune_model(
         self, original_BTD: Tensor, head: LayerReplacement, score: HeldOutScore, done: Tick
     ) -> HeldOutScore:
-        """Refine the whole model, write the layers' shards, and return the held-out score. Process 0 does this alone."""
+        """Train the whole model, write the layers' shards, and return the held-out score. Process 0 does this alone."""
         ctx = self.ctx
         streamed = resident_bytes(ctx.plan) > ctx.runner.limit
         allocate = (lambda x: ctx.runner.file_tensor(x.shape)) if streamed else torch.empty_like
@@ -396,9 +376,9 @@ class Conversion:
                 layer.release()
         refined: dict[str, dict[str, Tensor]] = {}
         if trained:
-            norms = outer_norms(ctx.model, ctx.plan.layout) if self.refine.norms else {}
+            norms = outer_norms(ctx.model, ctx.plan.layout) if self.tune.norms else {}
             refinement = ModelRefinement(ctx, trained, original_BTD, streamed, norms)
-            head.refined = refinement.run(self.refine.model, ctx.recipe.seed, done).to_dict()
+            head.refined = refinement.run(self.tune.model, ctx.recipe.seed, done).to_dict()
             score = refinement.score()
             head.set_tensors(refinement.norms.finish(ctx.device), refinement.norms.dtypes)
         for layer in trained:
@@ -411,7 +391,7 @@ class Conversion:
                 layer.release()
         for path, (replacement, entries) in fitted.items():
             if self.journal.find("piece", piece=path) is None:
-                self._write_refined(path, replacement, entries, refined.get(path, {}))
+                self._write_tuned(path, replacement, entries, refined.get(path, {}))
         return score
 
     def _fitted_layer(self, path: str) -> tuple[LayerReplacement, list[TensorSource]]:
@@ -428,10 +408,10 @@ class Conversion:
         header = read_header(self._shards("fitted").path(path))
         return [TensorSource.from_file(name, info) for name, info in header.items()]
 
-    def _write_refined(
+    def _write_tuned(
         self, path: str, replacement: LayerReplacement, entries: list[TensorSource], tensors: dict[str, Tensor]
     ) -> None:
-        """Write the shard of a layer with refined tensors, by name."""
+        """Write the shard of a layer with trained tensors, by name."""
         entry = self.journal.find("fitted", piece=path)
         assert entry is not None
         replacement.entries = entries
@@ -484,7 +464,7 @@ class Conversion:
         return next((path for path in self.ctx.plan.layout.layers if parameter.startswith(path + ".")), NON_LAYER)
 
     def _load_finished(self, path: str) -> LayerReplacement | None:
-        step = "fitted" if self.refine.model else "piece"
+        step = "fitted" if self.tune.model else "piece"
         done = self.journal.find(step, piece=path)
         if done is None:
             return None
@@ -508,7 +488,7 @@ class Conversion:
         return entries
 
     def _write_shard(self, shard: str, replacement: LayerReplacement, step: str = "piece", **fields: Any) -> None:
-        """Write a layer shard and enter it into the journal with `fields`. step: `piece`, or `fitted` before a refinement."""
+        """Write a layer shard and enter it into the journal with `fields`. step: `piece`, or `fitted` before the whole model is trained."""
         self._store_entries(shard, self._shard_tensors(shard, replacement), replacement, step, **fields)
 
     def _store_entries(
@@ -600,12 +580,11 @@ class Conversion:
                 largest_layer=self._largest_layer(),
             ),
             hybrid=None if hybrid is None else HybridReport.model_validate(hybrid),
-            refine=self._refine_report(entries),
+            tune=self._tune_report(entries),
         )
 
-    def _refine_report(self, entries: list[dict[str, Any]]) -> RefineReport | None:
-        epochs = self.journal.find("refine")
-        if epochs is None:
+    def _tune_report(self, entries: list[dict[str, Any]]) -> TuneReport | None:
+        if self.ctx.data is None:
             return None
         records = {
             entry["piece"]: RefinementReport.model_validate(entry["refined"])
@@ -613,8 +592,8 @@ class Conversion:
             if entry.get("refined")
         }
         whole = records.pop(NON_LAYER, None)
-        norms: dict[str, Any] = {"norms": True} if epochs.get("norms") else {}
-        return RefineReport(layers=epochs["layers"], model=epochs["model"], **norms, by_layer=records, whole=whole)
+        norms: dict[str, Any] = {"norms": True} if self.tune.norms else {}
+        return TuneReport(layers=self.tune.layers, model=self.tune.model, **norms, by_layer=records, whole=whole)
 
     def _calibration_report(self) -> CalibrationReport | None:
         data = self.ctx.data
@@ -668,13 +647,16 @@ def totals(
 
 
 def uncalibrated_warnings(ctx: ConversionContext, hint: str) -> list[str]:
-    """Return what a conversion without calibration text loses: the fit of weights, the calibrated start of mixers. hint: what to do."""
+    """Return what a conversion without calibration text loses: the fit of weights, tuning, the calibrated start of mixers. hint: what to do."""
     warnings = []
     if ctx.data is None and ctx.plan.replaced_targets():
+        untuned = " and not tuned" if ctx.recipe.epochs.is_on else ""
         warnings.append(
-            "no calibration text: weights are projected in the Frobenius norm, which damages a pretrained model badly "
+            f"no calibration text: weights are projected in the Frobenius norm{untuned}, which damages a pretrained model badly "
             f"(docs/quality.md). {hint}"
         )
+    elif ctx.data is None and ctx.recipe.epochs.is_on:
+        warnings.append(f"no calibration text: nothing is tuned. {hint}")
     attention, mixers = ctx.recipe.attention, [target.config for target in ctx.plan.attention_targets.values()]
     if ctx.data is None and attention and any(type(select_init(m, attention)) is not MixerInit for m in mixers):
         warnings.append(

@@ -1,11 +1,7 @@
-"""Choose the attention layers, or the key/value heads, that keep softmax in a hybrid model, by sensitivity.
+"""Choose the key/value heads that keep softmax in a hybrid model, by sensitivity; layers are chosen by surgery.conversion.restored.
 
-Two choices are compared by held-out loss: the layers whose mixer alone raises the loss most, and as many evenly spaced
-layers. A layer's sensitivity is measured on the loss of the whole model, because the layer's own output error predicts
-it badly.
-
-Heads are too many for a pass through the model each. The sensitivity of a head is the relative change of its layer's output, the residual
-stream y behind the layer, if this head alone gets the mixer:
+Two choices are compared by held-out loss: the heads that are most sensitive, and as many evenly spaced ones. The sensitivity of a head
+is the relative change of its layer's output, the residual stream y behind the layer, if this head alone gets the mixer:
 
     e_g = sqrt(mean_t |y_t(g) - y_t|^2 / |y_t|^2)      t: real tokens of the held-out samples
 
@@ -123,30 +119,8 @@ def init_trial_mixer(ctx: ConversionContext, call: LayerCall, groups: RowGroups)
 
 def evenly_spaced(plan: Plan, hybrid: HybridRecipe) -> set[str]:
     """Return as many evenly spaced layers as the recipe keeps with softmax."""
-    indices = hybrid.model_copy(update={"by": "every"}).fixed_layers(list(plan.attention_targets.values()))
+    indices = hybrid.model_copy(update={"choose_by": "every"}).fixed_layers(list(plan.attention_targets.values()))
     return {layer for layer, target in plan.attention_targets.items() if target.index in indices}
-
-
-def choose_hybrid(ctx: ConversionContext, hybrid: HybridRecipe) -> dict[str, Any]:
-    """Return the report's "hybrid" entry; its "softmax" lists the layers that keep softmax attention."""
-    plan, progress = ctx.plan, ctx.progress
-    trial, layers = MixerTrial(ctx), list(plan.attention_targets)
-    count = hybrid.softmax_count(len(layers))
-    with progress.bar("measuring the loss of each mixer", len(plan.layout.layers)) as tick:
-        alone = trial.run_distributed({layer: {layer: ()} for layer in layers}, tick)
-    trial.broadcast_mixers(layers)
-    by_sensitivity = set(sorted(layers, key=lambda layer: -alone[layer].converted)[:count])
-    kept = {"sensitivity": by_sensitivity, "every": evenly_spaced(plan, hybrid)}
-    with progress.bar("comparing choices of softmax layers", len(plan.layout.layers)) as tick:
-        contenders: dict[str, Contender] = {
-            name: dict.fromkeys(set(layers) - softmax, ()) for name, softmax in kept.items()
-        }
-        scores = trial.run_distributed(contenders, tick)
-    best = min(scores, key=lambda name: scores[name].converted)
-    choice: dict[str, Any] = {"kept": best, "softmax": [layer for layer in layers if layer in kept[best]]}
-    choice["alone"] = {layer: result.to_dict() for layer, result in alone.items()}
-    choice.update({name: {"softmax": sorted(kept[name]), **result.to_dict()} for name, result in scores.items()})
-    return choice
 
 
 # -- by heads --------------------------------------------------------------------------------------
@@ -225,14 +199,18 @@ def choose_heads(ctx: ConversionContext, hybrid: HybridRecipe) -> dict[str, Any]
         key=lambda unit: -errors[unit[0]][unit[1]],
     )
     kept = {
-        "sensitivity": heads_by_layer(plan, ranked[: hybrid.softmax_count(len(ranked))]),
+        "measured": heads_by_layer(plan, ranked[: hybrid.softmax_count(len(ranked))]),
         "every": evenly_spaced_heads(plan, hybrid),
     }
     with progress.bar("comparing choices of softmax heads", len(plan.layout.layers)) as tick:
         scores = trial.run_distributed(dict(kept), tick)
     best = min(scores, key=lambda name: scores[name].converted)
+    chosen = kept[best]
+    softmax = [layer for layer, target in plan.attention_targets.items() if len(chosen[layer]) == target.shape.groups]
     return {
-        **head_choice(plan, best, kept[best]),
+        "kept": best,
+        "softmax": softmax,
+        "heads": chosen,
         "head_errors": errors,
         **{name: {"heads": kept[name], **scores[name].to_dict()} for name in kept},
     }
@@ -245,11 +223,5 @@ def heads_by_layer(plan: Plan, units: Sequence[Unit]) -> dict[str, list[int]]:
 
 def evenly_spaced_heads(plan: Plan, hybrid: HybridRecipe) -> dict[str, list[int]]:
     """Return as many evenly spaced heads as the recipe keeps with softmax, by layer."""
-    heads = hybrid.model_copy(update={"by": "every"}).fixed_heads(list(plan.attention_targets.values()))
+    heads = hybrid.model_copy(update={"choose_by": "every"}).fixed_heads(list(plan.attention_targets.values()))
     return {layer: list(heads[target.index]) for layer, target in plan.attention_targets.items()}
-
-
-def head_choice(plan: Plan, best: str, heads: dict[str, list[int]]) -> dict[str, Any]:
-    """Return the entries of a choice in the report: its name, its heads, and the layers that keep softmax in all heads."""
-    softmax = [layer for layer, target in plan.attention_targets.items() if len(heads[layer]) == target.shape.groups]
-    return {"kept": best, "softmax": softmax, "heads": heads}

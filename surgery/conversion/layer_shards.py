@@ -93,20 +93,6 @@ class _RestoredEntry(ReportModel):
     scores: dict[str, TrialReport]
 
 
-class _GatedEntry(ReportModel):
-    piece: str
-    sha256: str
-    config: dict[str, Any]
-
-
-class _GatesEntry(ReportModel):
-    done: Count
-    sha256: str
-    price: NonNegative
-    first_loss: NonNegative
-    losses: list[NonNegative]
-
-
 class _MixerChoice(ReportModel):
     config: dict[str, Any]
     fixed: dict[str, Any]
@@ -114,12 +100,6 @@ class _MixerChoice(ReportModel):
 
 class _MixerChoicesEntry(ReportModel):
     chosen: dict[str, _MixerChoice]
-
-
-class _RefineEntry(ReportModel):
-    layers: Count
-    model: Count
-    norms: bool = False
 
 
 class _OutputShardsEntry(ReportModel):
@@ -137,10 +117,7 @@ ENTRY_MODELS: dict[str, type[ReportModel]] = {
     "aligned": _AlignedEntry,
     "generated": _GeneratedEntry,
     "restored": _RestoredEntry,
-    "gated": _GatedEntry,
-    "gates": _GatesEntry,
     "arranged": _MixerChoicesEntry,
-    "refine": _RefineEntry,
     "fitted": _ShardEntry,
     "shards": _OutputShardsEntry,
     "shard": _OutputShardEntry,
@@ -333,7 +310,7 @@ def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
         return _has_options(entry["records"], plan)
     if entry["step"] == "fitted":
         return entry["piece"] in plan.layout.layers and _has_options(entry["records"], plan)
-    if entry["step"] in ("aligned", "gated"):
+    if entry["step"] == "aligned":
         return entry["piece"] in plan.attention_targets
     if entry["step"] == "restored":
         return bool(entry["scores"]) and {*entry["given"], *entry["scores"]} == set(plan.attention_targets)

@@ -1,4 +1,4 @@
-"""Norms and biases that a refinement trains beside the new parameters (`refine: {norms: true}`).
+"""Norms and biases that are trained beside the new parameters (`tune: {norms: true}`).
 
 These are the parameters of the norms of a converted layer, the biases of its linears, and the norms behind the layers. They keep
 their names and dtypes in the files. Left as they are: tensors that several modules share, and float64 tensors, since training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,14 @@ from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path, size_text
 from surgery.core.version import WORK_VERSION
-from surgery.mixers import MIXERS
-from surgery.planning.recipe import ConversionRecipe, RefineRecipe
+from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.renamed import changed_choice, renew_recipe
 from surgery.planning.targets import Plan, TimeTarget
 
 GIVE_CALIBRATION = "Give --calibration FILE"  # what to do about missing calibration text, on the command line
 # Keys of recipes that are younger than the first journals: left out at their default, so that conversions begun before them go on.
 ADDED_RULE_KEYS = ("order", "levels", "ranks", "cores", "share")
-ADDED_KEYS = ("round_ranks", "towers", "refine", "speed", "generated_tokens", *ADDED_RULE_KEYS)
+ADDED_KEYS = ("round_ranks", "towers", "tune", "speed", "generated_tokens", *ADDED_RULE_KEYS)
 
 
 def load_calibration(
@@ -63,28 +64,26 @@ def load_calibration(
 def check_far_context(inputs: dict[str, Tensor], recipe: ConversionRecipe) -> None:
     """Raise SurgeryError if layers are to be ranked by distant context and the windows of text are too short for any."""
     hybrid = recipe.attention.hybrid if recipe.attention else None
-    if hybrid is None or not hybrid.is_restored:
+    if hybrid is None or not hybrid.is_measured or hybrid.of_heads:
         return
     length, near = inputs["input_ids"].shape[1] if "input_ids" in inputs else None, NEAR.window + NEAR.sinks
-    if hybrid.weights == "far" and length is not None and length <= near:
+    if length is not None and length <= near:
         raise SurgeryError(
-            f"attention.hybrid weights: far ranks layers by what is more than {NEAR.window} tokens back, and the windows of the "
-            f"calibration text have {length} tokens. Set length above {near}, or attention.hybrid.weights=even"
+            f"attention.hybrid choose_by: measured ranks layers by what is more than {NEAR.window} tokens back, and the windows of the "
+            f"calibration text have {length} tokens. Set length above {near}, or attention.hybrid.choose_by to every"
         )
 
 
 def check_needs_no_calibration(recipe: ConversionRecipe, hint: str = GIVE_CALIBRATION) -> None:
     """Raise SurgeryError if the recipe measures something on calibration text. hint: how the caller gives the text."""
-    if isinstance(recipe.refine, RefineRecipe) and (recipe.refine.layers or recipe.refine.model):
-        raise SurgeryError(f"refine trains on the calibration text, and there is none. {hint}, or set refine to false")
     if recipe.generated_tokens:
         raise SurgeryError(
             f"generated_tokens are continuations of the calibration text, and there is none. {hint}, or set generated_tokens to 0"
         )
     if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
         raise SurgeryError(
-            f"attention.hybrid by: {recipe.attention.hybrid.by} is measured on calibration text, and there is none. {hint}, "
-            "or set attention.hybrid.by to every"
+            f"attention.hybrid choose_by: measured needs calibration text, and there is none. {hint}, or set attention.hybrid.choose_by to "
+            "every"
         )
 
 
@@ -93,10 +92,12 @@ def _left_out_keys(recipe: ConversionRecipe) -> dict[str, Any]:
     left_out: dict[str, Any] = dict.fromkeys(
         ("description", "calibration", *fields_at_default(recipe, ADDED_KEYS)), True
     )
-    if isinstance(recipe.refine, RefineRecipe) and not recipe.refine.norms:
-        left_out.setdefault("refine", {"norms"})
     rules = {index: fields_at_default(rule, ADDED_RULE_KEYS) for index, rule in enumerate(recipe.rules)}
     return left_out | {"rules": {index: names for index, names in rules.items() if names}}
+
+
+def _journal_recipe(recipe: ConversionRecipe) -> str:
+    return recipe.model_dump_json(exclude=_left_out_keys(recipe))
 
 
 def journal_fingerprint(
@@ -106,12 +107,35 @@ def journal_fingerprint(
     return {
         "source": source.fingerprint(),
         "weights_digest": source.weights_digest(),
-        "recipe": recipe.model_dump_json(exclude=_left_out_keys(recipe)),
+        "recipe": _journal_recipe(recipe),
         "version": WORK_VERSION,
         "seed": recipe.seed,
         "calibration": data.digest() if data else None,
         **({} if time is None else {"measured_times": time.digest}),
     }
+
+
+def renew_fingerprint(work_dir: Path, start: dict[str, Any]) -> dict[str, Any]:
+    """Return the fingerprint of a journal with its recipe in today's words.
+
+    Raises SurgeryError for a conversion in which an older version chose something in another way than this one: what it has finished
+    would not agree with the rest.
+    """
+    try:
+        written = json.loads(start["recipe"])
+        renewed, _ = renew_recipe(written)
+        recipe = ConversionRecipe.model_validate(renewed)
+    except (KeyError, TypeError, ValueError, AttributeError, SurgeryError):
+        return start  # not a recipe of any version: it differs from this one
+    if renewed == written:
+        return start
+    changed = changed_choice(written) if start.get("calibration") is not None else None
+    if changed is not None:
+        raise SurgeryError(
+            f"{work_dir} was begun by an older version with {changed}, which chose in another way than this version. Remove that folder to "
+            "start again, or finish it with the older version"
+        )
+    return {**start, "recipe": _journal_recipe(recipe)}
 
 
 def check_same_inputs(dist: DistContext, fingerprint: dict[str, Any]) -> None:
@@ -128,7 +152,7 @@ def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRec
     """Raise SurgeryError if the conversion would write more bytes than are free, files of an interrupted run included.
 
     The estimate adds the tensors that stay (in the stored dtype), the structured ones in float32, the Gram matrices, sampled text, and
-    the aligned attention of a hybrid by: restored, and the mixers of one by: gates. The refinement of the whole model doubles it.
+    the aligned attention of a hybrid whose layers are chosen by measurements. Tuning of the whole model doubles it.
     """
     unchanged = source.nbytes - sum(4 * target.numel for target in plan.replaced_targets()) // 2
     needed = max(unchanged, 0) + sum(int(4 * target.uniform_budget()) for target in plan.replaced_targets())
@@ -136,7 +160,8 @@ def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRec
     if recipe.calibration and recipe.curvature != "none":
         limit = recipe.fitted_tokens // 4 if recipe.curvature == "auto" else 2**62
         needed += sum(4 * (target.out**2 if target.out <= limit else target.out) for target in plan.replaced_targets())
-    if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_restored:
+    hybrid = recipe.attention.hybrid if recipe.attention else None
+    if hybrid is not None and hybrid.is_measured and not hybrid.of_heads:
         attention = {target.output for target in plan.attention_targets.values()}
         inside = tuple(f"{target.path}." for target in plan.attention_targets.values())
         needed += sum(
@@ -144,12 +169,8 @@ def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRec
             for linear in plan.layout.linears
             if linear.path in attention or linear.path.startswith(inside)
         )
-    if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_gated:
-        targets = plan.attention_targets.values()
-        params = sum(MIXERS[target.config].cost(target.config, target.shape, 1).params for target in targets)
-        needed += 4 * 7 * params  # the mixers, and two states of value and Adam's two moments
-    if recipe.calibration and recipe.refine and (recipe.refine == "auto" or recipe.refine.model):
-        needed *= 2  # the layers before and after the refinement of the whole model
+    if recipe.calibration and recipe.epochs.model:
+        needed *= 2  # the layers before and after the training of the whole model
     work_dir = partial_path(out)
     free = shutil.disk_usage(work_dir if work_dir.exists() else out.parent).free
     free += sum(file.stat().st_size for file in work_dir.rglob("*") if file.is_file())

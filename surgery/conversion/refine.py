@@ -1,4 +1,4 @@
-"""Refinement: train the new parameters of converted layers by Adam, on the calibration text alone (block reconstruction).
+"""Tuning: train the new parameters of converted layers by Adam, on the calibration text alone (block reconstruction).
 
     surgery.conversion.refine_layer     one layer, towards the output of the original layer (AA-SVD, arXiv 2604.02119)
     surgery.conversion.refine_model     all layers, towards the original's logits
@@ -31,10 +31,14 @@ from surgery.checkpoint.safetensors_io import DTYPES
 from surgery.conversion.norms import swapped_parameters, weight_offset
 from surgery.conversion.replacement import LayerReplacement, stored_module_name, swapped_modules
 from surgery.modeling.joined import JoinedLinear
-from surgery.planning.refine_budget import BATCH_TOKENS, RATES, TRIAL_STEPS, text_factor
 from surgery.structures import StructuredLinear
 from surgery.structures.coordinates import Coordinates
 
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)  # movement of a tensor per step, relative to its root mean square
+TRIAL_STEPS = 8  # Adam steps of the trial of one rate
+BATCH_TOKENS = 1024  # tokens of one step, in whole rows
+# From so many tokens on, a step has LARGE_FACTOR times as many, and a trial as many more steps: a short one tells little about a long training.
+LARGE_TEXT, LARGE_FACTOR = 2**16, 4
 MIN_STEPS = 4  # fewest steps of an epoch: a short text is cut into smaller batches
 MIN_SCALE = (
     1e-3  # root mean square that a tensor counts with at least, for those that start at zero; but see `step_scale`
@@ -345,3 +349,8 @@ def split_rows(rows: range, length: int) -> list[range]:
     tokens = BATCH_TOKENS * text_factor(len(rows) * length)
     size = max(1, min(tokens // max(1, length), len(rows) // MIN_STEPS))
     return [range(first, min(first + size, rows.stop)) for first in range(rows.start, rows.stop, size)]
+
+
+def text_factor(tokens: int) -> int:
+    """Return the factor on the tokens of a step and on the steps of a trial, for a text of so many tokens."""
+    return LARGE_FACTOR if tokens >= LARGE_TEXT else 1

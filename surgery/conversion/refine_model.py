@@ -31,11 +31,11 @@ from surgery.calibration.lm_head import MAX_LOGITS, ChunkedLMHead
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.norms import read_originals
-from surgery.conversion.refine import Refinement, TrainedLayer, split_rows
+from surgery.conversion.refine import BATCH_TOKENS, Refinement, TrainedLayer, split_rows, text_factor
 from surgery.conversion.replacement import LayerReplacement
 from surgery.conversion.score import HeldOutScore, held_out_score
-from surgery.planning.refine_budget import BATCH_TOKENS, coordinate_values, text_factor
-from surgery.planning.targets import Plan
+from surgery.planning.targets import LinearTarget, Plan
+from surgery.structures import STRUCTURES
 
 STATES = 4  # copies of each trained tensor: its value, the saved value, Adam's two moments
 
@@ -374,3 +374,15 @@ def resident_bytes(plan: Plan) -> int:
             trained += target.params(target.preview)
     tokens = BATCH_TOKENS * text_factor(plan.recipe.fitted_tokens)
     return 4 * (weights + (STATES + 1) * trained + coordinate_values(plan) + 3 * tokens * rows)
+
+
+def step_order(target: LinearTarget) -> int:
+    """Return the order of the matrices of a target's `step_coordinates`, 0 if it has none."""
+    return (
+        0 if target.preview is None else STRUCTURES[target.preview].step_order(target.preview, target.out, target.in_)
+    )
+
+
+def coordinate_values(plan: Plan) -> int:
+    """Return the number of elements of the matrices of all `step_coordinates`."""
+    return sum(2 * step_order(target) ** 2 for target in plan.replaced_targets())

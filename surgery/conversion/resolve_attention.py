@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from surgery.conversion.context import ConversionContext
-from surgery.conversion.gates import choose_by_gates
-from surgery.conversion.hybrid import choose_heads, choose_hybrid
+from surgery.conversion.hybrid import choose_heads
 from surgery.conversion.mixer_init.mlr_allocation import allocate_score_dims, allocated_targets
 from surgery.conversion.restored import choose_restored
 from surgery.core.journal import Journal
@@ -46,11 +45,7 @@ def resolve_attention_plan(ctx: ConversionContext, journal: Journal) -> tuple[Pl
 
 def _choose(ctx: ConversionContext, hybrid: HybridRecipe, journal: Journal) -> dict[str, Any]:
     """Return the report's "hybrid" entry of a choice by measurements."""
-    if hybrid.is_restored:
-        return choose_restored(ctx, hybrid, journal)
-    if hybrid.by == "gates":
-        return choose_by_gates(ctx, hybrid, journal)
-    return choose_heads(ctx, hybrid) if hybrid.of_heads else choose_hybrid(ctx, hybrid)
+    return choose_heads(ctx, hybrid) if hybrid.of_heads else choose_restored(ctx, hybrid, journal)
 
 
 def _entry(journal: Journal, step: str) -> dict[str, Any]:

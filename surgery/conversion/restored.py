@@ -9,9 +9,9 @@ al. distil the student as a whole before they rank its layers; here it is only a
 
 Two measures make layers visible that look far back, which an average over all tokens hides:
 
-w_t        with weights: far, KL(p_t || r_t) divided by its mean, where r_t is the original's distribution when its selected
-           layers see only the last 64 tokens and the first 4. A token that needs no distant context has weight 0. With
-           weights: even, 1.
+w_t        KL(p_t || r_t) divided by its mean, where r_t is the original's distribution when its selected
+           layers see only the last 64 tokens and the first 4. A token that needs no distant context has weight 0. If no token
+           needs it, all have weight 1.
 repeated   a share of the held-out rows ends with a copy of an earlier part of the same row, more than 64 tokens back. To
            predict the copy, a model must look up what followed the same words before: the task of induction heads (Olsson et
            al. 2022). A student without such a layer fails at it, however small its error on plain text is.
@@ -19,6 +19,8 @@ repeated   a share of the held-out rows ends with a copy of an earlier part of t
 Scored rows are the held-out rows of the calibration text, to which neither the mixers nor the projections are fitted. Evenly
 spaced layers are scored in the same way, and the better choice is kept. Every round is one pass through the model. In it, a
 candidate's rows are computed from the restored layer on, because below it the candidate equals the choice so far.
+
+Weights, repeated parts and the steps of the alignment were compared with others in docs/measurements/quality.md.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.attention_recipe import HybridRecipe
 
 NEAR = Window(window=64, sinks=4)  # what remains visible for the distribution r_t
+REPEATED = 0.5  # share of the scored rows that end with a copy of an earlier part of the row
 MIN_GAP = 1e-6  # mean of KL(p_t || r_t), in nats per token, below which the weights are even
 Replace = Callable[[], AbstractContextManager[None]]  # a new context in which a layer's attention is replaced
 
@@ -201,8 +204,8 @@ class Restoration:
     def __init__(self, ctx: ConversionContext, hybrid: HybridRecipe, journal: Journal):
         self.ctx, self.hybrid, self.journal = ctx, hybrid, journal
         self.layers = list(ctx.plan.attention_targets)
-        self.student = AlignedStudent(ctx, hybrid.align_steps, journal)
-        self.scored, self.repeated_rows = scored_rows(ctx.samples, hybrid.repeated, ctx.recipe.seed)
+        self.student = AlignedStudent(ctx, journal)
+        self.scored, self.repeated_rows = scored_rows(ctx.samples, REPEATED, ctx.recipe.seed)
         self.runner, self.scorer = VariantRunner(ctx, self.scored), DivergenceScorer(ctx, self.scored)
 
     def run(self) -> dict[str, Any]:
@@ -215,8 +218,8 @@ class Restoration:
             rounds.append(self._round(restored))
             restored.append(rounds[-1]["layer"])
         evenly = evenly_spaced(self.ctx.plan, self.hybrid)
-        scores = {"restored": rounds[-1]["scores"][restored[-1]], "every": self._score_even(restored, rounds, evenly)}
-        kept = {"restored": set(restored), "every": evenly}
+        scores = {"measured": rounds[-1]["scores"][restored[-1]], "every": self._score_even(restored, rounds, evenly)}
+        kept = {"measured": set(restored), "every": evenly}
         best = min(scores, key=lambda name: scores[name]["converted"])
         return {
             "kept": best,
@@ -232,8 +235,6 @@ class Restoration:
 
     def _weight_tokens(self) -> str:
         """Set the scorer's weights; return the weights in use, "far" or "even"."""
-        if self.hybrid.weights == "even":
-            return "even"
         ctx = self.ctx
 
         def load(target: AttentionTarget) -> Replace:

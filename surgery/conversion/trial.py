@@ -1,5 +1,5 @@
-"""Choose how the parameter budget is allocated over the linears: measure the gain of each rank, and where the expected gain of the
-resulting allocation is small, try it against the uniform one, keep the better one, and report both.
+"""Choose how the parameter budget is allocated over the linears: measure the gain of each rank, try the resulting allocation against the
+uniform one, keep the better one, and report both.
 
 `QuickTrial` scores all contenders (candidate allocations) in one pass. The samples to fit run through the original layers
 once and give E[x x^T] of every linear's input. The held-out samples run through the original layers and through each
@@ -9,7 +9,6 @@ contender's. Matrices are fitted to the original's inputs alone, which ignores t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,10 +26,10 @@ from surgery.calibration.routing import RoutingRecord
 from surgery.conversion.context import ConversionContext, RowGroups, rows_of
 from surgery.conversion.fit import FitResult, candidate_configs, quick_fit
 from surgery.conversion.replacement import LayerReplacement, add_linear, broadcast_fits, densify_module, swapped_modules
-from surgery.conversion.score import HeldOutScore, held_out_score, predicts_next_token
+from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.conversion.sequential import SequentialConverter, convert_head, find_stages
 from surgery.core.distributed import DistContext
-from surgery.planning.allocate import CostPoint, allocate_budget, expected_error
+from surgery.planning.allocate import CostPoint, allocate_budget
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import target_weight
@@ -38,21 +37,6 @@ from surgery.structures import Metric, StructureConfig
 from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 
 TRIAL_SHARE = 0.25  # fraction of the samples to fit that a trial uses
-# Relative rise of the held-out loss (or relative output error) below which the quick trial decides.
-MIN_LOSS_RISE = 0.02
-# With `allocate: auto`, `spread` needs no trial where conversions of four decoders confirmed its gain (docs/measurements/quality.md): at
-# most this expected rise of the loss, as a share of that with the uniform allocation; at least this share of each matrix kept; at least so
-# many tokens to fit to for each input of a matrix; one of these structures for each. Elsewhere `spread` can be much worse.
-CERTAIN_SHARE, CERTAIN_KEEP, CERTAIN_TOKENS = 0.9, 0.5, 4
-CERTAIN_STRUCTURES = ("low_rank", "pivoted_low_rank", "btt")
-# With fewer tokens to fit to for each input of the widest matrix, `auto` takes `uniform` without a trial in models that predict the next token: it was
-# the better one in four of six conversions, and trials on a quarter of so short a text chose the worse one each time (docs/measurements/quality.md).
-# An encoder is worse with it.
-MIN_TRIAL_TOKENS = 1.5
-
-TILT_SHARE = 0.5  # fraction of the samples to fit that a trial of a tilt over depth uses; a quarter misleads
-TILT_STEP, MAX_TILT = 0.5, 1.5
-MIN_TILT_GAIN = 0.01  # smallest decrease of the rise of the held-out loss for which the tilt moves on
 
 
 def sequential_trial(ctx: ConversionContext, budgets: dict[str, float], done: Callable[[], None]) -> HeldOutScore:
@@ -66,8 +50,8 @@ def sequential_trial(ctx: ConversionContext, budgets: dict[str, float], done: Ca
 
 
 def limit_sweeps(recipe: ConversionRecipe, **other: Any) -> ConversionRecipe:
-    """Return the recipe with at most one sweep and without refinement; other: further fields to change."""
-    return recipe.model_copy(update={"sweeps": min(recipe.sweeps, 1), "refine": None, **other})
+    """Return the recipe with at most one sweep and without tuning; other: further fields to change."""
+    return recipe.model_copy(update={"sweeps": min(recipe.sweeps, 1), "tune": None, **other})
 
 
 @dataclass
@@ -245,74 +229,20 @@ def choose_budgets(ctx: ConversionContext) -> tuple[dict[str, float], dict[str, 
     if not plan.replaced_targets():
         return uniform, {"kept": "uniform", "why": "no linear is replaced"}
     free = [target for target in plan.replaced_targets() if not target.has_fixed_rank]
-    if recipe.curvature == "none" and (recipe.allocate == "uniform" or not free):
-        return uniform, {"kept": "uniform", "why": "recipe"}
-    options = measure_rank_errors(ctx)
-    if recipe.allocate == "uniform" or not free:
-        return uniform, {"kept": "uniform", "why": "recipe" if free else "every rank is given"}
-    if recipe.allocate == "depth":
-        return choose_tilt(ctx, lambda tilt: {**uniform, **tilted_budgets(plan, options, free, tilt)})
-    by_gain = {**uniform, **tilted_budgets(plan, options, free, 0.0)}
-    if recipe.allocate == "spread":
-        return by_gain, {"kept": "spread", "why": "recipe"}
-    tokens = ctx.samples.fit_tokens()
-    predicts_next = predicts_next_token(ctx.model)
-    if recipe.allocate == "auto" and predicts_next and is_text_short(free, tokens):
-        why = f"fewer than {MIN_TRIAL_TOKENS} tokens for each input of the widest matrix: no trial"
+    is_measured = recipe.allocate == "measured" and bool(free)
+    why = "recipe" if free else "every rank is given"
+    if recipe.curvature == "none" and not is_measured:
         return uniform, {"kept": "uniform", "why": why}
-    expected = ctx.dist.broadcast_object(_expected_share(options, free, by_gain))
-    reliable = is_expectation_reliable(recipe, free, tokens, predicts_next)
-    if recipe.allocate == "auto" and expected <= CERTAIN_SHARE and reliable:
-        why = f"expected rise of the loss at most {CERTAIN_SHARE} of that with the uniform allocation: no trial"
-        return by_gain, {"kept": "spread", "why": why, "expected": expected}
-    budgets, allocation = choose_allocation(ctx, {"uniform": uniform, "spread": by_gain})
-    return budgets, {**allocation, "expected": expected}
+    options = measure_rank_errors(ctx)
+    if not is_measured:
+        return uniform, {"kept": "uniform", "why": why}
+    return choose_allocation(ctx, {"uniform": uniform, "measured": {**uniform, **budgets_by_gain(options, free)}})
 
 
-def tilted_budgets(
-    plan: Plan, options: dict[str, list[CostPoint]], free: list[LinearTarget], tilt: float
-) -> dict[str, int]:
-    """Return the parameters of each free target, with the errors of layer l of L weighted by exp(tilt (1 - 2 l / (L - 1))).
-
-    A positive tilt gives more parameters to early layers. The LM head counts as the last layer.
-    """
-    layers = plan.layout.layers
-    place = {path: 2 * index / max(1, len(layers) - 1) for index, path in enumerate(layers)}
-    weighted = {}
-    for target in free:
-        weight = math.exp(tilt * (1 - place.get(target.linear.layer or "", 2.0)))
-        weighted[target.name] = [CostPoint(params, weight * error) for params, error in options[target.name]]
-    return allocate_budget(weighted, sum(target.uniform_budget() for target in free))
-
-
-def is_text_short(free: list[LinearTarget], tokens: float) -> bool:
-    """Return whether the text is too short for gains of ranks and for trials. tokens: to fit to."""
-    return any(tokens < MIN_TRIAL_TOKENS * target.in_ for target in free)
-
-
-def is_expectation_reliable(
-    recipe: ConversionRecipe, free: list[LinearTarget], tokens: float, predicts_next: bool
-) -> bool:
-    """Return whether the expected gain of `spread` can decide without a trial: elsewhere, conversions with `spread` were sometimes worse.
-
-    tokens: to fit to. predicts_next: whether the model predicts the next token. The Fisher pass must measure the loss of next tokens for each output, layers must be fitted to the outputs of the converted layers
-    below them, and every matrix must have one of CERTAIN_STRUCTURES as a candidate, keep CERTAIN_KEEP of its parameters and read
-    CERTAIN_TOKENS tokens for each of its inputs.
-    """
-    return (
-        recipe.curvature != "none"
-        and recipe.calibrate == "sequential"
-        and predicts_next
-        and all(t.keep >= CERTAIN_KEEP and tokens * t.linear.active >= CERTAIN_TOKENS * t.in_ for t in free)
-        and all(any(config.name in CERTAIN_STRUCTURES for config in t.configs) for t in free)
-    )
-
-
-def _expected_share(options: dict[str, list[CostPoint]], free: list[LinearTarget], by_gain: dict[str, float]) -> float:
-    """Return the expected rise of the loss with the budgets `by_gain`, as a share of that with uniform ones; 1 if neither has a rise."""
-    uniform = sum(expected_error(options[target.name], target.uniform_budget()) for target in free)
-    rise = sum(expected_error(options[target.name], by_gain[target.name]) for target in free)
-    return max(rise, 0.0) / uniform if uniform > 0 else 1.0
+def budgets_by_gain(options: Mapping[str, list[CostPoint]], free: list[LinearTarget]) -> dict[str, int]:
+    """Return the parameters of each free target where they lower the expected loss most, in total those of the uniform allocation."""
+    errors = {target.name: options[target.name] for target in free}
+    return allocate_budget(errors, sum(target.uniform_budget() for target in free))
 
 
 def measure_rank_errors(ctx: ConversionContext) -> dict[str, list[CostPoint]]:
@@ -324,20 +254,20 @@ def measure_rank_errors(ctx: ConversionContext) -> dict[str, list[CostPoint]]:
 def choose_allocation(
     ctx: ConversionContext, contenders: dict[str, dict[str, float]], plans: Mapping[str, Plan] | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Try the contenders "uniform" and "spread" and return (the better one's budgets, the report's "allocation" entry).
+    """Try the contenders "uniform" and "measured" and return (the better one's budgets, the report's "allocation" entry).
 
     plans: see `QuickTrial`.
 
     Trials fit to a quarter of the samples and are scored on all held-out samples. If the quick trial prefers the
-    uniform allocation, although the Fisher pass predicts otherwise, and the loss rises by more than MIN_LOSS_RISE,
-    sequential trials decide: they also account for layers that compensate the errors below them (docs/quality.md).
+    uniform allocation, although the Fisher pass predicts otherwise, sequential trials decide: they also account for layers that
+    compensate the errors below them (docs/quality.md).
     """
     few, layers, how = ctx.samples.subset(TRIAL_SHARE), len(ctx.plan.layout.layers), "quick trials"
     trial = replace(ctx, data=few)
     with ctx.progress.bar("trying rank allocations", layers) as tick:
         scores = QuickTrial(trial, contenders, tick, plans).run()
-    contradicts = scores["uniform"].converted < scores["spread"].converted
-    if contradicts and scores["spread"].rise > MIN_LOSS_RISE and ctx.recipe.calibrate == "sequential":
+    contradicts = scores["uniform"].converted < scores["measured"].converted
+    if contradicts and ctx.recipe.calibrate == "sequential":
         how = "sequential trials"
         with ctx.progress.bar("trying rank allocations layer by layer", layers * len(contenders)) as tick:
             for name, budgets in contenders.items():
@@ -347,42 +277,3 @@ def choose_allocation(
     allocation: dict[str, Any] = {"kept": kept, "why": f"held-out loss of {how} on {few.tokens():,} tokens"}
     allocation.update({name: result.to_dict() for name, result in scores.items()})
     return contenders[kept], allocation
-
-
-def choose_tilt(
-    ctx: ConversionContext, allocate: Callable[[float], dict[str, float]]
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return (the budgets of the best tilt over depth, the report's "allocation" entry). allocate(tilt): its budgets.
-
-    The Fisher pass knows neither how errors of early layers grow in later ones, nor how much of them later layers
-    compensate when they are fitted to the converted layers' outputs. Which of the two prevails depends on the model, and only
-    sequential trials show it. From 0 the tilt moves in steps of TILT_STEP, first up, then down if that did not help, as
-    long as a step lowers the rise of the held-out loss by MIN_TILT_GAIN.
-    """
-    few = ctx.samples.subset(TILT_SHARE)
-    scores: dict[float, HeldOutScore] = {}
-
-    def score(tilt: float) -> HeldOutScore:
-        with ctx.progress.bar(f"trying a tilt of {tilt:+g} over depth", len(ctx.plan.layout.layers)) as tick:
-            found = sequential_trial(replace(ctx, data=few), allocate(tilt), tick)
-        scores[tilt] = ctx.dist.broadcast_object(found)
-        return scores[tilt]
-
-    best, least = 0.0, score(0.0)
-    for step in (TILT_STEP, -TILT_STEP):
-        while abs(best + step) <= MAX_TILT and _gains(found := score(best + step), least):
-            best, least = best + step, found
-        if best:
-            break
-    allocation: dict[str, Any] = {
-        "kept": "depth",
-        "why": f"held-out loss of sequential trials on {few.tokens():,} tokens",
-        "tilt": best,
-        "tilts": {f"{tilt:+g}": found.to_dict() for tilt, found in scores.items()},
-    }
-    return allocate(best), allocation
-
-
-def _gains(score: HeldOutScore, before: HeldOutScore) -> bool:
-    rise = max(before.converted - before.original, 0.0)
-    return before.converted - score.converted > MIN_TILT_GAIN * rise

@@ -21,6 +21,10 @@ class NumericalError(SurgeryError):
     """A matrix that cannot be factored or fitted (NaN, overflow, singular). `naming` adds the name of the matrix."""
 
 
+class RenamedWarning(FutureWarning):
+    """A warning of an old word in a recipe; it names the new one. The command line prints it as a note."""
+
+
 @contextmanager
 def naming(matrix: str) -> Iterator[None]:
     """Prefix any NumericalError raised inside with the name of the matrix."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
@@ -48,7 +48,8 @@ class Journal:
     """The journal of a work folder. As a context manager it also locks the folder against a second process.
 
     folder: the work folder, created unless it exists. fingerprint: values that must be equal on resuming. resume: whether
-    the folder may exist already. ranks: the processes of the run. what: the kind of work, for messages.
+    the folder may exist already. ranks: the processes of the run. what: the kind of work, for messages. renew: returns the fingerprint of
+    a journal that an older version began in the words of this one.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Journal:
         resume: bool,
         ranks: DistContext | None = None,
         what: str = "conversion",
+        renew: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ):
         self.folder, self.fingerprint, self.ranks, self.what = folder, fingerprint, ranks or DistContext(), what
+        self.renew = renew
         self.path = folder / (JOURNAL_NAME if self.ranks.main else f"journal-{self.ranks.index}.jsonl")
         self.entries: list[dict[str, Any]] = []
         self.created = self.ranks.on_main(lambda: self._create_folder(resume))
@@ -129,6 +132,8 @@ class Journal:
 
     def _check_fingerprint(self) -> None:
         start = self.entries[0] if self.entries else {}
+        if start and self.renew is not None:
+            start = self.renew(start)
         for key, value in self.fingerprint.items():
             if start and start.get(key) != value and not (key in ADDED and key not in start):
                 raise SurgeryError(

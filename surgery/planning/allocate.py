@@ -47,17 +47,6 @@ def _gain(a: CostPoint, b: CostPoint) -> float:
     return (a.error - b.error) / (b.params - a.params)
 
 
-def expected_error(options: Sequence[CostPoint], params: float) -> float:
-    """Return the error of a module with `params` parameters, interpolated on the lower hull of its options."""
-    hull = lower_hull(options)
-    if params <= hull[0].params:
-        return hull[0].error
-    for a, b in itertools.pairwise(hull):
-        if params <= b.params:
-            return a.error - (params - a.params) * _gain(a, b)
-    return hull[-1].error
-
-
 def allocate_budget(options: Mapping[str, Sequence[CostPoint]], budget: float) -> dict[str, int]:
     """Return the number of parameters of each module, in total at most `budget`.
 

@@ -53,7 +53,7 @@ def find_attention_targets(
     paths, softmax = attention_paths(meta_model.model), Softmax()
     if settings.hybrid is not None:
         positions = getattr(text_config(meta_model.model), "max_position_embeddings", None)
-        softmax = settings.hybrid.softmax(positions if isinstance(positions, int) else None)
+        softmax = settings.hybrid.kept_softmax(positions if isinstance(positions, int) else None)
     targets: dict[str, AttentionTarget] = {}
     for index, path in enumerate(paths):
         if not is_layer_selected(settings.layers, index, len(paths)):
@@ -93,9 +93,9 @@ def _without_softmax(targets: dict[str, AttentionTarget], hybrid: HybridRecipe |
     found = list(targets.values())
     for target in found:
         check_kept_softmax(target)
-    # Both blend the mixer with softmax as it was, head by head, while they choose.
-    for target in found if hybrid.is_gated or (hybrid.of_heads and hybrid.is_measured) else ():
-        check_rotation(f"attention.hybrid by: {hybrid.by}", target.shape, Softmax(), target.config)
+    # The choice of heads blends the mixer with softmax as it was, head by head.
+    for target in found if hybrid.of_heads and hybrid.is_measured else ():
+        check_rotation("attention.hybrid choose_by: measured", target.shape, Softmax(), target.config)
     if not hybrid.of_heads:
         kept = hybrid.fixed_layers(found)
         return keep_layers(targets, [layer for layer, target in targets.items() if target.index in kept])
@@ -111,9 +111,9 @@ def check_has_heads(target: AttentionTarget) -> None:
     """Raise SurgeryError if a layer has no key/value heads to choose from, or its mixer cannot stand beside softmax heads."""
     if target.shape.groups == 1:
         raise SurgeryError(
-            f"plan: {target.path}: attention.hybrid of: heads keeps softmax in some of a layer's key/value heads, and this layer has one, "
+            f"plan: {target.path}: attention.hybrid unit: heads keeps softmax in some of a layer's key/value heads, and this layer has one, "
             f"which all its {target.shape.heads} query heads share (multi-query attention): softmax in any of them keeps the whole cache. "
-            "Use of: layers"
+            "Use unit: layers"
         )
     try:
         config = HeadHybrid((0,), target.config, target.softmax)

@@ -1,6 +1,6 @@
 """The `attention` section of a recipe: the mixer and its options, its initialization, and the layers that keep softmax.
 
-attention: {mixer: linear, mask: decay, layers: "2:-2", hybrid: {keep: 0.25, by: sensitivity}}
+attention: {mixer: linear, mask: decay, layers: "2:-2", hybrid: {softmax: 0.25, choose_by: measured}}
 attention: {mixer: linear, mask: decay, rules: [{layers: "4", states: per_head}]}       # layer 4 has larger states
 """
 
@@ -18,66 +18,44 @@ from pydantic import (
     model_validator,
 )
 
-from surgery.core.config import check_layer_range, fields_at_default, is_layer_selected
+from surgery.core.config import check_layer_range, is_layer_selected
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.head_hybrid import OTHER_MIXERS
 from surgery.mixers.softmax import MIN_TRAINED, Softmax
 
-CHOICE_OPTIONS = {"restored": ("align_steps", "weights", "repeated"), "gates": ("gate_steps", "repeated")}  # by choice
-ADDED_OPTIONS = (
-    "of",
-    "heads",
-    "rope",
-    "scale",
-    "trained_length",
-)  # younger than the first reports and journals: left out of them at their defaults
-
 
 class HybridRecipe(BaseModel):
     """Which layers, or which key/value heads of all layers, keep softmax attention.
 
-    of: "layers" or "heads": the unit of the choice. A key/value head comes with the query heads that read it.
-    keep: fraction of the units that keep softmax. by: "sensitivity" keeps those whose replacement alone increases the
-    held-out loss most; "restored" keeps those whose softmax attention lowers the KL divergence of a briefly aligned student
-    most (surgery.conversion.restored); "every" keeps evenly spaced layers. layers: numbers of the layers that keep it,
-    instead of keep and by. Of heads, "sensitivity" keeps those whose own replacement changes their layer's output most, and "every" evenly
-    spaced ones in the order of layers and heads. heads: layer -> numbers of its key/value heads that keep softmax, instead of keep and by.
+    softmax: fraction of the units that keep it. unit: "layers" or "heads"; a key/value head comes with the query heads that read it.
+    choose_by: "measured" tries on the calibration text which units matter, and evenly spaced ones as well, and keeps the better choice:
+    of layers those whose softmax attention lowers the KL divergence of a briefly aligned student most (surgery.conversion.restored), of
+    heads those whose own replacement changes their layer's output most (surgery.conversion.hybrid). "every" keeps evenly spaced layers,
+    or heads in the order of layers and heads. layers: numbers of the layers that keep softmax, instead of softmax and choose_by. heads:
+    layer -> numbers of its key/value heads that keep it, instead of them.
 
     rope, scale, trained_length: options of the softmax that is kept (surgery.mixers.softmax). rope: "drop" uses q and k before RoPE. scale: "length"
     scales the logits of queries beyond the trained length, which is `trained_length` tokens, by default the config's max_position_embeddings.
-
-    "gates" trains a gate between softmax and mixer in each layer or head, all together, and keeps softmax where the gates are largest
-    (surgery.conversion.gates).
-
-    Options of by: gates. gate_steps: Adam steps of the gates and mixers, about 1,024 tokens each. repeated: as below, of the training rows too.
-
-    Options of by: restored. align_steps: Adam steps of each layer's alignment. weights: "far" weights each token by what the
-    original loses on it with a short window, "even" weights all tokens alike. repeated: share of the scored rows that end
-    with a copy of an earlier part of the row.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    keep: Annotated[float, Field(gt=0, lt=1)] | None = None
-    by: Literal["sensitivity", "restored", "gates", "every"] = "sensitivity"
+    softmax: Annotated[float, Field(gt=0, lt=1)] | None = None
+    choose_by: Literal["measured", "every"] = "measured"
     layers: tuple[int, ...] | None = None
-    of: Literal["layers", "heads"] = "layers"
+    unit: Literal["layers", "heads"] = "layers"
     heads: dict[Annotated[int, Field(ge=0)], tuple[Annotated[int, Field(ge=0)], ...]] | None = None
     rope: Literal["keep", "drop"] = "keep"
     scale: Literal["none", "length"] = "none"
     trained_length: int | None = Field(None, ge=MIN_TRAINED)
-    align_steps: int = Field(100, ge=0, le=10_000)
-    gate_steps: int = Field(200, ge=1, le=100_000)
-    weights: Literal["far", "even"] = "far"
-    repeated: float = Field(0.5, ge=0, le=1)
 
     @model_validator(mode="after")
     def _check_exclusive_options(self) -> HybridRecipe:
-        given = [name for name in ("keep", "layers", "heads") if getattr(self, name) is not None]
+        given = [name for name in ("softmax", "layers", "heads") if getattr(self, name) is not None]
         if len(given) != 1:
             raise SurgeryError(
-                "attention.hybrid: give keep, for example {keep: 0.25}, or layers, for example {layers: [0, 8]}, or heads, for example "
+                "attention.hybrid: give softmax, for example {softmax: 0.25}, or layers, for example {layers: [0, 8]}, or heads, for example "
                 f"{{heads: {{0: [1, 3]}}}} (got {' and '.join(given) or 'none of them'})"
             )
         if self.layers is not None and not self.layers:
@@ -86,52 +64,35 @@ class HybridRecipe(BaseModel):
             )
         if self.of_heads and self.layers is not None:
             raise SurgeryError(
-                "attention.hybrid: layers names whole layers and of: heads asks for a choice of heads. Give heads, for example "
-                "{heads: {0: [1, 3]}}, or set of: layers"
+                "attention.hybrid: layers names whole layers and unit: heads asks for a choice of heads. Give heads, for example "
+                "{heads: {0: [1, 3]}}, or set unit: layers"
             )
-        if self.heads is not None and "of" in self.model_fields_set and self.of == "layers":
-            raise SurgeryError("attention.hybrid: heads names heads of layers, and of: layers does not. Leave of out")
+        if self.heads is not None and "unit" in self.model_fields_set and self.unit == "layers":
+            raise SurgeryError(
+                "attention.hybrid: heads names heads of layers, and unit: layers does not. Leave unit out"
+            )
         for layer, heads in (self.heads or {}).items():
             if list(heads) != sorted(set(heads)):
                 raise SurgeryError(
                     f"attention.hybrid.heads: layer {layer} must have numbers of key/value heads in order and without repeats (got {list(heads)})"
                 )
-        if self.of_heads and self.by == "restored":
-            raise SurgeryError(
-                "attention.hybrid: by: restored restores whole layers. Use by: sensitivity, by: every or heads for a choice of heads"
-            )
         if self.trained_length is not None and self.scale == "none":
             raise SurgeryError(
                 "attention.hybrid: trained_length is an option of scale: length. Set that too, or leave it out"
             )
-        for name in CHOICE_OPTIONS["restored"] + CHOICE_OPTIONS["gates"]:
-            if name in self.model_fields_set and name not in self._read_options:
-                readers = " or ".join(f"by: {choice}" for choice, names in CHOICE_OPTIONS.items() if name in names)
-                raise SurgeryError(
-                    f"attention.hybrid: {name} is an option of {readers}, and softmax is chosen by "
-                    f"{given[0] if given[0] != 'keep' else self.by}. Set {readers}, or leave {name} out"
-                )
         return self
-
-    @model_serializer(mode="wrap")
-    def _omit_unread_options(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the fields without the options of another choice, which keeps recipes in reports and journals as they were."""
-        values: dict[str, Any] = to_dict(self)
-        left = {name for names in CHOICE_OPTIONS.values() for name in names} - set(self._read_options)
-        left |= fields_at_default(self, ADDED_OPTIONS)
-        return {name: value for name, value in values.items() if name not in left}
 
     @property
     def of_heads(self) -> bool:
         """Whether heads keep softmax, not whole layers."""
-        return self.of == "heads" or self.heads is not None
+        return self.unit == "heads" or self.heads is not None
 
     @property
-    def is_restored(self) -> bool:
-        """Whether the layers are chosen by restoring softmax in an aligned student."""
-        return self.keep is not None and self.by == "restored"
+    def is_measured(self) -> bool:
+        """Whether the layers or heads are chosen by measurements on text during the conversion."""
+        return self.softmax is not None and self.choose_by == "measured"
 
-    def softmax(self, max_positions: int | None) -> Softmax:
+    def kept_softmax(self, max_positions: int | None) -> Softmax:
         """Return the config of the softmax that is kept. max_positions: of the model's config, None if it has none."""
         if self.scale == "none":
             return Softmax(self.rope)
@@ -142,21 +103,6 @@ class HybridRecipe(BaseModel):
                 f"max_position_embeddings (got {trained}). Set attention.hybrid.trained_length, for example to 4096"
             )
         return Softmax(self.rope, "length", trained)
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the layers or heads are chosen by gates that are trained together."""
-        return self.keep is not None and self.by == "gates"
-
-    @property
-    def _read_options(self) -> tuple[str, ...]:
-        """The options that this choice reads."""
-        return CHOICE_OPTIONS.get(self.by, ()) if self.keep is not None else ()
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the layers or heads are chosen by measurements on text during the conversion."""
-        return self.keep is not None and self.by != "every"
 
     def fixed_layers(self, targets: list[Any]) -> set[int]:
         """Return the numbers of the softmax layers that are known before any measurement; none if they are measured."""
@@ -173,8 +119,8 @@ class HybridRecipe(BaseModel):
 
     def softmax_count(self, units: int) -> int:
         """Return how many of `units` layers, or of as many heads, keep softmax."""
-        assert self.keep is not None
-        return min(units - 1, max(1, round(self.keep * units)))
+        assert self.softmax is not None
+        return min(units - 1, max(1, round(self.softmax * units)))
 
     def fixed_heads(self, targets: list[Any]) -> dict[int, tuple[int, ...]]:
         """Return the key/value heads that keep softmax, by layer number, without a measurement: those of `heads`, or evenly spaced ones.
@@ -314,6 +260,6 @@ def check_head_mixer(where: str, mixer: str) -> None:
     """Raise SurgeryError if the mixer cannot stand beside softmax heads in one layer. where: the place in the recipe."""
     if mixer not in OTHER_MIXERS:
         raise SurgeryError(
-            f"{where}: hybrid of: heads needs mixer {' or '.join(OTHER_MIXERS)} for the heads without softmax (got {mixer!r}). Use one of "
-            "these, or hybrid of: layers"
+            f"{where}: hybrid unit: heads needs mixer {' or '.join(OTHER_MIXERS)} for the heads without softmax (got {mixer!r}). Use one of "
+            "these, or hybrid unit: layers"
         )

@@ -58,7 +58,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             units, where = "key/value heads", f" in {count} layers"
             count = sum(target.shape.groups for target in attention_targets.values())
         notes.append(
-            f"{hybrid.softmax_count(count)} of these {count} {units}{where} keep softmax attention, chosen on the calibration text by {hybrid.by}"
+            f"{hybrid.softmax_count(count)} of these {count} {units}{where} keep softmax attention, chosen by measurements on the calibration text"
         )
     if attention_targets and recipe.attention and recipe.attention.hybrid:
         softmax = next(iter(attention_targets.values())).softmax

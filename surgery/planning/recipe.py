@@ -11,12 +11,16 @@ rules:                # later rules win; match: a role or a path, with * and ?
   - {match: "expert.*", structure: low_rank, share: experts}    # one basis for the experts of a layer, see shared_bases.py
   - {match: "attention.*", share: input}    # one matrix for query, key and value, see joined.py
 attention: {mixer: linear, mask: decay}    # see attention_recipe.py
+tune: {model: 20}     # epochs of training on the calibration text after the fit
+
+Words of older versions are accepted, see renamed.py.
 """
 
 from __future__ import annotations
 
 import importlib.resources
 import re
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,8 +28,9 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, 
 
 from surgery.architectures import ROLES
 from surgery.core.config import MAX_BYTES, check_layer_range, is_layer_selected, read_yaml
-from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.errors import RenamedWarning, SurgeryError, suggestion
 from surgery.planning.attention_recipe import AttentionRecipe
+from surgery.planning.renamed import renew_override, renew_recipe
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.structures import STRUCTURES
 
@@ -94,16 +99,21 @@ class LinearSettings(BaseModel):
     share: Sharing = "none"
 
 
-class RefineRecipe(_StrictModel):
-    """Epochs of refinement over the calibration text; 0 switches a part off.
+class TuneRecipe(_StrictModel):
+    """Epochs of training on the calibration text after the fit; 0 switches a part off.
 
     layers: each converted layer, towards the output of the original layer. model: all converted layers together, towards
     the original's logits. norms: whether norms and the biases of linears are trained beside the new parameters.
     """
 
-    layers: int = Field(20, ge=0, le=1000, strict=True)
-    model: int = Field(20, ge=0, le=1000, strict=True)
+    layers: int = Field(0, ge=0, le=1000, strict=True)
+    model: int = Field(0, ge=0, le=1000, strict=True)
     norms: StrictBool = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is trained."""
+        return bool(self.layers or self.model)
 
 
 class ConversionRecipe(_StrictModel):
@@ -128,12 +138,12 @@ class ConversionRecipe(_StrictModel):
     attention: AttentionRecipe | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
 
-    allocate: Literal["auto", "best", "spread", "uniform", "depth"] = "auto"
+    allocate: Literal["measured", "uniform"] = "measured"
     curvature: Literal["auto", "full", "diagonal", "none"] = "auto"
     calibrate: Literal["sequential", "independent"] = "sequential"
     sweeps: int = Field(6, ge=0, le=1000)
     damping: float = Field(0.01, gt=0, le=1)
-    refine: Literal["auto"] | RefineRecipe | None = None
+    tune: TuneRecipe | None = None
 
     calibration: str | None = None
     tokens: int = Field(16384, ge=64)
@@ -145,9 +155,9 @@ class ConversionRecipe(_StrictModel):
     _structure = field_validator("structure")(_check_structure)
     _layers = field_validator("layers", mode="before")(check_layer_range)
 
-    @field_validator("refine", mode="before")
+    @field_validator("tune", mode="before")
     @classmethod
-    def _switch_refinement_off(cls, value: Any) -> Any:
+    def _switch_tuning_off(cls, value: Any) -> Any:
         return None if value is False else value
 
     @field_validator("candidates")
@@ -158,6 +168,16 @@ class ConversionRecipe(_StrictModel):
         for name in names:
             STRUCTURES.config_type(name)
         return names
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renew_words(cls, data: Any) -> Any:
+        """Translate the words of older versions, with a warning for each."""
+        if not isinstance(data, dict):
+            return data
+        renewed, notes = renew_recipe(data)
+        _warn(notes)
+        return renewed
 
     @model_validator(mode="before")
     @classmethod
@@ -182,14 +202,9 @@ class ConversionRecipe(_StrictModel):
 
     @model_validator(mode="after")
     def _check_one_budget(self) -> ConversionRecipe:
-        """Refuse parameters, ranks and a tilt of the budget beside `speed`, which spends time."""
+        """Refuse parameters and ranks beside `speed`, which spends time."""
         if self.speed is None:
             return self
-        if self.allocate == "depth":
-            raise SurgeryError(
-                "allocate: depth moves parameters between early and late layers, and speed spends time. Use allocate: auto, spread or uniform "
-                "beside speed"
-            )
         sizes = ("keep", "rank", "ranks")
         given = [name for name in sizes if name in self.model_fields_set]
         given += [name for rule in self.rules for name in sizes if getattr(rule, name) is not None]
@@ -204,6 +219,11 @@ class ConversionRecipe(_StrictModel):
     def fitted_tokens(self) -> int:
         """The tokens of the calibration text, held-out ones included, and those that the original samples."""
         return self.tokens + self.generated_tokens
+
+    @property
+    def epochs(self) -> TuneRecipe:
+        """The epochs of tuning, 0 where `tune` is off."""
+        return self.tune or TuneRecipe()
 
     def settings(self, matches: Any, index: int | None, count: int) -> LinearSettings:
         """Return the settings of a linear in layer `index` of `count` (None: outside the layers).
@@ -282,9 +302,18 @@ def parse_recipe(text: str, where: str, overrides: list[str] | tuple[str, ...] =
         raise SurgeryError(f"recipe {where} is not YAML: {error}") from None
     if not isinstance(data, dict):
         raise SurgeryError(f"recipe {where} must be a mapping of keys to values, not a {type(data).__name__}")
+    if overrides:  # in today's words, so that an override and the recipe name a key alike
+        data, notes = renew_recipe(data)
+        _warn(notes)
     for override in overrides:
         _apply_override(data, override)
     return validate_recipe(data, " with override ".join([where, *overrides]))
+
+
+def _warn(notes: list[str]) -> None:
+    """Warn of the old words in a recipe."""
+    for note in notes:
+        warnings.warn(f"recipe: {note}", RenamedWarning, stacklevel=3)
 
 
 def validate_recipe(data: dict[str, Any], where: str) -> ConversionRecipe:
@@ -300,7 +329,7 @@ def validate_recipe(data: dict[str, Any], where: str) -> ConversionRecipe:
 # Accepted values of keys that have several forms.
 EXPECTED_VALUES = {
     "keep": "a fraction over 0 and at most 1, for example 0.5, or {pattern: fraction}",
-    "attention.hybrid.keep": "a fraction over 0 and at most 1, for example 0.25",
+    "attention.hybrid.softmax": "a fraction over 0 and at most 1, for example 0.25",
     "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
     "levels": "a whole number from 1 to 32, for example 4, or (mlbtc) a list of blocks and grids, for example [1, [4, 4]]",
     "ranks": "one whole number for each level, 0 allowed, for example [8, 0, 4]",
@@ -311,7 +340,7 @@ EXPECTED_VALUES = {
     "round_ranks": "a whole number from 1 to 4096, for example 64",
     "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",
     "towers": "auto, all, or names of towers, for example [text, vision]",
-    "refine": "auto, false, or epochs from 0 to 1000, for example {layers: 20, model: 20}, with norms: true or false",
+    "tune": "false, or epochs from 0 to 1000, for example {layers: 0, model: 20}, with norms: true or false",
 }
 
 
@@ -330,7 +359,7 @@ def _explain_error(error: Any, data: dict[str, Any]) -> str:
 
 
 def _dotted_path(loc: list[Any]) -> str:
-    # Keys are lower-case; pydantic adds the class of each alternative (RefineRecipe), which is no key.
+    # Keys are lower-case; pydantic adds the class of each alternative (TuneRecipe), which is no key.
     return ".".join(str(part) for part in loc if not str(part)[:1].isupper())
 
 
@@ -345,14 +374,21 @@ def _apply_override(data: dict[str, Any], text: str) -> None:
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
         raise SurgeryError(f"--set {text!r}: write key=value, for example --set keep=0.75")
-    *parents, last = path.strip().split(".")
     place: Any = data
     try:
+        given = path.strip().split(".")
+        is_range = given[-1] == "layers" and given[-2:-1] not in (["refine"], ["tune"], ["hybrid"])
+        keys, parsed, notes = renew_override(given, value if is_range else read_yaml(value))
+        _warn(notes)
+        if not keys:
+            return
+        *parents, last = keys
         for part in parents:
-            if isinstance(place, dict) and place.get(part) == "auto":  # refine.model=3 in a recipe with refine: auto
+            if isinstance(place, dict) and (
+                place.get(part) is None or place[part] is False
+            ):  # tune.model=3 after tune: false
                 place[part] = {}
-            place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
-        parsed = value if last == "layers" else read_yaml(value)
+            place = place[int(part)] if isinstance(place, list) else place[part]
         if isinstance(place, list):
             place[int(last)] = parsed
         else:

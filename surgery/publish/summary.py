@@ -26,6 +26,7 @@ from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.modeling.joined import sibling
+from surgery.planning.renamed import renew_report
 from surgery.planning.speed import speed_dict
 from surgery.planning.targets import LinearTarget, Plan
 from surgery.structures import STRUCTURES, StructureConfig
@@ -114,7 +115,7 @@ def describe_structure(structure: dict[str, Any]) -> str:
 
 def plan_dict(plan: Plan, context: int | None = None, estimate: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the plan as JSON data, for --json and notebooks. context: as in `cost_lengths`. estimate: of the conversion, with the
-    epochs of its refinement."""
+    time of its tuning."""
     targets = [
         {"name": t.name, "shape": [t.out, t.in_], "keep": t.keep, "first": _preview_dict(t), **_outputs(t)}
         for t in plan.replaced_targets()
@@ -133,7 +134,7 @@ def plan_dict(plan: Plan, context: int | None = None, estimate: dict[str, Any] |
         **attention_costs(
             ((t.path, t.config, t.shape) for t in mixed), softmax, "mixers", plan.dtype, chosen, cost_lengths(context)
         ),
-        "refine": None if estimate is None else estimate["refine"],
+        "tune": None if estimate is None else estimate["tune"],
         "speed_target": speed_dict(
             plan, {t.name: t.preview.to_dict() if t.preview else None for t in plan.replaced_targets()}
         ),
@@ -161,13 +162,14 @@ def _counted_shapes(shapes: list[tuple[tuple[int, int], bool]]) -> list[dict[str
 
 
 def read_report(folder: Path, name: str) -> dict[str, Any]:
-    """Read and validate the report of a converted checkpoint."""
+    """Read and validate the report of a converted checkpoint; one of an older version is returned in today's words."""
     path = folder / REPORT_NAME
     if not path.is_file():
         raise SurgeryError(f"{name} has no {REPORT_NAME}, which `surgery convert` writes. Give a converted checkpoint.")
     from surgery.checkpoint.report import validate_report
 
     report: dict[str, Any] = read_json(path)
+    report = renew_report(report) if isinstance(report, dict) else report
     validate_report(report, str(path))
     return report
 

@@ -12,9 +12,12 @@ from rich.text import Text
 
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens, new_table
-from surgery.planning.refine_budget import epochs_in_words
 from surgery.publish.ratios import format_ratio, perplexity_ratio
 from surgery.publish.summary import describe_structure, inspect_rows
+
+LONG_TUNING = (
+    3600.0  # estimated seconds beyond which a plan and the start of a conversion say how to shorten the tuning
+)
 
 
 def format_share(part: float, whole: float) -> str:
@@ -59,7 +62,7 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
     linears = [table, *lines] if total["modules"] else []
     if mixers and not linears:
         mixers = [f"{escape(plan['source'])} ({plan['model_type']})", *mixers, *whole]
-    return [*linears, *mixers, *refine_plan_lines(plan.get("refine")), *(f"note: {note}" for note in plan["notes"])]
+    return [*linears, *mixers, *tuning_lines(plan.get("tune")), *(f"note: {note}" for note in plan["notes"])]
 
 
 def speed_lines(speed: dict[str, Any] | None) -> list[str]:
@@ -84,27 +87,50 @@ def speed_in_words(before: float, after: float) -> str:
     return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
 
 
-def refine_plan_lines(refine: dict[str, Any] | None) -> list[str]:
-    """Return a line on the epochs of refinement, their estimated time and the budget."""
-    if not refine:
+def tuning_lines(tuning: dict[str, Any] | None) -> list[str]:
+    """Return a sentence on the epochs of a tuning and their estimated time, and one more if that is over an hour. tuning: of surgery.conversion.estimation.tuning.tuning_dict."""
+    if tuning is None:
         return []
-    return [f"{epochs_in_words(refine)} (needs --calibration)"]
+    parts = (("layers", "of each layer"), ("model", "of the whole model"))
+    epochs = [f"{tuning[key]} epoch{'s' if tuning[key] > 1 else ''} {of}" for key, of in parts if tuning[key]]
+    norms = ", norms and biases too" if tuning.get("norms") else ""
+    line = (
+        f"tune: at most {' and '.join(epochs)} over the calibration text{norms}, estimated at {_time_in_words(tuning['seconds'])} on "
+        f"{tuning['where']} (needs --calibration)"
+    )
+    return [line, *long_tuning_lines(tuning)]
 
 
-def refine_lines(refine: dict[str, Any] | None) -> list[str]:
-    """Return lines on what a refinement gained on the held-out rows."""
-    if not refine:
+def long_tuning_lines(tuning: dict[str, Any] | None) -> list[str]:
+    """Return a note on how to shorten a tuning that is estimated at over an hour. tuning: of surgery.conversion.estimation.tuning.tuning_dict."""
+    if tuning is None or tuning["seconds"] <= LONG_TUNING:
         return []
-    layers, whole, lines = list(refine.get("by_layer", {}).values()), refine.get("whole"), []
-    norms = ", norms and biases too" if refine.get("norms") else ""
+    return [
+        f"note: tuning is estimated at {_time_in_words(tuning['seconds'])} on {tuning['where']}; fewer epochs (for example --set tune.model=2) take "
+        "less, and --set tune=false none"
+    ]
+
+
+def _time_in_words(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+def tune_lines(tune: dict[str, Any] | None) -> list[str]:
+    """Return lines on what a tuning gained on the held-out rows."""
+    if not tune:
+        return []
+    layers, whole, lines = list(tune.get("by_layer", {}).values()), tune.get("whole"), []
+    norms = ", norms and biases too" if tune.get("norms") else ""
     if layers:
         better = [r for r in layers if r["epoch"]]
-        lines.append(f"refined layers: {len(better)} of {len(layers)} came closer to the original on held-out text")
+        lines.append(f"tuned layers: {len(better)} of {len(layers)} came closer to the original on held-out text")
     if whole:
         change = (
             f"{whole['start']:.4f} -> {whole['end']:.4f} {whole['unit']}" if whole["epoch"] else "no gain, values kept"
         )
-        lines.append(f"refined as a whole ({refine['model']} epochs{norms}): {change} on held-out text")
+        lines.append(f"tuned as a whole ({tune['model']} epochs{norms}): {change} on held-out text")
     return lines
 
 
@@ -177,15 +203,12 @@ def hybrid_lines(hybrid: dict[str, Any] | None) -> list[str]:
     """Return a line on the layers or heads that keep softmax attention, and on the losses that decided it."""
     if not hybrid:
         return []
-    names = [name for name in ("aligned", "sensitivity", "restored", "gates", "every") if hybrid.get(name)]
+    names = [name for name in ("aligned", "measured", "every") if hybrid.get(name)]
     tried = ", ".join(f"{HYBRID_LABELS.get(name, name)} {hybrid[name]['converted']:.4f}" for name in names)
     kept = ", ".join(hybrid["softmax"])
     if heads := hybrid.get("heads"):
         kept = "key/value heads " + "; ".join(f"{layer}: {own}" for layer, own in heads.items() if own)
     lines = [f"softmax kept in {kept} ({hybrid['kept']}; held-out loss {tried} {hybrid['every']['unit']})"]
-    if gates := hybrid.get("gate_values"):
-        shown = "; ".join(f"{layer}: {', '.join(f'{g:.2f}' for g in own)}" for layer, own in gates.items())
-        lines.append(f"gates: {shown}")
     return [*lines, f"restored in this order: {', '.join(hybrid['order'])}"] if hybrid.get("order") else lines
 
 
@@ -237,7 +260,7 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
         *init_error_lines(report.get("mixers", [])),
         *hybrid_lines(report.get("hybrid")),
         *toeplitz_lines(report.get("toeplitzness")),
-        *refine_lines(report.get("refine")),
+        *tune_lines(report.get("tune")),
     ]
     return [*linears, *mixers, *_total_lines(report)]
 
@@ -248,25 +271,17 @@ def _format_error(value: float | None, places: int) -> str:
 
 ALLOCATIONS = {
     "uniform": "the same share of every matrix (uniform)",
-    "spread": "more for matrices whose errors fall most with rank (spread)",
+    "measured": "more for matrices whose errors fall most with rank (measured)",
 }
 
 
 def allocation_lines(allocation: dict[str, Any]) -> list[str]:
-    """Return a line on how the parameters were shared among the matrices, with the trials or the expected gain that chose it, or the reason
-    why there was no choice; none if the recipe chose it."""
-    kept, why, tilt = allocation.get("kept"), allocation.get("why"), allocation.get("tilt")
-    scores = {name: allocation[name] for name in ("uniform", "spread") if allocation.get(name)}
-    if tilt is not None and allocation.get("tilts"):
-        favored = (
-            "as much in early as in late layers" if tilt == 0 else f"more in {'early' if tilt > 0 else 'late'} layers"
-        )
-        kept, scores = f"{favored} (tilt {tilt:+g})", allocation["tilts"]
+    """Return a line on how the parameters were shared among the matrices, with the trials that chose it, or the reason why there was no choice; none if the recipe chose it."""
+    kept, why = allocation.get("kept"), allocation.get("why")
+    scores = {name: allocation[name] for name in ("uniform", "measured") if allocation.get(name)}
     if scores:
         tried = ", ".join(f"{name} {score['converted']:.4f}" for name, score in scores.items())
         why = f"{why}: {tried} {next(iter(scores.values())).get('unit', '')}"
-    elif allocation.get("expected") is not None:
-        why = f"{why}; expected: {allocation['expected']:.2f}"
     elif why not in ("no calibration text", "every rank is given"):
         return []
     return [escape(f"ranks chosen: {ALLOCATIONS.get(str(kept), kept)}; {why}")]

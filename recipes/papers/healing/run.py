@@ -186,9 +186,8 @@ def convert_once(arguments: argparse.Namespace, name: str, folder: Path, device:
     text = [f"calibration={json.dumps(arguments.calibration)}", f"tokens={arguments.calibrate}"]
     text += [
         f"length={arguments.length[0]}",
-        "refine=false",
-        "allocate=best",
-    ]  # as the tables of docs/quality.md were measured
+        "tune=false",  # as the tables of docs/quality.md were measured
+    ]
     recipe = load_recipe(name, [*text, *arguments.convert])
     if arguments.start == "copied":
         changes = ["attention.start=copied"] if recipe.attention else ["calibration=null"]

@@ -5,8 +5,9 @@ python -m recipes.papers.quality.allocations SRC --calibration FILE --text FILE 
 Each allocation follows the expected rise of the loss at each number of parameters (surgery.calibration.fisher), except `uniform`:
 
     uniform          the same share of every matrix
-    spread           by the gain of each further rank, as `allocate: spread`
-    tilt=T           the rises in layer l of L times exp(T (1 - 2 l / (L - 1))), of which `allocate: depth` chooses T
+    spread           by the gain of each further rank, as `allocate: measured` tries it
+    tilt=T           the rises in layer l of L times exp(T (1 - 2 l / (L - 1))), so that a positive T gives more to early layers; the head counts
+                     as the last one
     lems=ALPHA,GAMMA the rises in layer l times the cross-layer factor of LEMS (Thoma et al. 2026, github.com/lems-svd/lems):
                      1 + GAMMA (S_l - S_(L-1)) / (S_0 - S_(L-1)), S_l = sum of (k + 1)^-ALPHA for k from l to L - 1
     power=P          the rises to the power P
@@ -29,7 +30,7 @@ from recipes.papers.quality.linears import STRUCTURES, convert_and_measure, form
 from surgery.calibration import fisher
 from surgery.conversion import convert
 from surgery.conversion.context import ConversionContext
-from surgery.conversion.trial import measure_rank_errors, tilted_budgets, uniform_budgets
+from surgery.conversion.trial import budgets_by_gain, measure_rank_errors, uniform_budgets
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
 from surgery.eval.suite import EvalOptions
@@ -56,16 +57,18 @@ def choose(ctx: ConversionContext, name: str, values: tuple[float, ...]) -> Chos
         free, options = ctx.plan.replaced_targets(), measure_rank_errors(ctx)
     place = {target.name: target.linear.layer or "" for target in free}
     scaled = options
+    index = {path: layers.index(layer) if layer in layers else len(layers) - 1 for path, layer in place.items()}
+    if name == "tilt":
+        tilt = {path: math.exp(values[0] * (1 - 2 * index[path] / max(1, len(layers) - 1))) for path in index}
+        scaled = {path: [CostPoint(n, tilt[path] * error) for n, error in options[path]] for path in index}
     if name == "lems":
-        index = {path: layers.index(layer) if layer in layers else len(layers) - 1 for path, layer in place.items()}
         scaled = {
             path: [CostPoint(n, error * lems_factor(index[path], len(layers), *values)) for n, error in options[path]]
             for path in index
         }
     if name == "power":
         scaled = {path: [CostPoint(n, max(error, 0.0) ** values[0]) for n, error in options[path]] for path in place}
-    spread = tilted_budgets(ctx.plan, scaled, free, values[0] if name == "tilt" else 0.0)
-    budgets = {**uniform, **({} if name == "uniform" else spread)}
+    budgets = {**uniform, **({} if name == "uniform" else budgets_by_gain(scaled, free))}
     if name == "mean":
         budgets = {path: (uniform[path] + budgets[path]) / 2 for path in uniform}
     return budgets, {"kept": name, "why": "recipe"}

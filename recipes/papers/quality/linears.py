@@ -1,6 +1,6 @@
 """Table of docs/quality.md: perplexity after converting every linear of the layers, by structure and method, without training.
 
-python -m recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--refine 20 20 [--norms]] [--allocate depth] [--share input] [--json OUT]
+python -m recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--tune 20 20 [--norms]] [--allocate uniform] [--share input] [--json OUT]
 
     plain        no calibration text: Frobenius norm
     whitened     closed form in the metric of the inputs, each layer separately, the same share of parameters everywhere
@@ -33,7 +33,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "plain": {"calibration": None},
     "whitened": {**INDEPENDENT, "sweeps": 0},
     "ALS": INDEPENDENT,
-    "everything": {"allocate": "best"},  # as the tables were measured
+    "everything": {"allocate": "measured"},
 }
 STRUCTURES: dict[str, dict[str, Any]] = {
     "low_rank": {},
@@ -118,11 +118,11 @@ def main() -> None:
         help="Tokens of the --text at the same place to score; one number is for all. Repeatable. Default: as --tokens.",
     )
     add(
-        "--refine",
+        "--tune",
         type=int,
         nargs=2,
         metavar=("LAYERS", "MODEL"),
-        help="Epochs of refinement of each layer and of the whole model. Default: no refinement.",
+        help="Epochs of tuning of each layer and of the whole model. Default: no tuning.",
     )
     add(
         "--generate",
@@ -131,7 +131,7 @@ def main() -> None:
         metavar="TOKENS",
         help="Tokens that the original samples and that are fitted to as well. Default: none.",
     )
-    add("--norms", action="store_true", help="Refine norms and biases too. Default: the new parameters alone.")
+    add("--norms", action="store_true", help="Tune norms and biases too. Default: the new parameters alone.")
     add(
         "--share",
         choices=("none", "input"),
@@ -162,11 +162,11 @@ def main() -> None:
     text = {"calibration": arguments.calibration, "tokens": arguments.tokens, "length": arguments.length}
     if arguments.generate:
         text["generated_tokens"] = arguments.generate
-    refine = {}
-    if arguments.refine is not None:
-        refine = {"refine": {**dict(zip(("layers", "model"), arguments.refine)), "norms": arguments.norms}}
+    tune = {}
+    if arguments.tune is not None:
+        tune = {"tune": {**dict(zip(("layers", "model"), arguments.tune)), "norms": arguments.norms}}
     elif arguments.norms:
-        parser.error("--norms needs --refine LAYERS MODEL")
+        parser.error("--norms needs --tune LAYERS MODEL")
     allocate = {} if arguments.allocate is None else {"allocate": arguments.allocate}
     shares = {"everything": arguments.share or ["none"]}
     wanted = [
@@ -179,7 +179,7 @@ def main() -> None:
     for keep, structure, step, share in wanted:
         recipe = {
             **text,
-            **refine,
+            **tune,
             "structure": structure,
             "keep": keep,
             "share": share,

@@ -104,9 +104,7 @@ def measure_conversion(name: str, text: CalibrationText) -> MeasuredConversion:
         LlamaForCausalLM(config).bfloat16().save_pretrained(Path(folder) / "model")
         ids = torch.randint(3, shape.vocabulary, (text.tokens // text.window, text.window))
         write_shard(Path(folder) / "text.safetensors", [TensorSource.from_tensor("input_ids", ids)])
-        recipe = load_recipe(
-            "btt-half", [f"calibration={folder}/text.safetensors", "sweeps=1", "refine=false", "allocate=best"]
-        )
+        recipe = load_recipe("btt-half", [f"calibration={folder}/text.safetensors", "sweeps=1", "tune=false"])
         convert(f"{folder}/model", recipe, Path(folder) / "out", device="cpu", progress=Clock())
     return MeasuredConversion("here", name, shape.layers, text, spent["budgets"], spent["layers"])
 

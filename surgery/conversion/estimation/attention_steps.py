@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgery.conversion.aligned import ALIGN_TOKENS
+from surgery.conversion.aligned import ALIGN_STEPS, ALIGN_TOKENS
 from surgery.conversion.estimation.counting import Work
 from surgery.conversion.estimation.shape import LayerKind, TextRows
 from surgery.conversion.estimation.steps import Step, StepEstimates
@@ -10,11 +10,9 @@ from surgery.conversion.hybrid import TRIAL_STEPS_SHARE
 from surgery.conversion.mixer_init.linear import PROFILE_SAMPLES, SHARPNESS
 from surgery.mixers import MIXERS
 from surgery.planning.attention_recipe import HybridRecipe
-from surgery.planning.refine_budget import BATCH_TOKENS
 
 # Bytes read and written for each multiply-accumulate of a mixer in plain PyTorch, and passes of one local step of Adam.
 MIXER_TRAFFIC, STEP_PASSES = 1.0, 4.0
-HEAD_PASSES = 5  # products with the head's matrix of one step of the whole model (refine_budget)
 
 
 def mixer_work(kind: LayerKind, tokens: float, length: int) -> Work:
@@ -66,16 +64,10 @@ def hybrid_step(steps: StepEstimates, hybrid: HybridRecipe, rows: TextRows) -> S
     shared = -(-layers // setting.processes) / layers
     peak = max((4.0 * kind.params + 6 * steps.activations(kind, length, backward=True) for kind in kinds), default=0.0)
     runs, files = 2.0, 0.0
-    if hybrid.by == "gates":
-        step = Work()
-        for kind in steps.shape.kinds:
-            step += steps.forward(kind, BATCH_TOKENS, length, backward=True).times(1.5 * kind.count)
-        for kind in kinds:
-            step += mixer_work(kind, STEP_PASSES * BATCH_TOKENS, length).times(kind.count)
-        step += steps.head(BATCH_TOKENS, HEAD_PASSES)
-        seconds = start + 2 * every + hybrid.gate_steps * setting.seconds(step)
-        peak += 4.0 * steps.shape.params
-    elif hybrid.by == "restored":
+    if hybrid.of_heads:
+        groups = max(kind.target.shape.groups for kind in kinds if kind.target)
+        seconds = (start + groups * of_held) * shared + 2 * every + 2 * (of_held + score)
+    else:
         count = hybrid.softmax_count(layers)
         passes = sum(1 + (layers - i) * shared / 2 for i in range(count)) + count + 3
         align = sum(
@@ -84,14 +76,8 @@ def hybrid_step(steps: StepEstimates, hybrid: HybridRecipe, rows: TextRows) -> S
             )
             for k in kinds
         )  # fmt: skip
-        seconds = (start + hybrid.align_steps * align) * shared + every + passes * of_held
+        seconds = (start + ALIGN_STEPS * align) * shared + every + passes * of_held
         seconds += 2 * score * sum(1 + (layers - i) * shared for i in range(count))
         runs, files = float(layers + 2), sum(4.0 * kind.count * kind.params / 3 for kind in kinds)
-    elif hybrid.of_heads:
-        groups = max(kind.target.shape.groups for kind in kinds if kind.target)
-        seconds = (start + groups * of_held) * shared + 2 * every + 2 * (of_held + score)
-    else:
-        runs = float(-(-layers // setting.processes))
-        seconds = start * shared + 2 * every + (runs + 2) * (of_held + score)
     device, host, _ = steps.hidden(rows.tokens + runs * rows.held_tokens, 2)
     return Step("hybrid", seconds, peak + device, host, files)

@@ -2,74 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.outline import ModelDescription
 from surgery.conversion.estimation.attention_steps import hybrid_step, mixer_step
 from surgery.conversion.estimation.counting import Work
 from surgery.conversion.estimation.fits import NotCountedError
 from surgery.conversion.estimation.shape import ConversionShape, TextRows, conversion_shape
 from surgery.conversion.estimation.speeds import Speeds, device_speeds
-from surgery.conversion.estimation.steps import MAX_TILTS, MIN_TILTS, Setting, Step, StepEstimates, stored_size
-from surgery.conversion.refine_model import resident_bytes
-from surgery.conversion.trial import is_expectation_reliable, is_text_short
+from surgery.conversion.estimation.steps import Setting, Step, StepEstimates, stored_size
+from surgery.conversion.estimation.tuning import epoch_seconds, tuning_dict
+from surgery.conversion.refine import BATCH_TOKENS, text_factor
+from surgery.conversion.refine_model import coordinate_values, resident_bytes, step_order
 from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
 from surgery.mixers import MIXERS
 from surgery.mixers.cache_size import cache_bytes
-from surgery.planning.recipe import RefineRecipe
-from surgery.planning.refine_budget import (
-    BATCH_TOKENS,
-    BUDGET_THREADS,
-    budget_seconds,
-    coordinate_values,
-    epoch_seconds,
-    place_in_words,
-    resolve_refine,
-    step_order,
-    text_factor,
-)
 from surgery.planning.targets import Plan
 
 MIN_LIMIT = 2.0 * 2**30  # bytes of hidden states that stay in memory (surgery.calibration.layer_runner)
 DEFAULT_CONTEXT = 4096  # tokens
 SWEEPS = (1, None)  # fewest and most sweeps of alternating least squares; None: those of the recipe
-
-
-@dataclass(frozen=True)
-class RefineEstimate:
-    """The refinement of a conversion. seconds: estimated. where: the device in words.
-
-    budget: seconds of the whole conversion, budget_where: the device that it assumes, others: estimated seconds of the other steps there,
-    None if they cannot be estimated: unknown says why. All four are None unless the recipe's epochs are `auto`.
-    """
-
-    epochs: RefineRecipe
-    seconds: float
-    where: str
-    others: float | None = None
-    budget: float | None = None
-    budget_where: str | None = None
-    unknown: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as they stand in a plan."""
-        norms = {"norms": True} if self.epochs.norms else {}
-        found = {
-            "layers": self.epochs.layers,
-            "model": self.epochs.model,
-            **norms,
-            "seconds": round(self.seconds),
-            "where": self.where,
-        }
-        if self.budget is None:
-            return found
-        others = None if self.others is None else round(self.others)
-        return {**found, "other_seconds": others, "budget": round(self.budget), "budget_where": self.budget_where}
 
 
 def estimate_conversion(
@@ -98,13 +53,10 @@ def estimate_conversion(
     kind = "cuda" if speeds.memory else "cpu"
     threads = (threads or torch.get_num_threads()) if kind == "cpu" else 1
     shape = conversion_shape(meta_model, plan, calibrated)
-    refinement = None
-    if shape.rows is not None and plan.recipe.refine:
-        refinement = estimate_refinement(shape, shape.rows, kind, threads)
     setup = {
         "device": name, "processes": processes, "threads": threads if kind == "cpu" else None, "calibrated": calibrated,
         "tokens": None if shape.rows is None else shape.rows.tokens,
-        "refine": None if refinement is None else refinement.to_dict(),
+        "tune": None if shape.rows is None else tuning_dict(plan, shape.rows.tokens, kind, threads),
     }  # fmt: skip
     found = []
     try:
@@ -112,10 +64,9 @@ def estimate_conversion(
             plan.recipe.sweeps if limit is None else min(limit, plan.recipe.sweeps) for limit in SWEEPS
         ):
             setting = _setting(speeds, kind, processes, threads, sweeps)
-            found.append(estimate_steps(shape, setting, refinement.epochs if refinement else None))
+            found.append(estimate_steps(shape, setting))
     except NotCountedError as error:
         return {**setup, "unknown": str(error)}
-    found[:1] = [fewest_trials(found[0], shape), found[0]]
     steps = found[-1]
     seconds = [speeds.startup + sum(step.seconds for step in each) for each in found]
     host = speeds.program + max(step.host + (0 if kind == "cuda" else step.device) for step in steps)
@@ -142,45 +93,8 @@ def _setting(speeds: Speeds, kind: str, processes: int, threads: int, sweeps: in
     return Setting(speeds, kind, processes, threads, max(MIN_LIMIT, speeds.memory / 4), sweeps)
 
 
-def estimate_refinement(shape: ConversionShape, rows: TextRows, device: str, threads: int) -> RefineEstimate:
-    """Return the epochs of a recipe's `refine` and their estimated time. device: `cpu` or `cuda`. threads: of a CPU, for the time.
-
-    With `auto` the epochs get what one process that does the other steps with all sweeps leaves of the budget, on a CPU with
-    BUDGET_THREADS threads: the result must depend neither on the number of processes nor on that of threads. The speeds of a GPU are
-    those of the H200. If the other steps cannot be estimated, there are no epochs.
-    """
-    recipe, plan = shape.plan.recipe, shape.plan
-    others = budget = budget_where = None
-    if recipe.refine == "auto":
-        budget, budget_where = budget_seconds(device), place_in_words(device, BUDGET_THREADS)
-        try:
-            others = _other_seconds(replace(shape, rows=rows), device)
-        except NotCountedError as error:
-            none, where = RefineRecipe(layers=0, model=0), place_in_words(device, threads)
-            return RefineEstimate(none, 0.0, where, None, budget, budget_where, str(error))
-    epochs = resolve_refine(plan, rows.tokens, device, others or 0.0)
-    seconds = epoch_seconds(plan, rows.tokens, device, threads).total(epochs)
-    return RefineEstimate(epochs, seconds, place_in_words(device, threads), others, budget, budget_where)
-
-
-def _other_seconds(shape: ConversionShape, device: str) -> float:
-    """Return the estimated seconds of all steps but the refinement, as `auto` counts them."""
-    kind = "cuda" if device == "cuda" else "cpu"
-    _, speeds = device_speeds(kind)
-    setting = _setting(speeds, kind, 1, 1 if kind == "cuda" else BUDGET_THREADS, shape.plan.recipe.sweeps)
-    steps = fewest_trials(estimate_steps(shape, setting, None), shape)
-    return speeds.startup + sum(step.seconds for step in steps)
-
-
-def refinement_of_samples(model: ModelDescription, plan: Plan, samples: CalibrationSet, device: str) -> RefineEstimate:
-    """Return the refinement of a conversion on these calibration samples, with this process's threads."""
-    rows = TextRows(samples.n_fit, samples.rows - samples.n_fit, samples.tokens() // samples.rows)
-    with torch.random.fork_rng(devices=[]):  # counting draws no numbers of the conversion
-        return estimate_refinement(conversion_shape(model, plan, True), rows, device, torch.get_num_threads())
-
-
-def estimate_steps(shape: ConversionShape, setting: Setting, epochs: RefineRecipe | None) -> list[Step]:
-    """Return the steps of a conversion in order. epochs: of its refinement."""
+def estimate_steps(shape: ConversionShape, setting: Setting) -> list[Step]:
+    """Return the steps of a conversion in order."""
     steps, recipe, plan, rows = StepEstimates(shape, setting), shape.plan.recipe, shape.plan, shape.rows
     if rows is None:
         return [steps.data_free(), _write(shape, setting)]
@@ -193,52 +107,26 @@ def estimate_steps(shape: ConversionShape, setting: Setting, epochs: RefineRecip
     free = [target for target in targets if not target.has_fixed_rank]
     if targets and not (recipe.curvature == "none" and (recipe.allocate == "uniform" or not free)):
         found.append(steps.sensitivities(rows))
-    predicts_next = shape.vocabulary > 0
-    short = (
-        recipe.allocate == "auto" and recipe.speed is None and predicts_next and is_text_short(free, rows.fit_tokens)
-    )
-    if free and recipe.allocate in ("auto", "best") and not short:
+    if free and recipe.allocate == "measured":
         found.append(steps.trial(rows))
-    if free and recipe.allocate == "depth":
-        found.append(steps.tilts(rows))
     if plan.attention_targets:
         found.append(mixer_step(steps, rows))
     found.append(steps.layers(rows, bool(plan.attention_targets)))
-    found += [] if epochs is None else _refine(shape, setting, steps, rows, epochs)
-    return [*found, _write(shape, setting)]
+    return [*found, *_tune(shape, setting, steps, rows), _write(shape, setting)]
 
 
-def fewest_trials(steps: list[Step], shape: ConversionShape) -> list[Step]:
-    """Return the steps with the fewest trials that may run: none where the measured gain can decide, and as few tilts as possible."""
-    shares = {"tilts": MIN_TILTS / MAX_TILTS}
-    if _can_decide_without_trial(shape):
-        shares["trial"] = 0.0
-    return [replace(step, seconds=step.seconds * shares.get(step.name, 1.0)) for step in steps]
-
-
-def _can_decide_without_trial(shape: ConversionShape) -> bool:
-    """Return whether `allocate: auto` leaves out the trial if the measured gain is large enough. A model with a head counts as one that
-    predicts the next token."""
-    recipe, rows = shape.plan.recipe, shape.rows
-    if rows is None or recipe.allocate != "auto" or recipe.speed is not None:
-        return False
-    free = [target for target in shape.plan.replaced_targets() if not target.has_fixed_rank]
-    return is_expectation_reliable(recipe, free, rows.fit_tokens, shape.vocabulary > 0)
-
-
-def _refine(
-    shape: ConversionShape, setting: Setting, steps: StepEstimates, rows: TextRows, epochs: RefineRecipe
-) -> list[Step]:
-    """Return the refinements of a recipe; only the whole model's is done by one process alone. Norms and biases are too small to count."""
+def _tune(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows: TextRows) -> list[Step]:
+    """Return the steps of a recipe's `tune`; only the whole model's is done by one process alone. Norms and biases are too small to count."""
+    epochs = shape.plan.recipe.epochs
     each, found = epoch_seconds(shape.plan, rows.tokens, setting.device, setting.threads), []
     tasks = [
-        ("refine layers", epochs.model_copy(update={"model": 0}), epochs.layers),
-        ("refine model", epochs.model_copy(update={"layers": 0}), epochs.model),
+        ("tune layers", epochs.model_copy(update={"model": 0}), epochs.layers),
+        ("tune model", epochs.model_copy(update={"layers": 0}), epochs.model),
     ]
     for name, part, count in tasks:
         if not count:
             continue
-        if name == "refine layers":
+        if name == "tune layers":
             states_of = [
                 sum(n * (5 * stored_size(t) + 2 * step_order(t) ** 2) for t, n in kind.targets())
                 for kind in shape.kinds
@@ -280,8 +168,8 @@ def disk_bytes(shape: ConversionShape, steps: list[Step], result: float) -> floa
         largest = max(shape.kinds, key=lambda kind: kind.count)
         grams = StepEstimates(shape, _ANY).gram_bytes(largest, shape.rows) * shape.layers
     twice = 1.0 if shape.layers == 0 else 1.0 + 5e9 / max(result, 5e9)
-    refined = 2.0 if any(step.name == "refine model" for step in steps) else twice
-    return result * refined + grams + max(step.files for step in steps)
+    tuned = 2.0 if any(step.name == "tune model" for step in steps) else twice
+    return result * tuned + grams + max(step.files for step in steps)
 
 
 def result_cache_bytes(shape: ConversionShape, context: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from surgery.calibration.layer_runner import CHUNK_TOKENS
 from surgery.calibration.lm_head import MAX_LOGITS, ROWS_PER_PASS
@@ -22,7 +22,7 @@ from surgery.conversion.estimation.fits import (
 from surgery.conversion.estimation.shape import ConversionShape, LayerKind, StageShape, TextRows
 from surgery.conversion.estimation.speeds import Speeds
 from surgery.conversion.generated import rows_together
-from surgery.conversion.trial import MAX_TILT, TILT_SHARE, TILT_STEP, TRIAL_SHARE
+from surgery.conversion.trial import TRIAL_SHARE
 from surgery.core.distributed import DistContext
 from surgery.planning.targets import LinearTarget
 from surgery.structures.shared_basis import STEPS
@@ -35,9 +35,6 @@ ACTIVATIONS, ACTIVATIONS_BACKWARD = (3.5, 3.2, 3.0), (9.2, 7.4, 5.0)
 # Seconds of the host for a layer and a token of all rows that are sampled together. A GPU waits for it. On one H100, beside three other
 # conversions, 8 layers took 43 ms.
 SAMPLING_SECONDS = {"cuda": 2e-3, "cpu": 2e-4}
-
-# Trials of tilts over depth: 0, one step up and one down; at most all steps of one side and one of the other.
-MIN_TILTS, MAX_TILTS = 3, 2 + int(MAX_TILT / TILT_STEP)
 
 
 @dataclass(frozen=True)
@@ -228,7 +225,7 @@ class StepEstimates:
                 works, at_most, cached = count_rank_errors(tasks, setting.device, self.recipe.damping)
                 jobs += self.fit_jobs(stage, works)
                 held, temporary = held + cached * stage.count, max(temporary, at_most)
-            if self.recipe.refine:
+            if self.recipe.epochs.layers:
                 moments += 4.0 * kind.width**2
             work = (
                 run.times(share)
@@ -278,12 +275,6 @@ class StepEstimates:
         device, host, _ = self.hidden(few.fit_tokens + 3 * few.held_tokens, 2)
         seconds += setting.seconds(self.head(3 * few.held_tokens, 1))
         return Step("trial", seconds, max(peak, self.head_bytes(few.held_tokens)) + device, host)
-
-    def tilts(self, rows: TextRows) -> Step:
-        """The conversions that choose a tilt of the budget over depth, as many as there can be (surgery.conversion.trial)."""
-        setting = replace(self.setting, sweeps=min(self.setting.sweeps, 1))
-        each = StepEstimates(self.shape, setting).layers(rows.part(TILT_SHARE), has_mixers=False)
-        return replace(each, name="tilts", seconds=MAX_TILTS * each.seconds)
 
     def gram_bytes(self, kind: LayerKind, rows: TextRows) -> float:
         """Return the bytes of a layer's output Gram matrices."""

@@ -54,7 +54,8 @@ def plan_new_model(folder: Path, recipe: ConversionRecipe) -> Plan:
     name = f"a new {config['model_type']}"
     if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
         raise SurgeryError(
-            f"attention.hybrid: by: {recipe.attention.hybrid.by} needs a trained model, and a new model has no trained weights. Use by: every, or layers: [..]."
+            "attention.hybrid: choose_by: measured needs a trained model, and a new model has no trained weights. Use choose_by: every, or "
+            "layers: [..]."
         )
     state = bare_model(CheckpointSource(name, folder, config, {})).state_dict()
     tensors = {
