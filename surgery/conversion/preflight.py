@@ -127,8 +127,6 @@ def renew_fingerprint(work_dir: Path, start: dict[str, Any]) -> dict[str, Any]:
         recipe = ConversionRecipe.model_validate(renewed)
     except (KeyError, TypeError, ValueError, AttributeError, SurgeryError):
         return start  # not a recipe of any version: it differs from this one
-    if renewed == written:
-        return start
     changed = changed_choice(written) if start.get("calibration") is not None else None
     if changed is not None:
         raise SurgeryError(

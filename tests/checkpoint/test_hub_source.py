@@ -22,7 +22,7 @@ CONVERT = (
     "--set",
     "allocate=uniform",
     "--set",
-    "refine=false",
+    "tune=false",
     "--json",
     "--out",
 )

@@ -30,7 +30,7 @@ RECIPES += [
     load_recipe("btt-half", ["blocks=[7, 7]"]),  # which tiles no matrix
     load_recipe("btt-half", ['rules=[{"match": "no.such.module", "keep": 0.5}]']),
     load_recipe("sliding-window", ["attention.layers=0:1"]),
-    load_recipe("sliding-window", ["attention.hybrid={keep: 0.5, by: every}"]),
+    load_recipe("sliding-window", ["attention.hybrid={softmax: 0.5, choose_by: every}"]),
 ]
 
 

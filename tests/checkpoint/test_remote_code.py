@@ -93,7 +93,7 @@ def place(checkpoints, converted, tmp_path, monkeypatch):
     return tmp_path
 
 
-QUICK = ("--set", "tokens=128", "--set", "length=16", "--set", "allocate=uniform", "--set", "refine=false")
+QUICK = ("--set", "tokens=128", "--set", "length=16", "--set", "allocate=uniform", "--set", "tune=false")
 COMMANDS = {
     "plan": ("plan", "SRC", "-r", "low-rank-half"),
     "convert": ("convert", "SRC", "-r", "low-rank-half", *QUICK, "--calibration", "text.txt", "--out", "NEW"),

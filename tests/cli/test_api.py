@@ -88,13 +88,13 @@ def test_a_chain(checkpoints, tmp_path):
 
 
 def test_a_plan_without_calibration_refuses_what_the_conversion_would_refuse(checkpoints, capsys):
-    with pytest.raises(
-        SurgeryError, match=r"by: restored is measured on calibration text.* Leave out calibrated=False"
-    ):
+    with pytest.raises(SurgeryError, match=r"choose_by: measured needs calibration text.* Leave out calibrated=False"):
         surgery.plan(checkpoints("llama"), "hybrid-25", calibrated=False)
     with pytest.raises(SystemExit):
         main(["plan", str(checkpoints("llama")), "--recipe", "hybrid-25", "--data-free"])
-    assert "Leave out --data-free, or set attention.hybrid.by to every" in " ".join(capsys.readouterr().err.split())
+    assert "Leave out --data-free, or set attention.hybrid.choose_by to every" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_the_whole_model_counts_the_parameters_of_mixers(checkpoints):

@@ -113,7 +113,7 @@ def test_convert_inspect_densify(run, run_json, checkpoints, calibration, tmp_pa
         "--set",
         "allocate=uniform",
         "--set",
-        "refine=false",
+        "tune=false",
         "--seed",
         3,
     )
@@ -177,7 +177,7 @@ SLIPS = [
     (("plan", "{llama}", "-r", "btt-half", "--set", "kep=0.5"), "unknown key 'kep'; did you mean 'keep'?"),
     (("plan", "{llama}", "-r", "btt-half", "--set", "keep"), "write key=value, for example --set keep=0.75"),
     (("plan", "{llama}", "-r", "btt-half", "--set", "structure=btu"), "unknown structure 'btu'; did you mean 'btt'?"),
-    (("plan", "{llama}", "-r", "btt-half", "--set", "refine.layer=3"), "unknown key 'refine.layer'; did you mean 'layers'?"),
+    (("plan", "{llama}", "-r", "btt-half", "--set", "tune.layer=3"), "unknown key 'tune.layer'; did you mean 'layers'?"),
     (("plan", "{llama}", "-r", "btt-half", "--set", "keep=7"), "btt-half.yaml with override keep=7: keep: write a fraction"),
     (
         ("plan", "{llama}", "-r", "btt-half", "--set", "rules=[{{match: mlp.dwn}}]"),

@@ -14,7 +14,7 @@ from surgery.workflow import RunOptions, run, split_text
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny" / "checkpoint"
 EVAL = (("tokens", 64), ("length", 32), ("limit", 2))
-SMALL = ("tokens=256", "length=64", "allocate=uniform", "curvature=none", "refine=false")
+SMALL = ("tokens=256", "length=64", "allocate=uniform", "curvature=none", "tune=false")
 HEAL = (
     *("stages.*.tokens=128", "stages.*.length=32", "stages.*.batch=2", "stages.*.rows=2", "evaluate=0"),
     *("data.packing=stream", "data.validation_examples=2"),

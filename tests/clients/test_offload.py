@@ -23,7 +23,7 @@ def tiny(recipe: str):
     torch.manual_seed(0)
     cls, config = tiny_config("llama")
     attention = load_recipe(recipe, ["calibration=null"]).attention
-    by = {"attention.hybrid.by": "every"} if attention and attention.hybrid else {}
+    by = {"attention.hybrid.choose_by": "every"} if attention and attention.hybrid else {}
     return surgery.apply(cls(config).eval(), recipe, calibration=None, overrides=by, progress=Progress())
 
 

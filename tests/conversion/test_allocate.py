@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from recipes.papers.quality.allocations import lems_factor, parse_allocation
 from surgery.core.errors import SurgeryError
-from surgery.planning.allocate import CostPoint, allocate_budget, expected_error, lower_hull
+from surgery.planning.allocate import CostPoint, allocate_budget, lower_hull
 
 OPTION = st.builds(CostPoint, st.integers(1, 40), st.integers(0, 60).map(float))
 OPTIONS = st.lists(OPTION, min_size=1, max_size=6)
@@ -53,15 +53,6 @@ def test_the_hull_falls_ever_more_slowly_and_nothing_lies_below_it(options):
             if a.params <= option.params <= b.params:
                 line = a.error + (b.error - a.error) * (option.params - a.params) / (b.params - a.params)
                 assert option.error >= line - 1e-9
-
-
-@LAWS
-@given(OPTIONS, st.floats(0, 50), st.floats(0, 50))
-def test_the_expected_error_falls_and_passes_through_the_hull(options, params, more):
-    hull = lower_hull(options)
-    assert all(expected_error(options, option.params) == pytest.approx(option.error) for option in hull)
-    assert hull[-1].error <= expected_error(options, params + more) + 1e-9
-    assert expected_error(options, params + more) <= expected_error(options, params) + 1e-9
 
 
 @LAWS

@@ -166,9 +166,9 @@ def test_missing_calibration_is_named_as_the_argument(checkpoints):
     warnings = [*said, *model.surgery_report["notes"]]
     assert sum("Pass the argument calibration" in text for text in warnings) == 4
     assert not [text for text in warnings if "--" in text]
-    hybrid = {"mixer": "linear", "hybrid": {"keep": 0.5, "by": "sensitivity"}}
+    hybrid = {"mixer": "linear", "hybrid": {"softmax": 0.5, "choose_by": "measured"}}
     with pytest.raises(
-        SurgeryError, match=r"none\. Pass the argument calibration, .*, or set attention.hybrid.by to every"
+        SurgeryError, match=r"none\. Pass the argument calibration, .*, or set attention.hybrid.choose_by to every"
     ):
         surgery.apply(load_original(checkpoints("llama")), {"structure": "dense", "attention": hybrid})
 

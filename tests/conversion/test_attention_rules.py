@@ -132,7 +132,7 @@ def test_costs_of_a_hybrid_count_the_layers_that_keep_softmax(sources, family):
     from itertools import combinations
 
     folder = sources(family, 4)
-    measured = plan_dict(plan_of(folder, hybrid={"keep": 0.5, "by": "sensitivity"}))
+    measured = plan_dict(plan_of(folder, hybrid={"softmax": 0.5}))
     totals = [
         plan_dict(plan_of(folder, hybrid={"layers": list(layers)}))["attention_totals"]
         for layers in combinations(range(4), 2)

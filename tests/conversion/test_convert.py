@@ -57,7 +57,7 @@ def deep(tmp_path_factory):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_ten_random_moments_resumes_to_the_same_bytes(deep, tmp_path, capfd):
     source, inputs = deep
-    recipe = make_recipe(structure="btt", blocks=[2, 2], calibration=inputs, allocate="spread", sweeps=2)
+    recipe = make_recipe(structure="btt", blocks=[2, 2], calibration=inputs, allocate="measured", sweeps=2)
     whole, *resumed = killing.convert_with_kills(
         lambda out, resume: convert(str(source), recipe, out, resume=resume), tmp_path, kills=10
     )
@@ -74,7 +74,7 @@ class Crash(BaseException):
 def test_killed_after_every_journal_line(deep, tmp_path, monkeypatch, lines):
     """Six layers, the rest, the shards: wherever the journal ends, --resume gives the same bytes."""
     source, inputs = deep
-    recipe = make_recipe(structure="low_rank", keep=0.5, calibration=inputs, allocate="spread")
+    recipe = make_recipe(structure="low_rank", keep=0.5, calibration=inputs, allocate="measured")
     whole = tmp_path.parent / "whole-low-rank"
     if not whole.exists():
         convert(str(source), recipe, whole)
@@ -387,7 +387,7 @@ print(peak("small"), peak("large"))
 KEYS = """
 structure: dense
 rules: [{match: attention.key, structure: low_rank, keep: 0.5}]
-allocate: spread
+allocate: measured
 curvature: diagonal
 """
 

@@ -115,14 +115,14 @@ def test_calibrated_experts_are_closer_on_the_tokens_routed_to_them(kind, expert
 
 
 def test_sequential_calibration_of_a_mixture_lowers_the_loss(experts, inputs, tmp_path):
-    recipe = {"structure": "low_rank", "keep": 0.5, "sweeps": 2, "allocate": "best"}
+    recipe = {"structure": "low_rank", "keep": 0.5, "sweeps": 2, "allocate": "measured"}
     fitted = surgery.convert(str(experts("olmoe")), recipe, tmp_path / "fitted", calibration=inputs)
     surgery.convert(str(experts("olmoe")), recipe, tmp_path / "free")
     ids = random_ids(8, seed=3)
     wanted = checkpoint_logits(experts("olmoe"), ids)
     errors = [(checkpoint_logits(tmp_path / name, ids) - wanted).norm() for name in ("fitted", "free")]
     assert errors[0] < errors[1], errors
-    assert fitted["allocation"]["kept"] in ("uniform", "spread") and "spread" in fitted["allocation"]
+    assert fitted["allocation"]["kept"] in ("uniform", "measured") and "measured" in fitted["allocation"]
     shown = repr(surgery.inspect(tmp_path / "fitted"))
     assert "calibration rows routed to them" in shown
     macs = surgery.inspect(tmp_path / "fitted")["macs_per_token"]
@@ -134,7 +134,7 @@ def test_padding_is_no_row_of_an_expert(experts, tmp_path):
     mask = torch.ones(16, 32, dtype=torch.int64)
     mask[:, 20:] = 0
     save_file({"input_ids": random_ids(16), "attention_mask": mask}, tmp_path / "padded.safetensors")
-    recipe = {**ONLY_EXPERTS, "sweeps": 1, "allocate": "spread"}
+    recipe = {**ONLY_EXPERTS, "sweeps": 1, "allocate": "measured"}
     report = surgery.convert(
         str(experts("qwen3_moe")), recipe, tmp_path / "out", calibration=str(tmp_path / "padded.safetensors")
     )
@@ -219,7 +219,7 @@ def test_experts_in_another_layout_stay_dense_and_are_named(kind, experts, tmp_p
 
 
 def test_killed_and_resumed_to_the_same_bytes(experts, inputs, tmp_path, capfd):
-    recipe = make_recipe(structure="low_rank", keep=0.5, calibration=inputs, sweeps=1, allocate="spread")
+    recipe = make_recipe(structure="low_rank", keep=0.5, calibration=inputs, sweeps=1, allocate="measured")
     whole, *resumed = killing.convert_with_kills(
         lambda out, resume: convert(str(experts("deepseek_v2")), recipe, out, resume=resume), tmp_path, kills=3
     )
@@ -234,7 +234,7 @@ def test_two_processes_give_the_bytes_of_one(inputs, tmp_path, monkeypatch):
     """Row shards of two windows, so that some experts get rows in one of the processes only."""
     monkeypatch.setattr(surgery.calibration.partition, "MIN_SHARD_TOKENS", 64)
     source = write_experts("qwen3_moe", tmp_path / "source", num_hidden_layers=1, num_experts=12)
-    recipe = make_recipe(**{**ONLY_EXPERTS, "calibration": inputs, "allocate": "best", "sweeps": 1})
+    recipe = make_recipe(**{**ONLY_EXPERTS, "calibration": inputs, "allocate": "measured", "sweeps": 1})
     for count in (1, 2):
         out = tmp_path / f"out-{count}"
         assert run_processes(count, lambda _, out=out: convert(str(source), recipe, out, device="cpu")) == [0] * count

@@ -24,7 +24,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.journal import Journal
 
 BASE = {"structure": "low_rank", "keep": 0.5, "allocate": "uniform", "sweeps": 1, "holdout": 0.25}
-MORE = {**BASE, "generated_tokens": 200, "refine": {"layers": 0, "model": 1}}
+MORE = {**BASE, "generated_tokens": 200, "tune": {"layers": 0, "model": 1}}
 
 
 def samples(ids, mask=None, holdout=0.25):

@@ -114,14 +114,13 @@ def test_interleaved_rotary_pairs_need_one_form():
     MIXERS[config].check_config(config, replace(SHAPE, rotary=0))
 
 
-@pytest.mark.parametrize("by", ["sensitivity", "gates"])
-def test_a_choice_of_heads_that_cannot_be_measured_is_refused_by_the_plan(by, tmp_path):
+def test_a_choice_of_heads_that_cannot_be_measured_is_refused_by_the_plan(tmp_path):
     """The choice measures softmax with RoPE beside a mixer without it, although the result would drop RoPE in both."""
     TINY_FAMILIES["cohere"].build().save_pretrained(tmp_path / "cohere")
-    hybrid = {"keep": 0.5, "of": "heads", "rope": "drop"}
-    with pytest.raises(SurgeryError, match=f"attention.hybrid by: {by}: .*interleaved"):
-        plan_of(tmp_path / "cohere", {**hybrid, "by": by}, rope="drop")
-    plan_of(tmp_path / "cohere", {**hybrid, "by": "every"}, rope="drop")
+    hybrid = {"softmax": 0.5, "unit": "heads", "rope": "drop"}
+    with pytest.raises(SurgeryError, match=r"attention.hybrid choose_by: measured: .*interleaved"):
+        plan_of(tmp_path / "cohere", hybrid, rope="drop")
+    plan_of(tmp_path / "cohere", {**hybrid, "choose_by": "every"}, rope="drop")
 
 
 def test_vllm_refuses_it_by_name():
@@ -159,27 +158,34 @@ def kept_of(plan):
 def test_explicit_and_evenly_spaced_heads(sources):
     folder = sources()
     assert kept_of(plan_of(folder, {"heads": {"0": [1], "2": [0, 1]}})) == {0: (1,), 1: ()}  # layer 2 keeps softmax
-    assert kept_of(plan_of(folder, {"keep": 0.5, "of": "heads", "by": "every"})) == {0: (1,), 1: (1,), 2: (1,)}
-    assert kept_of(plan_of(folder, {"keep": 0.3, "of": "heads", "by": "every"})) == {0: (1,), 1: (), 2: (0,)}
+    assert kept_of(plan_of(folder, {"softmax": 0.5, "unit": "heads", "choose_by": "every"})) == {
+        0: (1,),
+        1: (1,),
+        2: (1,),
+    }
+    assert kept_of(plan_of(folder, {"softmax": 0.3, "unit": "heads", "choose_by": "every"})) == {
+        0: (1,),
+        1: (),
+        2: (0,),
+    }
     rules = [{"layers": "1", "mixer": "window", "window": 4}]
-    found = plan_of(folder, {"keep": 0.5, "of": "heads", "by": "every"}, rules=rules).attention_targets
+    found = plan_of(folder, {"softmax": 0.5, "unit": "heads", "choose_by": "every"}, rules=rules).attention_targets
     assert [t.config.others.name for t in found.values()] == ["linear", "window", "linear"]
 
 
 @pytest.mark.parametrize(
     "hybrid, said",
     [
-        ({"keep": 0.5, "heads": {0: [1]}}, "keep and heads"),
-        ({"of": "heads"}, "none of them"),
-        ({"layers": [0], "of": "heads"}, "names whole layers"),
-        ({"heads": {0: [1]}, "of": "layers"}, "Leave of out"),
+        ({"softmax": 0.5, "heads": {0: [1]}}, "softmax and heads"),
+        ({"unit": "heads"}, "none of them"),
+        ({"layers": [0], "unit": "heads"}, "names whole layers"),
+        ({"heads": {0: [1]}, "unit": "layers"}, "Leave unit out"),
         ({"heads": {0: [1, 0]}}, "layer 0 must have numbers of key/value heads in order"),
         ({"heads": {0: [2]}}, r"layer 0 has key/value heads 0 to 1 \(got 2\)"),
         ({"heads": {7: [0]}}, r"layer 7 must be one of the selected layers \[0, 1, 2\]"),
         ({"heads": {0: []}}, "names no head"),
         ({"heads": {0: [0, 1], 1: [0, 1], 2: [0, 1]}}, "nothing would be replaced"),
-        ({"keep": 0.5, "of": "heads", "by": "restored"}, "restores whole layers"),
-        ({"keep": 0.5, "of": "head"}, "attention.hybrid.of"),
+        ({"softmax": 0.5, "unit": "head"}, "attention.hybrid.unit"),
     ],
 )
 def test_choices_that_are_refused(sources, hybrid, said):
@@ -189,12 +195,12 @@ def test_choices_that_are_refused(sources, hybrid, said):
 
 def test_other_mixers_and_one_shared_head_are_refused(sources):
     with pytest.raises(SurgeryError, match=r"needs mixer linear or window .*got 'mlr'"):
-        attention = {"mixer": "mlr", "ranks": [4, 4], "extents": [8], "hybrid": {"keep": 0.5, "of": "heads"}}
+        attention = {"mixer": "mlr", "ranks": [4, 4], "extents": [8], "hybrid": {"softmax": 0.5, "unit": "heads"}}
         make_recipe(structure="dense", attention=attention)
-    with pytest.raises(SurgeryError, match=r"attention.rules.0: hybrid of: heads needs"):
-        plan_of(sources(), {"keep": 0.5, "of": "heads"}, rules=[{"layers": "1", "mixer": "bilinear_btt"}])
+    with pytest.raises(SurgeryError, match=r"attention.rules.0: hybrid unit: heads needs"):
+        plan_of(sources(), {"softmax": 0.5, "unit": "heads"}, rules=[{"layers": "1", "mixer": "bilinear_btt"}])
     with pytest.raises(SurgeryError, match=r"has one, which all its 4 query heads share \(multi-query attention\)"):
-        plan_of(sources(num_key_value_heads=1), {"keep": 0.5, "of": "heads", "by": "every"})
+        plan_of(sources(num_key_value_heads=1), {"softmax": 0.5, "unit": "heads", "choose_by": "every"})
 
 
 @pytest.mark.parametrize("attention", [SMALL, WINDOWED])
@@ -202,7 +208,7 @@ def test_plans_count_the_heads_that_keep_softmax(sources, attention):
     """A choice that is not made yet counts as any choice of as many heads does."""
     folder = sources()
     told = [plan_dict(plan_of(folder, hybrid, **attention)) for hybrid in (
-        {"keep": 0.5, "of": "heads"}, {"heads": {0: [0, 1], 1: [1]}}, {"heads": {0: [0], 1: [1], 2: [1]}})]  # fmt: skip
+        {"softmax": 0.5, "unit": "heads"}, {"heads": {0: [0, 1], 1: [1]}}, {"heads": {0: [0], 1: [1], 2: [1]}})]  # fmt: skip
     caches = [t["attention_totals"]["cache_bytes"] for t in told]
     assert caches[0] == caches[1] == caches[2] and caches[0]["1024"][0] == 4 * 3 * 2 * 16 * 1024  # float32
     assert "3 of these 6 key/value heads in 3 layers keep softmax" in " ".join(told[0]["notes"])
@@ -211,9 +217,8 @@ def test_plans_count_the_heads_that_keep_softmax(sources, attention):
     assert [len(t["mixers"]) for t in told] == [1, 2, 1] and plan_table(told[1])
 
 
-def test_recipes_without_heads_are_written_as_before():
-    assert HybridRecipe(keep=0.5).model_dump() == {"keep": 0.5, "by": "sensitivity", "layers": None}
-    for hybrid in (HybridRecipe(keep=0.5, of="heads"), HybridRecipe(heads={"0": [1]})):
+def test_heads_are_kept_in_journals():
+    for hybrid in (HybridRecipe(softmax=0.5, unit="heads"), HybridRecipe(heads={"0": [1]})):
         assert HybridRecipe(**json.loads(hybrid.model_dump_json())) == hybrid
 
 
@@ -275,15 +280,15 @@ def test_kept_heads_are_the_original_s_and_the_others_are_fitted(tmp_path, sourc
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.9])
-def test_sensitivity_ranks_heads_of_all_layers_together(keep, tmp_path, sources):
-    folder, hybrid = sources(), {"keep": keep, "of": "heads"}
+def test_the_measured_choice_ranks_heads_of_all_layers_together(keep, tmp_path, sources):
+    folder, hybrid = sources(), {"softmax": keep, "unit": "heads"}
     told = convert(str(folder), calibrated(tmp_path, hybrid), tmp_path / "out")["hybrid"]
     count = {0.5: 3, 0.9: 5}[keep]
     errors = {(layer, head): e for layer, own in told["head_errors"].items() for head, e in enumerate(own)}
-    chosen = {(layer, head) for layer, own in told["sensitivity"]["heads"].items() for head in own}
+    chosen = {(layer, head) for layer, own in told["measured"]["heads"].items() for head in own}
     assert len(errors) == 6 and len(chosen) == count
     assert min(errors[unit] for unit in chosen) >= max(errors[unit] for unit in set(errors) - chosen)
-    assert told[told["kept"]]["converted"] == min(told[name]["converted"] for name in ("sensitivity", "every"))
+    assert told[told["kept"]]["converted"] == min(told[name]["converted"] for name in ("measured", "every"))
     assert sum(map(len, told["heads"].values())) == count
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     mixers = config["quantization_config"]["mixers"]
@@ -307,7 +312,7 @@ def test_a_head_s_error_is_that_of_a_model_with_it_alone(tmp_path, monkeypatch):
         return measure(self, call, mixer)
 
     monkeypatch.setattr(HeadTrial, "_head_errors", measured)
-    hybrid = {"keep": 0.25, "of": "heads"}
+    hybrid = {"softmax": 0.25, "unit": "heads"}
     told = convert(str(tmp_path / "source"), calibrated(tmp_path, hybrid, SMALL), tmp_path / "out")["hybrid"]
     from transformers import AutoModelForCausalLM
 
@@ -335,7 +340,7 @@ def test_an_interrupted_choice_and_a_damaged_one_give_the_same_bytes(tmp_path, s
     from surgery.core.files import partial_path
     from surgery.core.journal import JOURNAL_NAME, Journal, _encode_entry, _parse_entry
 
-    folder, recipe = sources(), calibrated(tmp_path, {"keep": 0.5, "of": "heads"})
+    folder, recipe = sources(), calibrated(tmp_path, {"softmax": 0.5, "unit": "heads"})
     convert(str(folder), recipe, tmp_path / "whole")
     add = Journal.add
 

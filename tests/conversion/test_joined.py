@@ -191,13 +191,11 @@ def test_joined_is_closer_than_apart_on_other_text(converted, source, inputs, tm
     )
 
 
-@pytest.mark.parametrize(
-    "options", [{"structure": "auto"}, {"allocate": "spread"}, {"allocate": "best"}, {"curvature": "diagonal"}]
-)
+@pytest.mark.parametrize("options", [{"structure": "auto"}, {"allocate": "measured"}, {"curvature": "diagonal"}])
 def test_allocation_trials_and_refinement(options, source, inputs, tmp_path):
-    recipe = {**PIVOTED, **options, "refine": {"layers": 2, "model": 2, "norms": True}}
+    recipe = {**PIVOTED, **options, "tune": {"layers": 2, "model": 2, "norms": True}}
     report = surgery.convert(str(source), recipe, tmp_path / "out", calibration=inputs)
-    for refined in (*report["refine"]["by_layer"].values(), report["refine"]["whole"]):
+    for refined in (*report["tune"]["by_layer"].values(), report["tune"]["whole"]):
         assert refined["end"] <= refined["start"]
     names = {record["name"].removeprefix("model.layers.1.") for record in report["modules"]}
     assert {QKV, GATE_UP} <= names
@@ -208,7 +206,7 @@ def test_allocation_trials_and_refinement(options, source, inputs, tmp_path):
     assert not torch.equal(
         stored["model.layers.0.self_attn.k_proj.bias"],
         load_file(source / "model.safetensors")["model.layers.0.self_attn.k_proj.bias"],
-    ) or report["refine"]["whole"]["end"] == report["refine"]["whole"]["start"]  # fmt: skip
+    ) or report["tune"]["whole"]["end"] == report["tune"]["whole"]["start"]  # fmt: skip
 
 
 def test_a_budget_that_covers_a_group_leaves_its_linears_dense(source, inputs, tmp_path, monkeypatch):
@@ -232,7 +230,7 @@ def test_a_budget_that_covers_a_group_leaves_its_linears_dense(source, inputs, t
 
 
 def test_killed_and_resumed_to_the_same_bytes(source, inputs, tmp_path, capfd):
-    recipe = make_recipe(**PIVOTED, calibration=inputs, refine={"layers": 1, "model": 1})
+    recipe = make_recipe(**PIVOTED, calibration=inputs, tune={"layers": 1, "model": 1})
     whole, *resumed = killing.convert_with_kills(
         lambda out, resume: convert(str(source), recipe, out, resume=resume), tmp_path, kills=1
     )
@@ -245,7 +243,7 @@ def test_killed_and_resumed_to_the_same_bytes(source, inputs, tmp_path, capfd):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_two_processes_give_the_bytes_of_one(source, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(surgery.calibration.partition, "MIN_SHARD_TOKENS", 64)
-    recipe = make_recipe(**PIVOTED, calibration=inputs, allocate="best")
+    recipe = make_recipe(**PIVOTED, calibration=inputs, allocate="measured")
     for count in (1, 2):
         out = tmp_path / f"out-{count}"
         assert run_processes(count, lambda _, out=out: convert(str(source), recipe, out, device="cpu")) == [0] * count

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from conversion.test_head_hybrid import SMALL, WINDOWED, calibrated, plan_of, sources  # noqa: F401
-from helpers.small import make_recipe, model_outputs, tiny_config, tiny_inputs
+from helpers.small import choose_layers_quickly, make_recipe, model_outputs, tiny_config, tiny_inputs
 from transformers import DynamicCache
 
 from surgery.checkpoint.outline import describe_checkpoint
@@ -64,7 +64,7 @@ def test_models_without_rope_or_order_are_refused(sources, checkpoints):  # noqa
     with pytest.raises(SurgeryError, match="this module is bidirectional"):
         plan_of(checkpoints("bert"), {"layers": [1], "scale": "length"})
     with pytest.raises(SurgeryError, match=r"Set attention\.hybrid\.trained_length"):
-        HybridRecipe(layers=(1,), scale="length").softmax(None)
+        HybridRecipe(layers=(1,), scale="length").kept_softmax(None)
 
 
 def test_vllm_refuses_it_by_name():
@@ -72,9 +72,8 @@ def test_vllm_refuses_it_by_name():
         check_mixer(mixer_config({"mixer": "softmax", **FAR, "trained_length": 8}), "layers.1")
 
 
-def test_recipes_without_options_are_written_as_before():
-    assert HybridRecipe(keep=0.5).model_dump() == {"keep": 0.5, "by": "sensitivity", "layers": None}
-    hybrid = HybridRecipe(keep=0.5, **FAR)
+def test_options_are_kept_in_journals():
+    hybrid = HybridRecipe(softmax=0.5, **FAR)
     assert HybridRecipe(**json.loads(hybrid.model_dump_json())) == hybrid
 
 
@@ -83,16 +82,17 @@ def test_recipes_without_options_are_written_as_before():
     [
         {"layers": [1], **FAR, "trained_length": 12},
         {"heads": {0: [1], 1: [0, 1]}, **FAR, "trained_length": 12},
-        {"keep": 0.4, "by": "sensitivity", "rope": "drop"},
-        {"keep": 0.4, "by": "sensitivity", "of": "heads", "scale": "length", "trained_length": 12},
+        {"softmax": 0.4, "choose_by": "measured", "rope": "drop"},
+        {"softmax": 0.4, "choose_by": "measured", "unit": "heads", "scale": "length", "trained_length": 12},
     ],
 )
-def test_a_converted_model_decodes_as_it_reads(hybrid, tmp_path, sources):  # noqa: F811
+def test_a_converted_model_decodes_as_it_reads(hybrid, tmp_path, sources, monkeypatch):  # noqa: F811
     """Calibrated, loaded, step by step as in one pass, beyond the trained length."""
+    choose_layers_quickly(monkeypatch)
     folder = sources()
     recipe = calibrated(tmp_path, hybrid, WINDOWED)
     report = convert(str(folder), recipe, tmp_path / "out")
-    if "keep" not in hybrid:
+    if "softmax" not in hybrid:
         plan = plan_dict(make_plan(describe_checkpoint(open_checkpoint(str(folder))), recipe))
         told = inspect(str(tmp_path / "out"))
         assert told["attention_totals"] == plan["attention_totals"] and told["mixer_rows"] == plan["mixers"]

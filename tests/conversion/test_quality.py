@@ -74,7 +74,7 @@ def test_btt_of_a_real_encoder(keep, floor, tokens, heldout_tokens, minilm, text
 )
 def test_refined_btt_of_a_real_encoder(keep, share, floor, minilm, texts, tmp_path):
     keys = {"structure": "btt", "blocks": "sqrt", "keep": keep, "tokens": 16384, "share": share}
-    found = cosine(minilm, texts, tmp_path / "out", refine={"layers": 20, "model": 20}, **keys)
+    found = cosine(minilm, texts, tmp_path / "out", tune={"layers": 20, "model": 20}, **keys)
     print(f"BTT, {keep:.0%} kept, share: {share}, refined: cosine {found:.3f}")
     assert found >= floor
 

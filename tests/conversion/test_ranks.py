@@ -9,7 +9,7 @@ import signal
 import pytest
 from conversion.test_convert import bytes_of
 from helpers.forked import run_processes
-from helpers.small import make_recipe
+from helpers.small import choose_layers_quickly, make_recipe
 
 import surgery.calibration.partition
 from surgery.conversion.aligned import AlignedStudent
@@ -27,32 +27,17 @@ MIXED = {
     "rules": [{"match": "attention.value", "structure": "pivoted_low_rank"}],
     "sweeps": 1,
 }
-HYBRID = {
-    "structure": "dense",
-    "attention": {
-        "mixer": "linear",
-        "mask": "gates",
-        "features": "hedgehog",
-        "steps": 1,
-        "hybrid": {"keep": 0.5, "by": "sensitivity"},
-    },
-}
-RESTORED = {
-    "structure": "dense",
-    "attention": {
-        "mixer": "linear",
-        "mask": "gates",
-        "steps": 4,
-        "hybrid": {"keep": 0.5, "by": "restored", "align_steps": 2, "weights": "even"},
-    },
-}
-
-HEADS, GATES = (
+RESTORED, HEADS = (
     {
         "structure": "dense",
-        "attention": {"mixer": "linear", "mask": "gates", "steps": 1, "hybrid": {"keep": 0.5, "of": "heads", **how}},
+        "attention": {
+            "mixer": "linear",
+            "mask": "gates",
+            "steps": 4,
+            "hybrid": {"softmax": 0.5, "choose_by": "measured", "unit": unit},
+        },
     }
-    for how in ({"by": "sensitivity"}, {"by": "gates", "gate_steps": 2})
+    for unit in ("layers", "heads")
 )
 
 
@@ -70,7 +55,8 @@ def one_is_killed(monkeypatch, no_heartbeats):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    """As if the windows were many."""
+    """As if the windows were many and long."""
+    choose_layers_quickly(monkeypatch)
     monkeypatch.setattr(surgery.calibration.partition, "MIN_SHARD_TOKENS", 48)
 
 
@@ -89,15 +75,12 @@ def run_conversion(checkpoint, inputs, out, recipe, count=1, resume=False):
     "recipe, family, count",
     [
         (MIXED, None, 2),
-        (HYBRID, "llama", 2),
         (RESTORED, "llama", 3),
         (HEADS, "llama", 2),
-        (GATES, "llama", 2),
-        ({**MIXED, "allocate": "best"}, "llama", 2),
-        ({**MIXED, "allocate": "depth", "sweeps": 0}, "llama", 2),
+        ({**MIXED, "allocate": "measured"}, "llama", 2),
         ({"structure": "btt", "blocks": [2, 2], "order": "strided", "keep": 0.6, "sweeps": 1}, "llama", 2),
     ],
-    ids=["without text", "hybrid", "restored", "heads", "gates", "trials", "depth", "strided"],
+    ids=["without text", "layers", "heads", "trials", "strided"],
 )
 def test_the_same_bytes_as_one_process(recipe, family, count, checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints(family or "llama"), calibration(family) if family else None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from surgery.core.errors import SurgeryError
 from surgery.planning.recipe import (
     ConversionRecipe,
+    TuneRecipe,
     conversion_recipes_folder,
     is_layer_selected,
     load_recipe,
@@ -27,9 +28,9 @@ def test_shipped_recipes(name):
     assert recipe.description and len(text.splitlines()) < 80
     if recipe.attention is None:
         assert recipe.keep == 0.5 and "keep" in yaml.safe_load(text)
-        assert recipe.refine == "auto"
+        assert recipe.tune == TuneRecipe(model=20)
     else:
-        assert recipe.refine is None
+        assert recipe.tune is None
         assert recipe.structure == "dense"  # attention alone; linears are added with --set structure=..
 
 
@@ -186,9 +187,12 @@ def test_any_values_are_a_recipe_or_a_clear_refusal(data):
 
 
 def test_the_share_of_a_hybrid_is_explained_without_patterns():
-    """`keep` of the recipe may be written per pattern, `keep` of a hybrid may not."""
-    data = {"structure": "dense", "attention": {"mixer": "linear", "hybrid": {"keep": {"mlp.*": 0.2}, "by": "every"}}}
-    with pytest.raises(SurgeryError, match=r"attention\.hybrid\.keep: write a fraction .* for example 0\.25 \(got"):
+    """`keep` of the recipe may be written per pattern, `softmax` of a hybrid may not."""
+    data = {
+        "structure": "dense",
+        "attention": {"mixer": "linear", "hybrid": {"softmax": {"mlp.*": 0.2}, "choose_by": "every"}},
+    }
+    with pytest.raises(SurgeryError, match=r"attention\.hybrid\.softmax: write a fraction .* for example 0\.25 \(got"):
         validate_recipe(data, "(given as a dict)")
     with pytest.raises(SurgeryError, match=r": keep: write a fraction .* or \{pattern: fraction\} \(got 1\.5\)"):
         validate_recipe({"structure": "btt", "keep": 1.5}, "(given as a dict)")

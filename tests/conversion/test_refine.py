@@ -1,4 +1,4 @@
-"""Refinement: new parameters trained on the calibration text, kept only where the held-out rows improve."""
+"""Tuning: new parameters trained on the calibration text, kept only where the held-out rows improve."""
 
 from __future__ import annotations
 
@@ -13,33 +13,22 @@ from safetensors.torch import load_file
 
 import surgery
 import surgery.calibration.partition
-from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
+from surgery.cli.main import main
 from surgery.conversion import convert as convert_module
 from surgery.conversion import refine, refine_model
 from surgery.conversion.convert import convert
-from surgery.conversion.estimation.estimate import estimate_refinement, refinement_of_samples
-from surgery.conversion.estimation.shape import TextRows, conversion_shape
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path
 from surgery.core.journal import Journal
 from surgery.core.progress import Progress
-from surgery.planning import refine_budget
 from surgery.planning.plan import make_plan
-from surgery.planning.recipe import RefineRecipe
-from surgery.planning.refine_budget import (
-    BUDGET_SECONDS,
-    BUDGET_THREADS,
-    epoch_seconds,
-    epochs_in_words,
-    resolve_refine,
-)
 from surgery.structures import STRUCTURES
 from surgery.structures.low_rank import LowRank
 
 BASE = {"structure": "low_rank", "keep": 0.5, "allocate": "uniform", "sweeps": 1, "holdout": 0.25}
-BOTH = {**BASE, "refine": {"layers": 2, "model": 2}}
+BOTH = {**BASE, "tune": {"layers": 2, "model": 2}}
 MIXER = {
     **BASE,
     "structure": "dense",
@@ -78,7 +67,7 @@ def test_every_kind_of_model_comes_closer_to_the_original(family, checkpoints, c
     checkpoint, inputs = checkpoints(family), calibration(family)
     plain = run(checkpoint, inputs, tmp_path / "plain", BASE)
     report = run(checkpoint, inputs, tmp_path / "refined", BOTH)
-    found = report["refine"]
+    found = report["tune"]
     assert (found["layers"], found["model"]) == (2, 2) and found["by_layer"]
     records = [*found["by_layer"].values(), found["whole"]]
     assert all(r["end"] < r["start"] if r["rate"] else r["end"] == r["start"] for r in records)
@@ -100,12 +89,12 @@ def test_every_kind_of_model_comes_closer_to_the_original(family, checkpoints, c
 
 
 def test_a_replaced_head_and_fused_linears_are_refined_too(checkpoints, calibration, tmp_path):
-    recipe = {**BOTH, "fused": "split", "rules": [{"match": "head", "keep": 0.5}], "refine": {"layers": 0, "model": 2}}
+    recipe = {**BOTH, "fused": "split", "rules": [{"match": "head", "keep": 0.5}], "tune": {"layers": 0, "model": 2}}
     for family, head in (("phi3", "lm_head"),):
         out = tmp_path / family
-        plain = run(checkpoints(family), calibration(family), tmp_path / f"{family}-plain", {**recipe, "refine": False})
+        plain = run(checkpoints(family), calibration(family), tmp_path / f"{family}-plain", {**recipe, "tune": False})
         report = run(checkpoints(family), calibration(family), out, recipe)
-        assert report["refine"]["by_layer"] == {} and report["refine"]["whole"]["rate"] > 0
+        assert report["tune"]["by_layer"] == {} and report["tune"]["whole"]["rate"] > 0
         before, after = tensors_of(tmp_path / f"{family}-plain"), tensors_of(out)
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         assert any(name.startswith(head) for name in changed), changed
@@ -115,8 +104,8 @@ def test_a_replaced_head_and_fused_linears_are_refined_too(checkpoints, calibrat
 def test_mixers_are_refined(checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints("llama"), calibration("llama")
     run(checkpoint, inputs, tmp_path / "plain", MIXER)
-    report = run(checkpoint, inputs, tmp_path / "refined", {**MIXER, "refine": {"layers": 2, "model": 2}})
-    assert report["refine"]["whole"]["end"] < report["refine"]["whole"]["start"]
+    report = run(checkpoint, inputs, tmp_path / "refined", {**MIXER, "tune": {"layers": 2, "model": 2}})
+    assert report["tune"]["whole"]["end"] < report["tune"]["whole"]["start"]
     before, after = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "refined")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(".mixer." in name for name in changed)
@@ -127,7 +116,7 @@ def test_a_refinement_that_does_not_help_changes_nothing(checkpoints, calibratio
     checkpoint, inputs = checkpoints("llama"), calibration("llama")
     plain = run(checkpoint, inputs, tmp_path / "plain", BASE)
     report = run(checkpoint, inputs, tmp_path / "refined", BOTH)
-    records = [*report["refine"]["by_layer"].values(), report["refine"]["whole"]]
+    records = [*report["tune"]["by_layer"].values(), report["tune"]["whole"]]
     assert all(r["rate"] == 0 and r["epoch"] == 0 and r["end"] == r["start"] for r in records)
     before, after = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "refined")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -171,11 +160,11 @@ def test_a_streamed_step_computes_the_same_numbers(family, checkpoints, calibrat
 
 def test_killed_after_every_journal_line(checkpoints, calibration, tmp_path, monkeypatch):
     checkpoint, inputs = checkpoints("llama"), calibration("llama")
-    recipe = {**BOTH, "refine": {"layers": 1, "model": 1}}
+    recipe = {**BOTH, "tune": {"layers": 1, "model": 1}}
     run(checkpoint, inputs, tmp_path / "whole", recipe)
     whole, add = bytes_of(tmp_path / "whole"), Journal.add
     steps = []
-    for lines in (3, 5, 6, 7):
+    for lines in (2, 4, 5, 6):
 
         def crash(self, step, *, lines=lines, **what):
             if len(self.entries) == lines:
@@ -190,11 +179,11 @@ def test_killed_after_every_journal_line(checkpoints, calibration, tmp_path, mon
         monkeypatch.undo()
         monkeypatch.setattr(refine, "TRIAL_STEPS", 4)
         monkeypatch.setattr(refine, "RATES", (3e-3, 3e-2))
-        if lines == 6:  # a damaged file of a fitted layer
+        if lines == 5:  # a damaged file of a fitted layer
             (partial_path(out) / "fitted" / "model.layers.0.safetensors").write_bytes(b"damaged")
         run(checkpoint, inputs, out, recipe, resume=True)
         assert bytes_of(out) == whole, lines
-    assert {"refine", "fitted", "piece"} <= set(steps)
+    assert {"fitted", "piece"} <= set(steps)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -214,87 +203,74 @@ def test_a_live_model_gets_the_tensors_of_the_command(checkpoints, calibration, 
     model = surgery.apply(LlamaForCausalLM.from_pretrained(checkpoint), BOTH, calibration=load_file(inputs))
     state, written = model.state_dict(), tensors_of(tmp_path / "out")
     assert all(torch.equal(state[name], tensor) for name, tensor in written.items())
-    assert model.surgery_report["refine"]["whole"]["rate"] > 0
+    assert model.surgery_report["tune"]["whole"]["rate"] > 0
 
 
-# -- refusals, and the time of `auto` --------------------------------------------------------------
-def test_refusals(checkpoints, tmp_path):
-    with pytest.raises(SurgeryError, match="refine trains on the calibration text, and there is none"):
-        convert(str(checkpoints("llama")), make_recipe(**BOTH), tmp_path / "out", device="cpu")
-    assert not list(tmp_path.iterdir())
-    module = torch.nn.Sequential(torch.nn.Linear(32, 32))
-    data = {"input": torch.randn(16, 32)}
-    with pytest.raises(
-        SurgeryError, match=r"refine needs the layers of a transformers model .got a Sequential.*refine=False"
-    ):
-        surgery.apply(module, BOTH, calibration=data)
+# -- what it needs, and its time -------------------------------------------------------------------
+def test_without_text_nothing_is_tuned_and_a_warning_says_so(checkpoints, tmp_path):
     said = []
-    surgery.apply(module, {**BASE, "refine": "auto"}, calibration=data, progress=Listener(said))
-    assert module.surgery_report["recipe"]["refine"] is None
-    assert any("no refinement: it needs the layers of a transformers model (got a Sequential)" in line for line in said)
-    with pytest.raises(SurgeryError, match="refine: write auto, false, or epochs"):
-        make_recipe(**BASE, refine=True)
+    report = convert(
+        str(checkpoints("llama")), make_recipe(**BOTH), tmp_path / "out", device="cpu", progress=Listener(said)
+    )
+    assert report["tune"] is None and any("in the Frobenius norm and not tuned" in line for line in said)
+    plain = convert(str(checkpoints("llama")), make_recipe(**BASE), tmp_path / "plain", device="cpu")
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "plain") and plain["notes"] != report["notes"]
+    said.clear()
+    convert(
+        str(checkpoints("llama")),
+        make_recipe(**{**MIXER, "tune": {"model": 1}}),
+        tmp_path / "mixers",
+        progress=Listener(said),
+    )
+    assert any("no calibration text: nothing is tuned" in line for line in said)
 
 
-def test_auto_fits_its_budget_and_is_told_by_the_plan(checkpoints, tmp_path):
-    model = MetaModel(open_checkpoint(str(checkpoints("llama")), False))
-    plan = make_plan(model, make_recipe(**BASE, refine="auto"))
-    for tokens in (2**14, 2**26, 2**27, 2**28, 2**29, 2**40):
-        for others in (0.0, 100.0):
-            epochs, seconds = (
-                resolve_refine(plan, tokens, "cpu", others),
-                epoch_seconds(plan, tokens, "cpu", BUDGET_THREADS),
-            )
-            assert others + seconds.total(epochs) <= BUDGET_SECONDS["cpu"]
-            one_more = others + seconds.total(epochs) + (1 + seconds.trials) * max(seconds.model, seconds.layers)
-            assert (epochs.layers, epochs.model) == (20, 20) or one_more > BUDGET_SECONDS["cpu"]
-    assert resolve_refine(plan, 2**14, "cpu", BUDGET_SECONDS["cpu"]) == RefineRecipe(layers=0, model=0)
-    assert resolve_refine(make_plan(model, make_recipe(**BASE)), 2**14, "cpu", 0.0).model == 0
-    told = surgery.plan(checkpoints("llama"), {**BASE, "refine": "auto"}, device="cpu")
-    assert told["refine"]["layers"] == told["refine"]["model"] == 20 and told["refine"]["budget"] == 300
-    assert told["refine"]["seconds"] + told["refine"]["other_seconds"] < 300
-    assert "refine: 20 epochs of each layer and 20 epochs of the whole model" in told._repr_html_()
-    assert "the budget of refine: auto is 5 minutes for the whole conversion on 2 threads" in told._repr_html_()
+def test_a_model_that_is_not_of_transformers_is_not_tuned_and_a_note_says_so():
+    module, said = torch.nn.Sequential(torch.nn.Linear(32, 32)), []
+    surgery.apply(module, BOTH, calibration={"input": torch.randn(16, 32)}, progress=Listener(said))
+    assert module.surgery_report["recipe"]["tune"] is None
+    assert any("tune needs the layers of a transformers model (got a Sequential)" in line for line in said)
 
 
-def test_epochs_of_auto_do_not_depend_on_threads_and_cores(checkpoints, monkeypatch):
-    """The budget is set so that a count for one, two or eight threads would choose other epochs."""
-    model, recipe = MetaModel(open_checkpoint(str(checkpoints("llama")), False)), make_recipe(**BASE, refine="auto")
-    plan, rows, threads = make_plan(model, recipe), TextRows(3 * 2**14, 2**14, 64), torch.get_num_threads()
-    shape = conversion_shape(model, plan, True)
-    others = estimate_refinement(shape, rows, "cpu", 1).others
-    epoch = epoch_seconds(plan, rows.tokens, "cpu", BUDGET_THREADS)
-    monkeypatch.setitem(BUDGET_SECONDS, "cpu", others + (7.5 + epoch.trials) * epoch.model)
-    found = {}
-    try:
-        for count in (1, 2, 8):
-            torch.set_num_threads(count)
-            monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
-            monkeypatch.setenv("OMP_NUM_THREADS", str(count))
-            samples = CalibrationSet({"input_ids": torch.zeros(1, 1).long().expand(2**16, 64)}, rows.fit, 2**16)
-            found[count] = refinement_of_samples(model, plan, samples, "cpu")
-    finally:
-        torch.set_num_threads(threads)
-    assert len({(each.epochs, each.others) for each in found.values()}) == 1
-    assert found[1].epochs == RefineRecipe(layers=0, model=7)
-    assert found[1].seconds == pytest.approx(8 * found[8].seconds) and found[8].where == "8 threads"
-    assert "7 epochs of the whole model" in epochs_in_words(found[8].to_dict())
+def test_the_plan_says_what_is_tuned_and_how_long_it_takes(checkpoints):
+    source = checkpoints("llama")
+    told = surgery.plan(source, {**BASE, "tune": {"layers": 2, "model": 1}}, device="cpu")
+    assert (told["tune"]["layers"], told["tune"]["model"]) == (2, 1)
+    assert "tune: at most 2 epochs of each layer and 1 epoch of the whole model" in told._repr_html_()
+    assert "tuning is estimated" not in told._repr_html_()
+    more = surgery.plan(source, {**BASE, "tune": {"layers": 4, "model": 2}, "tokens": 2**26}, device="cpu")
+    assert more["tune"]["seconds"] > 3600
+    assert "--set tune=false none" in more._repr_html_()
+    for off in (False, None, {}, {"layers": 0, "model": 0}):
+        assert surgery.plan(source, {**BASE, "tune": off})["tune"] is None
+    assert surgery.plan(source, {**BASE, "tune": {"model": 1}}, calibrated=False)["tune"] is None
+    with pytest.raises(SurgeryError, match="tune: write false, or epochs"):
+        make_recipe(**BASE, tune=True)
 
 
-def test_auto_has_the_epochs_of_the_plan_and_of_a_live_model(checkpoints, calibration, tmp_path, monkeypatch):
-    from transformers import LlamaForCausalLM
+def test_the_start_of_a_conversion_says_that_tuning_takes_over_an_hour(checkpoints, capsys, monkeypatch, tmp_path):
+    """The conversion itself, which the command begins next, is stopped here."""
+    monkeypatch.setattr(convert_module, "convert", lambda *_, **__: (_ for _ in ()).throw(SurgeryError("stopped")))
+    (tmp_path / "text.txt").write_text("text")
+    words = ["convert", str(checkpoints("llama")), "-r", "low-rank-half", "--calibration", str(tmp_path / "text.txt")]
+    for epochs, is_long in (("tune.model=1000", True), ("tune.model=1", False), ("tune=false", False)):
+        with pytest.raises(SystemExit):
+            main([*words, "--set", "tokens=16777216", "--set", epochs, "--out", str(tmp_path / "out")])
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("note: tuning is estimated at" in said) == is_long and "stopped" in said
+        assert not is_long or "--set tune=false none" in said
 
-    said, recipe = [], {**BASE, "refine": "auto"}
-    monkeypatch.setattr(refine_budget, "MAX_EPOCHS", 1)
-    checkpoint, inputs = checkpoints("llama"), calibration("llama")
-    rows, length = load_file(inputs)["input_ids"].shape
-    plan = surgery.plan(checkpoint, recipe, tokens=rows * length, length=length, device="cpu")["refine"]
-    report = run(checkpoint, inputs, tmp_path / "out", recipe, progress=Listener(said))
-    assert (plan["layers"], plan["model"]) == (report["refine"]["layers"], report["refine"]["model"]) == (1, 1)
-    assert any("the budget of refine: auto is 5 minutes" in line for line in said)
-    model = surgery.apply(LlamaForCausalLM.from_pretrained(checkpoint), recipe, calibration=load_file(inputs))
-    state, written = model.state_dict(), tensors_of(tmp_path / "out")
-    assert all(torch.equal(state[name], tensor) for name, tensor in written.items())
+
+def test_a_live_model_and_the_command_have_the_epochs_of_a_shipped_recipe(
+    checkpoints, calibration, tmp_path, monkeypatch
+):
+    """No clock and no estimate decides: `tune: {model: 20}` is 20 epochs, less where the held-out rows stop them."""
+    from surgery.planning.recipe import load_recipe
+
+    recipe = load_recipe("low-rank-half", [f"calibration={calibration('llama')}", "allocate=uniform", "sweeps=1"])
+    report = convert(str(checkpoints("llama")), recipe, tmp_path / "out", device="cpu")
+    assert (report["tune"]["layers"], report["tune"]["model"]) == (0, 20) and report["tune"]["whole"]["epochs"] == 20
+    assert report["tune"]["whole"]["end"] < report["tune"]["whole"]["start"] and not report["tune"]["by_layer"]
 
 
 def test_steps_are_relative_to_the_size_of_a_core():
@@ -304,16 +280,3 @@ def test_steps_are_relative_to_the_size_of_a_core():
         assert refine.step_scale(linear, "weight", torch.full((1, 6, 2), size)) == pytest.approx(scale)
     assert refine.step_scale(linear, "bias", torch.full((6,), 1e-6)) == refine.MIN_SCALE
     assert refine.step_scale(torch.nn.LayerNorm(6), "weight", torch.full((6,), 1e-6)) == refine.MIN_SCALE
-
-
-def test_auto_refines_nothing_without_time_or_text(checkpoints, calibration, tmp_path, monkeypatch):
-    said, checkpoint = [], checkpoints("llama")
-    monkeypatch.setattr(refine_budget, "BUDGET_SECONDS", {"cpu": 1.0})
-    report = run(
-        checkpoint, calibration("llama"), tmp_path / "out", {**BASE, "refine": "auto"}, progress=Listener(said)
-    )
-    assert (report["refine"]["layers"], report["refine"]["model"], report["refine"]["whole"]) == (0, 0, None)
-    assert any("refine: no epochs, because the other steps are estimated at" in line for line in said)
-    free = convert(str(checkpoint), make_recipe(**BASE, refine="auto"), tmp_path / "free", device="cpu")
-    assert free.get("refine") is None
-    assert surgery.plan(checkpoint, {**BASE, "refine": "auto"}, calibrated=False)["refine"] is None

@@ -23,14 +23,13 @@ from surgery.conversion import convert as convert_module
 from surgery.conversion import refine, refine_layer, refine_model
 from surgery.conversion.densify import densify
 from surgery.conversion.norms import layer_norms_and_biases, outer_norms, weight_offset
-from surgery.conversion.preflight import journal_fingerprint
 from surgery.conversion.quantize_checkpoint import quantize
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import Journal
 from surgery.planning.plan import make_plan
 
-BOTH = {**BASE, "refine": {"layers": 1, "model": 2, "norms": True}}
-LAYERS = {**BASE, "refine": {"layers": 1, "model": 0, "norms": True}}
+BOTH = {**BASE, "tune": {"layers": 1, "model": 2, "norms": True}}
+LAYERS = {**BASE, "tune": {"layers": 1, "model": 0, "norms": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +87,7 @@ def test_norms_and_biases_come_with_the_cores(
 ):
     checkpoint = with_values(family)
     report = run(checkpoint, calibration(family), tmp_path / "refined", BOTH)
-    assert report["refine"]["norms"] and report["refine"]["whole"]["rate"] > 0
+    assert report["tune"]["norms"] and report["tune"]["whole"]["rate"] > 0
     source, refined = tensors_of(checkpoint), tensors_of(tmp_path / "refined")
     kept = {name: t for name, t in source.items() if name in refined and t.shape == refined[name].shape}
     assert {name: t.dtype for name, t in kept.items()} == {name: refined[name].dtype for name in kept}
@@ -105,7 +104,7 @@ def test_norms_and_biases_come_with_the_cores(
 def test_the_files_have_the_loss_of_the_report(family, fused, every_epoch_helps, with_values, calibration, tmp_path):
     checkpoint, inputs = with_values(family), calibration(family)
     report = run(checkpoint, inputs, tmp_path / "refined", {**BOTH, "fused": fused})
-    assert report["refine"]["whole"]["rate"] > 0
+    assert report["tune"]["whole"]["rate"] > 0
     model = tiny_config(family)[0].from_pretrained(tmp_path / "refined")
     held = load_file(inputs)["input_ids"][-report["calibration"]["held_out_windows"] :]
     losses = -model_outputs(model, {"input_ids": held})[:, :-1].log_softmax(-1).gather(2, held[:, 1:, None])
@@ -139,8 +138,8 @@ def test_bfloat16_norms_are_stored_in_bfloat16(every_epoch_helps, with_values, c
 
 def test_norms_of_a_layer_with_a_mixer_are_trained(with_values, calibration, tmp_path):
     checkpoint, inputs = with_values("qwen3"), calibration("qwen3")
-    report = run(checkpoint, inputs, tmp_path / "out", {**MIXER, "refine": BOTH["refine"]})
-    assert report["refine"]["whole"]["end"] < report["refine"]["whole"]["start"]
+    report = run(checkpoint, inputs, tmp_path / "out", {**MIXER, "tune": BOTH["tune"]})
+    assert report["tune"]["whole"]["end"] < report["tune"]["whole"]["start"]
     source, refined = tensors_of(checkpoint), tensors_of(tmp_path / "out")
     changed = {name for name in source if name in refined and source[name].shape == refined[name].shape}
     changed = {name for name in changed if not torch.equal(source[name], refined[name])}
@@ -191,7 +190,7 @@ def test_layers_with_experts_in_memory_and_in_the_command(kind, words, every_epo
     rules = [{"match": f"expert.{role}", "share": "experts"} for role in ("gate", "up")]
     recipe = {**BOTH, "curvature": "none", "rules": rules}
     report = run(source, inputs, tmp_path / "command", recipe)
-    assert report["refine"]["whole"]["rate"] > 0
+    assert report["tune"]["whole"]["rate"] > 0
     model = surgery.apply(AutoModelForCausalLM.from_pretrained(source), recipe, calibration={"input_ids": ids})
     model.save_pretrained(tmp_path / "applied")
     one, other = tensors_of(tmp_path / "command"), tensors_of(tmp_path / "applied")
@@ -220,7 +219,7 @@ def test_a_streamed_step_computes_the_same_numbers(family, with_values, calibrat
 @pytest.mark.parametrize("epochs", [{"layers": 1, "model": 1}, {"layers": 1, "model": 0}])
 def test_killed_after_every_journal_line(epochs, with_values, calibration, tmp_path, monkeypatch):
     checkpoint, inputs = with_values("qwen2"), calibration("qwen2")
-    recipe = {**BASE, "refine": {**epochs, "norms": True}}
+    recipe = {**BASE, "tune": {**epochs, "norms": True}}
     run(checkpoint, inputs, tmp_path / "whole", recipe)
     whole, add = bytes_of(tmp_path / "whole"), Journal.add
     for lines in (3, 4, 6) if epochs["model"] else (3,):
@@ -260,19 +259,9 @@ def test_a_live_model_gets_the_tensors_of_the_command(family, with_values, calib
 
 # -- recipes ---------------------------------------------------------------------------------------
 def test_recipes_and_plans(checkpoints):
-    with pytest.raises(SurgeryError, match=r"refine: write .* with norms: true or false .got .'norms': 3"):
-        make_recipe(**BASE, refine={"norms": 3})
+    with pytest.raises(SurgeryError, match=r"tune: write .* with norms: true or false .got .'norms': 3"):
+        make_recipe(**BASE, tune={"norms": 3})
     told = surgery.plan(checkpoints("llama"), BOTH)
-    assert told["refine"]["norms"] and "norms and biases too" in told._repr_html_()
-    told = surgery.plan(checkpoints("llama"), {**BASE, "refine": {"layers": 2, "model": 2}})
-    assert "norms" not in told["refine"] and "norms and biases" not in told._repr_html_()
-
-
-def test_journals_without_the_option_go_on(checkpoints):
-    source = open_checkpoint(str(checkpoints("llama")), False)
-    texts = [
-        journal_fingerprint(source, make_recipe(**BASE, refine={"layers": 2, "model": 2, **norms}), None)["recipe"]
-        for norms in ({}, {"norms": False}, {"norms": True})
-    ]
-    assert texts[0] == texts[1] != texts[2] and "norms" not in texts[0]
-    assert '"refine":{"layers":2,"model":2}' in texts[0]
+    assert told["tune"]["norms"] and "norms and biases too" in told._repr_html_()
+    told = surgery.plan(checkpoints("llama"), {**BASE, "tune": {"layers": 2, "model": 2}})
+    assert "norms" not in told["tune"] and "norms and biases" not in told._repr_html_()

@@ -1,4 +1,4 @@
-"""Hybrids by: restored: the divergences that rank layers, the rows they are measured on, and whole conversions."""
+"""Hybrids whose layers are chosen by measurements: the divergences that rank layers, the rows they are measured on, and whole conversions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conversion.test_convert import bytes_of
-from helpers.small import make_recipe, tiny_config, tiny_inputs
+from helpers.small import choose_layers_quickly, make_recipe, tiny_config, tiny_inputs
 from helpers.small_training import EMBEDDED, copy_first_layers
 from safetensors.torch import save_file
 from torch.nn.functional import kl_div
@@ -19,13 +19,12 @@ from surgery.calibration.data import CalibrationSet
 from surgery.calibration.lm_head import ChunkedLMHead
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
-from surgery.conversion import preflight
+from surgery.conversion import aligned, preflight, restored
 from surgery.conversion.convert import convert
 from surgery.conversion.restored import NEAR, DivergenceScorer, scored_rows
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path
 from surgery.core.journal import Journal
-from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.plan import make_plan
 from surgery.publish.summary import inspect
 from surgery.publish.tables import hybrid_lines
@@ -134,23 +133,23 @@ def stories(tmp_path_factory):
 
 
 def stories_recipe(stories, mixer=WINDOWED, **hybrid):
-    keys = {"by": "restored", **hybrid}
-    return make_recipe(structure="dense", attention={**mixer, "hybrid": keys}, calibration=stories)
+    return make_recipe(structure="dense", attention={**mixer, "hybrid": hybrid}, calibration=stories)
 
 
 def test_the_same_choice_twice_and_after_an_interruption(stories, tmp_path, monkeypatch):
-    recipe, source = stories_recipe(stories, keep=0.6, align_steps=2), tmp_path / "source"
+    monkeypatch.setattr(aligned, "ALIGN_STEPS", 2)
+    recipe, source = stories_recipe(stories, softmax=0.6), tmp_path / "source"
     copy_first_layers(source, 3)
     report = convert(str(source), recipe, tmp_path / "whole")
     told = report["hybrid"]
     layers = [f"model.layers.{i}" for i in range(3)]
     assert len(told["order"]) == len(told["softmax"]) == len(told["rounds"]) == 2 and told["repeated_rows"] == 1
-    assert sorted(told["restored"]["softmax"]) == sorted(told["order"]) and told["weights"] == "far"
+    assert sorted(told["measured"]["softmax"]) == sorted(told["order"]) and told["weights"] == "far"
     assert list(told["rounds"][0]) == layers and set(told["rounds"][1]) == {*layers} - {told["order"][0]}
     for chosen, scores in zip(told["order"], told["rounds"]):
         assert scores[chosen] == min(scores.values())
-    assert told["restored"]["converted"] == told["rounds"][1][told["order"][1]] < told["aligned"]["converted"]
-    assert told[told["kept"]]["converted"] == min(told[name]["converted"] for name in ("restored", "every"))
+    assert told["measured"]["converted"] == told["rounds"][1][told["order"][1]] < told["aligned"]["converted"]
+    assert told[told["kept"]]["converted"] == min(told[name]["converted"] for name in ("measured", "every"))
     assert all(errors["aligned"] < errors["start"] for errors in told["alignment"].values())
     shown = hybrid_lines(inspect(str(tmp_path / "whole"))["hybrid"])
     assert f"restored in this order: {', '.join(told['order'])}" in shown and "no softmax layer" in shown[0]
@@ -203,31 +202,35 @@ def local_copy(folder, layer):
 
 
 @pytest.mark.parametrize("weights", ["far", "even"])
-def test_a_layer_that_is_local_already_is_restored_last(weights, stories, tmp_path):
+def test_a_layer_that_is_local_already_is_restored_last(weights, stories, tmp_path, monkeypatch):
     """Layer 3 comes first in the whole model; once it sees 8 tokens only, the student's window of 16 does all it does."""
-    recipe = stories_recipe(stories, {"mixer": "window", "window": 16}, keep=0.9, weights=weights, align_steps=0)
+    monkeypatch.setattr(aligned, "ALIGN_STEPS", 0)
+    if weights == "even":
+        monkeypatch.setattr(restored, "MIN_GAP", 1e9)
+    recipe = stories_recipe(stories, {"mixer": "window", "window": 16}, softmax=0.9)
     local_copy(tmp_path / "source", 3)
     told = convert(str(tmp_path / "source"), recipe, tmp_path / "out")["hybrid"]
-    assert len(told["order"]) == 5 and "model.layers.3" not in told["order"]
+    assert told["weights"] == weights and len(told["order"]) == 5 and "model.layers.3" not in told["order"]
     before = [told["aligned"]["converted"], *(scores[layer] for scores, layer in zip(told["rounds"], told["order"]))]
     assert [scores["model.layers.3"] for scores in told["rounds"]] == pytest.approx(before[:-1], rel=1e-4)
     assert before[-1] < 1e-5 < before[0]  # all other layers are restored: the original
 
 
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "bert", "vit"])
-def test_families(family, checkpoints, calibration, tmp_path):
+def test_families(family, checkpoints, calibration, tmp_path, monkeypatch):
     """Sliding windows and soft caps, fused projections, an output projection outside of the attention module, images."""
-    hybrid = {"keep": 0.5, "by": "restored", "align_steps": 2, "weights": "far" if family == "vit" else "even"}
-    attention = {"mixer": "linear", "mask": "decay", "steps": 4, "hybrid": hybrid}
+    choose_layers_quickly(monkeypatch)
+    attention = {"mixer": "linear", "mask": "decay", "steps": 4, "hybrid": {"softmax": 0.5}}
     recipe = make_recipe(structure="dense", attention=attention, calibration=calibration(family))
     told = convert(str(checkpoints(family)), recipe, tmp_path / "out")["hybrid"]
-    assert told["weights"] == "even" and len(told["softmax"]) == 1
-    assert 0 < told["restored"]["converted"] < told["aligned"]["converted"]
+    assert told["weights"] == ("even" if family == "gemma2" else "far") and len(told["softmax"]) == 1
+    assert 0 < told["measured"]["converted"] < told["aligned"]["converted"]
     assert all(errors["aligned"] < 1e30 for errors in told["alignment"].values())
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_padding_changes_nothing(side, tmp_path):
+def test_padding_changes_nothing(side, tmp_path, monkeypatch):
+    monkeypatch.setattr(aligned, "ALIGN_STEPS", 3)
     torch.manual_seed(0)
     cls, config = tiny_config("llama")
     config.max_position_embeddings = 256
@@ -235,7 +238,7 @@ def test_padding_changes_nothing(side, tmp_path):
     ids_BT = tiny_inputs("llama", 6, 96)["input_ids"]
     mask_BT = torch.ones_like(ids_BT)
     mask_BT[:, slice(90, None) if side == "right" else slice(6)] = 0
-    hybrid = {"keep": 0.5, "by": "restored", "align_steps": 3}
+    hybrid = {"softmax": 0.5, "choose_by": "measured"}
     told = []
     for filler in (3, 50):
         inputs = {"input_ids": ids_BT.masked_fill(mask_BT == 0, filler), "attention_mask": mask_BT}
@@ -252,47 +255,25 @@ def test_padding_changes_nothing(side, tmp_path):
 
 
 # -- recipes ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "hybrid, said",
-    [
-        ({"keep": 0.5, "align_steps": 5}, "by: restored"),
-        ({"layers": [0], "by": "restored", "weights": "far"}, "chosen by layers"),
-        ({"keep": 0.5, "by": "restored", "repeated": 1.5}, "repeated"),
-        ({"keep": 0.5, "by": "restored", "repeated": float("nan")}, "repeated"),
-        ({"keep": 0.5, "by": "restored", "weights": "near"}, "weights"),
-        ({"keep": 0.5, "by": "restored", "align_steps": -1}, "align_steps"),
-    ],
-)
-def test_options_that_do_not_apply_are_refused(hybrid, said):
-    with pytest.raises(SurgeryError, match=said):
-        make_recipe(structure="dense", attention={**WINDOWED, "hybrid": hybrid})
-
-
 def test_windows_too_short_for_distant_context_are_refused(checkpoints, calibration, tmp_path):
-    hybrid = {"keep": 0.5, "by": "restored"}
+    hybrid = {"softmax": 0.5, "choose_by": "measured"}
     recipe = make_recipe(structure="dense", attention={**WINDOWED, "hybrid": hybrid}, calibration=calibration("llama"))
     with pytest.raises(SurgeryError, match=r"have 24 tokens\. Set length above 68"):
         convert(str(checkpoints("llama")), recipe, tmp_path / "out")
     assert not partial_path(tmp_path / "out").exists()
 
 
-def test_recipes_of_other_choices_are_written_as_before():
-    """Journals and reports hold the recipe, and are compared with it."""
-    assert HybridRecipe(keep=0.5).model_dump() == {"keep": 0.5, "by": "sensitivity", "layers": None}
-    restored = HybridRecipe(keep=0.5, by="restored").model_dump()
-    assert restored == HybridRecipe(**restored).model_dump() and restored["align_steps"] == 100
-
-
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_the_aligned_layers_count_as_bytes_to_write(family, checkpoints, calibration, monkeypatch, tmp_path):
     monkeypatch.setattr(preflight, "size_text", str)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    choose_layers_quickly(monkeypatch)
     wanted = {}
-    for by in ("sensitivity", "restored"):
-        hybrid = {"keep": 0.5, "by": by, **({"weights": "even"} if by == "restored" else {})}
+    for choose_by in ("every", "measured"):
+        hybrid = {"softmax": 0.5, "choose_by": choose_by}
         attention = {"mixer": "linear", "mask": "decay", "hybrid": hybrid}
         recipe = make_recipe(structure="dense", attention=attention, calibration=calibration(family))
         with pytest.raises(SurgeryError, match="writes up to") as error:
             convert(str(checkpoints(family)), recipe, tmp_path / "out")
-        wanted[by] = int(str(error.value).split("up to ")[1].split(".")[0])
-    assert wanted["restored"] - wanted["sensitivity"] == 4 * 2 * 4 * 32 * 32  # bytes x layers x projections
+        wanted[choose_by] = int(str(error.value).split("up to ")[1].split(".")[0])
+    assert wanted["measured"] - wanted["every"] == 4 * 2 * 4 * 32 * 32  # bytes x layers x projections

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.small import make_recipe
+from helpers.small import allocate_by_gain, make_recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,14 +58,15 @@ def test_a_curve_at_multiples_lies_on_the_curve():
     assert round_curve(list(every.items()), 8)[-1] == list(every.items())[-1]
 
 
-@pytest.mark.parametrize("allocate", ["uniform", "spread"])
-def test_a_conversion_with_multiples(checkpoints, calibration, tmp_path, allocate):
+@pytest.mark.parametrize("allocate", ["uniform", "measured"])
+def test_a_conversion_with_multiples(checkpoints, calibration, tmp_path, monkeypatch, allocate):
+    allocate_by_gain(monkeypatch)
     keys = {"structure": "low_rank", "keep": 0.6, "round_ranks": 4, "allocate": allocate, "sweeps": 0}
     report = convert(str(checkpoints("llama")), make_recipe(**keys, calibration=calibration("llama")), tmp_path / "out")
     structured = [module for module in report["modules"] if module["structure"]["structure"] != "dense"]
     assert structured and all(module["structure"]["rank"] % 4 == 0 for module in structured)
     assert report["totals"]["kept"] <= 0.6
-    if allocate == "spread":
+    if allocate == "measured":
         assert len({module["structure"]["rank"] for module in structured}) > 1 and report["totals"]["kept"] > 0.55
 
 

@@ -225,19 +225,19 @@ def test_other_structures_trials_and_refinement_beside_shared_bases(experts, inp
         "keep": 0.5,
         "share": "experts",
         "sweeps": 1,
-        "refine": {"layers": 1, "model": 1},
+        "tune": {"layers": 1, "model": 1},
     }
     report = surgery.convert(str(experts("mixtral")), recipe, tmp_path / "out", calibration=inputs)
-    assert report["allocation"]["kept"] in ("uniform", "spread") and report["refine"]["by_layer"]
+    assert report["allocation"]["kept"] in ("uniform", "measured") and report["tune"]["by_layer"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     bases = {module.basis for module in model.modules() if isinstance(module, SharedLowRankLinear)}
     assert len(bases) == 4
-    for refined in (*report["refine"]["by_layer"].values(), report["refine"]["whole"]):
+    for refined in (*report["tune"]["by_layer"].values(), report["tune"]["whole"]):
         assert refined["end"] <= refined["start"]
 
 
 def test_killed_and_resumed_to_the_same_bytes(experts, inputs, tmp_path, capfd):
-    recipe = make_recipe(**{**SHARED, "sweeps": 1}, calibration=inputs, refine={"layers": 0, "model": 1})
+    recipe = make_recipe(**{**SHARED, "sweeps": 1}, calibration=inputs, tune={"layers": 0, "model": 1})
     whole, *resumed = killing.convert_with_kills(
         lambda out, resume: convert(str(experts("mixtral")), recipe, out, resume=resume), tmp_path, kills=1
     )

@@ -13,10 +13,6 @@ from surgery.conversion.convert import convert
 from surgery.conversion.score import HeldOutScore
 from surgery.publish.tables import allocation_lines
 
-TOKENS_PER_INPUT = (
-    6 * 24 / 64
-)  # of the tiny models: windows to fit to, their tokens, and the inputs of the widest matrix
-
 
 def conversion(family, checkpoints, tmp_path, padded=False, **keys):
     inputs = tiny_inputs(family, 8)
@@ -25,7 +21,7 @@ def conversion(family, checkpoints, tmp_path, padded=False, **keys):
         mask[::2, 15:] = 0
         inputs["attention_mask"] = mask
     save_file(inputs, tmp_path / "inputs.safetensors")
-    keys = {"holdout": 0.25, "allocate": "best", **keys}
+    keys = {"holdout": 0.25, "allocate": "measured", **keys}
     recipe = make_recipe(structure="low_rank", calibration=tmp_path / "inputs.safetensors", **keys)
     return inputs, convert(str(checkpoints(family)), recipe, tmp_path / "out", device="cpu")
 
@@ -66,115 +62,38 @@ def test_on_all_the_text_a_quick_trial_is_an_independent_conversion(family, chec
     assert found["converted"] == pytest.approx(expected["converted"], rel=1e-4)
 
 
-@pytest.mark.parametrize("rise, kind", [(0.5, "sequential trials"), (0.001, "quick trials")])
+@pytest.mark.parametrize(
+    "better, calibrate, kind",
+    [
+        ("uniform", "sequential", "sequential trials"),
+        ("measured", "sequential", "quick trials"),
+        ("uniform", "independent", "quick trials"),
+    ],
+)
+@pytest.mark.parametrize("rise", [0.5, 0.001])
 def test_sequential_trials_decide_where_the_quick_one_contradicts_the_survey(
-    rise, kind, checkpoints, tmp_path, monkeypatch
+    better, calibrate, kind, rise, checkpoints, tmp_path, monkeypatch
 ):
+    """However small the rise of the loss is. Matrices that are fitted independently have no other trial than the quick one."""
+
     def run(self):
         return {
-            name: HeldOutScore("nats per token", 2.0, 2.0 * (1 + share * rise), None, 10)
-            for name, share in (("uniform", 0.9), ("spread", 1.0))
+            name: HeldOutScore("nats per token", 2.0, 2.0 * (1 + (0.9 if name == better else 1.0) * rise), None, 10)
+            for name in ("uniform", "measured")
         }
 
     monkeypatch.setattr(trial.QuickTrial, "run", run)
-    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5)
+    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, calibrate=calibrate)
     allocation = report["allocation"]
     assert kind in allocation["why"]
-    assert (allocation["spread"]["tokens"] == 10) == (kind == "quick trials")
-    best = min(("uniform", "spread"), key=lambda name: allocation[name]["converted"])
+    assert (allocation["measured"]["tokens"] == 10) == (kind == "quick trials")
+    best = min(("uniform", "measured"), key=lambda name: allocation[name]["converted"])
     assert allocation["kept"] == best
 
 
-def test_no_trial_where_the_expected_rise_is_certain(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(trial.QuickTrial, "run", lambda self: pytest.fail("a trial ran"))
-    monkeypatch.setattr(trial, "CERTAIN_SHARE", 1.0)
-    monkeypatch.setattr(trial, "CERTAIN_TOKENS", TOKENS_PER_INPUT)
-    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, allocate="auto")
-    allocation = report["allocation"]
-    assert allocation["kept"] == "spread" and "no trial" in allocation["why"]
-    assert 0 < allocation["expected"] <= 1
-
-
-@pytest.mark.parametrize(
-    "family, share, keys",
-    [
-        ("llama", 0.0, {}),
-        ("llama", 1.0, {"curvature": "none"}),
-        ("llama", 1.0, {"calibrate": "independent"}),
-        ("llama", 1.0, {"keep": 0.45}),
-        ("llama", 1.0, {"rules": [{"match": "mlp.up", "keep": 0.45}]}),
-        ("llama", 1.0, {"holdout": 0.5}),
-        ("llama", 1.0, {"rules": [{"match": "mlp.up", "structure": "monarch"}]}),
-        ("bert", 1.0, {}),
-    ],
-    ids=[
-        "small gain",
-        "no curvature",
-        "independent",
-        "few parameters",
-        "few of one role",
-        "few tokens",
-        "monarch",
-        "no next token",
-    ],
-)
-def test_a_trial_where_the_expected_rise_is_not_certain(family, share, keys, checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(trial, "CERTAIN_SHARE", share)
-    monkeypatch.setattr(trial, "CERTAIN_TOKENS", TOKENS_PER_INPUT)
-    _, report = conversion(family, checkpoints, tmp_path, **{"keep": 0.5, "allocate": "auto", **keys})
+def test_a_short_text_and_a_large_expected_gain_are_tried_as_all_are(checkpoints, tmp_path):
+    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, holdout=0.75)
     assert "trials" in report["allocation"]["why"] and report["allocation"]["uniform"]["tokens"]
-
-
-def test_no_trial_where_the_text_is_short(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(trial.QuickTrial, "run", lambda self: pytest.fail("a trial ran"))
-    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, holdout=0.75, allocate="auto")
-    assert report["allocation"]["kept"] == "uniform" and "no trial" in report["allocation"]["why"]
-
-
-@pytest.mark.parametrize(
-    "losses, kept",
-    [
-        ({}, 0.0),
-        ({0.5: 2.9}, 0.5),
-        ({0.5: 2.9, 1.0: 2.8}, 1.0),
-        ({0.5: 2.9, 1.0: 2.8, 1.5: 2.7}, 1.5),
-        ({-0.5: 2.9, 0.5: 2.995}, -0.5),  # a step up that gains less than one percent of the rise does not count
-    ],
-)
-def test_the_tilt_moves_as_long_as_the_loss_falls(losses, kept, checkpoints, tmp_path, monkeypatch):
-    """The trials are made up: 3 nats at every tilt that is not in `losses`, of 2 originally."""
-    budgets_of: dict[float, dict[str, int]] = {}
-    allocated, tried = trial.tilted_budgets, []
-
-    def allocate(plan, options, free, tilt):
-        budgets_of[tilt] = allocated(plan, options, free, tilt)
-        return budgets_of[tilt]
-
-    def sequential(ctx, budgets, done):
-        tried.append(list(budgets_of)[-1])
-        return HeldOutScore("nats per token", 2.0, losses.get(tried[-1], 3.0), None, 10)
-
-    monkeypatch.setattr(trial, "tilted_budgets", allocate)
-    monkeypatch.setattr(trial, "sequential_trial", sequential)
-    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, allocate="depth")
-    allocation = report["allocation"]
-    assert allocation["kept"] == "depth" and allocation["tilt"] == kept
-    assert len(tried) == len(set(tried)) == len(allocation["tilts"])
-    assert max(map(abs, tried)) <= trial.MAX_TILT
-    stored = sum(record["params_after"] for record in report["modules"])
-    assert stored <= 0.5 * sum(record["params_before"] for record in report["modules"])
-    if kept > 0:  # the first of the two layers has more parameters, the last one less
-        first = [sum(n for name, n in budgets_of[tilt].items() if ".layers.0." in name) for tilt in (0.0, kept)]
-        assert first[0] < first[1]
-
-
-def test_a_tilt_over_depth_is_found_by_conversions(checkpoints, tmp_path):
-    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5, allocate="depth", sweeps=1)
-    allocation = report["allocation"]
-    assert {"+0", "+0.5"} <= set(allocation["tilts"]) and allocation["tilt"] in (-1.5, -1, -0.5, 0, 0.5, 1, 1.5)
-    least = min(score["converted"] for score in allocation["tilts"].values())
-    kept = allocation["tilts"][f"{allocation['tilt']:+g}"]
-    assert kept["converted"] <= least + trial.MIN_TILT_GAIN * max(kept["converted"] - kept["original"], 0.0)
 
 
 def test_the_kept_allocation_is_shown_with_its_reason():
@@ -184,14 +103,7 @@ def test_the_kept_allocation_is_shown_with_its_reason():
     assert allocation_lines({"kept": "uniform", "why": "recipe"}) == []
     without_text = allocation_lines({"kept": "uniform", "why": "no calibration text"})  # whatever `allocate` asks for
     assert without_text == ["ranks chosen: the same share of every matrix (uniform); no calibration text"]
-    tried = allocation_lines({"kept": "uniform", "why": "trials", "uniform": score, "spread": worse, "expected": 0.95})
+    tried = allocation_lines({"kept": "uniform", "why": "[bold]trials", "uniform": score, "measured": worse})
     assert tried == [
-        "ranks chosen: the same share of every matrix (uniform); trials: uniform 2.0000, spread 2.5000 nats per token"
+        "ranks chosen: the same share of every matrix (uniform); \\[bold]trials: uniform 2.0000, measured 2.5000 nats per token"
     ]
-    certain = allocation_lines({"kept": "spread", "why": "[bold]no trial", "expected": 0.25})
-    assert certain == [
-        "ranks chosen: more for matrices whose errors fall most with rank (spread); \\[bold]no trial; expected: 0.25"
-    ]
-    depth = {"kept": "depth", "why": "trials", "tilt": -0.5, "tilts": {"+0": worse, "-0.5": score}}
-    shown = "ranks chosen: more in late layers (tilt -0.5); trials: +0 2.5000, -0.5 2.0000 nats per token"
-    assert allocation_lines(depth) == [shown]

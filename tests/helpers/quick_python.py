@@ -22,7 +22,6 @@ import types
 from pathlib import Path
 
 HEADER = 4
-REFINE_SECONDS = "QUICK_PYTHON_REFINE_SECONDS"
 
 
 class QuickPython:
@@ -65,20 +64,14 @@ def call(address: str, words: list[str]) -> int:
 
 
 def serve(address: str) -> None:
-    """Serve until the process is killed or its parent is gone.
-
-    With REFINE_SECONDS in the environment `refine: auto` has so many seconds for a conversion, in place of 300.
-    """
+    """Serve until the process is killed or its parent is gone."""
     parent = os.getppid()
     import transformers.modeling_utils  # noqa: F401
 
     import surgery.cli.main
     import surgery.conversion.convert
     import surgery.publish.summary  # noqa: F401
-    from surgery.planning import refine_budget
 
-    if REFINE_SECONDS in os.environ:
-        refine_budget.BUDGET_SECONDS["cpu"] = float(os.environ[REFINE_SECONDS])
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address + ".new")
         listening.listen()

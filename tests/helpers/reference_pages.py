@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from surgery.cli.main import app
 from surgery.planning.attention_recipe import AttentionRecipe, HybridRecipe
-from surgery.planning.recipe import ConversionRecipe, RefineRecipe, Rule
+from surgery.planning.recipe import ConversionRecipe, Rule, TuneRecipe
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.training.data.recipe import DataConfig
 from surgery.training.recipe import GuardConfig, HealingRecipe, TeacherConfig
@@ -29,7 +29,7 @@ CONVERSION: dict[str, type[BaseModel]] = {
     "A conversion recipe": ConversionRecipe,
     "A rule": Rule,
     "`speed`": SpeedRecipe,
-    "`refine`": RefineRecipe,
+    "`tune`": TuneRecipe,
     "`attention`": AttentionRecipe,
     "`attention.hybrid`": HybridRecipe,
 }

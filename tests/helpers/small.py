@@ -134,3 +134,24 @@ def checkpoint_logits(folder: Path | str, ids: torch.Tensor) -> torch.Tensor:
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return |a - b| / |b| in the Frobenius norm."""
     return float((a - b).norm() / b.norm())
+
+
+def choose_layers_quickly(monkeypatch) -> None:
+    """Let `choose_by: measured` of layers work on windows of over 10 tokens, in place of 68, with two steps of alignment, in place of 100."""
+    from surgery.conversion import aligned, preflight, restored
+    from surgery.mixers.sliding_window import Window
+
+    monkeypatch.setattr(aligned, "ALIGN_STEPS", 2)
+    for module in (preflight, restored):
+        monkeypatch.setattr(module, "NEAR", Window(window=8, sinks=2))
+
+
+def allocate_by_gain(monkeypatch) -> None:
+    """Let `allocate: measured` take the allocation by the gain of each rank without a trial."""
+    from surgery.conversion import choose_by_time, trial
+
+    def choose(ctx, contenders, plans=None):
+        return contenders["measured"], {"kept": "measured", "why": "no trial"}
+
+    for module in (choose_by_time, trial):
+        monkeypatch.setattr(module, "choose_allocation", choose)

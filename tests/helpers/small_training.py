@@ -65,7 +65,7 @@ def texts(tmp_path_factory) -> Path:
 
 
 def convert_tiny(folder: Path, name: str, *overrides: str) -> Path:
-    """Convert TINY_CHECKPOINT by a shipped recipe with overrides, without refinement."""
+    """Convert TINY_CHECKPOINT by a shipped recipe with overrides, without tuning."""
     from surgery.conversion.convert import convert
     from surgery.planning.recipe import load_recipe
 
@@ -75,7 +75,7 @@ def convert_tiny(folder: Path, name: str, *overrides: str) -> Path:
         "tokens=1024",
         "length=128",
         "allocate=uniform",
-        "refine=false",
+        "tune=false",
     ]
     convert(str(TINY_CHECKPOINT), load_recipe(name, [*quick, "curvature=none", *overrides]), out)
     return out

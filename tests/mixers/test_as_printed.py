@@ -198,8 +198,8 @@ def test_queries_do_not_start_at_zero():
 # -- Customizing the Inductive Biases of Softmax Attention -----------------------------------------------
 def test_global_and_window_layers_in_turn(checkpoints):
     seats = [SimpleNamespace(index=i) for i in range(6)]
-    assert HybridRecipe(keep=0.5, by="every").fixed_layers(seats) == {1, 3, 5}
-    turns = ["attention.hybrid={keep: 0.5, by: every}"]
+    assert HybridRecipe(softmax=0.5, choose_by="every").fixed_layers(seats) == {1, 3, 5}
+    turns = ["attention.hybrid={softmax: 0.5, choose_by: every}"]
     plan = make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), load_recipe("sliding-window", turns))
     assert [(seat.index, seat.config.name) for seat in plan.attention_targets.values()] == [(0, "window")]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import picture
-from helpers.quick_python import REFINE_SECONDS, QuickPython
+from helpers.quick_python import QuickPython
 from safetensors.torch import load_file, save_file
 
 from surgery.conversion.convert import convert
@@ -48,14 +48,23 @@ TEXTS = ("calibration.txt", "heldout.txt")
 # Enough to run every command, in little time: layers of the checkpoint, tokens that it reads, and of each text over two
 # windows of them.
 LAYERS, POSITIONS, CHARACTERS = 4, 640, 6_500
-# `refine: auto` of the shipped recipes: 20 seconds for a whole conversion in place of 300, which are too few for an epoch.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", REFINE_SECONDS: "20"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
     """(language, text) of every fenced block."""
     return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def without_tuning(text: str) -> str:
+    """A block whose calibrated `surgery convert` commands have `--set tune=false`, unless they set tune: 20 epochs take minutes."""
+
+    def untuned(command: re.Match[str]) -> str:
+        is_short = "tune" in command[0] or "--calibration" not in command[0]
+        return command[0] if is_short else f"{command[0].rstrip()} --set tune=false"
+
+    return re.sub(r"^surgery convert (?:[^\n\\]|\\\n)*", untuned, text, flags=re.M)
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +87,7 @@ def converted(source):
         "tokens=1024",
         "length=128",
         "allocate=uniform",
-        "refine=false",
+        "tune=false",
     ]
     convert(str(source), load_recipe("low-rank-half", [*quick, "curvature=none"]), source.parent / "OUT")
     return source.parent / "OUT"
@@ -116,7 +125,9 @@ def test_commands_run(page, desk, request):
     runnable = [(language, text) for language, text in blocks(page) if language in shells]
     assert runnable, f"{page.name} has no command that a test runs"
     for language, text in runnable:
-        done = subprocess.run([*shells[language], text], cwd=place, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [*shells[language], without_tuning(text)], cwd=place, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{page.name}:\n{text}\n{done.stdout}\n{done.stderr}"
 
 

@@ -88,7 +88,13 @@ def test_speculation_is_refused(hybrid):
         {"mixer": "window", "window": 8},
         {"mixer": "linear", "mask": "toeplitz"},
         {"mixer": "mlr", "ranks": [16, 8, 8], "extents": [64, 16]},
-        {"mixer": "mlr", "ranks": [16, 16], "extents": [32], "form": "nested", "hybrid": {"keep": 0.34, "by": "every"}},
+        {
+            "mixer": "mlr",
+            "ranks": [16, 16],
+            "extents": [32],
+            "form": "nested",
+            "hybrid": {"softmax": 0.34, "choose_by": "every"},
+        },
     ],
     ids=str,
 )

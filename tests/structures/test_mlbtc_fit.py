@@ -255,7 +255,7 @@ def test_the_recipe_converts_loads_densifies_and_quantizes(checkpoints, tmp_path
         "allocate=uniform",
         "sweeps=1",
         "layers=0:1",
-        "refine=false",
+        "tune=false",
     ]
     recipe = load_recipe(name, keys)
     plan = make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), recipe)

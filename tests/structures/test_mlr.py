@@ -194,7 +194,7 @@ def test_the_recipe_converts_loads_and_densifies(checkpoints, tmp_path, given):
     import transformers
 
     save_file(tiny_inputs("llama", 4), tmp_path / "inputs.safetensors")
-    keys = [*given, f"calibration={tmp_path / 'inputs.safetensors'}", "allocate=uniform", "refine=false"]
+    keys = [*given, f"calibration={tmp_path / 'inputs.safetensors'}", "allocate=uniform", "tune=false"]
     recipe = load_recipe("mlr-half", keys)
     report = convert(str(checkpoints("llama")), recipe, tmp_path / "out")
     assert all(record["structure"]["structure"] == "mlr" for record in report["modules"])

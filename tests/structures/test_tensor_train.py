@@ -142,7 +142,7 @@ def test_the_recipe_plans_converts_loads_and_densifies(checkpoints, tmp_path, na
 
     save_file(tiny_inputs("llama", 4), tmp_path / "inputs.safetensors")
     recipe = load_recipe(
-        name, [f"calibration={tmp_path / 'inputs.safetensors'}", "allocate=uniform", "sweeps=1", "refine=false"]
+        name, [f"calibration={tmp_path / 'inputs.safetensors'}", "allocate=uniform", "sweeps=1", "tune=false"]
     )
     plan = make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), recipe)
     report = convert(str(checkpoints("llama")), recipe, tmp_path / "out")

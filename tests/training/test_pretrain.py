@@ -174,7 +174,10 @@ def test_the_command_takes_a_shape_and_a_tokenizer(text, tmp_path, capsys):
         ({"model": {"model_type": "gpt2", **SHAPE, "vocab_size": 7}}, "vocab_size must be at least"),
         ({"layers": {"structure": "auto"}}, "Name a structure"),
         ({"layers": {"structure": "btt", "speed": {"decode": 2, "device": "X"}}}, "Give keep and round_ranks"),
-        ({"layers": {"structure": "btt", "attention": {"mixer": "linear", "hybrid": {"keep": 0.5}}}}, "by: every"),
+        (
+            {"layers": {"structure": "btt", "attention": {"mixer": "linear", "hybrid": {"softmax": 0.5}}}},
+            "choose_by: every",
+        ),
         ({"tokenizer": {"path": "/nowhere"}}, "cannot be loaded by transformers"),
         ({"stages": [{"kind": "distill", "tokens": 1, "rate": 1}]}, "Use stages of kind .*lm"),
         ({"embeding_std": 1}, "unknown key 'embeding_std'"),

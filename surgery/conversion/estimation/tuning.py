@@ -63,11 +63,13 @@ def tuning_dict(plan: Plan, tokens: int, device: str, threads: int | None = None
     tokens, device, threads: as in `epoch_seconds`; no threads: those of this process.
     """
     epochs = plan.recipe.epochs
-    if not (epochs.layers or epochs.model):
+    if not epochs.is_on:
         return None
     threads = 1 if device == "cuda" else threads or torch.get_num_threads()
     return {
-        **epochs.model_dump(),
+        **epochs.model_dump(exclude_defaults=True, exclude={"layers", "model"}),
+        "layers": epochs.layers,
+        "model": epochs.model,
         "seconds": round(epoch_seconds(plan, tokens, device, threads).total(epochs)),
         "where": "one GPU" if device == "cuda" else f"{threads} thread{'s' if threads > 1 else ''}",
     }
