@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import importlib.resources
 import re
-import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,9 +27,9 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, 
 
 from surgery.architectures import ROLES
 from surgery.core.config import MAX_BYTES, check_layer_range, is_layer_selected, read_yaml
-from surgery.core.errors import RenamedWarning, SurgeryError, suggestion
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.attention_recipe import AttentionRecipe
-from surgery.planning.renamed import renew_override, renew_recipe
+from surgery.planning.renamed import renew_override, renew_recipe, warn_renamed
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.structures import STRUCTURES
 
@@ -176,7 +175,7 @@ class ConversionRecipe(_StrictModel):
         if not isinstance(data, dict):
             return data
         renewed, notes = renew_recipe(data)
-        _warn(notes)
+        warn_renamed(notes)
         return renewed
 
     @model_validator(mode="before")
@@ -304,16 +303,10 @@ def parse_recipe(text: str, where: str, overrides: list[str] | tuple[str, ...] =
         raise SurgeryError(f"recipe {where} must be a mapping of keys to values, not a {type(data).__name__}")
     if overrides:  # in today's words, so that an override and the recipe name a key alike
         data, notes = renew_recipe(data)
-        _warn(notes)
+        warn_renamed(notes)
     for override in overrides:
         _apply_override(data, override)
     return validate_recipe(data, " with override ".join([where, *overrides]))
-
-
-def _warn(notes: list[str]) -> None:
-    """Warn of the old words in a recipe."""
-    for note in notes:
-        warnings.warn(f"recipe: {note}", RenamedWarning, stacklevel=3)
 
 
 def validate_recipe(data: dict[str, Any], where: str) -> ConversionRecipe:
@@ -379,7 +372,7 @@ def _apply_override(data: dict[str, Any], text: str) -> None:
         given = path.strip().split(".")
         is_range = given[-1] == "layers" and given[-2:-1] not in (["refine"], ["tune"], ["hybrid"])
         keys, parsed, notes = renew_override(given, value if is_range else read_yaml(value))
-        _warn(notes)
+        warn_renamed(notes)
         if not keys:
             return
         *parents, last = keys

@@ -1,4 +1,4 @@
-"""Old words of conversion recipes and reports, with the words that replaced them after version 0.2. No other module knows the old ones.
+"""Old words of recipes and reports, with the words that replaced them after version 0.2. No other module knows the old ones.
 
 refine: auto                                  tune: {model: 20}
 refine: {..}                                  tune: {..}; epochs that it did not give were 20, and are 0 now
@@ -6,14 +6,16 @@ allocate: auto, best, spread, depth           allocate: measured
 attention.hybrid keep, by, of                 attention.hybrid softmax, choose_by, unit
 by: sensitivity, restored, gates              choose_by: measured
 align_steps, gate_steps, weights, repeated    left out: constants of surgery.conversion.aligned and .restored
+keep of a healing recipe                      checkpoints
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from surgery.core.errors import SurgeryError
+from surgery.core.errors import RenamedWarning, SurgeryError
 
 TUNE_AUTO = {"model": 20}
 OLD_EPOCHS = {"layers": 20, "model": 20}  # of a `refine` mapping that did not give them
@@ -59,6 +61,20 @@ def renew_override(path: Sequence[str], value: Any) -> tuple[list[str], Any, lis
         ((key, nested),) = nested.items()
         renewed.append(key)
     return renewed, nested, notes
+
+
+def renew_healing_recipe(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return (the keys of a healing recipe in today's words, a line for each old word in it)."""
+    renewed: dict[str, Any] = {}
+    for key, value in data.items():
+        _add(renewed, "checkpoints" if key == "keep" else key, value, "keep", "")
+    return renewed, ["keep is now checkpoints"] if "keep" in data else []
+
+
+def warn_renamed(notes: Sequence[str]) -> None:
+    """Warn of the old words in a recipe."""
+    for note in notes:
+        warnings.warn(f"recipe: {note}", RenamedWarning, stacklevel=3)
 
 
 def changed_choice(data: Mapping[str, Any]) -> str | None:

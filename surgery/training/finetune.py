@@ -133,7 +133,7 @@ def _open_journal(source: Any, recipe: HealingRecipe, work: Path, resume: bool) 
         "source": source.fingerprint(),
         "weights_digest": source.weights_digest(),
         "data_digest": data_digest(recipe),
-        "recipe": recipe.model_dump_json(exclude={"description", "log", "keep", "teacher", "cuda_graph"}),
+        "recipe": recipe.model_dump_json(exclude={"description", "log", "checkpoints", "teacher", "cuda_graph"}),
         "version": WORK_VERSION,
     }
     return Journal(work, fingerprint, resume, what="run")

@@ -29,6 +29,7 @@ from surgery.core.config import (
 )
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.recipe import recipes_folder
+from surgery.planning.renamed import renew_healing_recipe, warn_renamed
 from surgery.training.data.recipe import DataConfig
 from surgery.training.stages import STAGES, StageConfig
 
@@ -61,7 +62,7 @@ class HealingRecipe(StrictModel):
 
     precision: autocast precision (weights stay in float32); auto: bf16 on GPUs that support it. log, evaluate, checkpoint:
     intervals in steps; evaluate: None is a tenth of the run, 0 only after stages. deliver: `best`, the state with the lowest
-    validation loss, the start included, or `last`. keep: number of checkpoints kept. cuda_graph:
+    validation loss, the start included, or `last`. checkpoints: number of the latest ones that are kept. cuda_graph:
     capture loss and backward pass in a CUDA graph, on one GPU with rows of one document each (data.packing: stream); small models
     train several times as fast. tiny and common: see the module.
     """
@@ -77,7 +78,7 @@ class HealingRecipe(StrictModel):
     evaluate: Annotated[Count, Field(ge=0)] | None = None
     deliver: Literal["best", "last"] = "best"
     checkpoint: Annotated[Count, Field(ge=0)] = 500
-    keep: Annotated[int, Field(ge=1)] = 2
+    checkpoints: Annotated[int, Field(ge=1)] = 2
     cuda_graph: bool = False
 
     @property
@@ -119,7 +120,8 @@ def read_recipe(
 
 def parse_healing_recipe(data: dict[str, Any], where: str = "recipe") -> HealingRecipe:
     """Validate the keys of a healing recipe. where: name of the recipe in error messages."""
-    data = dict(data)
+    data, notes = renew_healing_recipe(data)
+    warn_renamed(notes)
     common, stages = data.pop("common", None) or {}, data.pop("stages", None)
     if not isinstance(common, dict):
         raise SurgeryError(

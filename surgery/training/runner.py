@@ -115,7 +115,7 @@ class StageRunner:
         self.tokenizer = model_loading.load_source_tokenizer(self.source, self.trust)
         self.checkpoints = CheckpointManager(
             self.work / "checkpoints",
-            self.recipe.keep,
+            self.recipe.checkpoints,
             self.accelerator.process_index,
             self.accelerator.wait_for_everyone,
         )

@@ -268,3 +268,13 @@ def test_the_conversion_of_an_older_version_in_the_repository_has_old_words():
     folder = Path(__file__).resolve().parents[1] / "data/written_before"
     start = _parse_entry((folder / "resumed.partial" / JOURNAL_NAME).read_bytes().splitlines(keepends=True)[0])
     assert "by" in json.loads(start["recipe"])["attention"]["hybrid"]
+
+
+def test_the_number_of_checkpoints_of_a_healing_recipe():
+    from surgery.training.recipe import load_healing_recipe
+
+    for override in ("keep=3", "checkpoints=3"):
+        recipe, lines = noted(lambda override=override: load_healing_recipe("quick", [override]))
+        assert recipe.checkpoints == 3 and lines == (["recipe: keep is now checkpoints"] if "keep" in override else [])
+    with pytest.raises(SurgeryError, match="keep is the old name of checkpoints, and both are given"):
+        load_healing_recipe("quick", ["keep=3", "checkpoints=3"])

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from helpers.reference_pages import FOLDER, PAGES, commands_page, keys_page, shipped_stages, type_text
+from helpers.reference_pages import (
+    FOLDER,
+    PAGES,
+    UNSET,
+    commands_page,
+    keys_page,
+    sections,
+    shipped_stages,
+    type_text,
+)
 
 from surgery.planning.recipe import ConversionRecipe
 
@@ -33,6 +42,10 @@ def test_every_command_option_and_key_is_there():
     assert all(f"| `{key}` |" in keys for key in ConversionRecipe.model_fields)
     assert all(f"## Stage `{name}`" in keys for name in shipped_stages())
     assert sorted(path.name for path in FOLDER.iterdir()) == sorted(PAGES)
+
+
+def test_keys_that_nothing_sets_are_keys():
+    assert all(key in sections()[heading].model_fields for heading, key in UNSET)
 
 
 def test_types_are_words():
