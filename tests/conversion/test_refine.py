@@ -214,7 +214,8 @@ def test_without_text_nothing_is_tuned_and_a_warning_says_so(checkpoints, tmp_pa
     )
     assert report["tune"] is None and any("in the Frobenius norm and not tuned" in line for line in said)
     plain = convert(str(checkpoints("llama")), make_recipe(**BASE), tmp_path / "plain", device="cpu")
-    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "plain") and plain["notes"] != report["notes"]
+    before, after = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before) and plain["notes"] != report["notes"]
     said.clear()
     convert(
         str(checkpoints("llama")),
@@ -238,7 +239,7 @@ def test_the_plan_says_what_is_tuned_and_how_long_it_takes(checkpoints):
     assert (told["tune"]["layers"], told["tune"]["model"]) == (2, 1)
     assert "tune: at most 2 epochs of each layer and 1 epoch of the whole model" in told._repr_html_()
     assert "tuning is estimated" not in told._repr_html_()
-    more = surgery.plan(source, {**BASE, "tune": {"layers": 4, "model": 2}, "tokens": 2**26}, device="cpu")
+    more = surgery.plan(source, {**BASE, "tune": {"layers": 4, "model": 2}, "tokens": 2**32}, device="cpu")
     assert more["tune"]["seconds"] > 3600
     assert "--set tune=false none" in more._repr_html_()
     for off in (False, None, {}, {"layers": 0, "model": 0}):
@@ -261,9 +262,7 @@ def test_the_start_of_a_conversion_says_that_tuning_takes_over_an_hour(checkpoin
         assert not is_long or "--set tune=false none" in said
 
 
-def test_a_live_model_and_the_command_have_the_epochs_of_a_shipped_recipe(
-    checkpoints, calibration, tmp_path, monkeypatch
-):
+def test_a_conversion_has_the_epochs_of_a_shipped_recipe(checkpoints, calibration, tmp_path):
     """No clock and no estimate decides: `tune: {model: 20}` is 20 epochs, less where the held-out rows stop them."""
     from surgery.planning.recipe import load_recipe
 
