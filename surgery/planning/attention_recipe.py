@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from surgery.core.config import check_layer_range, is_layer_selected
+from surgery.core.config import check_layer_range, fields_at_default, is_layer_selected
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.head_hybrid import OTHER_MIXERS
@@ -81,6 +81,13 @@ class HybridRecipe(BaseModel):
                 "attention.hybrid: trained_length is an option of scale: length. Set that too, or leave it out"
             )
         return self
+
+    @model_serializer(mode="wrap")
+    def _omit_defaults(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the fields without these at their defaults: `unit: layers` beside `heads` would be refused when it is read again."""
+        left = fields_at_default(self, ("unit", "heads", "rope", "scale", "trained_length"))
+        values: dict[str, Any] = to_dict(self)
+        return {name: value for name, value in values.items() if name not in left}
 
     @property
     def of_heads(self) -> bool:
