@@ -172,7 +172,7 @@ def test_commands_take_a_gguf_file(file, tmp_path):
     """plan, convert, apply, evaluate, load and training with a teacher give what they give for the expanded folder."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} is {i * i % 97}, and then\n" for i in range(200)))
-    keys = {"calibration": str(text), "tokens": 512, "length": 32, "allocate": "uniform", "refine": False}
+    keys = {"calibration": str(text), "tokens": 512, "length": 32, "allocate": "uniform", "tune": False}
     folder = open_quietly(file).folder
     reports = {}
     for name, source in (("file", str(file)), ("folder", str(folder))):
@@ -337,6 +337,6 @@ def test_a_real_file_is_its_expanded_checkpoint(shared, tmp_path, cache):
     assert [row["values"] for row in found] == [row["values"] for row in expected]
     report = surgery.convert(
         str(file), "low-rank-half", tmp_path / "out", calibration=str(tmp_path / "text.txt"), tokens=256, length=64,
-        allocate="uniform", curvature="none", refine=False, progress=Progress(),
+        allocate="uniform", curvature="none", tune=False, progress=Progress(),
     )  # fmt: skip
     assert len(report["modules"]) == 210 and report["source"]["name"] == str(file)

@@ -29,6 +29,8 @@ CALLS = {
     "comparison": lambda: x(*WIDE) > 0,
     "condition": lambda: torch.where(x(*WIDE) > 0, x(*ROW), x(5, 1)),
     "clamped": lambda: x(*WIDE).clamp_min(1e-3),
+    "clamped on both sides": lambda: x(*WIDE).clamp(-126, 126),
+    "largest": lambda: x(*WIDE).amax((-2, -1), keepdim=True),
     "in place": lambda: x(*WIDE).add_(x(*ROW)),
     "sum": lambda: x(*WIDE).sum(),
     "sum of booleans": lambda: (x(*WIDE) > 0).sum(0),

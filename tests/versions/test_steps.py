@@ -20,11 +20,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error::UserWarning:p
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "recipes" / "tiny" / "checkpoint"
 TEXT = CHECKPOINT / "calibration.txt"
-SMALL = {"tokens": 512, "length": 64, "refine": False, "allocate": "uniform"}
+SMALL = {"tokens": 512, "length": 64, "tune": False, "allocate": "uniform"}
 # Recipe and overrides of each converted checkpoint.
 CONVERSIONS = {
     "joined": ("low-rank-half", {"share": "input"}),
-    "refined": ("btt-half", {"refine": {"layers": 1, "model": 1}}),
+    "refined": ("btt-half", {"tune": {"layers": 1, "model": 1}}),
     "generated": ("low-rank-half", {"generated_tokens": 256}),
     "gated-deltanet": ("gated-deltanet", {"attention.steps": 1}),
     "mlr": ("mlr-cache-60", {"attention.steps": 1}),

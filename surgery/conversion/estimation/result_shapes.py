@@ -14,12 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SAME_KIND = {"add", "sub", "mul", "div", "clamp_min", "maximum", "minimum", "bitwise_or", "bitwise_and", "where"}
+SAME_KIND = {
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "clamp",
+    "clamp_min",
+    "maximum",
+    "minimum",
+    "bitwise_or",
+    "bitwise_and",
+    "where",
+}
 SAME_KIND |= {"abs", "neg", "sqrt", "rsqrt", "exp", "exp2", "log", "log2", "round", "floor", "square", "reciprocal"}
 COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isfinite"}
 FLOATING = {"div", "sqrt", "rsqrt", "exp", "exp2", "log", "log2", "reciprocal"}  # integers give floating-point results
 IN_PLACE = {"add_", "sub_", "mul_", "div_", "copy_", "addmm_", "clamp_min_", "zero_", "fill_"}
-REDUCTIONS = {"sum", "mean", "any", "all", "linalg_vector_norm"}
+REDUCTIONS = {"sum", "mean", "any", "all", "amax", "amin", "linalg_vector_norm"}
 LIKE = {"clone", "flip", "cumsum", "zeros_like", "ones_like"}
 
 

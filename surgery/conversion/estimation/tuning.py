@@ -12,8 +12,8 @@ import torch
 
 from surgery.conversion.refine import BATCH_TOKENS, RATES, TRIAL_STEPS, text_factor
 from surgery.conversion.refine_model import step_order
-from surgery.planning.plan import Plan
 from surgery.planning.recipe import TuneRecipe
+from surgery.planning.targets import Plan
 
 # Multiply-accumulates per second, in float32: on a CPU of each thread.
 SPEED = {"cpu": 8e9, "cuda": 15e12}

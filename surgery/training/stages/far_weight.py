@@ -6,7 +6,7 @@ p_t: the original's distribution of the next token. r_t: the same with the atten
 first `sinks` tokens of the document. A token that the near context predicts has the lowest weight. The mean is taken over the
 counted positions of a row, so that weights do not depend on how rows are divided into micro-batches and over devices.
 
-The cut is an additive mask, given to every attention module of the original by a hook: the weights are not copied. `by: restored` of
+The cut is an additive mask, given to every attention module of the original by a hook: the weights are not copied. `choose_by: measured` of
 hybrids weights tokens by the same divergence (surgery.conversion.restored), computed layer by layer.
 
 B batch, T tokens, V vocabulary.
