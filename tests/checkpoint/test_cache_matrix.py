@@ -73,7 +73,7 @@ class LosslessQuantizer:
 
 
 def quantized_backend() -> str | None:
-    """Return a backend of QuantizedCache that is installed; transformers has fp8 of its own since 5.22."""
+    """Return a backend of QuantizedCache that is installed; newer versions of transformers have fp8 of their own."""
     if is_optimum_quanto_available():
         return "quanto"
     if is_hqq_available():
