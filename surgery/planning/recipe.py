@@ -42,6 +42,7 @@ Levels = Annotated[int, Field(ge=1, le=32, strict=True)] | tuple[Count | Grid | 
 Cores = Annotated[int, Field(ge=2, le=16, strict=True)]
 LevelRanks = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
 Sharing = Literal["none", "experts", "input"]  # what shares one right factor
+Epochs = Annotated[int, Field(ge=0, le=1000, strict=True)]
 STRUCTURE_KEYS = ("blocks", "levels", "ranks", "cores", "rank", "order")  # keys that are options of the structure
 
 
@@ -105,8 +106,8 @@ class TuneRecipe(_StrictModel):
     the original's logits. norms: whether norms and the biases of linears are trained beside the new parameters.
     """
 
-    layers: int = Field(0, ge=0, le=1000, strict=True)
-    model: int = Field(0, ge=0, le=1000, strict=True)
+    layers: Epochs = 0
+    model: Epochs = 0
     norms: StrictBool = False
 
     @property
