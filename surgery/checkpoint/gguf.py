@@ -440,7 +440,8 @@ def _save_tokenizer(header: GgufHeader, link: Path, folder: Path) -> None:
     with _explain_load_errors(
         header, "tokenizer", "Put the model's tokenizer.json and tokenizer_config.json beside it"
     ):
-        AutoTokenizer.from_pretrained(link.parent, gguf_file=link.name).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(link.parent, gguf_file=link.name, trust_remote_code=False)
+        tokenizer.save_pretrained(folder)
         saved = read_json(folder / "tokenizer.json")
         count = header.metadata["tokenizer.ggml.tokens"]
         saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] < count]
@@ -460,10 +461,16 @@ def _save_model(header: GgufHeader, link: Path, folder: Path) -> None:
     with _explain_load_errors(
         header, f"model of architecture {header.architecture}", "Give the checkpoint that it was made from"
     ):
-        config = AutoConfig.from_pretrained(link.parent, gguf_file=link.name)
+        config = AutoConfig.from_pretrained(link.parent, gguf_file=link.name, trust_remote_code=False)
         _check_config(header, config)
         model, info = cls.from_pretrained(
-            link.parent, gguf_file=link.name, config=config, dtype=header.dtype, output_loading_info=True, **options
+            link.parent,
+            gguf_file=link.name,
+            config=config,
+            dtype=header.dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **options,
         )
         for key in sorted(info["missing_keys"]):
             raise SurgeryError(f"{header.path} has no tensor for {key}, which {type(model).__name__} needs")
@@ -483,7 +490,7 @@ def _check_config(header: GgufHeader, config: Any) -> None:
         )
     _restore_rope(header, config)
     with torch.device("meta"):
-        model = cls.from_config(config)
+        model = cls.from_config(config, trust_remote_code=False)
     described = sum(parameter.numel() for parameter in model.parameters())
     if described < header.numel:
         warnings.warn(

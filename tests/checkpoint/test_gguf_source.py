@@ -324,7 +324,7 @@ def test_a_full_disk_is_refused_before_it_is_written(file, cache, monkeypatch):
 # -- a real file -----------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_a_real_file_is_its_expanded_checkpoint(shared, tmp_path, cache):
-    """expand.py, which lies beside the file, writes the same weights with the tokenizer's own files."""
+    """The program beside the file writes the same weights, with the tokenizer's own files."""
     real = shared / "models" / "smollm2-135m"
     if not real.is_dir():
         pytest.skip(f"{real} is not here")
