@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -219,3 +220,11 @@ def test_memory_of_a_conversion_is_as_estimated(tmp_path, monkeypatch):
     measured = json.loads(done.stdout.splitlines()[-1])
     assert abs(estimate["peak_tensors"] / measured["peak"] - 1) < 0.3
     assert abs(estimate["disk"]["result"] / measured["result"] - 1) < 0.02
+
+
+def test_no_conversion_depends_on_an_estimate():
+    """Estimates serve plans; what a conversion does follows from its recipe and its text."""
+    folder = Path(surgery.__file__).parent / "conversion"
+    modules = [file for file in folder.rglob("*.py") if "estimation" not in file.parts]
+    assert len(modules) > 20
+    assert not [file.name for file in modules if "conversion.estimation" in file.read_text(encoding="utf-8")]
