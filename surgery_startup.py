@@ -2,11 +2,13 @@
 
 The file surgery_startup.pth, installed beside this module (see build_backend.py), makes Python import this module at every start. It puts one
 finder on `sys.meta_path` and imports nothing. transformers has no entry points for quantizers; without this file, commands such as
-`lm_eval` and `transformers serve` load a converted checkpoint only with `trust_remote_code`.
+`lm_eval` and `transformers serve` load a converted checkpoint only with `trust_remote_code`. SURGERY_STARTUP=off in the environment leaves
+the finder out.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 # Imports of these load surgery. They are the modules that surgery.modeling.register extends.
@@ -50,4 +52,5 @@ def import_surgery() -> None:
         )
 
 
-sys.meta_path.insert(0, StartupFinder)
+if os.environ.get("SURGERY_STARTUP") != "off":
+    sys.meta_path.insert(0, StartupFinder)

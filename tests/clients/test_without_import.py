@@ -96,6 +96,13 @@ def test_transformers_loads_it_without_an_import(installed, converted, tmp_path)
     assert torch.allclose(torch.load(tmp_path / "logits.pt"), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_registration_can_be_switched_off(installed, tmp_path):
+    code = "import sys; print([finder for finder in sys.meta_path if 'surgery_startup' in str(finder)])"
+    off = {**installed.environment, "SURGERY_STARTUP": "off"}
+    assert installed.run("-c", code, cwd=tmp_path, env=off).strip() == "[]"
+    assert installed.run("-c", code, cwd=tmp_path).strip() != "[]"
+
+
 @pytest.fixture
 def stand_in(tmp_path):
     """A folder with an empty package transformers, which imports at once: these tests are about the finder alone."""

@@ -37,7 +37,7 @@ class Installed:
         """Start `python words ..`."""
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [str(self.bin / "python"), *words]
-        return subprocess.Popen(command, env=self.environment, **{**pipes, **options})  # type: ignore[call-overload]
+        return subprocess.Popen(command, **{"env": self.environment, **pipes, **options})  # type: ignore[call-overload]
 
     def run(self, *words: str, **options: object) -> str:
         """Run `python words ..` and return what it printed. Raises AssertionError with its errors if it fails."""
