@@ -523,10 +523,14 @@ class Conversion:
     # -- the report --------------------------------------------------------------------------------
     @contextmanager
     def _timer(self, step: str) -> Iterator[None]:
-        """Add the seconds spent inside to `seconds[step]`."""
-        began = time.perf_counter()
+        """Add the seconds spent inside to `seconds[step]`, without those of other steps that are timed inside."""
+        began, others = time.perf_counter(), self._seconds_beside(step)
         yield
-        self.seconds[step] = round(self.seconds.get(step, 0.0) + time.perf_counter() - began, 3)
+        spent = time.perf_counter() - began - (self._seconds_beside(step) - others)
+        self.seconds[step] = round(self.seconds.get(step, 0.0) + spent, 3)
+
+    def _seconds_beside(self, step: str) -> float:
+        return sum(seconds for name, seconds in self.seconds.items() if name != step)
 
     def _report(
         self,

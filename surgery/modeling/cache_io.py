@@ -31,7 +31,8 @@ from surgery.mixers.head_hybrid import PREFIX
 from surgery.modeling.cache import MixerCacheLayer, cached_modules, innermost_model, mixer_modules, remember_decoder
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
-SAMPLED = 256  # values of each tensor that the digest reads
+SAMPLED = 256  # values of each tensor whose places count in the digest
+SUMMED = 2**24  # values that are summed at a time
 # Options of a config that change keys, values and states without changing the shape of a weight.
 CONFIG_OPTIONS = (
     "rope_parameters",
@@ -73,7 +74,8 @@ def save_cache(cache: Cache, path: str | Path) -> None:
 
 @torch.no_grad()
 def decoder_digest(decoder: nn.Module) -> str | None:
-    """Return a SHA-256 of a decoder: options of its config, and values of every tensor of a checkpoint of it, evenly spaced, in bfloat16.
+    """Return a SHA-256 of a decoder: options of its config, and of every tensor of a checkpoint of it, the sum of all values' bits and
+    SAMPLED values in their order, in bfloat16.
 
     A model and its copy in bfloat16 have the same digest. None: some weights cannot be read here (they are offloaded, or quantized to a type
     without values).
@@ -82,16 +84,26 @@ def decoder_digest(decoder: nn.Module) -> str | None:
     options = {name: value for name in CONFIG_OPTIONS if (value := getattr(config, name, None)) is not None}
     digest = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode())
     sampled: list[Tensor] = []
+    sums: list[int] = []
     for name, tensor in sorted(_stored_tensors(decoder), key=lambda pair: pair[0]):
         digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
         count = min(SAMPLED, tensor.numel())
         try:
-            place = torch.arange(count, device=tensor.device) * tensor.numel() // max(1, count)
-            sampled.append(tensor.detach().reshape(-1)[place].to(torch.bfloat16).cpu())
+            flat = tensor.detach().reshape(-1)
+            step = flat.numel() // max(1, count) | 1  # odd: samples of a matrix are not all of one column
+            place = torch.arange(count, device=flat.device) * step % max(1, flat.numel())
+            sampled.append(flat[place].to(torch.bfloat16).cpu())
+            sums.append(sum(int(_bits(part).sum(dtype=torch.int64)) for part in flat.split(SUMMED)))
         except (NotImplementedError, RuntimeError, TypeError):
             return None
     digest.update(torch.cat(sampled).view(torch.int16).numpy().tobytes() if sampled else b"")
+    digest.update(str(sums).encode())
     return digest.hexdigest()
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return the values in bfloat16, as 16-bit integers: their sum is the same in any order and on any device."""
+    return values.to(torch.bfloat16).contiguous().view(torch.int16)
 
 
 def _stored_tensors(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:

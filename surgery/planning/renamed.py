@@ -11,6 +11,7 @@ keep of a healing recipe                      checkpoints
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -73,8 +74,11 @@ def renew_healing_recipe(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[
 
 def warn_renamed(notes: Sequence[str]) -> None:
     """Warn of the old words in a recipe."""
-    for note in notes:
-        warnings.warn(f"recipe: {note}", RenamedWarning, stacklevel=3)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "surgery":
+        frame, level = frame.f_back, level + 1
+    for note in notes:  # the warning names the line of the user's program, not one of ours
+        warnings.warn(f"recipe: {note}", RenamedWarning, stacklevel=level - 1)
 
 
 def changed_choice(data: Mapping[str, Any]) -> str | None:

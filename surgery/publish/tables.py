@@ -12,7 +12,7 @@ from rich.text import Text
 
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens, new_table
-from surgery.publish.ratios import format_ratio, perplexity_ratio
+from surgery.publish.ratios import before_storage, format_ratio, perplexity_ratio
 from surgery.publish.summary import describe_structure, inspect_rows
 
 LONG_TUNING = (
@@ -312,7 +312,7 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
         ratio = perplexity_ratio(held["original"], held["converted"], held["unit"])
         change = f"{held['original']:.4f} -> {held['converted']:.4f} (difference {held['converted'] - held['original']:.4f}{se})"
         as_ratio = "" if ratio is None else f"perplexity {format_ratio(ratio)}, "
-        lines.append(f"held-out text: {as_ratio}{held['unit']} {change}")
+        lines.append(f"held-out text: {as_ratio}{held['unit']} {change}{before_storage(report)}")
     for line in (report.get("calibration") or {}).get("warnings", []):
         lines.append(f"calibration: {escape(str(line))}")
     seconds = report["time"]["seconds"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from surgery.core.tables import format_count, format_tokens
 from surgery.publish.measured import other_base
-from surgery.publish.ratios import format_ratio, perplexity_ratio
+from surgery.publish.ratios import before_storage, format_ratio, perplexity_ratio
 from surgery.publish.tables import speed_in_words
 
 SAME = 0.005  # sizes that differ by less are "the same"
@@ -58,10 +58,11 @@ def _perplexity(report: Mapping[str, Any], results: Mapping[str, Any] | None) ->
     run = (report.get("training") or [{}])[-1].get("validation") or {}
     original, healed = ((run.get(key) or {}).get("perplexity") for key in ("original", "after"))
     if original and healed:
-        return f"perplexity {format_ratio(healed / original)} on validation text"
+        return f"perplexity {format_ratio(healed / original)} on validation text{before_storage(report)}"
     held = report.get("held_out")
     ratio = perplexity_ratio(held["original"], held["converted"], held["unit"]) if held else None
-    return f"perplexity {format_ratio(ratio)} on held-out text{' before healing' if run else ''}" if ratio else ""
+    when = f"{' before healing' if run else ''}{before_storage(report)}"
+    return f"perplexity {format_ratio(ratio)} on held-out text{when}" if ratio else ""
 
 
 def _needles(rows: list[Any], base: str) -> list[str]:

@@ -459,6 +459,11 @@ def test_a_state_of_other_weights_is_refused(llama, tmp_path):
         changed.model.get_parameter(name).mul_(1.01)
         with pytest.raises(SurgeryError, match="filled by a model with other weights or options than this LlamaModel"):
             load_cache(path, changed)
+    for name, place in (("embed_tokens.weight", (13, 7)), ("layers.1.self_attn.k_proj.weight", (slice(None), 5))):
+        changed = copy.deepcopy(llama)  # one value, or one column, that no sample of a few values would meet
+        changed.model.get_parameter(name)[place] += 1
+        with pytest.raises(SurgeryError, match="other weights or options"):
+            load_cache(path, changed)
     changed = copy.deepcopy(llama)
     changed.config.rms_norm_eps = 0.1
     with pytest.raises(SurgeryError, match="other weights or options"):

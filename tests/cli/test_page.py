@@ -140,6 +140,8 @@ def test_what_was_not_measured_is_not_in_the_verdict():
     assert (
         verdict({"totals": totals, "held_out": held}) == "Same size, perplexity x 1.649 on held-out text; not healed."
     )
+    stored = verdict({"totals": totals, "held_out": held, "storage": {"bits": 4, "group": 64}})
+    assert "x 1.649 on held-out text, before its linears were stored in 4 bits" in stored
     held["unit"] = "relative error"
     assert "quality not measured" in verdict({"totals": totals, "held_out": held})
     guessed = {**row("needle", "accuracy", {}, 10.0, 0.0), "suite": "needle", "flags": ["no better than guessing"]}

@@ -12,7 +12,7 @@ from surgery.core.tables import command_line, format_count, format_number, forma
 from surgery.publish.html.data import PageData, layer_index, module_role, structure_class, structure_text
 from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart
 from surgery.publish.measured import last_part, measured_model, other_base
-from surgery.publish.ratios import format_ratio, perplexity_ratio
+from surgery.publish.ratios import before_storage, format_ratio, perplexity_ratio
 from surgery.publish.tables import format_share, speed_in_words
 from surgery.publish.verdict import measured_ratio
 
@@ -89,12 +89,22 @@ def headline_figures(data: PageData) -> str:
         base = other_base(data.report, results) or "the original"
         text.append((format_ratio(measured), f"perplexity, measured by surgery eval, relative to {base}"))
     elif scores[0] and scores[2]:
-        text.append((format_ratio(scores[2] / scores[0]), "perplexity after healing, relative to the original"))
+        text.append(
+            (
+                format_ratio(scores[2] / scores[0]),
+                f"perplexity after healing, relative to the original{before_storage(data.report)}",
+            )
+        )
     elif held := data.report.get("held_out"):
         ratio = perplexity_ratio(held["original"], held["converted"], held["unit"])
-        change = f"{held['converted'] - held['original']:+.4f}", f"{held['unit']} on held-out text"
+        change = (
+            f"{held['converted'] - held['original']:+.4f}",
+            f"{held['unit']} on held-out text{before_storage(data.report)}",
+        )
         text.append(
-            change if ratio is None else (format_ratio(ratio), "perplexity on held-out text, before any healing")
+            change
+            if ratio is None
+            else (format_ratio(ratio), f"perplexity on held-out text, before any healing{before_storage(data.report)}")
         )
     return (
         '<ul class="figures">'

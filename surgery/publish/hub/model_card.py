@@ -17,7 +17,7 @@ from surgery.publish.hub.card_metadata import front_matter
 from surgery.publish.hub.citations import cited_papers
 from surgery.publish.hub.files import UploadFile
 from surgery.publish.hub.license import License, is_hub_id, public_name
-from surgery.publish.ratios import format_ratio, perplexity_ratio
+from surgery.publish.ratios import before_storage, format_ratio, perplexity_ratio
 from surgery.publish.summary import checkpoint_costs
 from surgery.publish.tables import format_share
 
@@ -167,7 +167,7 @@ def _eval_section(source: CheckpointSource, items: list[UploadFile], report: dic
     if held := report.get("held_out"):
         error = f" ± {held['difference_se']:.4f} (standard error)" if held.get("difference_se") is not None else ""
         lines.append(
-            f"\nOn the {held['tokens']:,} held-out tokens of the conversion, before any training: {held['original']:.4f} -> "
+            f"\nOn the {held['tokens']:,} held-out tokens of the conversion, before any training{before_storage(report)}: {held['original']:.4f} -> "
             f"{held['converted']:.4f} {plain(held['unit'])}, a difference of {held['converted'] - held['original']:.4f}{error}{_as_ratio(held)}."
         )
     if len(lines) == 2:
