@@ -57,6 +57,16 @@ class CalibrationSet:
         held = min(max(2 if rows >= 4 else 1, round(rows * holdout)), rows - 1)
         return cls(inputs, rows - held, rows, packed)
 
+    @property
+    def fit(self) -> range:
+        """The samples that are fitted to."""
+        return range(self.n_fit)
+
+    @property
+    def held_out(self) -> range:
+        """The samples that are held out."""
+        return range(self.n_fit, self.rows)
+
     def subset(self, share: float) -> CalibrationSet:
         """Return a set with a share of the rows to fit to, and all held-out rows."""
         kept = max(1, round(self.n_fit * share))

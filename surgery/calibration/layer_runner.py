@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from surgery.architectures.towers import TEXT, tower_name
 from surgery.calibration.data import check_model_inputs, token_embedding
@@ -133,16 +132,6 @@ def _slice_borders(borders: Tensor, first: int, last: int, name: str) -> Tensor:
             "end. Give images of one size, the same number in every row"
         )
     return found - first
-
-
-def flatten_call(call: LayerCall) -> tuple[Tensor, TreeSpec, list[Any]]:
-    """Return (hidden states, structure, leaves) of a call's arguments, for an autograd function that reruns the layer.
-
-    The input of the first layer must require a gradient, so that autograd calls the backward of every layer.
-    """
-    leaves, spec = tree_flatten((call.args, call.kwargs))
-    hidden = call.hidden_BTD
-    return hidden if hidden.requires_grad else hidden.detach().requires_grad_(True), spec, leaves
 
 
 LayerFn = Callable[[LayerCall], Any]
@@ -428,26 +417,28 @@ def output_features(out: Any) -> Tensor:
 Phase = tuple[int, int, AbstractContextManager[Any]]
 
 
-def run_phases(call: LayerCall, phases: list[Phase], runner: LayerRunner) -> Any:
+def run_phases(call: LayerCall, phases: list[Phase], runner: LayerRunner, step: int | None = None) -> Any:
     """Run the rows of each phase through the layer inside the phase's context manager, and return the layer's output.
 
-    phases: (first, last, context) for rows first:last. They run in chunks, and their hidden states are overwritten. If the
+    phases: (first, last, context) for rows first:last. They run in chunks of `step` rows (None: as many as suit the device), and their
+    hidden states are overwritten. If the
     context yields a function, it is called after each round (see `surgery.calibration.partition`). The output has the form
     that the layer returns; its further tensors are concatenated along the batch axis if they have one.
     """
-    step, found = runner.chunk_rows(call.hidden_BTD.shape[1]), LayerOutputs(len(call.hidden_BTD))
+    step = step or runner.chunk_rows(call.hidden_BTD.shape[1])
+    outputs = LayerOutputs(len(call.hidden_BTD))
     for first, last, context in phases:
         with context as after:
             for round_ in runner.rounds(first, last):
                 for start, stop in round_.chunks(step):
                     runner.row = start
-                    hidden = found.add(call.apply(start, stop), start, stop)
+                    hidden = outputs.add(call.apply(start, stop), start, stop)
                     call.hidden_BTD[start:stop] = hidden.to(call.hidden_BTD.device)
                 if after is not None:
                     after(round_)
-    if not found.slices:  # more processes than row shards: one row gives the form of the output
-        found.add(call.apply(0, 1), 0, 1)
-    return found.join(call.hidden_BTD)
+    if not outputs.slices:  # more processes than row shards: one row gives the form of the output
+        outputs.add(call.apply(0, 1), 0, 1)
+    return outputs.join(call.hidden_BTD)
 
 
 class LayerOutputs:

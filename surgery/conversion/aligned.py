@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from surgery.calibration.attention_samples import attention_replaced
 from surgery.calibration.data import unpadded_rows
-from surgery.calibration.layer_runner import LayerCall, StopForward, run_phases
+from surgery.calibration.layer_runner import LayerCall, StopForward
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import (
     DTYPES,
@@ -35,10 +36,11 @@ from surgery.checkpoint.safetensors_io import (
     read_tensor,
     write_shard,
 )
-from surgery.conversion.context import ConversionContext, RowGroups
+from surgery.conversion.context import ConversionContext
 from surgery.conversion.hybrid import init_trial_mixer
 from surgery.conversion.mixer_init.base import ERROR_CAP
 from surgery.conversion.replacement import load_mixer
+from surgery.conversion.streams import Contexts, Layer, Streams
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import Journal
 from surgery.mixers import MIXERS, Mixer, mixer_config
@@ -89,9 +91,7 @@ class AlignedStudent:
     def __init__(self, ctx: ConversionContext, journal: Journal):
         self.ctx, self.journal = ctx, journal
         self.runner = ctx.runner.single_process()
-        self.groups = RowGroups.for_trial(ctx.samples, 0)
         self.todo: set[str] = set()  # layers that this process aligns
-        self.done: Callable[[], None] = lambda: None
 
     def align(self) -> dict[str, dict[str, float]]:
         """Align all layers; return the held-out errors |y - y*| / |y*| of each layer: "start" and "aligned"."""
@@ -102,8 +102,8 @@ class AlignedStudent:
         self.todo = set(missing[ctx.dist.index :: ctx.dist.count])
         if missing:
             ctx.dist.on_main(lambda: ctx.aligned_dir.mkdir(exist_ok=True))
-            with ctx.progress.bar("aligning the attention of each layer", len(ctx.plan.layout.layers)) as self.done:
-                ctx.dist.together_or_raise(self._run)
+            with ctx.progress.bar("aligning the attention of each layer", len(ctx.plan.layout.layers)) as tick:
+                ctx.dist.together_or_raise(partial(self._run, tick))
             self.journal.merge()
         return {layer: self._entry(layer)["errors"] for layer in layers}
 
@@ -162,24 +162,20 @@ class AlignedStudent:
         self.journal.add("aligned", piece=layer, sha256=digest, config=config, errors=errors)
 
     # -- training ----------------------------------------------------------------------------------
-    @torch.no_grad()
-    def _run(self) -> None:
-        """Run the original on all samples, and align this process's layers on the way."""
+    def _run(self, done: Callable[[], None]) -> None:
+        """Run the original on all samples, and align this process's layers on the way. done: called after each layer."""
         if self.todo:
-            self.runner.run(self.groups.inputs(self.ctx.samples), self._visit)
+            Streams.of_trial(self.runner, self.ctx.samples).run(self, done)
 
-    def _visit(self, call: LayerCall) -> Any:
-        call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
-        if call.path in self.todo:
-            self._align_layer(call)
-        original = self.groups.original
-        out = run_phases(call, [(original.start, original.stop, nullcontext())], self.runner)
-        self.done()
-        return out
+    def visit(self, layer: Layer) -> Contexts:
+        """Align the layer; the original goes on unchanged."""
+        if layer.path in self.todo:
+            self._align_layer(layer.call)
+        return {"original": nullcontext()}
 
     def _align_layer(self, call: LayerCall) -> None:
         target = self.ctx.plan.attention_targets[call.path]
-        mixer = init_trial_mixer(self.ctx, call, self.groups)
+        mixer = init_trial_mixer(self.ctx, call)
         copies = {n: nn.Parameter(p.detach().clone()) for n, p in projection_parameters(self.ctx.model, target).items()}
         aligned, start = AlignedAttention(mixer, copies), _snapshot(mixer, copies)
         errors = {"start": self._held_out_error(call, target, aligned)}
@@ -205,8 +201,8 @@ class AlignedStudent:
             for group, peak in zip(adam.param_groups, peaks):
                 group["lr"] = peak * (1 + math.cos(math.pi * step / ALIGN_STEPS)) / 2
             if not order:
-                order = torch.randperm(len(self._chunks(call, self.groups.fit)), generator=generator).tolist()
-            first, last = self._chunks(call, self.groups.fit)[order.pop()]
+                order = torch.randperm(len(self._chunks(call, self.ctx.samples.fit)), generator=generator).tolist()
+            first, last = self._chunks(call, self.ctx.samples.fit)[order.pop()]
             wanted_NO = self._outputs(call, target, first, last)
             with torch.enable_grad(), aligned_attention(self.ctx.model, target, aligned):
                 difference_NO = self._outputs(call, target, first, last) - wanted_NO
@@ -222,7 +218,7 @@ class AlignedStudent:
     def _held_out_error(self, call: LayerCall, target: AttentionTarget, aligned: AlignedAttention) -> float:
         """Return |y - y*| / |y*| on the held-out rows, at most ERROR_CAP."""
         difference = norm = 0.0
-        for first, last in self._chunks(call, self.groups.held_out):
+        for first, last in self._chunks(call, self.ctx.samples.held_out):
             wanted_NO = self._outputs(call, target, first, last)
             with aligned_attention(self.ctx.model, target, aligned):
                 out_NO = self._outputs(call, target, first, last)

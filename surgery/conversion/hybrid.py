@@ -14,19 +14,20 @@ for each contender, with mixers in that contender's layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from surgery.calibration.attention_samples import AttentionSamples, all_attention_replaced
 from surgery.calibration.data import unpadded_rows
-from surgery.calibration.layer_runner import LayerCall, Phase, run_phases
+from surgery.calibration.layer_runner import LayerCall
 from surgery.conversion.blended import BlendedAttention, gates_of
-from surgery.conversion.context import ConversionContext, RowGroups, rows_of
+from surgery.conversion.context import ConversionContext
 from surgery.conversion.mixer_init.base import ERROR_CAP, InitializedMixer, build_mixer, select_init
 from surgery.conversion.replacement import broadcast_mixer
 from surgery.conversion.score import HeldOutScore, held_out_score
+from surgery.conversion.streams import Contexts, Layer, Streams, rows_of
 from surgery.mixers import Mixer
 from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.targets import Plan
@@ -50,8 +51,6 @@ class MixerTrial:
         self.runner = ctx.runner.single_process()
         self.mixers: dict[str, Mixer] = {}
         self.contenders: Mapping[str, Contender] = {}
-        self.groups = RowGroups.for_trial(ctx.samples, 0)
-        self.done: Callable[[], None] = lambda: None
 
     def run_distributed(self, contenders: Mapping[str, Contender], done: Callable[[], None]) -> dict[str, HeldOutScore]:
         """Call `run` with the contenders dealt out to the processes; returns all scores in all processes."""
@@ -59,34 +58,26 @@ class MixerTrial:
         gathered = self.dist.gather(self.dist.together_or_raise(lambda: self.run(own, done) if own else {}))
         return {name: scores[name] for name in contenders for scores in gathered if name in scores}
 
-    @torch.no_grad()
     def run(self, contenders: Mapping[str, Contender], done: Callable[[], None]) -> dict[str, HeldOutScore]:
         """Return each contender's score, by its name. done: called after each layer."""
-        self.contenders, self.done = contenders, done
-        self.groups = groups = RowGroups.for_trial(self.ctx.samples, len(contenders))
-        final_BTD = self.runner.run(groups.inputs(self.ctx.samples), self._visit)
-        held_BTD = rows_of(final_BTD, groups.held_out)
-        return {
-            name: held_out_score(self.ctx, held_BTD, rows_of(final_BTD, rows))
-            for name, rows in zip(contenders, groups.converted)
-        }
+        self.contenders, samples = contenders, self.ctx.samples
+        final = Streams.of_trial(self.runner, samples, contenders).run(self, done)
+        held_BTD = rows_of(final["original"], samples.held_out)
+        return {name: held_out_score(self.ctx, held_BTD, final[name]) for name in contenders}
 
-    def _visit(self, call: LayerCall) -> Any:
-        """Run all rows through one layer: the original rows unchanged, each contender's with its mixer, if it has one."""
-        call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
-        attention_target = self.plan.attention_targets.get(call.path)
-        is_used = attention_target is not None and any(call.path in layers for layers in self.contenders.values())
-        if is_used and call.path not in self.mixers:
-            self.mixers[call.path] = init_trial_mixer(self.ctx, call, self.groups)
-        phases: list[Phase] = [(self.groups.original.start, self.groups.original.stop, nullcontext())]
-        for layers, rows in zip(self.contenders.values(), self.groups.converted):
+    def visit(self, layer: Layer) -> Contexts:
+        """Run the original rows unchanged, and each contender's with the layer's mixer, if it has one there."""
+        path, target = layer.path, self.plan.attention_targets.get(layer.path)
+        is_used = target is not None and any(path in layers for layers in self.contenders.values())
+        if is_used and path not in self.mixers:
+            self.mixers[path] = init_trial_mixer(self.ctx, layer.call)
+        contexts: dict[str, AbstractContextManager[Any]] = {"original": nullcontext()}
+        for name, layers in self.contenders.items():
             mixers = {}
-            if attention_target is not None and call.path in layers:
-                mixers = {attention_target.path: partly_replaced(self.mixers[call.path], layers[call.path])}
-            phases.append((rows.start, rows.stop, all_attention_replaced(self.ctx.model, mixers)))
-        out = run_phases(call, phases, self.runner)
-        self.done()
-        return out
+            if target is not None and path in layers:
+                mixers = {target.path: partly_replaced(self.mixers[path], layers[path])}
+            contexts[name] = all_attention_replaced(self.ctx.model, mixers)
+        return contexts
 
     def broadcast_mixers(self, layers: list[str]) -> None:
         """Give every mixer to all processes, after `run_distributed` with one contender for each layer."""
@@ -103,14 +94,17 @@ def partly_replaced(mixer: Mixer, kept: Sequence[int]) -> Mixer:
     return BlendedAttention(mixer, gates_of(kept, mixer.shape, device)) if kept else mixer
 
 
-def init_trial_mixer(ctx: ConversionContext, call: LayerCall, groups: RowGroups) -> Mixer:
-    """Return the mixer of a layer, initialized on the original's inputs with TRIAL_STEPS_SHARE of the recipe's local steps."""
+def init_trial_mixer(ctx: ConversionContext, call: LayerCall) -> Mixer:
+    """Return the mixer of a layer, initialized on the original's inputs with TRIAL_STEPS_SHARE of the recipe's local steps.
+
+    call: with all calibration samples in its first rows, as they leave the original layers below.
+    """
     attention_target, settings = ctx.plan.attention_targets[call.path], ctx.recipe.attention
     assert settings is not None
     rotated = build_mixer(attention_target, torch.device("meta")).rotated
     fit, held = (
         AttentionSamples(ctx.model, call, attention_target, rows, converted_offset=0, rotated=rotated)
-        for rows in (groups.fit, groups.held_out)
+        for rows in (ctx.samples.fit, ctx.samples.held_out)
     )
     few = settings.model_copy(update={"steps": round(TRIAL_STEPS_SHARE * settings.steps)})
     initialized = select_init(attention_target.config, few).init(attention_target, few, fit, held)
@@ -124,59 +118,48 @@ def evenly_spaced(plan: Plan, hybrid: HybridRecipe) -> set[str]:
 
 
 # -- by heads --------------------------------------------------------------------------------------
-class HeadTrial(MixerTrial):
-    """Measure how much each head changes the output of its layer when it alone gets the mixer.
+class HeadErrors:
+    """A pass that measures how much each head changes the output of its layer when it alone gets the mixer.
 
-    errors: layer -> e_g of its key/value heads, of the layers that this process measured.
+    layers: those that it measures. mixers, errors: layer -> its mixer, and e_g of its key/value heads.
     """
 
-    def __init__(self, ctx: ConversionContext):
-        super().__init__(ctx)
+    def __init__(self, ctx: ConversionContext, layers: Sequence[str]):
+        self.ctx, self.plan, self.runner = ctx, ctx.plan, ctx.runner.single_process()
+        self.layers = set(layers)
+        self.mixers: dict[str, Mixer] = {}
         self.errors: dict[str, list[float]] = {}
-        self.todo: set[str] = set()
 
-    def measure(self, done: Callable[[], None]) -> dict[str, list[float]]:
-        """Return the errors of all heads by layer, in all processes, which share the layers. done: called after each layer."""
-        layers, self.done = list(self.plan.attention_targets), done
-        self.todo = set(layers[self.dist.index :: self.dist.count])
-        gathered = self.dist.gather(self.dist.together_or_raise(self._measure_own))
-        self.broadcast_mixers(layers)
-        return {layer: errors[layer] for layer in layers for errors in gathered if layer in errors}
-
-    @torch.no_grad()
-    def _measure_own(self) -> dict[str, list[float]]:
-        if self.todo:
-            self.groups = RowGroups.for_trial(self.ctx.samples, 0)
-            self.runner.run(self.groups.inputs(self.ctx.samples), self._visit_original)
+    def run(self, done: Callable[[], None]) -> dict[str, list[float]]:
+        """Return the errors by layer. done: called after each layer."""
+        if self.layers:
+            Streams.of_trial(self.runner, self.ctx.samples).run(self, done)
         return self.errors
 
-    def _visit_original(self, call: LayerCall) -> Any:
-        call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
-        if call.path in self.todo:
-            self.mixers[call.path] = init_trial_mixer(self.ctx, call, self.groups)
-            self.errors[call.path] = self._head_errors(call, self.mixers[call.path])
-        original = self.groups.original
-        out = run_phases(call, [(original.start, original.stop, nullcontext())], self.runner)
-        self.done()
-        return out
+    def visit(self, layer: Layer) -> Contexts:
+        """Initialize the layer's mixer and measure its heads; the original goes on unchanged."""
+        if layer.path in self.layers:
+            self.mixers[layer.path] = init_trial_mixer(self.ctx, layer.call)
+            self.errors[layer.path] = self._head_errors(layer.call, self.mixers[layer.path])
+        return {"original": nullcontext()}
 
     def _head_errors(self, call: LayerCall, mixer: Mixer) -> list[float]:
         """Return e_g of each key/value head of a layer."""
         target = self.plan.attention_targets[call.path]
-        held, groups = self.groups.held_out, target.shape.groups
+        held, groups = self.ctx.samples.held_out, target.shape.groups
         step, masks_BT = self.runner.chunk_rows(call.hidden_BTD.shape[1]), self._token_masks(call)
         total_G, tokens = torch.zeros(groups, dtype=torch.float64), 0
         for first in range(held.start, held.stop, step):
             last = min(first + step, held.stop)
             real = [mask_BT[first:last] for mask_BT in masks_BT]
-            wanted_ND = unpadded_rows(first_output(call.apply(first, last)), *real).double()
-            energy_N = wanted_ND.square().sum(-1).clamp_min(1e-30)
-            tokens += len(wanted_ND)
+            output_ND = unpadded_rows(first_output(call.apply(first, last)), *real).double()
+            energy_N = output_ND.square().sum(-1).clamp_min(1e-30)
+            tokens += len(output_ND)
             for group in range(groups):
                 blended = partly_replaced(mixer, [other for other in range(groups) if other != group])
                 with all_attention_replaced(self.ctx.model, {target.path: blended}):
-                    found_ND = unpadded_rows(first_output(call.apply(first, last)), *real).double()
-                total_G[group] += ((found_ND - wanted_ND).square().sum(-1) / energy_N).sum().cpu()
+                    blended_ND = unpadded_rows(first_output(call.apply(first, last)), *real).double()
+                total_G[group] += ((blended_ND - output_ND).square().sum(-1) / energy_N).sum().cpu()
         return [min(x, ERROR_CAP) if x == x else ERROR_CAP for x in (total_G / max(tokens, 1)).sqrt().tolist()]
 
     def _token_masks(self, call: LayerCall) -> list[torch.Tensor]:
@@ -189,11 +172,21 @@ def first_output(out: Any) -> torch.Tensor:
     return hidden
 
 
+def measure_heads(trial: MixerTrial, done: Callable[[], None]) -> dict[str, list[float]]:
+    """Return the errors of all heads by layer, in all processes, which share the layers. Gives the trial its mixers. done: called after each layer."""
+    layers, dist = list(trial.plan.attention_targets), trial.dist
+    measured = HeadErrors(trial.ctx, layers[dist.index :: dist.count])
+    errors_of_processes = dist.gather(dist.together_or_raise(lambda: measured.run(done)))
+    trial.mixers = measured.mixers
+    trial.broadcast_mixers(layers)
+    return {layer: errors[layer] for layer in layers for errors in errors_of_processes if layer in errors}
+
+
 def choose_heads(ctx: ConversionContext, hybrid: HybridRecipe) -> dict[str, Any]:
     """Return the report's "hybrid" entry; its "heads" lists the key/value heads of each layer that keep softmax attention."""
-    plan, progress, trial = ctx.plan, ctx.progress, HeadTrial(ctx)
+    plan, progress, trial = ctx.plan, ctx.progress, MixerTrial(ctx)
     with progress.bar("measuring the error of each head", len(plan.layout.layers)) as tick:
-        errors = trial.measure(tick)
+        errors = measure_heads(trial, tick)
     ranked = sorted(
         ((layer, head) for layer, found in errors.items() for head in range(len(found))),
         key=lambda unit: -errors[unit[0]][unit[1]],

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.data import unpadded_rows
-from surgery.calibration.layer_runner import LayerCall
 from surgery.checkpoint.safetensors_io import DTYPES
-from surgery.conversion.context import ConversionContext, RowGroups
+from surgery.conversion.context import ConversionContext
 from surgery.conversion.norms import layer_norms_and_biases, read_originals
 from surgery.conversion.refine import Refinement, TrainedLayer, split_rows, trained_parameters
 from surgery.conversion.replacement import LayerReplacement, densify_module
+from surgery.conversion.streams import Layer
 from surgery.structures.metric import damp_output_gram, spd_factor
 
 
@@ -27,38 +27,37 @@ class LayerRefinement(Refinement):
 
     unit = "relative error of the layer's output"
 
-    def __init__(
-        self, ctx: ConversionContext, call: LayerCall, groups: RowGroups, layer: TrainedLayer, gram: Tensor | None
-    ):
-        self.call, self.groups, self.layer, self.layers = call, groups, layer, [layer]
-        self.masks_BT, self.runner = ctx.samples.token_masks(ctx.plan.layout.tower(call.path)), ctx.runner
+    def __init__(self, ctx: ConversionContext, layer: Layer, trained: TrainedLayer, gram: Tensor | None):
+        self.call, self.offset, self.trained, self.layers = layer.call, layer.streams.offset, trained, [trained]
+        self.samples, self.runner = ctx.samples, ctx.runner
+        self.masks_BT = ctx.samples.token_masks(ctx.plan.layout.tower(layer.path))
         damped = damp_output_gram(gram)
         self.root = damped if damped is None else damped.sqrt() if damped.dim() == 1 else spd_factor(damped)
         self.wanted_BTD = self._original_outputs()
         self.energy = sum(
             float(self._weighted(self._wanted(rows)).square().sum(dtype=torch.float64))
-            for rows in split_rows(groups.held_out, call.hidden_BTD.shape[1])
+            for rows in split_rows(self.samples.held_out, self.call.hidden_BTD.shape[1])
         )
-        self.scale, self.tokens = 1.0, len(groups.fit) * call.hidden_BTD.shape[1]
+        self.scale, self.tokens = 1.0, self.samples.n_fit * self.call.hidden_BTD.shape[1]
 
     def batches(self) -> list[range]:
         """Return the rows of each step of an epoch: rows of the original's stream."""
-        return split_rows(self.groups.fit, self.call.hidden_BTD.shape[1])
+        return split_rows(self.samples.fit, self.call.hidden_BTD.shape[1])
 
     def step(self, rows: range, rate: float) -> None:
         """Make one step on these rows."""
-        leaves = self.layer.parameters(self.call.device, trained=True)
+        leaves = self.trained.parameters(self.call.device, trained=True)
         with torch.enable_grad():
             error_NX = self._error(rows)
             loss = error_NX.square().sum() * (self.scale / len(error_NX))
             gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-        self.layer.update(leaves, list(gradients), rate)
+        self.trained.update(leaves, list(gradients), rate)
 
     def held_out_loss(self) -> float:
         """Return the relative error on the held-out rows."""
-        self.layer.parameters(self.call.device, trained=False)
+        self.trained.parameters(self.call.device, trained=False)
         total, tokens = 0.0, 0
-        for rows in split_rows(self.groups.held_out, self.call.hidden_BTD.shape[1]):
+        for rows in split_rows(self.samples.held_out, self.call.hidden_BTD.shape[1]):
             error_NX = self._error(rows)
             total, tokens = total + float(error_NX.square().sum(dtype=torch.float64)), tokens + len(error_NX)
         if total > 0:  # so that Adam's epsilon is small beside the gradients of every layer
@@ -67,9 +66,8 @@ class LayerRefinement(Refinement):
 
     def _error(self, rows: range) -> Tensor:
         """Return the weighted error of the converted layer's output, (N, D), N real tokens."""
-        first, last = self.groups.converted_row(rows.start), self.groups.converted_row(rows.stop - 1) + 1
-        with self.layer.swapped_in():
-            out = self.call.apply(first, last)
+        with self.trained.swapped_in():
+            out = self.call.apply(rows.start + self.offset, rows.stop + self.offset)
         out_ND = self._real(out if isinstance(out, Tensor) else out[0], rows)
         return self._weighted(out_ND - self._wanted(rows))
 
@@ -86,7 +84,7 @@ class LayerRefinement(Refinement):
 
     def _original_outputs(self) -> Tensor:
         """Return the outputs of the original layer for all samples, (B, T, D)."""
-        original = self.groups.original
+        original = range(self.samples.rows)
         wanted_BTD = self.runner.copy_hidden(self.call.hidden_BTD[original.start : original.stop])
         for rows in split_rows(original, wanted_BTD.shape[1]):
             out = self.call.apply(rows.start, rows.stop)
@@ -96,7 +94,7 @@ class LayerRefinement(Refinement):
 
 def refine_layer(
     ctx: ConversionContext,
-    call: LayerCall,
+    layer: Layer,
     replacement: LayerReplacement,
     gram: Tensor | None,
     epochs: int,
@@ -108,22 +106,21 @@ def refine_layer(
     """
     if not trained_parameters(ctx.model, replacement):
         return
-    kept = layer_norms_and_biases(ctx.model, call.path) if norms else {}
-    replacement.originals = read_originals(ctx.model, replacement.outside(kept), call.device)
+    kept = layer_norms_and_biases(ctx.model, layer.path) if norms else {}
+    replacement.originals = read_originals(ctx.model, replacement.outside(kept), layer.call.device)
     stored = {entry.name: DTYPES[entry.dtype] for entry in replacement.entries if entry.dtype in DTYPES}
-    layer = TrainedLayer(ctx.model, call.path, replacement, stored, kept=kept)
-    groups = RowGroups.for_conversion(ctx.samples)
-    ctx.runner.gather_rows(call.hidden_BTD)
-    seed = ctx.recipe.seed + ctx.plan.layout.layers.index(call.path)
+    trained = TrainedLayer(ctx.model, layer.path, replacement, stored, kept=kept)
+    ctx.runner.gather_rows(layer.call.hidden_BTD)
+    seed = ctx.recipe.seed + ctx.plan.layout.layers.index(layer.path)
 
     def train() -> dict[str, object] | None:
         if not ctx.dist.main:
             return None
-        return LayerRefinement(ctx, call, groups, layer, gram).run(epochs, seed).to_dict()
+        return LayerRefinement(ctx, layer, trained, gram).run(epochs, seed).to_dict()
 
     replacement.refined = ctx.dist.on_main(train)
-    tensors = layer.finish(call.device)
+    tensors = trained.finish(layer.call.device)
     for name in sorted(tensors):
         ctx.dist.broadcast_(tensors[name], 0)
-    replacement.set_tensors(tensors, layer.dtypes)
+    replacement.set_tensors(tensors, trained.dtypes)
     replacement.modules |= {path: densify_module(module) for path, module in replacement.trained_modules().items()}

@@ -5,42 +5,42 @@
 A model without a language-model head is trained towards its last hidden state, sum_n |h_n - h*_n|^2. The original is not run
 again: what reaches its head was computed by the conversion (B, T, D), and the head is applied to it batch by batch.
 
-The graph of a step is held in memory if the model fits there. Otherwise the step is streamed: each layer is one autograd function
-that keeps only its input. Its backward pass loads the layer again, repeats the forward pass, and makes the layer's step of
-Adam at once, so that memory holds one layer, its gradients and the inputs of all layers. The trained values and Adam's
-moments then lie in memory-mapped files. Both ways compute the same numbers.
+The graph of a step is held in memory if the model fits there. Otherwise the step is streamed (surgery.conversion.gradients): the
+backward pass of a layer loads it again, repeats the forward pass, and makes the layer's step of Adam at once, so that memory holds
+one layer, its gradients and the inputs of all layers. The trained values and Adam's moments then lie in memory-mapped
+files. Both ways compute the same numbers.
 
 Norms outside the layers are trained if they run behind a converted layer, such as the norm before the head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 
 from surgery.calibration.data import unpadded_rows
-from surgery.calibration.fisher import has_lm_head
-from surgery.calibration.layer_runner import LayerCall, flatten_call
+from surgery.calibration.layer_runner import LayerCall
 from surgery.calibration.lm_head import MAX_LOGITS, ChunkedLMHead
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.conversion.context import ConversionContext
+from surgery.conversion.fisher import has_lm_head
+from surgery.conversion.gradients import GradientPass, LayerBackward
 from surgery.conversion.norms import read_originals
 from surgery.conversion.refine import BATCH_TOKENS, Refinement, TrainedLayer, split_rows, text_factor
 from surgery.conversion.replacement import LayerReplacement
 from surgery.conversion.score import HeldOutScore, held_out_score
+from surgery.conversion.streams import Contexts, Layer, Stream, Streams
 from surgery.planning.targets import LinearTarget, Plan
 from surgery.structures import STRUCTURES
 
 STATES = 4  # copies of each trained tensor: its value, the saved value, Adam's two moments
 
 
-class ModelRefinement(Refinement):
+class ModelRefinement(Refinement, GradientPass):
     """The refinement of all layers together.
 
     layers: of the model's layers, in any order, and at path "" that of a replaced head. original_BTD: what reaches the head in
@@ -73,6 +73,7 @@ class ModelRefinement(Refinement):
         self.tokens = data.n_fit * self.length
         self.leaves: dict[str, list[Tensor]] = {}
         self.rate = 0.0
+        self.ran: list[str] = []  # the converted layers that have run in the current forward pass
 
     # -- one step ----------------------------------------------------------------------------------
     def batches(self) -> list[range]:
@@ -86,8 +87,8 @@ class ModelRefinement(Refinement):
             {} if self.streamed else {p: u.parameters(self.device, trained=True) for p, u in self.by_path.items()}
         )
         norms = self.norms.parameters(self.device, trained=True)
-        with torch.enable_grad():
-            final_BTD = self._run(rows, self._visit_streamed if self.streamed else self._visit)
+        with self.norms.swapped_in_behind(self.ran):
+            final_BTD = self._streams(rows).run_with_gradients(self)
         _, grad_BTD, head_gradients = self._loss(final_BTD.detach(), rows, gradient=True)
         if self.streamed:
             torch.autograd.backward(final_BTD, grad_BTD)
@@ -135,45 +136,50 @@ class ModelRefinement(Refinement):
             self.by_path[""].parameters(self.device, trained=False)
         return held_out_score(self.ctx, original_BTD, torch.cat(parts).to(original_BTD.device), head_module=module)
 
-    def _run(self, rows: range, visit: Callable[[LayerCall], Any]) -> Tensor:
-        inputs = {name: x[rows.start : rows.stop] for name, x in self.ctx.samples.inputs.items()}
-        ran: list[str] = []
-
-        def visit_and_note(call: LayerCall) -> Any:
-            out = visit(call)
-            if call.path in self.by_path:
-                ran.append(call.path)
-            return out
-
-        with self.norms.swapped_in_behind(ran):
-            return self.runner.run(inputs, visit_and_note)
+    def _streams(self, rows: range) -> Streams:
+        """Return the stream of one batch, which runs through each layer at once."""
+        self.ran.clear()
+        return Streams(self.runner, self.ctx.samples, {"converted": Stream(rows)}, rows_at_once=len(rows))
 
     def _converted_outputs(self, rows: range) -> Tensor:
         """Return what reaches the head in the converted model, with values rounded as they are stored, (B, T, D)."""
         self.norms.parameters(self.device, trained=False)
+        with self.norms.swapped_in_behind(self.ran):
+            return self._streams(rows).run(self)["converted"]
 
-        def visit(call: LayerCall) -> Any:
-            layer = self.by_path.get(call.path)
-            if layer is None:
-                return call.apply(0, len(call.hidden_BTD))
-            layer.parameters(self.device, trained=False)
-            with layer.swapped_in():
-                out = call.apply(0, len(call.hidden_BTD))
-            if self.streamed:
-                layer.release()
-            return out
+    def visit(self, layer: Layer) -> Contexts:
+        """Run the layer with its trained values, rounded as they are stored."""
+        return {"converted": self._swapped_in(layer.path, trained=False)}
 
-        return self._run(rows, visit)
+    def run_layer(self, layer: Layer) -> Any:
+        """Return the output of a layer for autograd: with its graph, or if streamed as one function."""
+        if self.streamed:
+            return super().run_layer(layer)
+        with self._swapped_in(layer.path, trained=True):
+            return layer.call.apply(0, len(layer.call.hidden_BTD))
 
-    def _visit(self, call: LayerCall) -> Any:
-        layer = self.by_path.get(call.path)
-        with nullcontext() if layer is None else layer.swapped_in():
-            return call.apply(0, len(call.hidden_BTD))
+    def forward_context(self, call: LayerCall) -> AbstractContextManager[None]:
+        """Return the context in which the layer has its trained values."""
+        return self._swapped_in(call.path, trained=True)
 
-    def _visit_streamed(self, call: LayerCall) -> Any:
-        hidden, spec, leaves = flatten_call(call)
-        streamed: Any = _StreamedLayer
-        return streamed.apply(self, call, spec, hidden, *leaves)
+    def backward_context(self, call: LayerCall) -> LayerBackward:
+        """Return the layer's step."""
+        return _LayerStep(self, self.by_path.get(call.path))
+
+    @contextmanager
+    def _swapped_in(self, path: str, *, trained: bool) -> Iterator[None]:
+        """Swap in the values of a layer; those of a step that is not streamed lie in the modules already."""
+        layer = self.by_path.get(path)
+        if layer is None:
+            yield
+            return
+        if self.streamed or not trained:
+            layer.parameters(self.device, trained=trained)
+        with layer.swapped_in():
+            yield
+        if self.streamed:
+            layer.release()
+        self.ran.append(path)
 
     # -- the loss ----------------------------------------------------------------------------------
     def _wanted(self, rows: range) -> Tensor:
@@ -316,51 +322,32 @@ def divergence_gradient(head: ChunkedLMHead, found_ND: Tensor, wanted_ND: Tensor
     return max(loss, 0.0), grad_ND
 
 
-class _StreamedLayer(torch.autograd.Function):
-    """A layer as one autograd function: it is loaded and run again in the backward pass, which also updates its parameters."""
+class _LayerStep(LayerBackward):
+    """The backward pass of one layer of a streamed step, which updates its parameters. layer: None if nothing is trained in it."""
 
-    @staticmethod
-    def forward(ctx: Any, refinement: ModelRefinement, call: LayerCall, spec: Any, hidden: Tensor, *leaves: Any) -> Any:
-        ctx.refinement, ctx.call, ctx.spec, ctx.hidden = refinement, call, spec, hidden.detach()
-        # Of a layer's other arguments only the hidden states of another stack (the encoder's) need a gradient.
-        ctx.leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
-        layer = refinement.by_path.get(call.path)
-        if layer is not None:
-            layer.parameters(refinement.device, trained=True)
-        with nullcontext() if layer is None else layer.swapped_in():
-            out = replace(call, hidden_BTD=ctx.hidden).apply(0, len(hidden))
-        if layer is not None:
-            layer.release()
-        ctx.mark_non_differentiable(*(t for t in _as_tuple(out)[1:] if isinstance(t, Tensor)))
-        return out if isinstance(out, Tensor) else tuple(out)
+    def __init__(self, refinement: ModelRefinement, layer: TrainedLayer | None):
+        super().__init__()
+        self.refinement, self.layer = refinement, layer
+        self.swapped_in: AbstractContextManager[None] = nullcontext()
 
-    @staticmethod
-    def backward(ctx: Any, grad_BTD: Tensor, *_: Any) -> Any:
-        refinement, call = ctx.refinement, ctx.call
-        layer = refinement.by_path.get(call.path)
-        ctx.refinement.runner.meta_model.load_module(call.path, call.device)
-        parameters = [] if layer is None else layer.parameters(refinement.device, trained=True)
-        args, kwargs = tree_unflatten(ctx.leaves, ctx.spec)
-        with torch.enable_grad():
-            hidden = ctx.hidden.requires_grad_(True)
-            again = LayerCall(call.path, call.layer, call.forward, hidden, args, kwargs, call.device)
-            with nullcontext() if layer is None else layer.swapped_in():
-                out = _as_tuple(again.apply(0, len(hidden)))[0]
-            wanted = [i for i, leaf in enumerate(ctx.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            inputs = [hidden, *(ctx.leaves[i] for i in wanted), *parameters]
-            found = torch.autograd.grad(out, inputs, grad_BTD.to(out.device), allow_unused=True)
-        if layer is not None:
-            layer.update(parameters, list(found[1 + len(wanted) :]), refinement.rate)
-            layer.release()
-        refinement.runner.meta_model.unload_module(call.path)
-        grads: list[Tensor | None] = [None] * len(ctx.leaves)
-        for i, grad in zip(wanted, found[1:]):
-            grads[i] = grad
-        return (None, None, None, found[0], *grads)
+    def __enter__(self) -> None:
+        if self.layer is not None:
+            self.leaves = self.layer.parameters(self.refinement.device, trained=True)
+            self.swapped_in = self.layer.swapped_in()
+        self.swapped_in.__enter__()
 
+    def __exit__(self, *error: Any) -> None:
+        self.swapped_in.__exit__(*error)
 
-def _as_tuple(out: Any) -> tuple[Any, ...]:
-    return (out,) if isinstance(out, Tensor) else tuple(out)
+    def add(self, gradient_BTD: Tensor, of_leaves: list[Tensor | None]) -> None:
+        """Make the step: the rows of a batch run at once."""
+        if self.layer is not None:
+            self.layer.update(self.leaves, of_leaves, self.refinement.rate)
+
+    def finish(self) -> None:
+        """Remove the layer's values from the modules."""
+        if self.layer is not None:
+            self.layer.release()
 
 
 def resident_bytes(plan: Plan) -> int:

@@ -26,7 +26,7 @@ Weights, repeated parts and the steps of the alignment were compared with others
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +36,14 @@ from torch import Tensor
 
 from surgery.calibration.attention_samples import all_attention_replaced
 from surgery.calibration.data import CalibrationSet
-from surgery.calibration.fisher import has_lm_head
-from surgery.calibration.layer_runner import LayerCall, Phase, run_phases
 from surgery.calibration.lm_head import ChunkedLMHead
 from surgery.conversion.aligned import AlignedStudent, aligned_attention
-from surgery.conversion.context import ConversionContext, RowGroups, rows_of
+from surgery.conversion.context import ConversionContext
+from surgery.conversion.fisher import has_lm_head
 from surgery.conversion.hybrid import evenly_spaced
 from surgery.conversion.mixer_init.base import ERROR_CAP
 from surgery.conversion.score import HeldOutScore
+from surgery.conversion.streams import Contexts, FinalStates, Layer, Streams
 from surgery.core.journal import Journal
 from surgery.mixers import MIXERS
 from surgery.mixers.sliding_window import Window
@@ -94,46 +94,39 @@ class Variant:
     first: str = ""
 
 
-class VariantRunner:
-    """Runs the scored rows through the original and through variants of it, in one pass layer by layer.
+class VariantPass:
+    """A pass of the original and of variants of it, each in a stream of its name.
 
-    load(target) returns a function that makes the context in which the target's attention is replaced. It is called once
-    for each layer and pass.
+    load(target) returns a function that makes the context in which the target's attention is replaced. It is called once for each layer.
     """
 
-    def __init__(self, ctx: ConversionContext, scored: CalibrationSet):
-        self.ctx, self.scored, self.runner = ctx, scored, ctx.runner.single_process()
+    def __init__(
+        self, ctx: ConversionContext, variants: Mapping[str, Variant], load: Callable[[AttentionTarget], Replace]
+    ):
+        self.ctx, self.variants, self.load = ctx, variants, load
         self.order = {path: i for i, path in enumerate(ctx.plan.layout.layers)}
 
-    @torch.no_grad()
-    def run(
-        self, variants: dict[str, Variant], load: Callable[[AttentionTarget], Replace], done: Callable[[], None]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what reaches the head (B, T, D): (of the original, of each variant). done: called after each layer."""
-        groups = RowGroups.for_trial(self.scored, len(variants))
-        rows = dict(zip(variants, groups.converted))
+    def run(self, scored: CalibrationSet, done: Callable[[], None]) -> FinalStates:
+        """Return what reaches the head on the scored rows (B, T, D), of "original" and of each variant. done: called after each layer."""
+        runner = self.ctx.runner.single_process()
+        final = Streams.of_trial(runner, scored, self.variants).run(self, done)
+        self.ctx.runner.hidden_bytes = max(self.ctx.runner.hidden_bytes, runner.hidden_bytes)  # for the report
+        return final
 
-        def visit(call: LayerCall) -> Any:
-            call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
-            target = self.ctx.plan.attention_targets.get(call.path)
-            replaced: Replace = nullcontext
-            if target is not None and any(call.path in variant.layers for variant in variants.values()):
-                replaced = load(target)
-            phases: list[Phase] = [(groups.original.start, groups.original.stop, nullcontext())]
-            for name, variant in variants.items():
-                own = rows[name]
-                if variant.first and self.order[call.path] < self.order[variant.first]:
-                    continue
-                if variant.first == call.path:
-                    rows_of(call.hidden_BTD, own).copy_(rows_of(call.hidden_BTD, rows[variant.below]))
-                phases.append((own.start, own.stop, replaced() if call.path in variant.layers else nullcontext()))
-            out = run_phases(call, phases, self.runner)
-            done()
-            return out
-
-        final_BTD = self.runner.run(groups.inputs(self.scored), visit)
-        self.ctx.runner.hidden_bytes = max(self.ctx.runner.hidden_bytes, self.runner.hidden_bytes)  # for the report
-        return rows_of(final_BTD, groups.original), {name: rows_of(final_BTD, own) for name, own in rows.items()}
+    def visit(self, layer: Layer) -> Contexts:
+        """Replace the layer's attention for the variants that have it replaced."""
+        target = self.ctx.plan.attention_targets.get(layer.path)
+        replaced: Replace = nullcontext
+        if target is not None and any(layer.path in variant.layers for variant in self.variants.values()):
+            replaced = self.load(target)
+        contexts: dict[str, AbstractContextManager[Any]] = {"original": nullcontext()}
+        for name, variant in self.variants.items():
+            if variant.first and self.order[layer.path] < self.order[variant.first]:
+                continue
+            if variant.first == layer.path:
+                layer.branch(variant.below, name)
+            contexts[name] = replaced() if layer.path in variant.layers else nullcontext()
+        return contexts
 
 
 class DivergenceScorer:
@@ -206,7 +199,7 @@ class Restoration:
         self.layers = list(ctx.plan.attention_targets)
         self.student = AlignedStudent(ctx, journal)
         self.scored, self.repeated_rows = scored_rows(ctx.samples, REPEATED, ctx.recipe.seed)
-        self.runner, self.scorer = VariantRunner(ctx, self.scored), DivergenceScorer(ctx, self.scored)
+        self.scorer = DivergenceScorer(ctx, self.scored)
 
     def run(self) -> dict[str, Any]:
         """Return the report's "hybrid" entry."""
@@ -242,8 +235,8 @@ class Restoration:
             return lambda: all_attention_replaced(ctx.model, {target.path: mixer})
 
         with ctx.progress.bar("weighting tokens that need distant context", len(ctx.plan.layout.layers)) as tick:
-            original_BTD, near = self.runner.run({"near": Variant(frozenset(self.layers))}, load, tick)
-        if self.scorer.weight_by_gap(original_BTD, near["near"]):
+            final = VariantPass(ctx, {"near": Variant(frozenset(self.layers))}, load).run(self.scored, tick)
+        if self.scorer.weight_by_gap(final["original"], final["near"]):
             return "far"
         ctx.progress.say(
             f"note: attention.hybrid: with {NEAR.window} visible tokens the original predicts the held-out text as well as "
@@ -300,8 +293,8 @@ class Restoration:
 
         def run() -> dict[str, dict[str, Any]]:
             with ctx.progress.bar(what, len(ctx.plan.layout.layers)) as tick:
-                original_BTD, found = self.runner.run({"before": before, **own}, load, tick)
-            return {name: self.scorer.score(original_BTD, x_BTD).to_dict() for name, x_BTD in found.items()}
+                final = VariantPass(ctx, {"before": before, **own}, load).run(self.scored, tick)
+            return {name: self.scorer.score(final["original"], final[name]).to_dict() for name in ("before", *own)}
 
         gathered = dist.gather(dist.together_or_raise(run if own or dist.main else dict))
         scores = {name: score for theirs in reversed(gathered) for name, score in theirs.items()}  # process 0's last

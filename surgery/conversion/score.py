@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from surgery.architectures.towers import tower_names
 from surgery.calibration.data import placeholder_tokens, unpadded_rows
-from surgery.calibration.fisher import has_lm_head
 from surgery.calibration.lm_head import ChunkedLMHead
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.conversion.context import ConversionContext
+from surgery.conversion.fisher import has_lm_head
 
 
 @dataclass(frozen=True)

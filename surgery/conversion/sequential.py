@@ -2,7 +2,7 @@
 (as GPTQ does; Frantar et al. 2023).
 
 Every calibration sample runs through the model twice: once through the original layers, once through the converted
-ones (surgery.conversion.context.RowGroups). Inside a layer, linears that read the same input form a stage. Stages follow
+ones (surgery.conversion.streams). Inside a layer, linears that read the same input form a stage. Stages follow
 the order of execution, so that the linears of the MLP are fitted to the output of the converted attention. The LM head
 comes last, calibrated on the final hidden states.
 """
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from surgery.architectures.linears import LinearInfo
 from surgery.calibration.attention_samples import AttentionSamples, all_attention_replaced
 from surgery.calibration.data import CalibrationSet, unpadded_rows
-from surgery.calibration.fisher import load_grams
-from surgery.calibration.layer_runner import LayerCall, Phase, StopForward, run_phases
+from surgery.calibration.layer_runner import LayerCall, StopForward
 from surgery.calibration.moments import InputMoments
 from surgery.calibration.partition import MAX_SHARDS, Round
 from surgery.calibration.routing import (
@@ -36,7 +35,8 @@ from surgery.calibration.routing import (
 )
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorSource
-from surgery.conversion.context import ConversionContext, RowGroups, rows_of
+from surgery.conversion.context import ConversionContext
+from surgery.conversion.fisher import load_grams
 from surgery.conversion.fit import FitContext, FitResult, fit_linear
 from surgery.conversion.fit_shared import fit_shared, share_modules, targets_by_basis
 from surgery.conversion.mixer_init.base import build_mixer, select_init
@@ -55,6 +55,7 @@ from surgery.conversion.replacement import (
     swapped_modules,
 )
 from surgery.conversion.score import HeldOutScore, held_out_score
+from surgery.conversion.streams import Contexts, Layer, Stream, Streams
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.planning.attention_plan import AttentionTarget
@@ -92,6 +93,18 @@ class RoutedCalibration:
         self.shared: dict[tuple[bool, bool], InputMoments] = {}
 
 
+def conversion_streams(ctx: ConversionContext) -> Streams:
+    """Return the streams of a conversion: the original, and beside it the converted model, each with the rows to fit and the held-out ones."""
+    fit, held_out = ctx.samples.fit, ctx.samples.held_out
+    streams = {
+        "fit": Stream(fit, MAX_SHARDS),
+        "held out": Stream(held_out, 1),
+        "converted fit": Stream(fit, beside="fit"),
+        "converted held out": Stream(held_out, beside="held out"),
+    }
+    return Streams(ctx.runner, ctx.samples, streams)
+
+
 class SequentialConverter:
     """Convert all layers in order, each calibrated on the outputs of the layers already converted.
 
@@ -112,7 +125,8 @@ class SequentialConverter:
         refine_epochs: int = 0,
         refine_norms: bool = False,
     ):
-        self.ctx, self.budgets, self.groups = ctx, budgets, RowGroups.for_conversion(ctx.samples)
+        self.ctx, self.budgets, self.streams = ctx, budgets, conversion_streams(ctx)
+        self.fit, self.held_out = ctx.samples.fit, ctx.samples.held_out
         self.model, self.plan, self.recipe, self.runner = ctx.model, ctx.plan, ctx.recipe, ctx.runner
         self.finished, self.write, self.validate = finished, write, validate
         self.refine_epochs, self.refine_norms = refine_epochs, refine_norms
@@ -122,36 +136,30 @@ class SequentialConverter:
     @torch.no_grad()
     def run(self) -> tuple[HeldOutScore, LayerReplacement]:
         """Convert every layer, then the head. Returns (held-out score of the converted model, the head's replacement)."""
-        groups, samples = self.groups, self.ctx.samples
-        segments = [(groups.fit.start, groups.fit.stop, MAX_SHARDS), (groups.held_out.start, groups.held_out.stop, 1)]
-        final_BTD = self.runner.gather_rows(
-            self.runner.run(groups.inputs(samples), self.convert_layer, segments, groups.converted_offset)
-        )
-        original_BTD, converted_BTD = rows_of(final_BTD, groups.original), rows_of(final_BTD, groups.converted[0])
-        self.original_BTD = original_BTD
+        final = self.streams.run(self)
+        self.original_BTD = original_BTD = final.through("fit", "held out")
+        converted_BTD = final.through("converted fit", "converted held out")
         head = convert_head(self.ctx, self.budgets, original_BTD, converted_BTD)
         module = next(iter(head.modules.values()), None)
-        held_BTDs = rows_of(original_BTD, groups.held_out), rows_of(converted_BTD, groups.held_out)
-        return held_out_score(self.ctx, *held_BTDs, head_module=module), head
+        return held_out_score(self.ctx, final["held out"], final["converted held out"], head_module=module), head
 
-    def convert_layer(self, call: LayerCall) -> Any:
-        """Convert one layer, then run the original and the converted rows through it; returns the layer's output."""
-        began = time.perf_counter()
-        call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
+    def visit(self, layer: Layer) -> Contexts:
+        """Convert one layer; then the original rows run through it unchanged, and the converted ones through its replacement."""
+        began, call = time.perf_counter(), layer.call
         replacement = self.finished(call.path)
         if replacement is not None:
             replacement.modules = {path: densify_module(module) for path, module in replacement.modules.items()}
         else:
-            replacement = self._convert(call)
+            replacement = self.convert_layer(layer)
             self.write(call.path, replacement, time.perf_counter() - began)
         self.diverged = self.diverged or bool(replacement.modules) or bool(replacement.mixers)
         # The converted rows run even while they equal the original rows: a later layer may read other outputs of this layer.
-        phases: list[Phase] = []
-        row = self.groups.converted_row
-        for rows in (self.groups.fit, self.groups.held_out):
-            phases.append((rows.start, rows.stop, nullcontext()))
-            phases.append((row(rows.start), row(rows.stop), self._replaced_modules(call, replacement)))
-        return run_phases(call, phases, self.runner)
+        return {
+            "fit": nullcontext(),
+            "converted fit": self._replaced_modules(call, replacement),
+            "held out": nullcontext(),
+            "converted held out": self._replaced_modules(call, replacement),
+        }
 
     @contextmanager
     def _replaced_modules(self, call: LayerCall, replacement: LayerReplacement) -> Iterator[None]:
@@ -162,9 +170,9 @@ class SequentialConverter:
         ):
             yield
 
-    def _convert(self, call: LayerCall) -> LayerReplacement:
+    def convert_layer(self, layer: Layer) -> LayerReplacement:
         """Initialize the layer's mixer, fit its linears stage by stage, and store its output projection."""
-        replacement, targets = LayerReplacement(), self.plan.targets_in_layer(call.path)
+        call, replacement, targets = layer.call, LayerReplacement(), self.plan.targets_in_layer(layer.path)
         attention_target = self.plan.attention_targets.get(call.path)
         if attention_target is not None:
             self._init_mixer(call, attention_target, replacement)
@@ -174,7 +182,7 @@ class SequentialConverter:
             fold_output(self.model, self.plan, attention_target, call.device, replacement)
         if self.refine_epochs:
             gram = load_grams(self.ctx.grams_dir / f"{call.path}.safetensors", self.runner.device).get(call.path)
-            refine_layer(self.ctx, call, replacement, gram, self.refine_epochs, self.refine_norms)
+            refine_layer(self.ctx, layer, replacement, gram, self.refine_epochs, self.refine_norms)
             replacement.structured = {}
         return replacement
 
@@ -183,10 +191,10 @@ class SequentialConverter:
         settings = self.recipe.attention
         assert settings is not None
         rotated = build_mixer(attention_target, torch.device("meta")).rotated
-        offset = self.groups.converted_offset if self.recipe.calibrate == "sequential" and self.diverged else 0
+        offset = self.streams.offset if self.recipe.calibrate == "sequential" and self.diverged else 0
         fit, held = (
             AttentionSamples(self.model, call, attention_target, rows, converted_offset=offset, rotated=rotated)
-            for rows in (self.groups.fit, self.groups.held_out)
+            for rows in (self.fit, self.held_out)
         )
         self.runner.gather_rows(call.hidden_BTD)  # an initialization reads all samples, one after the other
         initialized = broadcast_mixer(
@@ -226,9 +234,9 @@ class SequentialConverter:
                     self._fit_shared_bases(call, stage, weights, replacement, routed[stage.experts], grams)
                     continue
                 moments_of = partial(self._expert_moments, call, stage, weights, replacement, routed[stage.experts])
-            fit = moments_of(self.groups.fit)
+            fit = moments_of(self.fit)
             # Computed on first use: by then the Cholesky factor of a wide input's C has been freed.
-            held_out = cache(partial(moments_of, self.groups.held_out, besides=fit)) if self.validate else None
+            held_out = cache(partial(moments_of, self.held_out, besides=fit)) if self.validate else None
             if held_out is not None and self.runner.ranks.count > 1:
                 held_out()  # a collective operation: all processes call it here, not only those that fit a matrix
             fit_context = FitContext(fit, held_out, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
@@ -274,7 +282,7 @@ class SequentialConverter:
             )
             for member in stage.members
         }
-        fits = {expert: moments_of(self.groups.fit) for expert, moments_of in of_expert.items()}
+        fits = {expert: moments_of(self.fit) for expert, moments_of in of_expert.items()}
         groups = list(targets_by_basis(list(targets.values())).values())
         shared = [(members, self._shared_fit(members, weights, fits, of_expert, grams)) for members in groups]
         fitted = broadcast_shared_fits(self.runner.ranks, shared, call.device)
@@ -299,7 +307,7 @@ class SequentialConverter:
         recipe, experts = self.recipe, [target.linear.expert for target in members]
 
         def held_out_of(index: int) -> InputMoments:
-            return of_expert[experts[index]](self.groups.held_out, besides=fits[experts[index]])
+            return of_expert[experts[index]](self.held_out, besides=fits[experts[index]])
 
         held_out: Callable[[int], InputMoments] | None = held_out_of if self.validate else None
         if held_out is not None and self.runner.ranks.count > 1:  # a collective operation: all processes call it here
@@ -323,14 +331,14 @@ class SequentialConverter:
     def _record_routing(self, call: LayerCall, experts: str, replacement: LayerReplacement) -> RoutedCalibration:
         """Record the tokens that reach the experts at the path `experts`, with all linears before them replaced."""
         found = []
-        for rows in (self.groups.fit, self.groups.held_out):
+        for rows in (self.fit, self.held_out):
             chunks: dict[tuple[int, int], RoutedTokens] = {}
             for round_ in self.runner.rounds(rows.start, rows.stop):
                 for start, stop in round_.chunks(self.runner.chunk_rows(call.hidden_BTD.shape[1])):
                     x0, index, weight = self._expert_arguments(call, experts, start, stop, LayerReplacement())
                     x = x0
                     if self._streams_differ(replacement):
-                        first, last = self.groups.converted_row(start), self.groups.converted_row(stop)
+                        first, last = start + self.streams.offset, stop + self.streams.offset
                         x, index, weight = self._expert_arguments(call, experts, first, last, replacement)
                     chunks[start, stop] = RoutedTokens(x, x0, index, weight)
             found.append(chunks)
@@ -354,7 +362,7 @@ class SequentialConverter:
                 pass
             finally:
                 handle.remove()
-        first, masks_BT = self.groups.sample(start), self.ctx.samples.token_masks(self.plan.layout.tower(call.path))
+        first, masks_BT = self.streams.sample(start), self.ctx.samples.token_masks(self.plan.layout.tower(call.path))
         mask_BT = masks_BT[0][first : first + stop - start] if masks_BT else None
         x, index, weight = (real_tokens(part, mask_BT) for part in caught[0])
         return x, index, weight
@@ -380,7 +388,7 @@ class SequentialConverter:
         An expert with fewer rows than its matrix has inputs gets average rows of all experts of the layer for the rest; of
         held-out rows it needs fewer, in proportion.
         """
-        is_fit = rows == self.groups.fit
+        is_fit = rows == self.fit
         tokens, rounds = routed.fit if is_fit else routed.held_out, self.runner.rounds(rows.start, rows.stop)
         step, size = self.runner.chunk_rows(call.hidden_BTD.shape[1]), next(iter(weights.values()))[0].shape[1]
         experts: Any = self.model.module(stage.experts)
@@ -410,7 +418,7 @@ class SequentialConverter:
                     moments.count += len(x) * (tokens[chunk].index_Nk.shape[1] - 1)
 
         moments = accumulate_moments(weights, rounds, self.runner.ranks, add)
-        wanted = size if is_fit else math.ceil(size * len(self.groups.held_out) / len(self.groups.fit))
+        wanted = size if is_fit else math.ceil(size * len(self.held_out) / len(self.fit))
         if moments.count < wanted:
             key = (stage.is_inner, is_fit)
             if key not in routed.shared:
@@ -452,7 +460,7 @@ class SequentialConverter:
                 x0, r0 = self._inputs(call, stage, start, stop, LayerReplacement())
                 x, r = x0, r0
                 if self._streams_differ(replacement):
-                    first, last = self.groups.converted_row(start), self.groups.converted_row(stop)
+                    first, last = start + self.streams.offset, stop + self.streams.offset
                     x, r = self._inputs(call, stage, first, last, replacement)
                 gap = r0 - r if r0 is not None and r is not None and r is not r0 else None
                 moments.add(x, x0, gap)
@@ -499,7 +507,7 @@ class SequentialConverter:
 
     def _unpadded_rows(self, call: LayerCall, x: Tensor, start: int, stop: int) -> Tensor:
         """Return the rows of real tokens, (N, X)."""
-        first, masks_BT = self.groups.sample(start), self.ctx.samples.token_masks(self.plan.layout.tower(call.path))
+        first, masks_BT = self.streams.sample(start), self.ctx.samples.token_masks(self.plan.layout.tower(call.path))
         return unpadded_rows(x, *(mask_BT[first : first + stop - start] for mask_BT in masks_BT))
 
 
@@ -630,10 +638,9 @@ def convert_head(
         weight_OI = target_weight(model, target, device)
         fit_context = FitContext(damping=recipe.damping, sweeps=recipe.sweeps, stored_dtype=stored_dtype(model, target))
         if original_BTD is not None:
-            groups = RowGroups.for_conversion(ctx.samples)
             gather = partial(_head_moments, ctx.samples, target.name, weight_OI, original_BTD, converted_BTD)
-            fit_context.fit = gather(rows=groups.fit)
-            fit_context.held_out = partial(gather, rows=groups.held_out)
+            fit_context.fit = gather(rows=ctx.samples.fit)
+            fit_context.held_out = partial(gather, rows=ctx.samples.held_out)
             fit_context.gram = load_grams(ctx.grams_dir / f"{path}.safetensors", device).get(target.name)
         fitted = fit_linear(target, budgets[target.name], weight_OI, fit_context)
         add_linear(model, [target], [fitted], device, replacement)

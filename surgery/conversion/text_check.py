@@ -7,17 +7,20 @@ language has a far higher loss, a repeated letter a far lower one. Matrices fitt
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgery.calibration.layer_runner import LayerCall, LayerRunner
+from surgery.calibration.data import CalibrationSet
+from surgery.calibration.layer_runner import LayerRunner
 from surgery.calibration.lm_head import ChunkedLMHead
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.score import predicts_next_token
+from surgery.conversion.streams import Contexts, Layer, Stream, Streams
 
 SAMPLES, LENGTH, MIN_LENGTH = 8, 16, 8  # samples to draw, tokens of each, and the shortest length that is checked
 TEXT_ROWS = 32  # windows of the text that are scored
@@ -64,13 +67,17 @@ def score_text(ctx: ConversionContext) -> TextScore | None:
     return TextScore(loss, own, length, distinct, _warnings(loss, own, distinct, vocabulary))
 
 
+class _Unchanged:
+    """A pass of the original model."""
+
+    def visit(self, layer: Layer) -> Contexts:
+        return {"text": nullcontext()}
+
+
 def _final_hidden(runner: LayerRunner, ids_BT: Tensor) -> Tensor:
     """Return the input of the LM head, (B, T, D)."""
-
-    def apply_layer(call: LayerCall) -> Any:
-        return call.apply(0, len(ids_BT))
-
-    return runner.run({"input_ids": ids_BT}, apply_layer)
+    text = CalibrationSet({"input_ids": ids_BT}, len(ids_BT), len(ids_BT))
+    return Streams(runner, text, {"text": Stream(text.fit)}).run(_Unchanged())["text"]
 
 
 def _mean_loss(runner: LayerRunner, head: ChunkedLMHead, ids_BT: Tensor) -> float:

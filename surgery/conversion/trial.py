@@ -15,19 +15,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from surgery.calibration.data import unpadded_rows
-from surgery.calibration.fisher import FisherPass, load_grams
-from surgery.calibration.layer_runner import LayerCall, Phase, run_phases
+from surgery.calibration.layer_runner import LayerCall
 from surgery.calibration.partition import MAX_SHARDS, Round
 from surgery.calibration.routing import RoutingRecord
-from surgery.conversion.context import ConversionContext, RowGroups, rows_of
+from surgery.conversion.context import ConversionContext
+from surgery.conversion.fisher import FisherPass, load_grams
 from surgery.conversion.fit import FitResult, candidate_configs, quick_fit
 from surgery.conversion.replacement import LayerReplacement, add_linear, broadcast_fits, densify_module, swapped_modules
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.conversion.sequential import SequentialConverter, convert_head, find_stages
+from surgery.conversion.streams import Contexts, Layer, Stream, Streams
 from surgery.core.distributed import DistContext
 from surgery.planning.allocate import CostPoint, allocate_budget
 from surgery.planning.recipe import ConversionRecipe
@@ -91,42 +91,36 @@ class QuickTrial:
         self.plans = {name: (plans or {}).get(name, ctx.plan) for name in contenders}
         self.plan, self.runner, self.recipe = ctx.plan, ctx.runner, self.ctx.recipe
         self.contenders, self.done = contenders, done
-        self.groups = RowGroups.for_trial(ctx.samples, len(contenders))
 
-    @torch.no_grad()
     def run(self) -> dict[str, HeldOutScore]:
         """Return each contender's score on the held-out samples."""
-        groups = self.groups
-        segments = [(rows.start, rows.stop, MAX_SHARDS) for rows in (groups.fit, groups.held_out, *groups.converted)]
-        final_BTD = self.runner.gather_rows(self.runner.run(groups.inputs(self.ctx.samples), self._visit, segments))
+        samples = self.ctx.samples
+        rows = {"fit": samples.fit, "held out": samples.held_out, **dict.fromkeys(self.contenders, samples.held_out)}
+        streams = Streams(self.runner, samples, {name: Stream(some, MAX_SHARDS) for name, some in rows.items()})
+        final = streams.run(self, self.done)
         scores = {}
-        for (name, budgets), rows in zip(self.contenders.items(), groups.converted):
-            head = convert_head(replace(self.ctx, plan=self.plans[name]), budgets, rows_of(final_BTD, groups.original))
+        original_BTD = final.through("fit", "held out")
+        for name, budgets in self.contenders.items():
+            head = convert_head(replace(self.ctx, plan=self.plans[name]), budgets, original_BTD)
             module = next(iter(head.modules.values()), None)
-            held_BTD = rows_of(final_BTD, groups.held_out)
-            scores[name] = held_out_score(self.ctx, held_BTD, rows_of(final_BTD, rows), module)
+            scores[name] = held_out_score(self.ctx, final["held out"], final[name], module)
         return scores
 
-    def _visit(self, call: LayerCall) -> Any:
-        """Run all rows through one layer, and fit every contender's linears before its rows run."""
-        call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
-        fit, held = self.groups.fit, self.groups.held_out
-        stages = []
+    def visit(self, layer: Layer) -> Contexts:
+        """Fit every contender's linears to the rows to fit, and run its held-out rows through them."""
+        call, stages = layer.call, list[_StageGram]()
         if self.plan.targets_in_layer(call.path):
             together = find_stages(self.ctx.model, self.plan, call)
-            found = [member for stage in together for member in stage.members or (stage,)]
-            stages = [_StageGram(stage.paths, self.plan.targets[stage.paths[0]][0].in_) for stage in found]
+            separate = [member for stage in together for member in stage.members or (stage,)]
+            stages = [_StageGram(stage.paths, self.plan.targets[stage.paths[0]][0].in_) for stage in separate]
         modules: list[dict[str, nn.Module]] = [{} for _ in self.contenders]
-        phases: list[Phase] = [
-            (fit.start, fit.stop, self._gather_and_fit(call, stages, modules)),
-            (held.start, held.stop, nullcontext()),
-        ]
-        for rows, mine in zip(self.groups.converted, modules):
-            # `swapped_modules` reads `mine` only when its phase begins, after the fits.
-            phases.append((rows.start, rows.stop, swapped_modules(call.layer, call.path, mine)))
-        out = run_phases(call, phases, self.runner)
-        self.done()
-        return out
+        # `swapped_modules` reads the modules only when its stream begins, after the fits.
+        swapped = [swapped_modules(call.layer, call.path, fitted) for fitted in modules]
+        return {
+            "fit": self._gather_and_fit(call, stages, modules),
+            "held out": nullcontext(),
+            **dict(zip(self.contenders, swapped)),
+        }
 
     @contextmanager
     def _gather_and_fit(

@@ -15,7 +15,7 @@ from structures.test_structures import DIMS, NAMES, moments, resolve_config
 
 from recipes.papers.quality import curve_probes
 from recipes.papers.quality.curve_probes import Probe, correct_curve, fit_error, probe_curve, probed_points
-from surgery.calibration.fisher import cost_points
+from surgery.conversion.fisher import cost_points
 from surgery.planning.allocate import CostPoint
 from surgery.planning.targets import LinearTarget
 from surgery.structures import STRUCTURES

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, DynamicCache
 from surgery.checkpoint.outline import describe_checkpoint
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
-from surgery.conversion.hybrid import HeadTrial
+from surgery.conversion.hybrid import HeadErrors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
 from surgery.mixers.common.rope import apply_rope
@@ -305,13 +305,13 @@ def test_a_head_s_error_is_that_of_a_model_with_it_alone(tmp_path, monkeypatch):
     text = (EMBEDDED / "calibration.txt").read_text(encoding="utf-8")[:4000]
     ids = torch.tensor(AutoTokenizer.from_pretrained(EMBEDDED)(text)["input_ids"][: 4 * 64]).view(4, 64)
     save_file({"input_ids": ids}, tmp_path / "inputs.safetensors")
-    seen, measure = {}, HeadTrial._head_errors
+    seen, measure = {}, HeadErrors._head_errors
 
     def measured(self, call, mixer):
         seen[call.path] = mixer
         return measure(self, call, mixer)
 
-    monkeypatch.setattr(HeadTrial, "_head_errors", measured)
+    monkeypatch.setattr(HeadErrors, "_head_errors", measured)
     hybrid = {"softmax": 0.25, "unit": "heads"}
     told = convert(str(tmp_path / "source"), calibrated(tmp_path, hybrid, SMALL), tmp_path / "out")["hybrid"]
     from transformers import AutoModelForCausalLM

@@ -114,15 +114,15 @@ def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibrat
     kept = partial_path(out)
     assert (kept / "pieces" / "model.layers.1.safetensors").is_file() and (kept / "journal-1.jsonl").is_file()
 
-    def once(self, path, finished=SequentialConverter._convert):
+    def once(self, path, finished=SequentialConverter.convert_layer):
         assert path.path != "model.layers.1", "process 1 has written it down"
         return finished(self, path)
 
-    SequentialConverter._convert, before = once, SequentialConverter._convert
+    SequentialConverter.convert_layer, before = once, SequentialConverter.convert_layer
     try:
         resumed = run_conversion(checkpoint, inputs, out, MIXED, count=3, resume=True)
     finally:
-        SequentialConverter._convert = before
+        SequentialConverter.convert_layer = before
     assert resumed == alone
 
 

@@ -17,7 +17,7 @@ from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.cli.main import main
 from surgery.conversion import convert as convert_module
-from surgery.conversion import refine, refine_model
+from surgery.conversion import gradients, refine, refine_model
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path
@@ -156,8 +156,8 @@ def test_a_streamed_step_computes_the_same_numbers(family, checkpoints, calibrat
     run(checkpoint, inputs, tmp_path / "resident", recipe)
     monkeypatch.setattr(convert_module, "resident_bytes", lambda plan: 2**60)
     calls = []
-    forward = refine_model._StreamedLayer.forward
-    monkeypatch.setattr(refine_model._StreamedLayer, "forward", staticmethod(lambda *a: calls.append(1) or forward(*a)))
+    forward = gradients._RecomputedLayer.forward
+    monkeypatch.setattr(gradients._RecomputedLayer, "forward", staticmethod(lambda *a: calls.append(1) or forward(*a)))
     run(checkpoint, inputs, tmp_path / "streamed", recipe)
     assert calls and bytes_of(tmp_path / "streamed") == bytes_of(tmp_path / "resident")
 

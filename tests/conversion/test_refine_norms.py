@@ -20,7 +20,7 @@ from surgery.architectures.experts import split_experts
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion import convert as convert_module
-from surgery.conversion import refine, refine_layer, refine_model
+from surgery.conversion import gradients, refine, refine_layer, refine_model
 from surgery.conversion.densify import densify
 from surgery.conversion.norms import layer_norms_and_biases, outer_norms, weight_offset
 from surgery.conversion.quantize_checkpoint import quantize
@@ -210,8 +210,8 @@ def test_a_streamed_step_computes_the_same_numbers(family, with_values, calibrat
     run(checkpoint, inputs, tmp_path / "resident", BOTH)
     monkeypatch.setattr(convert_module, "resident_bytes", lambda plan: 2**60)
     calls = []
-    forward = refine_model._StreamedLayer.forward
-    monkeypatch.setattr(refine_model._StreamedLayer, "forward", staticmethod(lambda *a: calls.append(1) or forward(*a)))
+    forward = gradients._RecomputedLayer.forward
+    monkeypatch.setattr(gradients._RecomputedLayer, "forward", staticmethod(lambda *a: calls.append(1) or forward(*a)))
     run(checkpoint, inputs, tmp_path / "streamed", BOTH)
     assert calls and bytes_of(tmp_path / "streamed") == bytes_of(tmp_path / "resident")
 

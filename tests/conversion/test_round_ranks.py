@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surgery.api import plan
-from surgery.calibration.fisher import round_curve
 from surgery.conversion.convert import convert
+from surgery.conversion.fisher import round_curve
 from surgery.core.errors import SurgeryError
 from surgery.planning.plan import fit_rounded, has_free_rank
 from surgery.structures import STRUCTURES, Metric

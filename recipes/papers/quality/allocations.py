@@ -2,7 +2,7 @@
 
 python -m recipes.papers.quality.allocations SRC --calibration FILE --text FILE --structure btt --keep 0.5 uniform spread tilt=0.5 lems=0,5
 
-Each allocation follows the expected rise of the loss at each number of parameters (surgery.calibration.fisher), except `uniform`:
+Each allocation follows the expected rise of the loss at each number of parameters (surgery.conversion.fisher), except `uniform`:
 
     uniform          the same share of every matrix
     spread           by the gain of each further rank, as `allocate: measured` tries it

@@ -10,11 +10,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from surgery.calibration.fisher import cost_points
 from surgery.calibration.moments import InputMoments
 from surgery.calibration.partition import Round
 from surgery.calibration.routing import shared_weight
 from surgery.conversion.estimation.counting import OperationCounter, Work, counted_as
+from surgery.conversion.fisher import cost_points
 from surgery.conversion.fit import FitContext, fit_linear, quick_fit
 from surgery.core.distributed import DistContext
 from surgery.core.errors import NumericalError, SurgeryError

@@ -198,7 +198,7 @@ class StepEstimates:
         return Step("layers", setting.seconds(works.times(most / self.shape.layers)), peak * ahead)
 
     def sensitivities(self, rows: TextRows) -> Step:
-        """The pass that measures the gain of each rank (surgery.calibration.fisher)."""
+        """The pass that measures the gain of each rank (surgery.conversion.fisher)."""
         setting, tokens, length = self.setting, rows.fit_tokens, rows.length
         share, shards, chunk = (
             setting.share(rows.fit, length),

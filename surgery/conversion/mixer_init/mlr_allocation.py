@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.attention_samples import attention_replaced
-from surgery.calibration.fisher import FisherPass
 from surgery.calibration.layer_runner import LayerCall, LayerRunner
-from surgery.calibration.partition import Round
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.conversion.context import ConversionContext
+from surgery.conversion.fisher import FisherPass
+from surgery.conversion.gradients import LayerBackward
 from surgery.conversion.mixer_init.mlr_ranks import (
     UNLIMITED,
     ScoreSensitivity,
@@ -89,11 +89,11 @@ class RecordingAttention(MLRAttention):
         return replace(inputs, q_BHTK=q_BGJTK.flatten(1, 2), k_BGTK=inputs.k_BGTK.detach().float() @ key_GKK)
 
 
-class ScoreRecorder:
-    """Context manager that records one layer's attention in the forward pass, or in the backward pass (`back`)."""
+class ScoreRecorder(LayerBackward):
+    """Context that records one layer's attention in the forward pass, or in the backward pass (`back`)."""
 
     def __init__(self, fisher_pass: ScoreFisherPass, call: LayerCall, back: bool):
-        self.constant_outputs: list[Tensor] = []  # none: attention reads the hidden states
+        super().__init__()
         self.fisher_pass, self.back, self.stack = fisher_pass, back, ExitStack()
         self.target = fisher_pass.plan.attention_targets.get(call.path)
 
@@ -117,15 +117,6 @@ class ScoreRecorder:
 
     def __exit__(self, *_: Any) -> None:
         self.stack.close()
-
-    def add_output_gradient(self, grad_BTD: Tensor) -> None:
-        """Do nothing: the gradient of the layer's output is not read."""
-
-    def reduce_round(self, round_: Round) -> None:
-        """Do nothing: a single process runs all samples and accumulates as they run."""
-
-    def store_results(self) -> None:
-        """Do nothing: the statistics are small and stay in memory; the allocation goes into the journal."""
 
 
 class ScoreFisherPass(FisherPass):

@@ -1,7 +1,6 @@
 """Fisher pass: for each matrix, the expected increase of the loss (nats per token) at each number of parameters.
 
-The unconverted model runs once forward and once backward, one layer at a time. Each layer is one autograd function that
-keeps only its input; in the backward pass it loads its weights again, repeats its forward and returns the gradient. Hooks on
+The unconverted model runs once forward and once backward, one layer at a time (surgery.conversion.gradients). Hooks on
 every linear accumulate the factors of K-FAC (Martens & Grosse 2015): E[x x^T] of its inputs, and E[g g^T] of its output
 gradients. The latter is only a diagonal if there are too few tokens to estimate the full matrix. Labels are sampled from the model, which
 gives the Fisher information and not the empirical Fisher (Kunstner et al. 2019). For models without a language-model head,
@@ -12,22 +11,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
 
 from surgery.calibration.data import CalibrationSet, unpadded_rows
-from surgery.calibration.layer_runner import LayerCall, LayerRunner, flatten_call, run_phases
+from surgery.calibration.layer_runner import LayerCall, LayerRunner
 from surgery.calibration.lm_head import ROWS_PER_PASS, ChunkedLMHead
 from surgery.calibration.partition import MAX_SHARDS, Round
 from surgery.calibration.routing import RoutingRecord
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorSource, read_header, read_tensor, write_shard
+from surgery.conversion.gradients import GradientPass, LayerBackward
+from surgery.conversion.streams import Stream, Streams
 from surgery.core.device import trim_memory
 from surgery.core.errors import naming
 from surgery.planning.allocate import CostPoint
@@ -40,13 +39,15 @@ from surgery.structures import STRUCTURES, Metric
 from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 
 
-class GradientHooks:
+class GradientHooks(LayerBackward):
     """Hooks on the targeted linears of one layer that accumulate input moments and output-gradient Gram matrices.
 
-    Linears that read the same input share one moment. Used as a context manager around the backward pass of the layer.
+    Linears that read the same input share one moment. leaves: outputs of linears whose input needs no gradient, such as the keys of an
+    image: the hooks on them get their gradients.
     """
 
     def __init__(self, fisher_pass: FisherPass, call: LayerCall):
+        super().__init__()
         self.fisher_pass, self.path = fisher_pass, call.path
         targets = list(fisher_pass.plan.targets_in_layer(call.path).values())
         self.linears = {linear.path: linear for parts in targets for linear in parts[0].linears}
@@ -61,9 +62,6 @@ class GradientHooks:
         self.counts: dict[str, int] = {}
         self.shared_input: dict[str, str] = {}  # linear -> the linear whose input it shares
         self.rows: dict[str, int] = {}
-        self.constant_outputs: list[
-            Tensor
-        ] = []  # of linears whose input needs no gradient: keys of an image, for example
         self._seen: list[tuple[Tensor, str]] = []
         self._handles: list[Any] = []
 
@@ -78,7 +76,7 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._seen.clear()
-        self.constant_outputs.clear()
+        self.leaves.clear()
 
     def _hook(self, path: str) -> Callable[..., None]:
         fisher_pass = self.fisher_pass
@@ -100,7 +98,7 @@ class GradientHooks:
                 add_outer(self.moments, path, drop_padding(x), full=True)
             self.rows[path] = self.rows.get(path, 0) + len(drop_padding(x[..., :1]))
             if not out.requires_grad:
-                self.constant_outputs.append(out.requires_grad_(True))
+                self.leaves.append(out.requires_grad_(True))
             hooked: Any = out  # Tensor.register_hook has no types
             hooked.register_hook(lambda grad: add_outer(self.grams, path, drop_padding(grad), self._full(path)))
 
@@ -114,15 +112,20 @@ class GradientHooks:
         rule = self.fisher_pass.recipe.curvature
         return rule == "full" or (rule == "auto" and 4 * out <= self.fisher_pass.tokens * active)
 
-    def add_output_gradient(self, grad_BTD: Tensor) -> None:
+    def begin_rows(self, first: int, last: int) -> None:
+        """Note the rows that the hooks will see."""
+        self.leaves.clear()
+        self.fisher_pass.rows = slice(first, last)
+
+    def add(self, gradient_BTD: Tensor, of_leaves: list[Tensor | None]) -> None:
         """Add the gradient of the layer's output, which weights its error where layers are tuned."""
-        if self.paths and self.fisher_pass.recipe.epochs.layers and grad_BTD.dim() == 3:
+        if self.paths and self.fisher_pass.recipe.epochs.layers and gradient_BTD.dim() == 3:
             masks_BT = (mask_BT[self.fisher_pass.rows] for mask_BT in self.fisher_pass.token_masks(self.path))
-            grad_ND = unpadded_rows(grad_BTD.to(self.fisher_pass.runner.device), *masks_BT)
+            grad_ND = unpadded_rows(gradient_BTD.to(self.fisher_pass.runner.device), *masks_BT)
             add_outer(self.grams, self.path, grad_ND, self._is_full(grad_ND.shape[1]))
             self.rows[self.path] = self.rows.get(self.path, 0) + len(grad_ND)
 
-    def reduce_round(self, round_: Round) -> None:
+    def end_round(self, round_: Round) -> None:
         """Add the sums of the row shards of a round, in the order of the shards."""
         ranks, parts = self.fisher_pass.runner.ranks, (self.moments, self.grams)
         # A process without a row shard has called no linear; it takes names and shapes from the round's first owner.
@@ -141,7 +144,7 @@ class GradientHooks:
                 total[path] = ranks.ordered_sum(total.get(path), mine, round_.owners)
         self.rows = {}
 
-    def store_results(self) -> None:
+    def finish(self) -> None:
         """Turn the sums into means and pass them to the Fisher pass."""
         if not self.paths:
             return
@@ -185,7 +188,7 @@ def add_outer(sums: dict[str, Tensor], key: str, rows_NX: Tensor, full: bool) ->
         sums[key] = sums.get(key, 0) + rows_NX.square().sum(0)
 
 
-class FisherPass:
+class FisherPass(GradientPass):
     """One forward and backward pass of the original model.
 
     options: target name -> cost points, the result. folder: where the output Gram matrices are written, one file for each
@@ -212,15 +215,15 @@ class FisherPass:
 
     def run(self, batch: CalibrationSet) -> dict[str, list[CostPoint]]:
         """Run on the rows to fit to, and return the cost points of each target."""
-        inputs = batch.fit_inputs()
         head_mask_BT, self.samples = batch.head_mask(), batch
         self.head_mask_BT = None if head_mask_BT is None else head_mask_BT[: batch.n_fit].bool()
-        rows = next(iter(inputs.values()))
-        self.tokens = rows.shape[0] * (rows.shape[1] if rows.dim() == 2 else 1)
+        rows = next(iter(batch.inputs.values()))
+        self.tokens = batch.n_fit * (rows.shape[1] if rows.dim() == 2 else 1)
         mask_BT = batch.mask()
         self.real_tokens = self.tokens if mask_BT is None else int(mask_BT[: batch.n_fit].sum())
+        streams = Streams(self.runner, batch, {"fit": Stream(batch.fit, MAX_SHARDS)})
         with torch.enable_grad():
-            final_BTD = self.runner.run(inputs, self._visit, [(0, batch.n_fit, MAX_SHARDS)])
+            final_BTD = streams.run_with_gradients(self)
             all_rows_BTD = final_BTD.detach()
             if self.runner.ranks.count > 1:
                 all_rows_BTD = self.runner.gather_rows(all_rows_BTD.contiguous().clone())
@@ -232,19 +235,18 @@ class FisherPass:
         assert self.samples is not None
         return self.samples.token_masks(self.plan.layout.tower(layer))
 
-    def _visit(self, call: LayerCall) -> Any:
-        hidden, spec, leaves = flatten_call(call)
-        recompute: Any = _RecomputedLayer
-        return recompute.apply(self, call, spec, hidden, *leaves)
-
-    def forward_context(self, call: LayerCall) -> Any:
-        """Return the context manager of the forward pass through one layer."""
-        return nullcontext()
-
-    def backward_context(self, call: LayerCall) -> Any:
-        """Return the context manager of the backward pass through one layer; it has `add_output_gradient`,
-        `reduce_round` and `store_results`."""
+    def backward_context(self, call: LayerCall) -> LayerBackward:
+        """Return the hooks of the backward pass through one layer."""
         return GradientHooks(self, call)
+
+    def stored_input(self, hidden_BTD: Tensor) -> Tensor:
+        """Return the layer's input in bfloat16: half of the memory, and its relative rounding error of 2^-9 is far below the noise of the estimates."""
+        return self.runner.copy_hidden(hidden_BTD, len(self.runner.layers), torch.bfloat16)
+
+    def end_layer(self) -> None:
+        """Return freed memory to the system, and count the layer."""
+        trim_memory()
+        self.done()
 
     def _output_gradient(self, final_BTD: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(self.recipe.seed)
@@ -395,77 +397,3 @@ def has_lm_head(meta_model: MetaModel) -> bool:
     """Return whether the model has output embeddings, that is logits over a vocabulary."""
     head = meta_model.model.get_output_embeddings() if hasattr(meta_model.model, "get_output_embeddings") else None
     return head is not None
-
-
-class _RecomputedLayer(torch.autograd.Function):
-    """A layer as one autograd function that is recomputed in the backward pass, one chunk of rows at a time."""
-
-    @staticmethod
-    def forward(ctx: Any, fisher_pass: FisherPass, call: LayerCall, spec: Any, hidden: Tensor, *leaves: Any) -> Any:
-        ctx.fisher_pass, ctx.call, ctx.spec = fisher_pass, call, spec
-        # Of a layer's other arguments only the hidden states of another stack (the encoder's) need a gradient.
-        ctx.leaves = [
-            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
-        # bfloat16 halves the memory; its relative rounding error of 2^-9 is far below the noise of the estimates.
-        ctx.hidden = fisher_pass.runner.copy_hidden(hidden.detach(), len(fisher_pass.runner.layers), torch.bfloat16)
-        phases = [(0, len(hidden), fisher_pass.forward_context(call))]
-        out = run_phases(replace(call, hidden_BTD=hidden.detach().clone()), phases, fisher_pass.runner)
-        ctx.mark_non_differentiable(*(t for t in _as_tuple(out)[1:] if isinstance(t, Tensor)))
-        return out if isinstance(out, Tensor) else tuple(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTD: Tensor, *_: Any) -> Any:
-        fisher_pass, call = ctx.fisher_pass, ctx.call
-        hooks = fisher_pass.backward_context(call)
-        grads: list[Tensor | None] = [None] * len(ctx.leaves)
-        out_BTD = torch.zeros_like(grad_BTD)  # the hidden states may lie in a file
-        fisher_pass.meta_model.load_module(call.path, call.device)
-        with hooks:
-            step = fisher_pass.runner.chunk_rows(ctx.hidden.shape[1])
-            for round_ in fisher_pass.runner.rounds(0, len(ctx.hidden)):
-                for first, last in round_.chunks(step):
-                    _backward_rows(ctx, hooks.constant_outputs, first, last, grad_BTD, out_BTD, grads)
-                    hooks.add_output_gradient(grad_BTD[first:last])
-                hooks.reduce_round(round_)
-        hooks.store_results()
-        fisher_pass.meta_model.unload_module(call.path)
-        trim_memory()
-        fisher_pass.done()
-        return (None, None, None, out_BTD, *grads)
-
-
-def _backward_rows(
-    ctx: Any,
-    constant_outputs: list[Tensor],
-    first: int,
-    last: int,
-    grad_BTD: Tensor,
-    out_BTD: Tensor,
-    grads: list[Tensor | None],
-) -> None:
-    """Run rows first:last of a layer forward and backward; hooks see the gradient of every linear's output.
-
-    constant_outputs: emptied here; the forward's hooks list the outputs in it that do not depend on the hidden states.
-    """
-    call = ctx.call
-    constant_outputs.clear()
-    args, kwargs = tree_unflatten(ctx.leaves, ctx.spec)
-    kept = replace(call, hidden_BTD=ctx.hidden, args=args, kwargs=kwargs)
-    ctx.fisher_pass.rows = slice(first, last)
-    with torch.enable_grad():
-        hidden, args, kwargs = kept.rows(first, last)
-        hidden = hidden.float().requires_grad_(True)
-        out = _as_tuple(kept.run(hidden, args, kwargs))[0]
-        wanted = [i for i, leaf in enumerate(ctx.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        inputs = [hidden, *(ctx.leaves[i] for i in wanted), *constant_outputs]
-        found = torch.autograd.grad(out, inputs, grad_BTD[first:last].to(out.device), allow_unused=True)
-    out_BTD[first:last] = found[0].to(out_BTD.device)
-    for i, grad in zip(wanted, found[1:]):  # gradients of constant outputs went to their hooks
-        if grad is not None:
-            before = grads[i]
-            grads[i] = grad if before is None else before + grad
-
-
-def _as_tuple(out: Any) -> tuple[Any, ...]:
-    return (out,) if isinstance(out, Tensor) else tuple(out)
