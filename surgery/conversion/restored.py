@@ -121,12 +121,18 @@ class VariantPass:
             replaced = self.load(target)
         contexts: dict[str, AbstractContextManager[Any]] = {"original": nullcontext()}
         for name, variant in self.variants.items():
-            if variant.first and self.order[layer.path] < self.order[variant.first]:
+            if self._waits(layer.path, variant):
                 continue
             if variant.first == layer.path:
                 layer.branch(variant.below, name)
             contexts[name] = replaced() if layer.path in variant.layers else nullcontext()
         return contexts
+
+    def _waits(self, path: str, variant: Variant) -> bool:
+        """Return whether the variant's rows skip a layer, because they will begin above it. An encoder runs for all: decoders read its output."""
+        if not variant.first or self.order[path] >= self.order[variant.first]:
+            return False
+        return self.ctx.plan.layout.tower(path) == self.ctx.plan.layout.tower(variant.first)
 
 
 class DivergenceScorer:
