@@ -61,17 +61,10 @@ def without_padding(inputs: MixerInputs) -> MixerInputs:
     if inputs.valid_BT is None or not bool(inputs.valid_BT.any()):
         return inputs
     index_N = inputs.valid_BT[0].nonzero()[:, 0]
-    mask, rope = inputs.mask_BHTS, inputs.rope
-    return replace(
-        inputs,
-        q_BHTK=inputs.q_BHTK[:, :, index_N],
-        k_BGTK=inputs.k_BGTK[:, :, index_N],
-        v_BGTV=inputs.v_BGTV[:, :, index_N],
-        x_BTD=inputs.x_BTD[:, index_N],
-        valid_BT=None,
-        mask_BHTS=None if mask is None else mask[:, :, index_N][..., index_N],
-        rope=None if rope is None else (rope[0][:, index_N], rope[1][:, index_N]),
-    )
+    selected = replace(inputs.at_tokens(index_N), valid_BT=None)
+    if selected.mask_BHTS is not None:
+        selected.mask_BHTS = selected.mask_BHTS[..., index_N]
+    return selected
 
 
 @contextmanager

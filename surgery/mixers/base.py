@@ -67,6 +67,20 @@ class MixerInputs:
     dropout: float = 0.0
     rope: tuple[Tensor, Tensor] | None = None
 
+    def at_tokens(self, index: slice | Tensor) -> MixerInputs:
+        """Return the inputs of some tokens. mask_BHTS keeps all keys, which the caller selects."""
+        mask, rope = self.mask_BHTS, self.rope
+        return replace(
+            self,
+            q_BHTK=self.q_BHTK[:, :, index],
+            k_BGTK=self.k_BGTK[:, :, index],
+            v_BGTV=self.v_BGTV[:, :, index],
+            x_BTD=self.x_BTD[:, index],
+            valid_BT=None if self.valid_BT is None else self.valid_BT[:, index],
+            mask_BHTS=None if mask is None else mask[:, :, index],
+            rope=None if rope is None else (rope[0][:, index], rope[1][:, index]),
+        )
+
 
 @dataclass
 class MixerState:

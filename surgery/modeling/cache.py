@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -265,16 +264,10 @@ def slice_inputs(inputs: MixerInputs, start: int, stop: int) -> MixerInputs:
     tokens, mask = inputs.q_BHTK.shape[2], inputs.mask_BHTS
     if (start, stop) == (0, tokens):
         return inputs
-    return replace(
-        inputs,
-        q_BHTK=inputs.q_BHTK[:, :, start:stop],
-        k_BGTK=inputs.k_BGTK[:, :, start:stop],
-        v_BGTV=inputs.v_BGTV[:, :, start:stop],
-        x_BTD=inputs.x_BTD[:, start:stop],
-        valid_BT=None if inputs.valid_BT is None else inputs.valid_BT[:, start:stop],
-        mask_BHTS=None if mask is None else mask[:, :, start:stop, : mask.shape[-1] - (tokens - stop)],
-        rope=None if inputs.rope is None else (inputs.rope[0][:, start:stop], inputs.rope[1][:, start:stop]),
-    )
+    selected = inputs.at_tokens(slice(start, stop))
+    if mask is not None:  # keys: earlier tokens, and those of this call up to `stop`
+        selected.mask_BHTS = mask[:, :, start:stop, : mask.shape[-1] - (tokens - stop)]
+    return selected
 
 
 # -- putting layers into caches --------------------------------------------------------------------
