@@ -199,7 +199,7 @@ def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mixe
     return (
         q_BHTK.shape[2] == 1
         and mixer.config.window > 0
-        and mixer.config.near == "sliding"
+        and mixer.config.near_tokens == "sliding"
         and mixer.config.sinks <= MAX_SINKS
         and knows_mask(mixer)
         and mixer.shape.causal

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from surgery.core.errors import SurgeryError
+from surgery.mixers.renamed import renew_mixer
 
 QUANT_METHOD = "surgery"  # the table's quant_method
 SHIM_MODULE = "surgery_shim"  # module written beside the weights, through which the Auto classes import surgery
@@ -40,12 +41,20 @@ def read_table(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
 
 
 def read_mixers(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """Return the mixer entries of a converted checkpoint's config by attention path, {} if there are none."""
+    """Return the mixer entries of a converted checkpoint's config by attention path, {} if there are none; options have today's names."""
     read_table(config, name)
     mixers = config["quantization_config"].get("mixers", {})
     if not isinstance(mixers, dict) or not all(isinstance(entry, dict) for entry in mixers.values()):
         raise SurgeryError(f"{name}: the surgery table in config.json is damaged")
-    return mixers
+    return {path: renew_mixer(entry) for path, entry in mixers.items()}
+
+
+def renew_table(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a config with today's names of mixer options, unchanged if it has no table. name: of the checkpoint, for messages."""
+    mixers = read_mixers(config, name) if "quantization_config" in config else {}
+    if not mixers:
+        return config
+    return {**config, "quantization_config": {**config["quantization_config"], "mixers": mixers}}
 
 
 def is_quantized(modules: dict[str, Any]) -> bool:

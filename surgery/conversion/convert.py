@@ -103,6 +103,7 @@ from surgery.core.files import REPORT_NAME, check_no_unknown_files, explain_disk
 from surgery.core.journal import Journal, check_output_path
 from surgery.core.progress import Progress, Tick
 from surgery.core.version import __version__
+from surgery.mixers.renamed import renew_mixer
 from surgery.modeling.auto_classes import write_shims
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe, TuneRecipe
@@ -269,7 +270,7 @@ class Conversion:
             shards = [self._shards().path(entry["piece"]) for entry in entries]
             weight_map = write_checkpoint(work_dir, shards, self.journal, expected)
             table = {path: spec for entry in entries for path, spec in entry["table"].items()}
-            mixers = {path: spec for entry in entries for path, spec in entry.get("mixers", {}).items()}
+            mixers = {path: renew_mixer(spec) for entry in entries for path, spec in entry.get("mixers", {}).items()}
             config = converted_config(ctx.model.source, ctx.model, table, mixers)
             copy_companions(ctx.model.source, work_dir)
             write_shims(work_dir, config, ctx.model.model)
@@ -678,7 +679,7 @@ def short_text_warnings(ctx: ConversionContext) -> list[str]:
     for target in ctx.plan.attention_targets.values():
         mixer = getattr(target.config, "others", target.config)  # of a head hybrid: the mixer of the other heads
         if window := getattr(mixer, "window", 0):
-            nears.add(getattr(mixer, "sinks", 0) + window * (2 if getattr(mixer, "near", "") == "chunks" else 1))
+            nears.add(getattr(mixer, "sinks", 0) + window * (2 if getattr(mixer, "near_tokens", "") == "chunks" else 1))
     if not nears or length > max(nears):
         return []
     return [

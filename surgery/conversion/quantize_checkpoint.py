@@ -13,7 +13,7 @@ from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.rewrite import rewrite_checkpoint, write_shards
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import SHIM_NAME, is_quantized, read_table
+from surgery.checkpoint.table import SHIM_NAME, is_quantized, read_table, renew_table
 from surgery.checkpoint.tensor_names import map_tensor_names
 from surgery.conversion.densify import check_openable
 from surgery.conversion.replacement import load_replacement_module
@@ -50,7 +50,7 @@ def quantize(
         stored = names[f"{path}.weight"].removesuffix(".weight")
         entry |= {} if stored == path else {"file_name": stored}
     whole = {**table, **dense}
-    config = copy.deepcopy(source.config)
+    config = copy.deepcopy(renew_table(source.config, converted))
     config["quantization_config"]["modules"] = quantized_table(whole, storage)
     rewrite_checkpoint(
         source,

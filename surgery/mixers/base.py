@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.registry import Registry, validate_config
+from surgery.mixers.renamed import renew_options
 from surgery.structures.base import MuP
 
 
@@ -243,7 +244,8 @@ MIXERS: Registry[Mixer] = Registry("mixer", "surgery.mixers")
 
 
 def mixer_config(data: dict[str, Any]) -> MixerConfig:
-    """Return the config of a mapping: {"mixer": "mlr", "ranks": [32, 16]} -> MLR(...)."""
-    data = dict(data)
-    config: MixerConfig = from_options(MIXERS.config_type(str(data.pop("mixer", ""))), data)
+    """Return the config of a mapping: {"mixer": "mlr", "ranks": [32, 16]} -> MLR(...). Options may have the names of older versions."""
+    options = dict(data)
+    mixer = str(options.pop("mixer", ""))
+    config: MixerConfig = from_options(MIXERS.config_type(mixer), renew_options(mixer, options))
     return config

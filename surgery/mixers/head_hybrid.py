@@ -1,6 +1,6 @@
 """Hybrid of softmax and another mixer inside one layer: some key/value heads keep softmax attention, the others get the mixer.
 
-    out[h] = softmax attention of head h      if the key/value head that h reads is in `kept`
+    out[h] = softmax attention of head h      if the key/value head that h reads is in `softmax_heads`
              others(q, k, v of the other heads)[h]      otherwise
 
 HydraHead (Tan et al. 2026, arXiv 2606.20097): heads of one layer differ more in what they do than layers do, so the head is the unit of the
@@ -36,6 +36,7 @@ from surgery.mixers.base import (
 )
 from surgery.mixers.common.rope import rotate_inputs
 from surgery.mixers.linear_config import LinearAttention, resolve_rope
+from surgery.mixers.renamed import accept_old_options
 from surgery.mixers.softmax import Softmax, SoftmaxAttention
 from surgery.structures.base import MuP
 
@@ -43,16 +44,17 @@ OTHER_MIXERS = ("linear", "window")  # mixers that can stand beside softmax head
 PREFIX = "softmax."  # of the names of the kept heads' keys and values in the state
 
 
+@accept_old_options
 @dataclass(frozen=True)
 class HeadHybrid(MixerConfig):
     """Config of a hybrid by heads.
 
-    kept: numbers of the key/value heads that keep softmax attention. others: the mixer of all other heads, a config or a mapping
+    softmax_heads: numbers of the key/value heads that keep softmax attention. others: the mixer of all other heads, a config or a mapping
     {"mixer": "linear", ..}. softmax: options of the kept heads, a config or a mapping {"rope": "drop", ..}.
     """
 
     name: ClassVar[str] = "head_hybrid"
-    kept: tuple[int, ...] = ()
+    softmax_heads: tuple[int, ...] = ()
     others: Any = None
     softmax: Any = None
 
@@ -65,16 +67,17 @@ class HeadHybrid(MixerConfig):
             )
         if not isinstance(self.softmax, Softmax):
             raise SurgeryError(f"head_hybrid: softmax must have options of mixer softmax (got {self.softmax.name!r})")
-        numbers = list(self.kept)
+        numbers = list(self.softmax_heads)
         if not numbers or numbers != sorted(set(numbers)) or numbers[0] < 0:
             raise SurgeryError(
-                f"head_hybrid: kept must be numbers of key/value heads, from 0, in order and without repeats (got {numbers}); for example kept: [0, 2]"
+                f"head_hybrid: softmax_heads must be numbers of key/value heads, from 0, in order and without repeats (got {numbers}); for "
+                "example softmax_heads: [0, 2]"
             )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain data, for recipes and checkpoints."""
         parts = {"others": self.others.to_dict(), "softmax": self.softmax.to_dict()}
-        return {"mixer": self.name, "kept": list(self.kept), **parts}
+        return {"mixer": self.name, "softmax_heads": list(self.softmax_heads), **parts}
 
 
 def _nested_config(option: str, value: Any, default: str | None) -> MixerConfig:
@@ -128,8 +131,8 @@ class HeadHybridAttention(Mixer):
     def __init__(self, config: HeadHybrid, shape: AttentionShape):
         super().__init__(config, shape)
         self.check_config(config, shape)
-        kept = torch.tensor(config.kept)
-        rest = torch.tensor([group for group in range(shape.groups) if group not in config.kept])
+        kept = torch.tensor(config.softmax_heads)
+        rest = torch.tensor([group for group in range(shape.groups) if group not in config.softmax_heads])
         softmax: Any = MIXERS[config.softmax](config.softmax, part_shape(shape, len(kept)))
         self.softmax = softmax
         self.others = MIXERS[config.others](config.others, part_shape(shape, len(rest)))
@@ -146,7 +149,10 @@ class HeadHybridAttention(Mixer):
     def check_config(cls, config: HeadHybrid, shape: AttentionShape) -> None:
         """Raise SurgeryError if the config does not fit the attention shape."""
         check_heads(config, shape)
-        kept, rest = part_shape(shape, len(config.kept)), part_shape(shape, shape.groups - len(config.kept))
+        kept, rest = (
+            part_shape(shape, len(config.softmax_heads)),
+            part_shape(shape, shape.groups - len(config.softmax_heads)),
+        )
         MIXERS[config.softmax].check_config(config.softmax, kept)
         MIXERS[config.others].check_config(config.others, rest)
         check_rotation(config.name, shape, config.softmax, config.others)
@@ -190,7 +196,10 @@ class HeadHybridAttention(Mixer):
     @classmethod
     def cost(cls, config: HeadHybrid, shape: AttentionShape, length: int) -> MixerCost:
         """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
-        kept, rest = part_shape(shape, len(config.kept)), part_shape(shape, shape.groups - len(config.kept))
+        kept, rest = (
+            part_shape(shape, len(config.softmax_heads)),
+            part_shape(shape, shape.groups - len(config.softmax_heads)),
+        )
         softmax = MIXERS[config.softmax].cost(config.softmax, kept, length)
         others = MIXERS[config.others].cost(config.others, rest, length)
         return MixerCost(*(a + b for a, b in zip(softmax, others)))
@@ -207,13 +216,13 @@ def check_heads(config: HeadHybrid, shape: AttentionShape) -> None:
             f"head_hybrid: this layer has one key/value head, which all its {shape.heads} query heads share (multi-query attention): "
             "softmax in any of them keeps the whole cache. Choose whole layers (attention.hybrid of: layers)"
         )
-    if config.kept[-1] >= shape.groups:
+    if config.softmax_heads[-1] >= shape.groups:
         raise SurgeryError(
-            f"head_hybrid: kept names key/value head {config.kept[-1]}, and this layer has heads 0 to {shape.groups - 1}"
+            f"head_hybrid: softmax_heads names key/value head {config.softmax_heads[-1]}, and this layer has heads 0 to {shape.groups - 1}"
         )
-    if len(config.kept) == shape.groups:
+    if len(config.softmax_heads) == shape.groups:
         raise SurgeryError(
-            f"head_hybrid: kept names all {shape.groups} key/value heads, so nothing would be replaced. Leave the layer out instead"
+            f"head_hybrid: softmax_heads names all {shape.groups} key/value heads, so nothing would be replaced. Leave the layer out instead"
         )
 
 

@@ -7,7 +7,8 @@
                      (z of Katharopoulos et al. 2020, eq. 12; TBM eq. 1, where the denominator of its eq. 4 cancels).
     window, sinks    softmax branch over the last `window` and the first `sinks` tokens, linear branch over the tokens
                      between them (common/window_hybrid.py)
-    near: chunks     softmax branch over the query's aligned block of `window` tokens and the one before it, linear branch
+    near_tokens: chunks
+                     softmax branch over the query's aligned block of `window` tokens and the one before it, linear branch
                      over the blocks before these (common/near_chunks.py)
 
 Differences from softmax attention: padding (valid_BT) is the only mask applied. A row holds one document: the attention module
@@ -109,7 +110,7 @@ class LinearMixer(Mixer):
         self.convolution = ShortConvolution(channels, config.convolution) if config.convolution else None
         self.norm = HeadNorm(shape.heads, shape.value) if config.norm else None
         gates = {"head": 1, "value": shape.value}
-        self.gate = OutputGate(shape.dim, shape.heads, gates[config.gate]) if config.gate else None
+        self.gate = OutputGate(shape.dim, shape.heads, gates[config.output_gate]) if config.output_gate else None
         self.window_buffer = make_buffer(config)
         self.near_weight_H = nn.Parameter(torch.ones(shape.heads)) if self.window_buffer else None
         # Without a softmax branch the weight would cancel in normalised attention.
@@ -173,7 +174,7 @@ class LinearMixer(Mixer):
 
     def dense(self, inputs: MixerInputs) -> Tensor:
         """Return out_BHTV by the definition, in quadratic time."""
-        block = self.config.window if self.config.near == "chunks" else None
+        block = self.config.window if self.config.near_tokens == "chunks" else None
         apply = lambda rows: (dense_output(self.mask, rows, block), None)  # noqa: E731
         return self._run(inputs, None, apply, inputs.x_BTD.shape[1])[0]
 
@@ -181,7 +182,7 @@ class LinearMixer(Mixer):
         self, rows: MaskInputs, state: Tensors | None, inputs: MixerInputs
     ) -> tuple[Tensor, Tensors | None]:
         after: Tensors | None
-        if self.config.near == "chunks":
+        if self.config.near_tokens == "chunks":
             out_BGJTV, after = self.mask("by_block", rows, state, self.config.window)
             return out_BGJTV, after
         if state is not None and rows.v_BGTV.shape[2] == 1:
@@ -373,7 +374,7 @@ class LinearMixer(Mixer):
         max_seen: int | None,
         apply: MaskFn,
     ) -> tuple[Tensor, Tensors | None]:
-        """Return (out_BGJTV of the linear branch of `near: chunks`, state of the mask). queue: see `ChunkBuffer.queue`."""
+        """Return (out_BGJTV of the linear branch of `near_tokens: chunks`, state of the mask). queue: see `ChunkBuffer.queue`."""
         buffer, seen_B, length = self.window_buffer, past.seen_B, tokens.x_BTD.shape[1]
         assert isinstance(buffer, ChunkBuffer)
         before = {n.removeprefix("mask."): t for n, t in past.tensors.items() if n.startswith("mask.")}
@@ -410,7 +411,7 @@ class LinearMixer(Mixer):
     ) -> LocalOutput:
         q_BGJTK = q_BTHK.transpose(1, 2).unflatten(1, (self.shape.groups, -1))
         keys, values = (RecentAndSinks(recent[n].transpose(1, 2), sinks[n].transpose(1, 2)) for n in "kv")
-        attend = chunk_attention if self.config.near == "chunks" else local_attention
+        attend = chunk_attention if self.config.near_tokens == "chunks" else local_attention
         return attend(q_BGJTK, keys, values, seen_B, self.shape, block, with_largest=self.config.normalise)
 
     def _combine(

@@ -13,12 +13,14 @@ from surgery.mixers.common.near_chunks import ChunkBuffer
 from surgery.mixers.common.window_hybrid import WindowBuffer
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
+from surgery.mixers.renamed import accept_old_options
 
 SIGNED_MASKS = ("toeplitz", "fourier")  # masks whose entries may be negative
 TWO_FORMS = ("window", "both")  # values of rope with which the branches read different forms of q and k
 BIDIRECTIONAL_MASKS = ("blocks", "toeplitz_blocks")  # masks that are bidirectional themselves
 
 
+@accept_old_options
 @dataclass(frozen=True)
 class LinearAttention(MixerConfig):
     """Config of the linear attention mixer.
@@ -33,9 +35,9 @@ class LinearAttention(MixerConfig):
     states: one state per key/value head ("shared"), or a copy of k and v, a state and gates per query head ("per_head").
     chunk: tokens per chunk in training and prefill.
     convolution: width in tokens of a causal convolution on q, k and v (0: none).
-    gate: a sigmoid gate on the output per head or per value dim (None: none). norm: RMS norm of each head's output.
+    output_gate: a sigmoid gate on the output per head or per value dim (None: none). norm: RMS norm of each head's output.
     window, sinks: number of last and of first tokens in the softmax branch (0: none).
-    near: which last tokens are in the softmax branch.
+    near_tokens: which last tokens are in the softmax branch.
         sliding  the last `window` tokens
         chunks   the query's block of `window` tokens, counted from the first token behind the sinks, up to the query, and the
                  block before it: window + 1 to 2 window tokens
@@ -50,20 +52,25 @@ class LinearAttention(MixerConfig):
     rope: Literal["keep", "drop", "window", "both"] = "keep"
     chunk: int = 64
     convolution: int = 0
-    gate: Literal["head", "value"] | None = None
+    output_gate: Literal["head", "value"] | None = None
     norm: Literal["rms"] | None = None
     window: int = 0
     sinks: int = 0
     linear_weight: float = 1.0
     states: Literal["shared", "per_head"] = "shared"
-    near: Literal["sliding", "chunks"] = "sliding"
+    near_tokens: Literal["sliding", "chunks"] = "sliding"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", parse_nested_config(MASKS, self.mask))
         object.__setattr__(self, "features", parse_nested_config(FEATURES, self.features or "identity"))
-        choices: dict[str, tuple[str | None, ...]] = {"scores": ("kernel", "delta"), "gate": (None, "head", "value")}
-        choices |= {"norm": (None, "rms"), "states": ("shared", "per_head"), "rope": ("keep", "drop", "window", "both")}
-        choices |= {"near": ("sliding", "chunks")}
+        choices: dict[str, tuple[str | None, ...]] = {
+            "scores": ("kernel", "delta"),
+            "output_gate": (None, "head", "value"),
+            "norm": (None, "rms"),
+            "states": ("shared", "per_head"),
+            "rope": ("keep", "drop", "window", "both"),
+            "near_tokens": ("sliding", "chunks"),
+        }
         for option, valid in choices.items():
             if getattr(self, option) not in valid:
                 raise SurgeryError(
@@ -158,14 +165,14 @@ def check_config(config: LinearAttention, shape: AttentionShape) -> None:
             f"linear: window {config.window} and sinks {config.sinks} need causal attention, and this module is "
             "bidirectional; use window: 0 and sinks: 0"
         )
-    if config.near == "chunks" and not config.window:
+    if config.near_tokens == "chunks" and not config.window:
         raise SurgeryError(
-            "linear: near: chunks needs the number of tokens of a block, and window is 0; set window, for example window: 64, or "
-            "use near: sliding"
+            "linear: near_tokens: chunks needs the number of tokens of a block, and window is 0; set window, for example window: 64, or "
+            "use near_tokens: sliding"
         )
-    if config.near == "chunks" and config.mask.name == "hierarchical" and config.window & (config.window - 1):
+    if config.near_tokens == "chunks" and config.mask.name == "hierarchical" and config.window & (config.window - 1):
         raise SurgeryError(
-            f"linear: near: chunks with a hierarchical mask needs a window that is a power of two (got {config.window}), so that "
+            f"linear: near_tokens: chunks with a hierarchical mask needs a window that is a power of two (got {config.window}), so that "
             f"the blocks are nodes of the tree; for example window: {1 << (config.window.bit_length() - 1)}"
         )
     if config.rope in TWO_FORMS and not config.window + config.sinks:
@@ -180,4 +187,4 @@ def make_buffer(config: LinearAttention) -> WindowBuffer | None:
     """Return the operations on the rings and sinks of the softmax branch, or None without that branch."""
     if not config.window + config.sinks:
         return None
-    return (ChunkBuffer if config.near == "chunks" else WindowBuffer)(config.window, config.sinks)
+    return (ChunkBuffer if config.near_tokens == "chunks" else WindowBuffer)(config.window, config.sinks)

@@ -10,6 +10,7 @@ from surgery.checkpoint.table import QUANT_METHOD
 from surgery.core.errors import SurgeryError
 from surgery.core.project import install_command
 from surgery.core.version import __version__
+from surgery.mixers.renamed import renew_mixer
 
 FORMAT = 1
 
@@ -38,6 +39,8 @@ class SurgeryConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.format, self.surgery_version = format, surgery_version
         self.modules, self.mixers, self.unused = modules or {}, mixers or {}, unused or []
+        if isinstance(self.mixers, dict):
+            self.mixers = {path: _renewed(entry) for path, entry in self.mixers.items()}
         if isinstance(self.modules, dict):
             self.modules = {path: _with_order(entry) for path, entry in self.modules.items()}
 
@@ -48,6 +51,11 @@ class SurgeryConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """Return the table without empty `mixers` and `unused`, which older versions did not write."""
         return {k: v for k, v in super().to_dict().items() if k not in ("mixers", "unused") or v}
+
+
+def _renewed(entry: Any) -> Any:
+    """Return a mixer's entry with today's names of its options."""
+    return renew_mixer(entry) if isinstance(entry, dict) else entry
 
 
 def _with_order(entry: Any) -> Any:

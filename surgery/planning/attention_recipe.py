@@ -23,6 +23,7 @@ from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.head_hybrid import OTHER_MIXERS
 from surgery.mixers.softmax import MIN_TRAINED, Softmax
+from surgery.planning.renamed import renew_attention, warn_renamed
 
 
 class HybridRecipe(BaseModel):
@@ -200,6 +201,16 @@ class AttentionRecipe(BaseModel):
     rules: tuple[AttentionRule, ...] = ()
 
     _layers = field_validator("layers", mode="before")(check_layer_range)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renew_words(cls, data: Any) -> Any:
+        """Translate the words of older versions, with a warning for each."""
+        if not isinstance(data, dict):
+            return data
+        renewed, notes = renew_attention(data)
+        warn_renamed(notes)
+        return renewed
 
     @model_validator(mode="after")
     def _check_mixer_options(self) -> AttentionRecipe:

@@ -372,7 +372,7 @@ def _apply_override(data: dict[str, Any], text: str) -> None:
     try:
         given = path.strip().split(".")
         is_range = given[-1] == "layers" and (given[:-1] in ([], ["attention"]) or given[-2].isdigit())
-        keys, parsed, notes = renew_override(given, value if is_range else read_yaml(value))
+        keys, parsed, notes = renew_override(given, value if is_range else read_yaml(value), data)
         warn_renamed(notes)
         if not keys:
             return

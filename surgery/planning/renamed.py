@@ -1,4 +1,4 @@
-"""Old words of recipes and reports, with the words that replaced them after version 0.2. No other module knows the old ones.
+"""Old words of recipes and reports, with the words that replaced them after version 0.2.
 
 refine: auto                                  tune: {model: 20}
 refine: {..}                                  tune: {..}; epochs that it did not give were 20, and are 0 now
@@ -6,7 +6,11 @@ allocate: auto, best, spread, depth           allocate: measured
 attention.hybrid keep, by, of                 attention.hybrid softmax, choose_by, unit
 by: sensitivity, restored, gates              choose_by: measured
 align_steps, gate_steps, weights, repeated    left out: constants of surgery.conversion.aligned and .restored
+attention gate, near (mixer linear)           output_gate, near_tokens
+attention kept (mixer head_hybrid)            softmax_heads; these names are in surgery.mixers.renamed
 keep of a healing recipe                      checkpoints
+of of a stage `align`                         modules
+towards, ends of a stage `lora`               loss, adapter
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surgery.core.errors import RenamedWarning, SurgeryError
+from surgery.mixers.renamed import renamed_options, renew_options
 
 TUNE_AUTO = {"model": 20}
 OLD_EPOCHS = {"layers": 20, "model": 20}  # of a `refine` mapping that did not give them
@@ -25,12 +30,16 @@ OLD_CHOICES = ("sensitivity", "restored", "gates")
 HYBRID_KEYS = {"keep": "softmax", "by": "choose_by", "of": "unit"}
 # Options of choices of softmax layers, and the values that have become constants.
 HYBRID_CONSTANTS = {"align_steps": 100, "gate_steps": 200, "weights": "far", "repeated": 0.5}
+STAGE_KEYS = {"align": {"of": "modules"}, "lora": {"towards": "loss", "ends": "adapter"}}
 
 
-def renew_recipe(data: Mapping[str, Any], *, is_whole: bool = True) -> tuple[dict[str, Any], list[str]]:
+def renew_recipe(
+    data: Mapping[str, Any], *, is_whole: bool = True, base: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """Return (a conversion recipe in today's words, a line for each old word in it).
 
     is_whole: whether a `refine` mapping had its old defaults; a single epoch of an override leaves the other one to the recipe.
+    base: the recipe that `data` is put over, which names the mixer if `data` does not.
 
     Raises SurgeryError for a key that is given under both names.
     """
@@ -43,18 +52,41 @@ def renew_recipe(data: Mapping[str, Any], *, is_whole: bool = True) -> tuple[dic
             reason = ": moving parameters between early and late layers is gone" if value == "depth" else ""
             notes.append(f"allocate: {value} is now allocate: measured{reason}")
             value = "measured"
-        elif key == "attention" and isinstance(value, Mapping) and isinstance(value.get("hybrid"), Mapping):
-            value = {**value, "hybrid": _hybrid(value["hybrid"], notes)}
+        elif key == "attention" and isinstance(value, Mapping):
+            value, lines = renew_attention(value, (base or {}).get("attention"))
+            notes += lines
         _add(renewed, key, value, "refine", "")
     return renewed, notes
 
 
-def renew_override(path: Sequence[str], value: Any) -> tuple[list[str], Any, list[str]]:
-    """Return (path, value, lines on old words) of an override such as `refine.model=3`; the path is empty if its key is gone."""
+def renew_attention(data: Mapping[str, Any], base: Any = None) -> tuple[dict[str, Any], list[str]]:
+    """Return (the `attention` section of a recipe in today's words, a line for each old word in it). base: the section that it is put over."""
+    notes: list[str] = []
+    base = base if isinstance(base, Mapping) else {}
+    mixer = data.get("mixer", base.get("mixer"))
+    renewed = _options(mixer, data, "attention", notes)
+    if isinstance(renewed.get("hybrid"), Mapping):
+        renewed["hybrid"] = _hybrid(renewed["hybrid"], notes)
+    rules, base_rules = data.get("rules"), base.get("rules")
+    if isinstance(rules, Mapping):  # of an override: number -> options
+        base_mixers = {
+            str(n): rule.get("mixer") for n, rule in enumerate(base_rules or ()) if isinstance(rule, Mapping)
+        }
+        renewed["rules"] = {n: _rule(rule, base_mixers.get(n) or mixer, n, notes) for n, rule in rules.items()}
+    elif isinstance(rules, Sequence) and not isinstance(rules, str):
+        renewed["rules"] = [_rule(rule, mixer, n, notes) for n, rule in enumerate(rules)]
+    return renewed, notes
+
+
+def renew_override(path: Sequence[str], value: Any, base: Mapping[str, Any]) -> tuple[list[str], Any, list[str]]:
+    """Return (path, value, lines on old words) of an override such as `refine.model=3`; the path is empty if its key is gone.
+
+    base: the recipe that the override is put over.
+    """
     nested: Any = value
     for key in reversed(path):
         nested = {key: nested}
-    nested, notes = renew_recipe(nested, is_whole=len(path) == 1)
+    nested, notes = renew_recipe(nested, is_whole=len(path) == 1, base=base)
     renewed: list[str] = []
     while len(renewed) < len(path):
         if not nested:
@@ -67,9 +99,39 @@ def renew_override(path: Sequence[str], value: Any) -> tuple[list[str], Any, lis
 def renew_healing_recipe(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return (the keys of a healing recipe in today's words, a line for each old word in it)."""
     renewed: dict[str, Any] = {}
+    notes: list[str] = []
+    stages = data.get("stages")
     for key, value in data.items():
-        _add(renewed, "checkpoints" if key == "keep" else key, value, "keep", "")
-    return renewed, ["keep is now checkpoints"] if "keep" in data else []
+        if key == "keep":
+            notes.append("keep is now checkpoints")
+            key = "checkpoints"
+        elif key == "stages" and isinstance(value, list):
+            value = [renew_stage(stage, notes) for stage in value]
+        elif key == "common" and isinstance(value, Mapping):
+            value = _renamed_keys(value, _stage_keys(stages), "common", notes)
+        _add(renewed, key, value, "keep", "")
+    return renewed, list(dict.fromkeys(notes))
+
+
+def renew_stage(stage: Any, notes: list[str]) -> Any:
+    """Return the keys of a training stage in today's words, with a line in `notes` for each old word; anything else unchanged."""
+    return _renamed_keys(stage, _stage_keys([stage]), "stage", notes) if isinstance(stage, Mapping) else stage
+
+
+def renew_healing_path(path: str, data: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return (the path of an override such as `stages.0.of` in today's words, lines on old words). data: the recipe, with its stages."""
+    first, *rest = path.split(".")
+    stages = data.get("stages")
+    if first == "keep" and not rest:
+        return "checkpoints", ["keep is now checkpoints"]
+    if first == "stages" and len(rest) > 1 and isinstance(stages, list):
+        number, key = rest[:2]
+        at = [stage for n, stage in enumerate(stages) if number in ("*", str(n))]
+        if new := _stage_keys(at).get(key):
+            return ".".join([first, number, new, *rest[2:]]), [f"stage: {key} is now {new}"]
+    if first == "common" and rest and (new := _stage_keys(stages).get(rest[0])):
+        return ".".join([first, new, *rest[1:]]), [f"common: {rest[0]} is now {new}"]
+    return path, []
 
 
 def warn_renamed(notes: Sequence[str]) -> None:
@@ -135,6 +197,34 @@ def _hybrid(hybrid: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
         elif new != key:
             notes.append(f"attention.hybrid.{key} is now attention.hybrid.{new}")
         _add(renewed, new, value, key, "attention.hybrid.")
+    return renewed
+
+
+def _options(mixer: Any, options: Mapping[str, Any], where: str, notes: list[str]) -> dict[str, Any]:
+    """Return a mixer's options in today's words. where: the section of the recipe."""
+    notes += [f"{where}.{old} is now {where}.{new}" for old, new in renamed_options(mixer, options).items()]
+    return renew_options(mixer, options)
+
+
+def _rule(rule: Any, mixer: Any, number: Any, notes: list[str]) -> Any:
+    """Return a rule of the attention section in today's words. mixer: of the layers, unless the rule names another."""
+    if not isinstance(rule, Mapping):
+        return rule
+    return _options(rule.get("mixer") or mixer, rule, f"attention.rules.{number}", notes)
+
+
+def _stage_keys(stages: Any) -> dict[str, str]:
+    """Return {old key: new key} of the kinds of some stages."""
+    kinds = [stage.get("kind") for stage in stages or () if isinstance(stage, Mapping)]
+    return {old: new for kind in kinds if isinstance(kind, str) for old, new in STAGE_KEYS.get(kind, {}).items()}
+
+
+def _renamed_keys(data: Mapping[str, Any], names: Mapping[str, str], where: str, notes: list[str]) -> dict[str, Any]:
+    renewed: dict[str, Any] = {}
+    for key, value in data.items():
+        if key in names:
+            notes.append(f"{where}: {key} is now {names[key]}")
+        _add(renewed, names.get(key, key), value, key, f"{where} ")
     return renewed
 
 

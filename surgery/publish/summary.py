@@ -393,9 +393,9 @@ def _rounded(value: Any) -> Any:
 def describe_mixer(config: Any) -> str:
     """Format a mixer config, for example "linear: gates mask, hedgehog features" or "mlr 32|16|16 sliding"."""
     if isinstance(config, HeadHybrid):
-        heads = "key/value head" if len(config.kept) == 1 else "key/value heads"
+        heads = "key/value head" if len(config.softmax_heads) == 1 else "key/value heads"
         options = "" if config.softmax.is_plain else f" ({describe_softmax(config.softmax)})"
-        return f"softmax in {len(config.kept)} {heads} of a layer{options}; {describe_mixer(config.others)}"
+        return f"softmax in {len(config.softmax_heads)} {heads} of a layer{options}; {describe_mixer(config.others)}"
     if isinstance(config, Softmax):
         return f"softmax: {describe_softmax(config)}"
     if not hasattr(config, "mask"):
@@ -405,7 +405,7 @@ def describe_mixer(config: Any) -> str:
         return " ".join([*words, *([config.form] if hasattr(config, "form") else [])])
     scores = "delta rule" if config.scores == "delta" else f"{config.features.name} features"
     extras = [f"{name} {getattr(config, name)}" for name in ("window", "sinks", "convolution") if getattr(config, name)]
-    extras += [f"near {config.near}"] if config.near != "sliding" else []
+    extras += [f"near tokens in {config.near_tokens}"] if config.near_tokens != "sliding" else []
     extras += [f"block {config.mask.block}"] if getattr(config.mask, "block", 1) > 1 else []
     extras += describe_log_linear(config.mask) if config.mask.name == "hierarchical" else []
     extras += [f"rope {config.rope}"] if config.rope != "keep" else []

@@ -20,7 +20,7 @@ from surgery.checkpoint.meta_model import _parameter_keys
 from surgery.checkpoint.rewrite import rewrite_checkpoint
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_tensor, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import SHIM_NAME
+from surgery.checkpoint.table import SHIM_NAME, renew_table
 from surgery.core.device import device_name
 from surgery.core.digests import hash_file
 from surgery.core.errors import SurgeryError
@@ -142,7 +142,7 @@ def write_result(
         source,
         target,
         lambda folder: _write_shards(source, new, folder),
-        source.config,
+        renew_table(source.config, source.name),
         extra_files=(SHIM_NAME, REPORT_NAME),
     )
     write_json(target / REPORT_NAME, _append_record(target / REPORT_NAME, record))

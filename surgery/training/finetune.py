@@ -10,6 +10,7 @@ OUT                         the healed checkpoint, written next to it and rename
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,12 +22,13 @@ from surgery.core.files import check_no_unknown_files, explain_disk_errors, part
 from surgery.core.journal import Journal, check_absent, check_output_path
 from surgery.core.progress import Progress
 from surgery.core.version import WORK_VERSION
+from surgery.planning.renamed import renew_healing_recipe
 from surgery.training import models as model_loading
 from surgery.training.best_state import BEST
 from surgery.training.checkpoints import CheckpointManager
 from surgery.training.export import ADAPTER
 from surgery.training.logging import CURVE_NAME, LOG_NAME, end_trackers
-from surgery.training.recipe import HealingRecipe, stage_data_config
+from surgery.training.recipe import HealingRecipe, parse_healing_recipe, stage_data_config
 from surgery.training.runner import StageRunner
 from surgery.training.stages import STAGES
 from surgery.training.stages.base import READOUT
@@ -128,12 +130,25 @@ def data_digest(recipe: HealingRecipe) -> dict[str, str]:
     return found
 
 
+def _journal_recipe(recipe: HealingRecipe) -> str:
+    return recipe.model_dump_json(exclude={"description", "log", "checkpoints", "teacher", "cuda_graph"})
+
+
+def renew_fingerprint(start: dict[str, Any]) -> dict[str, Any]:
+    """Return the fingerprint of a run's journal with its recipe in today's words; unchanged if it has no recipe of any version."""
+    try:
+        renewed, notes = renew_healing_recipe(json.loads(start["recipe"]))
+        return {**start, "recipe": _journal_recipe(parse_healing_recipe(renewed))} if notes else start
+    except (KeyError, TypeError, ValueError, AttributeError, SurgeryError):
+        return start
+
+
 def _open_journal(source: Any, recipe: HealingRecipe, work: Path, resume: bool) -> Journal:
     fingerprint = {
         "source": source.fingerprint(),
         "weights_digest": source.weights_digest(),
         "data_digest": data_digest(recipe),
-        "recipe": recipe.model_dump_json(exclude={"description", "log", "checkpoints", "teacher", "cuda_graph"}),
+        "recipe": _journal_recipe(recipe),
         "version": WORK_VERSION,
     }
-    return Journal(work, fingerprint, resume, what="run")
+    return Journal(work, fingerprint, resume, what="run", renew=renew_fingerprint)

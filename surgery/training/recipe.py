@@ -29,7 +29,7 @@ from surgery.core.config import (
 )
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.recipe import recipes_folder
-from surgery.planning.renamed import renew_healing_recipe, warn_renamed
+from surgery.planning.renamed import renew_healing_path, renew_healing_recipe, warn_renamed
 from surgery.training.data.recipe import DataConfig
 from surgery.training.stages import STAGES, StageConfig
 
@@ -104,7 +104,8 @@ def read_recipe(
             raise SurgeryError(
                 f"no {kind} recipe is named {name!r}{suggestion(name, names)} (a file is given by its path, ending in .yaml)"
             )
-    data = _read_yaml_mapping(path)
+    data, notes = renew_healing_recipe(_read_yaml_mapping(path))
+    warn_renamed(notes)
     small = data.pop("tiny", None)
     if tiny:
         if not isinstance(small, dict):
@@ -112,10 +113,18 @@ def read_recipe(
                 f"recipe {path} has no block `tiny`, which --tiny needs. Add one, for example tiny: {{stages.*.tokens: 4096}}"
             )
         for key, value in small.items():
-            set_by_path(data, str(key), value)
+            set_by_path(data, _renew_path(str(key), data), value)
     for text in overrides:
-        apply_override(data, text)
+        key, equals, value = text.partition("=")
+        apply_override(data, f"{_renew_path(key.strip(), data)}{equals}{value}")
     return data, f"recipe {path}"
+
+
+def _renew_path(path: str, data: dict[str, Any]) -> str:
+    """Return the path of an override in today's words, with a warning of an old one."""
+    renewed, notes = renew_healing_path(path, data)
+    warn_renamed(notes)
+    return renewed
 
 
 def parse_healing_recipe(data: dict[str, Any], where: str = "recipe") -> HealingRecipe:

@@ -79,7 +79,7 @@ def changed_parameters(recipe: HealingRecipe, models: StageModels, roles: dict[s
         found |= stage.changed_parameters(models, roles)
         if isinstance(stage, LoraStage) and stage.keeps_adapter(models, roles) and number + 1 < len(recipe.stages):
             raise SurgeryError(
-                f"stage {number + 1}, lora, leaves an adapter that is not merged (structured targets, or ends: keep), which "
+                f"stage {number + 1}, lora, leaves an adapter that is not merged (structured targets, or adapter: keep), which "
                 "later stages would not load. Make it the last stage."
             )
     return found

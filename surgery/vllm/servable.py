@@ -102,7 +102,7 @@ def check_mixer(config: MixerConfig, where: str) -> MixerConfig:
     MIXERS[config]  # raises for unknown mixers
     if isinstance(config, HeadHybrid):
         raise SurgeryError(
-            f"{where}: this layer keeps softmax in key/value heads {list(config.kept)} and a state for the others, and vLLM has one kind of cache "
+            f"{where}: this layer keeps softmax in key/value heads {list(config.softmax_heads)} and a state for the others, and vLLM has one kind of cache "
             "for a layer. Use `transformers serve`, or `surgery serve`, which chooses it; hybrids by whole layers (of: layers) are served"
         )
     if isinstance(config, Softmax):
@@ -115,10 +115,10 @@ def check_mixer(config: MixerConfig, where: str) -> MixerConfig:
             f"{where}: mixer {config.name!r} keeps keys or scores of its own, for which vLLM has no cache. vLLM serves linear mixers; "
             "use `transformers serve`, or `surgery serve`, which chooses it"
         )
-    if config.near == "chunks":
+    if config.near_tokens == "chunks":
         raise SurgeryError(
-            f"{where}: near: chunks moves a whole block of tokens into the state at once, which vLLM's states are not laid out for. vLLM serves "
-            "near: sliding; use `transformers serve`, or `surgery serve`, which chooses it"
+            f"{where}: near_tokens: chunks moves a whole block of tokens into the state at once, which vLLM's states are not laid out for. vLLM serves "
+            "near_tokens: sliding; use `transformers serve`, or `surgery serve`, which chooses it"
         )
     mask = config.mask.name
     if mask not in BOUNDED_MASKS or not MASKS[config.mask].has_bounded_state:

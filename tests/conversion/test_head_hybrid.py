@@ -60,7 +60,7 @@ def mixer_inputs(length=20, rope=True):
 @torch.no_grad()
 def test_each_head_is_that_of_a_layer_of_its_kind(kept, others):
     """Softmax heads as in softmax attention on rotated q and k, the others as in a mixer that has only them."""
-    config = mixer_config({"mixer": "head_hybrid", "kept": list(kept), "others": others})
+    config = mixer_config({"mixer": "head_hybrid", "softmax_heads": list(kept), "others": others})
     mixer, inputs = MIXERS[config](config, SHAPE).double(), mixer_inputs()
     rest = [g for g in range(3) if g not in kept]
     heads = {g: [2 * g, 2 * g + 1] for g in range(3)}
@@ -89,16 +89,16 @@ def test_each_head_is_that_of_a_layer_of_its_kind(kept, others):
 @pytest.mark.parametrize(
     "keys, said",
     [
-        ({"kept": []}, "numbers of key/value heads"),
-        ({"kept": [1, 0]}, "in order"),
-        ({"kept": [-1]}, "from 0"),
-        ({"kept": [3]}, "this layer has heads 0 to 2"),
-        ({"kept": [0, 1, 2]}, "names all 3"),
-        ({"kept": [0], "others": {"mixer": "bilinear_btt"}}, "can have the mixers linear and window"),
-        ({"kept": [0], "others": {"mixer": "head_hybrid"}}, "cannot be a head_hybrid"),
-        ({"kept": [0], "others": {"mixer": "linear", "maks": "decay"}}, "maks"),
-        ({"kept": [0], "others": None}, "must be the options of a mixer"),
-        ({"kept": [0], "softmax": {"mixer": "window"}}, "options of mixer softmax"),
+        ({"softmax_heads": []}, "numbers of key/value heads"),
+        ({"softmax_heads": [1, 0]}, "in order"),
+        ({"softmax_heads": [-1]}, "from 0"),
+        ({"softmax_heads": [3]}, "this layer has heads 0 to 2"),
+        ({"softmax_heads": [0, 1, 2]}, "names all 3"),
+        ({"softmax_heads": [0], "others": {"mixer": "bilinear_btt"}}, "can have the mixers linear and window"),
+        ({"softmax_heads": [0], "others": {"mixer": "head_hybrid"}}, "cannot be a head_hybrid"),
+        ({"softmax_heads": [0], "others": {"mixer": "linear", "maks": "decay"}}, "maks"),
+        ({"softmax_heads": [0], "others": None}, "must be the options of a mixer"),
+        ({"softmax_heads": [0], "softmax": {"mixer": "window"}}, "options of mixer softmax"),
     ],
 )  # fmt: skip
 def test_configs_that_are_refused(keys, said):
@@ -108,7 +108,7 @@ def test_configs_that_are_refused(keys, said):
 
 
 def test_interleaved_rotary_pairs_need_one_form():
-    config = mixer_config({"mixer": "head_hybrid", "kept": [0], "others": {"mixer": "linear", "rope": "drop"}})
+    config = mixer_config({"mixer": "head_hybrid", "softmax_heads": [0], "others": {"mixer": "linear", "rope": "drop"}})
     with pytest.raises(SurgeryError, match="interleaved"):
         MIXERS[config].check_config(config, replace(SHAPE, interleaved=True))
     MIXERS[config].check_config(config, replace(SHAPE, rotary=0))
@@ -124,7 +124,7 @@ def test_a_choice_of_heads_that_cannot_be_measured_is_refused_by_the_plan(tmp_pa
 
 
 def test_vllm_refuses_it_by_name():
-    config = mixer_config({"mixer": "head_hybrid", "kept": [0, 2], "others": {"mixer": "linear"}})
+    config = mixer_config({"mixer": "head_hybrid", "softmax_heads": [0, 2], "others": {"mixer": "linear"}})
     with pytest.raises(SurgeryError, match=r"layers.1.self_attn: this layer keeps softmax in key/value heads \[0, 2\]"):
         check_mixer(config, "layers.1.self_attn")
 
@@ -152,7 +152,7 @@ def plan_of(folder, hybrid, **attention):
 
 
 def kept_of(plan):
-    return {t.index: getattr(t.config, "kept", ()) for t in plan.attention_targets.values()}
+    return {t.index: getattr(t.config, "softmax_heads", ()) for t in plan.attention_targets.values()}
 
 
 def test_explicit_and_evenly_spaced_heads(sources):
@@ -294,7 +294,7 @@ def test_the_measured_choice_ranks_heads_of_all_layers_together(keep, tmp_path, 
     mixers = config["quantization_config"]["mixers"]
     for layer, own in told["heads"].items():
         spec = mixers.get(f"{layer}.self_attn")
-        assert (spec is None) if len(own) == 2 else (spec.get("kept", []) == own)
+        assert (spec is None) if len(own) == 2 else (spec.get("softmax_heads", []) == own)
     assert told["softmax"] == [layer for layer, own in told["heads"].items() if len(own) == 2]
     assert "key/value heads model.layers" in hybrid_lines(inspect(str(tmp_path / "out"))["hybrid"])[0]
 
@@ -363,7 +363,7 @@ def test_an_interrupted_choice_and_a_damaged_one_give_the_same_bytes(tmp_path, s
 
 def test_damaged_caches_of_softmax_heads_are_refused(tmp_path):
     model = random_model_with_mixers(
-        "llama", mixer_config({"mixer": "head_hybrid", "kept": [1], "others": WINDOWED_MIXER})
+        "llama", mixer_config({"mixer": "head_hybrid", "softmax_heads": [1], "others": WINDOWED_MIXER})
     )
     cache = DynamicCache(config=model.config)
     with torch.no_grad():

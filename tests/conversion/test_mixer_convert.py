@@ -157,7 +157,7 @@ def test_every_family(family, name, tmp_path):
 OPTIONS = [
     *({"mask": name, "scores": scores} for name in MASKS.names() for scores in ("kernel", "delta")),
     *({"mask": "ones", "features": name, "normalise": True} for name in FEATURES.names() if name != "identity"),
-    {"convolution": 3, "gate": "value", "norm": "rms", "rope": "drop"},
+    {"convolution": 3, "output_gate": "value", "norm": "rms", "rope": "drop"},
     {"window": 5, "sinks": 1, "scores": "delta"},
 ]
 
@@ -329,7 +329,7 @@ def test_windows_of_text_that_show_nothing_of_a_mixer_are_a_warning(tmp_path, ne
     """2 sinks and 8 tokens, or two blocks of 8: shorter windows have no token that the linear attention reads."""
     source(tmp_path, "llama")
     save_file(tiny_inputs("llama", 4, length), tmp_path / "inputs.safetensors")
-    recipe = calibrated_recipe(tmp_path, "log-linear", f"attention.near={near}", "attention.window=8")
+    recipe = calibrated_recipe(tmp_path, "log-linear", f"attention.near_tokens={near}", "attention.window=8")
     notes = [note for note in convert(str(tmp_path / "source"), recipe, tmp_path / "out")["notes"] if "farther" in note]
     assert len(notes) == warns and all(f"have {length} tokens" in note for note in notes)
 

@@ -7,21 +7,32 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.small import make_recipe
+from transformers import AutoModelForCausalLM
 
 import surgery
+from surgery.checkpoint.table import read_mixers, renew_table
 from surgery.cli.main import main
 from surgery.conversion import convert as convert_module
 from surgery.conversion.convert import convert
+from surgery.conversion.preflight import _journal_recipe as journal_recipe
+from surgery.conversion.preflight import renew_fingerprint
 from surgery.core.errors import RenamedWarning, SurgeryError
 from surgery.core.files import partial_path, read_json, write_json
 from surgery.core.journal import JOURNAL_NAME, Journal, _encode_entry, _parse_entry
+from surgery.mixers import MIXERS, mixer_config
+from surgery.mixers.base import to_plain
+from surgery.mixers.renamed import RENAMED_OPTIONS, renew_mixer
+from surgery.mixers.sliding_window import Window
+from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.planning.recipe import ConversionRecipe, load_recipe, parse_recipe
-from surgery.planning.renamed import changed_choice, renew_recipe, renew_report
+from surgery.planning.renamed import changed_choice, renew_attention, renew_recipe, renew_report
 from surgery.publish.summary import inspect
 
 WINDOW = {"mixer": "window", "window": 16}
 HYBRID = {"keep": 0.25, "by": "every", "of": "heads"}
+LINEAR = {"mixer": "linear", "mask": "gates", "window": 8}
 # Old words, the same in today's, and what a line about each says.
 RECIPES = [
     ({"refine": "auto"}, {"tune": {"model": 20}}, ["refine: auto is now tune: {model: 20}"]),
@@ -48,6 +59,11 @@ RECIPES = [
         {"attention": {**WINDOW, "hybrid": {"keep": 0.5, "align_steps": 5, "gate_steps": 5, "weights": "even", "repeated": 0}}},
         {"attention": {**WINDOW, "hybrid": {"softmax": 0.5}}},
         ["attention.hybrid.softmax", "align_steps is gone", "gate_steps is gone", "weights is gone", "repeated is gone"],
+    ),
+    (
+        {"attention": {**LINEAR, "gate": "value", "near": "chunks", "rules": [{"layers": "0", "gate": "head"}]}},
+        {"attention": {**LINEAR, "output_gate": "value", "near_tokens": "chunks", "rules": [{"layers": "0", "output_gate": "head"}]}},
+        ["attention.gate is now attention.output_gate", "attention.near_tokens", "attention.rules.0.output_gate"],
     ),
 ]  # fmt: skip
 NEW = {**RECIPES[9][1], "allocate": "measured", "tune": {"model": 2}}
@@ -96,6 +112,8 @@ def test_todays_words_say_nothing():
         (["attention.hybrid.by=gates"], "attention.hybrid.choose_by", "measured"),
         (["attention.hybrid.of=heads"], "attention.hybrid.unit", "heads"),
         (["attention.hybrid.weights=even"], "attention.hybrid.softmax", 0.25),
+        (["attention.gate=head"], "attention.output_gate", "head"),
+        (["attention.near=chunks"], "attention.near_tokens", "chunks"),
         (["attention.hybrid={layers: [1]}", "attention.hybrid.layers=[0, 1]"], "attention.hybrid.layers", (0, 1)),
     ],
 )
@@ -104,13 +122,48 @@ def test_overrides_of_single_keys(overrides, path, value):
     recipe, lines = noted(lambda: load_recipe("hybrid-25", overrides))
     for key in path.split("."):
         recipe = getattr(recipe, key)
-    assert recipe == value and bool(lines) == any(f".{w}" in f".{o}" for o in overrides for w in ("refine", "hybrid.keep", "hybrid.by", "hybrid.of", "hybrid.weights"))  # fmt: skip
+    assert recipe == value and bool(lines) == any(f".{w}" in f".{o}" for o in overrides for w in ("refine", "hybrid.keep", "hybrid.by", "hybrid.of", "hybrid.weights", "attention.gate", "attention.near="))  # fmt: skip
 
 
 def test_both_names_of_a_key_are_refused():
-    for both in ("tune: {model: 1}\nrefine: auto", "attention: {mixer: window, hybrid: {softmax: 0.5, keep: 0.5}}"):
+    for both in (
+        "tune: {model: 1}\nrefine: auto",
+        "attention: {mixer: window, hybrid: {softmax: 0.5, keep: 0.5}}",
+        "attention: {mixer: linear, gate: value, output_gate: head}",
+    ):
         with pytest.raises(SurgeryError, match=r"is the old name of .*, and both are given\. Leave out"):
             parse_recipe(both, "mine.yaml")
+
+
+def test_an_option_of_a_rule_by_an_override(tmp_path):
+    """The mixer of the rule decides which names are old; other mixers may have options of these names."""
+    rules = [{"layers": "0", "window": 4}, {"layers": "1", "mixer": "window", "window": 4}]
+    (tmp_path / "mine.yaml").write_text(json.dumps({"attention": {**LINEAR, "rules": rules}}))
+    recipe, lines = noted(lambda: load_recipe(str(tmp_path / "mine.yaml"), ["attention.rules.0.gate=head"]))
+    assert recipe.attention.rules[0].output_gate == "head"
+    assert lines == ["recipe: attention.rules.0.gate is now attention.rules.0.output_gate"]
+    with pytest.raises(SurgeryError, match="mixer 'window' has no option 'gate'"):
+        load_recipe(str(tmp_path / "mine.yaml"), ["attention.rules.1.gate=head"])
+    assert renew_attention({"mixer": "of a plugin", "gate": 1}) == ({"mixer": "of a plugin", "gate": 1}, [])
+
+
+@pytest.mark.parametrize("mixer, names", RENAMED_OPTIONS.items())
+def test_options_of_mixers(mixer, names):
+    """Python calls warn, stored configs are read silently, and what is written has today's names."""
+    config_type = MIXERS.config_type(mixer)
+    options = {"others": Window(4)} if mixer == "head_hybrid" else {}
+    values = {"output_gate": "value", "near_tokens": "chunks", "softmax_heads": (0,)}
+    old = {name: to_plain(values[new]) for name, new in names.items()}
+    config = config_type(**options, **{new: values[new] for new in names.values()})
+    made, lines = noted(lambda: config_type(**options, **{name: values[new] for name, new in names.items()}))
+    assert made == config and lines == [f"{config_type.__name__}: {name} is now {new}" for name, new in names.items()]
+    stored = {**config.to_dict(), **old}
+    for new in names.values():
+        del stored[new]
+    read, lines = noted(lambda: mixer_config(stored))
+    assert read == config and lines == [] and renew_mixer(stored) == config.to_dict()
+    with pytest.raises(SurgeryError, match="is the old name of"):
+        mixer_config({**config.to_dict(), **old})
 
 
 def test_the_command_line_prints_each_line_once(checkpoints, capsys):
@@ -130,6 +183,40 @@ def test_keywords_and_overrides_of_the_functions(checkpoints):
     for given in ({"refine": {"layers": 0, "model": 2}}, {"overrides": {"refine.model": 2}}):
         told, lines = noted(lambda given=given: surgery.plan(checkpoints("llama"), "low-rank-half", **given))
         assert told["recipe"]["tune"] == {"layers": 0, "model": 2, "norms": False} and lines
+
+
+# -- stored configs ----------------------------------------------------------------------------------
+def test_a_checkpoint_with_the_old_names_of_options(checkpoints, tmp_path):
+    out = tmp_path / "out"
+    attention = {**LINEAR, "output_gate": "value", "near_tokens": "chunks", "start": "copied"}
+    attention["hybrid"] = {"heads": {0: [0]}}
+    convert(str(checkpoints("llama")), make_recipe(structure="dense", attention=attention), out)
+    config = read_json(out / "config.json")
+    written = config["quantization_config"]["mixers"]
+    ids = torch.arange(3, 25)[None]
+
+    def logits() -> torch.Tensor:
+        with torch.inference_mode():
+            return AutoModelForCausalLM.from_pretrained(out)(ids).logits
+
+    today = logits()
+    older = {path: with_old_names(entry) for path, entry in written.items()}
+    names = {name for name in ("gate", "near", "kept") if f'"{name}"' in json.dumps(older)}
+    assert names == {"gate", "near", "kept"}
+    write_json(
+        out / "config.json", {**config, "quantization_config": {**config["quantization_config"], "mixers": older}}
+    )
+    found, lines = noted(logits)
+    assert torch.equal(found, today) and lines == []
+    config = read_json(out / "config.json")
+    assert read_mixers(config, str(out)) == written == renew_table(config, str(out))["quantization_config"]["mixers"]
+    assert SurgeryConfig(mixers=older).to_dict()["mixers"] == written
+
+
+def with_old_names(entry: dict) -> dict:
+    """A stored mixer as an older version wrote it."""
+    old = {new: name for name, new in RENAMED_OPTIONS[entry["mixer"]].items()}
+    return {old.get(k, k): with_old_names(v) if k == "others" else v for k, v in entry.items()}
 
 
 # -- stored reports ----------------------------------------------------------------------------------
@@ -270,11 +357,65 @@ def test_the_conversion_of_an_older_version_in_the_repository_has_old_words():
     assert "by" in json.loads(start["recipe"])["attention"]["hybrid"]
 
 
-def test_the_number_of_checkpoints_of_a_healing_recipe():
+def test_a_journal_whose_recipe_has_old_options(tmp_path):
+    written = {**LINEAR, "output_gate": "value", "rules": [{"layers": "0", "near_tokens": "chunks"}]}
+    recipe = json.loads(journal_recipe(make_recipe(attention=written)))
+    attention = recipe["attention"]
+    attention["gate"] = attention.pop("output_gate")
+    attention["rules"][0]["near"] = attention["rules"][0].pop("near_tokens")
+    renewed, lines = noted(lambda: renew_fingerprint(tmp_path, {"recipe": json.dumps(recipe)}))
+    assert renewed["recipe"] == journal_recipe(make_recipe(attention=written)) and lines == []
+
+
+# -- healing -----------------------------------------------------------------------------------------
+STAGES = [
+    {"kind": "align", "tokens": 64, "rate": 1e-3, "modules": ["mlp"]},
+    {"kind": "lora", "tokens": 64, "rate": 1e-3, "loss": "distill", "adapter": "keep"},
+]
+OLD_STAGES = [
+    {"kind": "align", "tokens": 64, "rate": 1e-3, "of": ["mlp"]},
+    {"kind": "lora", "tokens": 64, "rate": 1e-3, "towards": "distill", "ends": "keep"},
+]
+STAGE_LINES = ["stage: of is now modules", "stage: towards is now loss", "stage: ends is now adapter"]
+
+
+def test_healing_recipes_and_their_stages(tmp_path):
+    from surgery.training.finetune import renew_fingerprint
+    from surgery.training.finetune import renew_fingerprint as renew_run
+    from surgery.training.recipe import load_healing_recipe
+    from surgery.training.stages.align import AlignConfig
+    from surgery.training.stages.lora import LoraStageConfig
+
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(json.dumps({"stages": STAGES, "checkpoints": 3}))
+    recipe, lines = noted(lambda: load_healing_recipe(str(mine)))
+    assert lines == []
+    overrides = ["stages.0.of=[mlp]", "stages.*.towards=distill", "stages.1.ends=keep", "keep=3"]
+    mine.write_text(json.dumps({"stages": [STAGES[0], {**STAGES[1], "loss": "lm", "adapter": "merge"}]}))
+    found, lines = noted(
+        lambda: load_healing_recipe(str(mine), [*overrides[:1], *overrides[2:], "stages.1.towards=distill"])
+    )
+    assert found == recipe and len(lines) == 4 and lines[0] == "recipe: stage: of is now modules"
+    mine.write_text(json.dumps({"stages": OLD_STAGES, "keep": 3, "tiny": {"stages.0.of": ["mlp"]}}))
+    found, lines = noted(lambda: load_healing_recipe(str(mine), tiny=True))
+    assert found == recipe and {f"recipe: {line}" for line in (*STAGE_LINES, "keep is now checkpoints")} == set(lines)
+    common = [{key: value for key, value in stage.items() if key != "of"} for stage in OLD_STAGES]
+    mine.write_text(json.dumps({"stages": common, "common": {"of": ["attention"]}, "keep": 3}))
+    assert noted(lambda: load_healing_recipe(str(mine), ["common.of=[mlp]"]))[0] == recipe
+    for old, config_type, stage in zip(OLD_STAGES, (AlignConfig, LoraStageConfig), recipe.stages):
+        made, lines = noted(lambda old=old, config_type=config_type: config_type(**old))
+        assert made == stage and set(lines) <= {f"recipe: {line}" for line in STAGE_LINES} and lines
+    mine.write_text(json.dumps({"stages": STAGES, "keep": 3, "checkpoints": 3}))
+    with pytest.raises(SurgeryError, match="keep is the old name of checkpoints, and both are given"):
+        load_healing_recipe(str(mine))
+    stored = recipe.model_dump_json(exclude={"description", "log", "checkpoints", "teacher", "cuda_graph"})
+    older = stored.replace('"modules"', '"of"').replace('"loss"', '"towards"').replace('"adapter"', '"ends"')
+    assert older != stored and noted(lambda: renew_run({"recipe": older})) == ({"recipe": stored}, [])
+
+
+def test_overrides_of_shipped_healing_recipes():
     from surgery.training.recipe import load_healing_recipe
 
-    for override in ("keep=3", "checkpoints=3"):
-        recipe, lines = noted(lambda override=override: load_healing_recipe("quick", [override]))
-        assert recipe.checkpoints == 3 and lines == (["recipe: keep is now checkpoints"] if "keep" in override else [])
-    with pytest.raises(SurgeryError, match="keep is the old name of checkpoints, and both are given"):
-        load_healing_recipe("quick", ["keep=3", "checkpoints=3"])
+    recipe, lines = noted(lambda: load_healing_recipe("quick", ["keep=3", "stages.0.of=[mlp]"]))
+    assert recipe.checkpoints == 3 and recipe.stages[0].modules == ("mlp",)
+    assert lines == ["recipe: keep is now checkpoints", "recipe: stage: of is now modules"]

@@ -64,8 +64,8 @@ UNSET = {
     ): "the window beyond which `far_weight` weights tokens, for mixers with another one than 64",
     ("Stage `distill`", "far_sinks"): "the same, for its first tokens",
     ("Stage `lora`", "dropout"): "the usual option of LoRA",
-    ("Stage `lora`", "towards"): "`distill` trains the adapter with the teacher",
-    ("Stage `lora`", "ends"): "`keep` leaves an adapter that peft loads",
+    ("Stage `lora`", "loss"): "`distill` trains the adapter with the teacher",
+    ("Stage `lora`", "adapter"): "`keep` leaves an adapter that peft loads",
 }
 
 

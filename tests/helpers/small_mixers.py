@@ -12,7 +12,7 @@ from torch import nn
 from surgery.mixers import MIXERS, Mixer, MixerConfig, MixerState
 
 # Specs of every kind of mixer with the options of shipped recipes, small enough for heads of 8 dims.
-SHIPPED = {"features": "hedgehog", "rope": "both", "gate": "value", "window": 5, "sinks": 2, "chunk": 8}
+SHIPPED = {"features": "hedgehog", "rope": "both", "output_gate": "value", "window": 5, "sinks": 2, "chunk": 8}
 MIXER_SPECS: dict[str, dict[str, Any]] = {
     "mlr": {"mixer": "mlr", "ranks": [4, 2, 2], "extents": [16, 5], "form": "nested"},
     "window": {"mixer": "window", "window": 6, "sinks": 2},
@@ -28,15 +28,15 @@ MIXER_SPECS: dict[str, dict[str, Any]] = {
     "toeplitz blocks": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, **SHIPPED, "normalise": True, "rope": "window"},
     "mhla": {"mixer": "linear", "mask": {"name": "blocks", "block": 8, "count": 8}, "features": "relu", "normalise": True, "chunk": 8},
     "softmax": {"mixer": "softmax", "rope": "drop", "scale": "length", "trained_length": 6},
-    "heads": {"mixer": "head_hybrid", "kept": [1], "others": {"mixer": "linear", "mask": {"name": "hierarchical", "block": 4}, "scores": "delta", **SHIPPED}},
-    "heads, gates": {"mixer": "head_hybrid", "kept": [0], "others": {"mixer": "linear", "chunk": 8, "convolution": 3}, "softmax": {"rope": "drop", "scale": "length", "trained_length": 6}},
-    "heads, window": {"mixer": "head_hybrid", "kept": [1], "others": {"mixer": "window", "window": 6, "sinks": 2}},
+    "heads": {"mixer": "head_hybrid", "softmax_heads": [1], "others": {"mixer": "linear", "mask": {"name": "hierarchical", "block": 4}, "scores": "delta", **SHIPPED}},
+    "heads, gates": {"mixer": "head_hybrid", "softmax_heads": [0], "others": {"mixer": "linear", "chunk": 8, "convolution": 3}, "softmax": {"rope": "drop", "scale": "length", "trained_length": 6}},
+    "heads, window": {"mixer": "head_hybrid", "softmax_heads": [1], "others": {"mixer": "window", "window": 6, "sinks": 2}},
     "lolcats": {"mixer": "linear", "mask": "ones", "features": "hedgehog", "normalise": True, "window": 4, "sinks": 1, "chunk": 8},
-    "gated deltanet behind chunks": {"mixer": "linear", "scores": "delta", **SHIPPED, "near": "chunks", "convolution": 2},
-    "log-linear behind chunks": {"mixer": "linear", "mask": {"name": "hierarchical", "block": 4}, "scores": "delta", **SHIPPED, "window": 4, "near": "chunks"},
-    "tbm behind chunks": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, **SHIPPED, "normalise": True, "near": "chunks"},
-    "toeplitz behind chunks": {"mixer": "linear", "mask": {"name": "toeplitz", "length": 9}, "window": 3, "near": "chunks", "states": "per_head"},
-    "mhla behind chunks": {"mixer": "linear", "mask": {"name": "blocks", "block": 6, "count": 11}, "scores": "delta", "window": 4, "near": "chunks"},
+    "gated deltanet behind chunks": {"mixer": "linear", "scores": "delta", **SHIPPED, "near_tokens": "chunks", "convolution": 2},
+    "log-linear behind chunks": {"mixer": "linear", "mask": {"name": "hierarchical", "block": 4}, "scores": "delta", **SHIPPED, "window": 4, "near_tokens": "chunks"},
+    "tbm behind chunks": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, **SHIPPED, "normalise": True, "near_tokens": "chunks"},
+    "toeplitz behind chunks": {"mixer": "linear", "mask": {"name": "toeplitz", "length": 9}, "window": 3, "near_tokens": "chunks", "states": "per_head"},
+    "mhla behind chunks": {"mixer": "linear", "mask": {"name": "blocks", "block": 6, "count": 11}, "scores": "delta", "window": 4, "near_tokens": "chunks"},
 }  # fmt: skip
 
 

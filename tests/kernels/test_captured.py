@@ -16,7 +16,14 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 MIXERS = [
     {"mixer": "linear", "mask": "hierarchical"},
     {"mixer": "linear", "mask": "gates", "scores": "delta"},
-    {"mixer": "linear", "mask": "hierarchical", "scores": "delta", "convolution": 3, "gate": "value", "norm": "rms"},
+    {
+        "mixer": "linear",
+        "mask": "hierarchical",
+        "scores": "delta",
+        "convolution": 3,
+        "output_gate": "value",
+        "norm": "rms",
+    },
     {"mixer": "linear", "window": 4},
     {"mixer": "linear", "mask": "hierarchical", "scores": "delta", "window": 5, "sinks": 2, "rope": "both"},
     {"mixer": "linear", "mask": "ones", "features": "hedgehog", "normalise": True, "window": 3, "sinks": 12},

@@ -102,7 +102,7 @@ UNKNOWN = [{"mask": {"name": "hierarchical", **options}} for options in UNKNOWN]
 
 
 @pytest.mark.parametrize(
-    "options", [{"features": "relu"}, {"sinks": 4}, {"convolution": 3}, {"gate": "head"}, *UNKNOWN], ids=str
+    "options", [{"features": "relu"}, {"sinks": 4}, {"convolution": 3}, {"output_gate": "head"}, *UNKNOWN], ids=str
 )
 @torch.no_grad()
 def test_what_is_left_to_the_reference(options):

@@ -44,7 +44,7 @@ CONFIGS = [
         "sinks": 1,
         "mask": "hierarchical",
         "convolution": 3,
-        "gate": "value",
+        "output_gate": "value",
         "norm": "rms",
         "scores": "delta",
     },

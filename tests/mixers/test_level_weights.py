@@ -124,7 +124,7 @@ LAWS = [
     {"features": "elu"},
     {"features": "hedgehog", "states": "per_head", "gates": "decay"},
     {"scores": "delta", "window": 3, "sinks": 2, "rope": "both"},
-    {"scores": "delta", "window": 4, "sinks": 1, "near": "chunks"},
+    {"scores": "delta", "window": 4, "sinks": 1, "near_tokens": "chunks"},
     {"scores": "delta", "admissibility": "strong", "window": 2, "convolution": 3},
 ]
 

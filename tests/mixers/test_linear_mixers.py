@@ -51,8 +51,8 @@ HYBRIDS = [
     {"window": 6, "scores": "delta"},
     {"window": 3, "sinks": 1, "scores": "delta", "mask": "hierarchical"},
     {"window": 30, "sinks": 2, "mask": "ones"},
-    {"convolution": 4, "gate": "head", "norm": "rms"},
-    {"convolution": 3, "gate": "value", "window": 2, "sinks": 1, "scores": "delta", "norm": "rms"},
+    {"convolution": 4, "output_gate": "head", "norm": "rms"},
+    {"convolution": 3, "output_gate": "value", "window": 2, "sinks": 1, "scores": "delta", "norm": "rms"},
     {"window": 4, "sinks": 2, "scores": "delta", "states": "per_head"},
     {"states": "per_head", "mask": "hierarchical", "features": "elu"},
     {"window": 5, "sinks": 1, "rope": "window", "mask": "hierarchical"},
@@ -66,7 +66,7 @@ HYBRIDS = [
     {"mask": "hierarchical", "block": 8, "states": "per_head", "window": 2},
 ]
 HYBRIDS += [
-    {"near": "chunks", **options}
+    {"near_tokens": "chunks", **options}
     for options in (
         {"window": 4},
         {"window": 3, "sinks": 2, "mask": "ones", "features": "elu"},
@@ -79,7 +79,7 @@ HYBRIDS += [
         {"window": 4, "mask": "hierarchical", "block": 2, "states": "per_head", "sinks": 3},
         {"window": 1, "mask": "hierarchical", "features": "cosformer"},
         {"window": 4, "sinks": 1, "mask": "hierarchical", "admissibility": "strong", "scores": "delta"},
-        {"window": 5, "sinks": 3, "scores": "delta", "convolution": 3, "gate": "value", "norm": "rms"},
+        {"window": 5, "sinks": 3, "scores": "delta", "convolution": 3, "output_gate": "value", "norm": "rms"},
         {"window": 3, "mask": "blocks", "features": "elu", "normalise": True},
         {"window": 2, "sinks": 2, "mask": "blocks", "scores": "delta"},
         {"window": 3, "sinks": 1, "mask": "toeplitz", "features": "elu", "mask_length": 5},
@@ -117,7 +117,7 @@ def pairs() -> list[LinearAttention]:
 
 def chunk_pairs() -> list[LinearAttention]:
     """Every mask with softmax over chunks, under both score rules."""
-    near = {"near": "chunks", "window": 4, "sinks": 1}
+    near = {"near_tokens": "chunks", "window": 4, "sinks": 1}
     kernel = [config_of(mask, "elu", **near) for mask in MASK_NAMES]
     decayed = LinearAttention(mask={"name": "hierarchical", "levels": 4, "gates": "decay"}, chunk=8, **near)
     return [*kernel, *(config_of(mask, scores="delta", **near) for mask in MASK_NAMES), decayed]
@@ -126,7 +126,7 @@ def chunk_pairs() -> list[LinearAttention]:
 def config_name(config: LinearAttention) -> str:
     extras = [f"{o}{getattr(config, o)}" for o in ("window", "sinks", "convolution") if getattr(config, o)]
     extras += [config.rope] * (config.rope != "keep") + [config.states] * (config.states != "shared")
-    extras += [config.near] * (config.near != "sliding")
+    extras += [config.near_tokens] * (config.near_tokens != "sliding")
     extras += [
         f"{part}{n}" for part in ("block",) if config.mask.name == "hierarchical" and (n := config.mask.block) > 1
     ]
@@ -252,8 +252,8 @@ def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
     beta_TG = None
     if config.scores == "delta":
         q_HTF, k_GTF, beta_TG = l2_normalize(q_HTF), l2_normalize(k_GTF), mixer.beta_proj(x_1TD)[0].sigmoid()
-    block_T = (torch.arange(length) - sinks) // max(window, 1)  # of near: chunks
-    by_block = config.near == "chunks"
+    block_T = (torch.arange(length) - sinks) // max(window, 1)  # of near_tokens: chunks
+    by_block = config.near_tokens == "chunks"
     count = max(length - window - sinks, 0)  # queries window + sinks .. read keys sinks .. length - window
     lag, write = slice(length - count, None), slice(sinks, sinks + count)
     far_HTT = torch.zeros(SHAPE.heads, length, length, dtype=torch.float64)
@@ -335,7 +335,7 @@ def test_laws(config):
             alone = row(inputs, b)
             close(whole[b : b + 1, :, valid_BT[b]], mixer.mix(alone)[0])
             assert not whole[b, :, ~valid_BT[b]].any()
-        if not (config.convolution or config.gate or config.norm):
+        if not (config.convolution or config.output_gate or config.norm):
             close(mixer.mix(alone)[0], by_loops(mixer, alone))
             close(mixer.mix(row(inputs, 2))[0], by_loops(mixer, row(inputs, 2)))
         spoilt = replace(inputs, x_BTD=inputs.x_BTD.masked_fill(~valid_BT.unsqueeze(-1), torch.nan))
@@ -358,7 +358,7 @@ def test_laws(config):
 def test_first_pieces_may_be_shorter_than_window_and_sinks(mask, scores, near):
     """One, two or three tokens first, of rows that have up to all of them: no token has reached the state of the mask yet."""
     features = "elu" if scores == "kernel" else "identity"
-    mixer, length = make_mixer(config_of(mask, features, scores=scores, window=4, sinks=2, near=near)), 15
+    mixer, length = make_mixer(config_of(mask, features, scores=scores, window=4, sinks=2, near_tokens=near)), 15
     valid_BT = torch.arange(length) >= torch.tensor([[0], [1], [5]])
     inputs = random_inputs(length, 3, valid_BT)
     with torch.no_grad():
@@ -389,7 +389,7 @@ def states_are_values(mixer: LinearMixer, inputs: MixerInputs, whole: Tensor) ->
 @pytest.mark.parametrize(
     "config",
     [config_of(m, "elu") for m in MASK_NAMES]
-    + [config_of(), config_of(convolution=4, gate="head", norm="rms", normalise=False)],
+    + [config_of(), config_of(convolution=4, output_gate="head", norm="rms", normalise=False)],
     ids=config_name,
 )
 def test_both_ways(config):
@@ -485,12 +485,12 @@ def test_cost_is_the_live_state(config):
     assert cost.params == sum(t.numel() for t in mixer.state_dict().values()) and cost.macs > 0
 
 
-# -- near: chunks, and one normaliser for both branches ----------------------------------------------------------
+# -- near_tokens: chunks, and one normaliser for both branches ----------------------------------------------------------
 @pytest.mark.parametrize("near", ["sliding", "chunks"])
 @pytest.mark.parametrize("mask", [name for name in MASK_NAMES if name not in SIGNED_MASKS])
 def test_near_and_far_tokens_share_one_normaliser(mask, near):
     """LoLCATs (Zhang et al. 2025), eq. 6, with scores far beyond the range of exp: the largest near score is subtracted."""
-    config = config_of(mask, "hedgehog", normalise=True, window=4, sinks=1, near=near)
+    config = config_of(mask, "hedgehog", normalise=True, window=4, sinks=1, near_tokens=near)
     mixer, inputs = make_mixer(config), random_inputs(19, 1)
     inputs.q_BHTK.mul_(500)
     with torch.no_grad():
@@ -510,7 +510,7 @@ def test_chunks_are_the_queries_block_and_the_one_before(sinks):
     """Exact softmax over 5 to 8 tokens and the sinks; a far token enters the state when its block is two behind, for each length of
     the prefill."""
     mixer, inputs = (
-        LinearMixer(LinearAttention(window=4, sinks=sinks, near="chunks"), SHAPE).double(),
+        LinearMixer(LinearAttention(window=4, sinks=sinks, near_tokens="chunks"), SHAPE).double(),
         random_inputs(22),
     )
     with torch.no_grad():
@@ -533,22 +533,27 @@ def test_chunks_are_the_queries_block_and_the_one_before(sinks):
 
 def test_chunks_that_cannot_be():
     for options, message in (
-        ({"near": "chunk", "window": 4}, r"near must be one of sliding, chunks \(got 'chunk'\)"),
-        ({"near": "chunks"}, "needs the number of tokens of a block, and window is 0"),
-        ({"near": "chunks", "sinks": 4}, "window is 0"),
-        ({"near": "chunks", "window": 48, "mask": "hierarchical"}, r"power of two \(got 48\).*for example window: 32"),
-        ({"near": "chunks", "window": 4, "normalise": True}, "identity scores may be negative"),
+        ({"near_tokens": "chunk", "window": 4}, r"near_tokens must be one of sliding, chunks \(got 'chunk'\)"),
+        ({"near_tokens": "chunks"}, "needs the number of tokens of a block, and window is 0"),
+        ({"near_tokens": "chunks", "sinks": 4}, "window is 0"),
+        (
+            {"near_tokens": "chunks", "window": 48, "mask": "hierarchical"},
+            r"power of two \(got 48\).*for example window: 32",
+        ),
+        ({"near_tokens": "chunks", "window": 4, "normalise": True}, "identity scores may be negative"),
     ):
         with pytest.raises(SurgeryError, match=message):
             LinearMixer.check_config(LinearAttention(**options), SHAPE)
     with pytest.raises(SurgeryError, match="need causal attention"):
-        LinearMixer.check_config(LinearAttention(near="chunks", window=4), ENCODER)
+        LinearMixer.check_config(LinearAttention(near_tokens="chunks", window=4), ENCODER)
 
 
 def test_the_fused_step_and_captured_decoding_leave_chunks_to_the_reference():
     from surgery.modeling.cuda_graph import can_capture
 
-    sliding, chunks = (LinearMixer(LinearAttention(window=4, near=near), SHAPE) for near in ("sliding", "chunks"))
+    sliding, chunks = (
+        LinearMixer(LinearAttention(window=4, near_tokens=near), SHAPE) for near in ("sliding", "chunks")
+    )
     assert can_capture(sliding) and not can_capture(chunks)
     pytest.importorskip("triton")
     from surgery.kernels import window_step
@@ -625,7 +630,7 @@ def test_two_forms_need_rope_in_halves_and_else_both_branches_read_the_same(shap
 def test_extras_start_as_the_identity():
     inputs = random_inputs(23)
     plain = LinearMixer(LinearAttention(mask="decay"), SHAPE).double().mix(inputs)[0]
-    for options in ({"gate": "head"}, {"gate": "value"}, {"convolution": 4}):
+    for options in ({"output_gate": "head"}, {"output_gate": "value"}, {"convolution": 4}):
         mixer = LinearMixer(LinearAttention(mask="decay", **options), SHAPE).double()
         assert torch.equal(mixer.mix(inputs)[0], plain), options
         close(pieces(mixer, inputs, [3, 4, 23])[0], plain)
@@ -712,7 +717,7 @@ def test_how_recipes_write_it():
         ({"mask": {"name": "decay", "gama": 1}}, "'decay' has no option 'gama'"),
         ({"features": "hedgehogs"}, "unknown feature map 'hedgehogs'; did you mean 'hedgehog'"),
         ({"scores": "dela"}, r"scores must be one of kernel, delta \(got 'dela'\)"),
-        ({"gate": True}, r"gate must be one of None, head, value \(got True\)"),
+        ({"output_gate": True}, r"output_gate must be one of None, head, value \(got True\)"),
         ({"chunk": 0}, r"chunk must be 1 or more \(got 0\)"),
         ({"window": -1}, r"window must be 0 or more \(got -1\)"),
         ({"mask": 3}, r"mask must be the name of a mask .* \(got 3\)"),
@@ -738,7 +743,7 @@ def test_refused_shapes():
 
 def test_checkpoints():
     """A mixer made on the meta device takes what another saved, and is it."""
-    config = config_of("hierarchical", "lara", window=3, sinks=1, convolution=2, gate="value", norm="rms")
+    config = config_of("hierarchical", "lara", window=3, sinks=1, convolution=2, output_gate="value", norm="rms")
     mixer, inputs = make_mixer(config), random_inputs(11)
     with torch.device("meta"):
         other = LinearMixer(config, SHAPE)

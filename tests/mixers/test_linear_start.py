@@ -89,7 +89,7 @@ def own_window(held, config):
     """Relative error of the window by itself."""
     wrong = whole = 0.0
     for row in held:
-        out = softmax(row.inputs, config.window, config.sinks, config.near)
+        out = softmax(row.inputs, config.window, config.sinks, config.near_tokens)
         if config.norm:
             out = out * (out.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         wrong += float((out - row.target_BHTV).square().sum())
@@ -106,7 +106,7 @@ def configs():
     for mask in MASKS.names():
         for more in ({"scores": "delta"}, {"features": "hedgehog", "normalise": True}):
             yield {"mask": mask, **more, **near}
-            yield {"mask": mask, **more, **near, "near": "chunks", "window": 4}
+            yield {"mask": mask, **more, **near, "near_tokens": "chunks", "window": 4}
     yield {"mask": "gates", "norm": "rms", **near}
     for name in shipped_recipes():
         attention = load_recipe(name).attention
@@ -174,7 +174,7 @@ def test_samples_of_several_lengths_are_each_fitted_as_far_as_they_reach(mask):
 def test_only_levels_that_chunks_have_are_fitted(block):
     """States behind chunks of 4 tokens have no level below 3 (weights of these were fitted to rounding), which gets the first weight."""
     mask = {"name": "hierarchical", "block": block}
-    config = LinearAttention(mask=mask, scores="delta", window=4, chunk=8, near="chunks")
+    config = LinearAttention(mask=mask, scores="delta", window=4, chunk=8, near_tokens="chunks")
     torch.manual_seed(0)
     blank = LinearMixer(config, SHAPE).requires_grad_(False)
     terms = visible_terms(blank, 32)

@@ -24,7 +24,7 @@ LINEAR = {"mixer": "linear", "chunk": 8}
 CONFIGS = {
     "linear": LINEAR | {"mask": {"name": "ones"}, "features": {"name": "hedgehog"}, "normalise": True},
     "retnet": LINEAR | {"mask": {"name": "decay"}},
-    "ssd": LINEAR | {"mask": {"name": "gates"}, "convolution": 4, "gate": "head", "norm": "rms"},
+    "ssd": LINEAR | {"mask": {"name": "gates"}, "convolution": 4, "output_gate": "head", "norm": "rms"},
     "delta": LINEAR | {"mask": {"name": "gates"}, "scores": "delta", "convolution": 3},
     "log-linear": LINEAR | {"mask": {"name": "hierarchical", "levels": 7}},
     "log-linear delta": LINEAR | {"mask": {"name": "hierarchical", "levels": 7}, "scores": "delta"},
@@ -33,8 +33,10 @@ CONFIGS = {
     "toeplitz": LINEAR | {"mask": {"name": "toeplitz", "length": 40}},
     "fourier": LINEAR | {"mask": {"name": "fourier", "period": 80}},
     "with a window": LINEAR | {"mask": {"name": "gates"}, "window": 5, "sinks": 2, "features": {"name": "hedgehog"}},
-    "behind chunks": LINEAR | {"mask": {"name": "gates"}, "scores": "delta", "window": 3, "sinks": 1, "near": "chunks"},
-    "log-linear behind chunks": LINEAR | {"mask": {"name": "hierarchical", "block": 2}, "window": 4, "near": "chunks"},
+    "behind chunks": LINEAR
+    | {"mask": {"name": "gates"}, "scores": "delta", "window": 3, "sinks": 1, "near_tokens": "chunks"},
+    "log-linear behind chunks": LINEAR
+    | {"mask": {"name": "hierarchical", "block": 2}, "window": 4, "near_tokens": "chunks"},
     "with a window after RoPE": LINEAR | {"mask": {"name": "gates"}, "scores": "delta", "window": 5, "rope": "window"},
     "both forms, per head": LINEAR
     | {
@@ -47,7 +49,7 @@ CONFIGS = {
     "softmax": {"mixer": "softmax", "scale": "length", "trained_length": 4},
     "heads": {
         "mixer": "head_hybrid",
-        "kept": [1],
+        "softmax_heads": [1],
         "others": LINEAR | {"mask": {"name": "gates"}, "window": 5, "rope": "window"},
     },
     "mlr": {"mixer": "mlr", "ranks": [4, 4], "extents": [6]},

@@ -32,7 +32,7 @@ def plain_options(name: str) -> dict:
         "global_window": {"ranks": [4, 4], "window": 6},
         "bilinear_mlr": {"ranks": [8, 2]},
         "window": {"window": 6, "sinks": 2},
-        "head_hybrid": {"kept": [1], "others": {"mixer": "linear"}},
+        "head_hybrid": {"softmax_heads": [1], "others": {"mixer": "linear"}},
     }
     return {"mixer": name, **sizes.get(name, {})}
 
@@ -60,9 +60,9 @@ def all_configs() -> dict[str, MixerConfig]:
         configs[f"features-{features}"] = LinearAttention(features={"name": features, **options})
     parts = {"scores": "delta", "convolution": 3, "norm": "rms", "window": 3, "sinks": 2}
     for gate in ("head", "value"):
-        configs[f"parts-{gate}"] = LinearAttention(mask="hierarchical", gate=gate, **parts)
+        configs[f"parts-{gate}"] = LinearAttention(mask="hierarchical", output_gate=gate, **parts)
     for mask in ("hierarchical", "toeplitz_blocks"):
-        configs[f"chunks-{mask}"] = LinearAttention(mask=mask, scores="delta", window=2, sinks=1, near="chunks")
+        configs[f"chunks-{mask}"] = LinearAttention(mask=mask, scores="delta", window=2, sinks=1, near_tokens="chunks")
     for path in sorted(RECIPES.glob("*.yaml")):
         if "attention" in read_yaml(path.read_text()):
             config = mixer_config(recipe_options(path))
@@ -79,7 +79,7 @@ def has_linear(config: MixerConfig) -> bool:
     config = getattr(config, "others", config)
     if not isinstance(config, LinearAttention):
         return False
-    return config.scores == "delta" or config.gate is not None or config.mask.name in ("gates", "hierarchical")
+    return config.scores == "delta" or config.output_gate is not None or config.mask.name in ("gates", "hierarchical")
 
 
 LINEARS = [name for name, config in CONFIGS.items() if has_linear(config)]

@@ -82,7 +82,7 @@ def test_4_3_every_conversion_can_be_healed_and_the_table_says_by_what(folder):
 
 
 GIVEN = {"mlr": {"cache": 0.6}, "bilinear_mlr": {"ranks": [0, 4, 2]}, "window": {"window": 8}}  # what has no default
-GIVEN["head_hybrid"] = {"kept": [0], "others": {"mixer": "linear"}}
+GIVEN["head_hybrid"] = {"softmax_heads": [0], "others": {"mixer": "linear"}}
 GIVEN["global_window"] = {"ranks": [4, 4], "window": 8}
 
 
@@ -98,7 +98,7 @@ def mixers():
 
 def test_4_3_every_mixer_can_be_healed(folder):
     """What a recipe of one's own may name, beyond the shipped ones."""
-    stage = {"kind": "align", "of": ["attention"], "tokens": 64, "rate": 1e-3, "trains": ["new"]}
+    stage = {"kind": "align", "modules": ["attention"], "tokens": 64, "rate": 1e-3, "trains": ["new"]}
     aligned = parse_healing_recipe({"stages": [stage]})
     for attention in mixers():
         models, roles = convert_model(folder, validate_recipe({"structure": "dense", "attention": attention}, "test"))

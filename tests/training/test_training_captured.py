@@ -14,7 +14,7 @@ from surgery.training.finetune import finetune
 SEPARATOR = "<|endoftext|>"
 CUDA = torch.cuda.is_available()
 STAGES = [
-    {"kind": "align", "of": ["attention"], "trains": ["attention", "mixers"], "length": 32, "tokens": 512, "batch": 4, "rows": 2, "rate": 1e-3},
+    {"kind": "align", "modules": ["attention"], "trains": ["attention", "mixers"], "length": 32, "tokens": 512, "batch": 4, "rows": 2, "rate": 1e-3},
     {"kind": "distill", "trains": ["all"], "length": 32, "tokens": 1024, "batch": 2, "rows": 2, "rate": 1e-3},
 ]  # fmt: skip
 

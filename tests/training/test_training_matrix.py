@@ -26,7 +26,7 @@ MIXERS = {
     "delta": {"mask": "gates", "scores": "delta"},
     "hedgehog": {"mask": "ones", "features": "hedgehog", "normalise": True},
     "window": {"mask": "ones", "features": "hedgehog", "normalise": True, "window": 8},
-    "dressed": {"mask": "gates", "norm": "rms", "gate": "value"},
+    "dressed": {"mask": "gates", "norm": "rms", "output_gate": "value"},
 }
 
 
@@ -63,7 +63,7 @@ def batch(rows=2, packed=False):
 
 def stage_of(student, teacher, **options):
     config = AlignConfig(
-        kind="align", tokens=64, rate=1e-3, of=["attention"], trains=["all"], matrix_weight=1.0, **options
+        kind="align", tokens=64, rate=1e-3, modules=["attention"], trains=["all"], matrix_weight=1.0, **options
     )
     stage = AlignStage(config)
     roles = {f"model.layers.{i}.self_attn.{n}_proj": (r,) for i in (0, 1) for n, r in
@@ -209,7 +209,7 @@ def test_a_matrix_needs_attention_and_a_weight():
     roles = {f"{PLACE}.o_proj": ("attention.output",), "model.layers.0.mlp.down_proj": ("mlp.down",)}
     for said, options in (
         ("the loss is empty", {"output_weight": 0}),
-        ("attention modules that train", {"of": ["mlp"], "matrix_weight": 1}),
+        ("attention modules that train", {"modules": ["mlp"], "matrix_weight": 1}),
     ):
         with pytest.raises(SurgeryError, match=said):
             AlignStage(AlignConfig(**told, **options)).prepare(StageModels(student, student, teacher), roles)
@@ -217,7 +217,7 @@ def test_a_matrix_needs_attention_and_a_weight():
 
 def test_a_run_of_the_three_stages(mixed, texts, tmp_path):
     """MOHAWK whole: matrices, outputs along the student's path, logits."""
-    orientation = {"kind": "align", "of": ["attention"], "trains": ["attention", "mixers"], "output_weight": 0}
+    orientation = {"kind": "align", "modules": ["attention"], "trains": ["attention", "mixers"], "output_weight": 0}
     orientation |= {"matrix_weight": 1.0, "matrix_probes": 64, "tokens": 1536, "rate": 1e-3, "data": {"rows": 4}}
     stages = [orientation, {"kind": "hidden", "tokens": 512}, {"kind": "distill", "tokens": 512}]
     finetune(str(mixed), healing_recipe(texts, *stages), tmp_path / "out", teacher=str(TINY_CHECKPOINT), track="none")

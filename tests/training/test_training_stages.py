@@ -53,7 +53,7 @@ def test_the_teacher_itself_has_nothing_to_learn(kind):
 
 def test_align_is_each_module_on_the_teacher_s_inputs(btt):
     models, roles = open_models(btt)
-    stage = prepare_stage(models, roles, kind="align", of=["mlp"])
+    stage = prepare_stage(models, roles, kind="align", modules=["mlp"])
     batch = rows()
     x = models.teacher.model(input_ids=batch["input_ids"], output_hidden_states=True, use_cache=False).hidden_states
     got = stage.losses(models, batch)
@@ -68,7 +68,7 @@ def test_align_is_each_module_on_the_teacher_s_inputs(btt):
     assert list(stage.sizes) == stage.paths and len(stage.paths) == len(models.teacher.model.layers)
     expected = gap / stage.sizes["model.layers.1.mlp"]
     assert expected > 0 and got["total"] > 0
-    alone = prepare_stage(models, roles, kind="align", of=["mlp"], trains=["model.layers.1.mlp.*"])
+    alone = prepare_stage(models, roles, kind="align", modules=["mlp"], trains=["model.layers.1.mlp.*"])
     torch.testing.assert_close(alone.losses(models, batch)["total"], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -165,7 +165,7 @@ def test_lora_beside_structures_stays_an_adapter_that_peft_reads(btt, texts, tmp
     import surgery  # noqa: F401
 
     stage = {"kind": "lora", "targets": ["mlp.up", "attention.query"], "rate": 1e-2, "tokens": 1280}
-    stage |= {"towards": "distill", "top_k": 16}
+    stage |= {"loss": "distill", "top_k": 16}
     out = tmp_path / "out"
     finetune(str(btt), healing_recipe(texts, stage), out, teacher=str(TINY_CHECKPOINT))
     base = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)

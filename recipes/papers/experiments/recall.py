@@ -40,7 +40,7 @@ from surgery.training.data.generated import IGNORE_INDEX, VALIDATION_SEED, MQART
 
 TREE: dict[str, Any] = {"name": "hierarchical", "levels": 9}
 INPUTS = ("input_ids", "query", "target")
-SHARED = {"mixer": "linear", "gate": "value", "norm": "rms", "rope": "drop"}
+SHARED = {"mixer": "linear", "output_gate": "value", "norm": "rms", "rope": "drop"}
 ATTENTION: dict[str, dict[str, Any] | None] = {
     "softmax": None,
     "softmax_nope": {"mixer": "softmax", "rope": "drop"},

@@ -1,4 +1,4 @@
-"""Hybrids of linear and softmax attention with `near: chunks`: softmax over the query's own aligned block and the one before it.
+"""Hybrids of linear and softmax attention with `near_tokens: chunks`: softmax over the query's own aligned block and the one before it.
 
 Blocks of `window` tokens are counted from the first token behind the sinks, so token t is in block b = (t - sinks) // window.
 

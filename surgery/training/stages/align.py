@@ -33,12 +33,12 @@ OUTPUT_ROLES = {"attention": "attention.output", "mlp": "mlp.down"}  # roles of 
 class AlignConfig(StageConfig):
     """Keys of an `align` stage.
 
-    of: kinds of modules to align, where they contain trained parameters. matrix_probes: number of random sign vectors that
+    modules: kinds of modules to align, where they contain trained parameters. matrix_probes: number of random sign vectors that
     estimate the matrix loss; None: all columns, exactly.
     """
 
     name: ClassVar[str] = "align"
-    of: tuple[Literal["attention", "mlp"], ...] = ("attention", "mlp")
+    modules: tuple[Literal["attention", "mlp"], ...] = ("attention", "mlp")
     output_weight: Annotated[Real, Field(ge=0)] = 1.0
     matrix_weight: Annotated[Real, Field(ge=0)] = 0.0
     matrix_probes: Annotated[int, Field(ge=1)] | None = None
@@ -80,7 +80,9 @@ class AlignStage(TeacherStage):
                 "stage align: memory must be keep (got checkpoint): no gradient passes from layer to layer, so nothing is saved."
             )
         trained = self.trained_parameters(models, roles)
-        self.paths = [p for p in module_paths(self.config.of, roles) if any(n.startswith(f"{p}.") for n in trained)]
+        self.paths = [
+            p for p in module_paths(self.config.modules, roles) if any(n.startswith(f"{p}.") for n in trained)
+        ]
         theirs = {name for name, _ in models.teacher.named_modules()}
         if lost := [path for path in self.paths if path not in theirs]:
             raise SurgeryError(
@@ -99,18 +101,18 @@ class AlignStage(TeacherStage):
         paths = [path for path in self.paths if path in attention]
         if not paths:
             raise SurgeryError(
-                "stage align: matrix_weight needs attention modules that train, and there are none. Set of: [attention] and trains: [new]."
+                "stage align: matrix_weight needs attention modules that train, and there are none. Set modules: [attention] and trains: [new]."
             )
         self.matrices = MatrixComparison(models.student, models.teacher, paths, self.config.matrix_probes)
 
     def trained_parameters(self, models: StageModels, roles: Roles) -> set[str]:
         """Return the names of the selected parameters inside of aligned modules."""
-        inside = tuple(f"{path}." for path in module_paths(self.config.of, roles))
+        inside = tuple(f"{path}." for path in module_paths(self.config.modules, roles))
         names = super().trained_parameters(models, roles)
         able = {name for name in names if name.startswith(inside)}
         if not able:
             raise SurgeryError(
-                f"stage align: trains {', '.join(self.config.trains)} selects nothing inside {' or '.join(self.config.of)} "
+                f"stage align: trains {', '.join(self.config.trains)} selects nothing inside {' or '.join(self.config.modules)} "
                 "modules, the only ones that it trains. Try trains: [new], or [attention]."
             )
         return able

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from surgery.core.config import Count, Real, StrictModel
 from surgery.core.registry import Registry
+from surgery.planning.renamed import renew_stage, warn_renamed
 from surgery.training.optim import OptimizerConfig, Schedule, select_parameters
 
 Batch = dict[str, Tensor]
@@ -57,6 +58,15 @@ class StageConfig(StrictModel):
     ema: Annotated[Real, Field(gt=0, lt=1)] | None = None
     memory: Literal["keep", "checkpoint"] = "keep"
     data: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renew_words(cls, data: Any) -> Any:
+        """Translate the keys of older versions, with a warning for each."""
+        notes: list[str] = []
+        renewed = renew_stage(data, notes)
+        warn_renamed(notes)
+        return renewed
 
     @property
     def steps(self) -> int:

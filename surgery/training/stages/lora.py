@@ -32,8 +32,8 @@ ADAPTER_NAMES = {"merge": "merged", "keep": "default"}
 class LoraStageConfig(StageConfig):
     """Keys of a `lora` stage.
 
-    targets: roles, or paths of linears with * and ?. towards: the loss, that of the stage `lm` or `distill`. ends: "merge" adds
-    the update to the weights where possible; "keep" leaves an adapter everywhere.
+    targets: roles, or paths of linears with * and ?. loss: that of the stage `lm` or `distill`. adapter: at the end of the
+    stage, "merge" adds the update to the weights where possible; "keep" leaves an adapter everywhere.
     """
 
     name: ClassVar[str] = "lora"
@@ -41,11 +41,11 @@ class LoraStageConfig(StageConfig):
     alpha: Annotated[int, Field(ge=1)] = 16
     dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.0
     targets: tuple[str, ...] = ("attention",)
-    towards: Literal["lm", "distill"] = "lm"
+    loss: Literal["lm", "distill"] = "lm"
     temperature: Annotated[Real, Field(gt=0)] = 1.0
     top_k: Annotated[int, Field(ge=1)] | None = None
     ce_weight: Annotated[Real, Field(ge=0)] = 0.0
-    ends: Literal["merge", "keep"] = "merge"
+    adapter: Literal["merge", "keep"] = "merge"
 
 
 @STAGES.register(LoraStageConfig)
@@ -58,7 +58,7 @@ class LoraStage(Stage):
         super().__init__(config)
         shared = {k: v for k, v in dict(config).items() if k in DistillConfig.model_fields and k != "kind"}
         self.inner: Stage = DistillStage(DistillConfig(kind="distill", **shared))
-        if config.towards == "lm":
+        if config.loss == "lm":
             plain = {k: v for k, v in shared.items() if k in LMConfig.model_fields}
             self.inner = LMStage(LMConfig(kind="lm", **plain))
 
@@ -72,7 +72,7 @@ class LoraStage(Stage):
         from peft import LoraConfig, inject_adapter_in_model
 
         self.inner.prepare(models, roles)
-        for ends, paths in self._paths(models.student, roles).items():
+        for adapter, paths in self._paths(models.student, roles).items():
             if not paths:
                 continue
             settings = LoraConfig(
@@ -80,25 +80,25 @@ class LoraStage(Stage):
             )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                inject_adapter_in_model(settings, models.student, ADAPTER_NAMES[ends])
+                inject_adapter_in_model(settings, models.student, ADAPTER_NAMES[adapter])
 
     def _paths(self, student: Any, roles: Roles) -> dict[str, list[str]]:
         """Return {"merge": paths, "keep": paths} of the targets."""
-        found: dict[str, list[str]] = {"merge": [], "keep": []}
+        paths: dict[str, list[str]] = {"merge": [], "keep": []}
         for word in self.config.targets:
-            hit = [path for path, linear_roles in roles.items() if _target_matches(word, path, linear_roles)]
-            if not hit:
+            matches = [path for path, linear_roles in roles.items() if _target_matches(word, path, linear_roles)]
+            if not matches:
                 words = sorted({role for linear_roles in roles.values() for role in linear_roles})
                 raise SurgeryError(f"stage lora: targets: {word!r} matches no linear{suggestion(word, words)}")
-            for path in hit:
+            for path in matches:
                 module = student.get_submodule(path)
                 structured = isinstance(
                     getattr(module, "base_layer", module), (StructuredLinear, SplitLinear, JoinedLinear)
                 )
-                ends = "keep" if structured or self.config.ends == "keep" else "merge"
-                if path not in found[ends]:
-                    found[ends].append(path)
-        return found
+                adapter = "keep" if structured else self.config.adapter
+                if path not in paths[adapter]:
+                    paths[adapter].append(path)
+        return paths
 
     def keeps_adapter(self, models: StageModels, roles: Roles) -> bool:
         """Return whether an adapter remains after the stage."""
