@@ -3,7 +3,8 @@
 The model is built again from its config with placeholders for weights, so that no weight is read and little memory is needed, and is
 called on a few tokens. Its attention modules look their attention function up in transformers' table and find a function here, which
 records what arrives: queries, keys, values, the mask and the options. From that follow the AttentionShape that a mixer needs, the
-output projection, and the property that forbids a mixer, if there is one.
+output projection, and the property that forbids a mixer, if there is one. See ALL_ATTENTION_FUNCTIONS in
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
 
 B batch, T tokens, D model width, H query heads, G key/value heads, K query/key dim, V value dim, R rotating dims, O output size.
 """

@@ -2,6 +2,10 @@
 
 transformers merges the experts of a layer into 3-D parameters: gate_up_proj (E, 2 F, D) and down_proj (E, D, F). Most checkpoints
 store a tensor for each matrix of each expert, and transformers' conversion rules name them. Some store the 3-D tensors.
+See _build_checkpoint_conversion_mapping and use_experts_implementation in
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/conversion_mapping.py
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/moe.py
+
 `split_experts` replaces the merged module by `RoutedExperts`, so that each matrix can be replaced by its path:
 
     mlp.experts.gate_up_proj[3, :F]  ->  mlp.experts.3.gate_proj.weight

@@ -2,7 +2,8 @@
 
 `load_module` and `unload_module` read and release weights one layer at a time. Tensor names are mapped to parameters by
 transformers' own loading rules, so renamed families (ViT, legacy BERT) and checkpoints with or without the base model's
-prefix work.
+prefix work. See convert_and_load_state_dict_in_model in
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 transformers only warns about such tensors: a missing norm weight becomes 1, a missing bias is uninitialized memory. Here missing
 tensors are errors. Unexpected tensors are errors in a converted checkpoint, whose table lists those that its source had
 (`unused`), and a warning in any other. A tied weight may be missing if its twin is present. Tensors that a model's class lists
-as ignorable (_keys_to_ignore_on_load_missing and _unexpected) may be missing or unexpected.
+as ignorable (_keys_to_ignore_on_load_missing and _unexpected) may be missing or unexpected. See
+PreTrainedModel._adjust_missing_and_unexpected_keys in
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import is_disk_error
 
 MAX_NAMES = 3  # in a message
-# Buffers of earlier versions of transformers, which a checkpoint may still hold. See _adjust_missing_and_unexpected_keys there.
+# Buffers of earlier versions of transformers, which a checkpoint may still hold (_adjust_missing_and_unexpected_keys).
 OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$")
 
 

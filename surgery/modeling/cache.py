@@ -3,9 +3,12 @@
     cache.layers[i] = MixerCacheLayer()      inserted before generate() starts, or at the first forward with the cache
     out_BHTV = cache.layers[i].advance(mixer, inputs)
 
-In a static cache the layers beside it are slots for keys and values of tokens to come, which a mask must hide. transformers makes no mask for
-a single token unless every layer says `is_compileable`, which is how it knows a static cache. A layer of ours therefore says so beside
-static layers, and only there: in any other cache, a mask for each token would be made for nothing.
+In a static cache the layers beside it are slots for keys and values of tokens to come, which a mask must hide.
+transformers makes no mask for a single token unless every layer says `is_compileable`, which is how it knows a static
+cache. A layer of ours therefore says so beside static layers, and only there: in any other cache, a mask for each token
+would be made for nothing. See Cache.is_compileable and create_causal_mask in
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/cache_utils.py
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/masking_utils.py
 
 A layer holds the only reference to its state and donates it to the next call, which may overwrite it. Beam search selects rows,
 which copies them. To remove tokens, an old state is needed: while past recording is on, no state is donated, the layer holds a

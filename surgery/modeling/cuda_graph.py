@@ -2,9 +2,11 @@
 
     model.generate(**prompt, cache_implementation="static", max_new_tokens=500)
 
-This needs one GPU, and a linear mixer with a bounded state in every attention module, with or without a sliding window: state shapes
-stay constant, and no value is read back to the CPU. (With `near_tokens: chunks` a step reads back whether a block is complete.) transformers calls `capture_decode_step` where it would compile a model for a static cache
-(GenerationMixin._sample); disable_compile=True turns the graph off too. All other steps call the model itself.
+This needs one GPU, and a linear mixer with a bounded state in every attention module, with or without a sliding window:
+state shapes stay constant, and no value is read back to the CPU. (With `near_tokens: chunks` a step reads back whether a
+block is complete.) transformers calls `capture_decode_step` where it would compile a model for a static cache;
+disable_compile=True turns the graph off too. All other steps call the model itself. See GenerationMixin._sample in
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/generation/utils.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,10 @@ transformers then counts positions from the first padding token. Softmax attenti
 outputs do not change; features of a rotated query (Hedgehog, Toeplitz exponentials) depend on the position itself. Generation
 passes positions that begin at the first real token; here every other call gets the same. Calibration moves real tokens to the start of
 their rows (surgery.calibration.data.align_left), so that they have these positions too. Models with learned positions (GPT-2, BERT)
-are left alone: there a call without positions means other inputs to the original as well.
+are left alone: there a call without positions means other inputs to the original as well. See LlamaModel.forward, and
+GenerationMixin._prepare_position_ids_for_generation, in
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/llama/modeling_llama.py
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/generation/utils.py
 """
 
 from __future__ import annotations

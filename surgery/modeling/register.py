@@ -2,7 +2,8 @@
 
 The table of replaced modules is the config's `quantization_config`. A registered quantizer replaces the modules on the meta
 device before transformers loads the weights. After loading, only the table remains of it, so half(), float(), Trainer,
-save_pretrained and deepcopy treat the model as an ordinary one.
+save_pretrained and deepcopy treat the model as an ordinary one. See HfQuantizer in
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py
 """
 
 from __future__ import annotations

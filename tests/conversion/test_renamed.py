@@ -380,7 +380,6 @@ STAGE_LINES = ["stage: of is now modules", "stage: towards is now loss", "stage:
 
 
 def test_healing_recipes_and_their_stages(tmp_path):
-    from surgery.training.finetune import renew_fingerprint
     from surgery.training.finetune import renew_fingerprint as renew_run
     from surgery.training.recipe import load_healing_recipe
     from surgery.training.stages.align import AlignConfig

@@ -115,10 +115,8 @@ def test_the_state_of_log_linear_attention_grows_by_one_sum_for_each_doubling():
         ({"mixer": "linear", "mask": "toeplitz"}, "state of mask 'toeplitz' grows"),
         ({"mixer": "linear", "mask": "blocks"}, "state of mask 'blocks' grows"),
         ({"mixer": "linear", "mask": "fourier"}, "state of mask 'fourier' grows"),
-        (
-            {"mixer": "linear", "window": 8, "near_tokens": "chunks"},
-            "near_tokens: chunks moves a whole block of tokens",
-        ),
+        ({"mixer": "linear", "window": 8, "near_tokens": "chunks"}, "near_tokens: chunks moves a whole block"),
+        ({"mixer": "linear", "window": 8, "near": "chunks"}, "near_tokens: chunks moves a whole block"),  # an old name
     ],
 )
 def test_mixers_without_a_bounded_state_are_refused(entry, message):

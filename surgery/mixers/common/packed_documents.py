@@ -4,7 +4,9 @@
     out_BHTV = documents.mix(mixer.mix, inputs)
 
 As in transformers, a document begins where position_ids do not increase by one. Padded batches have such positions
-too, so the attention mask must also hide the preceding token.
+too, so the attention mask must also hide the preceding token. See find_packed_sequence_indices in
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/masking_utils.py
+
 D documents of a group, U slots (the length of the longest document in the group).
 """
 
