@@ -132,7 +132,7 @@ Declare = Callable[[Lengths], SuiteAverages]
 def ruler_averages(lengths: Lengths) -> SuiteAverages:
     """Return RULER's averages at the measured lengths."""
     known = [n for n in lengths if n is not None]
-    each = tuple(_mean("average of the 13 tasks", RULER_TASKS, "score", n, "RULER, table 3") for n in known)
+    means = tuple(_mean("average of the 13 tasks", RULER_TASKS, "score", n, "RULER, table 3") for n in known)
     weighted = tuple(
         Average(
             name,
@@ -142,26 +142,26 @@ def ruler_averages(lengths: Lengths) -> SuiteAverages:
         for name, weights in (("wAvg (inc), 4K to 128K", range(1, 7)), ("wAvg (dec), 4K to 128K", range(6, 0, -1)))
     )
     effective = (
-        EffectiveLength("effective length, threshold 85.6", each, RULER_THRESHOLD, "RULER, table 3"),
-        EffectiveLength("effective length, threshold of the base", each, None),
+        EffectiveLength("effective length, threshold 85.6", means, RULER_THRESHOLD, "RULER, table 3"),
+        EffectiveLength("effective length, threshold of the base", means, None),
     )
-    return SuiteAverages((*each, *weighted), effective if each else ())
+    return SuiteAverages((*means, *weighted), effective if means else ())
 
 
 def longbench_averages(lengths: Lengths) -> SuiteAverages:
     """Return LongBench's category means, overall scores and the mean of the paper's fourteen tasks, at each maximum length."""
-    found: list[Average] = []
+    averages: list[Average] = []
     for n in lengths or (None,):
         english = {name: tasks[0] for name, tasks in LONGBENCH.items()}
         chinese = {name: tasks[1] for name, tasks in LONGBENCH.items()}
         both = {name: tuple(dict.fromkeys(en + zh)) for name, (en, zh) in LONGBENCH.items()}
         for name, tasks in english.items():
-            found.append(_longbench(name, {name: tasks}, n))
+            averages.append(_longbench(name, {name: tasks}, n))
         for name, tasks in both.items():
             if tasks != english[name]:
-                found.append(_longbench(f"{name}, English and Chinese", {name: tasks}, n))
+                averages.append(_longbench(f"{name}, English and Chinese", {name: tasks}, n))
         fourteen = {name: tasks for name, tasks in english.items() if name != "synthetic tasks"}
-        found.append(
+        averages.append(
             _mean(
                 "average of the 14 tasks of Log-Linear Attention",
                 [f"longbench_{task}" for tasks in fourteen.values() for task in tasks],
@@ -171,8 +171,8 @@ def longbench_averages(lengths: Lengths) -> SuiteAverages:
             )
         )
         for name, categories in (("English", english), ("Chinese", chinese), ("all", both)):
-            found.append(_longbench(f"overall ({name}), mean of the 6 categories", categories, n))
-    return SuiteAverages(tuple(found))
+            averages.append(_longbench(f"overall ({name}), mean of the 6 categories", categories, n))
+    return SuiteAverages(tuple(averages))
 
 
 def zeroshot_averages(lengths: Lengths) -> SuiteAverages:
@@ -230,7 +230,7 @@ def _longbench(name: str, categories: dict[str, tuple[str, ...]], length: int | 
 def longbench_e_averages(lengths: Lengths) -> SuiteAverages:
     """Return the means of LongBench-E's thirteen tasks and of their six categories, by range of the documents' length."""
     categories = {name: tuple(t for t in tasks[0] if t in LONGBENCH_E_TASKS) for name, tasks in LONGBENCH.items()}
-    found = []
+    averages = []
     for n in lengths or (None,):
         for words in LONGBENCH_E_RANGES:
             members = [
@@ -239,16 +239,16 @@ def longbench_e_averages(lengths: Lengths) -> SuiteAverages:
                 for task in tasks
             ]
             equal = tuple(replace(member, weight=1.0) for member in members)
-            found.append(Average(f"average of the 13 tasks, {words} words", equal, n, source="LongBench"))
+            averages.append(Average(f"average of the 13 tasks, {words} words", equal, n, source="LongBench"))
             name = f"mean of the 6 categories, {words} words"
-            found.append(Average(name, tuple(members), n, source="LongBench"))
-    return SuiteAverages(tuple(found))
+            averages.append(Average(name, tuple(members), n, source="LongBench"))
+    return SuiteAverages(tuple(averages))
 
 
 def longbench2_averages(lengths: Lengths) -> SuiteAverages:
     """Return LongBench v2's overall accuracy, and those of each range of length, difficulty and category."""
-    tasks = [task for each in LONGBENCH2.values() for task in each]
-    found = []
+    tasks = [task for group in LONGBENCH2.values() for task in group]
+    averages = []
     for n in lengths or (None,):
 
         def average(
@@ -257,11 +257,11 @@ def longbench2_averages(lengths: Lengths) -> SuiteAverages:
             members = tuple(Member(f"longbench2_{task}", "acc", n, where=where) for task in chosen)
             return Average(name, members, n, source="LongBench v2", by_size=True)
 
-        found.append(average("overall", tasks))
-        found += [average(words, tasks, ("words", words)) for words in LONGBENCH2_RANGES]
-        found += [average(each, tasks, ("difficulty", each)) for each in ("easy", "hard")]
-        found += [average(name, each) for name, each in LONGBENCH2.items()]
-    return SuiteAverages(tuple(found))
+        averages.append(average("overall", tasks))
+        averages += [average(words, tasks, ("words", words)) for words in LONGBENCH2_RANGES]
+        averages += [average(group, tasks, ("difficulty", group)) for group in ("easy", "hard")]
+        averages += [average(name, group) for name, group in LONGBENCH2.items()]
+    return SuiteAverages(tuple(averages))
 
 
 def babilong_averages(lengths: Lengths) -> SuiteAverages:

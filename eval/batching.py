@@ -52,15 +52,15 @@ def score_in_batches(
         request: item -> everything that its score depends on, for the journal: JSON data, or an object whose repr says all.
     """
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
-    own = order[eval_model.ranks.index :: eval_model.ranks.count]
+    indices = order[eval_model.ranks.index :: eval_model.ranks.count]
     start = tokens or BATCH_TOKENS.get(eval_model.device.type, 2**17)
     journal = eval_model.journal
     keys = [journal.key_of(_kind(title, eval_model), request(item)) for item in items] if journal is not None else []
     batches = _BatchRunner(eval_model, options.batch_size, items, score, size, start, prepare, keys)
-    found = eval_model.ranks.together_or_raise(lambda: batches.run(own, title))
+    scores = eval_model.ranks.together_or_raise(lambda: batches.run(indices, title))
     every: dict[int, R] = {}
-    for part in eval_model.ranks.gather(found):
-        every |= part
+    for rank_scores in eval_model.ranks.gather(scores):
+        every |= rank_scores
     return [every[i] for i in range(len(items))]
 
 
@@ -103,21 +103,21 @@ class _BatchRunner(Generic[T, R]):
     keys: list[str]
     rows: int | None = None
 
-    def run(self, own: list[int], title: str) -> dict[int, R]:
+    def run(self, order: list[int], title: str) -> dict[int, R]:
         """Score the items of this process; return {index: score}."""
-        found: dict[int, R] = {}
-        bar, pool = self.eval_model.progress.bar(title, len(own)), ThreadPoolExecutor(self._threads())
+        results: dict[int, R] = {}
+        bar, pool = self.eval_model.progress.bar(title, len(order)), ThreadPoolExecutor(self._threads())
         with bar as tick, pool as threads, _switch_interval(2e-4 if self.prepare else None):
-            batch = self._next_batch(own)[: 1 if self.prepare else None]
+            batch = self._next_batch(order)[: 1 if self.prepare else None]
             ready = self._prepare(threads, batch)
             while batch:
-                left = own[len(found) + len(batch) :]
-                after = self._next_batch(left)
+                remaining = order[len(results) + len(batch) :]
+                after = self._next_batch(remaining)
                 ahead = self._prepare(threads, after)
-                found.update(self._finish_batch([each.result() for each in ready], batch))
+                results.update(self._finish_batch([future.result() for future in ready], batch))
                 tick(len(batch))
                 batch, ready = after, ahead
-        return found
+        return results
 
     def _finish_batch(self, made: list[Any], batch: list[int]) -> dict[int, R]:
         """Score the items of a batch that the journal lacks, and write them to it; return {index: score} of all."""
@@ -135,14 +135,14 @@ class _BatchRunner(Generic[T, R]):
     def _is_stored(self, i: int) -> bool:
         return self.eval_model.journal is not None and self.keys[i] in self.eval_model.journal.stored
 
-    def _next_batch(self, left: list[int]) -> list[int]:
-        """Return the indices of the next batch: a prefix of `left`, which is sorted by decreasing size."""
-        if not left:
+    def _next_batch(self, remaining: list[int]) -> list[int]:
+        """Return the indices of the next batch: a prefix of `remaining`, which is sorted by decreasing size."""
+        if not remaining:
             return []
-        longest = max(1, self.size(self.items[left[0]]))
-        wanted = max(1, self.tokens // longest) if self.batch_size == "auto" else int(self.batch_size)
-        rows = wanted if self.rows is None else min(wanted, self.rows)
-        return [i for i in left[:rows] if 2 * self.size(self.items[i]) >= longest]
+        longest = max(1, self.size(self.items[remaining[0]]))
+        largest = max(1, self.tokens // longest) if self.batch_size == "auto" else int(self.batch_size)
+        rows = largest if self.rows is None else min(largest, self.rows)
+        return [i for i in remaining[:rows] if 2 * self.size(self.items[i]) >= longest]
 
     def _threads(self) -> int:
         """Return the number of threads: tokenizers run outside Python's lock, but more than 8 threads would wait for it."""
@@ -158,13 +158,13 @@ class _BatchRunner(Generic[T, R]):
         scores: list[R] = []
         while len(scores) < len(made):
             rows = len(made) if self.rows is None else self.rows
-            part = made[len(scores) : len(scores) + rows]
+            inputs = made[len(scores) : len(scores) + rows]
             try:
-                scores += self.score(part)
+                scores += self.score(inputs)
                 continue
             except Exception as error:
-                self._check_memory_error(error, len(part), self.size(self.items[batch[len(scores)]]))
-            self._halve_rows(len(part))  # outside the except block: the error holds tensors
+                self._check_memory_error(error, len(inputs), self.size(self.items[batch[len(scores)]]))
+            self._halve_rows(len(inputs))  # outside the except block: the error holds tensors
         return scores
 
     def _check_memory_error(self, error: Exception, rows: int, length: int) -> None:

@@ -52,8 +52,8 @@ def longbench2_groups(doc: Mapping[str, Any]) -> dict[str, Any]:
     told = doc.get("length")
     words = len(str(doc["context"]).split())
     counted = LONGBENCH2_RANGES[sum(words >= end for end in RANGE_ENDS)]
-    found = {"words": told if told in LONGBENCH2_RANGES else counted}
-    return found | ({"difficulty": doc["difficulty"]} if doc.get("difficulty") in ("easy", "hard") else {})
+    groups = {"words": told if told in LONGBENCH2_RANGES else counted}
+    return groups | ({"difficulty": doc["difficulty"]} if doc.get("difficulty") in ("easy", "hard") else {})
 
 
 def run_babilong(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
@@ -93,10 +93,10 @@ def _run_documents(
 def _check_names(suite: str, prefix: str, known: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the tasks without lm-eval's prefix; raise SurgeryError for an unknown one."""
     require_lm_eval()
-    found = [name.removeprefix(prefix) for name in names]
-    if unknown := [name for name in found if name not in known]:
+    short_names = [name.removeprefix(prefix) for name in names]
+    if unknown := [name for name in short_names if name not in known]:
         raise SurgeryError(f"--suite {suite} has no task {unknown[0]!r}{suggestion(unknown[0], known)}")
-    return found
+    return short_names
 
 
 def _run_once(
@@ -126,8 +126,8 @@ def shorten_texts(value: Any) -> Any:
         half = MAX_SHOWN // 2
         return value if len(value) <= MAX_SHOWN else f"{value[:half]} [..] {value[-half:]}"
     if isinstance(value, Mapping):
-        return {key: shorten_texts(each) for key, each in value.items()}
-    return [shorten_texts(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: shorten_texts(item) for key, item in value.items()}
+    return [shorten_texts(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _merge(parts: Sequence[tuple[str, Callable[[], SuiteResult]]], eval_model: EvalModel) -> SuiteResult:
@@ -137,21 +137,21 @@ def _merge(parts: Sequence[tuple[str, Callable[[], SuiteResult]]], eval_model: E
     broken: dict[str, str] = {}
     for name, run in parts:
         try:
-            found = run()
+            result = run()
         except Exception as failed:
             error, broken[name] = failed, error_message(failed)
             if len(parts) > 1:
                 eval_model.progress.say(f"{name} failed, continuing with the other parts: {broken[name]}")
             continue
-        broken |= {f"{task} ({name})": why for task, why in found.broken.items()}
+        broken |= {f"{task} ({name})": why for task, why in result.broken.items()}
         if merged is None:
-            merged = found
+            merged = result
             continue
-        merged.samples += found.samples
-        merged.floors |= found.floors
-        merged.notes += [f"{name}: {note}" for note in found.notes if note not in merged.notes]
-        merged.info = {**merged.info, name: found.info}
-        for metric in found.metrics.values():
+        merged.samples += result.samples
+        merged.floors |= result.floors
+        merged.notes += [f"{name}: {note}" for note in result.notes if note not in merged.notes]
+        merged.info = {**merged.info, name: result.info}
+        for metric in result.metrics.values():
             known = merged.metrics.setdefault(metric.name, metric)
             merged.metrics[metric.name] = metric if known.kind == "accuracy" else known
     if merged is None:

@@ -68,16 +68,16 @@ def dataset_sources(suites: Sequence[str], tasks: Sequence[str] = ()) -> list[Da
         suites: our suites that read data sets, or names of lm-eval tasks.
         tasks: restrict longbench, longbench-e, longbench2 and babilong to these tasks.
     """
-    found: dict[DatasetSource, None] = {}
+    sources: dict[DatasetSource, None] = {}
     for suite in suites:
         known = SUITE_SOURCES.get(suite)
-        each = known(tasks) if known else [DatasetSource(*data) for data in find_datasets([suite])]
-        if not each:
+        suite_sources = known(tasks) if known else [DatasetSource(*data) for data in find_datasets([suite])]
+        if not suite_sources:
             raise SurgeryError(
                 f"{suite!r} is not a suite or lm-eval task that reads a data set{suggestion(suite, SUITE_SOURCES)}"
             )
-        found |= dict.fromkeys(each)
-    return list(found)
+        sources |= dict.fromkeys(suite_sources)
+    return list(sources)
 
 
 def _longbench_sources(tasks: Sequence[str]) -> list[DatasetSource]:
@@ -91,7 +91,7 @@ def _longbench_e_sources(tasks: Sequence[str]) -> list[DatasetSource]:
 
 
 def _longbench2_sources(tasks: Sequence[str]) -> list[DatasetSource]:
-    names = [name for each in LONGBENCH2.values() for name in each if not tasks or name in tasks]
+    names = [name for group in LONGBENCH2.values() for name in group if not tasks or name in tasks]
     return [
         DatasetSource(path, config, ("train",)) for path, config in find_datasets([f"longbench2_{n}" for n in names])
     ]
@@ -121,12 +121,12 @@ SUITE_SOURCES: dict[str, Any] = {
 
 def read_commits(path: Path) -> dict[str, str]:
     """Read a file of commits, {"org/name": commit}. Raises SurgeryError unless every commit has forty hexadecimal digits."""
-    found = read_json(path)
-    if not isinstance(found, dict) or not all(isinstance(c, str) and COMMIT.match(c) for c in found.values()):
+    commits = read_json(path)
+    if not isinstance(commits, dict) or not all(isinstance(c, str) and COMMIT.match(c) for c in commits.values()):
         raise SurgeryError(
             f"{path} must be a JSON object of data sets and their commits, forty hexadecimal digits each. Give the {COMMITS} of a mirror."
         )
-    return found
+    return commits
 
 
 def fetch(
@@ -148,15 +148,15 @@ def fetch(
     done: dict[str, list[str]] = {"fetched": [], "kept": []}
     with explain_disk_errors(root), progress.bar("data sets", len(by_path)) as tick:
         root.mkdir(parents=True, exist_ok=True)
-        for path, wanted in by_path.items():
+        for path, named in by_path.items():
             head = _read_readme(root / path)
             if path in pinned and head.configs and head.commit != pinned[path]:
                 raise SurgeryError(
                     f"{root / path} is of commit {head.commit or 'unknown'}, not {pinned[path]}. Remove that folder, or fetch into another."
                 )
-            missing = [each for each in _merge_sources(wanted) if head.lacks(each)]
+            missing = [lacking for lacking in _merge_sources(named) if head.lacks(lacking)]
             if missing:
-                progress.say(f"{path}: {', '.join(each.name for each in missing)}")
+                progress.say(f"{path}: {', '.join(lacking.name for lacking in missing)}")
                 _fetch_dataset(root / path, path, head, missing, pinned.get(path))
             done["fetched" if missing else "kept"].append(path)
             tick()
@@ -171,22 +171,22 @@ def write_commits(root: Path) -> None:
 
 def _all_commits(root: Path) -> dict[str, str]:
     """Return the commits of all data sets of a mirror whose README names one; users may have added others."""
-    found = {}
+    commits = {}
     for readme in sorted(root.glob("*/*/README.md")):
         with suppress(SurgeryError):
             if commit := _read_readme(readme.parent).commit:
-                found[readme.parent.relative_to(root).as_posix()] = commit
-    return found
+                commits[readme.parent.relative_to(root).as_posix()] = commit
+    return commits
 
 
 def _merge_sources(sources: list[DatasetSource]) -> list[DatasetSource]:
     """Merge sources of one data set so that each configuration appears once, with the union of the splits."""
-    found: dict[str | None, DatasetSource] = {}
+    merged: dict[str | None, DatasetSource] = {}
     for one in sources:
-        other = found.get(one.config, one)
+        other = merged.get(one.config, one)
         both = tuple(dict.fromkeys((*other.splits, *one.splits))) if other.splits and one.splits else ()
-        found[one.config] = replace(one, splits=both)
-    return list(found.values())
+        merged[one.config] = replace(one, splits=both)
+    return list(merged.values())
 
 
 @dataclass
@@ -232,23 +232,25 @@ class MirrorReadme:
         return f"---\n{written}---\n\nFetched by `surgery fetch-eval-data` from {path} at {commit}.\n"
 
 
-def _fetch_dataset(place: Path, path: str, head: MirrorReadme, wanted: list[DatasetSource], commit: str | None) -> None:
+def _fetch_dataset(
+    folder: Path, path: str, head: MirrorReadme, lacking: list[DatasetSource], commit: str | None
+) -> None:
     """Add configurations and splits to a mirrored data set. commit: None takes the mirror's own, else the newest."""
     from huggingface_hub import HfApi
 
-    partial = place.with_name(f"{place.name}.part")
+    partial = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     if head.configs:
-        shutil.copytree(place, partial)
+        shutil.copytree(folder, partial)
     partial.mkdir(parents=True, exist_ok=True)
     try:
         commit = commit or head.commit or HfApi().dataset_info(path).sha
-        for source in wanted:
+        for source in lacking:
             head.add(
                 source, _write_splits(partial, source, commit, {file["split"] for file in head.files(source.name)})
             )
         (partial / "README.md").write_text(head.text(path, commit), encoding="utf-8")
-        replace_folder(partial, place)
+        replace_folder(partial, folder)
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, SurgeryError) or is_disk_error(error):
@@ -282,17 +284,17 @@ def _script_message(path: str) -> str:
     )
 
 
-def replace_folder(partial: Path, place: Path) -> None:
-    """Rename `partial` to `place`; if that fails, restore the old folder."""
-    before = place.with_name(f"{place.name}.before")
-    if not place.exists():
-        partial.rename(place)
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Rename `partial` to `folder`; if that fails, restore the old folder."""
+    before = folder.with_name(f"{folder.name}.before")
+    if not folder.exists():
+        partial.rename(folder)
         return
-    place.rename(before)
+    folder.rename(before)
     try:
-        partial.rename(place)
+        partial.rename(folder)
     except BaseException:
-        before.rename(place)
+        before.rename(folder)
         raise
     shutil.rmtree(before, ignore_errors=True)
 
@@ -319,34 +321,34 @@ def _write_splits(folder: Path, source: DatasetSource, commit: str | None, there
     return files
 
 
-def _read_readme(place: Path) -> MirrorReadme:
-    readme = place / "README.md"
+def _read_readme(folder: Path) -> MirrorReadme:
+    readme = folder / "README.md"
     if not readme.is_file():
         return MirrorReadme([], [])
     try:
         header = read_front_matter(readme.read_text(encoding="utf-8", errors="replace"))
     except ValueError as error:
         raise SurgeryError(
-            f"the header of {readme} is not YAML: {error}. Remove {place}, then fetch it again."
+            f"the header of {readme} is not YAML: {error}. Remove {folder}, then fetch it again."
         ) from None
     configs, whole = header.get("configs", []), header.get(COMPLETE_KEY)
     if not isinstance(configs, list) or not all(
         isinstance(c, dict) and isinstance(c.get("config_name"), str) for c in configs
     ):
         raise SurgeryError(
-            f"the header of {readme} must list configs, each with a config_name. Remove {place}, then fetch it again."
+            f"the header of {readme} must list configs, each with a config_name. Remove {folder}, then fetch it again."
         )
     if whole is not None and not (_is_list_of(whole, str) and all(_is_file_list(c.get("data_files")) for c in configs)):
         raise SurgeryError(
-            f"the header of {readme} is not the one that fetch-eval-data wrote. Remove {place}, then fetch it again."
+            f"the header of {readme} is not the one that fetch-eval-data wrote. Remove {folder}, then fetch it again."
         )
-    commit = header.get(COMMIT_KEY) or mirror_commit(place)
+    commit = header.get(COMMIT_KEY) or mirror_commit(folder)
     return MirrorReadme(configs, whole, commit if isinstance(commit, str) else None)
 
 
-def _is_list_of(found: Any, kind: type) -> bool:
-    return isinstance(found, list) and all(isinstance(each, kind) for each in found)
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
-def _is_file_list(found: Any) -> bool:
-    return _is_list_of(found, dict) and all(isinstance(file.get("split"), str) for file in found)
+def _is_file_list(files: Any) -> bool:
+    return _is_list_of(files, dict) and all(isinstance(file.get("split"), str) for file in files)

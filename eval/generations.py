@@ -37,11 +37,11 @@ def write_generations(
     the dtype of their weights on a GPU and in float32 on a CPU. trust: whether Python code of the checkpoints may run.
     """
     written = [continuations(name, prompts, device, trust) for name in (original, converted)]
-    found = [{"prompt": p, "original": a, "converted": b} for p, a, b in zip(prompts, *written)]
-    if found:
+    generations = [{"prompt": p, "original": a, "converted": b} for p, a, b in zip(prompts, *written)]
+    if generations:
         with atomic_write(folder / FILE_NAME, "w") as file:
-            json.dump({"new_tokens": NEW_TOKENS, "generations": found}, file, indent=2, ensure_ascii=False)
-    return found
+            json.dump({"new_tokens": NEW_TOKENS, "generations": generations}, file, indent=2, ensure_ascii=False)
+    return generations
 
 
 def continuations(name: str, prompts: Sequence[str], device: torch.device, trust: bool = False) -> list[str]:

@@ -32,9 +32,9 @@ class SampleJournal:
         used: how many of them were used.
     """
 
-    def __init__(self, place: Path, key: dict[str, Any], ranks: DistContext):
-        """place: the folder of the suite's result; key: what the result depends on (results/store.py)."""
-        self.folder = place.with_name(f".{place.name}.unfinished")
+    def __init__(self, folder: Path, key: dict[str, Any], ranks: DistContext):
+        """folder: the folder of the suite's result; key: what the result depends on (results/store.py)."""
+        self.folder = folder.with_name(f".{folder.name}.unfinished")
         self.name, self.ranks, self.used = stable_id(key), ranks, 0
         # Broadcast: all processes must divide the same remaining items.
         self.stored: dict[str, Any] = ranks.broadcast_object(self._read() if ranks.main else {})
@@ -57,18 +57,18 @@ class SampleJournal:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if not self.folder.is_dir() or self.folder.is_symlink():
-            return found
+            return values
         for path in sorted(self.folder.glob(f"{self.name}.*.jsonl")):
             with open(path, encoding="utf-8", errors="replace", opener=no_link) as file:
                 for line in file:
                     try:
                         entry = json.loads(line, object_hook=_decode)
-                        found[entry["key"]] = entry["value"]
+                        values[entry["key"]] = entry["value"]
                     except (ValueError, KeyError, TypeError, RecursionError):
                         continue  # a line cut off by an interruption
-        return found
+        return values
 
 
 def _encode(value: Any) -> Any:
@@ -84,16 +84,16 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"a suite's scores must be JSON data, tensors or samples (got a {type(value).__name__})")
 
 
-def _decode(found: dict[str, Any]) -> Any:
+def _decode(stored: dict[str, Any]) -> Any:
     """Return the value that `_encode` wrote."""
-    if TENSOR in found:
+    if TENSOR in stored:
         import torch
 
-        dtype = getattr(torch, str(found[TENSOR]), None)
+        dtype = getattr(torch, str(stored[TENSOR]), None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{found[TENSOR]!r} is not a dtype")
-        return torch.tensor(found["values"], dtype=dtype)
-    if SAMPLE in found:
+            raise ValueError(f"{stored[TENSOR]!r} is not a dtype")
+        return torch.tensor(stored["values"], dtype=dtype)
+    if SAMPLE in stored:
         names = {field.name for field in fields(Sample)}
-        return Sample(**{name: value for name, value in found[SAMPLE].items() if name in names})
-    return found
+        return Sample(**{name: value for name, value in stored[SAMPLE].items() if name in names})
+    return stored

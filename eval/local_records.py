@@ -153,8 +153,8 @@ def _texts(record: Record, key: str, count: int | None = None) -> list[str]:
     values = record.get(key)
     texts = isinstance(values, list) and len(values) > 1 and all(isinstance(v, str) and v.strip() for v in values)
     if not isinstance(values, list) or not texts or count not in (None, len(values)):
-        wanted = "a list of at least two texts" if count is None else f"a list of {count} texts"
-        raise _WrongRecordError(f"{key!r} must be {wanted} that are not empty (got {_shown(values)})")
+        expected = "a list of at least two texts" if count is None else f"a list of {count} texts"
+        raise _WrongRecordError(f"{key!r} must be {expected} that are not empty (got {_shown(values)})")
     return values
 
 
@@ -202,12 +202,12 @@ def _convert_boolq(record: Record) -> Record:
 
 def _convert_copa(record: Record) -> Record:
     choices = _texts(record, "choices", 2)
-    found = re.fullmatch(r"(.*?),?\s+(because|therefore)\s*", _text(record, "query"), re.DOTALL)
-    if found is None:
+    match = re.fullmatch(r"(.*?),?\s+(because|therefore)\s*", _text(record, "query"), re.DOTALL)
+    if match is None:
         raise _WrongRecordError("'query' must end with `because` or `therefore`")
-    kind = {"because": "cause", "therefore": "effect"}[found[2]]
+    kind = {"because": "cause", "therefore": "effect"}[match[2]]
     columns = {"choice1": choices[0], "choice2": choices[1], "label": _gold(record, choices)}
-    return {"premise": f"{found[1]}.", "question": kind, **columns}  # the prompt drops the period
+    return {"premise": f"{match[1]}.", "question": kind, **columns}  # the prompt drops the period
 
 
 def _convert_winogrande(record: Record) -> Record:
@@ -242,10 +242,10 @@ FOUNDRY_FORMS = {"lambada_openai": "context, continuation", "winogrande": "conte
 
 def _expected_keys(task: str) -> str:
     """Return the sentence that says which keys a task's records may have."""
-    own = f"Records of {task} have the columns of its data set"
+    columns = f"Records of {task} have the columns of its data set"
     if task in CONVERTERS:
-        return f"{own}, or the keys {FOUNDRY_FORMS.get(task, 'query, choices, gold')}."
-    return f"{own}; the keys query, choices, gold are read for {', '.join(CONVERTERS)} only."
+        return f"{columns}, or the keys {FOUNDRY_FORMS.get(task, 'query, choices, gold')}."
+    return f"{columns}; the keys query, choices, gold are read for {', '.join(CONVERTERS)} only."
 
 
 # -- lm-eval's tasks ---------------------------------------------------------------------------------
@@ -254,10 +254,10 @@ def read_task_records(configs: Sequence[Record], options: EvalOptions) -> dict[s
 
     Raises SurgeryError if only some tasks of a group have records, or for a task that reads its data by code of its own.
     """
-    found = {str(config.get("task")): options.find_records(str(config.get("task"))) for config in configs}
-    if not any(found.values()):
+    paths = {str(config.get("task")): options.find_records(str(config.get("task"))) for config in configs}
+    if not any(paths.values()):
         return {}
-    if lacking := [task for task, path in found.items() if path is None]:
+    if lacking := [task for task, path in paths.items() if path is None]:
         raise SurgeryError(f"--data has no records of {', '.join(lacking)}. Name the tasks with records in --tasks.")
     for config in configs:
         path = config.get("dataset_path")
@@ -265,7 +265,7 @@ def read_task_records(configs: Sequence[Record], options: EvalOptions) -> dict[s
             raise SurgeryError(
                 f"--data: lm-eval's {config.get('task')} does not read a plain data set, so it takes no local records. Leave it out."
             )
-    return {task: read_records(task, path) for task, path in found.items() if path is not None}
+    return {task: read_records(task, path) for task, path in paths.items() if path is not None}
 
 
 @contextmanager
@@ -274,21 +274,21 @@ def records_mirror(configs: Sequence[Record], records: Mapping[str, LocalRecords
     with tempfile.TemporaryDirectory(prefix="surgery-records-") as root:
         listed: dict[str, list[Record]] = {}
         for number, config in enumerate(configs):
-            task, place = str(config["task"]), Path(root, config["dataset_path"])
-            place.mkdir(parents=True, exist_ok=True)
+            task, folder = str(config["task"]), Path(root, config["dataset_path"])
+            folder.mkdir(parents=True, exist_ok=True)
             rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in records[task].rows)
-            (place / f"{number}.jsonl").write_text(rows, encoding="utf-8")
+            (folder / f"{number}.jsonl").write_text(rows, encoding="utf-8")
             files = [{"split": split, "path": f"{number}.jsonl"} for split in _splits(config)]
             listed.setdefault(config["dataset_path"], []).append(
                 {"config_name": config.get("dataset_name") or "default", "data_files": files}
             )
             note_read("records", task, records[task].path)
-        for path, found in listed.items():
-            if len({each["config_name"] for each in found}) < len(found):
+        for path, entries in listed.items():
+            if len({entry["config_name"] for entry in entries}) < len(entries):
                 raise SurgeryError(
                     f"--data: several tasks of one group read {path}. Name the tasks one by one in --tasks."
                 )
-            header = yaml.safe_dump({"configs": found}, sort_keys=False, allow_unicode=True)
+            header = yaml.safe_dump({"configs": entries}, sort_keys=False, allow_unicode=True)
             Path(root, path, "README.md").write_text(f"---\n{header}---\n", encoding="utf-8")
         yield Path(root)
 
@@ -328,15 +328,15 @@ def check_documents(task: Any, records: LocalRecords, num_fewshot: int | None) -
             choices = task.doc_to_choice(doc) if task.config.doc_to_choice is not None else None
         except Exception as error:
             raise explain_unreadable(name, LocalRecords(records.path, (number,)), error) from None
-        wanted = text if task.multiple_input else target
-        if task.OUTPUT_TYPE == "multiple_choice" and not _is_choice(wanted, choices or []):
+        answer = text if task.multiple_input else target
+        if task.OUTPUT_TYPE == "multiple_choice" and not _is_choice(answer, choices or []):
             raise SurgeryError(
-                f"{records.path}, line {number}: the answer {_shown(wanted)} is none of the {len(choices or [])} choices of {name}. "
+                f"{records.path}, line {number}: the answer {_shown(answer)} is none of the {len(choices or [])} choices of {name}. "
                 f"{_expected_keys(name)}"
             )
 
 
-def _is_choice(wanted: Any, choices: Sequence[Any]) -> bool:
-    if isinstance(wanted, list):
-        return all(_is_choice(each, choices) for each in wanted)
-    return 0 <= wanted < len(choices) if isinstance(wanted, int) else wanted in choices
+def _is_choice(answer: Any, choices: Sequence[Any]) -> bool:
+    if isinstance(answer, list):
+        return all(_is_choice(item, choices) for item in answer)
+    return 0 <= answer < len(choices) if isinstance(answer, int) else answer in choices

@@ -60,12 +60,12 @@ class LiveEvalModel:
 
     def check_dtype(self, dtype: str | None) -> str:
         """Return the name of the model's dtype. Raises SurgeryError if another one is asked for."""
-        own = str(self.model.dtype).removeprefix("torch.")
-        if dtype not in (None, "auto", own):
+        model_dtype = str(self.model.dtype).removeprefix("torch.")
+        if dtype not in (None, "auto", model_dtype):
             raise SurgeryError(
-                f"a model in memory is evaluated in its own dtype, {own} (got dtype={dtype!r}). Convert it first: model.to(torch.{dtype})"
+                f"a model in memory is evaluated in its own dtype, {model_dtype} (got dtype={dtype!r}). Convert it first: model.to(torch.{dtype})"
             )
-        return own
+        return model_dtype
 
     def digest(self) -> str:
         """Return the SHA-256 over the config and all tensors, and over the tokenizer's vocabulary."""
@@ -113,8 +113,8 @@ def open_model(role: Role, name: str | LiveEvalModel, ranks: DistContext | None 
 
 def _count_parameters(source: CheckpointSource) -> int | None:
     """Return the number of stored parameters; None without any, or if linears are stored as integers."""
-    found = source.config.get("quantization_config")
-    method = found.get("quant_method") if isinstance(found, dict) else None
+    quantization = source.config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method is not None and (method != QUANT_METHOD or is_quantized(read_table(source.config, source.name))):
         return None
     return sum(tensor.numel for tensor in source.tensors.values()) or None

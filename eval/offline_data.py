@@ -39,15 +39,15 @@ def load_rows(root: Path | None, suite: str, path: str, config: str | None, spli
     Raises SurgeryError if the data set is missing or cannot be read.
     """
     check_datasets(root, suite, [path])
-    place = Path(root) / path if root is not None else Path(path)
+    folder = Path(root) / path if root is not None else Path(path)
     try:
-        found = load_folder_rows(place, config, split) if place.is_dir() else _load_hub_rows(path, config, split)
+        rows = load_folder_rows(folder, config, split) if folder.is_dir() else _load_hub_rows(path, config, split)
     except SurgeryError:
         raise
     except Exception as error:
-        raise explain_read_error(error, root, suite, f"{place}: {config or 'default'}, {split}", path) from None
+        raise explain_read_error(error, root, suite, f"{folder}: {config or 'default'}, {split}", path) from None
     note_datasets(root, [path])
-    return found
+    return rows
 
 
 def explain_read_error(
@@ -59,20 +59,20 @@ def explain_read_error(
     """
     fetch = f"surgery fetch-eval-data {root or 'DATA'} --suite {suite}"
     instead = f"run {fetch} where there is a network and give --data-root {root or 'DATA'}"
-    found = explain_hub_error(error, path, instead, kinds=("a mirrored data set (--data-root)", "a Hub data set"))
-    if found is not None:
-        return SurgeryError(f"{found}.{hint}" if hint else found)
+    reason = explain_hub_error(error, path, instead, kinds=("a mirrored data set (--data-root)", "a Hub data set"))
+    if reason is not None:
+        return SurgeryError(f"{reason}.{hint}" if hint else reason)
     return SurgeryError(
         f"{what} could not be read ({type(error).__name__}: {first_line(error)}). Fetch it again: {fetch}"
     )
 
 
-def load_folder_rows(place: Path, config: str | None, split: str) -> Any:
+def load_folder_rows(folder: Path, config: str | None, split: str) -> Any:
     """Load a split of one data set's folder."""
     from datasets import load_dataset
 
-    with hide_progress_bars(), arrow_cache([place]) as cache:
-        return load_dataset(str(place), config, split=split, cache_dir=str(cache), trust_remote_code=False)
+    with hide_progress_bars(), arrow_cache([folder]) as cache:
+        return load_dataset(str(folder), config, split=split, cache_dir=str(cache), trust_remote_code=False)
 
 
 def _load_hub_rows(path: str, config: str | None, split: str) -> Any:
@@ -136,7 +136,7 @@ def use_mirror(root: Path | None, paths: Sequence[str], files: Sequence[Path] = 
     """
     import datasets
 
-    places = [place for path in paths if (place := Path(root or "", path).absolute()).is_dir()]
+    places = [folder for path in paths if (folder := Path(root or "", path).absolute()).is_dir()]
     places += [file.absolute() for file in files]
     if not places and root is None:
         yield

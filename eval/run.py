@@ -240,11 +240,11 @@ class _EvaluationRun:
             self._measure_together(opened, together, suite)
 
     def _measure(self, one: OpenedModel, suites: list[Suite]) -> None:
-        wanted = [suite for suite in suites if suite.name not in self.broken and not self._load_stored(one, suite)]
-        if not wanted:
+        missing = [suite for suite in suites if suite.name not in self.broken and not self._load_stored(one, suite)]
+        if not missing:
             return
         with self._load_model(one) as eval_model:
-            for suite in wanted:
+            for suite in missing:
                 began = time.perf_counter()
                 try:
                     eval_model.journal = self._open_journal(one, suite)
@@ -256,10 +256,10 @@ class _EvaluationRun:
 
     def _open_journal(self, one: OpenedModel, suite: Suite, pair: tuple[str, ...] = ()) -> SampleJournal | None:
         """Return the journal of a suite, with the samples of an interrupted run; None without --out."""
-        place = self._result_folder(one, suite)
-        if place is None:
+        folder = self._result_folder(one, suite)
+        if folder is None:
             return None
-        journal = SampleJournal(place, self._key(one, suite, pair), self.ranks)
+        journal = SampleJournal(folder, self._key(one, suite, pair), self.ranks)
         if journal.stored and self.ranks.main:
             self.progress.say(
                 f"{suite.name} of {one.name} continues with {len(journal.stored):,} samples of an interrupted run"
@@ -302,13 +302,13 @@ class _EvaluationRun:
 
     def _load_stored(self, one: OpenedModel, suite: Suite, pair: tuple[str, ...] = ()) -> bool:
         """Use a stored result if there is one. The main process decides for all processes."""
-        found = self.cache.get((one.fingerprint, suite.name))
-        if found is None and self.ranks.main:
-            found = self.store.load(self._result_folder(one, suite), self._key(one, suite, pair), self.options)
-        found = self.ranks.broadcast_object(found)
-        if found is not None:
-            self.results[suite.name][one.role] = self.cache[one.fingerprint, suite.name] = found
-        return found is not None
+        stored = self.cache.get((one.fingerprint, suite.name))
+        if stored is None and self.ranks.main:
+            stored = self.store.load(self._result_folder(one, suite), self._key(one, suite, pair), self.options)
+        stored = self.ranks.broadcast_object(stored)
+        if stored is not None:
+            self.results[suite.name][one.role] = self.cache[one.fingerprint, suite.name] = stored
+        return stored is not None
 
     def _result_folder(self, one: OpenedModel, suite: Suite) -> Path | None:
         return self.store.result_folder(one.name, one.fingerprint, suite.name)
@@ -352,8 +352,8 @@ class _EvaluationRun:
 
     def _extra_tasks(self) -> dict[str, str]:
         """Return the digest of the folder of additional lm-eval tasks, if there is one."""
-        place = self.options.include_path
-        return {} if place is None or not place.exists() else {"include_path": content_digest(place)}
+        path = self.options.include_path
+        return {} if path is None or not path.exists() else {"include_path": content_digest(path)}
 
     def _record_failure(self, suite: Suite, one: OpenedModel, error: Exception) -> None:
         """Re-raise if this is the only suite or a disk error; otherwise record the failure and continue."""

@@ -37,14 +37,14 @@ class ModelEvaluations:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON data, with what was broken and the thresholds by model."""
-        found = {} if self.comparison is None else self.comparison.to_dict()
+        comparison = {} if self.comparison is None else self.comparison.to_dict()
         broken = {done.models["converted"]["name"]: done.broken for done in self.evaluations if done.broken}
         limits = {
             done.models["converted"]["name"]: [verdict.to_dict() for verdict in done.verdicts]
             for done in self.evaluations
             if done.verdicts
         }
-        return {**found, "broken": broken, "limits": limits}
+        return {**comparison, "broken": broken, "limits": limits}
 
 
 def evaluate_models(
@@ -64,9 +64,9 @@ def evaluate_models(
         stack.callback(store.close)
         stack.enter_context(explain_disk_errors(out, "run the same command again to continue with what is missing"))
         ranks.together_or_raise(lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if ranks.main else None)
-        own = {"out": out, "comparison_files": False, "lock": False, **settings}
+        common = {"out": out, "comparison_files": False, "lock": False, **settings}
         others = {name: [other for other in names if other != name] for name in names}
-        done = ModelEvaluations([evaluate(name, suites, options, beside=others[name], **own) for name in names])
+        done = ModelEvaluations([evaluate(name, suites, options, beside=others[name], **common) for name in names])
         _collect_messages(done)
         ranks.together_or_raise(lambda: _compare(done, out, options.seed) if ranks.main else None)
     done.exit_code = ranks.broadcast_object(done.exit_code)
@@ -74,22 +74,23 @@ def evaluate_models(
 
 
 def _collect_messages(done: ModelEvaluations) -> None:
-    for each in done.evaluations:
-        name = each.models["converted"]["name"]
-        done.messages += [f"{name}: {suite} could not be measured: {why}" for suite, why in each.broken.items()]
+    for evaluation in done.evaluations:
+        name = evaluation.models["converted"]["name"]
+        done.messages += [f"{name}: {suite} could not be measured: {why}" for suite, why in evaluation.broken.items()]
         done.messages += [
-            f"{name}: limit {v.limit} {'held' if v.held else 'MISSED'} by {v.task} {v.metric}" for v in each.verdicts
+            f"{name}: limit {v.limit} {'held' if v.held else 'MISSED'} by {v.task} {v.metric}"
+            for v in evaluation.verdicts
         ]
-        done.exit_code = max(done.exit_code, each.exit_code)
+        done.exit_code = max(done.exit_code, evaluation.exit_code)
 
 
 def _compare(done: ModelEvaluations, out: Path, seed: int) -> None:
-    prints = {model["fingerprint"] for each in done.evaluations for model in each.models.values()}
+    prints = {model["fingerprint"] for evaluation in done.evaluations for model in evaluation.models.values()}
     base = done.evaluations[0].models.get("base", {}).get("fingerprint")
-    suites = {suite for each in done.evaluations for suite in each.results}
-    found, _ = read_models([out])  # damaged results of these models were measured again
-    models = [model for model in found if model.fingerprint in prints]
-    order = {each.models["converted"]["fingerprint"]: i for i, each in enumerate(done.evaluations)}
+    suites = {suite for evaluation in done.evaluations for suite in evaluation.results}
+    read, _ = read_models([out])  # damaged results of these models were measured again
+    models = [model for model in read if model.fingerprint in prints]
+    order = {evaluation.models["converted"]["fingerprint"]: i for i, evaluation in enumerate(done.evaluations)}
     models.sort(key=lambda model: order.get(model.fingerprint, -1))
     for model in models:
         model.suites = {suite: stored for suite, stored in model.suites.items() if suite in suites}

@@ -121,8 +121,8 @@ class EvalOptions(BaseModel):
         if task in self.data:
             return self.data[task]
         folder = self.data.get(ANY_TASK)
-        place = folder / f"{task}.jsonl" if folder is not None and Path(task).name == task else None
-        return place if place is not None and place.is_file() else None
+        path = folder / f"{task}.jsonl" if folder is not None and Path(task).name == task else None
+        return path if path is not None and path.is_file() else None
 
     def digest(self) -> str:
         """Return the SHA-256 of every option that affects results.
@@ -286,8 +286,8 @@ def find_suite(name: str) -> Suite:
     # A misspelt name of our own suites is reported at once: lm-eval takes seconds to index its tasks.
     slip = "_" not in name and difflib.get_close_matches(name, known, cutoff=0.8)
     for find_fallback in [] if slip else FALLBACKS:
-        if (found := find_fallback(name)) is not None:
-            return found
+        if (fallback := find_fallback(name)) is not None:
+            return fallback
     raise SurgeryError(f"unknown suite {name!r}{suggestion(name, known)}")
 
 

@@ -98,10 +98,10 @@ def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
     note_read("package", "lm_eval")
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:  # one Arrow cache per task, shared by all selections that include it
-        found = (
+        tasks = (
             _load_local(manager, name, local[name], options) if local[name] else _load(manager, name, options, names)
         )
-        loaded = {kind: {**loaded[kind], **found[kind]} for kind in loaded}
+        loaded = {kind: {**loaded[kind], **tasks[kind]} for kind in loaded}
     return loaded
 
 
@@ -110,8 +110,8 @@ def _load(manager: Any, name: str, options: EvalOptions, names: Sequence[str]) -
     paths = sorted({path for path, _ in iterate_datasets(manager, [name])})
     try:
         with mirror.use_mirror(options.data_root, paths, list(find_local_files(manager, [name]))):
-            found: dict[str, Any] = _load_typed(manager, name, paths) or manager.load([name])
-            return found
+            tasks: dict[str, Any] = _load_typed(manager, name, paths) or manager.load([name])
+            return tasks
     except Exception as error:
         if isinstance(error, SurgeryError) or is_disk_error(error):
             raise
@@ -127,15 +127,15 @@ def _load_local(manager: Any, name: str, records: dict[str, LocalRecords], optio
     paths = sorted({config["dataset_path"] for config in configs})
     with records_mirror(configs, records) as root, mirror.use_mirror(root, paths):
         try:
-            found: dict[str, Any] = manager.load([name])
+            tasks: dict[str, Any] = manager.load([name])
         except Exception as error:
             if is_disk_error(error):
                 raise
             task = str(configs[0]["task"])
             raise explain_unreadable(task, records[task], error) from error
-    for task in found["tasks"].values():
+    for task in tasks["tasks"].values():
         check_documents(task, records[task.config.task], options.num_fewshot)
-    return found
+    return tasks
 
 
 def _data_hint(names: Sequence[str]) -> str:
@@ -171,8 +171,8 @@ def find_local_files(manager: Any, names: Sequence[str]) -> Iterator[Path]:
     for name in names:
         for config in task_configs(manager, name):
             told = (config.get("dataset_kwargs") or {}).get("data_files") or ()
-            for each in told.values() if isinstance(told, dict) else [told]:
-                for file in [each] if isinstance(each, str) else each:
+            for entry in told.values() if isinstance(told, dict) else [told]:
+                for file in [entry] if isinstance(entry, str) else entry:
                     if Path(file).is_file():
                         yield Path(file)
 
@@ -204,18 +204,18 @@ def task_configs(manager: Any, name: str) -> Iterator[dict[str, Any]]:
     if entry is None:
         return
     if entry.kind is Kind.TAG:  # a tag's entry lists its tasks; a task's entry lists its tags
-        for each in sorted(entry.tags):
-            yield from task_configs(manager, each)
+        for member in sorted(entry.tags):
+            yield from task_configs(manager, member)
         return
     config = load_yaml(entry.yaml_path, resolve_func=True) if entry.yaml_path else dict(entry.cfg or {})
     members = config.get("task")
     if isinstance(members, list):
-        for each in members:
-            if isinstance(each, str):
-                yield from task_configs(manager, each)
-            elif isinstance(each, dict):
-                yield each
-                yield from task_configs(manager, each.get("task", "")) if isinstance(each.get("task"), str) else ()
+        for member in members:
+            if isinstance(member, str):
+                yield from task_configs(manager, member)
+            elif isinstance(member, dict):
+                yield member
+                yield from task_configs(manager, member.get("task", "")) if isinstance(member.get("task"), str) else ()
         return
     yield config
 

@@ -30,7 +30,7 @@ def encoder(tokenizer: Any, special: bool = True) -> Encode:
         return lambda texts: [
             to_array(tokenizer(text, add_special_tokens=special, verbose=False).input_ids) for text in texts
         ]
-    return lambda texts: [to_array(found.ids) for found in fast(list(texts), add_special_tokens=special)]
+    return lambda texts: [to_array(encoding.ids) for encoding in fast(list(texts), add_special_tokens=special)]
 
 
 def counter(tokenizer: Any, special: bool = True) -> Counts:
@@ -38,7 +38,7 @@ def counter(tokenizer: Any, special: bool = True) -> Counts:
     fast = _fast_backend(tokenizer)
     if fast is None:
         return lambda texts: [len(tokenizer(t, add_special_tokens=special, verbose=False).input_ids) for t in texts]
-    return lambda texts: [len(found) for found in fast(list(texts), add_special_tokens=special)]
+    return lambda texts: [len(encoding) for encoding in fast(list(texts), add_special_tokens=special)]
 
 
 def _fast_backend(tokenizer: Any) -> Any:

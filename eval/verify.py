@@ -140,7 +140,11 @@ class RecordedResults(BaseModel):
 
     def each_suite(self) -> list[tuple[str, str, RecordedSuite]]:
         """Return (suite, role, what was recorded) of every suite of every model."""
-        return [(suite, role, found) for suite, by_role in self.suites.items() for role, found in by_role.items()]
+        return [
+            (suite, role, suite_record)
+            for suite, by_role in self.suites.items()
+            for role, suite_record in by_role.items()
+        ]
 
 
 def read_results(path: Path) -> RecordedResults:
@@ -153,7 +157,7 @@ def read_results(path: Path) -> RecordedResults:
         )
     check_file(path, RESULTS)
     try:
-        found = RecordedResults.model_validate(parse_json(path.read_text(encoding="utf-8")), strict=True)
+        results = RecordedResults.model_validate(parse_json(path.read_text(encoding="utf-8")), strict=True)
     except ValidationError as error:
         raise SurgeryError(
             f"{path} is damaged, or not written by `surgery eval`: {printable(describe(error))}"
@@ -161,7 +165,7 @@ def read_results(path: Path) -> RecordedResults:
     except (ValueError, OSError) as error:
         raise SurgeryError(f"{path} is damaged: {printable(str(error))[:200]}") from None
     names = set()
-    for suite, _, recorded in found.each_suite():
+    for suite, _, recorded in results.each_suite():
         for read in recorded.reads or ():
             if read.kind in ("mirror", "hub") and not DATASET_NAME.fullmatch(read.name):
                 raise SurgeryError(
@@ -172,7 +176,7 @@ def read_results(path: Path) -> RecordedResults:
         raise SurgeryError(
             f"{path} is damaged: it names {len(names):,} data sets of the Hub, more than {MAX_HUB_LOOKUPS}"
         )
-    return found
+    return results
 
 
 def verify(
@@ -199,11 +203,11 @@ def verify(
     Raises SurgeryError if results.json is missing or damaged, or if a checkpoint cannot be opened.
     """
     recorded = read_results(results)
-    given = EvalOptions(text=text, data_root=data_root, include_path=include_path, data=dict(data or {}))
+    choices = EvalOptions(text=text, data_root=data_root, include_path=include_path, data=dict(data or {}))
     checks = [
         *_check_packages(recorded),
         *_check_models(recorded, {"converted": model, "base": compare}),
-        *_check_data(recorded, given),
+        *_check_data(recorded, choices),
         *_check_suites(recorded, suites),
         *_check_options(recorded, dict(options or {})),
     ]
@@ -229,16 +233,16 @@ def _shorten(value: str) -> str:
 def _check_packages(recorded: RecordedResults) -> list[Check]:
     """Compare the versions of the command and of every suite, which an earlier run may have measured."""
     now = package_versions()
-    found: dict[str, dict[str, list[str]]] = {}  # package -> version -> where it was recorded
+    recorded_versions: dict[str, dict[str, list[str]]] = {}  # package -> version -> where it was recorded
     places = [("the command", recorded.provenance)]
     places += [(f"{suite} of {role}", one.provenance) for suite, role, one in recorded.each_suite()]
     for where, provenance in places:
         for package, version in provenance.versions.items():
-            found.setdefault(package, {}).setdefault(version, []).append(where)
-    if not found:
+            recorded_versions.setdefault(package, {}).setdefault(version, []).append(where)
+    if not recorded_versions:
         return [_unchecked("packages", "their versions were not recorded")]
     checks = []
-    for package, versions in found.items():
+    for package, versions in recorded_versions.items():
         if package not in ("python", *PACKAGES):
             checks.append(_unchecked(f"package {package}", "this version of surgery does not record it"))
             continue
@@ -264,7 +268,7 @@ def _check_models(recorded: RecordedResults, names: Mapping[Role, str | None]) -
     return checks
 
 
-def _check_data(recorded: RecordedResults, given: EvalOptions) -> list[Check]:
+def _check_data(recorded: RecordedResults, options: EvalOptions) -> list[Check]:
     """Compare every data set that a suite read: below the mirror, the text file, or the Hub's commit."""
     checks: dict[Any, Check] = {}
     for suite, role, one in recorded.each_suite():
@@ -273,46 +277,48 @@ def _check_data(recorded: RecordedResults, given: EvalOptions) -> list[Check]:
             continue
         for read in one.reads:
             if read not in checks and read.kind != "package":
-                checks[read] = _check_read(read, recorded, given)
+                checks[read] = _check_read(read, recorded, options)
         read_names = {read.name for read in one.reads}
         for name in one.provenance.data.keys() - read_names:
             checks.setdefault(("unread", name), _unchecked(f"data {name}", "the results do not say how it was read"))
         commits = {name: told.get("commit") for name, told in one.provenance.data.items() if "sha256" in told}
         for name, commit in commits.items():
-            if isinstance(commit, str) and given.data_root is not None and one.has_read("mirror", name):
-                now = mirror_commit(given.data_root / name) or "absent"
+            if isinstance(commit, str) and options.data_root is not None and one.has_read("mirror", name):
+                now = mirror_commit(options.data_root / name) or "absent"
                 checks.setdefault((f"commit {name}", commit), _compare(f"commit of {name}", commit, now))
         was = one.provenance.include_path
-        if was is not None or given.include_path is not None:
-            checks[f"include_path {was}", ""] = _check_tasks(was, given.include_path)
-    for task in given.data:
+        if was is not None or options.include_path is not None:
+            checks[f"include_path {was}", ""] = _check_tasks(was, options.include_path)
+    for task in options.data:
         if task != ANY_TASK and not any(one.has_read("records", task) for *_, one in recorded.each_suite()):
-            checks["records", task] = Check(printable(f"records of {task}"), "different", "none", str(given.data[task]))
+            checks["records", task] = Check(
+                printable(f"records of {task}"), "different", "none", str(options.data[task])
+            )
     told = str(recorded.options.get("text") or "")
-    if given.text is not None and not any(one.has_read("file", told) for *_, one in recorded.each_suite()):
-        checks["text", ""] = _compare("text", told or "none", given.text)
+    if options.text is not None and not any(one.has_read("file", told) for *_, one in recorded.each_suite()):
+        checks["text", ""] = _compare("text", told or "none", options.text)
     return list(checks.values())
 
 
-def _check_read(read: RecordedRead, recorded: RecordedResults, given: EvalOptions) -> Check:
+def _check_read(read: RecordedRead, recorded: RecordedResults, options: EvalOptions) -> Check:
     kind, name, digest = read.kind, read.name, read.digest
     if digest == UNKNOWN:
         return _unchecked(f"data {name}", "its content was unknown when it was read")
     if kind == "file":
         if name != recorded.options.get("text"):
             return _unchecked(f"text {name}", "it is not the text that the options name")
-        if given.text is None:
+        if options.text is None:
             return _unchecked("text", f"give --text FILE; it was recorded as {name!r}", digest)
-        return _compare(f"text {given.text}", digest, _content(Path(given.text)))
+        return _compare(f"text {options.text}", digest, _content(Path(options.text)))
     if kind == "records":
-        place = given.find_records(name)
-        if place is None:
+        path = options.find_records(name)
+        if path is None:
             return _unchecked(f"records of {name}", f"give --data {name}=FILE, from which they were read", digest)
-        return _compare(f"records of {name} in {place}", digest, _content(place))
+        return _compare(f"records of {name} in {path}", digest, _content(path))
     if kind == "mirror":
-        if given.data_root is None:
+        if options.data_root is None:
             return _unchecked(f"data {name}", "give --data-root DIR, the mirror that it was read from", digest)
-        return _compare(f"data {name}", digest, _content(given.data_root / name))
+        return _compare(f"data {name}", digest, _content(options.data_root / name))
     now = current_digest("hub", name, None)
     if now == UNKNOWN:
         return _unchecked(
@@ -327,19 +333,19 @@ def _check_tasks(was: str | None, now: Path | None) -> Check:
     return _compare(f"folder of lm-eval tasks {now}", was or "none", _content(now))
 
 
-def _content(place: Path) -> str:
+def _content(path: Path) -> str:
     """Return the digest of a file or folder that the caller named, or "absent"."""
     try:
-        return content_digest(place) if place.exists() else "absent"
+        return content_digest(path) if path.exists() else "absent"
     except OSError as error:
-        raise SurgeryError(f"cannot read {place}: {error.strerror}") from None
+        raise SurgeryError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _check_suites(recorded: RecordedResults, wanted: tuple[str, ...]) -> list[Check]:
+def _check_suites(recorded: RecordedResults, suites: tuple[str, ...]) -> list[Check]:
     """Compare the version of each suite: it is raised when the same options give other prompts or scores."""
     known, checks = load_suites(), []
-    if wanted:
-        checks.append(_compare("suites", ", ".join(sorted(recorded.suites)), ", ".join(sorted(set(wanted)))))
+    if suites:
+        checks.append(_compare("suites", ", ".join(sorted(recorded.suites)), ", ".join(sorted(set(suites)))))
     for name, by_role in recorded.suites.items():
         versions = {one.provenance.suite_version for one in by_role.values()}
         is_task = any(one.has_read("package", "lm_eval") for one in by_role.values())
@@ -355,14 +361,14 @@ def _check_suites(recorded: RecordedResults, wanted: tuple[str, ...]) -> list[Ch
     return checks
 
 
-def _check_options(recorded: RecordedResults, given: Mapping[str, Any]) -> list[Check]:
+def _check_options(recorded: RecordedResults, options: Mapping[str, Any]) -> list[Check]:
     """Compare the options that are given with those recorded, and the others with today's defaults where they were not set."""
     left_out = (*CHECKED_BY_CONTENT, *WITHOUT_EFFECT)
     told = recorded.all_options
     if told is None:
         return [_unchecked("options", "the defaults of that version were not recorded")]
     defaults = EvalOptions().model_dump(mode="json")
-    asked = EvalOptions(**given).model_dump(mode="json")
+    asked = EvalOptions(**options).model_dump(mode="json")
     checks, same = [], 0
     for name in dict.fromkeys([*told, *defaults]):
         if name in left_out:
@@ -371,13 +377,13 @@ def _check_options(recorded: RecordedResults, given: Mapping[str, Any]) -> list[
             checks.append(_unchecked(f"option {name}", "this version of surgery does not have it"))
             continue
         was = told.get(name, defaults[name])
-        now = asked[name] if name in given else was if name in recorded.options else defaults[name]
+        now = asked[name] if name in options else was if name in recorded.options else defaults[name]
         if was == now:
             same += 1
         else:
             checks.append(_compare(f"option {name}", was, now))
-    kept = sorted(
-        name for name in told if name in recorded.options and name in defaults and name not in (*given, *left_out)
+    assumed_names = sorted(
+        name for name in told if name in recorded.options and name in defaults and name not in (*options, *left_out)
     )
-    assumed = f"not given here, so taken as recorded: {', '.join(kept)}" if kept else ""
+    assumed = f"not given here, so taken as recorded: {', '.join(assumed_names)}" if assumed_names else ""
     return [*checks, *([Check(f"options ({same})", "same", now=assumed)] if same else [])]

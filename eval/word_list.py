@@ -47,17 +47,17 @@ def fetch_word_list(root: Path, progress: Progress, commits: Mapping[str, str] |
 
     Raises SurgeryError if the download fails, is not the file of COMMIT, or if `commits` names another commit.
     """
-    wanted = (commits or {}).get(NAME, COMMIT)
-    if wanted != COMMIT:
+    commit = (commits or {}).get(NAME, COMMIT)
+    if commit != COMMIT:
         raise SurgeryError(
-            f"the words of {NAME} are those of commit {COMMIT}, not {wanted}. Remove {NAME} from the commits."
+            f"the words of {NAME} are those of commit {COMMIT}, not {commit}. Remove {NAME} from the commits."
         )
-    place = root / NAME
-    if place.is_dir():
+    folder = root / NAME
+    if folder.is_dir():
         return {"fetched": [], "kept": [NAME]}
     progress.say(f"{NAME}: {FILE}")
     words = read_words(_download())
-    partial = place.with_name(f"{place.name}.part")
+    partial = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -67,7 +67,7 @@ def fetch_word_list(root: Path, progress: Progress, commits: Mapping[str, str] |
             [{"config_name": "default", "data_files": [{"split": "train", "path": "words.jsonl"}]}], ["default"]
         )
         (partial / "README.md").write_text(head.text(NAME, COMMIT), encoding="utf-8")
-        replace_folder(partial, place)
+        replace_folder(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -77,10 +77,10 @@ def fetch_word_list(root: Path, progress: Progress, commits: Mapping[str, str] |
 
 def read_words(data: bytes) -> list[str]:
     """Return the words of english_words.json in their order. Raises SurgeryError unless it is the file that COMMIT names."""
-    found = hashlib.sha256(data).hexdigest()
-    if found != SHA256:
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != SHA256:
         raise SurgeryError(
-            f"{URL} must have the SHA-256 {SHA256} (got {found}, {len(data):,} bytes). Run the same command again; if that does not help, the file "
+            f"{URL} must have the SHA-256 {SHA256} (got {digest}, {len(data):,} bytes). Run the same command again; if that does not help, the file "
             "was replaced."
         )
     read = parse_json(data.decode("utf-8"))

@@ -66,10 +66,10 @@ def tables() -> list[dict[str, Any]]:
     backward (forward included), step (of decoding), captured and captured step (in a CUDA graph, where launches cost nothing).
     """
     try:
-        found = json.loads(TABLE.read_text(encoding="utf-8"))["tables"]
+        stored = json.loads(TABLE.read_text(encoding="utf-8"))["tables"]
         return [
             {**table, "rows": [row for row in table["rows"] if is_complete_row(row)]}
-            for table in found
+            for table in stored
             if has_names(table)
         ]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -81,19 +81,19 @@ def fastest_measured(
     op: str,
     pass_: Pass,
     at: NamedSizes,
-    place: DeviceKey,
+    device: DeviceKey,
     implementations: tuple[Implementation, ...] = IMPLEMENTATIONS,
 ) -> Implementation | None:
     """Return the implementation with the least interpolated time, or None if no nearby size was measured."""
-    near = nearby_rows(op, pass_, at, place)
+    near = nearby_rows(op, pass_, at, device)
     scores = {implementation: log_ratio_to_kernel(near, implementation) for implementation in implementations}
     known = [(score, implementation) for implementation, score in scores.items() if score is not None]
     return min(known)[1] if len(known) > 1 else None
 
 
-def nearby_rows(op: str, pass_: str, at: NamedSizes, place: DeviceKey) -> list[tuple[float, dict[str, Any]]]:
+def nearby_rows(op: str, pass_: str, at: NamedSizes, device: DeviceKey) -> list[tuple[float, dict[str, Any]]]:
     """Return (weight, row) of every row of the op and pass; an empty list if all are farther than MAX_DISTANCE."""
-    rows = [row for row in device_rows(place) if (row["op"], row["pass"]) == (op, pass_)]
+    rows = [row for row in device_rows(device) if (row["op"], row["pass"]) == (op, pass_)]
     apart = [distance(row["sizes"], dict(at)) for row in rows]
     if not rows or min(apart) > MAX_DISTANCE:
         return []
@@ -112,11 +112,11 @@ def log_ratio_to_kernel(near: list[tuple[float, dict[str, Any]]], implementation
 
 
 @cache
-def device_rows(place: DeviceKey) -> list[dict[str, Any]]:
+def device_rows(device: DeviceKey) -> list[dict[str, Any]]:
     """Return the rows of all tables for a device and dtype."""
-    dtype = "bfloat16" if place.dtype == "float16" else place.dtype
-    found = [t for t in tables() if (tuple(t["capability"]), t["dtype"]) == (place.capability, dtype)]
-    return [row for table in found for row in table["rows"]]
+    dtype = "bfloat16" if device.dtype == "float16" else device.dtype
+    device_tables = [t for t in tables() if (tuple(t["capability"]), t["dtype"]) == (device.capability, dtype)]
+    return [row for table in device_tables for row in table["rows"]]
 
 
 # -- the choice for a call ---------------------------------------------------------------------------------
@@ -167,10 +167,10 @@ def remember(key: Callable[..., Hashable], decide: Callable[..., Choice]) -> Cal
 
 def is_measured(op: str, query: TuningQuery, implementation: Implementation) -> bool:
     """Return whether rows near a call have times of an implementation, so that `choose_implementation` can name it."""
-    place = device_key(query.x.device, query.x.dtype)
+    device = device_key(query.x.device, query.x.dtype)
     passes = dict.fromkeys((query.pass_, EAGER_PASS.get(query.pass_, query.pass_)))
     return any(
-        log_ratio_to_kernel(nearby_rows(op, pass_, query.sizes, place), implementation) is not None for pass_ in passes
+        log_ratio_to_kernel(nearby_rows(op, pass_, query.sizes, device), implementation) is not None for pass_ in passes
     )
 
 
@@ -180,10 +180,10 @@ def choose_implementation(op: str, query: TuningQuery) -> Implementation | None:
     device, dtype = query.x.device, query.x.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    place = device_key(device, dtype)
-    fastest = fastest_measured(op, query.pass_, query.sizes, place, query.implementations)
+    device_of_query = device_key(device, dtype)
+    fastest = fastest_measured(op, query.pass_, query.sizes, device_of_query, query.implementations)
     if fastest is None and query.pass_ in EAGER_PASS:
-        return fastest_measured(op, EAGER_PASS[query.pass_], query.sizes, place, query.implementations)
+        return fastest_measured(op, EAGER_PASS[query.pass_], query.sizes, device_of_query, query.implementations)
     return fastest
 
 

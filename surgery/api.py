@@ -245,8 +245,8 @@ def convert(
             f"surgery.convert takes the path or Hub id of a calibration text (got a {type(calibration).__name__}). Write the texts to a "
             "file, or use surgery.apply(model, recipe, calibration=texts) on a model in memory"
         )
-    given = {"calibration": None if calibration is None else os.fspath(calibration), "seed": seed}
-    keys |= {key: value for key, value in given.items() if value is not None}
+    keywords = {"calibration": None if calibration is None else os.fspath(calibration), "seed": seed}
+    keys |= {key: value for key, value in keywords.items() if value is not None}
     report = run(
         name,
         _load_recipe(recipe, overrides, keys),
@@ -495,13 +495,13 @@ def pretrain(
     from surgery.training.pretrain.pretrain import pretrain as run
     from surgery.training.pretrain.recipe import load_pretrain_recipe
 
-    given = {
+    overrides_given = {
         **({"model": load_config_keys(os.fspath(model))} if model is not None else {}),
         **_with_data(data, overrides),
         **({"tokenizer.path": os.fspath(tokenizer)} if tokenizer is not None else {}),
     }
     record = run(
-        load_pretrain_recipe(recipe, _to_overrides(given), tiny),
+        load_pretrain_recipe(recipe, _to_overrides(overrides_given), tiny),
         Path(out),
         resume=resume,
         skip_bad_steps=skip_bad_steps,
@@ -640,13 +640,13 @@ def compare(
 
     if isinstance(folders, (str, os.PathLike)):
         raise SurgeryError(f"surgery.compare takes a list of folders (got {os.fspath(folders)!r})")
-    place = None if out is None else Path(out)
-    if place is not None:
-        check_out(place)
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        check_out(folder)
     done = compare_folders([Path(f) for f in folders], None if base is None else Path(base), quality=quality, seed=seed)
-    if place is not None:
-        with explain_disk_errors(place):
-            done.notes += write_comparison(done, place)
+    if folder is not None:
+        with explain_disk_errors(folder):
+            done.notes += write_comparison(done, folder)
     return CommandResult(done.to_dict(), lambda: comparison_table(done))
 
 
@@ -739,12 +739,12 @@ def bench(
     from surgery.eval.speed.run import bench as run
     from surgery.eval.speed.tables import result_tables
 
-    place = None if out is None else Path(out)
+    file = None if out is None else Path(out)
     shown = progress or RichProgress()
     if what == "draft":
         from surgery.eval.speed.draft import bench_draft, draft_tables
 
-        asked = {"device": device, "dtype": dtype, "out": place, "progress": shown, "replayed": replay}
+        asked = {"device": device, "dtype": dtype, "out": file, "progress": shown, "replayed": replay}
         measured = bench_draft(model, drafter, text, sizes, **asked, time_limit=time_limit)
         return CommandResult(measured, lambda: draft_tables(measured))
     if model is not None and what != "linear":
@@ -754,7 +754,7 @@ def bench(
             raise SurgeryError(f"{name} is an option of bench draft (got bench {what}). Leave it out")
     shapes = None if model is None else _checkpoint_name(model, "bench")
     result = run(
-        what, sizes, peers, device, time_limit, out=place, only=only, progress=shown, dtype=dtype, shapes_of=shapes
+        what, sizes, peers, device, time_limit, out=file, only=only, progress=shown, dtype=dtype, shapes_of=shapes
     )
     return CommandResult(result, lambda: result_tables(result))
 
@@ -829,8 +829,8 @@ def fetch_eval_data(
     from surgery.eval.word_list import fetch_suites
 
     pinned = None if commits is None else read_commits(Path(commits))
-    wanted = list(suites) or list(SUITE_SOURCES)
-    done = fetch_suites(Path(folder), wanted, list(tasks), progress or RichProgress(), pinned)
+    names = list(suites) or list(SUITE_SOURCES)
+    done = fetch_suites(Path(folder), names, list(tasks), progress or RichProgress(), pinned)
     result = {"folder": os.fspath(folder), **done}
     line = f"{len(done['fetched'])} data sets downloaded, {len(done['kept'])} already present: {os.fspath(folder)}"
     return CommandResult(result, lambda: [line])
@@ -991,9 +991,9 @@ def _load_recipe(recipe: Any, overrides: Mapping[str, Any] | None, keys: Mapping
     return load_recipe(os.fspath(recipe), settings)
 
 
-def _to_overrides(given: Mapping[str, Any]) -> list[str]:
+def _to_overrides(values: Mapping[str, Any]) -> list[str]:
     """{"attention.cache": 0.5} -> ["attention.cache=0.5"], which is YAML; text of layer ranges is not quoted, as with --set."""
     return [
         f"{key}={value if isinstance(value, str) and key.rpartition('.')[2] == 'layers' else json.dumps(value)}"
-        for key, value in given.items()
+        for key, value in values.items()
     ]

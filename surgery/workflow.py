@@ -167,21 +167,21 @@ class _Run:
         from surgery.core.digests import content_digest
         from surgery.training.recipe import stage_data_config
 
-        given = self.options
+        options = self.options
         heal = None
-        if given.heal is not None:
-            recipe = self._healing_recipe(given.data)
+        if options.heal is not None:
+            recipe = self._healing_recipe(options.data)
             if any(stage_data_config(recipe, stage) is None for stage in recipe.stages):
                 raise SurgeryError(
                     "--heal trains on a text, and there is none. Give --data: a file, a folder or a Hub id"
                 )
             heal = recipe.model_dump(mode="json")
-        paths = {name: getattr(given, name) for name in ("data", "calibration", "text")}
+        paths = {name: getattr(options, name) for name in ("data", "calibration", "text")}
         digests = {name: content_digest(Path(p)) for name, p in paths.items() if p is not None and Path(p).exists()}
-        _check_measured(given, digests)
+        _check_measured(options, digests)
         return {
-            "version": __version__, "source": given.source, "recipe": planned["recipe"], "heal": heal, **paths, "digests": digests,
-            "suites": list(given.suites), "eval_options": dict(given.eval_options),
+            "version": __version__, "source": options.source, "recipe": planned["recipe"], "heal": heal, **paths, "digests": digests,
+            "suites": list(options.suites), "eval_options": dict(options.eval_options),
         }  # fmt: skip
 
     def _check_held_out(self) -> None:
@@ -195,12 +195,12 @@ class _Run:
         if "ppl" not in self.options.suites or path.suffix != ".txt" or not path.is_file():
             return
         text = decode_text(path)[0]
-        part = split_text(text, str(path))[1] if single else text
+        held_out = split_text(text, str(path))[1] if single else text
         folder = open_checkpoint(self.options.source, self.options.trust_remote_code, weights=False).folder
         asked = EvalOptions(**dict(self.options.eval_options))
         where = f"the last tenth of {path}" if single else str(path)
         tokenizer = load_tokenizer(folder, self.options.trust_remote_code)
-        text_windows(iter([part]), tokenizer, asked.tokens, asked.length, where, option="--length ")
+        text_windows(iter([held_out]), tokenizer, asked.tokens, asked.length, where, option="--length ")
 
     def _convert(self, train: str | None) -> None:
         from surgery.conversion.convert import convert
@@ -275,16 +275,16 @@ def _check_texts(options: RunOptions) -> None:
     from surgery.calibration.data import CALIBRATION_SUFFIXES, HUB_DATASET
 
     for name in ("data", "calibration", "text"):
-        given = getattr(options, name)
-        if given is None or Path(given).exists():
+        text = getattr(options, name)
+        if text is None or Path(text).exists():
             continue
-        if not HUB_DATASET.fullmatch(given) or Path(given).suffix in CALIBRATION_SUFFIXES:
+        if not HUB_DATASET.fullmatch(text) or Path(text).suffix in CALIBRATION_SUFFIXES:
             raise SurgeryError(
-                f"--{name} {given}: there is no such file or folder. Give a local file, or a Hub data set as org/name"
+                f"--{name} {text}: there is no such file or folder. Give a local file, or a Hub data set as org/name"
             )
     if options.text is None and _single_text(options) is None:
-        given = options.data or options.calibration
-        why = "no text was given" if given is None else f"{given} is not a local .txt file, which could be split"
+        text = options.data or options.calibration
+        why = "no text was given" if text is None else f"{text} is not a local .txt file, which could be split"
         raise SurgeryError(f"surgery run measures the result on a text, and {why}. Give --text FILE")
 
 
@@ -302,8 +302,8 @@ def _check_measured(options: RunOptions, digests: dict[str, str]) -> None:
 
 def _single_text(options: RunOptions) -> str | None:
     """Return the local .txt file that is split into a part to train on and a part to measure on; None without one."""
-    given = options.data or options.calibration
-    return given if given is not None and given.endswith(".txt") and Path(given).is_file() else None
+    text = options.data or options.calibration
+    return text if text is not None and text.endswith(".txt") and Path(text).is_file() else None
 
 
 def _split_texts(options: RunOptions, folder: Path) -> tuple[str | None, str]:
@@ -318,9 +318,9 @@ def _split_texts(options: RunOptions, folder: Path) -> tuple[str | None, str]:
         folder.mkdir(exist_ok=True)
         from surgery.calibration.data import decode_text
 
-        for name, part in zip(parts, split_text(decode_text(Path(single))[0], single)):
+        for name, content in zip(parts, split_text(decode_text(Path(single))[0], single)):
             with atomic_write(parts[name], "w") as file:
-                file.write(part)
+                file.write(content)
     return str(parts["train"]), str(parts["heldout"])
 
 
@@ -339,17 +339,17 @@ def split_text(text: str, name: str) -> tuple[str, str]:
 
 def _open_folder(out: Path, settings: dict[str, Any]) -> None:
     """Create the folder of a run with its settings. Raises SurgeryError for a folder of something else or of another run."""
-    place, given = out / SETTINGS_NAME, json.loads(json.dumps(settings))
+    path, plain = out / SETTINGS_NAME, json.loads(json.dumps(settings))
     if not out.exists():
         out.mkdir()
-    if not place.is_file():
+    if not path.is_file():
         if any(out.iterdir()):
             raise SurgeryError(f"{out} exists and holds no run of surgery. Choose another --out")
-        with atomic_write(place, "w") as file:
-            json.dump(given, file, indent=2)
+        with atomic_write(path, "w") as file:
+            json.dump(plain, file, indent=2)
         return
-    before = read_json(place)
-    different = [key for key in given if not isinstance(before, dict) or before.get(key) != given[key]]
+    before = read_json(path)
+    different = [key for key in plain if not isinstance(before, dict) or before.get(key) != plain[key]]
     if different:
         raise SurgeryError(
             f"{out} holds a run with other settings ({', '.join(different)} differ). Repeat its command, or choose another --out"
@@ -358,5 +358,5 @@ def _open_folder(out: Path, settings: dict[str, Any]) -> None:
 
 def parse_suites(names: Sequence[str] | None) -> tuple[str, ...]:
     """Return names of suites, each of which may be several separated by commas; SUITES without names."""
-    found = tuple(word.strip() for raw in names or () for word in raw.split(",") if word.strip())
-    return found or SUITES
+    suites = tuple(word.strip() for raw in names or () for word in raw.split(",") if word.strip())
+    return suites or SUITES

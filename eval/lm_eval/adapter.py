@@ -87,8 +87,8 @@ def generation_tokens(device: torch.device) -> int:
     tokens = BATCH_TOKENS.get(device.type, 2**17)
     if device.type != "cuda":
         return tokens
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    times = (torch.cuda.mem_get_info(device)[0] + kept) // (32 * 2**30)
+    unallocated = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    times = (torch.cuda.mem_get_info(device)[0] + unallocated) // (32 * 2**30)
     return tokens * 2 ** (max(1, times).bit_length() - 1)
 
 
@@ -135,30 +135,30 @@ class BatchedLM:
             for request, ids_T in zip(requests, self._encode_prompts(requests))
         ]
         alike: dict[str, list[int]] = {}
-        for i, each in enumerate(asked):
-            alike.setdefault(repr(each.settings), []).append(i)
+        for i, generation in enumerate(asked):
+            alike.setdefault(repr(generation.settings), []).append(i)
         answers = [""] * len(requests)
         for group in alike.values():
             tokens = normalize_gen_kwargs(asked[group[0]].settings, self.max_gen_toks)["max_gen_toks"]  # type: ignore[attr-defined]
             for i in group:
                 self._count_truncated(requests[i].task_name, len(asked[i].ids_T) > self.max_length - tokens)
-            found = self.answer_cache.get_or_compute(
+            completions = self.answer_cache.get_or_compute(
                 self.options,
                 [asked[i] for i in group],
-                lambda each: [
+                lambda generation: [
                     "answer",
                     self.max_length,
-                    each.text,
-                    each.settings,
-                    *self._sampling_key(each.settings),
+                    generation.text,
+                    generation.settings,
+                    *self._sampling_key(generation.settings),
                     *self._cut_key(),
                 ],
                 self._generate if self.backend == "causal" else self._generate_with_hflm,
-                lambda each: len(each.ids_T),
+                lambda generation: len(generation.ids_T),
                 f"{requests[group[0]].task_name}: answers",
                 tokens=generation_tokens(self.eval_model.device),
             )
-            for i, answer in zip(group, found):
+            for i, answer in zip(group, completions):
                 answers[i] = answer
         return answers
 
@@ -202,11 +202,11 @@ class BatchedLM:
             raise SurgeryError(
                 f"answers of {tokens} tokens leave no room for a question in inputs of {self.max_length}. Use longer --lengths."
             )
-        longest = min(room, max(len(each.ids_T) for each in batch))
+        longest = min(room, max(len(request.ids_T) for request in batch))
         ids_BT = torch.full((len(batch), longest), self.tokenizer.pad_token_id, dtype=torch.int64)
         mask_BT = torch.zeros_like(ids_BT)
-        for row, each in enumerate(batch):
-            kept_T = self._truncate(each.ids_T, longest)
+        for row, request in enumerate(batch):
+            kept_T = self._truncate(request.ids_T, longest)
             ids_BT[row, longest - len(kept_T) :], mask_BT[row, longest - len(kept_T) :] = kept_T, 1
         with torch.inference_mode():
             output_BT = self._model_generate(  # type: ignore[attr-defined]
@@ -231,7 +231,7 @@ class BatchedLM:
         from lm_eval.api.instance import Instance
 
         self.batch_size_per_gpu = len(batch)
-        asked = [Instance("generate_until", {}, (each.text, each.settings), i) for i, each in enumerate(batch)]
+        asked = [Instance("generate_until", {}, (request.text, request.settings), i) for i, request in enumerate(batch)]
         with torch.inference_mode():
             return super().generate_until(asked, disable_tqdm=True)  # type: ignore[misc]
 
@@ -287,8 +287,8 @@ class BatchedLM:
             "likelihoods",
         )
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        for row, found in zip(rows.values(), scored):
-            for i, (likelihood, greedy) in zip(row, found):
+        for row, scores in zip(rows.values(), scored):
+            for i, (likelihood, greedy) in zip(row, scores):
                 answers[i] = likelihood, greedy
         return answers
 
@@ -296,8 +296,8 @@ class BatchedLM:
         flat = super()._loglikelihood_tokens(  # type: ignore[misc]
             [pair for row in batch for pair in row], disable_tqdm=True, override_bs=len(batch)
         )
-        found = iter(flat)
-        return [[next(found) for _ in row] for row in batch]
+        results = iter(flat)
+        return [[next(results) for _ in row] for row in batch]
 
     @torch.inference_mode()
     def _score(self, batch: list[list[LikelihoodRequest]]) -> list[list[tuple[float, bool]]]:

@@ -52,19 +52,19 @@ class AnswerCache:
         journal = self.eval_model.journal is not None
         requests = [key_of(item) for item in items] if self.folder or journal else []
         keys = [stable_id(__version__, requests[i]) if self.folder else str(i) for i in range(len(items))]
-        left = [i for i, key in enumerate(keys) if self.folder is None or key not in self.answers]
+        missing = [i for i, key in enumerate(keys) if self.folder is None or key not in self.answers]
 
         def score_and_write(batch: list[int]) -> list[Any]:
-            found = score([items[i] for i in batch])
-            self._write([(keys[i], answer) for i, answer in zip(batch, found)])
-            return found
+            computed = score([items[i] for i in batch])
+            self._write([(keys[i], answer) for i, answer in zip(batch, computed)])
+            return computed
 
         scored = score_in_batches(
-            self.eval_model, options, left, score_and_write, lambda i: size(items[i]), title, tokens=tokens,
+            self.eval_model, options, missing, score_and_write, lambda i: size(items[i]), title, tokens=tokens,
             request=lambda i: requests[i],
         )  # fmt: skip
-        found = dict(zip(left, scored))
-        return [found[i] if i in found else self.answers[key] for i, key in enumerate(keys)]
+        computed = dict(zip(missing, scored))
+        return [computed[i] if i in computed else self.answers[key] for i, key in enumerate(keys)]
 
     def _read(self) -> dict[str, Any]:
         answers: dict[str, Any] = {}

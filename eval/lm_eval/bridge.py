@@ -86,9 +86,9 @@ def _run_own_task(
 ) -> None:
     with _silence_lm_eval():
         chat = task.chat and options.apply_chat_template
-        found = _evaluate(harness_model(eval_model, options, longest), [task.to_lm_eval()], options, chat)
-    result.samples += [make_own_sample(task, metric, each) for each in found["samples"][task.name]]
-    result.info = _merge_results(result.info, {key: value for key, value in found.items() if key != "samples"})
+        output = _evaluate(harness_model(eval_model, options, longest), [task.to_lm_eval()], options, chat)
+    result.samples += [make_own_sample(task, metric, entry) for entry in output["samples"][task.name]]
+    result.info = _merge_results(result.info, {key: value for key, value in output.items() if key != "samples"})
 
 
 def _result_notes(info: dict[str, Any], options: EvalOptions, tasks: list[Any]) -> list[str]:
@@ -134,21 +134,21 @@ def run_tasks(
                 f"{unsafe[0]} executes code that the model writes, which surgery does not do. Leave it out of --tasks."
             )
         model = partial(harness_model, eval_model, options, longest, keep_ends=keep_ends)
-        found, broken = _evaluate_all_or_each(model, built, options, loaded["groups"])
-    result = SuiteResult([], {}, info={key: value for key, value in found.items() if key != "samples"}, broken=broken)
+        output, broken = _evaluate_all_or_each(model, built, options, loaded["groups"])
+    result = SuiteResult([], {}, info={key: value for key, value in output.items() if key != "samples"}, broken=broken)
     left_out: set[str] = set()
     for task in built:
         name = task.config.task
         if name in broken:
             continue
-        samples, metrics, skipped = make_samples(task, found["samples"][name])
+        samples, metrics, skipped = make_samples(task, output["samples"][name])
         result.samples += samples
         left_out |= skipped
-        for each in metrics.values():
-            known = result.metrics.setdefault(each.name, each)
-            if known.kind != each.kind:
-                result.metrics[each.name] = known if known.kind == "mean" else each
-        if floor := chance_score(task, found["samples"][name]):
+        for measure in metrics.values():
+            known = result.metrics.setdefault(measure.name, measure)
+            if known.kind != measure.kind:
+                result.metrics[measure.name] = known if known.kind == "mean" else measure
+        if floor := chance_score(task, output["samples"][name]):
             result.floors[name] = {metric: floor for metric in metrics if metric in ("acc", "acc_norm")}
     result.notes += _result_notes(result.info, options, built)
     if left_out:
@@ -167,7 +167,7 @@ def _evaluate_all_or_each(
     """
     chat = options.apply_chat_template
     broken: dict[str, str] = {}
-    found: dict[str, Any] = {}
+    output: dict[str, Any] = {}
     try:
         return _evaluate(model(), tasks, options, chat, groups), {}
     except Exception as error:
@@ -177,15 +177,15 @@ def _evaluate_all_or_each(
     for task in tasks:
         lm = model()
         try:
-            found = _merge_results(found, _evaluate(lm, [task], options, chat))
+            output = _merge_results(output, _evaluate(lm, [task], options, chat))
         except Exception as error:
             last, broken[task.config.task] = error, error_message(error)
             lm.eval_model.progress.say(
                 f"{task.config.task} failed, continuing with the other tasks: {error_message(error)}"
             )
-    if not found:
+    if not output:
         raise last
-    return found, broken
+    return output, broken
 
 
 def _evaluate(
@@ -204,21 +204,21 @@ def _evaluate(
     torch.manual_seed(FEWSHOT_SEED + options.seed)
     for task in tasks:
         _configure_task(task, options)
-    wanted = _selected_documents(tasks, options)
+    documents = _selected_documents(tasks, options)
     with _no_worker_processes(), contextlib.redirect_stdout(io.StringIO()):
-        found = evaluate(
+        output = evaluate(
             lm,
             {"tasks": {task.config.task: task for task in tasks}, "groups": groups or {}},
-            limit=None if wanted else options.limit,
-            samples=wanted or None,
+            limit=None if documents else options.limit,
+            samples=documents or None,
             bootstrap_iters=BOOTSTRAP_DRAWS,  # for lm_eval.json; our intervals are computed in eval/results/statistics.py
             log_samples=True,
             apply_chat_template=chat,
             fewshot_as_multiturn=chat,
         )
-    fill_stderrs(found, tasks)
-    found["cut"], found["keep_ends"] = dict(lm.truncated), lm.keep_ends
-    found["config"] = {
+    fill_stderrs(output, tasks)
+    output["cut"], output["keep_ends"] = dict(lm.truncated), lm.keep_ends
+    output["config"] = {
         "model": lm.eval_model.name,
         "model_source": "surgery",
         "batch_size": options.batch_size,
@@ -232,7 +232,7 @@ def _evaluate(
         "max_length": lm.max_length,
         "model_dtype": str(lm.eval_model.dtype),
     }
-    return to_json_value(found)
+    return to_json_value(output)
 
 
 @contextlib.contextmanager
@@ -251,7 +251,7 @@ def _no_worker_processes() -> Iterator[None]:
 
 def _selected_documents(tasks: list[Any], options: EvalOptions) -> dict[str, list[int]]:
     """Return the document indices of --samples; for tasks that it does not name, the first --limit ones."""
-    wanted: dict[str, list[int]] = {}
+    documents: dict[str, list[int]] = {}
     for task in tasks if options.samples else ():
         name, there = task.config.task, len(task.eval_docs)
         asked = sorted(set(options.samples.get(name, ()))) or list(range(min(there, options.limit or there)))
@@ -259,8 +259,8 @@ def _selected_documents(tasks: list[Any], options: EvalOptions) -> dict[str, lis
             raise SurgeryError(
                 f"--samples: {name} has documents 0 to {there - 1}, not {asked[0] if asked[0] < 0 else asked[-1]}"
             )
-        wanted[name] = asked
-    return wanted
+        documents[name] = asked
+    return documents
 
 
 def _configure_task(task: Any, options: EvalOptions) -> None:

@@ -41,12 +41,14 @@ def make_samples(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample],
     weighted: list[Sample] = []
     metrics: dict[str, EvalMetric] = {}
     ids = _sample_ids(name, logged)
-    for each in logged:
-        sample = samples.setdefault(each["doc_id"], Sample(name, ids[each["doc_id"]], {}, shown=_logged_fields(each)))
-        for metric in each["metrics"]:
+    for entry in logged:
+        sample = samples.setdefault(
+            entry["doc_id"], Sample(name, ids[entry["doc_id"]], {}, shown=_logged_fields(entry))
+        )
+        for metric in entry["metrics"]:
             how = getattr(aggregation.get(metric), "__name__", "")
-            label = metric if each["filter"] == "none" else f"{metric},{each['filter']}"
-            value = each[metric]
+            label = metric if entry["filter"] == "none" else f"{metric},{entry['filter']}"
+            value = entry[metric]
             if how in ("weighted_perplexity", "bits_per_byte"):
                 if metric != "word_perplexity":
                     continue  # the same likelihoods per byte remain in lm-eval's own results
@@ -67,19 +69,19 @@ def make_samples(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample],
         for label, metric in metrics.items()
         if metric.name == label
     }
-    found = [s for s in samples.values() if s.metrics] + weighted
-    known = {label for sample in found for label in sample.metrics}
-    return found, {label: metric for label, metric in kinds.items() if label in known}, skipped
+    scored = [s for s in samples.values() if s.metrics] + weighted
+    known = {label for sample in scored for label in sample.metrics}
+    return scored, {label: metric for label, metric in kinds.items() if label in known}, skipped
 
 
 def _sample_ids(task: str, logged: list[dict[str, Any]]) -> dict[int, str]:
     """Return ids by document content, equal for both models; repeated documents are numbered."""
     seen: Counter[str] = Counter()
     ids: dict[int, str] = {}
-    for each in logged:
-        if each["doc_id"] not in ids:
-            ids[each["doc_id"]] = stable_id(task, each["doc_hash"], seen[each["doc_hash"]])
-            seen[each["doc_hash"]] += 1
+    for entry in logged:
+        if entry["doc_id"] not in ids:
+            ids[entry["doc_id"]] = stable_id(task, entry["doc_hash"], seen[entry["doc_hash"]])
+            seen[entry["doc_hash"]] += 1
     return ids
 
 
@@ -92,21 +94,21 @@ def chance_score(task: Any, logged: list[dict[str, Any]]) -> float | None:
     """Return what guessing among the choices scores; None if the task has no choices."""
     if task.OUTPUT_TYPE != "multiple_choice" or not logged:
         return None
-    return sum(1 / max(1, len(each["arguments"])) for each in logged) / len(logged)
+    return sum(1 / max(1, len(entry["arguments"])) for entry in logged) / len(logged)
 
 
-def fill_stderrs(found: dict[str, Any], tasks: list[Any]) -> None:
+def fill_stderrs(results: dict[str, Any], tasks: list[Any]) -> None:
     """Add standard errors of means, in closed form, where lm-eval left them out."""
     for task in tasks:
         name, aggregation = task.config.task, task.aggregation()
         values: dict[str, list[float]] = {}
-        for each in found["samples"][name]:
-            for metric in each["metrics"]:
-                if _is_mean(aggregation.get(metric)) and isinstance(each[metric], (int, float)):
-                    values.setdefault(f"{metric}_stderr,{each['filter']}", []).append(float(each[metric]))
-        for key, each in values.items():
-            if found["results"][name].get(key) == "N/A" and len(each) > 1:
-                found["results"][name][key] = statistics.stdev(each) / len(each) ** 0.5
+        for entry in results["samples"][name]:
+            for metric in entry["metrics"]:
+                if _is_mean(aggregation.get(metric)) and isinstance(entry[metric], (int, float)):
+                    values.setdefault(f"{metric}_stderr,{entry['filter']}", []).append(float(entry[metric]))
+        for key, entry in values.items():
+            if results["results"][name].get(key) == "N/A" and len(entry) > 1:
+                results["results"][name][key] = statistics.stdev(entry) / len(entry) ** 0.5
 
 
 def _is_mean(function: Any) -> bool:
@@ -116,9 +118,9 @@ def _is_mean(function: Any) -> bool:
 def to_json_value(value: Any) -> Any:
     """Return the value as JSON data; other types become text."""
     if isinstance(value, dict):
-        return {str(key): to_json_value(each) for key, each in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [to_json_value(each) for each in value]
+        return [to_json_value(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else str(value)

@@ -47,7 +47,7 @@ def parse_sentence(row: Mapping[str, Any]) -> Cloze:
     """Read a row of SQuAD: a text whose last sentence is to be completed."""
     text, context = row["text"].strip(), str(row.get("context") or "").strip()
     known = len(context) if context and text.startswith(context) and len(context) < len(text) else -1
-    ends = [found.end() for found in re.finditer(r"[.!?\n]\s+", text)]
+    ends = [match.end() for match in re.finditer(r"[.!?\n]\s+", text)]
     return Cloze(*_split_at(text, known if known > 0 else ends[-1] if ends else 0), (row["value"].strip(),))
 
 
@@ -172,5 +172,5 @@ def _ask_jrt(
         ) from None
 
 
-def _split_at(text: str, place: int) -> tuple[str, str]:
-    return (text[:place], text[place:]) if place > 0 else ("", text)
+def _split_at(text: str, position: int) -> tuple[str, str]:
+    return (text[:position], text[position:]) if position > 0 else ("", text)

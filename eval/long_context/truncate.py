@@ -34,16 +34,16 @@ def truncate_around(context: str, tail: str, answers: Sequence[str], tokenizer: 
         return context + tail
     ids_T = tokenizer(context, add_special_tokens=False).input_ids
     places = [
-        found.start()
+        match.start()
         for answer in answers
-        if answer and (found := re.search(re.escape(answer), context, re.IGNORECASE))
+        if answer and (match := re.search(re.escape(answer), context, re.IGNORECASE))
     ]
     here = len(tokenizer(context[: min(places)], add_special_tokens=False).input_ids) if places else 0
 
     def build(room: int) -> str:
-        kept = max(1, room - count(tail))
-        start = max(0, min(here - kept // 2, len(ids_T) - kept))
-        return _decode(tokenizer, ids_T[start : start + kept]) + tail
+        window = max(1, room - count(tail))
+        start = max(0, min(here - window // 2, len(ids_T) - window))
+        return _decode(tokenizer, ids_T[start : start + window]) + tail
 
     return _shrink_to_fit(build, count, most)
 
@@ -65,8 +65,8 @@ def cut_window(
     """
     context = context.strip()
     ids_T = tokenizer(context, truncation=False).input_ids
-    places = [place for word in searched if (place := _find(word, context)) >= 0]
-    places = places or [place for word in alternatives if (place := _find(word, context)) >= 0][:1]
+    places = [position for word in searched if (position := _find(word, context)) >= 0]
+    places = places or [position for word in alternatives if (position := _find(word, context)) >= 0][:1]
     first = min(places, default=-1)
     here = len(tokenizer(context[:first], truncation=False).input_ids)
     if first < 0 and token is not None and here > length:
@@ -77,8 +77,8 @@ def cut_window(
 
 
 def _find(word: str, text: str) -> int:
-    found = re.search(re.escape(word), text, re.IGNORECASE)
-    return found.start() if found else -1
+    match = re.search(re.escape(word), text, re.IGNORECASE)
+    return match.start() if match else -1
 
 
 def _shrink_to_fit(build: Callable[[int], str], count: Count, most: int) -> str:

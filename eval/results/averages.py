@@ -108,8 +108,8 @@ def average_rows(
             absent.setdefault(_describe(average), []).extend(missing)
     unfit: list[str] = []
     for effective in declared.effective:
-        found = _effective_row(suite, effective, whole, base, unfit)
-        rows += [found] if found else []
+        row = _effective_row(suite, effective, whole, base, unfit)
+        rows += [row] if row else []
     notes = unfit + [f"{name} is not given: {_listed(missing)} not measured" for name, missing in absent.items()]
     return rows, notes
 
@@ -160,8 +160,8 @@ class _Table:
         return member.metric in self.metrics and bool(self._keys(member))
 
     def _keys(self, member: Member) -> list[Key]:
-        found = self.cells.get((member.task, member.length, member.where), [])
-        return [k for k in found if all(member.metric in held[k].metrics for held in self.samples.values())]
+        keys = self.cells.get((member.task, member.length, member.where), [])
+        return [k for k in keys if all(member.metric in held[k].metrics for held in self.samples.values())]
 
     def samples_of(self, member: Member) -> int:
         """Return how many samples a member has."""
@@ -187,18 +187,18 @@ class _Table:
         """Return the average of members that were measured. by_size: the mean over all their samples, drawn together."""
         strata = [(list(members), 1.0)] if by_size else [([member], member.weight) for member in members]
         total = sum(weight for _, weight in strata)
-        found = _Draws({}, {}, 0.0, 0.0, True)
+        drawn = _Draws({}, {}, 0.0, 0.0, True)
         for stratum, weight in strata:
             units, draws = self._draw_members(stratum)
             share, metric = weight / total, self.metrics[stratum[0].metric]
             scale, top = share * metric.scale, metric.scale * (1.0 if metric.kind == "accuracy" else metric.top or 0.0)
             for name, held in units.items():
-                found.values[name] = found.values.get(name, 0.0) + scale * held.value
-                found.draws[name] = found.draws.get(name, 0.0) + scale * draws[name]
-                found.whole = found.whole and len(held) > 1 and math.isfinite(held.value)
+                drawn.values[name] = drawn.values.get(name, 0.0) + scale * held.value
+                drawn.draws[name] = drawn.draws.get(name, 0.0) + scale * draws[name]
+                drawn.whole = drawn.whole and len(held) > 1 and math.isfinite(held.value)
             n = len(next(iter(units.values())))
-            found.step, found.top = max(found.step, share / (n + 1)), max(found.top, top)
-        return found
+            drawn.step, drawn.top = max(drawn.step, share / (n + 1)), max(drawn.top, top)
+        return drawn
 
     def row(
         self,
@@ -264,28 +264,34 @@ def _effective_row(
     0 stands for "none of the measured lengths". Draws have the same added questions as those of averages. A base that scores 0 is no
     threshold, because nothing is below it: a note says so.
     """
-    found = [(average.length, whole.get((average.name, average.length))) for average in effective.averages]
-    if not found or any(drawn is None for _, drawn in found) or (effective.threshold is None and base is None):
+    by_length = [(average.length, whole.get((average.name, average.length))) for average in effective.averages]
+    if not by_length or any(drawn is None for _, drawn in by_length) or (effective.threshold is None and base is None):
         return None
-    lengths = np.array([length for length, _ in found])
-    each = [drawn for _, drawn in found if drawn is not None]
+    lengths = np.array([length for length, _ in by_length])
+    averages_drawn = [drawn for _, drawn in by_length if drawn is not None]
     name, row = effective.name, AverageRow(suite, effective.name, None, "tokens", {}, {}, unit="tokens")
-    own = effective.threshold is None
-    limit = each[0].values[str(base)] if own else float(effective.threshold or 0.0) * each[0].top
-    if own and limit <= 0:
+    is_of_base = effective.threshold is None
+    limit = (
+        averages_drawn[0].values[str(base)] if is_of_base else float(effective.threshold or 0.0) * averages_drawn[0].top
+    )
+    if is_of_base and limit <= 0:
         notes.append(f"{name} is not given: the base scores 0 at {lengths[0]:,}")
         return None
-    if own:
+    if is_of_base:
         name = f"effective length, threshold {limit:.3g} (the base at {lengths[0]:,})"
-    for model in each[0].values:
-        passes_L = np.array([drawn.values[model] >= limit for drawn in each])
+    for model in averages_drawn[0].values:
+        passes_L = np.array([drawn.values[model] >= limit for drawn in averages_drawn])
         passes_RL = np.stack(
-            [_passes(drawn, each[0], model, base if own else None, limit, i) for i, drawn in enumerate(each)], axis=1
+            [
+                _passes(drawn, averages_drawn[0], model, base if is_of_base else None, limit, i)
+                for i, drawn in enumerate(averages_drawn)
+            ],
+            axis=1,
         )
         drawn_R = np.where(passes_RL, lengths, 0).max(1)
         row.values[model] = float(np.where(passes_L, lengths, 0).max())
         low, high = np.quantile(drawn_R, (0.025, 0.975), method="inverted_cdf")
-        row.intervals[model] = (float(low), float(high)) if all(drawn.whole for drawn in each) else None
+        row.intervals[model] = (float(low), float(high)) if all(drawn.whole for drawn in averages_drawn) else None
     row.name, row.source = name, effective.source
     row.tasks = len({m.task for average in effective.averages for m in average.members})
     return row

@@ -87,7 +87,7 @@ def compare_results(
     metrics = _TaskMetrics(list(shown) if shown is not None else list(results.values()))
     keys, samples = shared_samples(suite, results)
     whole = Counter(task for task, _, _ in keys)
-    found = []
+    rows = []
     for task, group, chosen in _iterate_groups(keys):
         for name in first.metrics:
             metric = metrics.of(task, name)
@@ -98,8 +98,8 @@ def compare_results(
             if held:
                 floor = first.floors.get(task, {}).get(name, metric.floor)
                 picked = {role: [samples[role][k] for k in held] for role in results}
-                found.append(_make_row(suite, task, metric, group, picked, floor=floor, same=same, seed=seed))
-    return found
+                rows.append(_make_row(suite, task, metric, group, picked, floor=floor, same=same, seed=seed))
+    return rows
 
 
 def shared_metrics(results: Iterable[SuiteResult]) -> dict[str, EvalMetric]:
@@ -108,13 +108,13 @@ def shared_metrics(results: Iterable[SuiteResult]) -> dict[str, EvalMetric]:
     Where the scores of one model are all 0 or 1, its metric is an accuracy; it is a mean if those of another model are not, and has
     no top if those of another model have none.
     """
-    found: dict[str, EvalMetric] = {}
+    metrics: dict[str, EvalMetric] = {}
     for result in results:
         for name, metric in result.metrics.items():
-            known = found.setdefault(name, metric)
+            known = metrics.setdefault(name, metric)
             kind = "mean" if {known.kind, metric.kind} == {"mean", "accuracy"} else known.kind
-            found[name] = replace(known, kind=kind, top=None if metric.top is None else known.top)
-    return found
+            metrics[name] = replace(known, kind=kind, top=None if metric.top is None else known.top)
+    return metrics
 
 
 class _TaskMetrics:
@@ -147,20 +147,20 @@ def sample_keys(result: SuiteResult) -> set[Key]:
 
 
 def _index_samples(samples: Iterable[Sample]) -> dict[Key, Sample]:
-    found: dict[Key, Sample] = {}
+    samples_by_key: dict[Key, Sample] = {}
     for sample in samples:
         key = (sample.task, tuple(sorted(sample.group.items())), sample.id)
-        if key in found:
-            key = (*key[:2], f"{sample.id} again {len(found)}")  # a data set may contain a document twice
-        found[key] = sample
-    return found
+        if key in samples_by_key:
+            key = (*key[:2], f"{sample.id} again {len(samples_by_key)}")  # a data set may contain a document twice
+        samples_by_key[key] = sample
+    return samples_by_key
 
 
 def _shared_keys(suite: str, samples: Mapping[Role, dict[Key, Sample]]) -> list[Key]:
-    every = [set(found) for found in samples.values()]
+    every = [set(by_key) for by_key in samples.values()]
     keys = set.intersection(*every)
-    if any(found != keys for found in every):
-        counts = ", ".join(f"{role} {len(found)}" for role, found in samples.items())
+    if any(by_key != keys for by_key in every):
+        counts = ", ".join(f"{role} {len(by_key)}" for role, by_key in samples.items())
         raise SurgeryError(
             f"{suite}: base and converted model have different samples ({counts}, {len(keys)} in common), so they cannot be paired. "
             "Their tokenizers or options differ."
@@ -271,8 +271,8 @@ def _add_comparison(
         row.p = mcnemar(*values)
 
 
-def _scale_interval(found: Interval, scale: float) -> Interval:
-    return Interval(*(None if x is None else scale * x for x in (found.change, found.low, found.high)))
+def _scale_interval(interval: Interval, scale: float) -> Interval:
+    return Interval(*(None if x is None else scale * x for x in (interval.change, interval.low, interval.high)))
 
 
 def _ratio_interval(row: ComparisonRow, ours: Units, base: Units, seed: int) -> Interval | None:

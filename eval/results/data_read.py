@@ -76,45 +76,45 @@ def is_unchanged(reads: Mapping[str, str], options: EvalOptions) -> bool:
 
 def describe_data(reads: Mapping[str, str], root: Path | None) -> dict[str, dict[str, Any]]:
     """Return the data of a result: name -> digest, and commit where known."""
-    found: dict[str, dict[str, Any]] = {}
+    described: dict[str, dict[str, Any]] = {}
     for read, digest in reads.items():
         kind, _, name = read.partition(":")
         if kind == "hub":
-            found[name] = {"commit": digest}
+            described[name] = {"commit": digest}
         elif kind != "package":
-            found[name] = {"sha256": digest} | (
+            described[name] = {"sha256": digest} | (
                 {"commit": mirror_commit(root / name)} if kind == "mirror" and root else {}
             )
-    return found
+    return described
 
 
 def list_reads(reads: Mapping[str, str]) -> list[dict[str, str]]:
     """Return what was read as {kind, name, digest}, for results.json; names of files are values of their own, which a push shortens."""
-    found = []
+    entries = []
     for read, digest in reads.items():
         kind, _, name = read.partition(":")
-        found.append({"kind": kind, "name": name, "digest": digest})
-    return found
+        entries.append({"kind": kind, "name": name, "digest": digest})
+    return entries
 
 
-def mirror_commit(place: Path) -> str | None:
+def mirror_commit(folder: Path) -> str | None:
     """Return the Hub commit that a mirrored data set's README names, or None."""
     try:
-        found = FETCHED_LINE.search((place / "README.md").read_text(encoding="utf-8", errors="replace"))
+        match = FETCHED_LINE.search((folder / "README.md").read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that scores depend on."""
     import platform
 
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in PACKAGES:
         if (version := package_version(package)) is not None:
-            found[package] = version
-    return found
+            versions[package] = version
+    return versions
 
 
 def package_version(package: str) -> str | None:

@@ -70,19 +70,19 @@ def read_models(folders: Sequence[Path]) -> tuple[list[StoredModel], list[str]]:
     Each model is returned once: its results in several folders are put together. A folder is one of `surgery eval --out`, with all
     models in it, or one model's folder in it. Raises SurgeryError for a folder without results.
     """
-    found: dict[tuple[str, str], StoredModel] = {}
+    models_by_key: dict[tuple[str, str], StoredModel] = {}
     damaged: dict[str, None] = {}
     for folder in folders:
-        for place in model_folders(folder):
-            models, broken = _read_model(place)
+        for model_folder in model_folders(folder):
+            models, broken = _read_model(model_folder)
             damaged |= dict.fromkeys(broken)
             for model in models:
-                known = found.setdefault(model.key, model)
+                known = models_by_key.setdefault(model.key, model)
                 for suite, stored in model.suites.items():
                     known.suites.setdefault(suite, stored)
                 known.parameters = known.parameters or model.parameters
                 known.stored_bytes = known.stored_bytes or model.stored_bytes
-    models = list(found.values())
+    models = list(models_by_key.values())
     _make_names_unique(models)
     return models, list(damaged)
 
@@ -93,10 +93,12 @@ def model_folders(folder: Path) -> list[Path]:
         raise SurgeryError(f"{folder} is not a folder. Give a folder that `surgery eval MODEL --out DIR` wrote.")
     if _suite_folders(folder):
         return [folder]
-    found = [place for place in sorted(folder.iterdir()) if _is_folder(place) and _suite_folders(place)]
-    if not found:
+    folders_with_results = [
+        subfolder for subfolder in sorted(folder.iterdir()) if _is_folder(subfolder) and _suite_folders(subfolder)
+    ]
+    if not folders_with_results:
         raise SurgeryError(f"{folder} has no results. Write them with `surgery eval MODEL --out {folder}`.")
-    return found
+    return folders_with_results
 
 
 def named_base(folders: Sequence[Path]) -> tuple[str | None, list[str]]:
@@ -104,23 +106,23 @@ def named_base(folders: Sequence[Path]) -> tuple[str | None, list[str]]:
 
     The fingerprint is None unless exactly one is named.
     """
-    found: set[str | None] = set()
+    fingerprints: set[str | None] = set()
     damaged = []
     for folder in folders:
         try:
-            found.add(_role_fingerprint(folder, "base"))
+            fingerprints.add(_role_fingerprint(folder, "base"))
         except SurgeryError as error:
             damaged.append(
                 f"which model is the base is not read from {printable(folder.name)}: {printable(str(error))}"
             )
-    found -= {None}
-    return (found.pop() if len(found) == 1 else None), damaged
+    fingerprints -= {None}
+    return (fingerprints.pop() if len(fingerprints) == 1 else None), damaged
 
 
 def base_of_folder(folder: Path) -> str:
     """Return the fingerprint of the model that `--base FOLDER` means: the only one in it, or the one that it was written for."""
-    read = [_read_model(place) for place in model_folders(folder)]
-    models = {model.fingerprint for found, _ in read for model in found}
+    read = [_read_model(model_folder) for model_folder in model_folders(folder)]
+    models = {model.fingerprint for stored, _ in read for model in stored}
     if len(models) == 1:
         return models.pop()
     if damaged := [why for _, broken in read for why in broken if not models]:
@@ -143,35 +145,43 @@ def _role_fingerprint(folder: Path, role: str) -> str | None:
             if name == COMPARISON:
                 named = [m for m in models if m["name"] == read["base"]] if role == "base" else []
                 models = {role: named[0]} if named else {}
-            found = models[role]["fingerprint"]
+            fingerprint = models[role]["fingerprint"]
         except (KeyError, TypeError, IndexError):
             continue
-        if isinstance(found, str):
-            return found
+        if isinstance(fingerprint, str):
+            return fingerprint
     return None
 
 
-def _is_folder(place: Path) -> bool:
-    return place.is_dir() and not place.is_symlink() and not place.name.startswith(".")
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
 
 
-def _suite_folders(place: Path) -> list[Path]:
-    return [each for each in sorted(place.iterdir()) if _is_folder(each) and (each / RESULT).exists()]
+def _suite_folders(model_folder: Path) -> list[Path]:
+    return [
+        subfolder
+        for subfolder in sorted(model_folder.iterdir())
+        if _is_folder(subfolder) and (subfolder / RESULT).exists()
+    ]
 
 
-def _read_model(place: Path) -> tuple[list[StoredModel], list[str]]:
+def _read_model(model_folder: Path) -> tuple[list[StoredModel], list[str]]:
     """Return the model of a folder, several if its suites were measured in several precisions; and why suites are left out."""
     models: dict[tuple[str, str], StoredModel] = {}
     damaged: list[str] = []
-    for folder in _suite_folders(place):
+    for folder in _suite_folders(model_folder):
         try:
             stored = _read_suite(folder)
             key, told = stored.key, stored.result.provenance
             name = told.get("name")
-            shown = name if isinstance(name, str) and name else place.name.rpartition("-")[0] or place.name
+            shown = (
+                name if isinstance(name, str) and name else model_folder.name.rpartition("-")[0] or model_folder.name
+            )
             model = StoredModel(checked_name(Path(shown).name or shown, folder), key["fingerprint"], key["dtype"])
         except SurgeryError as error:
-            damaged.append(f"{printable(folder.name)} of {printable(place.name)} is left out: {printable(str(error))}")
+            damaged.append(
+                f"{printable(folder.name)} of {printable(model_folder.name)} is left out: {printable(str(error))}"
+            )
             continue
         model = models.setdefault(model.key, model)
         model.parameters = _count(told.get("parameters")) or model.parameters
@@ -211,13 +221,13 @@ def _read_suite(folder: Path) -> StoredSuite:
 def check_file(path: Path, name: str) -> None:
     """Raise SurgeryError unless the path is a regular file of at most MAX_BYTES."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise SurgeryError(f"cannot read {path}: {error.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise SurgeryError(f"{path} is not a regular file (links are not followed). Copy the results themselves.")
-    if found.st_size > MAX_BYTES[name]:
-        raise SurgeryError(f"{path} must have at most {MAX_BYTES[name]:,} bytes (got {found.st_size:,})")
+    if status.st_size > MAX_BYTES[name]:
+        raise SurgeryError(f"{path} must have at most {MAX_BYTES[name]:,} bytes (got {status.st_size:,})")
 
 
 def _check_key(stored: StoredResult) -> None:
@@ -261,12 +271,12 @@ def _check_result(result: SuiteResult, folder: Path) -> None:
         raise ValueError(f"loss_NT in {ARRAYS} must be a matrix of losses (got {losses.dtype} {tuple(losses.shape)})")
 
 
-def checked_name(text: str, place: Path, empty: bool = False) -> str:
+def checked_name(text: str, path: Path, empty: bool = False) -> str:
     """Return a name that is printed in tables; raise SurgeryError if it is empty, long or has control characters."""
     plain = all(unicodedata.category(c)[0] != "C" for c in text)
     if not plain or len(text) > MAX_NAME or not (text or empty):
         raise SurgeryError(
-            f"{place}: a name in the results must be plain text of 1 to {MAX_NAME} characters (got {text[:40]!r})"
+            f"{path}: a name in the results must be plain text of 1 to {MAX_NAME} characters (got {text[:40]!r})"
         )
     return text
 
@@ -278,7 +288,7 @@ def _make_names_unique(models: Iterable[StoredModel]) -> None:
         counts: dict[str, list[StoredModel]] = {}
         for model in held:
             counts.setdefault(model.name, []).append(model)
-        for same in (each for each in counts.values() if len(each) > 1):
+        for same in (models_of_name for models_of_name in counts.values() if len(models_of_name) > 1):
             if len({added(m) for m in same}) > 1:
                 for model in same:
                     model.name += f" ({added(model)})"

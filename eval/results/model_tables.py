@@ -49,24 +49,24 @@ def headers(done: ModelComparison) -> list[str]:
 
 def lines(done: ModelComparison) -> list[list[str]]:
     """Return the cells: stored parameters and bytes, then summaries, lengths of each suite's main metric, and averages."""
-    found: list[list[str]] = []
+    table: list[list[str]] = []
     for title, size in SIZES.items():
         counts = [size(model) for model in done.models]
         if any(counts):
             cells = ["" if number is None else format_count(number) for number in counts]
-            found.append(["" if found else "model", title, "", *cells])
+            table.append(["" if table else "model", title, "", *cells])
     for suite in dict.fromkeys(row.suite for row in done.rows):
-        each: list[list[str]] = []
+        suite_lines: list[list[str]] = []
         for row in (row for row in done.rows if row.suite == suite):
             main = row.metric.name == done.main_metric(suite).name
             several = len(row.group) == 1 and set(row.group) <= LINE_GROUPS and main
             if row.is_summary or several:
-                each.append([row.label, str(row.samples), *(_cell(row, name) for name in done.names)])
+                suite_lines.append([row.label, str(row.samples), *(_cell(row, name) for name in done.names)])
         for average in (row for row in done.averages if row.suite == suite):
             count = str(average.samples) if average.samples else ""
-            each.append([average.label, count, *(_average_cell(average, name) for name in done.names)])
-        found += [[suite if i == 0 else "", *line] for i, line in enumerate(each)]
-    return found
+            suite_lines.append([average.label, count, *(_average_cell(average, name) for name in done.names)])
+        table += [[suite if i == 0 else "", *line] for i, line in enumerate(suite_lines)]
+    return table
 
 
 def _cell(row: ModelRow, name: str) -> str:
@@ -82,23 +82,23 @@ def _average_cell(row: AverageRow, name: str) -> str:
     return format_average(row, name) + _change(row.differences.get(name), 0.0, "{:+.4g}") if name in row.values else ""
 
 
-def _change(found: Interval | None, none: float, form: str) -> str:
-    if found is None:
+def _change(interval: Interval | None, none: float, form: str) -> str:
+    if interval is None:
         return ""
-    sure = found.low is not None and found.high is not None and not found.low <= none <= found.high
-    return f" ({form.format(found.change)}{'*' if sure else ''})"
+    sure = interval.low is not None and interval.high is not None and not interval.low <= none <= interval.high
+    return f" ({form.format(interval.change)}{'*' if sure else ''})"
 
 
 def notes(done: ModelComparison) -> list[str]:
     """Return what stands below the table: legend, refused results, flags and remarks."""
-    found = [LEGEND, *(f"REFUSED: {text}" for text in done.refused)]
+    texts = [LEGEND, *(f"REFUSED: {text}" for text in done.refused)]
     flags: dict[str, list[str]] = {}
     for row in done.rows:
         for flag in row.flags if row.is_summary else ():
             flags.setdefault(flag, []).append(f"{row.task} {row.metric.label}")
-    found += [f"{flag}: {', '.join(rows[:8])}{' and more' if len(rows) > 8 else ''}" for flag, rows in flags.items()]
-    found += [f"{row.suite} {row.label}: without {', '.join(row.missing)}" for row in done.averages if row.missing]
-    return found + list(dict.fromkeys(done.notes))
+    texts += [f"{flag}: {', '.join(rows[:8])}{' and more' if len(rows) > 8 else ''}" for flag, rows in flags.items()]
+    texts += [f"{row.suite} {row.label}: without {', '.join(row.missing)}" for row in done.averages if row.missing]
+    return texts + list(dict.fromkeys(done.notes))
 
 
 def comparison_table(done: ModelComparison) -> list[Any]:
@@ -179,10 +179,10 @@ def _command(done: ModelComparison, suite: str, name: str) -> str:
     return "" if held is None else command_line(held.result.provenance.get("command"))
 
 
-def _csv_interval(name: str, found: Interval | None) -> dict[str, Any]:
-    if found is None:
+def _csv_interval(name: str, interval: Interval | None) -> dict[str, Any]:
+    if interval is None:
         return {}
-    return {name: found.change, f"{name}_low": found.low, f"{name}_high": found.high}
+    return {name: interval.change, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,8 +279,8 @@ def _draw(done: ModelComparison, out: Path) -> list[str]:
         jobs.append((name, partial(_draw_pareto, out / f"{name}.png", chart, done)))
     for suite, results in done.results.items():
         ordered = {name: results[name] for name in done.names if name in results}
-        own = SUITES[suite].plot if suite in SUITES else None
-        draw = partial(own, ordered, out) if own is not None else partial(plot_by_group, suite, ordered, out)
+        plot = SUITES[suite].plot if suite in SUITES else None
+        draw = partial(plot, ordered, out) if plot is not None else partial(plot_by_group, suite, ordered, out)
         jobs.append((suite, partial(draw, base=done.base)))
     for what, job in jobs:
         try:

@@ -144,31 +144,31 @@ def compare_folders(
     common.
     """
     load_suites()
-    found, damaged = read_models([*([base] if base is not None else []), *folders])
-    if len(found) < 2:
+    models, damaged = read_models([*([base] if base is not None else []), *folders])
+    if len(models) < 2:
         raise SurgeryError(
-            f"{', '.join(map(str, folders))}: a comparison needs two models (got {len(found)}). Give the folders of others."
+            f"{', '.join(map(str, folders))}: a comparison needs two models (got {len(models)}). Give the folders of others."
             + "".join(f" {why}" for why in damaged)
         )
     if base is not None:
-        wanted: str | None = base_of_folder(base)
+        base_fingerprint: str | None = base_of_folder(base)
     else:
-        wanted, unread = named_base(folders)
+        base_fingerprint, unread = named_base(folders)
         damaged = [*damaged, *unread]
-    return compare_models(found, wanted, quality=quality, seed=seed, damaged=damaged)
+    return compare_models(models, base_fingerprint, quality=quality, seed=seed, damaged=damaged)
 
 
 def compare_models(
-    found: Sequence[StoredModel],
-    wanted: str | None,
+    stored: Sequence[StoredModel],
+    base_fingerprint: str | None,
     *,
     quality: str | None = None,
     seed: int = 0,
     damaged: Sequence[str] = (),
 ) -> ModelComparison:
-    """Compare models whose results were read. wanted: fingerprint of the base, or None; damaged: results that were left out, and why."""
-    first = next((model for model in found if model.fingerprint == wanted), None)
-    models = [*([first] if first else []), *(model for model in found if model is not first)]
+    """Compare models whose results were read. base_fingerprint: fingerprint of the base, or None; damaged: results that were left out, and why."""
+    first = next((model for model in stored if model.fingerprint == base_fingerprint), None)
+    models = [*([first] if first else []), *(model for model in stored if model is not first)]
     done = ModelComparison(models, first.name if first else None, refused=list(damaged))
     for suite in dict.fromkeys(suite for model in models for suite in model.suites):
         try:
@@ -232,9 +232,9 @@ def _compare_suite(done: ModelComparison, suite: str, seed: int) -> None:
 def _took_turns(timed: Sequence[StoredSuite]) -> bool:
     """Return whether timings are of one run in which all these models took turns: their keys name the same models, and all of them."""
     named = timed[0].key.get("pair") if timed else None
-    if not isinstance(named, list) or any(each.key.get("pair") != named for each in timed):
+    if not isinstance(named, list) or any(suite.key.get("pair") != named for suite in timed):
         return False
-    return len(timed) > 1 and all(each.key["fingerprint"] in named for each in timed)
+    return len(timed) > 1 and all(suite.key["fingerprint"] in named for suite in timed)
 
 
 def _merge_rows(suite: str, results: Mapping[str, SuiteResult], base: str | None, seed: int) -> list[ModelRow]:
@@ -280,7 +280,7 @@ def _differences(a: StoredSuite, b: StoredSuite) -> list[str]:
         why.append("its metrics are defined otherwise")
     timed = SUITES.get(a.key["suite"])
     if timed is not None and timed.run_pair is not None:
-        devices = [_short(each.result.provenance.get("device", each.key["device"])) for each in (a, b)]
+        devices = [_short(suite.result.provenance.get("device", suite.key["device"])) for suite in (a, b)]
         if devices[0] != devices[1] or a.key["dtype"] != b.key["dtype"]:
             why.append(f"timed on {devices[1]} in {b.key['dtype']} instead of {devices[0]} in {a.key['dtype']}")
     elif not why:
@@ -335,28 +335,30 @@ def _data_text(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> str:
 
 def _remarks(a: StoredSuite, b: StoredSuite) -> list[str]:
     """Return differences that do not forbid a comparison."""
-    found = []
-    versions = [each.result.provenance.get("versions") for each in (a, b)]
+    remarks = []
+    versions = [suite.result.provenance.get("versions") for suite in (a, b)]
     ours, theirs = (v if isinstance(v, dict) else {} for v in (versions[1], versions[0]))
     for package in REMARKED:
         if package in ours and package in theirs and ours[package] != theirs[package]:
-            found.append(f"{package} {_short(ours[package])} instead of {_short(theirs[package])}")
+            remarks.append(f"{package} {_short(ours[package])} instead of {_short(theirs[package])}")
     for name in ("dtype", "device"):
         if a.key[name] != b.key[name]:
-            found.append(f"{name} {b.key[name]} instead of {a.key[name]}")
-    return found
+            remarks.append(f"{name} {b.key[name]} instead of {a.key[name]}")
+    return remarks
 
 
 def _shared_lengths(suite: str, results: Mapping[str, SuiteResult], notes: list[str]) -> dict[str, SuiteResult]:
     """Return timings at the lengths and repeats that all models have: a long input may not fit in memory of some."""
     shared = set.intersection(*(sample_keys(result) for result in results.values()))
-    found = {}
+    cut_results = {}
     for name, result in results.items():
-        kept = [s for s in result.samples if (s.task, tuple(sorted(s.group.items())), s.id) in shared]
-        if len(kept) < len(result.samples):
-            notes.append(f"{suite} of {name}: {len(result.samples) - len(kept)} samples that others lack are left out")
-        found[name] = replace(result, samples=kept)
-    return found if shared else {}
+        samples = [s for s in result.samples if (s.task, tuple(sorted(s.group.items())), s.id) in shared]
+        if len(samples) < len(result.samples):
+            notes.append(
+                f"{suite} of {name}: {len(result.samples) - len(samples)} samples that others lack are left out"
+            )
+        cut_results[name] = replace(result, samples=samples)
+    return cut_results if shared else {}
 
 
 def _reproduction_notes(models: Sequence[StoredModel]) -> list[str]:
@@ -401,19 +403,19 @@ def _charts(done: ModelComparison, quality: str | None) -> list[ParetoChart]:
 
 
 def _quality(
-    done: ModelComparison, wanted: str | None
+    done: ModelComparison, name: str | None
 ) -> tuple[str, bool, dict[str, tuple[float, tuple[float, float] | None]]] | None:
     """Return (title, whether higher is better, value and interval by model) of the measure of quality."""
     rows = [row for row in done.rows if row.is_summary and row.suite != "speed" and not row.group]
     averages = [row for row in done.averages if row.unit != "tokens" and not row.missing]
-    if wanted is not None:
-        rows = [row for row in rows if wanted in (row.suite, row.task, f"{row.task}:{row.metric.name}", row.label)]
-        averages = [row for row in averages if wanted in (row.name, row.label)]
+    if name is not None:
+        rows = [row for row in rows if name in (row.suite, row.task, f"{row.task}:{row.metric.name}", row.label)]
+        averages = [row for row in averages if name in (row.name, row.label)]
         if not rows and not averages:
             names = [row.task for row in done.rows if row.is_summary] + [row.label for row in done.averages]
-            raise SurgeryError(f"--quality: nothing is called {wanted!r}{suggestion(wanted, names)}")
+            raise SurgeryError(f"--quality: nothing is called {name!r}{suggestion(name, names)}")
     perplexities = [row for row in rows if row.metric.kind == "ppl"]
-    if (wanted is None and not perplexities and averages) or (wanted is not None and not rows):
+    if (name is None and not perplexities and averages) or (name is not None and not rows):
         best = averages[0]
         return f"{best.suite}, {best.label}", True, {m: (v, best.intervals[m]) for m, v in best.values.items()}
     for row in perplexities or rows:

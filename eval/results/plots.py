@@ -62,11 +62,11 @@ class Style:
 def model_styles(names: Sequence[str], base: str | None) -> dict[str, Style]:
     """Return the style of every model. The base is gray and dashed; the others take COLORS in order."""
     others = [name for name in names if name != base]
-    found = {
+    styles = {
         name: Style(COLORS[i % len(COLORS)], LINES[i // len(COLORS) % len(LINES)], MARKERS[i % len(MARKERS)])
         for i, name in enumerate(others)
     }
-    return found | ({base: Style(BASE_COLOR, BASE_LINE, BASE_MARKER)} if base is not None else {})
+    return styles | ({base: Style(BASE_COLOR, BASE_LINE, BASE_MARKER)} if base is not None else {})
 
 
 def _figure(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 4.3) -> tuple[Any, list[Any]]:
@@ -300,12 +300,12 @@ def _separate_labels(figure: Any, labels: Sequence[Any], fixed: Sequence[Any], p
 
     figure.draw_without_rendering()
     inside = figure.axes[0].get_window_extent()
-    taken = [each.get_window_extent().padded(2) for each in fixed]
+    taken = [item.get_window_extent().padded(2) for item in fixed]
     half = MARKER_POINTS / 2 * figure.dpi / 72
     for x, y in figure.axes[0].transData.transform(points):
         taken.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
     for label in labels:
-        found: list[tuple[float, int, tuple[int, int], Any]] = []
+        options: list[tuple[float, int, tuple[int, int], Any]] = []
         for x, y in LABEL_OFFSETS:
             label.set_horizontalalignment("left" if x > 0 else "right")
             label.xyann = (x, y)
@@ -313,10 +313,10 @@ def _separate_labels(figure: Any, labels: Sequence[Any], fixed: Sequence[Any], p
             overlaps = (box.intersection(box, other) for other in taken)
             covered = sum(common.width * common.height for common in overlaps if common is not None)
             outside = box.x1 > inside.x1 or box.x0 < inside.x0 or box.y1 > inside.y1 or box.y0 < inside.y0
-            found.append((covered + (box.width * box.height if outside else 0), len(found), (x, y), box))
-            if not found[-1][0]:
+            options.append((covered + (box.width * box.height if outside else 0), len(options), (x, y), box))
+            if not options[-1][0]:
                 break
-        _, _, best, box = min(found, key=lambda each: each[:2])
+        _, _, best, box = min(options, key=lambda item: item[:2])
         label.set_horizontalalignment("left" if best[0] > 0 else "right")
         label.xyann = best
         taken.append(box)

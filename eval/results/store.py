@@ -50,10 +50,10 @@ class StoredResult(BaseModel):
     provenance: dict[str, Any] = {}
 
 
-def read_stored_result(place: Path) -> StoredResult:
+def read_stored_result(folder: Path) -> StoredResult:
     """Read result.json of one suite of one model. Raises ValueError if it is damaged."""
     try:
-        stored = StoredResult.model_validate_json((place / RESULT).read_bytes(), strict=True)
+        stored = StoredResult.model_validate_json((folder / RESULT).read_bytes(), strict=True)
     except ValidationError as error:
         raise ValueError(f"{RESULT}: {describe(error)}") from None
     if not all(name == metric.name for name, metric in stored.metrics.items()):
@@ -67,31 +67,33 @@ def describe(error: ValidationError) -> str:
     return ": ".join([*([".".join(map(str, first["loc"]))] if first["loc"] else []), first["msg"]])
 
 
-def read_samples(place: Path, stored: StoredResult, shown: bool = True) -> SuiteResult:
+def read_samples(folder: Path, stored: StoredResult, shown: bool = True) -> SuiteResult:
     """Read the samples and arrays that belong to a result.json. Raises ValueError if they are damaged.
 
     shown: keep prompts and outputs. Without them memory holds only the numbers of each sample, however long the file is.
     """
     from safetensors import SafetensorError
 
-    read, samples, kept = TypeAdapter(Sample), [], 0
-    for number, line in enumerate(_sample_lines(place / SAMPLES), 1):
+    read, samples, characters = TypeAdapter(Sample), [], 0
+    for number, line in enumerate(_sample_lines(folder / SAMPLES), 1):
         try:
             sample = read.validate_json(line, strict=True)
         except ValidationError as error:
             raise ValueError(f"{SAMPLES}, line {number}: {describe(error)}") from None
         samples.append(sample if shown else replace(sample, shown={}))
-        kept += len(sample.task) + len(sample.id) + NUMBER_BYTES * (len(sample.metrics) + len(sample.group))
-        if kept > MAX_KEPT:
+        characters += len(sample.task) + len(sample.id) + NUMBER_BYTES * (len(sample.metrics) + len(sample.group))
+        if characters > MAX_KEPT:
             raise ValueError(f"{SAMPLES} must have at most {MAX_KEPT:,} bytes of names and numbers, without prompts")
     if not all(0 <= sample.weight < math.inf for sample in samples):
         raise ValueError(f"{SAMPLES} has a weight that is negative or not finite")
-    found = SuiteResult(samples, **{name: getattr(stored, name) for name in StoredResult.model_fields if name != "key"})
+    result = SuiteResult(
+        samples, **{name: getattr(stored, name) for name in StoredResult.model_fields if name != "key"}
+    )
     try:
-        found.arrays = _load_arrays(place / ARRAYS)
+        result.arrays = _load_arrays(folder / ARRAYS)
     except SafetensorError as error:
         raise ValueError(f"{ARRAYS}: {error}") from None
-    return found
+    return result
 
 
 def _sample_lines(path: Path) -> Iterator[bytes]:
@@ -142,36 +144,36 @@ class ResultStore:
         plain = re.sub(r"[^\w.-]+", "-", Path(name).name) or "model"
         return self.folder / f"{plain}-{fingerprint[:8]}" / re.sub(r"[^\w.-]+", "-", suite)
 
-    def load(self, place: Path | None, key: dict[str, Any], options: EvalOptions | None = None) -> SuiteResult | None:
+    def load(self, folder: Path | None, key: dict[str, Any], options: EvalOptions | None = None) -> SuiteResult | None:
         """Return the stored result if it was measured with the same key and its data is unchanged; otherwise None."""
-        if place is None or not (place / RESULT).is_file():
+        if folder is None or not (folder / RESULT).is_file():
             return None
         try:
-            stored = read_stored_result(place)
+            stored = read_stored_result(folder)
             if stored.key != key or stored.reads is None or not is_unchanged(stored.reads, options or EvalOptions()):
                 return None
-            return read_samples(place, stored)
+            return read_samples(folder, stored)
         except (ValueError, RecursionError, OSError):
             return None  # damaged: measure again
 
-    def save(self, place: Path | None, key: dict[str, Any], result: SuiteResult) -> SuiteResult:
+    def save(self, folder: Path | None, key: dict[str, Any], result: SuiteResult) -> SuiteResult:
         """Write a result to a temporary folder, then rename it. Return the result as a later run reads it, whose numbers have the types of
         the files' schema: a run that was interrupted must write the same comparison as one that was not."""
-        if place is None:
+        if folder is None:
             return result
-        new = place.with_name(f".{place.name}.{os.getpid()}")
+        new = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(new, ignore_errors=True)
         try:
             new.mkdir(parents=True)
             self._write_files(new, key, result)
-            if place.exists():
-                shutil.rmtree(place)
-            new.rename(place)
+            if folder.exists():
+                shutil.rmtree(folder)
+            new.rename(folder)
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
         try:
-            return read_samples(place, read_stored_result(place))
+            return read_samples(folder, read_stored_result(folder))
         except (ValueError, RecursionError):
             return result  # not readable, so that a later run measures again
 
@@ -191,12 +193,12 @@ class ResultStore:
 
     def write(self, name: str, text: str, model: Mapping[str, Any] | None = None) -> None:
         """Write one file directly in the folder; or in that of a model (name and fingerprint), if it has results."""
-        place = self.folder
-        if place is not None and model is not None:
+        target = self.folder
+        if target is not None and model is not None:
             suite = self.result_folder(model["name"], model["fingerprint"], "suite")
-            place = None if suite is None or not suite.parent.is_dir() else suite.parent
-        if place is not None:
-            with atomic_write(place / name, "w") as file:
+            target = None if suite is None or not suite.parent.is_dir() else suite.parent
+        if target is not None:
+            with atomic_write(target / name, "w") as file:
                 file.write(text)
 
 

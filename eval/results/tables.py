@@ -23,14 +23,14 @@ def table_lines(done: Evaluation) -> list[list[str]]:
     compared = "base" in done.models
     lines = []
     for suite in done.results:
-        each = []
+        suite_lines = []
         for row in (row for row in done.rows if row.suite == suite):
             main = row.metric.name == done.main_metric(suite).name
             several = len(row.group) == 1 and set(row.group) <= LINE_GROUPS and main
             if row.is_summary or several:
-                each.append(_format_line(row, compared))
-        each += [_average_line(row, compared) for row in done.averages if row.suite == suite]
-        lines += [[suite if i == 0 else "", *line] for i, line in enumerate(each)]
+                suite_lines.append(_format_line(row, compared))
+        suite_lines += [_average_line(row, compared) for row in done.averages if row.suite == suite]
+        lines += [[suite if i == 0 else "", *line] for i, line in enumerate(suite_lines)]
     return lines
 
 
@@ -39,9 +39,9 @@ def _average_line(row: AverageRow, compared: bool) -> list[str]:
     samples = str(row.samples) if row.samples else ""
     if not compared:
         return [row.label, samples, *values]
-    found = row.differences.get("converted")
-    change = "" if found is None else f"{found.change:+.4g}"
-    return [row.label, samples, *values, change, _format_interval(found), ""]
+    interval = row.differences.get("converted")
+    change = "" if interval is None else f"{interval.change:+.4g}"
+    return [row.label, samples, *values, change, _format_interval(interval), ""]
 
 
 def format_average(row: AverageRow, model: str) -> str:
@@ -82,10 +82,10 @@ def _format_value(row: ComparisonRow, role: Any) -> str:
     return format_number(row.values[role], row.errors[role], row.intervals.get(role))
 
 
-def _format_interval(found: Interval | None) -> str:
-    if found is None or found.low is None or found.high is None:
+def _format_interval(interval: Interval | None) -> str:
+    if interval is None or interval.low is None or interval.high is None:
         return ""
-    return f"{found.low:.4g} to {found.high:.4g}"
+    return f"{interval.low:.4g} to {interval.high:.4g}"
 
 
 def table_notes(done: Evaluation) -> list[str]:
@@ -115,9 +115,9 @@ def _flagged_rows(flag: str, rows: list[ComparisonRow]) -> str:
         by_suite[row.suite].append(row)
     where: dict[str, None] = {}
     for suite, held in by_suite.items():
-        found = [f"{row.task} {row.metric.label}" for row in held if flag in row.flags]
-        whole = len(found) == len(held) > 2
-        where |= dict.fromkeys([f"all of {suite}"] if whole else found)
+        names = [f"{row.task} {row.metric.label}" for row in held if flag in row.flags]
+        whole = len(names) == len(held) > 2
+        where |= dict.fromkeys([f"all of {suite}"] if whole else names)
     return ", ".join(where)
 
 

@@ -45,10 +45,10 @@ class ThresholdResult:
         return asdict(self)
 
 
-def parse_thresholds(given: Sequence[str], compared: bool) -> list[Threshold]:
+def parse_thresholds(texts: Sequence[str], compared: bool) -> list[Threshold]:
     """Parse --fail-below options. compared: whether there is a base; raises SurgeryError if not."""
-    found = []
-    for text in given:
+    thresholds = []
+    for text in texts:
         name, _, number = text.partition("=")
         name, _, metric = name.partition(":")
         try:
@@ -57,12 +57,12 @@ def parse_thresholds(given: Sequence[str], compared: bool) -> list[Threshold]:
             share = -1.0
         if not name or not 0 < share < float("inf"):
             raise SurgeryError(f"--fail-below {text!r} must be NAME=SHARE, a share of the base's score, {EXAMPLE}")
-        found.append(Threshold(name, metric or None, share))
-    if found and not compared:
+        thresholds.append(Threshold(name, metric or None, share))
+    if thresholds and not compared:
         raise SurgeryError(
-            f"--fail-below {given[0]} is a share of the base's score. Give the base with --compare BASE."
+            f"--fail-below {texts[0]} is a share of the base's score. Give the base with --compare BASE."
         )
-    return found
+    return thresholds
 
 
 def check_thresholds(
@@ -72,17 +72,17 @@ def check_thresholds(
 
     Raises SurgeryError if a threshold names nothing that was measured.
     """
-    found = []
+    verdicts = []
     for limit in limits:
         meant = [r for r in rows if r.is_summary and limit.name in (r.suite, r.task, f"{r.suite}/{r.task}")]
         meant = [r for r in meant if (limit.metric or first[r.suite]) in (r.metric.name, r.metric.title)]
         if not meant and limit.name not in broken:
             names = sorted({f"{row.suite}" for row in rows} | {row.task for row in rows})
             raise SurgeryError(f"--fail-below {limit}: nothing of that name was measured; measured: {', '.join(names)}")
-        found += [_check_row(limit, row) for row in meant] or [
+        verdicts += [_check_row(limit, row) for row in meant] or [
             ThresholdResult(str(limit), limit.name, "-", None, False)
         ]
-    return found
+    return verdicts
 
 
 def _check_row(limit: Threshold, row: ComparisonRow) -> ThresholdResult:

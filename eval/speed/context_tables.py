@@ -30,7 +30,7 @@ def _metric(name: str, unit: str, title: str, higher_is_better: bool = False) ->
 
 def metrics(many: int) -> dict[str, EvalMetric]:
     """Return the metrics of the suite `speed`, by name. many: rows of the larger batch."""
-    found = (
+    all_metrics = (
         _metric("prefill_ms", "ms", "time to first token"),
         _metric("decode_ms", "ms", "decode, a token"),
         _metric("tokens_s", "tokens/s", "decode, batch 1", True),
@@ -39,12 +39,12 @@ def metrics(many: int) -> dict[str, EvalMetric]:
         _metric("peak_mb", "MB", "peak memory, weights included"),
         _metric("peak_many_mb", "MB", f"peak memory, batch {many}"),
     )
-    return {metric.name: metric for metric in found}
+    return {metric.name: metric for metric in all_metrics}
 
 
 def speed_samples(rows: Sequence[Row]) -> list[Sample]:
     """Return a sample for each run of one model's rows."""
-    found = []
+    samples = []
     for context in dict.fromkeys(row["context"] for row in rows):
         one, *many = sorted((row for row in rows if row["context"] == context), key=lambda row: row["batch"])
         for i, (first_ms, ms) in enumerate(zip(one["first_token_ms"], one["step_ms"])):
@@ -60,8 +60,8 @@ def speed_samples(rows: Sequence[Row]) -> list[Sample]:
                 values["tokens_s_many"] = 1e3 * row["batch"] / row["step_ms"][i]
                 if "peak_bytes" in row:
                     values["peak_many_mb"] = row["peak_bytes"] / 1e6
-            found.append(Sample("speed", f"{context} {i}", values, {"length": context}))
-    return found
+            samples.append(Sample("speed", f"{context} {i}", values, {"length": context}))
+    return samples
 
 
 def speed_result(rows: Sequence[Row], notes: Sequence[str] = ()) -> SuiteResult:
@@ -156,7 +156,7 @@ def speed_markdown(result: dict[str, Any]) -> str:
 def save_speed_plot(result: dict[str, Any], path: Path) -> None:
     """Draw a result of `surgery bench speed`: time to first token, tokens per second and memory by context."""
     results = {name: speed_result(held) for name, held in by_model(result["rows"]).items()}
-    results = {name: found for name, found in results.items() if found.samples}
+    results = {name: suite_result for name, suite_result in results.items() if suite_result.samples}
     if not results:
         raise SurgeryError(
             "no context was measured, so there is nothing to draw. Run the same command again without a time limit"

@@ -146,8 +146,8 @@ def measure_context(
         began = time.monotonic()
         for name, model in models.items():
             _run_once(model, ids_1T, {batch: rows[name, batch] for batch in batches}, steps, keep=turn > 0)
-        wanted = runs if slow_runs is None or time.monotonic() - began < SLOW_ROUND else slow_runs
-        if turn and (time.monotonic() > deadline or turn >= wanted):
+        turns = runs if slow_runs is None or time.monotonic() - began < SLOW_ROUND else slow_runs
+        if turn and (time.monotonic() > deadline or turn >= turns):
             break
     return list(rows.values())
 
@@ -186,15 +186,15 @@ def _run_once(model: Any, ids_1T: Tensor, rows: Mapping[int, Row], steps: int, k
         if row.get("note"):
             continue
         try:
-            found = _decode_rows(model, read, token_11, batch, steps)
+            decoded = _decode_rows(model, read, token_11, batch, steps)
         except Exception as error:
             _note_out_of_memory(error, [row])
             continue
-        row["cache_bytes"] = found["cache_bytes"]
-        if found["peak_bytes"] is not None:
-            row["peak_bytes"] = max(found["peak_bytes"], peak or 0) if batch == 1 else found["peak_bytes"]
+        row["cache_bytes"] = decoded["cache_bytes"]
+        if decoded["peak_bytes"] is not None:
+            row["peak_bytes"] = max(decoded["peak_bytes"], peak or 0) if batch == 1 else decoded["peak_bytes"]
         if keep:
-            row["step_ms"].append(found["ms"])
+            row["step_ms"].append(decoded["ms"])
             if batch == 1:
                 row["first_token_ms"].append(first_ms)
 
@@ -218,11 +218,11 @@ class _Memory:
     def __init__(self, model: Any, device: torch.device):
         self.device, self.others = device, 0
         if device.type == "cuda":
-            own = sum(
+            model_bytes = sum(
                 t.numel() * t.element_size()
                 for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
             )
-            self.others = torch.cuda.memory_allocated(device) - own
+            self.others = torch.cuda.memory_allocated(device) - model_bytes
             self.forget_peak()
 
     def forget_peak(self) -> None:

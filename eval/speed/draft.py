@@ -87,28 +87,28 @@ def bench_draft(
         raise SurgeryError(f"--replay takes the place of --{', --'.join(others)}. Leave out one or the other")
     if replayed is None and (model is None or text is None):
         raise SurgeryError("bench draft needs a checkpoint and a text: surgery bench draft --model SRC --text FILE")
-    place = choose_device(device)
-    sizes = sizes or ("main" if place.type == "cuda" else "small")
-    for what, given, valid in (("--sizes", sizes, tuple(SIZES)), ("--dtype", dtype or DTYPES[0], DTYPES)):
-        if given not in valid:
-            raise SurgeryError(f"{what} {given!r} is not one of {', '.join(valid)}{suggestion(given, valid)}")
+    run_device = choose_device(device)
+    sizes = sizes or ("main" if run_device.type == "cuda" else "small")
+    for what, choice, valid in (("--sizes", sizes, tuple(SIZES)), ("--dtype", dtype or DTYPES[0], DTYPES)):
+        if choice not in valid:
+            raise SurgeryError(f"{what} {choice!r} is not one of {', '.join(valid)}{suggestion(choice, valid)}")
     count, prompt, new = SIZES[sizes]
-    number = getattr(torch, dtype or ("bfloat16" if place.type == "cuda" else "float32"))
+    number = getattr(torch, dtype or ("bfloat16" if run_device.type == "cuda" else "float32"))
     if replayed is not None:
         deadline = time.monotonic() + time_limit if time_limit else math.inf
         shown = {"deadline": deadline, "progress": progress or Progress(), "save": partial(save, out)}
-        return replay(replayed, sizes, place, number, **shown, about=describe_environment(place, command))
+        return replay(replayed, sizes, run_device, number, **shown, about=describe_environment(run_device, command))
     assert model is not None and text is not None
-    original, tokenizer = load(os.fspath(model), place, str(number).removeprefix("torch."), False)
+    original, tokenizer = load(os.fspath(model), run_device, str(number).removeprefix("torch."), False)
     name = os.fspath(drafter or (LOOKUP if has_mixers(original) else "sliding-window"))
     is_folder = (Path(name) / "config.json").is_file()
     chosen = Path(name) if is_folder else None if name == LOOKUP else load_recipe(name)
     made = make_drafter(original, chosen, progress=progress)
-    ids_NP = text_windows(document_stream(os.fspath(text)), tokenizer, count * prompt, prompt, str(text)).to(place)
+    ids_NP = text_windows(document_stream(os.fspath(text)), tokenizer, count * prompt, prompt, str(text)).to(run_device)
     result = {
         "kind": "draft",
         "sizes": sizes,
-        **describe_environment(place, command),
+        **describe_environment(run_device, command),
         "dtype": str(number).removeprefix("torch."),
     }
     result |= {
@@ -140,10 +140,10 @@ def measure_acceptance(drafter: Drafter, ids_NP: Tensor, new: int) -> Speculativ
     options = {"max_new_tokens": new, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     total = SpeculativeOutput(ids_NP)
     for ids_1P in ids_NP.split(1):
-        found = drafter.generate(ids_1P, torch.ones_like(ids_1P), draft_tokens=DRAFTS, **options)
+        output = drafter.generate(ids_1P, torch.ones_like(ids_1P), draft_tokens=DRAFTS, **options)
         for name in ("drafted", "accepted", "tested", "rounds", "forwards", "draft_forwards", "generated"):
-            setattr(total, name, getattr(total, name) + getattr(found, name))
-        total.patterns += found.patterns
+            setattr(total, name, getattr(total, name) + getattr(output, name))
+        total.patterns += output.patterns
     return total
 
 
@@ -195,7 +195,7 @@ def draft_tables(result: dict[str, Any]) -> list[Any]:
 
     if result["kind"] == "draft replay":
         return [*replay_lines(result), *map(escape, reproduction(result))]
-    found = result["acceptance"]
+    acceptance = result["acceptance"]
     table = Table(
         title="bound on the speedup (drafts per round)",
         title_justify="left",
@@ -211,8 +211,8 @@ def draft_tables(result: dict[str, Any]) -> list[Any]:
         table.add_row(f"{context:,}", *cells)
     lines = [
         f"{result['drafter']} drafts for {result['model']}: {size_text(result['extra_bytes'])} of extra weights",
-        f"{found['acceptance']:.1%} of {found['drafted']} drafts accepted, {found['probability']:.1%} of those that were reached; "
-        f"{found['mean_run']:.2f} per round of {DRAFTS}; {found['generated']} tokens in {found['forwards']} forwards of the original",
+        f"{acceptance['acceptance']:.1%} of {acceptance['drafted']} drafts accepted, {acceptance['probability']:.1%} of those that were reached; "
+        f"{acceptance['mean_run']:.2f} per round of {DRAFTS}; {acceptance['generated']} tokens in {acceptance['forwards']} forwards of the original",
     ]
     if result["window"] and result["window"] >= result["prompt_tokens"] + result["new_tokens"]:
         lines.append("the whole text fits into the drafter's window, so the acceptance says nothing about longer texts")

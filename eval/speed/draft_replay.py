@@ -88,8 +88,8 @@ class DraftRound:
         """Run a round. Return the number of accepted drafts of each row, which waits for the device."""
         for step in self.steps:
             step()
-        found: list[int] = self.accepted_B.tolist()
-        return found
+        accepted: list[int] = self.accepted_B.tolist()
+        return accepted
 
     def _draft(self, i: int) -> None:
         self._show(self.seen + i, self.sight)
@@ -103,9 +103,9 @@ class DraftRound:
         self.accepted_B.copy_(hits_Bk.long().cumprod(1).sum(1))
         self.tokens_BK[:, 0].copy_(best_BK.gather(1, self.accepted_B[:, None])[:, 0])
 
-    def _forward(self, part: slice) -> Tensor:
-        ids, place = self.tokens_BK[:, part], self.place_BK[:, part]
-        out = self.model(input_ids=ids, position_ids=place, past_key_values=self.cache, use_cache=True)
+    def _forward(self, columns: slice) -> Tensor:
+        ids, positions = self.tokens_BK[:, columns], self.place_BK[:, columns]
+        out = self.model(input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True)
         rewind(self.cache)
         logits: Tensor = out.logits
         return logits
@@ -118,8 +118,8 @@ class DraftRound:
 
 def load_pattern(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a result of `bench draft` whose drafter is a window. Raise SurgeryError if it is anything else."""
-    found = read_json(Path(path))
-    patterns = found.get("patterns") if isinstance(found, dict) and found.get("kind") == "draft" else None
+    pattern = read_json(Path(path))
+    patterns = pattern.get("patterns") if isinstance(pattern, dict) and pattern.get("kind") == "draft" else None
     if (
         not isinstance(patterns, list)
         or not patterns
@@ -129,13 +129,13 @@ def load_pattern(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise SurgeryError(
             f"{path} has no acceptance pattern. --replay takes the --out of `surgery bench draft --model SRC --text FILE`"
         )
-    sizes = found.get("window"), found.get("sinks")
+    sizes = pattern.get("window"), pattern.get("sinks")
     if not all(type(n) is int and 0 <= n <= 2**20 for n in sizes) or not sizes[0]:
         raise SurgeryError(
             f"{path} is of a drafter that is not a window of its original (window {sizes[0]!r}, sinks {sizes[1]!r}). Measure one with "
             "--drafter sliding-window"
         )
-    return found
+    return pattern
 
 
 class Pattern:
@@ -147,14 +147,14 @@ class Pattern:
 
     def next(self, drafts: int) -> list[int]:
         """Return how many of the next `drafts` drafts of each row are accepted. The draft after them counts as rejected."""
-        found = []
+        accepted_counts = []
         for row, at in enumerate(self.at):
             accepted = 0
             while accepted < drafts and self.hits[(at + accepted) % len(self.hits)] == "1":
                 accepted += 1
             self.at[row] = (at + accepted + (accepted < drafts)) % len(self.hits)
-            found.append(accepted)
-        return found
+            accepted_counts.append(accepted)
+        return accepted_counts
 
 
 def replay(
@@ -246,9 +246,14 @@ def measure_row(
                 rounds, written = rounds + here[0], written + here[1]
     per_round = written / (rounds * batch)
     bound = per_round * row["original_bytes"] / (count * row["draft_bytes"] + row["original_bytes"])
-    found = {"original_runs_ms": alone[1:], "drafting_runs_ms": ours[1:], "tokens_per_round": per_round, "bound": bound}
-    found |= {"original_ms": median(alone[1:]), "drafting_ms": median(ours[1:]), "captured": step.problem is None}
-    return found | {"speedup": found["original_ms"] / found["drafting_ms"]}
+    measured = {
+        "original_runs_ms": alone[1:],
+        "drafting_runs_ms": ours[1:],
+        "tokens_per_round": per_round,
+        "bound": bound,
+    }
+    measured |= {"original_ms": median(alone[1:]), "drafting_ms": median(ours[1:]), "captured": step.problem is None}
+    return measured | {"speedup": measured["original_ms"] / measured["drafting_ms"]}
 
 
 def sighted_rows(row_cache: Any, batch: int, room: int) -> Any:

@@ -117,10 +117,10 @@ def compressed_linears(in_: int, out: int, device: torch.device, dtype: torch.dt
     reference. Ranks are those of the share, and rounded down to multiples of RANK_MULTIPLE where these differ."""
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     yield LinearEntry("dense", "measured", nn.Linear(in_, out, bias=False, **factory), in_ * out, "original")
-    for name, part in SHARES.items():
+    for name, divisor in SHARES.items():
         for config in (LowRank(), BTT(blocks=(4, 4))):
             try:
-                exact = STRUCTURES[config].fit(config, out, in_, in_ * out // part)
+                exact = STRUCTURES[config].fit(config, out, in_, in_ * out // divisor)
             except SurgeryError:  # too small a matrix for this structure
                 continue
             rounded = replace(exact, rank=max(1, exact.rank // RANK_MULTIPLE) * RANK_MULTIPLE)
@@ -189,10 +189,10 @@ def _make_case(
         call = lambda: module(x_NI)  # noqa: E731
         return backward(call, [x_NI, *module.parameters()]) if back else forward(call)
 
-    kept = [entry for entry in entries if not (back and (entry.op, entry.choice) == ("low_rank", "kernel"))]
+    timed = [entry for entry in entries if not (back and (entry.op, entry.choice) == ("low_rank", "kernel"))]
     implementations = [
         _make_implementation(entry, lambda m=entry.module: run(m), where, back, dtype)  # type: ignore[misc]
-        for entry in without_refused(kept, where["tokens"])
+        for entry in without_refused(timed, where["tokens"])
     ]
     return BenchmarkCase(name, where["tokens"], where, implementations)
 

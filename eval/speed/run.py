@@ -71,25 +71,25 @@ def bench(
             f"--model gives the shapes of bench linear in place of --sizes (got bench {kind}, sizes {sizes}). Leave one out"
         )
     shapes = None if shapes_of is None else linear.checkpoint_shapes(shapes_of)
-    place = choose_device(device)
-    gpu = place.type == "cuda"
+    run_device = choose_device(device)
+    gpu = run_device.type == "cuda"
     sizes = sizes or ("full" if gpu else "small")
     _check_options(kind, sizes, dtype)
     torch_dtype = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
     if kind in (SERVE, SPEED):
-        about, run = describe(place), serve.serve if kind == SERVE else contexts.speed
-        return run(sizes, only, place, torch_dtype, deadline, out=out, progress=progress, about=about)
+        about, run = describe(run_device), serve.serve if kind == SERVE else contexts.speed
+        return run(sizes, only, run_device, torch_dtype, deadline, out=out, progress=progress, about=about)
     budget_ms, max_ms = (25.0, 3000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
-    benchmark = Benchmark(place, budget_ms, max_ms, deadline, min_runs=3 if kind != "model" else 1)
+    benchmark = Benchmark(run_device, budget_ms, max_ms, deadline, min_runs=3 if kind != "model" else 1)
     limits = measure_ceilings(benchmark, torch_dtype)
     result: dict[str, Any] = {
         "kind": kind,
         "sizes": sizes if shapes is None else "model",
-        **describe(place),
+        **describe(run_device),
         "dtype": str(torch_dtype).removeprefix("torch."),
     }
     result |= {"ceilings": limits, "rows": [], "complete": False}
-    for case in _benchmark_cases(kind, sizes, place, torch_dtype, peers, shapes):
+    for case in _benchmark_cases(kind, sizes, run_device, torch_dtype, peers, shapes):
         case.implementations = _select_implementations(case, only, gpu)
         progress.say(case_line(case, _run_case(benchmark, case, limits, result["rows"])))
         if out is not None:
@@ -114,8 +114,8 @@ def check_result_file(out: Path | None) -> None:
         raise SurgeryError(f"--out {out}: {out.parent} is not a folder. Create it first.")
     if out.is_file() and out.stat().st_size:
         with suppress(SurgeryError):
-            found = read_json(out)
-            if isinstance(found, dict) and "kind" in found:  # every result has it
+            stored = read_json(out)
+            if isinstance(stored, dict) and "kind" in stored:  # every result has it
                 return
         raise SurgeryError(f"--out {out} exists and was not written by `surgery bench`. Choose another name.")
 
@@ -132,9 +132,9 @@ def _check_options(kind: str, sizes: str, dtype: str | None = None) -> None:
         ("--sizes", sizes, SIZES),
         ("--dtype", dtype or DTYPES[0], DTYPES),
     )
-    for what, given, valid in is_selected:
-        if given not in valid:
-            raise SurgeryError(f"{what} {given!r} is not one of {', '.join(valid)}{suggestion(given, valid)}")
+    for what, value, valid in is_selected:
+        if value not in valid:
+            raise SurgeryError(f"{what} {value!r} is not one of {', '.join(valid)}{suggestion(value, valid)}")
     if sizes == "compressed" and kind != "linear":
         raise SurgeryError(
             f"--sizes compressed are sizes of linears (got bench {kind}). Use --sizes main, or bench linear"

@@ -145,17 +145,17 @@ def continued_rows(
     kind = result["kind"]
     if out is None or not out.exists():
         return []
-    found = read_json(out)
-    if not isinstance(found, dict) or found.get("kind") != kind or not isinstance(found.get("rows"), list):
+    stored = read_json(out)
+    if not isinstance(stored, dict) or stored.get("kind") != kind or not isinstance(stored.get("rows"), list):
         raise SurgeryError(f"{out} is not a result of bench {kind}. Give another --out, or remove it")
-    differ = [key for key in same if found.get(key) != result[key]]
+    differ = [key for key in same if stored.get(key) != result[key]]
     if differ:
         raise SurgeryError(
             f"{out} holds measurements with other {', '.join(differ)}, to which this run cannot add. Give another --out, or remove it"
         )
-    if not all(isinstance(row, dict) and is_whole(row) for row in found["rows"]):
+    if not all(isinstance(row, dict) and is_whole(row) for row in stored["rows"]):
         raise SurgeryError(f"{out} has damaged rows. Give another --out, or remove it")
-    return found["rows"]
+    return stored["rows"]
 
 
 def is_cell(row: dict[str, Any]) -> bool:
@@ -188,9 +188,9 @@ def measure_cells(
                 continue
             try:
                 model.fill(context)
-                found = measure_once(model.model, model.row, batch, sizes, device)
-                cell["runs_ms"].append(found.pop("ms"))
-                cell |= found
+                measured = measure_once(model.model, model.row, batch, sizes, device)
+                cell["runs_ms"].append(measured.pop("ms"))
+                cell |= measured
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -268,10 +268,10 @@ def measure_once(model: Any, row_cache: Any, batch: int, sizes: str, device: tor
         for _ in range(STEPS[sizes]):
             step()
         ms = 1e3 * (synchronized_time(device) - began) / STEPS[sizes]
-    found = {"ms": ms, "cache_bytes": held, "captured": gpu and step.problem is None}
+    measured = {"ms": ms, "cache_bytes": held, "captured": gpu and step.problem is None}
     if step.problem:
-        found["problem"] = step.problem
-    return found | ({"peak_bytes": torch.cuda.max_memory_allocated(device) - others} if gpu else {})
+        measured["problem"] = step.problem
+    return measured | ({"peak_bytes": torch.cuda.max_memory_allocated(device) - others} if gpu else {})
 
 
 def save(out: Path | None, result: dict[str, Any]) -> None:

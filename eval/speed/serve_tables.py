@@ -70,12 +70,15 @@ def spread_lines(cells: list[Cell]) -> list[str]:
 
 def uncaptured_lines(cells: list[Cell]) -> list[str]:
     """Return a line per model and reason for steps that ran without a CUDA graph on a GPU."""
-    found: dict[tuple[str, str], list[str]] = {}
+    cells_by_name: dict[tuple[str, str], list[str]] = {}
     for cell in cells:
         if cell.get("problem"):
             key = cell["model"], str(cell["problem"])
-            found.setdefault(key, []).append(f"batch {cell['batch']}, context {cell['context']:,}")
-    return [f"{name}, not in a CUDA graph ({problem}): {'; '.join(where)}" for (name, problem), where in found.items()]
+            cells_by_name.setdefault(key, []).append(f"batch {cell['batch']}, context {cell['context']:,}")
+    return [
+        f"{name}, not in a CUDA graph ({problem}): {'; '.join(where)}"
+        for (name, problem), where in cells_by_name.items()
+    ]
 
 
 def reproduction(result: dict[str, Any]) -> list[str]:
@@ -174,10 +177,10 @@ def crossover_lines(cells: list[Cell]) -> list[str]:
             both = [(b, c["ms"] < base[b]["ms"]) for b, c in here if c.get("ms") and base.get(b, {}).get("ms")]
             if not here or here[0][0] not in base:
                 continue
-            found = measured_crossover(both) if both else "no cell of both"
+            crossover = measured_crossover(both) if both else "no cell of both"
             predicted = predicted_crossover(base[here[0][0]], here[0][1])
             lines.append(
-                f"context {context:,}, {name}, faster than the original: {found}; by counted bytes: {predicted}"
+                f"context {context:,}, {name}, faster than the original: {crossover}; by counted bytes: {predicted}"
             )
     return lines
 

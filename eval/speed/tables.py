@@ -46,20 +46,20 @@ def result_tables(result: dict[str, Any]) -> list[Any]:
 
 def result_grids(rows: list[ResultRow]) -> list[tuple[str, list[int], list[tuple[str, list[str]]]]]:
     """Return (title, sizes, (implementation, cell per size)): times, then throughput where it is known."""
-    found = []
+    grids = []
     for title in dict.fromkeys(row["table"] for row in rows):
         here = [row for row in rows if row["table"] == title]
-        found.append(_make_grid(title, here, format_cell))
+        grids.append(_make_grid(title, here, format_cell))
         kind = title.split(",")[0]
         if kind == "model":
-            found.append(_make_grid(f"{title}, tokens per second", here, tokens_per_second))
+            grids.append(_make_grid(f"{title}, tokens per second", here, tokens_per_second))
         if title == "model, prefill":
-            found.append(
+            grids.append(
                 _make_grid(f"{title}, peak GB beside weights", here, lambda row: format_in_units(row.get("peak"), 1e9))
             )
         if kind == "decode" and "graph" not in title:
-            found.append(_make_grid(f"{title}, cache in MB", here, lambda row: format_in_units(row.get("cache"), 1e6)))
-    return found
+            grids.append(_make_grid(f"{title}, cache in MB", here, lambda row: format_in_units(row.get("cache"), 1e6)))
+    return grids
 
 
 def _make_grid(
@@ -100,14 +100,14 @@ def format_ms(ms: float) -> str:
 
 def skipped_notes(rows: list[ResultRow], title: str) -> list[str]:
     """Return a line per reason for implementations that were not measured."""
-    found: dict[str, dict[str, list[str]]] = {}
+    names_by_reason: dict[str, dict[str, list[str]]] = {}
     for row in rows:
         if row["table"] == title and row.get("note"):
             reason = "left out, too slow" if row["note"].startswith("left out") else row["note"]
-            found.setdefault(reason, {}).setdefault(row["rival"], []).append(f"{row['x']:,}")
+            names_by_reason.setdefault(reason, {}).setdefault(row["rival"], []).append(f"{row['x']:,}")
     every = {
         reason: ", ".join(f"{name} ({' '.join(sizes)})" for name, sizes in names.items())
-        for reason, names in found.items()
+        for reason, names in names_by_reason.items()
     }
     return [f"  {reason}: {names}" for reason, names in every.items()]
 

@@ -156,9 +156,9 @@ class Benchmark:
         self._run_in_turns([entry for entry in calls if entry[2]["ms"] < self.max_ms])
         for implementation, _, row in calls:
             self.last[case.table, implementation.name] = LastRun(case.x, row["ms"], implementation.work)
-            for part in ("ms", "launch"):
-                if part in row:
-                    row[part] /= implementation.times
+            for unit in ("ms", "launch"):
+                if unit in row:
+                    row[unit] /= implementation.times
         return rows
 
     def _skip_reason(self, case: BenchmarkCase, implementation: TimedImplementation) -> str | None:
@@ -259,12 +259,12 @@ class Benchmark:
 
     def _run_in_turns(self, entries: list[tuple[TimedImplementation, Call, ResultRow]]) -> None:
         """Set the medians of as many runs as `budget_ms` allows, at most 50."""
-        wanted = [
+        run_counts = [
             max(self._min_runs(row), min(50, int(self.budget_ms / max(row["ms"], 1e-3)))) for _, _, row in entries
         ]
         taken: list[list[TimedRun]] = [[] for _ in entries]
-        for turn in range(max(wanted, default=0)):
-            for (implementation, call, row), runs, into in zip(entries, wanted, taken):
+        for turn in range(max(run_counts, default=0)):
+            for (implementation, call, row), runs, into in zip(entries, run_counts, taken):
                 if turn < runs and (turn < 1 or time.monotonic() < self.deadline + 2):
                     with use_kernels(implementation.choice):
                         into.append(self._run_once(call, row.get("launch", 0.0)))
@@ -312,15 +312,15 @@ def forward(call: Call) -> Call:
 
 def backward(call: Call, leaves: list[Tensor]) -> Call:
     """Return forward and backward to every leaf; the incoming gradient is drawn once."""
-    given: list[Tensor] = []
+    gradients: list[Tensor] = []
     leaves = [leaf.requires_grad_() for leaf in leaves]
 
     def run() -> None:
         with torch.enable_grad():
             out = call()
-        if not given:
-            given.append(torch.randn_like(out))
-        torch.autograd.grad(out, leaves, given[0], allow_unused=True)
+        if not gradients:
+            gradients.append(torch.randn_like(out))
+        torch.autograd.grad(out, leaves, gradients[0], allow_unused=True)
 
     return run
 
@@ -343,10 +343,10 @@ def graph_call(calls: list[Call], device: torch.device) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         one_by_one()
-    kept = graph, calls, stream  # replays read the memory of all that was captured
+    captured = graph, calls, stream  # replays read the memory of all that was captured
 
     def replay() -> None:
-        kept[0].replay()
+        captured[0].replay()
 
     return replay
 

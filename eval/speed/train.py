@@ -297,18 +297,18 @@ class _LoopComparison:
         from surgery.training.stages.base import model_inputs, next_token_targets
 
         steps = iter_steps(self._data(), 0, BatchLayout(self.case.batch, self.case.rows), lambda example: 1)
-        found = []
+        steps_of_batches = []
         for _, step in zip(range(4), steps):
             batches = [to_device(batch, self.device) for batch in step.batches]
-            found.append(
+            steps_of_batches.append(
                 [
                     ({k: v for k, v in model_inputs(b).items() if k != "use_cache"}, next_token_targets(b)[1])
                     for b in batches
                 ]
             )
         if self.case.packing == "stream":
-            found = [[({"input_ids": i["input_ids"]}, n) for i, n in step] for step in found]
-        return found
+            steps_of_batches = [[({"input_ids": i["input_ids"]}, n) for i, n in step] for step in steps_of_batches]
+        return steps_of_batches
 
     # -- the device ------------------------------------------------------------------------------------
     def _synchronize(self) -> None:

@@ -20,22 +20,22 @@ def load_sentences(text: str, count: int, words: int = 6) -> list[str]:
 
     Raises SurgeryError if there are fewer than two.
     """
-    found: list[str] = []
+    sentences: list[str] = []
     for document in document_stream(text):
         for sentence in re.split(r"(?<=[.!?])\s+|\n+", document):
             if len(sentence.split()) >= words:
-                found.append(sentence.strip())
-            if len(found) == count:
-                return found
-    if len(found) < 2:
-        raise SurgeryError(f"{text} has {len(found)} sentences of {words} words or more; at least 2 are needed")
-    return found
+                sentences.append(sentence.strip())
+            if len(sentences) == count:
+                return sentences
+    if len(sentences) < 2:
+        raise SurgeryError(f"{text} has {len(sentences)} sentences of {words} words or more; at least 2 are needed")
+    return sentences
 
 
 @torch.inference_mode()
 def embed_sentences(model: Any, tokenizer: Any, sentences: list[str], tick: Any = lambda steps=1: None) -> Tensor:
     """Return sentence embeddings (N, D): last hidden states averaged over the real tokens, normalized."""
-    found = []
+    embeddings = []
     for start in range(0, len(sentences), 32):
         batch = tokenizer(sentences[start : start + 32], padding=True, truncation=True, return_tensors="pt").to(
             model.device
@@ -43,9 +43,9 @@ def embed_sentences(model: Any, tokenizer: Any, sentences: list[str], tick: Any 
         hidden_BTD = model(**batch, output_hidden_states=True).hidden_states[-1].float()
         mask_BT1 = batch["attention_mask"][..., None]
         mean_BD = (hidden_BTD * mask_BT1).sum(1) / mask_BT1.sum(1)
-        found.append(torch.nn.functional.normalize(mean_BD, dim=-1).cpu())
+        embeddings.append(torch.nn.functional.normalize(mean_BD, dim=-1).cpu())
         tick(len(mean_BD))
-    return torch.cat(found)
+    return torch.cat(embeddings)
 
 
 COSINE = EvalMetric("cosine", "mean")
@@ -60,11 +60,11 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     def score(batch: list[str]) -> list[torch.Tensor]:
         return list(embed_sentences(eval_model.model, eval_model.tokenizer, batch))
 
-    found = score_in_batches(
+    embeddings = score_in_batches(
         eval_model, options, sentences, score, lambda s: len(s.split()), f"embeddings of {eval_model.name}"
     )
     samples = [Sample("cosine", stable_id(s), {}, shown={"sentence": s}) for s in sentences]
-    return SuiteResult(samples, {"cosine": COSINE}, arrays={"embedding_ND": torch.stack(found)})
+    return SuiteResult(samples, {"cosine": COSINE}, arrays={"embedding_ND": torch.stack(embeddings)})
 
 
 def compare_embeddings(base: SuiteResult, converted: SuiteResult) -> SuiteResult:

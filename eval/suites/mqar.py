@@ -73,7 +73,7 @@ def make_recall_sequence(
     ids = [token for pair in zip(keys, values) for token in pair]
     ids += [vocabulary[int(rng.random() * len(vocabulary))] for _ in range(length - 2 * pairs)]
     places = _power_law(rng, (length - 2 * pairs) // 2, pairs, power)
-    queries = [2 * pairs + 2 * place for place in places]
+    queries = [2 * pairs + 2 * position for position in places]
     for key, query in zip(keys, queries):
         ids[query] = key
     order = sorted(range(pairs), key=lambda i: queries[i])
@@ -136,18 +136,18 @@ def lengths_and_pairs(options: EvalOptions, room: int) -> list[tuple[int, int]]:
             raise SurgeryError(
                 f"--pairs {options.pairs} sets the lengths too. Leave out --lengths, or give --pairs as numbers."
             )
-        found = [(n, pairs) for n, pairs in PAPER_SETTINGS[options.pairs] if n <= room]
+        settings = [(n, pairs) for n, pairs in PAPER_SETTINGS[options.pairs] if n <= room]
     else:
         lengths = tuple(dict.fromkeys(options.lengths)) or tuple(n for n in LENGTHS if n <= room)
-        found = [(n, pairs) for n in lengths for pairs in dict.fromkeys(options.pairs) or (n // TOKENS_PER_PAIR,)]
+        settings = [(n, pairs) for n in lengths for pairs in dict.fromkeys(options.pairs) or (n // TOKENS_PER_PAIR,)]
         if options.pairs and not options.lengths:  # with the default lengths, those in which the pairs fit
-            found = [(n, pairs) for n, pairs in found if 4 * pairs <= n]
-    if not found:
+            settings = [(n, pairs) for n, pairs in settings if 4 * pairs <= n]
+    if not settings:
         raise SurgeryError(
             f"mqar: no length fits inputs of {room} tokens and {options.pairs or 'the default'} pairs, which need 4 tokens each. "
             "Give --lengths, or fewer --pairs."
         )
-    return found
+    return settings
 
 
 def task_name(length: int, pairs: int | None = None) -> str:
@@ -178,7 +178,7 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
         return _score_batch(eval_model.model, [one for _, _, one in batch], before, values_V)
 
     most = max_batch_tokens(eval_model.model)
-    found = score_in_batches(
+    scores = score_in_batches(
         eval_model, options, asked, score, lambda q: q[0][0], f"mqar of {eval_model.name}", tokens=most
     )
     samples = [
@@ -190,7 +190,7 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
             unit=" ".join(map(str, (*cell, i))),
             shown={"gap": one.gaps[k]},
         )
-        for (cell, i, one), every in zip(asked, found)
+        for (cell, i, one), every in zip(asked, scores)
         for k, metrics in enumerate(every)
     ]
     return SuiteResult(samples, METRICS, floors={s.task: {"accuracy": 1 / len(values_V)} for s in samples})
@@ -204,7 +204,7 @@ def _score_batch(
     longest = max(len(one.ids) for one in batch)
     rows = [[*before, *one.ids, *[one.ids[-1]] * (longest - len(one.ids))] for one in batch]
     logits_BTV = model(input_ids=torch.tensor(rows, device=model.device), use_cache=False).logits
-    found = []
+    scores = []
     for one, logits_TV in zip(batch, logits_BTV):
         at_Q = torch.tensor(one.queries, device=model.device) + len(before)
         targets_Q = torch.tensor(one.targets, device=model.device)
@@ -212,9 +212,9 @@ def _score_batch(
         guess_Q = values_V[scores_QV[:, values_V].argmax(-1)]
         nll_Q = -scores_QV.gather(1, targets_Q[:, None])[:, 0]
         parts = [(guess_Q == targets_Q), (scores_QV.argmax(-1) == targets_Q), nll_Q]
-        table = torch.stack([part.float() for part in parts], dim=1).tolist()
-        found.append([dict(zip(METRICS, row)) for row in table])
-    return found
+        table = torch.stack([values.float() for values in parts], dim=1).tolist()
+        scores.append([dict(zip(METRICS, row)) for row in table])
+    return scores
 
 
 register(Suite("mqar", "multi-query associative recall (Zoology), asked in context", run))

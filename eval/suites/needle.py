@@ -106,13 +106,13 @@ def needle_accuracy(
         device: device of the inputs; default: that of the model's first parameter.
     """
     model.eval()
-    place = torch.device(device) if device is not None else next(model.parameters()).device
+    input_device = torch.device(device) if device is not None else next(model.parameters()).device
     accuracy = []
     for length in lengths:
         row = []
         for depth in depths:
             asked = [encode_question(tokenizer, q) for q in cell_questions(tokenizer, length, depth, samples, seed)]
-            right = sum(sum(score_greedy(model, batch, place)) for batch in _batches(asked, batch_size))
+            right = sum(sum(score_greedy(model, batch, input_device)) for batch in _batches(asked, batch_size))
             row.append(right / samples)
         accuracy.append(tuple(row))
     return NeedleTable(tuple(lengths), tuple(depths), samples, tuple(accuracy))
@@ -143,11 +143,11 @@ def encode_question(tokenizer: Any, question: NeedleQuestion) -> EncodedQuestion
         ids, prompt = encoder(tokenizer)([whole, question.prompt])
         same = min(len(ids), len(prompt))
         return ids, next((i for i in range(same) if ids[i] != prompt[i]), same)
-    (found,) = fast([whole])
-    start = found.char_to_token(size)  # the token of the answer's first character, if there is one
+    (encoding,) = fast([whole])
+    start = encoding.char_to_token(size)  # the token of the answer's first character, if there is one
     if start is None:
-        start = next((i for i, (_, end) in enumerate(found.offsets) if end > size), len(found))
-    return to_array(found.ids), start
+        start = next((i for i, (_, end) in enumerate(encoding.offsets) if end > size), len(encoding))
+    return to_array(encoding.ids), start
 
 
 @torch.inference_mode()
@@ -246,12 +246,12 @@ def make_ranking_question(
         ids += [*hay[last : places[i]], *facts[i]]
         last = places[i]
     order = sorted(range(NUM_CANDIDATES), key=lambda i: candidates[i])
-    place = {i: n for n, i in enumerate(order)}
+    rank = {i: n for n, i in enumerate(order)}
     return RankingQuestion(
         (*ids, *hay[last:], *asked),
         tuple(candidates[i] for i in order),
-        place[0],
-        tuple(sorted(place[i] for i in range(NUM_KEYS))),
+        rank[0],
+        tuple(sorted(rank[i] for i in range(NUM_KEYS))),
     )
 
 
@@ -296,12 +296,12 @@ def last_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
 
 def _score_ranking(question: RankingQuestion, scores: list[float]) -> dict[str, float]:
     right = scores[question.answer]
-    place = 1 + sum(s > right for i, s in enumerate(scores) if i != question.answer)
+    rank = 1 + sum(s > right for i, s in enumerate(scores) if i != question.answer)
     best = max(range(len(scores)), key=lambda i: scores[i])
     return {
         "accuracy": float(best == question.answer),
         "any": float(best in question.context_values),
-        "reciprocal_rank": 1 / place,
+        "reciprocal_rank": 1 / rank,
         "nll": -right if math.isfinite(right) else 1e9,
     }
 
@@ -429,17 +429,17 @@ def _run_rankings(eval_model: EvalModel, options: EvalOptions, cells: list[Needl
     )
 
 
-def _text_ids(vocabulary: Vocabulary, options: EvalOptions, wanted: int) -> list[int] | None:
-    """Return the first `wanted` tokens of --text; None without it."""
+def _text_ids(vocabulary: Vocabulary, options: EvalOptions, count: int) -> list[int] | None:
+    """Return the first `count` tokens of --text; None without it."""
     if options.text is None:
         return None
     note_text(options.text, options)
     ids: list[int] = []
     for document in islice(document_stream(options.text), 1000):
-        ids += vocabulary.ids(document[: 8 * wanted])
-        if len(ids) >= wanted:
+        ids += vocabulary.ids(document[: 8 * count])
+        if len(ids) >= count:
             break
-    return ids[:wanted]
+    return ids[:count]
 
 
 register(Suite("needle", "retrieval of codes from texts for small models, by length and depth", run))

@@ -32,18 +32,18 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
     def score(batch: list[TextWindow]) -> list[tuple[float, int]]:
         losses = token_losses(eval_model.model, [piece.ids for piece in batch])
-        return [(float(each.double().mean()), len(each)) for each in losses]
+        return [(float(losses_T.double().mean()), len(losses_T)) for losses_T in losses]
 
     most = max_batch_tokens(eval_model.model)
-    found = score_in_batches(
+    scores = score_in_batches(
         eval_model, options, read, score, lambda p: len(p.ids), f"perplexity of {eval_model.name}", tokens=most
     )
-    samples = [Sample("ppl", p.id, {"nll": nll}, weight=n, unit=p.unit) for p, (nll, n) in zip(read, found)]
+    samples = [Sample("ppl", p.id, {"nll": nll}, weight=n, unit=p.unit) for p, (nll, n) in zip(read, scores)]
     if not samples:
         raise SurgeryError(
             f"ppl: {options.text or 'the text'} has no document of two tokens or more; give a longer text"
         )
-    tokens = sum(n for _, n in found)
+    tokens = sum(n for _, n in scores)
     return SuiteResult(samples, {"nll": NLL}, notes=window_length_notes(eval_model, options), info={"tokens": tokens})
 
 
@@ -69,15 +69,15 @@ def as_eval_model(model: Any, tokenizer: Any) -> EvalModel:
     )
 
 
-def summarize(found: SuiteResult, base: SuiteResult | None = None) -> dict[str, Any]:
+def summarize(converted: SuiteResult, base: SuiteResult | None = None) -> dict[str, Any]:
     """Return perplexity, its standard error, token and window counts, and the losses of all windows (nats per token).
 
     With `base`, also "ratio": {"ratio", "low", "high"}, the ratio to the base's perplexity with its 95% interval.
     """
-    both = {"converted": found} if base is None else {"base": base, "converted": found}
+    both = {"converted": converted} if base is None else {"base": base, "converted": converted}
     row = next(row for row in compare_results("ppl", both, same=False) if row.is_summary)
-    result = {"perplexity": row.values["converted"], "se": row.errors["converted"], "tokens": found.info["tokens"]}
-    result |= {"windows": row.samples, "losses": [round(sample.metrics["nll"], 5) for sample in found.samples]}
+    result = {"perplexity": row.values["converted"], "se": row.errors["converted"], "tokens": converted.info["tokens"]}
+    result |= {"windows": row.samples, "losses": [round(sample.metrics["nll"], 5) for sample in converted.samples]}
     if row.ratio is not None:
         result["ratio"] = {"ratio": row.ratio.change, "low": row.ratio.low, "high": row.ratio.high}
     return result

@@ -41,13 +41,13 @@ def run_in_turns(eval_models: list[EvalModel], options: EvalOptions) -> list[Sui
     check_rows(rows)
     notes = [f"{first.ranks.count} processes ran at the same time"] if first.ranks.count > 1 else []
     notes += _memory_notes(rows, dict(zip(names, eval_models)))
-    found = []
+    results = []
     for name, eval_model in zip(names, eval_models):
-        own = [
+        model_rows = [
             {**row, "model": eval_model.name} for row in rows if row["model"] == name and _has_all(rows, row["context"])
         ]
-        found.append(speed_result(own, notes))
-    return found
+        results.append(speed_result(model_rows, notes))
+    return results
 
 
 def _length_rows(
@@ -87,13 +87,13 @@ def _has_all(rows: list[dict[str, Any]], length: int) -> bool:
 
 def _memory_notes(rows: list[dict[str, Any]], models: Mapping[str, EvalModel]) -> list[str]:
     """Return a note for each length and batch that does not fit, with the models that it does not fit for."""
-    found: dict[tuple[int, int], list[str]] = {}
+    roles_by_cell: dict[tuple[int, int], list[str]] = {}
     for row in (row for row in rows if row.get("note")):
-        found.setdefault((row["context"], row["batch"]), []).append(models[row["model"]].role)
+        roles_by_cell.setdefault((row["context"], row["batch"]), []).append(models[row["model"]].role)
     return [
         f"out of memory at {length:,} tokens{f' in batches of {batch}' if batch > 1 else ''} ({', '.join(roles)})"
-        for (length, batch), roles in found.items()
-        if batch == 1 or (length, 1) not in found
+        for (length, batch), roles in roles_by_cell.items()
+        if batch == 1 or (length, 1) not in roles_by_cell
     ]
 
 

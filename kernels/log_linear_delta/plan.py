@@ -129,66 +129,66 @@ class LogLinearDeltaPlan(DeltaPlan):
         t, state = self.prepare()
         after = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
         groups = self.groups(FORWARD_MEMORY_SHARE)
-        kept = self.allocate_kept(groups, self.sizes.K)
+        states = self.allocate_kept(groups, self.sizes.K)
         wide = self.v.dtype if len(groups) == 1 else torch.float32  # several groups add to the output
         out = torch.empty(*self.q.shape[:4], self.sizes.V, dtype=wide, device=self.k.device)
         for group in groups:
-            state = self.climb(t, group, state, kept, after=after)
-            self.read(t, group, kept, out)
+            state = self.climb(t, group, state, states, after=after)
+            self.read(t, group, states, out)
         return out.to(self.v.dtype), after
 
     def prepare(self) -> tuple[WYTerms, Tensor | None]:
         """Return (the WY form of every chunk, the chunks' own states, None if `lowest_levels` computes them)."""
-        own = None if self.fused else self.state(0)
-        terms = launch_wy_forward(self, own)
-        if self.extra_RGKV is not None and own is not None:
-            own[self.sizes.table[:, 4]] += self.extra_RGKV.mT
-        return terms, own
+        chunk_states = None if self.fused else self.state(0)
+        terms = launch_wy_forward(self, chunk_states)
+        if self.extra_RGKV is not None and chunk_states is not None:
+            chunk_states[self.sizes.table[:, 4]] += self.extra_RGKV.mT
+        return terms, chunk_states
 
     def climb(
-        self, t: WYTerms, group: tuple[int, int], state: Tensor | None, kept: Tensor, *, after: Tensor | None = None,
+        self, t: WYTerms, group: tuple[int, int], state: Tensor | None, states: Tensor, *, after: Tensor | None = None,
         passed: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """Run levels low .. high - 1 from the states of level `low`; return those of level `high`. Fills `kept` and `passed`
+        """Run levels low .. high - 1 from the states of level `low`; return those of level `high`. Fills `states` and `passed`
         (`LevelStates`) from index 0, and the levels of `after`."""
         low, high = group
         for level in range(low, high):
             if self.fused and level < 2:
-                state = self.lowest(t, kept, passed) if level == 0 else state
+                state = self.lowest(t, states, passed) if level == 0 else state
                 continue
             assert state is not None
             bucket, ending = (None if x is None else x[level] for x in (self.bucket_lRGKV, after))
             parent = self.state(level + 1) if level + 1 < self.levels else None
             buffers = PairBuffers(state, parent, bucket, ending)
-            self.up(level, t, buffers, kept[level - low], None if passed is None else passed[level - low])
+            self.up(level, t, buffers, states[level - low], None if passed is None else passed[level - low])
             state = parent
         return state
 
-    def up(self, level: int, t: WYTerms, buffers: PairBuffers, kept: Tensor, passed: Tensor | None) -> None:
+    def up(self, level: int, t: WYTerms, buffers: PairBuffers, states: Tensor, passed: Tensor | None) -> None:
         """Run `level_up` on all pairs of a level."""
         s, (grid, pairs) = self.sizes, self.grid(level)
         level_up[grid](
-            GroupTensor.from_tensor(self.k), t.w, t.c, s.table, buffers.arguments(self.end_R), kept,
+            GroupTensor.from_tensor(self.k), t.w, t.c, s.table, buffers.arguments(self.end_R), states,
             buffers.state if passed is None else passed, level, self.top, pairs, **s.kernel, **buffers.flags, KEEP=True,
             PASSED=passed is not None, num_warps=s.warps(8192), num_stages=s.stages(3),
         )  # fmt: skip
 
-    def lowest(self, t: WYTerms, kept: Tensor, passed: Tensor | None) -> Tensor:
+    def lowest(self, t: WYTerms, states: Tensor, passed: Tensor | None) -> Tensor:
         """Run levels 0 and 1 in one launch; return the states of level 2."""
         s, groups, state = self.sizes, ((self.sizes.N - 1) >> 2) + 2, self.state(2)
-        second = kept if passed is None else passed
+        second = states if passed is None else passed
         lowest_levels[(s.R * groups, s.G, s.blocks)](
-            GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, state, (kept[0], kept[1]), (second[0], second[1]),
+            GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, state, (states[0], states[1]), (second[0], second[1]),
             self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
         return state
 
-    def read(self, t: WYTerms, group: tuple[int, int], kept: Tensor, out: Tensor) -> None:
+    def read(self, t: WYTerms, group: tuple[int, int], states: Tensor, out: Tensor) -> None:
         """Add what chunks read of these levels to `out`; for the lowest group, set `out` to that and what chunks read of
         themselves."""
         s, (low, high) = self.sizes, group
         chunk_forward[(s.R * s.N, s.G * s.J, s.blocks)](
-            *self.inputs, s.table, (t.c, t.y, t.w), kept, out, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0],
+            *self.inputs, s.table, (t.c, t.y, t.w), states, out, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0],
             **self.level_options, BUCKET=self.bucket_lRGKV is not None, INNER=low == 0, num_warps=4,
             maxnreg=s.max_registers,
         )  # fmt: skip
@@ -200,17 +200,17 @@ class LogLinearDeltaPlan(DeltaPlan):
         t, state = self.prepare()
         read = self.reads(t)
         groups, starts = self.groups(BACKWARD_MEMORY_SHARE), []
-        kept, passed = self.allocate_kept(groups, s.K), self.allocate_kept(groups, s.C)
+        entry_states, passed = self.allocate_kept(groups, s.K), self.allocate_kept(groups, s.C)
         for group in groups:
             starts.append(state)
-            state = self.climb(t, group, state, kept, passed=passed)
+            state = self.climb(t, group, state, entry_states, passed=passed)
         dbucket = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
         sums = self._empty_sums()
-        states = LevelStates(kept, passed, torch.empty_like(kept), torch.empty_like(passed))
+        states = LevelStates(entry_states, passed, torch.empty_like(entry_states), torch.empty_like(passed))
         down = None if self.levels else torch.zeros_like(self.state(0))
         for (low, high), start in zip(reversed(groups), reversed(starts)):
             if high < self.levels:  # the states of the last group are still there
-                self.climb(t, (low, high), start, kept, passed=passed)
+                self.climb(t, (low, high), start, entry_states, passed=passed)
             for level in range(high - 1, low - 1, -1):
                 above, down = down, self.state(level)
                 into, ending = (None if x is None else x[level] for x in (dbucket, dafter))
@@ -219,8 +219,8 @@ class LogLinearDeltaPlan(DeltaPlan):
             assert down is not None
             self._gather((low, high), t, (read, do), states, down, sums)
         dq, dv, dt = self._chunk_gradients(do, t, sums)
-        given = WYOutputGradients(sums.dw, sums.du, sums.dk, sums.dc, dt, dv)
-        dk, dv, dbeta, dgates = launch_wy_backward(self, t, given)
+        gradients = WYOutputGradients(sums.dw, sums.du, sums.dk, sums.dc, dt, dv)
+        dk, dv, dbeta, dgates = launch_wy_backward(self, t, gradients)
         dextra = None if self.extra_RGKV is None or down is None else down[s.table[:, 4]].mT
         return dq, dk, dv, dbeta, dgates, sums.dlevel, dbucket, dextra
 

@@ -142,7 +142,7 @@ class MLRAttentionFunction(torch.autograd.Function):
         ctx.constant_bias = biases if len(plan.ranks) == 1 and plan.softcap is None else None
         biases = biases if ctx.constant_bias is None else None
         out, lse = launch_forward(AttentionInputs(q, k, v, biases, ends, plan))
-        ctx.plan, ctx.values, ctx.parts = plan, values, [part.shape[2:] for part in parts[levels:]]
+        ctx.plan, ctx.values, ctx.parts = plan, values, [keys.shape[2:] for keys in parts[levels:]]
         ctx.save_for_backward(q, k, v, biases, ends, out, lse)
         return out[..., :values]
 
@@ -154,7 +154,7 @@ class MLRAttentionFunction(torch.autograd.Function):
         dq, dk, dv, dbiases = launch_backward(inputs, out, lse, align_rows(dout))
         dbiases = dbiases if ctx.constant_bias is None else torch.zeros_like(ctx.constant_bias)
         (slots, ranks), dims = zip(*ctx.parts), sum(ctx.plan.ranks)
-        dks = [part[:, :, part.shape[2] - n :] for part, n in zip(dk[..., :dims].split(ranks, -1), slots)]
+        dks = [dkey[:, :, dkey.shape[2] - n :] for dkey, n in zip(dk[..., :dims].split(ranks, -1), slots)]
         return None, None, dbiases, dv[..., : ctx.values], *dq[..., :dims].split(ranks, -1), *dks
 
 
@@ -163,12 +163,12 @@ def join_levels(parts: tuple[Tensor, ...]) -> Tensor:
     the slots that a level does not hold."""
     first = parts[0]
     offset, neighbours = first.storage_offset(), True
-    for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        neighbours &= same and part.stride() == first.stride() and part.storage_offset() == offset
-        offset += part.shape[-1]
+    for level_keys in parts:
+        same = level_keys.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        neighbours &= same and level_keys.stride() == first.stride() and level_keys.storage_offset() == offset
+        offset += level_keys.shape[-1]
     if neighbours and first.stride(-1) == 1:
-        size = (*first.shape[:-1], sum(part.shape[-1] for part in parts))
+        size = (*first.shape[:-1], sum(level_keys.shape[-1] for level_keys in parts))
         return first.as_strided(size, first.stride(), first.storage_offset())
     return pad_levels(parts)
 
@@ -176,7 +176,7 @@ def join_levels(parts: tuple[Tensor, ...]) -> Tensor:
 def pad_levels(parts: Sequence[Tensor]) -> Tensor:
     """Return the levels concatenated along their dimensions, with zeros in the slots that a level does not hold."""
     slots = parts[0].shape[2]
-    return torch.cat([F.pad(part, (0, 0, slots - part.shape[2], 0)) for part in parts], -1)
+    return torch.cat([F.pad(keys, (0, 0, slots - keys.shape[2], 0)) for keys in parts], -1)
 
 
 def align_rows(x: Tensor) -> Tensor:
@@ -292,32 +292,32 @@ def is_decode_step(terms: list[ScoreTerm], v_BGSV: Tensor, layout: KVLayout) -> 
 
 def stack_biases(terms: list[ScoreTerm]) -> Tensor | None:
     """Return biases_HZ of levels 2 .. L, or None if no level has a bias: a view if the biases are the columns of one matrix."""
-    given = [term.bias_GJ for term in terms[1:]]
-    if not given or all(bias is None for bias in given):
+    biases = [term.bias_GJ for term in terms[1:]]
+    if not biases or all(bias is None for bias in biases):
         return None
-    first = next(bias for bias in given if bias is not None)
-    groups, each = first.shape
+    first = next(bias for bias in biases if bias is not None)
+    groups, heads = first.shape
     columns = not torch.compiler.is_compiling() and all(  # traced tensors have no storage
         bias is not None
         and bias.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and bias.stride() == (each * len(given), len(given))
+        and bias.stride() == (heads * len(biases), len(biases))
         and bias.storage_offset() == first.storage_offset() + level
-        for level, bias in enumerate(given)
+        for level, bias in enumerate(biases)
     )
     if columns:
-        return first.as_strided((groups * each, len(given)), (len(given), 1))
+        return first.as_strided((groups * heads, len(biases)), (len(biases), 1))
     zero = torch.zeros_like(first)
-    return torch.stack([zero if bias is None else bias for bias in given], -1).flatten(0, 1).contiguous()
+    return torch.stack([zero if bias is None else bias for bias in biases], -1).flatten(0, 1).contiguous()
 
 
 def cumulative_biases(terms: list[ScoreTerm]) -> Tensor | None:
     """Return biases_HZ, the sum of the biases of the levels below z, z = 0 .. L; None if no level has a bias."""
-    given = next((term.bias_GJ for term in terms if term.bias_GJ is not None), None)
-    if given is None:
+    first = next((term.bias_GJ for term in terms if term.bias_GJ is not None), None)
+    if first is None:
         return None
-    zero = torch.zeros_like(given)
-    each = [zero, *(zero if term.bias_GJ is None else term.bias_GJ for term in terms)]
-    return torch.stack(each, -1).flatten(0, 1).float().cumsum(-1)
+    zero = torch.zeros_like(first)
+    biases = [zero, *(zero if term.bias_GJ is None else term.bias_GJ for term in terms)]
+    return torch.stack(biases, -1).flatten(0, 1).float().cumsum(-1)
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
@@ -351,9 +351,9 @@ def _op_forward(
     return out[..., : v.shape[-1]].contiguous(), lse
 
 
-def _op_backward(dout: Tensor, _: Tensor, *given: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k, v and biases; the forward's result is computed again. given: the operator's inputs."""
-    q, k, v, biases, ends, *plan = given
+def _op_backward(dout: Tensor, _: Tensor, *operands: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v and biases; the forward's result is computed again. operands: the operator's inputs."""
+    q, k, v, biases, ends, *plan = operands
     inputs, constant = _op_inputs(q, k, v, biases, ends, _plan(plan))
     out, lse = launch_forward(inputs)
     dq, dk, dv, dbiases = launch_backward(inputs, out, lse, align_rows(dout))

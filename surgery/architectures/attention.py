@@ -53,21 +53,21 @@ def _known_architecture(model: Any) -> Architecture | None:
 
 def _observed(model: Any) -> dict[str, ObservedAttention]:
     """Return the self-attention modules that a dry run of a model finds. Raise SurgeryError if none of them can be replaced."""
-    found = observe_attention(model)
-    if not found:
+    attentions = observe_attention(model)
+    if not attentions:
         raise SurgeryError(f"{type(model).__name__} cannot be given mixers: its forward ran no self-attention")
-    if all(each.refusal for each in found.values()):
-        path, first = next(iter(found.items()))
+    if all(attention.refusal for attention in attentions.values()):
+        path, first = next(iter(attentions.items()))
         raise SurgeryError(f"{type(model).__name__} cannot be given mixers: {path}: {first.refusal}")
-    return found
+    return attentions
 
 
 def _parent_layer(architecture: Architecture, path: str) -> str | None:
     """Return the path of the layer whose attention is at `path`, or None if the architecture has no attention there."""
     core = f".{architecture.core}" if architecture.core else ""
     lists = "|".join(re.escape(end) for end in architecture.layers)
-    found = re.fullmatch(rf"((?:.*\.)?(?:{lists})\.\d+)\.{re.escape(architecture.attention[0] + core)}", path)
-    return found[1] if found else None
+    match = re.fullmatch(rf"((?:.*\.)?(?:{lists})\.\d+)\.{re.escape(architecture.attention[0] + core)}", path)
+    return match[1] if match else None
 
 
 def attention_paths(model: Any) -> list[str]:
@@ -93,9 +93,9 @@ def output_path(model: Any, path: str) -> str:
     architecture = _known_architecture(model)
     if architecture is None:
         return _observed(model)[path].output
-    place = f"{_parent_layer(architecture, path)}.{architecture.attention[0]}"
+    sublayer = f"{_parent_layer(architecture, path)}.{architecture.attention[0]}"
     modules = dict(model.named_modules())
-    return next(p for p in (f"{place}.{end}" for end in architecture.output.split("|")) if p in modules)
+    return next(p for p in (f"{sublayer}.{end}" for end in architecture.output.split("|")) if p in modules)
 
 
 def key_value_heads(config: Any, architecture: Architecture | None) -> int:
@@ -138,33 +138,33 @@ def attention_shape(model: Any, path: str) -> AttentionShape:
 
 
 def _observed_shape(model: Any, path: str) -> AttentionShape:
-    found = _observed(model).get(path)
-    if found is None:
+    attention = _observed(model).get(path)
+    if attention is None:
         raise SurgeryError(f"{library_class(model).__name__} has no attention at {path!r} to replace by a mixer")
-    if found.shape is None:
+    if attention.shape is None:
         raise SurgeryError(
-            f"{path} cannot be given a mixer: {found.refusal}. Leave its layer out with attention.layers"
+            f"{path} cannot be given a mixer: {attention.refusal}. Leave its layer out with attention.layers"
         )
-    return found.shape
+    return attention.shape
 
 
-def _value_width(model: Any, architecture: Architecture, place: str, sizes: tuple[int, int, int]) -> int:
+def _value_width(model: Any, architecture: Architecture, sublayer: str, sizes: tuple[int, int, int]) -> int:
     """Return the output size of the value projection. Raise SurgeryError if the projections do not match the heads."""
     heads, groups, key = sizes
     modules = dict(model.named_modules())
     for fused in architecture.fused:
-        if (linear := modules.get(f"{place}.{fused.path}")) is not None and fused.roles[-1] == "attention.value":
+        if (linear := modules.get(f"{sublayer}.{fused.path}")) is not None and fused.roles[-1] == "attention.value":
             return _out_features(linear) - (heads + groups) * key
-    found = [
-        next(_out_features(modules[f"{place}.{end}"]) for end in role.split("|") if f"{place}.{end}" in modules)
+    outputs = [
+        next(_out_features(modules[f"{sublayer}.{end}"]) for end in role.split("|") if f"{sublayer}.{end}" in modules)
         for role in (architecture.query, architecture.key, architecture.value)
     ]
-    if found[0] != heads * key or found[1] != groups * key or found[2] % groups:
+    if outputs[0] != heads * key or outputs[1] != groups * key or outputs[2] % groups:
         raise SurgeryError(
-            f"{place}: projections with {found} outputs do not match {heads} query heads and {groups} key and value "
+            f"{sublayer}: projections with {outputs} outputs do not match {heads} query heads and {groups} key and value "
             f"heads of {key} dimensions"
         )
-    return found[2]
+    return outputs[2]
 
 
 def _out_features(linear: Any) -> int:

@@ -122,26 +122,26 @@ class Architecture:
 
     def linears(self) -> list[tuple[str, tuple[str, ...], FusedLinear | None, str]]:
         """Return (path in the layer, roles, fused linear or None, module that reads the residual stream or "") of each linear."""
-        found: list[tuple[str, tuple[str, ...], FusedLinear | None, str]] = []
+        entries: list[tuple[str, tuple[str, ...], FusedLinear | None, str]] = []
         sublayers = (
             ("attention", self.attention, ("query", "key", "value", "output"), self.residual_attention),
             ("mlp", self.mlp, ("gate", "up", "down"), self.residual_mlp),
         )
         for kind, places, roles, residuals in sublayers:
-            for i, place in enumerate(places):
+            for i, sublayer in enumerate(places):
                 last = residuals[i] if residuals else ""
                 for fused in self.fused:
                     if fused.roles[0].startswith(kind):
-                        found.append((_join(place, fused.path), fused.roles, fused, ""))
+                        entries.append((_join(sublayer, fused.path), fused.roles, fused, ""))
                 for role in roles:
                     for path in filter(None, getattr(self, role).split("|")):
                         residual = last if role in ("output", "down") else ""
-                        found.append((_join(place, path), (f"{kind}.{role}",), None, residual))
-        return found
+                        entries.append((_join(sublayer, path), (f"{kind}.{role}",), None, residual))
+        return entries
 
 
 def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
+    return ".".join(name for name in parts if name)
 
 
 _plugin_families: dict[str, Architecture] = {}

@@ -112,12 +112,12 @@ def own_attention_reason(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     for module in model.modules():
         name = type(module).__name__
-        if "attention" not in name.lower() or not any(isinstance(part, nn.Linear) for part in module.modules()):
+        if "attention" not in name.lower() or not any(isinstance(child, nn.Linear) for child in module.modules()):
             continue
         taken = set(inspect.signature(type(module).forward).parameters)
         used = [name for name in SCORE_ARGUMENTS if name in taken and getattr(config, name, True)]
         why = f"; {SCORE_ARGUMENTS[used[0]]}" if used else ""
-        if any(isinstance(part, nn.Linear) for part in module.children()):
+        if any(isinstance(child, nn.Linear) for child in module.children()):
             return f"{name} computes attention in its own forward, without transformers' attention functions{why}"
     return f"{type(model).__name__} computes attention in its own forward, without transformers' attention functions"
 
@@ -387,7 +387,7 @@ def _call_model(model: Any, inputs: dict[str, Tensor]) -> None:
 
 
 def _results_of(run: DryRun, calls: list[RecordedCall]) -> dict[str, ObservedAttention]:
-    found: dict[str, ObservedAttention] = {}
+    results: dict[str, ObservedAttention] = {}
     calls = [call for call in calls if call.k_BGTK.shape[2] == call.q_BHTK.shape[2]]  # others are cross-attention
     times = {call.path: sum(other.path == call.path for other in calls) for call in calls}
     owners: dict[int, list[str]] = {}
@@ -400,10 +400,10 @@ def _results_of(run: DryRun, calls: list[RecordedCall]) -> dict[str, ObservedAtt
                 raise SurgeryError(f"one pass of the model calls its attention function {times[call.path]} times")
             if shared:
                 raise SurgeryError(f"it shares its keys and values with {shared[0]}")
-            found[call.path] = ObservedAttention(_shape_of(run, call), call.output, "")
+            results[call.path] = ObservedAttention(_shape_of(run, call), call.output, "")
         except SurgeryError as error:
-            found[call.path] = ObservedAttention(None, call.output, str(error))
-    return found
+            results[call.path] = ObservedAttention(None, call.output, str(error))
+    return results
 
 
 # -- the shape of one module ---------------------------------------------------------------------------------
@@ -518,8 +518,8 @@ def _made_mask_pattern(mask: Any) -> tuple[bool, None]:
         raise SurgeryError("its mask adds a bias to the scores, which mixers do not compute")
     T = mask.shape[-1]
     for causal in (False, True):
-        wanted = torch.ones(T, T, dtype=torch.bool)
-        if bool((seen == (wanted.tril() if causal else wanted)).all()):
+        full = torch.ones(T, T, dtype=torch.bool)
+        if bool((seen == (full.tril() if causal else full)).all()):
             return causal, None
     raise SurgeryError("its mask is neither causal nor full")
 

@@ -74,9 +74,9 @@ class ExpertLayout:
         """Return the length of the output axis of an expert's part, a matrix or a bias, of this shape."""
         return shape[-1] if self.transposed or len(shape) == 1 else shape[0]
 
-    def take(self, part: Tensor, outputs: slice) -> Tensor:
+    def take(self, stored: Tensor, outputs: slice) -> Tensor:
         """Return a view of some outputs of an expert's part of a merged parameter, as (out, in), or (out,) of a bias."""
-        return part[:, outputs].mT if self.transposed and part.dim() == 2 else part[outputs]
+        return stored[:, outputs].mT if self.transposed and stored.dim() == 2 else stored[outputs]
 
     def merge(self, merged: str, experts: list[dict[str, Tensor]]) -> Tensor:
         """Return the merged parameter `merged` of the tensors of each expert by their names, in the dtype of the first."""
@@ -86,9 +86,9 @@ class ExpertLayout:
         shape = (outputs, *first.shape[1:])
         shape = shape[::-1] if self.transposed else shape
         together = torch.empty(len(experts), *shape, dtype=first.dtype, device=first.device)
-        for part, tensors in zip(together, experts):
+        for stored, tensors in zip(together, experts):
             for name, rows in self.pieces(merged, outputs):
-                self.take(part, rows).copy_(tensors[name])
+                self.take(stored, rows).copy_(tensors[name])
         return together
 
 
@@ -122,8 +122,8 @@ def activation_of(module: Any) -> nn.Module:
     """Return what joins gate and up in a merged experts module: a ClampedGating, or the activation of act(gate) * up."""
     if type(module).__name__ == "GptOssExperts":
         return ClampedGating(module.alpha, module.limit)
-    found: nn.Module = module.act_fn
-    return found
+    activation: nn.Module = module.act_fn
+    return activation
 
 
 def stored_layout(model: Any) -> ExpertLayout | None:
@@ -142,14 +142,14 @@ def stored_layout(model: Any) -> ExpertLayout | None:
             continue
         changed = True
         operations = [type(operation).__name__ for operation in rule.operations]
-        found = [_expert_linear(pattern) for pattern in rule._original_source_patterns]
-        if len(rule.target_patterns) != 1 or None in found:
+        linears = [_expert_linear(pattern) for pattern in rule._original_source_patterns]
+        if len(rule.target_patterns) != 1 or None in linears:
             continue
         target = rule.target_patterns[0].replace("\\", "")
         if target.endswith(f"experts.{MERGED_GATE_UP}") and operations == ["MergeModulelist", "Concatenate"]:
-            gate_up = [name for name in found if name]
+            gate_up = [name for name in linears if name]
         elif target.endswith(f"experts.{MERGED_DOWN}") and operations == ["MergeModulelist"]:
-            down = [name for name in found if name]
+            down = [name for name in linears if name]
     if len(gate_up) == 2 and len(down) == 1:
         return ExpertLayout(ExpertNames(gate_up[0], gate_up[1], down[0]))
     return None if changed else ExpertLayout(stored_merged=True)
@@ -157,8 +157,8 @@ def stored_layout(model: Any) -> ExpertLayout | None:
 
 def _expert_linear(pattern: str) -> str | None:
     """Return the linear's name in a pattern such as mlp.experts.*.gate_proj.weight, or None."""
-    found = re.fullmatch(r"(?:.*\.)?experts\.?\*\.(\w+)\.weight", pattern.replace("\\", ""))
-    return found[1] if found else None
+    match = re.fullmatch(r"(?:.*\.)?experts\.?\*\.(\w+)\.weight", pattern.replace("\\", ""))
+    return match[1] if match else None
 
 
 def is_merge_rule(rule: Any) -> bool:

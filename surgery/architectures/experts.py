@@ -80,8 +80,8 @@ class RoutedExperts(nn.Module):
 
     def expert(self, index: int) -> ExpertMLP:
         """Return the expert of an index."""
-        found: Any = self._modules[str(index)]
-        return found
+        mlp: Any = self._modules[str(index)]
+        return mlp
 
     def gating(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return the input of an expert's down projection, (.., F), from the outputs of gate and up, (.., F)."""
@@ -167,8 +167,8 @@ def keep_experts_split(model: Any) -> None:
 
     rules = getattr(model, "_weight_conversions", None)
     if rules is None:  # the model was built from a config: the rules that save_pretrained would look up
-        found = get_model_conversion_mapping(model, add_legacy=False) or []
-        rules = [rule for rule in found if not isinstance(rule, PrefixChange)]
+        mapping = get_model_conversion_mapping(model, add_legacy=False) or []
+        rules = [rule for rule in mapping if not isinstance(rule, PrefixChange)]
     model._weight_conversions = [rule for rule in rules if not is_merge_rule(rule)]
 
 
@@ -194,11 +194,11 @@ def split_obstacle(module: Any, stored: ExpertLayout | None) -> str:
     if stored is None:
         return "transformers changes their tensors on loading"
     layout = _layout(module, stored)
-    own = {name for name, parameter in module._parameters.items() if parameter is not None}
+    names = {name for name, parameter in module._parameters.items() if parameter is not None}
     if not stored.stored_merged and (getattr(module, "is_transposed", False) or getattr(module, "has_bias", False)):
         return "it stores the transposed matrices" if module.is_transposed else "its experts have biases"
-    if own != set(layout.merged_names()) or not getattr(module, "has_gate", True):
-        return f"its parameters are {', '.join(sorted(own))}"
+    if names != set(layout.merged_names()) or not getattr(module, "has_gate", True):
+        return f"its parameters are {', '.join(sorted(names))}"
     if known_layout(module) is None:
         if not getattr(module, "is_concatenated", True):
             return "it interleaves the rows of gate and up"
@@ -227,13 +227,13 @@ def _wrong_shapes(module: Any, layout: ExpertLayout) -> str:
     if len(gate_up) == len(down) == 3:
         count, rows, hidden = (gate_up[0], *(gate_up[:0:-1] if layout.transposed else gate_up[1:]))
         matrix = (hidden, rows // 2)
-        wanted: dict[str, tuple[int, ...]] = {
+        expected: dict[str, tuple[int, ...]] = {
             MERGED_GATE_UP: gate_up,
             MERGED_DOWN: (count, *(matrix[::-1] if layout.transposed else matrix)),
         }
         if layout.bias:
-            wanted |= {f"{MERGED_GATE_UP}_bias": (count, rows), f"{MERGED_DOWN}_bias": (count, hidden)}
-        if rows % 2 == 0 and shapes == wanted:
+            expected |= {f"{MERGED_GATE_UP}_bias": (count, rows), f"{MERGED_DOWN}_bias": (count, hidden)}
+        if rows % 2 == 0 and shapes == expected:
             return ""
     return f"its parameters have shapes {' and '.join(str(list(shape)) for shape in shapes.values())}"
 
@@ -246,39 +246,39 @@ def split_experts(model: Any) -> list[MergedExperts]:
     The parameters of the new linears are rows of the merged parameters and share their memory; those of transposed matrices are copies.
     On the meta device they are empty.
     """
-    left = describe_merged_experts(model)
+    merged = describe_merged_experts(model)
     if any(
-        experts.reason for experts in left
+        experts.reason for experts in merged
     ):  # transformers' conversion rules apply to all experts of a model or to none
-        return left
-    stored = stored_layout(model) if left else None
-    count = sum(int(model.get_submodule(experts.path).gate_up_proj.shape[0]) for experts in left)
+        return merged
+    stored = stored_layout(model) if merged else None
+    count = sum(int(model.get_submodule(experts.path).gate_up_proj.shape[0]) for experts in merged)
     if count > MAX_EXPERTS:
         raise SurgeryError(
-            f"{type(model).__name__} has {count:,} experts in {len(left)} layers, over {MAX_EXPERTS:,}, which no model has. Check the number of "
+            f"{type(model).__name__} has {count:,} experts in {len(merged)} layers, over {MAX_EXPERTS:,}, which no model has. Check the number of "
             "experts in config.json"
         )
-    for experts in left:
+    for experts in merged:
         assert stored is not None
         module: Any = model.get_submodule(experts.path)
         routed = _split(module, _layout(module, stored))
         if not routed.layout.weighs_inputs:
             model.set_submodule(experts.path, routed)
             continue
-        place = experts.path.rpartition(".")[0]
-        block = InputWeightedBlock(model.get_submodule(place), routed)
-        model.set_submodule(place, block.train(module.training))
+        parent = experts.path.rpartition(".")[0]
+        block = InputWeightedBlock(model.get_submodule(parent), routed)
+        model.set_submodule(parent, block.train(module.training))
     return []
 
 
 def describe_merged_experts(model: Any) -> list[MergedExperts]:
     """Return the modules with merged experts of a model, each with the reason why it cannot be split ("" if all can be split)."""
-    found = merged_experts(model)
-    stored = stored_layout(model) if found else None
-    reasons = [split_obstacle(module, stored) for _, module in found]
+    merged = merged_experts(model)
+    stored = stored_layout(model) if merged else None
+    reasons = [split_obstacle(module, stored) for _, module in merged]
     return [
         MergedExperts(path, type(module).__name__, sum(p.numel() for p in module.parameters()), reason or max(reasons))
-        for (path, module), reason in zip(found, reasons)
+        for (path, module), reason in zip(merged, reasons)
     ]
 
 
@@ -291,11 +291,11 @@ def _split(module: Any, layout: ExpertLayout) -> RoutedExperts:
         for name, rows in layout.pieces(merged, layout.outputs(parameter.shape[1:])):
             linear, _, tensor = name.rpartition(".")
             for index in range(count):
-                place: Any = routed.expert(index)._modules[linear]
-                piece = getattr(place, tensor).detach()
+                linear_module: Any = routed.expert(index)._modules[linear]
+                piece = getattr(linear_module, tensor).detach()
                 if not parameter.is_meta:
                     piece = layout.take(parameter.detach()[index], rows).contiguous()
-                setattr(place, tensor, nn.Parameter(piece, requires_grad=parameter.requires_grad))
+                setattr(linear_module, tensor, nn.Parameter(piece, requires_grad=parameter.requires_grad))
     routed.train(module.training)
     routed.merged_class = type(module)
     return routed
@@ -313,7 +313,7 @@ def merge_experts(model: Any) -> None:
     if not routed or not plain or not all(module.layout.stored_merged for _, module in routed):
         return
     for path, module in routed:
-        place, _, leaf = path.rpartition(".")
+        parent, _, leaf = path.rpartition(".")
         with torch.device("meta"):
             merged: Any = module.merged_class(model.config.get_text_config())
         experts = [dict(module.expert(index).named_parameters()) for index in range(module.num_experts)]
@@ -321,9 +321,9 @@ def merge_experts(model: Any) -> None:
             tensor = module.layout.merge(name, [{key: p.detach() for key, p in expert.items()} for expert in experts])
             setattr(merged, name, nn.Parameter(tensor, requires_grad=next(iter(experts[0].values())).requires_grad))
         merged.train(module.training)
-        block: Any = model.get_submodule(place)
+        block: Any = model.get_submodule(parent)
         if isinstance(block, InputWeightedBlock):
-            model.set_submodule(place, block.unweighted(merged, model.config.get_text_config()))
+            model.set_submodule(parent, block.unweighted(merged, model.config.get_text_config()))
         else:
             setattr(block, leaf, merged)
 

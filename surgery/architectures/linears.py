@@ -87,9 +87,9 @@ def find_linears(model: Any) -> ModelLayout:
         tower = tower_name(model, path)
         for i, layer in enumerate(stack):
             towers[f"{path}.{i}"] = tower
-            found = _layer_linears(layer, f"{path}.{i}", i, len(stack), known)
-            found = [replace(linear, known=known is not None, tower=tower) for linear in found]
-            linears += _with_routing(layer, f"{path}.{i}", found, experts_per_token(model.config))
+            layer_linears = _layer_linears(layer, f"{path}.{i}", i, len(stack), known)
+            layer_linears = [replace(linear, known=known is not None, tower=tower) for linear in layer_linears]
+            linears += _with_routing(layer, f"{path}.{i}", layer_linears, experts_per_token(model.config))
     for path, module in model.named_modules():
         if is_linear(module) and not any(path.startswith(layer + ".") for layer in towers):
             linear = _linear_info(module, path, ("head",) if path == head else (), "", None, 0)
@@ -136,14 +136,14 @@ def _layer_linears(
     known: dict[str, tuple[tuple[str, ...], FusedLinear | None, str]] = {}
     for path, roles, fused, residual in architecture.linears() if architecture else ():
         known.setdefault(path, (roles, fused, residual))
-    found = []
+    linears = []
     for path, module in layer.named_modules():
         if not is_linear(module):
             continue
         roles, fused, residual = known.get(path, ((), None, ""))
         base = _linear_info(module, f"{prefix}.{path}", roles, prefix, index, count)
-        found.append(LinearInfo(**{**base.__dict__, "fused": fused, "residual": residual}))
-    return found
+        linears.append(LinearInfo(**{**base.__dict__, "fused": fused, "residual": residual}))
+    return linears
 
 
 def _with_routing(layer: nn.Module, prefix: str, linears: list[LinearInfo], selected: int | None) -> list[LinearInfo]:
@@ -152,11 +152,11 @@ def _with_routing(layer: nn.Module, prefix: str, linears: list[LinearInfo], sele
     blocks = {path.rpartition(".")[0] for path in routed} | {
         path.rpartition(".")[0] for path, _ in merged_experts(layer)
     }
-    found = []
+    adjusted = []
     for linear in linears:
         path = linear.path[len(prefix) + 1 :]
-        place, _, name = path.rpartition(".")
-        experts, _, index = place.rpartition(".")
+        parent, _, name = path.rpartition(".")
+        experts, _, index = parent.rpartition(".")
         if experts in routed:
             module = routed[experts]
             role = module.names.roles()[name]
@@ -164,15 +164,15 @@ def _with_routing(layer: nn.Module, prefix: str, linears: list[LinearInfo], sele
             linear = replace(
                 linear, roles=(role,), experts=f"{prefix}.{experts}", expert=int(index), active=active, residual=""
             )
-        elif place in blocks:  # beside the experts: a router, or the gate of a shared expert
+        elif parent in blocks:  # beside the experts: a router, or the gate of a shared expert
             linear = replace(linear, roles=(), fused=None, residual="", router=True)
-        found.append(linear)
-    return found
+        adjusted.append(linear)
+    return adjusted
 
 
 def _known_layer_lists(model: nn.Module, architecture: Architecture) -> list[tuple[str, nn.ModuleList]]:
     """Return the ModuleLists at the architecture's paths whose first layer has an attention output projection."""
-    found = []
+    lists = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
@@ -181,8 +181,8 @@ def _known_layer_lists(model: nn.Module, architecture: Architecture) -> list[tup
         inside = {name for name, m in module[0].named_modules() if is_linear(m)}
         needed = [p for p, roles, _, _ in architecture.linears() if "attention.output" in roles]
         if inside & set(needed):
-            found.append((path, module))
-    return found
+            lists.append((path, module))
+    return lists
 
 
 def _layer_lists(model: Any) -> list[tuple[str, nn.ModuleList, Architecture | None]]:
@@ -210,17 +210,17 @@ def _guess_layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     If some are layers of transformers (GradientCheckpointingLayer), the other lists of their tower are parts of another kind, for example
     projections between towers, and are left out.
     """
-    found: list[tuple[str, nn.ModuleList]] = []
+    lists: list[tuple[str, nn.ModuleList]] = []
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(path.startswith(p + ".") for p, _ in found):
+        if not isinstance(module, nn.ModuleList) or any(path.startswith(p + ".") for p, _ in lists):
             continue
         alike = len({type(layer) for layer in module}) == 1 or all(map(is_repeated_layer, module))
         if len(module) and alike and any(is_linear(m) for m in module.modules()):
-            found.append((path, module))
-    repeated = {tower_name(model, path) for path, stack in found if all(map(is_repeated_layer, stack))}
+            lists.append((path, module))
+    repeated = {tower_name(model, path) for path, stack in lists if all(map(is_repeated_layer, stack))}
     return [
         (path, stack)
-        for path, stack in found
+        for path, stack in lists
         if tower_name(model, path) not in repeated or all(map(is_repeated_layer, stack))
     ]
 

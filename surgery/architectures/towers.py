@@ -15,12 +15,12 @@ TEXT = "text"
 
 def owner_config(model: Any, path: str) -> Any:
     """Return the config of the innermost model of transformers that contains the module at `path`."""
-    found, module = model.config, model
-    for part in path.split(".")[:-1]:
-        module = getattr(module, part)
+    config, module = model.config, model
+    for name in path.split(".")[:-1]:
+        module = getattr(module, name)
         if hasattr(module, "get_input_embeddings") and getattr(module, "config", None) is not None:  # a PreTrainedModel
-            found = module.config
-    return found
+            config = module.config
+    return config
 
 
 def tower_name(model: Any, path: str) -> str:
@@ -32,8 +32,8 @@ def tower_name(model: Any, path: str) -> str:
     if owner is config:
         return ""
     parts = list(_parts(config))
-    found = next((name for name, part in parts if part is owner), None)
-    return found or next((name for name, part in parts if type(part) is type(owner)), "")
+    exact = next((name for name, tower in parts if tower is owner), None)
+    return exact or next((name for name, tower in parts if type(tower) is type(owner)), "")
 
 
 def tower_names(model: Any) -> list[str]:
@@ -44,16 +44,20 @@ def tower_names(model: Any) -> list[str]:
 def _parts(config: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, config) of the parts of a config, and of their parts."""
     for key in getattr(type(config), "sub_configs", None) or ():
-        part = getattr(config, key, None)
-        if part is not None and not isinstance(part, dict):
-            yield key.removesuffix("_config"), part
-            yield from _parts(part)
+        inner = getattr(config, key, None)
+        if inner is not None and not isinstance(inner, dict):
+            yield key.removesuffix("_config"), inner
+            yield from _parts(inner)
 
 
 def architecture_at(model: Any, path: str) -> Architecture | None:
     """Return the architecture of the layers in the list at `path`, or None if their model type has none."""
-    found = get_architecture(getattr(owner_config(model, path), "model_type", ""))
-    return found if found is not None or tower_name(model, path) else get_architecture(model.config.model_type)
+    architecture = get_architecture(getattr(owner_config(model, path), "model_type", ""))
+    return (
+        architecture
+        if architecture is not None or tower_name(model, path)
+        else get_architecture(model.config.model_type)
+    )
 
 
 def text_config(model: Any) -> Any:
@@ -71,25 +75,25 @@ def default_towers(model: Any, towers: Iterable[str]) -> set[str]:
 
     For a model that generates text from text and images or sound, these are the text tower; for all others, every tower.
     """
-    found = set(towers)
+    names = set(towers)
     generates = hasattr(model, "can_generate") and model.can_generate()
-    return {TEXT} if generates and TEXT in found and len(found) > 1 else found
+    return {TEXT} if generates and TEXT in names and len(names) > 1 else names
 
 
-def select_towers(model: Any, towers: Iterable[str], wanted: str | tuple[str, ...]) -> set[str]:
-    """Return the towers that a recipe converts. wanted: "auto", "all", or names.
+def select_towers(model: Any, towers: Iterable[str], asked: str | tuple[str, ...]) -> set[str]:
+    """Return the towers that a recipe converts. asked: "auto", "all", or names.
 
     Raises SurgeryError for a name that the model does not have.
     """
-    found = list(dict.fromkeys(towers))
-    if wanted == "all":
-        return set(found)
-    if wanted == "auto":
-        return default_towers(model, found)
-    names = (wanted,) if isinstance(wanted, str) else wanted
+    known_towers = list(dict.fromkeys(towers))
+    if asked == "all":
+        return set(known_towers)
+    if asked == "auto":
+        return default_towers(model, known_towers)
+    names = (asked,) if isinstance(asked, str) else asked
     for name in names:
-        if name not in found or not name:
-            known = [tower for tower in found if tower]
+        if name not in known_towers or not name:
+            known = [tower for tower in known_towers if tower]
             rule = f"{suggestion(name, known)}, or all" if known else "; it has no towers, so leave the key out"
             raise SurgeryError(f"towers: {type(model).__name__} has no tower {name!r}{rule}")
     return set(names)

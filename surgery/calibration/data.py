@@ -69,9 +69,9 @@ class CalibrationSet:
 
     def subset(self, share: float) -> CalibrationSet:
         """Return a set with a share of the rows to fit to, and all held-out rows."""
-        kept = max(1, round(self.n_fit * share))
-        rows = [*range(kept), *range(self.n_fit, self.rows)]
-        return CalibrationSet({k: v[rows] for k, v in self.inputs.items()}, kept, len(rows), self.packed)
+        n_fit = max(1, round(self.n_fit * share))
+        rows = [*range(n_fit), *range(self.n_fit, self.rows)]
+        return CalibrationSet({k: v[rows] for k, v in self.inputs.items()}, n_fit, len(rows), self.packed)
 
     def fit_inputs(self) -> dict[str, Tensor]:
         """Return the inputs of the rows to fit to."""
@@ -159,10 +159,10 @@ def align_left(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
             continue
         real_BT, length = mask_BT.ne(0).long(), mask_BT.shape[1]
         start_B, last_B = real_BT.argmax(1), real_BT.cumsum(1).argmax(1)  # both 0 for a row of padding alone
-        kept = length if has_decoder else int((last_B - start_B).max()) + 1
-        if kept == length and not bool(start_B.any()):
+        columns = length if has_decoder else int((last_B - start_B).max()) + 1
+        if columns == length and not bool(start_B.any()):
             continue
-        index_BT = (start_B[:, None] + torch.arange(kept)) % length
+        index_BT = (start_B[:, None] + torch.arange(columns)) % length
         for name, x in inputs.items():
             of_mask = name.startswith("decoder_") == bool(prefix) and not name.startswith(("labels", "pixel_values"))
             if of_mask and x.shape[:2] == mask_BT.shape:
@@ -210,18 +210,18 @@ def read_labels(inputs: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
 def _decoder_token(model: Any, key: str) -> int:
     """Return a token id of the model's config or generation config; 0 without one."""
     places = (model.config, getattr(model, "generation_config", None), model.config.get_text_config())
-    found = next((getattr(place, key) for place in places if getattr(place, key, None) is not None), 0)
-    return int(found)
+    token = next((getattr(config, key) for config in places if getattr(config, key, None) is not None), 0)
+    return int(token)
 
 
 def token_embedding(model: Any) -> Any:
     """Return the embedding of a model's input ids, or None if it is not known."""
     try:
-        found = model.get_input_embeddings()
+        embedding = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):  # models of two towers
         tokens = [m for path, m in model.named_modules() if path.endswith(("token_embedding", "embed_tokens"))]
-        found = tokens[0] if tokens else None
-    return found if isinstance(found, torch.nn.Embedding) else None
+        embedding = tokens[0] if tokens else None
+    return embedding if isinstance(embedding, torch.nn.Embedding) else None
 
 
 PLACEHOLDER_KEYS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
@@ -229,8 +229,8 @@ PLACEHOLDER_KEYS = ("image_token_id", "image_token_index", "video_token_id", "vi
 
 def placeholder_tokens(config: Any) -> set[int]:
     """Return the token ids of a config that stand for images, videos or sound, and are replaced by their features."""
-    found = {getattr(config, key, None) for key in (*PLACEHOLDER_KEYS, "audio_token_index")}
-    return {token for token in found if isinstance(token, int)}
+    tokens = {getattr(config, key, None) for key in (*PLACEHOLDER_KEYS, "audio_token_index")}
+    return {token for token in tokens if isinstance(token, int)}
 
 
 def check_model_inputs(inputs: dict[str, Tensor], model: Any) -> None:
@@ -248,10 +248,10 @@ def check_model_inputs(inputs: dict[str, Tensor], model: Any) -> None:
     vocabulary = getattr(token_embedding(model), "num_embeddings", None)
     for name, ids in inputs.items():
         if name.endswith("input_ids") and vocabulary is not None:
-            kept = ids
+            real_ids = ids
             for token in placeholder_tokens(model.config):
-                kept = kept[kept != token]
-            low, high = (int(kept.min()), int(kept.max())) if kept.numel() else (0, 0)
+                real_ids = real_ids[real_ids != token]
+            low, high = (int(real_ids.min()), int(real_ids.max())) if real_ids.numel() else (0, 0)
             if ids.dim() != 2 or ids.is_floating_point() or low < 0 or high >= vocabulary:
                 raise SurgeryError(
                     f"calibration inputs: {name} holds {ids.dtype} {list(ids.shape)} from {low} to {high}; it must hold "
@@ -522,20 +522,20 @@ def text_windows(
     """
     prefix, suffix = special_tokens(tokenizer)
     before, after = document_tokens(tokenizer)
-    body, wanted = length - len(prefix) - len(suffix), max(1, tokens // length)
+    body, windows = length - len(prefix) - len(suffix), max(1, tokens // length)
     ids: list[int] = []
     for document in filter(None, documents):
         ids += [*after, *before] if ids else []
-        for part in _split_document(document):
-            ids += tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-            if len(ids) >= wanted * body:
+        for passage in _split_document(document):
+            ids += tokenizer(passage, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) >= windows * body:
                 break
-        if len(ids) >= wanted * body:
+        if len(ids) >= windows * body:
             break
-    count = min(wanted, len(ids) // body)
-    if wanted < 2:
+    count = min(windows, len(ids) // body)
+    if windows < 2:
         raise SurgeryError(
-            f"{tokens:,} tokens make {wanted} window of {length}; at least two are needed. Set more tokens, or a length of "
+            f"{tokens:,} tokens make {windows} window of {length}; at least two are needed. Set more tokens, or a length of "
             f"{max(8, tokens // 4)} or less"
         )
     if count < 2:
@@ -569,7 +569,7 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
 def end_token(tokenizer: Any) -> int | None:
     """Return the token that ends a document: the tokenizer's end of text, or its separator ([SEP])."""
     ids = (getattr(tokenizer, name, None) for name in ("eos_token_id", "sep_token_id"))
-    return next((int(found) for found in ids if found is not None), None)
+    return next((int(token) for token in ids if token is not None), None)
 
 
 def document_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -53,7 +53,7 @@ def read_captions(path: Path) -> dict[str, str]:
     """Return the caption of each image by file name; {} without the file. Raises SurgeryError for a line of another form."""
     if not path.is_file():
         return {}
-    found: dict[str, str] = {}
+    captions: dict[str, str] = {}
     for number, line in enumerate(decode_text(path)[0].split("\n"), start=1):
         try:
             row = json.loads(line) if line.strip() else None
@@ -64,8 +64,8 @@ def read_captions(path: Path) -> dict[str, str]:
         name, text = (row.get("file_name"), row.get("text")) if isinstance(row, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(text, str):
             raise SurgeryError(f'{path}, line {number} must be {{"file_name": "..", "text": ".."}} (got {line[:80]!r})')
-        found[name] = text.encode("utf-8", "replace").decode()  # tokenizers take no lone surrogates
-    return found
+        captions[name] = text.encode("utf-8", "replace").decode()  # tokenizers take no lone surrogates
+    return captions
 
 
 def load_processor(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -78,13 +78,13 @@ def load_processor(folder: Path, trust_remote_code: bool = False) -> Any:
     kinds: tuple[Any, ...] = (AutoProcessor, AutoImageProcessor)
     for auto in kinds:
         try:
-            found = auto.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            processor = auto.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
             check_environment(error)
             reasons.append(" ".join(str(error).split())[:200])
             continue
-        if hasattr(found, "image_processor") or hasattr(found, "image_mean"):
-            return found
+        if hasattr(processor, "image_processor") or hasattr(processor, "image_mean"):
+            return processor
     raise SurgeryError(
         f"{folder} has no processor of images that transformers can load ({'; '.join(reasons) or 'only a tokenizer'}). Put "
         "preprocessor_config.json or processor_config.json beside the weights, or give model inputs in a .safetensors file"
@@ -136,14 +136,14 @@ def _process(processor: Any, config: Any, image: Any, caption: str, path: Path) 
         if not reads_image:
             arguments |= {"padding": "max_length", "truncation": True}
     try:
-        found = processor(**arguments)
+        features = processor(**arguments)
     except Exception as error:  # processors raise errors of many kinds
         check_environment(error)
         raise SurgeryError(
             f"{path}: {type(processor).__name__} cannot read it ({type(error).__name__}: {' '.join(str(error).split())[:200]}). Give model "
             "inputs in a .safetensors file"
         ) from None
-    return {name: value for name, value in found.items() if isinstance(value, Tensor) and value.dim()}
+    return {name: value for name, value in features.items() if isinstance(value, Tensor) and value.dim()}
 
 
 def _chat(processor: Any, caption: str) -> str:

@@ -73,8 +73,8 @@ class ChunkedLMHead:
             logits_NV = self.logits(hidden_ND, weight, bias)
             total_N = torch.logaddexp(total_N, logits_NV.logsumexp(-1))
             inside = (labels_N >= first) & (labels_N < first + len(weight))
-            place = (labels_N - first).clamp(0, len(weight) - 1)
-            chosen_N += torch.where(inside, logits_NV.gather(1, place[:, None])[:, 0], 0.0)
+            index_N = (labels_N - first).clamp(0, len(weight) - 1)
+            chosen_N += torch.where(inside, logits_NV.gather(1, index_N[:, None])[:, 0], 0.0)
         return total_N - chosen_N
 
     def linear_logits(self, linear: nn.Module, hidden_ND: Tensor) -> Tensor:
@@ -140,8 +140,8 @@ class ChunkedLMHead:
 
     def weight_rows(self, label_N: Tensor) -> Tensor:
         """Return the rows of W for the labels, (N, D)."""
-        unique, place = torch.unique(label_N.cpu(), return_inverse=True)
-        return read_rows(self.weight, unique).float().to(self.device)[place.to(self.device)]
+        unique, index_N = torch.unique(label_N.cpu(), return_inverse=True)
+        return read_rows(self.weight, unique).float().to(self.device)[index_N.to(self.device)]
 
     @torch.no_grad()
     def logit_gradient_energy(self, hidden_ND: Tensor, total_N: Tensor, label_N: Tensor) -> Tensor:

@@ -90,18 +90,18 @@ class InputMoments:
             target.energy += inner_product(y_NO, y_NO)
             target.k_OI.addmm_(y_NO.mT, x_NI)
 
-    def ordered_reduce(self, part: InputMoments, round_: Round, ranks: DistContext, first: bool) -> None:
+    def ordered_reduce(self, addend: InputMoments, round_: Round, ranks: DistContext, first: bool) -> None:
         """Add the sums of the row shards of a round, in the order of the shards. Each process adds some of the matrix rows.
 
-        part: the sums of this process's shard. first: whether this is the first round.
+        addend: the sums of this process's shard. first: whether this is the first round.
         """
-        for mine, other in zip(self.tensors(), part.tensors()):
+        for mine, other in zip(self.tensors(), addend.tensors()):
             ranks.ordered_reduce_(mine, other, round_.owners, first)
-        energies = {name: target.energy for name, target in part.targets.items()}
-        per_rank = ranks.gather((part.count, part.diverged, energies))
-        for count, diverged, found in (per_rank[owner] for owner in round_.owners):
+        energies = {name: target.energy for name, target in addend.targets.items()}
+        per_rank = ranks.gather((addend.count, addend.diverged, energies))
+        for count, diverged, of_rank in (per_rank[owner] for owner in round_.owners):
             self.count, self.diverged = self.count + count, self.diverged or diverged
-            for name, energy in found.items():
+            for name, energy in of_rank.items():
                 self.targets[name].energy += energy
 
     def borrow(self, shared: InputMoments, rows: int) -> None:

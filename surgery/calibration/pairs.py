@@ -74,10 +74,10 @@ def pair_inputs(
             f"{where}: at least two pairs of texts are needed, each with a token of input and of target (got {len(inputs)} pairs)"
         )
     pad = tokenizer.pad_token_id if getattr(tokenizer, "pad_token_id", None) is not None else 0
-    found = {"input_ids": _pad(inputs, pad), "labels": _pad(targets, IGNORED_LABEL)}
+    inputs_and_labels = {"input_ids": _pad(inputs, pad), "labels": _pad(targets, IGNORED_LABEL)}
     if len(set(map(len, inputs))) > 1:
-        found["attention_mask"] = _pad([[1] * len(row) for row in inputs], 0)
-    return found
+        inputs_and_labels["attention_mask"] = _pad([[1] * len(row) for row in inputs], 0)
+    return inputs_and_labels
 
 
 def _pad(rows: list[list[int]], value: int) -> Tensor:

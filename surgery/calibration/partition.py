@@ -68,8 +68,8 @@ class RowPartition:
         return [self._round(shards[i : i + count], past) for i in range(0, len(shards), count)]
 
     def _round(self, shards: list[RowShard], past: int) -> Round:
-        own = [range(p.first + past, p.last + past) for p in shards if p.owner == self.ranks.index]
-        return Round(tuple(shard.owner for shard in shards), own[0] if own else range(0))
+        ranges = [range(p.first + past, p.last + past) for p in shards if p.owner == self.ranks.index]
+        return Round(tuple(shard.owner for shard in shards), ranges[0] if ranges else range(0))
 
     def row_owners(self, rows: int) -> Iterator[tuple[int, int, int]]:
         """Yield (first, last, owner) for all rows."""

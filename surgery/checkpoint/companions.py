@@ -78,24 +78,26 @@ def subfolder_files(folder: Path) -> CompanionFiles:
     Raises SurgeryError if there are more than MAX_FILES.
     """
     files: list[Path] = []
-    left = _left_in_folder(folder)
+    left_out = _left_in_folder(folder)
     modules = module_folders(folder)
-    for here in _folders(folder, folder, modules, left):
+    for here in _folders(folder, folder, modules, left_out):
         name = here.relative_to(folder).as_posix()
         entries = sorted(p for p in here.iterdir() if p.is_file() or p.is_symlink())
         module = any(name == m or name.startswith(f"{m}/") for m in modules)
         foreign = [p for p in entries if p.suffix.lower() in FOREIGN]
         if foreign and not module:
-            left.append(f"{name}/: it holds weights of another format ({foreign[0].name})")
+            left_out.append(f"{name}/: it holds weights of another format ({foreign[0].name})")
             continue
-        left += [f"{name}/{p.name}: {_why_foreign(p, entries)}" for p in foreign if _why_foreign(p, entries)]
+        left_out += [f"{name}/{p.name}: {_why_foreign(p, entries)}" for p in foreign if _why_foreign(p, entries)]
         for path in entries:
             if path.name.startswith(".") or not path.name.endswith(
                 (*SMALL_FILES, ".safetensors") if module else SMALL_FILES
             ):
                 continue
             if path.is_file() and path.stat().st_size > MAX_BYTES:
-                left.append(f"{name}/{path.name}: {path.stat().st_size / 2**20:,.0f} MB, over {MAX_BYTES // 2**20} MB")
+                left_out.append(
+                    f"{name}/{path.name}: {path.stat().st_size / 2**20:,.0f} MB, over {MAX_BYTES // 2**20} MB"
+                )
                 continue
             files.append(path.relative_to(folder))
     if len(files) > MAX_FILES:
@@ -103,7 +105,7 @@ def subfolder_files(folder: Path) -> CompanionFiles:
             f"{folder} has {len(files):,} small files in subfolders, more than {MAX_FILES:,}. Move files that are not part of the "
             "model elsewhere"
         )
-    return CompanionFiles(sorted(files), left)
+    return CompanionFiles(sorted(files), left_out)
 
 
 def lacks_chat_template(folder: Path) -> bool:
@@ -141,20 +143,20 @@ def _why_foreign(path: Path, entries: list[Path]) -> str:
     )
 
 
-def _folders(folder: Path, here: Path, modules: set[str], left: list[str]) -> Iterator[Path]:
-    """Yield the subfolders whose files are copied; links to folders are added to `left`."""
+def _folders(folder: Path, here: Path, modules: set[str], left_out: list[str]) -> Iterator[Path]:
+    """Yield the subfolders whose files are copied; links to folders are added to `left_out`."""
     for path in sorted(here.iterdir()):
         name, depth = path.relative_to(folder).as_posix(), len(path.relative_to(folder).parts)
         if path.name.startswith(".") or not path.is_dir():
             continue
         if path.is_symlink():
-            left.append(f"{name}/: a link to a folder")
+            left_out.append(f"{name}/: a link to a folder")
             continue
         if name not in modules and any(fnmatch(path.name, pattern) for pattern in SKIPPED_FOLDERS):
             continue
         yield path
         if depth < MAX_DEPTH:
-            yield from _folders(folder, path, modules, left)
+            yield from _folders(folder, path, modules, left_out)
 
 
 def module_folders(folder: Path) -> set[str]:
@@ -176,11 +178,11 @@ def check_link(path: Path, folder: Path) -> None:
     """Raise SurgeryError if a file is a link that leads outside its folder and the Hub cache's blobs."""
     home = folder.resolve()
     homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
-    if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in homes):
+    if path.is_symlink() and not any(path.resolve().is_relative_to(root) for root in homes):
         raise SurgeryError(f"{path} is a link to {path.resolve()}, outside the checkpoint; put the file itself there")
 
 
 def folder_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     """Return the files of the folder itself that match the patterns, except weights of other formats."""
-    found = {p.relative_to(folder) for pattern in patterns for p in folder.glob(pattern) if p.is_file()}
-    return sorted(p for p in found if p.suffix.lower() not in FOREIGN and not p.name.startswith("."))
+    paths = {p.relative_to(folder) for pattern in patterns for p in folder.glob(pattern) if p.is_file()}
+    return sorted(p for p in paths if p.suffix.lower() not in FOREIGN and not p.name.startswith("."))

@@ -130,14 +130,14 @@ def expand_gguf(path: Path, progress: Progress | None = None) -> Path:
         cache = _cache_folder()
         with explain_disk_errors(cache, "run the same command again"):
             cache.mkdir(parents=True, exist_ok=True)
-            place = cache / _key(header, companions)
-            _announce(header, place, companions, progress)
-            with _lock(cache / f"{place.name}.lock") as locked:
-                if not _is_whole(place):
+            folder = cache / _key(header, companions)
+            _announce(header, folder, companions, progress)
+            with _lock(cache / f"{folder.name}.lock") as locked:
+                if not _is_whole(folder):
                     if locked:
-                        _remove_leftovers(place)
-                    _write(header, companions, place)
-    return place / "checkpoint"
+                        _remove_leftovers(folder)
+                    _write(header, companions, folder)
+    return folder / "checkpoint"
 
 
 # -- header ------------------------------------------------------------------------------------------
@@ -237,13 +237,13 @@ def _parse(
         if key in metadata:
             raise SurgeryError(f"{path}: the metadata has {key[:100]!r} twice. Download the file again")
         metadata[key] = cursor.value(cursor.number("I"))
-    found = [(cursor.name(), *_tensor_info(cursor)) for _ in range(tensors)]
+    infos = [(cursor.name(), *_tensor_info(cursor)) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
         raise SurgeryError(f"{path}: general.alignment is {alignment!r}; it must be a small positive integer")
     data_start = -(-cursor.at // alignment) * alignment
     size, named = len(cursor.data), {}
-    for name, shape, number, offset in found:
+    for name, shape, number, offset in infos:
         if number not in kinds:
             raise SurgeryError(
                 f"{path}: tensor {name[:100]!r} has ggml type {number}, which the installed gguf does not know. Upgrade it (pip install -U gguf)"
@@ -345,10 +345,10 @@ def _companions(folder: Path) -> list[Path]:
     """Return the files beside the GGUF file that belong to its model: none if there is no tokenizer among them."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return []
-    found = [folder / name for name in folder_files(folder, COPIED) if name.name not in NOT_COPIED]
-    for path in found:
+    paths = [folder / name for name in folder_files(folder, COPIED) if name.name not in NOT_COPIED]
+    for path in paths:
         check_link(path, folder)
-    return [path for path in found if path.stat().st_size <= MAX_BYTES]
+    return [path for path in paths if path.stat().st_size <= MAX_BYTES]
 
 
 @contextmanager
@@ -365,33 +365,33 @@ def _lock(path: Path) -> Iterator[bool]:
         yield locked
 
 
-def _is_whole(place: Path) -> bool:
+def _is_whole(expanded: Path) -> bool:
     """Return whether a folder of the cache holds the files that were written, with their contents."""
-    folder = place / "checkpoint"
+    folder = expanded / "checkpoint"
     try:
-        digests = read_json(place / FILES_NAME)
+        digests = read_json(expanded / FILES_NAME)
         assert isinstance(digests, dict)
-        found = {path.name for path in folder.iterdir()}
-        return found == digests.keys() and all(file_digest(folder / name) == digests[name] for name in sorted(found))
+        names = {path.name for path in folder.iterdir()}
+        return names == digests.keys() and all(file_digest(folder / name) == digests[name] for name in sorted(names))
     except (SurgeryError, OSError, AssertionError):
         return False
 
 
-def _remove_leftovers(place: Path) -> None:
+def _remove_leftovers(expanded: Path) -> None:
     """Remove a damaged folder, and what killed processes left of it. Call it with the lock held."""
-    for left in (place, *place.parent.glob(f"{place.name}.partial-*")):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in (expanded, *expanded.parent.glob(f"{expanded.name}.partial-*")):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _write(header: GgufHeader, companions: list[Path], place: Path) -> None:
-    """Expand the file into a new folder and rename it to `place`."""
-    needed, free = header.numel * header.dtype.itemsize, shutil.disk_usage(place.parent).free
+def _write(header: GgufHeader, companions: list[Path], expanded: Path) -> None:
+    """Expand the file into a new folder and rename it to `expanded`."""
+    needed, free = header.numel * header.dtype.itemsize, shutil.disk_usage(expanded.parent).free
     if needed > free:
         raise SurgeryError(
-            f"{header.path} needs {size_text(needed)} as {_dtype_name(header)} in {place.parent}, whose disk has {size_text(free)} free. Free some "
+            f"{header.path} needs {size_text(needed)} as {_dtype_name(header)} in {expanded.parent}, whose disk has {size_text(free)} free. Free some "
             "space, or set HF_HOME to a folder on another disk"
         )
-    partial = Path(tempfile.mkdtemp(prefix=f"{place.name}.partial-", dir=place.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f"{expanded.name}.partial-", dir=expanded.parent))
     try:
         folder = partial / "checkpoint"
         folder.mkdir()
@@ -409,25 +409,25 @@ def _write(header: GgufHeader, companions: list[Path], place: Path) -> None:
         shutil.rmtree(partial / "source")
         partial.chmod(0o755)
         try:
-            partial.rename(place)
+            partial.rename(expanded)
         except OSError:  # another process, that no lock excluded, was faster
-            if not _is_whole(place):
+            if not _is_whole(expanded):
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _announce(header: GgufHeader, place: Path, companions: list[Path], progress: Progress | None) -> None:
+def _announce(header: GgufHeader, expanded: Path, companions: list[Path], progress: Progress | None) -> None:
     """Say once where a file is expanded, and whose values the weights have. Of processes started together, the first one says it."""
-    if progress is None and (place in _announced or os.environ.get("RANK", "0") != "0"):
+    if progress is None and (expanded in _announced or os.environ.get("RANK", "0") != "0"):
         return
-    _announced.add(place)
+    _announced.add(expanded)
     tokenizer = "of the files beside it" if companions else "of the file"
     if not companions and "tokenizer.ggml.tokens" not in header.metadata:
         tokenizer = "missing"
-    verb = "is expanded" if place.exists() else "will be expanded, once,"
+    verb = "is expanded" if expanded.exists() else "will be expanded, once,"
     (progress or RichProgress()).say(
-        f"note: {header.path} {verb} to {_dtype_name(header)} in {place / 'checkpoint'}; its weights are the file's {header.values}, not the "
+        f"note: {header.path} {verb} to {_dtype_name(header)} in {expanded / 'checkpoint'}; its weights are the file's {header.values}, not the "
         f"original model's. Tokenizer: {tokenizer}"
     )
 
@@ -512,17 +512,17 @@ def _restore_rope(header: GgufHeader, config: Any) -> None:
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    if not (found := [name for name in ROPE_TENSORS if name in header.tensors]):
+    if not (stored := [name for name in ROPE_TENSORS if name in header.tensors]):
         return
-    tensor = header.tensors[found[0]]
+    tensor = header.tensors[stored[0]]
     rope = getattr(config, "rope_parameters", None)
     if (
-        found != list(ROPE_TENSORS[:1])
+        stored != list(ROPE_TENSORS[:1])
         or tensor.kind != "F32"
         or not isinstance(rope, dict)
         or tensor.nbytes > MAX_NAME * 4
     ):
-        raise _lost_rope(header.path, f"tensor {found[0]}")
+        raise _lost_rope(header.path, f"tensor {stored[0]}")
     with open(header.path, "rb") as file:
         file.seek(tensor.start)
         divisors = torch.frombuffer(bytearray(file.read(tensor.nbytes)), dtype=torch.float32)
@@ -532,7 +532,7 @@ def _restore_rope(header: GgufHeader, config: Any) -> None:
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = float(rope["rope_theta"]) ** -(torch.arange(len(scaled)) / len(scaled))
     if divisors.shape != scaled.shape or not torch.allclose(plain / divisors, scaled, rtol=1e-4, atol=0):
-        raise _lost_rope(header.path, f"tensor {found[0]}")
+        raise _lost_rope(header.path, f"tensor {stored[0]}")
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def split_stored_experts(source: CheckpointSource, model: Any) -> CheckpointSour
                     del tensors[name]
                     prefix = f"{model.base_model_prefix}."
                     base = path if name.startswith(prefix) else path.removeprefix(prefix)
-                    tensors |= {part.name: part for part in _expert_tensors(info, base, merged, module)}
+                    tensors |= {tensor.name: tensor for tensor in _expert_tensors(info, base, merged, module)}
     return replace(source, tensors=tensors) if routed else source
 
 
@@ -150,15 +150,15 @@ def _axes(merged: str) -> int:
 
 
 def _expert_tensors(info: TensorInfo, base: str, merged: str, module: RoutedExperts) -> list[TensorInfo]:
-    found, layout = [], module.layout
+    tensors, layout = [], module.layout
     for index in range(module.num_experts):
         expert = info.rows(index, index + 1)
         flat = replace(
             expert, shape=expert.shape[1:], tensor=None if expert.tensor is None else expert.tensor.squeeze(0)
         )
         for name, rows in layout.pieces(merged, layout.outputs(flat.shape)):
-            found.append(replace(flat.outputs(rows, layout.transposed), name=f"{base}.{index}.{name}"))
-    return found
+            tensors.append(replace(flat.outputs(rows, layout.transposed), name=f"{base}.{index}.{name}"))
+    return tensors
 
 
 def _build_on_meta(config: Any, source: CheckpointSource, trust_remote_code: bool) -> Any:

@@ -24,8 +24,8 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     """Return the class named by the config's `architectures`, or an Auto class that supports the config."""
     import transformers
 
-    if (found := find_model_class(config)) is not None:
-        return found
+    if (named_class := find_model_class(config)) is not None:
+        return named_class
     if getattr(config, "auto_map", None) and trust_remote_code:
         for auto in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModel"):
             if auto in config.auto_map:
@@ -67,10 +67,10 @@ def _candidates(config: Any) -> Iterator[Any]:
             if cls not in seen:
                 seen.add(cls)
                 yield cls
-    place = type(config).__module__
-    if not place.startswith("transformers.models."):
+    module_name = type(config).__module__
+    if not module_name.startswith("transformers.models."):
         return
-    modeling = place.replace(".configuration_", ".modeling_")
+    modeling = module_name.replace(".configuration_", ".modeling_")
     try:
         module = importlib.import_module(modeling)
     except ImportError as error:

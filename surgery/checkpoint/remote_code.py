@@ -35,13 +35,13 @@ MAX_CONFIG = 2**26  # bytes; the largest are tokenizer_config.json files
 
 def iter_tables(data: Any) -> Iterator[dict[str, Any]]:
     """Yield a config's dictionary and every dictionary nested in it."""
-    found = [data]
-    while found:
-        value = found.pop()
+    values = [data]
+    while values:
+        value = values.pop()
         if isinstance(value, dict):
             yield value
         if isinstance(value, (dict, list)):
-            found += value.values() if isinstance(value, dict) else value
+            values += value.values() if isinstance(value, dict) else value
 
 
 def named_code(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _is_own(auto: str, table: dict[str, Any], config: dict[str, Any]) -> bool:
     if not isinstance(named, str) or not named.isidentifier():
         return False
     if auto == "AutoTokenizer":
-        return any(tokenizer_class_from_name(each) is not None for each in (named, f"{named}Fast"))
+        return any(tokenizer_class_from_name(class_name) is not None for class_name in (named, f"{named}Fast"))
     return named in dir(transformers)
 
 
@@ -135,10 +135,10 @@ def check_no_outside_code(config: dict[str, Any], path: Path) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    found = [value]
-    while found:
-        value = found.pop()
+    values = [value]
+    while values:
+        value = values.pop()
         if isinstance(value, str):
             yield value
         elif isinstance(value, (dict, list)):
-            found += value.values() if isinstance(value, dict) else value
+            values += value.values() if isinstance(value, dict) else value

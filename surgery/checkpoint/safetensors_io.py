@@ -102,8 +102,8 @@ class TensorInfo:
         shape = (last - first, *self.shape[1:])
         if self.part is not None:
             taken = range(self.part.shape[-1])[self.part.outputs][first:last]
-            part = StoredPart(self.part.shape, slice(taken.start, taken.stop, taken.step))
-            return replace(self, shape=shape, part=part)
+            stored_part = StoredPart(self.part.shape, slice(taken.start, taken.stop, taken.step))
+            return replace(self, shape=shape, part=stored_part)
         row = self.nbytes // self.shape[0]
         start, stop = self.start + first * row, self.start + last * row
         tensor = None if self.tensor is None else self.tensor[first:last]
@@ -121,10 +121,10 @@ class TensorInfo:
         if not vector and not transposed:
             raise NotImplementedError("rows of a matrix that do not follow each other")
         shape = (len(taken), *self.shape[:-1])
-        part = StoredPart(self.shape, slice(taken.start, taken.stop, taken.step))
+        stored_part = StoredPart(self.shape, slice(taken.start, taken.stop, taken.step))
         if self.tensor is not None:
-            return replace(self, shape=shape, tensor=part.take(self.tensor))
-        return replace(self, shape=shape, part=part)
+            return replace(self, shape=shape, tensor=stored_part.take(self.tensor))
+        return replace(self, shape=shape, part=stored_part)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -268,16 +268,16 @@ def edge_bytes(info: TensorInfo, count: int = 4096) -> bytes:
         flat = info.tensor.reshape(-1)
         step = count // info.tensor.element_size()
         parts = [flat[start : start + step] for start in sorted({0, max(0, len(flat) - step)})]
-        return b"".join(bytes(_as_bytes(part.cpu().contiguous())) for part in parts)
-    found = b""
+        return b"".join(bytes(_as_bytes(edge.cpu().contiguous())) for edge in parts)
+    edges = b""
     with source_errors(info.file), open(info.file, "rb") as file:
         for start in {
             info.start,
             max(info.start, info.stop - count),
         }:  # unsorted: resumed journals hold this order's digest
             file.seek(start)
-            found += file.read(min(count, info.stop - start))
-    return found
+            edges += file.read(min(count, info.stop - start))
+    return edges
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -288,11 +288,11 @@ def is_finite(tensor: Tensor) -> bool:
 
 def read_rows(info: TensorInfo, rows: Tensor) -> Tensor:
     """Read rows of a 2-D tensor, adjacent ones together. `rows` must be ascending."""
-    wanted = rows.tolist()
+    indices = rows.tolist()
     parts, first = [], 0
-    for i in range(1, len(wanted) + 1):
-        if i == len(wanted) or wanted[i] != wanted[i - 1] + 1:
-            parts.append(read_tensor(info.rows(wanted[first], wanted[i - 1] + 1)))
+    for i in range(1, len(indices) + 1):
+        if i == len(indices) or indices[i] != indices[i - 1] + 1:
+            parts.append(read_tensor(info.rows(indices[first], indices[i - 1] + 1)))
             first = i
     return torch.cat(parts)
 

@@ -218,23 +218,23 @@ def _suggest_folder(folder: Path) -> str:
 
 def _check_links(folder: Path) -> None:
     """Raise SurgeryError for a link that leads outside the checkpoint and the Hub cache's blobs."""
-    wanted = ("config.json", SAFE_WEIGHTS_INDEX_NAME, "*.safetensors", "*.py", *COPIED)
+    patterns = ("config.json", SAFE_WEIGHTS_INDEX_NAME, "*.safetensors", "*.py", *COPIED)
     below = [folder / path for path in subfolder_files(folder).files]
-    for path in (*(p for p in folder.iterdir() if any(p.match(pattern) for pattern in wanted)), *below):
+    for path in (*(p for p in folder.iterdir() if any(p.match(pattern) for pattern in patterns)), *below):
         check_link(path, folder)
 
 
 def _check_config_sizes(config: dict[str, Any], path: Path) -> None:
     """Raise SurgeryError for sizes that no model has, before anything is built with them."""
-    found: list[tuple[str, Any, int]] = [("", config, 0)]
-    while found:
-        key, value, depth = found.pop()
+    entries: list[tuple[str, Any, int]] = [("", config, 0)]
+    while entries:
+        key, value, depth = entries.pop()
         if depth > MAX_DEPTH:
             raise SurgeryError(f"{path} is nested over {MAX_DEPTH} deep; a Hugging Face config has a few levels")
         if isinstance(value, dict):
-            found += [(str(k), v, depth + 1) for k, v in value.items()]
+            entries += [(str(k), v, depth + 1) for k, v in value.items()]
         elif isinstance(value, list):
-            found += [(key, v, depth + 1) for v in value]
+            entries += [(key, v, depth + 1) for v in value]
         elif isinstance(value, (int, float)):
             limit = next((most for words, most in CONFIG_LIMITS if any(word in key for word in words)), None)
             if limit is not None and not abs(value) <= limit:
@@ -356,9 +356,9 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
 
 
 def _hub_error_message(name: str, revision: str | None, error: Exception) -> str:
-    found = explain_hub_error(error, name, "give the path of a folder", revision=revision)
-    if found is not None:
-        return found
+    message = explain_hub_error(error, name, "give the path of a folder", revision=revision)
+    if message is not None:
+        return message
     reason = " ".join(str(error).split())[:200]
     return f"{name} is neither a local folder nor a Hub id that can be reached ({type(error).__name__}: {reason})"
 

@@ -57,15 +57,15 @@ def map_tensor_names(model: Any, tensors: Iterable[str], name: str) -> dict[str,
     return keys
 
 
-def missing_and_unexpected(model: Any, found: Iterable[str]) -> tuple[list[str], list[str]]:
+def missing_and_unexpected(model: Any, names: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return (parameters and buffers without a tensor, names without a parameter), sorted.
 
-    found: names as returned by `map_tensor_names`.
+    names: names as returned by `map_tensor_names`.
     """
-    expected, found = set(model.state_dict()), set(found)
-    missing, unexpected = expected - found, found - expected
+    expected, names = set(model.state_dict()), set(names)
+    missing, unexpected = expected - names, names - expected
     for twins in _tied_groups(model):
-        if twins & found:
+        if twins & names:
             missing -= twins
             unexpected -= twins
     ignored = model._keys_to_ignore_on_load_missing or ()
@@ -197,8 +197,8 @@ def _is_converted(table: Any) -> bool:
 
 def unused_tensors(table: Any) -> list[str]:
     """Return the unused tensors recorded in a surgery table, given as a dict or as SurgeryConfig."""
-    found = table.get("unused") if isinstance(table, dict) else getattr(table, "unused", None)
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    unused = table.get("unused") if isinstance(table, dict) else getattr(table, "unused", None)
+    return [name for name in unused if isinstance(name, str)] if isinstance(unused, list) else []
 
 
 def find_model_class(config: Any) -> Any:
@@ -207,11 +207,11 @@ def find_model_class(config: Any) -> Any:
 
     named = config.architectures if isinstance(config.architectures, (list, tuple)) else ()
     for name in named:
-        found = getattr(transformers, name, None) if isinstance(name, str) else None
-        if isinstance(found, type) and issubclass(
-            found, transformers.PreTrainedModel
+        model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(model_class, type) and issubclass(
+            model_class, transformers.PreTrainedModel
         ):  # transformers has other objects too
-            return found
+            return model_class
     return None
 
 

@@ -105,8 +105,8 @@ def _groups(layer_files: list[Path], journal: Journal) -> list[list[str]]:
     return groups
 
 
-def _check_joined_tensors(found: dict[str, str], expected: set[str], folder: Path) -> None:
-    if wrong := sorted(found.keys() ^ expected):
+def _check_joined_tensors(files_by_name: dict[str, str], expected: set[str], folder: Path) -> None:
+    if wrong := sorted(files_by_name.keys() ^ expected):
         lacking = "lack" if wrong[0] in expected else "have, but should not have,"
         raise SurgeryError(
             f"the joined weights in {folder} {lacking} tensor {wrong[0]!r} (and {len(wrong) - 1} more differ); "
@@ -148,8 +148,8 @@ def converted_config(
 
     Replacing the head or the embedding unties them.
     """
-    found = meta_model.config.architectures
-    named = {} if source.config.get("architectures") or not found else {"architectures": found}
+    architectures = meta_model.config.architectures
+    named = {} if source.config.get("architectures") or not architectures else {"architectures": architectures}
     config = {**source.config, **named, "quantization_config": quantization_table(table, mixers, meta_model.unused)}
     twins = {name.removesuffix(".weight") for pair in meta_model.tied.items() for name in pair}
     return _untie_config(config, meta_model.config) if twins & set(table) else config

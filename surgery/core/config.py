@@ -77,7 +77,7 @@ def is_layer_selected(text: str, index: int, count: int) -> bool:
     """Return whether layer `index` of `count` lies in a range such as "2:-2" (Python slice semantics; "3" is one layer)."""
     if ":" not in text:
         return int(text) in (index, index - count)
-    start, stop = (int(part) if part.strip() else None for part in text.split(":"))
+    start, stop = (int(bound) if bound.strip() else None for bound in text.split(":"))
     return index in range(count)[start:stop]
 
 
@@ -92,10 +92,10 @@ class StrictModel(BaseModel):
 
 def parse_count(value: Any) -> Any:
     """Return the integer for text such as 100M, 2.5B or 512k. Return any other value unchanged."""
-    found = (
+    match = (
         re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)([kmb]?)", value.strip().lower()) if isinstance(value, str) else None
     )
-    return round(float(found[1]) * COUNT_SUFFIXES[found[2]]) if found else value
+    return round(float(match[1]) * COUNT_SUFFIXES[match[2]]) if match else value
 
 
 def parse_length(value: Any) -> Any:
@@ -103,8 +103,8 @@ def parse_length(value: Any) -> Any:
 
     Lengths of contexts are powers of two, so a unit is 1,024 here and 1,000 in `parse_count`, for amounts of training text.
     """
-    found = re.fullmatch(r"(\d{1,15})([km])", value.strip().lower()) if isinstance(value, str) else None
-    return int(found[1]) * {"k": 2**10, "m": 2**20}[found[2]] if found else value
+    match = re.fullmatch(r"(\d{1,15})([km])", value.strip().lower()) if isinstance(value, str) else None
+    return int(match[1]) * {"k": 2**10, "m": 2**20}[match[2]] if match else value
 
 
 def parse_float(value: Any) -> Any:
@@ -127,13 +127,13 @@ def validation_error(error: ValidationError, where: str, known: Iterable[str] = 
     """
     sentences = []
     for e in error.errors():
-        place = ".".join(str(part) for part in e["loc"]) or "it"
+        path = ".".join(str(key) for key in e["loc"]) or "it"
         if e["type"] == "extra_forbidden":
-            sentences.append(f"unknown key {place!r}{suggestion(str(e['loc'][-1]), known) if known else ''}")
+            sentences.append(f"unknown key {path!r}{suggestion(str(e['loc'][-1]), known) if known else ''}")
         elif e["type"] == "missing":
-            sentences.append(f"{place} is missing")
+            sentences.append(f"{path} is missing")
         else:
-            sentences.append(f"{place}: {e['msg']} (got {e['input']!r})")
+            sentences.append(f"{path}: {e['msg']} (got {e['input']!r})")
     return SurgeryError(f"{where}: " + "; ".join(dict.fromkeys(sentences)))
 
 
@@ -149,17 +149,17 @@ def deep_merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 def set_by_path(data: dict[str, Any], path: str, value: Any) -> None:
     """Set a nested value in place: the path stages.0.rate sets data["stages"][0]["rate"]; stages.*.rate sets it in every item."""
     first, _, rest = path.partition(".")
-    place: Any = data
-    keys: list[Any] = list(range(len(place))) if first == "*" and isinstance(place, list) else [first]
+    container: Any = data
+    keys: list[Any] = list(range(len(container))) if first == "*" and isinstance(container, list) else [first]
     try:
         for key in keys:
-            key = int(key) if isinstance(place, list) else key
+            key = int(key) if isinstance(container, list) else key
             if not rest:
-                place[key] = value
+                container[key] = value
             else:
-                if isinstance(place, dict) and not isinstance(place.get(key), (dict, list)):
-                    place[key] = {}
-                set_by_path(place[key], rest, value)
+                if isinstance(container, dict) and not isinstance(container.get(key), (dict, list)):
+                    container[key] = {}
+                set_by_path(container[key], rest, value)
     except (IndexError, ValueError, TypeError, AttributeError):
         raise SurgeryError(f"--set {path}: the recipe has no such key") from None
 

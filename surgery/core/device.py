@@ -87,8 +87,8 @@ def peak_rss() -> int | None:
     On Linux, VmHWM counts this program alone; ru_maxrss starts at the parent's memory at the time of the fork.
     """
     status = Path("/proc/self/status")
-    if status.is_file() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
-        return int(found[1]) * 1024
+    if status.is_file() and (match := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(match[1]) * 1024
     try:
         import resource
     except ImportError:

@@ -40,14 +40,14 @@ def hash_file(path: str | Path) -> str:
 
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file as hex digits; a file whose digest is known and that has not changed is not read again."""
-    place = os.path.realpath(path)
-    signature = _signature(place)
-    found = _cached_digest(place, signature)
-    if found is not None:
-        return found
-    began, digest = time.time(), hash_file(place)
-    if _signature(place) == signature and began - max(signature[3:]) / 1e9 > SETTLED:
-        _cache_digest(place, signature, digest)
+    real_path = os.path.realpath(path)
+    signature = _signature(real_path)
+    cached = _cached_digest(real_path, signature)
+    if cached is not None:
+        return cached
+    began, digest = time.time(), hash_file(real_path)
+    if _signature(real_path) == signature and began - max(signature[3:]) / 1e9 > SETTLED:
+        _cache_digest(real_path, signature, digest)
     return digest
 
 
@@ -60,23 +60,23 @@ def files_digest(files: Iterable[tuple[str, Path]]) -> str:
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
-def files_in(place: Path) -> list[tuple[str, Path]]:
+def files_in(root: Path) -> list[tuple[str, Path]]:
     """Return (relative name, path) of every regular file below a folder, hidden ones excluded; for a file, the file itself."""
-    if not place.is_dir():
-        return [(place.name, place)]
-    found, seen = [], set()
-    for folder, inner, names in os.walk(place, followlinks=True):
+    if not root.is_dir():
+        return [(root.name, root)]
+    files, seen = [], set()
+    for folder, inner, names in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
         inner[:] = [] if real in seen else [name for name in inner if not name.startswith(".")]
         paths = [] if real in seen else [Path(folder, name) for name in names if not name.startswith(".")]
         seen.add(real)
-        found += [(path.relative_to(place).as_posix(), path) for path in paths if path.is_file()]
-    return found
+        files += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
+    return files
 
 
-def content_digest(place: Path) -> str:
+def content_digest(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, or of the names and contents of all files below a folder."""
-    return files_digest(files_in(place)) if place.is_dir() else file_digest(place)
+    return files_digest(files_in(path)) if path.is_dir() else file_digest(path)
 
 
 def check_no_outside_files(folder: Path) -> None:
@@ -94,7 +94,7 @@ def check_no_outside_files(folder: Path) -> None:
             "to the head of README.md"
         )
     for name, path in _entries(folder):
-        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in _homes(folder)):
+        if path.is_symlink() and not any(path.resolve().is_relative_to(home) for home in _homes(folder)):
             raise SurgeryError(
                 f"{folder}: {name} is a link to {path.resolve()}, outside the data set's folder; put the file itself there"
             )
@@ -131,7 +131,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _is_inside(path: str) -> bool:
     parts = path.replace("\\", "/").split("/")
-    hidden = any(part.startswith(".") and part != "." for part in parts)  # ".." too
+    hidden = any(name.startswith(".") and name != "." for name in parts)  # ".." too
     return not (hidden or os.path.isabs(path) or path.startswith(("~", "\\")) or ":" in path)
 
 
@@ -160,9 +160,9 @@ def arrow_cache(places: Sequence[Path]) -> Iterator[Path]:
     """
     import datasets
 
-    for place in places:
-        if place.is_dir():
-            check_no_outside_files(place)
+    for path in places:
+        if path.is_dir():
+            check_no_outside_files(path)
     digest = _digest_of(places)
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "surgery" / digest[:32]
     yield cache
@@ -175,37 +175,37 @@ def _digest_of(places: Sequence[Path]) -> str:
     return files_digest((f"{number}/{name}", path) for number, p in enumerate(places) for name, path in files_in(p))
 
 
-def _signature(place: str) -> list[int]:
+def _signature(path: str) -> list[int]:
     """Device, inode, size, mtime and ctime (nanoseconds)."""
-    stat = os.stat(place)
+    stat = os.stat(path)
     return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 # -- cache of digests ---------------------------------------------------------------------
-def _cache_file(place: str) -> Path:
-    """Return the path of the file that stores the digest of the file at `place`."""
+def _cache_file(path: str) -> Path:
+    """Return the path of the file that stores the digest of the file at `path`."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    name = hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    name = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:32]
     return Path(home, "surgery", "digests", f"{name}.json")
 
 
-def _cached_digest(place: str, signature: list[int]) -> str | None:
+def _cached_digest(path: str, signature: list[int]) -> str | None:
     """Return the cached digest if the file's signature is unchanged, else None."""
-    found = _known.get(place)
-    if found is None and signature[2] >= LARGE:
+    entry = _known.get(path)
+    if entry is None and signature[2] >= LARGE:
         with suppress(OSError, ValueError, TypeError, RecursionError):
-            cached = json.loads(_cache_file(place).read_text(encoding="utf-8"))
+            cached = json.loads(_cache_file(path).read_text(encoding="utf-8"))
             if isinstance(cached, dict) and HEX.fullmatch(sha256 := str(cached.get("sha256"))):
-                found = list(cached.get("signature") or ()), sha256
-    return found[1] if found is not None and found[0] == signature else None
+                entry = list(cached.get("signature") or ()), sha256
+    return entry[1] if entry is not None and entry[0] == signature else None
 
 
-def _cache_digest(place: str, signature: list[int], digest: str) -> None:
+def _cache_digest(path: str, signature: list[int], digest: str) -> None:
     """Cache a digest, for large files also on disk. Disk errors are ignored: the file is only hashed again."""
-    _known[place] = signature, digest
+    _known[path] = signature, digest
     if signature[2] < LARGE:
         return
-    note = _cache_file(place)
+    note = _cache_file(path)
     partial = note.with_name(f"{note.name}.{os.getpid()}")
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)

@@ -45,21 +45,21 @@ class DistContext:
         return self.index == 0
 
     # -- objects -----------------------------------------------------------------------------------
-    def gather(self, own: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Return the objects of all processes, ordered by rank, on every process."""
         if self.count == 1:
-            return [own]
+            return [value]
         self._barrier()
         every: list[Any] = [None] * self.count
-        torch.distributed.all_gather_object(every, own)
+        torch.distributed.all_gather_object(every, value)
         return every
 
-    def broadcast_object(self, own: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """Return rank 0's object on every process."""
         if self.count == 1:
-            return own
+            return value
         self._barrier()
-        payload = [own]
+        payload = [value]
         torch.distributed.broadcast_object_list(payload)
         return payload[0]
 
@@ -94,31 +94,31 @@ class DistContext:
             self._wait(torch.distributed.broadcast(tensor, owner, async_op=True))
         return tensor
 
-    def ordered_reduce_(self, total: Tensor, part: Tensor, owners: Sequence[int], first: bool) -> None:
-        """Add each owner's `part` to `total` in place, in the order of `owners`, so that the sum is deterministic.
+    def ordered_reduce_(self, total: Tensor, addend: Tensor, owners: Sequence[int], first: bool) -> None:
+        """Add each owner's `addend` to `total` in place, in the order of `owners`, so that the sum is deterministic.
 
         Each process sums only its slice of the rows; `gather_rows_` then distributes them. first: overwrite `total` instead of
         adding to it.
         """
         if self.count == 1:
-            total.copy_(part) if first else total.add_(part)
+            total.copy_(addend) if first else total.add_(addend)
             return
         for rank, rows in enumerate(self._row_slices(total)):
             if not len(total[rows]):
                 continue
-            own = part[rows].contiguous()
-            got = [torch.empty_like(own) for _ in range(self.count)] if rank == self.index else None
-            self._wait(torch.distributed.gather(own, got, rank, async_op=True))
+            rows_of_owner = addend[rows].contiguous()
+            got = [torch.empty_like(rows_of_owner) for _ in range(self.count)] if rank == self.index else None
+            self._wait(torch.distributed.gather(rows_of_owner, got, rank, async_op=True))
             for owner in owners if got is not None else ():
                 total[rows].copy_(got[owner]) if first else total[rows].add_(got[owner])  # type: ignore[index]
                 first = False
 
-    def ordered_sum(self, total: Tensor | None, part: Tensor, owners: Sequence[int]) -> Tensor:
+    def ordered_sum(self, total: Tensor | None, addend: Tensor, owners: Sequence[int]) -> Tensor:
         """Return `total` (None: zero) plus each owner's part, as `ordered_reduce_`. A single process returns its first part itself."""
         if total is None and self.count == 1:
-            return part
-        whole = torch.empty_like(part) if total is None else total
-        self.ordered_reduce_(whole, part, owners, total is None)
+            return addend
+        whole = torch.empty_like(addend) if total is None else total
+        self.ordered_reduce_(whole, addend, owners, total is None)
         return whole
 
     def gather_rows_(self, total: Tensor) -> None:

@@ -103,9 +103,7 @@ def _matches(parts: tuple[str, ...], pattern: list[str]) -> bool:
 
 
 def _begins(parts: tuple[str, ...], pattern: list[str]) -> bool:
-    return all(
-        fnmatch(part.removesuffix(".tmp"), wanted) or fnmatch(part, wanted) for part, wanted in zip(parts, pattern)
-    )
+    return all(fnmatch(name.removesuffix(".tmp"), glob) or fnmatch(name, glob) for name, glob in zip(parts, pattern))
 
 
 def size_text(count: float) -> str:
@@ -155,10 +153,10 @@ def follow_umask(*paths: Path) -> None:
 def _umask() -> int:
     """Return the process's umask. Where the system does not show it, it is set for a moment, to the strictest one."""
     with suppress(OSError):
-        if found := re.search(
+        if match := re.search(
             r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(encoding="ascii", errors="replace"), re.M
         ):
-            return int(found[1], 8)
+            return int(match[1], 8)
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -172,10 +170,10 @@ def write_json(path: Path, data: Any) -> None:
 
 
 @contextmanager
-def explain_disk_errors(place: Path, again: str = "run the same command again") -> Iterator[None]:
+def explain_disk_errors(path: Path, again: str = "run the same command again") -> Iterator[None]:
     """Turn a full disk, a read-only disk or missing permissions into a SurgeryError with free and total size.
 
-    place: the path reported if the error names none. again: what to do after freeing space.
+    path: the path reported if the error names none. again: what to do after freeing space.
     """
     try:
         yield
@@ -186,15 +184,15 @@ def explain_disk_errors(place: Path, again: str = "run the same command again") 
         if number not in (*DISK_FULL_ERRNOS, *ACCESS_DENIED_ERRNOS):
             raise
         where = getattr(error, "filename", None)
-        raise Interrupted(_disk_error_message(number, Path(os.fsdecode(where)) if where else place, again)) from error
+        raise Interrupted(_disk_error_message(number, Path(os.fsdecode(where)) if where else path, again)) from error
 
 
 def os_error_number(error: BaseException) -> int | None:
     """Return the errno of an operating system error, also of one reported by a Rust library; None for other errors."""
     if isinstance(error, OSError):
         return error.errno
-    found = OS_ERROR_NUMBER.search(str(error))
-    return int(found[1] or found[2]) if found else None
+    match = OS_ERROR_NUMBER.search(str(error))
+    return int(match[1] or match[2]) if match else None
 
 
 def is_disk_error(error: BaseException) -> bool:
@@ -268,15 +266,15 @@ def parse_json(text: str, **hooks: Any) -> Any:
 
 def check_surrogates(data: Any) -> None:
     """Raise ValueError for a lone UTF-16 surrogate: JSON and YAML escapes can write one, but no file or terminal can store it."""
-    found = [data]
-    while found:
-        value = found.pop()
+    values = [data]
+    while values:
+        value = values.pop()
         if isinstance(value, str):
             value.encode()
         elif isinstance(value, dict):
-            found += [*value.keys(), *value.values()]
+            values += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple)):
-            found += value
+            values += value
 
 
 def checksum(data: Any) -> int:

@@ -240,8 +240,8 @@ def _difference(before: Any, now: Any) -> str:
         first, second = json.loads(before), json.loads(now)
         if isinstance(first, dict) and isinstance(second, dict):
             keys = [key for key in {**first, **second} if first.get(key) != second.get(key)]
-            found = [f"{key}: {_truncate(first.get(key))}, now {_truncate(second.get(key))}" for key in keys]
-            return "; ".join(found)
+            changes = [f"{key}: {_truncate(first.get(key))}, now {_truncate(second.get(key))}" for key in keys]
+            return "; ".join(changes)
     return f"{_truncate(before)}, now {_truncate(now)}"
 
 

@@ -269,8 +269,8 @@ class Bilinear(Mixer):
             side = self.qk_queries(upcast(inputs.x_BTD)) / self.shape.scaling
         else:
             side = self._scaled_queries(upcast(inputs.x_BTD))
-        own = [group_heads(side, self.shape.groups)]
-        return [group_heads(inputs.q_BHTK, self.shape.groups), *own] if self.config.base == "kept" else own
+        sides = [group_heads(side, self.shape.groups)]
+        return [group_heads(inputs.q_BHTK, self.shape.groups), *sides] if self.config.base == "kept" else sides
 
     def _scaled_queries(self, x_BTD: Tensor) -> Tensor:
         """Return the queries (B, H, T, F or D) of norms `none` and `layer`."""
@@ -305,16 +305,16 @@ class Bilinear(Mixer):
         """Return the keys (B, G or 1, T, R) of each term, and the factor on the last term's scores (B, H, T, 1) or None."""
         scale = None
         if self.config.norm == "qk":
-            own, scale = self.qk_keys(upcast(inputs.x_BTD))
-            own = own.to(inputs.k_BGTK.dtype)
+            side, scale = self.qk_keys(upcast(inputs.x_BTD))
+            side = side.to(inputs.k_BGTK.dtype)
         elif self.order == "query":
-            own = inputs.x_BTD[:, None]
+            side = inputs.x_BTD[:, None]
         else:
-            own = self.features(upcast(inputs.x_BTD), "right")
+            side = self.features(upcast(inputs.x_BTD), "right")
             if self.config.norm == "layer":
-                own = F.layer_norm(own, own.shape[-1:]) * self.key_gain.to(own.dtype)
-            own = own.to(inputs.k_BGTK.dtype)
-        return ([inputs.k_BGTK, own] if self.config.base == "kept" else [own]), scale
+                side = F.layer_norm(side, side.shape[-1:]) * self.key_gain.to(side.dtype)
+            side = side.to(inputs.k_BGTK.dtype)
+        return ([inputs.k_BGTK, side] if self.config.base == "kept" else [side]), scale
 
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
         """Return the state of `batch` sequences before their first token."""
@@ -406,8 +406,8 @@ def best_factors(block_JAD: Tensor, a_AA: Tensor, c_DD: Tensor, rank: int) -> tu
     """
     (a_root, a_inverse), (c_root, c_inverse) = symmetric_roots(a_AA), symmetric_roots(c_DD)
     u, s, v = linalg.svd((a_root @ block_JAD @ c_root).flatten(0, 1), full_matrices=False)
-    found = min(rank, len(s))
-    root = s[:found].sqrt()
-    left = a_inverse @ (u[:, :found] * root).unflatten(0, block_JAD.shape[:2])
-    right = c_inverse @ (v[:found].mT * root)
-    return F.pad(left, (0, rank - found)), F.pad(right, (0, rank - found))
+    kept_rank = min(rank, len(s))
+    root = s[:kept_rank].sqrt()
+    left = a_inverse @ (u[:, :kept_rank] * root).unflatten(0, block_JAD.shape[:2])
+    right = c_inverse @ (v[:kept_rank].mT * root)
+    return F.pad(left, (0, rank - kept_rank)), F.pad(right, (0, rank - kept_rank))

@@ -37,8 +37,8 @@ class BilinearMLR(BilinearConfig):
 
     def __post_init__(self) -> None:
         check_choices(self)
-        own = 1 if self.base == "kept" else 0
-        if len(self.ranks) < 1 + own or min(self.ranks[own:]) < 1 or min(self.ranks) < 0:
+        base_levels = 1 if self.base == "kept" else 0
+        if len(self.ranks) < 1 + base_levels or min(self.ranks[base_levels:]) < 1 or min(self.ranks) < 0:
             raise ValueError(
                 f"ranks must be 1 or more for every level (got {list(self.ranks)}); base 'kept' needs two levels or more, "
                 "and the rank of the first, the head's own score, may be written 0. For example ranks: [64, 8, 4]"
@@ -102,24 +102,24 @@ class BilinearMLRAttention(Bilinear):
         parts = []
         for level, p, _ in self.levels(self.config):
             factor = getattr(self, f"{side}{level}").to(x_BTD.dtype)
-            part = torch.einsum("btpm,hpmr->bhtpr", x_BTD.unflatten(-1, (p, -1)), factor).flatten(-2)
-            parts.append(part)
+            level_features = torch.einsum("btpm,hpmr->bhtpr", x_BTD.unflatten(-1, (p, -1)), factor).flatten(-2)
+            parts.append(level_features)
         return torch.cat(parts, -1)
 
     def product(self, features_BHTF: Tensor) -> Tensor:
         """Return x^T M (B, H, T, D) from the left features of x."""
         levels = self.levels(self.config)
         total = torch.zeros((), dtype=features_BHTF.dtype, device=features_BHTF.device)
-        for part, (level, p, rank) in zip(features_BHTF.split([p * r for _, p, r in levels], -1), levels):
-            right_GPMR = getattr(self, f"right{level}").to(part.dtype)
-            grouped_part = group_heads(part, self.shape.groups).unflatten(-1, (p, rank))
+        for level_features, (level, p, rank) in zip(features_BHTF.split([p * r for _, p, r in levels], -1), levels):
+            right_GPMR = getattr(self, f"right{level}").to(level_features.dtype)
+            grouped_part = group_heads(level_features, self.shape.groups).unflatten(-1, (p, rank))
             total = total + torch.einsum("bgjtpr,gpmr->bgjtpm", grouped_part, right_GPMR).flatten(-2)
         return total.flatten(1, 2)
 
     def qk_queries(self, x_BTD: Tensor) -> Tensor:
         """Return the queries (B, H, T, F) of norm `qk`, eq. 39, times the constant."""
         parts = self._normed(self.features(x_BTD, "left"))
-        return torch.cat([part * (self.config.scale / part.shape[-1]) for part in parts], -1)
+        return torch.cat([level_queries * (self.config.scale / level_queries.shape[-1]) for level_queries in parts], -1)
 
     def qk_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the keys (B, G, T, F) of norm `qk`, eq. 39, and None: scores have no factor."""
@@ -129,7 +129,7 @@ class BilinearMLRAttention(Bilinear):
     def _normed(self, features_BHTF: Tensor) -> list[Tensor]:
         """Return the layer norm of each level's r_l p_l features, eq. 39."""
         parts = features_BHTF.split([p * rank for _, p, rank in self.levels(self.config)], -1)
-        return [F.layer_norm(part, part.shape[-1:]) for part in parts]
+        return [F.layer_norm(level_features, level_features.shape[-1:]) for level_features in parts]
 
     def mup(self) -> dict[str, MuP]:
         """Return fan-in D / p_l and fan-out of each factor (eqs. 32, 36)."""

@@ -131,36 +131,36 @@ class HeadHybridAttention(Mixer):
     def __init__(self, config: HeadHybrid, shape: AttentionShape):
         super().__init__(config, shape)
         self.check_config(config, shape)
-        kept = torch.tensor(config.softmax_heads)
+        softmax_N = torch.tensor(config.softmax_heads)
         rest = torch.tensor([group for group in range(shape.groups) if group not in config.softmax_heads])
-        softmax: Any = MIXERS[config.softmax](config.softmax, part_shape(shape, len(kept)))
+        softmax: Any = MIXERS[config.softmax](config.softmax, part_shape(shape, len(softmax_N)))
         self.softmax = softmax
         self.others = MIXERS[config.others](config.others, part_shape(shape, len(rest)))
         # If the parts read different forms, both get q and k before RoPE, and one part rotates them.
         self.rotated = self.softmax.rotated and self.others.rotated
         self.reads_mask = self.others.reads_mask
         self.counts_tokens = self.softmax.counts_tokens or self.others.counts_tokens
-        for name, index in (("kept_N", kept), ("rest_N", rest)):
+        for name, index in (("kept_N", softmax_N), ("rest_N", rest)):
             self.register_buffer(name, index, persistent=False)
-        order_H = torch.cat([query_heads(kept, shape), query_heads(rest, shape)]).argsort()
+        order_H = torch.cat([query_heads(softmax_N, shape), query_heads(rest, shape)]).argsort()
         self.register_buffer("order_H", order_H, persistent=False)
 
     @classmethod
     def check_config(cls, config: HeadHybrid, shape: AttentionShape) -> None:
         """Raise SurgeryError if the config does not fit the attention shape."""
         check_heads(config, shape)
-        kept, rest = (
+        softmax_shape, rest = (
             part_shape(shape, len(config.softmax_heads)),
             part_shape(shape, shape.groups - len(config.softmax_heads)),
         )
-        MIXERS[config.softmax].check_config(config.softmax, kept)
+        MIXERS[config.softmax].check_config(config.softmax, softmax_shape)
         MIXERS[config.others].check_config(config.others, rest)
         check_rotation(config.name, shape, config.softmax, config.others)
 
     def part_inputs(self, inputs: MixerInputs, kept: bool) -> MixerInputs:
         """Return the inputs of the softmax heads (kept) or of the others, in the form that their mixer reads."""
-        part, group_N = (self.softmax, self.kept_N) if kept else (self.others, self.rest_N)
-        if part.rotated and not self.rotated:
+        mixer, group_N = (self.softmax, self.kept_N) if kept else (self.others, self.rest_N)
+        if mixer.rotated and not self.rotated:
             inputs = rotate_inputs(inputs, self.shape, self.config.name)
         return select_heads(inputs, group_N, self.shape)
 
@@ -196,11 +196,11 @@ class HeadHybridAttention(Mixer):
     @classmethod
     def cost(cls, config: HeadHybrid, shape: AttentionShape, length: int) -> MixerCost:
         """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
-        kept, rest = (
+        softmax_shape, rest = (
             part_shape(shape, len(config.softmax_heads)),
             part_shape(shape, shape.groups - len(config.softmax_heads)),
         )
-        softmax = MIXERS[config.softmax].cost(config.softmax, kept, length)
+        softmax = MIXERS[config.softmax].cost(config.softmax, softmax_shape, length)
         others = MIXERS[config.others].cost(config.others, rest, length)
         return MixerCost(*(a + b for a, b in zip(softmax, others)))
 

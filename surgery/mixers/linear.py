@@ -305,7 +305,7 @@ class LinearMixer(Mixer):
         channels_BTC = torch.cat([t.flatten(2) for t in (q, k, v)], dim=-1)
         channels_BTC, past_BWC = self.convolution(channels_BTC, past.tensors["convolution"], unpadder)
         parts = channels_BTC.split([t.shape[2] * t.shape[3] for t in (q, k, v)], dim=-1)
-        q, k, v = (part.view_as(t) for part, t in zip(parts, (q, k, v)))
+        q, k, v = (convolved.view_as(t) for convolved, t in zip(parts, (q, k, v)))
         return self._with_rope(inputs, ProjectedTokens(q, k, v, x_BTD, unpadder, q, k)), {"convolution": past_BWC}
 
     def _with_rope(self, inputs: MixerInputs, tokens: ProjectedTokens) -> ProjectedTokens:
@@ -452,12 +452,12 @@ class LinearMixer(Mixer):
         with EmptyOnMeta():
             mixer = cls(config, shape)
         mixer.to("meta")
-        for part in (
+        for submodule in (
             mixer.mask,
             mixer.beta_proj,
         ):  # on meta tensors their functions would import torch._dynamo and sympy
-            if part is not None:
-                empty_on_cpu(part)
+            if submodule is not None:
+                empty_on_cpu(submodule)
         buffers = mixer._empty_buffers(1, "cpu")
         features, values = mixer._num_features(), shape.value + config.normalise
         far, mask = max(0, length - config.window - config.sinks), MASKS[config.mask]
@@ -482,11 +482,11 @@ class LinearMixer(Mixer):
 
 def empty_on_cpu(module: nn.Module) -> None:
     """Replace the module's parameters and buffers by uninitialized ones of the same shapes on the CPU."""
-    for part in module.modules():
-        for name, t in part.named_parameters(recurse=False):
-            setattr(part, name, nn.Parameter(torch.empty(t.shape, dtype=t.dtype)))
-        for name, buffer in part.named_buffers(recurse=False):
-            setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+    for submodule in module.modules():
+        for name, t in submodule.named_parameters(recurse=False):
+            setattr(submodule, name, nn.Parameter(torch.empty(t.shape, dtype=t.dtype)))
+        for name, buffer in submodule.named_buffers(recurse=False):
+            setattr(submodule, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 def mix_tokens(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> tuple[Tensor, MixerState]:

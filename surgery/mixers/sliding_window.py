@@ -170,8 +170,8 @@ class WindowAttention(Mixer):
         q, k, values = upcast(q), upcast(k), upcast(v)
 
         def attend_pass(start: int, stop: int) -> Tensor:
-            part = q[:, :, :, start:stop]
-            score = (part.flatten(2, 3) @ k.mT).unflatten(2, part.shape[2:4])
+            q_rows = q[:, :, :, start:stop]
+            score = (q_rows.flatten(2, 3) @ k.mT).unflatten(2, q_rows.shape[2:4])
             allowed = self._visible_pairs(t_BT[:, start:stop, None], s_BS[:, None])[:, None, None]
             return weighted_values(
                 score, allowed, values, self.shape, None if mask is None else mask[:, :, start:stop], p

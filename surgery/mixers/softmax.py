@@ -169,5 +169,5 @@ class SoftmaxAttention(Mixer):
     def cost(cls, config: Softmax, shape: AttentionShape, length: int) -> MixerCost:
         """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         live = length if shape.window is None else min(length, shape.window - 1)
-        each = live * (shape.key + shape.value)
-        return MixerCost(shape.groups * each, shape.heads * each, 0 if config.rope == "keep" else shape.heads)
+        per_head = live * (shape.key + shape.value)
+        return MixerCost(shape.groups * per_head, shape.heads * per_head, 0 if config.rope == "keep" else shape.heads)

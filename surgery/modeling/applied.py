@@ -121,7 +121,7 @@ def original_folder(model: Any) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, "config.json", revision=getattr(model.config, "_commit_hash", None))
+        cached = try_to_load_from_cache(name, "config.json", revision=getattr(model.config, "_commit_hash", None))
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(cached).parent if isinstance(cached, str) else None

@@ -324,7 +324,9 @@ def passes_options(forward: Any) -> bool:
     if not code.co_flags & inspect.CO_VARKEYWORDS:
         return False
     name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
-    loads = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST"))
+    loads = (
+        instruction.argval for instruction in dis.get_instructions(code) if instruction.opname.startswith("LOAD_FAST")
+    )
     return any(name in (value if isinstance(value, tuple) else (value,)) for value in loads)
 
 
@@ -409,13 +411,13 @@ def fold_output_projection(model: Any, path: str) -> dict[str, Any]:
 
     Returns {} if the projection was already replaced: its weight is not 2-D either.
     """
-    place = output_path(model, path)
-    linear = model.get_submodule(place)
+    projection = output_path(model, path)
+    linear = model.get_submodule(projection)
     transposed = not isinstance(linear, nn.Linear)
     if linear.weight.dim() != 2:
         return {}
     weight_OI = linear.weight.detach().mT.contiguous() if transposed else linear.weight
     folded = GuardedLinear.from_weight(weight_OI.requires_grad_(linear.weight.requires_grad), linear.bias)
-    model.set_submodule(place, folded.train(linear.training))
+    model.set_submodule(projection, folded.train(linear.training))
     spec = {"structure": "folded", "in_features": folded.in_features, "out_features": folded.out_features}
-    return {place: {**spec, "bias": folded.bias is not None, **({"transposed": True} if transposed else {})}}
+    return {projection: {**spec, "bias": folded.bias is not None, **({"transposed": True} if transposed else {})}}

@@ -174,16 +174,16 @@ class MixerCacheLayer(CacheLayerMixin):
             self.seen -= count
         self._base, self._since = None, []
 
-    def _replay(self, kept: int) -> None:
-        """Recompute the state after the first `kept` recorded tokens, in the original chunks."""
+    def _replay(self, remaining: int) -> None:
+        """Recompute the state after the first `remaining` recorded tokens, in the original chunks."""
         assert self._mixer is not None and self._base is not None and self.state is not None
         state = self._base
         drop_later_slots(state, self.state)
         for inputs in self._since:
-            tokens = min(kept, inputs.q_BHTK.shape[2])
+            tokens = min(remaining, inputs.q_BHTK.shape[2])
             if tokens:
                 state = _next_state(self._mixer, slice_inputs(inputs, 0, tokens), state)
-            kept -= tokens
+            remaining -= tokens
         self.state = state
 
     def hold(self) -> tuple[MixerState | None, int]:

@@ -91,9 +91,9 @@ def decoder_digest(decoder: nn.Module) -> str | None:
         try:
             flat = tensor.detach().reshape(-1)
             step = flat.numel() // max(1, count) | 1  # odd: samples of a matrix are not all of one column
-            place = torch.arange(count, device=flat.device) * step % max(1, flat.numel())
-            sampled.append(flat[place].to(torch.bfloat16).cpu())
-            sums.append(sum(int(_bits(part).sum(dtype=torch.int64)) for part in flat.split(SUMMED)))
+            index = torch.arange(count, device=flat.device) * step % max(1, flat.numel())
+            sampled.append(flat[index].to(torch.bfloat16).cpu())
+            sums.append(sum(int(_bits(values).sum(dtype=torch.int64)) for values in flat.split(SUMMED)))
         except (NotImplementedError, RuntimeError, TypeError):
             return None
     digest.update(torch.cat(sampled).view(torch.int16).numpy().tobytes() if sampled else b"")
@@ -117,8 +117,8 @@ def _stored_tensors(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _check_decoder(path: str | Path, saved: str | None, model: Any) -> nn.Module | None:
     """Return the model's decoder if it filled the cache. Raises SurgeryError if other weights did; warns and returns None if that is unknown."""
-    attentions = (place for place, each in mixer_modules(model) if each.mixer.shape.causal)
-    decoder = next((innermost_model(model, place) for place in attentions), None)
+    attentions = (attention for attention, module in mixer_modules(model) if module.mixer.shape.causal)
+    decoder = next((innermost_model(model, attention) for attention in attentions), None)
     if decoder is None:
         return None  # a cache of softmax layers alone, as transformers has it
     digest = None if saved is None else decoder_digest(decoder)
@@ -187,10 +187,10 @@ def _is_layer(entry: Any) -> bool:
 
 
 def _check_same_shapes(index: int, held: dict[str, Tensor], dims: dict[str, int]) -> None:
-    found = {name: tensor.dim() for name, tensor in held.items()}
-    if found != dims:
+    held_dims = {name: tensor.dim() for name, tensor in held.items()}
+    if held_dims != dims:
         raise SurgeryError(
-            f"layer {index} of this cache is damaged: its tensors must have the dimensions {dims} (got {found})"
+            f"layer {index} of this cache is damaged: its tensors must have the dimensions {dims} (got {held_dims})"
         )
 
 
@@ -212,11 +212,11 @@ def _check_waiting_tokens(index: int, held: dict[str, Tensor], fresh: dict[str, 
             )
     keys = [name for name in held if name.startswith(PREFIX)]
     for name in keys:  # keys and values of softmax heads, of as many tokens as were seen
-        found, slots = tuple(held[name].shape), held[keys[0]].shape[2]
+        held_shape, slots = tuple(held[name].shape), held[keys[0]].shape[2]
         shape = (rows, fresh[name].shape[1], slots, fresh[name].shape[3])
-        if found != shape:
+        if held_shape != shape:
             raise SurgeryError(
-                f"layer {index} of this cache is damaged: {name} must have the shape {shape} (got {found})"
+                f"layer {index} of this cache is damaged: {name} must have the shape {shape} (got {held_shape})"
             )
 
 

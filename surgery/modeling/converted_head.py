@@ -16,7 +16,7 @@ from surgery.modeling.modules import REPLACED
 def converted_head(model: Any) -> nn.Module | None:
     """Return the head of a model if it was converted, also inside an adapter or a copy that PEFT trains (`modules_to_save`), else None."""
     head = model.get_output_embeddings()
-    return head if head is not None and any(isinstance(part, REPLACED) for part in head.modules()) else None
+    return head if head is not None and any(isinstance(submodule, REPLACED) for submodule in head.modules()) else None
 
 
 class ConvertedModelMixin:
@@ -34,14 +34,14 @@ class ConvertedModelMixin:
         if head is None:
             return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, *args, **kwargs)  # type: ignore[misc]
         before = embedding.weight.shape[0]
-        wanted = before if new_num_tokens is None else new_num_tokens
+        after = before if new_num_tokens is None else new_num_tokens
         if type(pad_to_multiple_of) is int and pad_to_multiple_of > 0:
-            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
-        if wanted == before:
+            after = -(-after // pad_to_multiple_of) * pad_to_multiple_of
+        if after == before:
             return embedding
         raise SurgeryError(
             f"{_name(model, head)} is structured, and rows for other tokens cannot be added to its factors or removed: resize_token_embeddings "
-            f"would change {before} tokens to {wanted}. Resize the original model and convert it again, or multiply the structures "
+            f"would change {before} tokens to {after}. Resize the original model and convert it again, or multiply the structures "
             "out first (surgery.densify(model)), resize, and convert"
         )
 

@@ -40,9 +40,11 @@ def capture_decode_step(model: Any, cache: Any, generation_config: Any) -> Captu
     asked = generation_config.cache_implementation == "static" and not generation_config.disable_compile
     layers = getattr(cache, "layers", [])
     linear = [can_capture(module.mixer) for _, module in mixer_modules(model)]
-    own = linear and all(linear) and len(linear) == len(layers) and all(type(x) is MixerCacheLayer for x in layers)
+    has_mixers_alone = (
+        linear and all(linear) and len(linear) == len(layers) and all(type(x) is MixerCacheLayer for x in layers)
+    )
     recording = any(getattr(x, "record_past", False) for x in layers)
-    if not (asked and own and is_on_one_gpu(model)) or recording:
+    if not (asked and has_mixers_alone and is_on_one_gpu(model)) or recording:
         return None
     return CapturedDecodeStep(model, int(generation_config.max_length))
 
@@ -121,12 +123,12 @@ class CapturedDecodeStep:
             )
             self.static_tensors["logits"].copy_(out.logits)
             for layer, state in zip(self.layers, states):
-                left = layer.state
-                assert left is not None and state is not None
-                state.seen_B.copy_(left.seen_B)
+                state_after = layer.state
+                assert state_after is not None and state is not None
+                state.seen_B.copy_(state_after.seen_B)
                 for name, tensor in state.tensors.items():
-                    if left.tensors[name] is not tensor:  # the step may have overwritten the state in place
-                        tensor.copy_(left.tensors[name])
+                    if state_after.tensors[name] is not tensor:  # the step may have overwritten the state in place
+                        tensor.copy_(state_after.tensors[name])
 
         try:
             self.replay = record_graph(step)

@@ -38,7 +38,7 @@ def _siblings(model: nn.Module) -> Iterator[list[LowRankLinear]]:
             continue
         for names in SIBLINGS:
             linears = [getattr(module, name, None) for name in names]
-            found = [linear for linear in linears if type(linear) is LowRankLinear and linear.group is None]
-            kinds = {(linear.in_features, linear.bias is None) for linear in found}
-            if len(found) > 1 and len(kinds) == 1:
-                yield found
+            siblings = [linear for linear in linears if type(linear) is LowRankLinear and linear.group is None]
+            kinds = {(linear.in_features, linear.bias is None) for linear in siblings}
+            if len(siblings) > 1 and len(kinds) == 1:
+                yield siblings

@@ -140,21 +140,21 @@ class _Group:
 
     def output(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         """Return the rows of a linear in B x, (..., O), for x (..., I)."""
-        matrix, kept, traced = self.first.matrix, self.kept, torch.compiler.is_compiling()
+        matrix, held, traced = self.first.matrix, self.kept, torch.compiler.is_compiling()
         mode = torch.is_grad_enabled(), not traced and torch.is_autocast_enabled(x.device.type)
-        if kept.parts:
-            fresh = kept.read[0] is x and kept.mode == mode and linear.start in kept.parts
-            if fresh and (traced or _is_unwritten(kept, _tensors(matrix, x))):
-                part = kept.parts.pop(linear.start)
-                if not kept.parts:
-                    kept.read, kept.misses = (), 0
-                return part.rows()
-            kept.misses += not traced
+        if held.parts:
+            fresh = held.read[0] is x and held.mode == mode and linear.start in held.parts
+            if fresh and (traced or _is_unwritten(held, _tensors(matrix, x))):
+                rows = held.parts.pop(linear.start)
+                if not held.parts:
+                    held.read, held.misses = (), 0
+                return rows.rows()
+            held.misses += not traced
         parts = dict(zip(self.sizes, _compute(matrix, x, list(self.sizes.values()), traced)))
-        mine, kept.parts, kept.read = parts.pop(linear.start), {}, ()
-        if kept.calling and kept.misses < MAX_MISSES and not is_exporting() and (traced or not x.is_inference()):
-            kept.parts, kept.mode, kept.read = parts, mode, (x,) if traced else _tensors(matrix, x)
-            kept.version = 0 if traced else _version(kept.read)
+        mine, held.parts, held.read = parts.pop(linear.start), {}, ()
+        if held.calling and held.misses < MAX_MISSES and not is_exporting() and (traced or not x.is_inference()):
+            held.parts, held.mode, held.read = parts, mode, (x,) if traced else _tensors(matrix, x)
+            held.version = 0 if traced else _version(held.read)
         return mine.rows()
 
     def output_of_replica(self, linear: JoinedLinear, x: Tensor) -> Tensor:
@@ -168,8 +168,8 @@ class _Group:
         return y
 
 
-def _is_unwritten(kept: _Kept, now: tuple[Tensor, ...]) -> bool:
-    return len(now) == len(kept.read) and all(map(_is, now, kept.read)) and _version(now) == kept.version
+def _is_unwritten(held: _Kept, now: tuple[Tensor, ...]) -> bool:
+    return len(now) == len(held.read) and all(map(_is, now, held.read)) and _version(now) == held.version
 
 
 class _Part(NamedTuple):
@@ -198,7 +198,7 @@ def _compute(matrix: Any, x: Tensor, sizes: list[int], traced: bool) -> list[_Pa
     y = matrix(x)
     # No views of each other, so that one may be written in place.
     parts = y.split(sizes, dim=-1) if traced or is_exporting() else torch.unsafe_split_with_sizes(y, sizes, dim=-1)
-    return [_Part(part) for part in parts]
+    return [_Part(outputs) for outputs in parts]
 
 
 def _tensors(matrix: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
@@ -220,9 +220,12 @@ def connect_joined(modules: Mapping[str, nn.Module]) -> None:
     for path, module in modules.items():
         if isinstance(module, JoinedLinear):
             groups.setdefault(sibling(path, module.first) if module.first else path, []).append((path, module))
-    for head, found in groups.items():
-        found.sort(key=lambda item: item[1].start)
-        names, members = [path.rpartition(".")[2] for path, _ in found], [module for _, module in found]
+    for head, paths_and_linears in groups.items():
+        paths_and_linears.sort(key=lambda item: item[1].start)
+        names, members = (
+            [path.rpartition(".")[2] for path, _ in paths_and_linears],
+            [module for _, module in paths_and_linears],
+        )
         starts, ends = [m.start for m in members], [m.start + m.out_features for m in members]
         first = members[0]
         whole = modules.get(head) is first and "joined" in first._modules and starts == [0, *ends[:-1]]
@@ -232,7 +235,9 @@ def connect_joined(modules: Mapping[str, nn.Module]) -> None:
             or first.members not in ((), tuple(names))
             or any(m.in_features != first.in_features for m in members)
         ):
-            places = ", ".join(f"{path} (rows {m.start} to {m.start + m.out_features})" for path, m in found)
+            places = ", ".join(
+                f"{path} (rows {m.start} to {m.start + m.out_features})" for path, m in paths_and_linears
+            )
             raise SurgeryError(f"{DAMAGED}: {places} do not cover the rows of one matrix at {head}, in its order")
         group = _Group(members)
         for module in members:

@@ -76,11 +76,11 @@ def register_lora() -> None:
 
     @functools.wraps(include)
     def include_structured(peft_config: Any, model: Any) -> Any:
-        given = getattr(peft_config, "target_modules", None)
-        found: Any = include(peft_config, model)
-        if isinstance(given, str) and given.lower() == peft_utils.INCLUDE_LINEAR_LAYERS_SHORTHAND:
-            found.target_modules = all_linears(model, found.target_modules)
-        return found
+        target_modules = getattr(peft_config, "target_modules", None)
+        adapter_config: Any = include(peft_config, model)
+        if isinstance(target_modules, str) and target_modules.lower() == peft_utils.INCLUDE_LINEAR_LAYERS_SHORTHAND:
+            adapter_config.target_modules = all_linears(model, adapter_config.target_modules)
+        return adapter_config
 
     peft_utils._maybe_include_all_linear_layers = include_structured
 

@@ -65,7 +65,7 @@ class SplitLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of all parts in the fused order: (.., in) -> (.., out)."""
-        ys = [part(x) for part in self.parts.values()]
+        ys = [linear(x) for linear in self.parts.values()]
         if self.heads:
             ys = [y.unflatten(-1, (self.heads, -1)) for y in ys]
         y = torch.cat(ys, dim=-1)
@@ -83,7 +83,7 @@ class SplitLinear(nn.Module):
 
     def fused_bias(self) -> Tensor | None:
         """Return the bias (out,) in the fused order, or None."""
-        biases = [part.bias for part in self.parts.values()]
+        biases = [linear.bias for linear in self.parts.values()]
         return None if any(b is None for b in biases) else self._fuse(biases)  # type: ignore[arg-type]
 
 
@@ -248,8 +248,8 @@ def _check_entry(spec: dict[str, Any]) -> None:
 
 
 def _check_split_entry(spec: dict[str, Any]) -> None:
-    given, heads = spec.get("parts"), spec.get("heads", 0)
-    parts: dict[str, Any] = given if isinstance(given, dict) else {}
+    stored_parts, heads = spec.get("parts"), spec.get("heads", 0)
+    parts: dict[str, Any] = stored_parts if isinstance(stored_parts, dict) else {}
     whole = bool(parts) and all(isinstance(entry, dict) for entry in parts.values())
     if not whole or any(
         e.get("structure") in ("split", "joined") or shares_basis(e) or not name.isidentifier()

@@ -43,15 +43,20 @@ def add_positions(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook: pass position_ids that follow from a 2-D attention mask, unless the caller gives some."""
     cls: Any = type(module)
-    given = {**dict(zip(_argument_names(cls), args)), **kwargs}
-    mask_BS = given.get("attention_mask")
-    inputs = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-    if given.get("position_ids") is not None or not isinstance(mask_BS, Tensor) or mask_BS.dim() != 2 or inputs is None:
+    arguments = {**dict(zip(_argument_names(cls), args)), **kwargs}
+    mask_BS = arguments.get("attention_mask")
+    inputs = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+    if (
+        arguments.get("position_ids") is not None
+        or not isinstance(mask_BS, Tensor)
+        or mask_BS.dim() != 2
+        or inputs is None
+    ):
         return None
     if mask_BS.shape[1] < inputs.shape[1]:  # transformers explains what is wrong with it
         return None
-    given["position_ids"] = mask_positions(mask_BS, inputs.shape[1]).to(inputs.device)
-    return (), given
+    arguments["position_ids"] = mask_positions(mask_BS, inputs.shape[1]).to(inputs.device)
+    return (), arguments
 
 
 def derive_positions(model: Any, path: str, causal: bool) -> None:

@@ -66,13 +66,11 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[s
     dense = {path: entry for path, entry in dense_linears(skeleton, table.modules).items() if find(path) is not None}
     whole = {**table.modules, **dense}
     modules = quantized_table(whole, storage)
-    places = {path: place for path in whole if (place := find(path)) is not None}
-    replaced = {
-        place: quantize_named(place, copy.copy(model.get_submodule(place)), storage) for place in places.values()
-    }
-    for place, quantized in replaced.items():
-        copy_hooks(model.get_submodule(place), quantized)
-        model.set_submodule(place, quantized)
+    places = {path: name for path in whole if (name := find(path)) is not None}
+    replaced = {name: quantize_named(name, copy.copy(model.get_submodule(name)), storage) for name in places.values()}
+    for name, quantized in replaced.items():
+        copy_hooks(model.get_submodule(name), quantized)
+        model.set_submodule(name, quantized)
     connect_joined(replaced)
     hold_groups(model)
     table.modules = modules
@@ -127,7 +125,7 @@ def quantized_table(table: dict[str, Any], storage: Storage) -> dict[str, Any]:
 
 def _with_storage(entry: dict[str, Any], storage: Storage) -> dict[str, Any]:
     if entry["structure"] == "split":
-        return {**entry, "parts": {name: _with_storage(part, storage) for name, part in entry["parts"].items()}}
+        return {**entry, "parts": {name: _with_storage(inner, storage) for name, inner in entry["parts"].items()}}
     if is_joined(entry):
         return {**entry, "matrix": _with_storage(entry["matrix"], storage)} if "matrix" in entry else entry
     return quantized_entry(entry, storage)
@@ -147,7 +145,7 @@ def quantize_module(module: Any, storage: Storage) -> nn.Module:
     A joined one is not connected: see `connect_joined`.
     """
     if isinstance(module, SplitLinear):
-        parts = {name: quantize_module(part, storage) for name, part in module.parts.items()}
+        parts = {name: quantize_module(inner, storage) for name, inner in module.parts.items()}
         split = SplitLinear(module.in_features, parts, module.sizes, module.heads)
         split._buffers["weight"] = module._buffers["weight"]
         return split.train(module.training)

@@ -148,8 +148,8 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
     find, missing, taken, sharing = ModuleFinder(model), 0, set(), []
     joined: dict[str, Any] = {}
     for path, spec in [*table.items(), *mixers.items()]:
-        place = find(path)
-        if place is None:
+        module_path = find(path)
+        if module_path is None:
             missing += 1
             if strict or missing == len(table) + len(mixers):
                 raise SurgeryError(
@@ -158,18 +158,18 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
                     else f"{type(model).__name__} has none of the {missing} linears of the checkpoint's table ({path}, ..)"
                 )
             continue
-        if place in taken:
-            raise SurgeryError(f"{DAMAGED_TABLE}: two entries replace {place!r}")
-        taken.add(place)
+        if module_path in taken:
+            raise SurgeryError(f"{DAMAGED_TABLE}: two entries replace {module_path!r}")
+        taken.add(module_path)
         if path in table:
             replacement = build_module(spec)
-            _check_sizes(model.get_submodule(place), replacement, place)
-            model.set_submodule(place, replacement)
-            untie(model, place)
-            sharing += [place] if shares_basis(spec) else []
-            joined |= {place: replacement} if is_joined(spec) else {}
+            _check_sizes(model.get_submodule(module_path), replacement, module_path)
+            model.set_submodule(module_path, replacement)
+            untie(model, module_path)
+            sharing += [module_path] if shares_basis(spec) else []
+            joined |= {module_path: replacement} if is_joined(spec) else {}
         else:
-            replace_attention(model, place, mixer_config(spec))
+            replace_attention(model, module_path, mixer_config(spec))
     connect_bases(model, sharing)
     connect_joined(joined)
     hold_groups(model)
@@ -207,8 +207,8 @@ def _written_as(model: Any) -> Any:
             return model
         with torch.device("meta"):
             return cls(copy.deepcopy(model.config))
-    own = type(model).__module__.startswith("transformers.")
-    return model if own or type(model).__name__ in (model.config.architectures or ()) else None
+    is_of_transformers = type(model).__module__.startswith("transformers.")
+    return model if is_of_transformers or type(model).__name__ in (model.config.architectures or ()) else None
 
 
 def _tensors_in(files: list[str]) -> list[str]:
@@ -250,8 +250,8 @@ class ModuleFinder:
             self.rules = self._rules()
         renamings, state = self.rules
         renamed = rename_source_key(f"{path}.weight", renamings, [], self.model.base_model_prefix, state)[0]
-        found = renamed.removesuffix(".weight")
-        return found if found in self.modules else None
+        base = renamed.removesuffix(".weight")
+        return base if base in self.modules else None
 
     def _rules(self) -> tuple[list[Any], dict[str, bool]]:
         from transformers.conversion_mapping import get_model_conversion_mapping

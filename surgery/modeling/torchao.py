@@ -21,7 +21,7 @@ SUPPORTED = "Int8WeightOnlyConfig (per row or per group) and Int4WeightOnlyConfi
 
 def has_replaced_linears(module: nn.Module) -> bool:
     """Return whether a module is or contains a linear that this package replaced."""
-    return any(isinstance(part, REPLACED) for part in module.modules())
+    return any(isinstance(submodule, REPLACED) for submodule in module.modules())
 
 
 def storage_options(config: Any) -> dict[str, Any]:

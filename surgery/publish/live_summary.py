@@ -37,10 +37,12 @@ def inspect_model(model: Any) -> dict[str, Any]:
     before = sum(_linear_macs(module) for module in linears)
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
     report["macs_per_token"] = {"before": before, "after": before + change}
-    if found := [(p, m.mixer.config, m.mixer.shape) for p, m in model.named_modules() if isinstance(m, MixerAttention)]:
-        mixers = {path for path, _, _ in found}
-        kept = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
-        report |= attention_costs(found, kept, "mixer_rows", model.dtype)
+    if replaced := [
+        (p, m.mixer.config, m.mixer.shape) for p, m in model.named_modules() if isinstance(m, MixerAttention)
+    ]:
+        mixers = {path for path, _, _ in replaced}
+        with_softmax = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
+        report |= attention_costs(replaced, with_softmax, "mixer_rows", model.dtype)
     return report
 
 

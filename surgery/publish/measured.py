@@ -54,37 +54,42 @@ class Measurements:
         return {"rows": shown, "models": {"base": {"name": base}, "converted": {"name": self.own}}}
 
 
-def load_measurements(source: CheckpointSource, place: Path) -> Measurements:
+def load_measurements(source: CheckpointSource, folder: Path) -> Measurements:
     """Return the results in a folder that are of a checkpoint. Raises SurgeryError for a file that is none of `surgery eval`."""
-    found, others, top, several = Measurements(), dict[str, None](), place / RESULTS_NAME, place / COMPARISON_NAME
+    measurements, others, top, several = (
+        Measurements(),
+        dict[str, None](),
+        folder / RESULTS_NAME,
+        folder / COMPARISON_NAME,
+    )
     unnamed = []
     if top.is_file():
         read = read_results(top)
-        if (own := is_of(read, source)) is False:
+        if (is_own := is_of(read, source)) is False:
             others[last_part(measured_model(read)["name"])] = None
         else:
-            found.results = read
-            unnamed += [RESULTS_NAME] if own is None else []
-    if found.results is None and any(place.glob(f"*-????????/{RESULTS_NAME}")):
-        for path in sorted(place.glob(f"*-{source.digest()[:8]}/{RESULTS_NAME}")):
+            measurements.results = read
+            unnamed += [RESULTS_NAME] if is_own is None else []
+    if measurements.results is None and any(folder.glob(f"*-????????/{RESULTS_NAME}")):
+        for path in sorted(folder.glob(f"*-{source.digest()[:8]}/{RESULTS_NAME}")):
             if is_of(read := read_results(path), source):
-                found.results = read
+                measurements.results = read
     if several.is_file():
-        found.comparison = read = read_results(several)
+        measurements.comparison = read = read_results(several)
         prints = {str(model["name"]): model.get("fingerprint") for model in read["models"]}
-        found.own = next((name for name, each in prints.items() if each and each == source.digest()), None)
+        measurements.own = next((name for name, digest in prints.items() if digest and digest == source.digest()), None)
         others |= dict.fromkeys(prints)
-        unnamed += [COMPARISON_NAME] if None in prints.values() and found.own is None else []
-    if found.results is None and found.own is None and others and not unnamed:
-        found.others = tuple(others)
-        found.remark = (
-            f"The results in {place.name} are of {in_words(others)}. None of them is this checkpoint with its present files, so its quality is "
+        unnamed += [COMPARISON_NAME] if None in prints.values() and measurements.own is None else []
+    if measurements.results is None and measurements.own is None and others and not unnamed:
+        measurements.others = tuple(others)
+        measurements.remark = (
+            f"The results in {folder.name} are of {in_words(others)}. None of them is this checkpoint with its present files, so its quality is "
             "not shown here."
         )
     elif unnamed:
-        found.remark = f"{unnamed[0]} in {place.name} does not say which checkpoint it is of"
-        found.remark += "." if found.results is None else "; its rows are shown as those of this one."
-    return found
+        measurements.remark = f"{unnamed[0]} in {folder.name} does not say which checkpoint it is of"
+        measurements.remark += "." if measurements.results is None else "; its rows are shown as those of this one."
+    return measurements
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -100,9 +105,9 @@ def read_results(path: Path) -> dict[str, Any]:
 def measured_model(results: Mapping[str, Any], role: str = "converted") -> dict[str, str]:
     """Return {"name", "fingerprint"} of a role's model in results.json, "" each where it does not say."""
     models = results.get("models")
-    found = models.get(role) if isinstance(models, dict) else None
-    found = found if isinstance(found, dict) else {}
-    return {key: str(found.get(key) or "") for key in ("name", "fingerprint")}
+    model = models.get(role) if isinstance(models, dict) else None
+    model = model if isinstance(model, dict) else {}
+    return {key: str(model.get(key) or "") for key in ("name", "fingerprint")}
 
 
 def is_of(results: Mapping[str, Any], source: CheckpointSource) -> bool | None:
@@ -125,7 +130,7 @@ def last_part(name: str) -> str:
 
 def in_words(names: Iterable[str], most: int = 6) -> str:
     """Return names as a list in words, the first `most` of them: a, b and 3 more."""
-    given = [str(name) for name in names]
-    shown = given[:most] if len(given) > most else given[:-1]
-    last = f"{len(given) - most} more" if len(given) > most else given[-1]
+    texts = [str(name) for name in names]
+    shown = texts[:most] if len(texts) > most else texts[:-1]
+    last = f"{len(texts) - most} more" if len(texts) > most else texts[-1]
     return f"{', '.join(shown)} and {last}" if shown else last

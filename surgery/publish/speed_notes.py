@@ -43,12 +43,12 @@ def speed_notes(
         return []
     # Once for each kind: a mixture of experts has thousands of equal linears.
     kinds = {json.dumps([config, list(shape)], sort_keys=True): (config, shape) for config, shape in structures}
-    found = {_linear_note(config, *shape) for config, shape in kinds.values()}
+    notes = {_linear_note(config, *shape) for config, shape in kinds.values()}
     if any(config.get("order") == "strided" for config, _ in kinds.values()):
-        found.add("order: strided copies the outputs of each such linear once, which notes on speed ratios leave out")
-    found |= {_attention_note(mixer, context or DEFAULT_CONTEXT) for mixer in mixers}
+        notes.add("order: strided copies the outputs of each such linear once, which notes on speed ratios leave out")
+    notes |= {_attention_note(mixer, context or DEFAULT_CONTEXT) for mixer in mixers}
     device = tables()[0]["device"]
-    return [f"{NOTE_ON_SPEED} {device}, launches counted: {note}" for note in sorted(found - {""})]
+    return [f"{NOTE_ON_SPEED} {device}, launches counted: {note}" for note in sorted(notes - {""})]
 
 
 def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
@@ -72,11 +72,11 @@ def predict_linears(
     if table is None or plan.get("unchanged") is None or not plan["targets"]:
         return None
     times = MeasuredTimes(table)
-    found: dict[str, Any] = {"device": table["device"], "dtype": table["dtype"]}
+    prediction: dict[str, Any] = {"device": table["device"], "dtype": table["dtype"]}
     kinds = Counter(json.dumps([target["first"], target["shape"], target.get("outputs")]) for target in plan["targets"])
     for phase, tokens in (("prefill", context or DEFAULT_CONTEXT), ("decode", 1)):
-        found[phase] = _predict_phase(times, phase, tokens, kinds, plan["unchanged"])
-    return found
+        prediction[phase] = _predict_phase(times, phase, tokens, kinds, plan["unchanged"])
+    return prediction
 
 
 def _predict_phase(
@@ -88,7 +88,7 @@ def _predict_phase(
     for kind, count in kinds.items():
         config, (out, in_), outputs = json.loads(kind)
         if config is None:  # joined linears that stay dense are linears of their own
-            linears += [(None, (each, in_), None, count, context) for each in outputs or [out]]
+            linears += [(None, (rows, in_), None, count, context) for rows in outputs or [out]]
         else:
             linears.append((config, (out, in_), outputs, count, context))
     for config, (out, in_), outputs, count, tokens in linears:
@@ -110,9 +110,9 @@ def _predict_phase(
 
 def _dense_time(times: MeasuredTimes, phase: str, tokens: int, outs: list[int], in_: int) -> Predicted | None:
     """Return the time of dense linears of one input, None if one was not measured."""
-    found = [times.dense(phase, tokens, out, in_) for out in outs]
-    known = [time for time in found if time is not None]
-    if len(known) < len(found):
+    times_of_outs = [times.dense(phase, tokens, out, in_) for out in outs]
+    known = [time for time in times_of_outs if time is not None]
+    if len(known) < len(times_of_outs):
         return None
     return Predicted(sum(time.ms for time in known), all(time.measured for time in known))
 
@@ -172,8 +172,8 @@ def report_times(linears: dict[str, Any] | None, context: int | None = None) -> 
         for kind in linears["replaced"]
         for _ in range(kind["count"])
     ]
-    found = predict_linears({"targets": targets, "unchanged": linears["unchanged"]}, context)
-    return [line for line in predicted_lines(found) if "no prediction" not in line]
+    prediction = predict_linears({"targets": targets, "unchanged": linears["unchanged"]}, context)
+    return [line for line in predicted_lines(prediction) if "no prediction" not in line]
 
 
 def notes_for_device(notes: Iterable[str], device: str, asked: bool = False) -> list[str]:

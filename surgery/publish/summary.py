@@ -197,9 +197,9 @@ def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None =
     """
     mixers = read_mixers(source.config, source.name)
     model = describe_unconverted_model(source)
-    found = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
-    kept = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
-    return attention_costs(found, kept, "mixer_rows", source.dtype, lengths=lengths or CONTEXTS)
+    with_mixers = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
+    with_softmax = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
+    return attention_costs(with_mixers, with_softmax, "mixer_rows", source.dtype, lengths=lengths or CONTEXTS)
 
 
 def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str, int] | None:
@@ -292,7 +292,7 @@ def softmax_macs(shape: AttentionShape, length: int) -> int:
 
 
 def attention_costs(
-    found: Iterable[tuple[str, MixerConfig, AttentionShape]],
+    with_mixers: Iterable[tuple[str, MixerConfig, AttentionShape]],
     softmax: Iterable[AttentionShape],
     rows_key: str,
     dtype: torch.dtype,
@@ -304,14 +304,14 @@ def attention_costs(
 
     Costs are `cache_bytes`, bytes in the cache of one sequence, and `macs`, multiply-accumulates of the next token: [before, after] at each of
     `lengths`, in tokens. A row sums over the layers of its mixer.
-    found: (path, config, shape) of every mixer. softmax: shapes of the modules that keep softmax attention. dtype: of the model, and so of
-    keys and values. chosen: how many of the `found` will keep softmax too, chosen by measurements. Which is not known, so every mixer counts by
+    with_mixers: (path, config, shape) of every mixer. softmax: shapes of the modules that keep softmax attention. dtype: of the model, and so of
+    keys and values. chosen: how many of the `with_mixers` will keep softmax too, chosen by measurements. Which is not known, so every mixer counts by
     the share of those that remain: exactly, if the mixers are equal, and the mean over all choices otherwise.
     """
-    modules = list(found)
+    modules = list(with_mixers)
     share = Fraction(len(modules) - chosen, len(modules)) if modules else Fraction(1)
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    kept: dict[str, Any] = {"cache_bytes": {}, "macs": {}}
+    softmax_costs: dict[str, Any] = {"cache_bytes": {}, "macs": {}}
     for path, config, shape in modules:
         row = rows.setdefault(
             (describe_mixer(config), json.dumps(_cost_options(config), sort_keys=True)),
@@ -326,20 +326,21 @@ def attention_costs(
         )
         row["paths"].append(path)
         _add_costs(row, shape, config, share, lengths, dtype)
-        _add_costs(kept, shape, None, 1 - share, lengths, dtype)
+        _add_costs(softmax_costs, shape, None, 1 - share, lengths, dtype)
         row["params"] += share * MIXERS[config].cost(config, shape, lengths[0]).params
     others = list(softmax)
     for shape in others:
-        _add_costs(kept, shape, None, Fraction(1), lengths, dtype)
+        _add_costs(softmax_costs, shape, None, Fraction(1), lengths, dtype)
     for row in rows.values():
         row["layers"] = _rounded(share * len(row["paths"]))
     totals = None
     if modules:
         count = len(modules) + len(others)
-        totals = {"layers": count, "softmax_layers": chosen + len(others), "softmax": kept}
+        totals = {"layers": count, "softmax_layers": chosen + len(others), "softmax": softmax_costs}
         for name in ("cache_bytes", "macs"):
             totals[name] = {
-                str(n): [sum(part[name][str(n)][i] for part in (kept, *rows.values())) for i in (0, 1)] for n in lengths
+                str(n): [sum(cost[name][str(n)][i] for cost in (softmax_costs, *rows.values())) for i in (0, 1)]
+                for n in lengths
             }
     every: dict[str, Any] = _rounded({rows_key: list(rows.values()), "attention_totals": totals})
     return {**every, "cache_dtype": str(dtype).removeprefix("torch.")}
@@ -382,9 +383,9 @@ def compare_costs(
 def _rounded(value: Any) -> Any:
     """Return nested data with fractions as whole numbers, or, if they are none, as floats with one digit after the point."""
     if isinstance(value, dict):
-        return {name: _rounded(part) for name, part in value.items()}
+        return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(part) for part in value]
+        return [_rounded(item) for item in value]
     if not isinstance(value, Fraction):
         return value
     return int(value) if value.denominator == 1 else round(float(value), 1)

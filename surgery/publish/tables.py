@@ -20,9 +20,9 @@ LONG_TUNING = (
 )
 
 
-def format_share(part: float, whole: float) -> str:
-    """Format part / whole in percent, "-" if `whole` is 0."""
-    return f"{part / whole:.1%}" if whole else "-"
+def format_share(share: float, whole: float) -> str:
+    """Format share / whole in percent, "-" if `whole` is 0."""
+    return f"{share / whole:.1%}" if whole else "-"
 
 
 def plan_table(plan: dict[str, Any]) -> list[Any]:
@@ -181,8 +181,8 @@ def mixer_tables(rows: list[dict[str, Any]], costs: dict[str, Any]) -> list[Any]
     )
 
     def add_row(label: str, layers: str, params: str, cache: dict[str, list[int]]) -> None:
-        kept = (f"{format_count(a)} -> {format_count(b)} ({format_share(b, a)})" for a, b in cache.values())
-        table.add_row(label, layers, params, *kept)
+        changes = (f"{format_count(a)} -> {format_count(b)} ({format_share(b, a)})" for a, b in cache.values())
+        table.add_row(label, layers, params, *changes)
 
     for row in rows:
         possible = len(row["paths"])
@@ -205,10 +205,10 @@ def hybrid_lines(hybrid: dict[str, Any] | None) -> list[str]:
         return []
     names = [name for name in ("aligned", "measured", "every") if hybrid.get(name)]
     tried = ", ".join(f"{HYBRID_LABELS.get(name, name)} {hybrid[name]['converted']:.4f}" for name in names)
-    kept = ", ".join(hybrid["softmax"])
+    units = ", ".join(hybrid["softmax"])
     if heads := hybrid.get("heads"):
-        kept = "key/value heads " + "; ".join(f"{layer}: {own}" for layer, own in heads.items() if own)
-    lines = [f"softmax kept in {kept} ({hybrid['kept']}; held-out loss {tried} {hybrid['every']['unit']})"]
+        units = "key/value heads " + "; ".join(f"{layer}: {numbers}" for layer, numbers in heads.items() if numbers)
+    lines = [f"softmax kept in {units} ({hybrid['kept']}; held-out loss {tried} {hybrid['every']['unit']})"]
     return [*lines, f"restored in this order: {', '.join(hybrid['order'])}"] if hybrid.get("order") else lines
 
 
@@ -277,14 +277,14 @@ ALLOCATIONS = {
 
 def allocation_lines(allocation: dict[str, Any]) -> list[str]:
     """Return a line on how the parameters were shared among the matrices, with the trials that chose it, or the reason why there was no choice; none if the recipe chose it."""
-    kept, why = allocation.get("kept"), allocation.get("why")
+    choice, why = allocation.get("kept"), allocation.get("why")
     scores = {name: allocation[name] for name in ("uniform", "measured") if allocation.get(name)}
     if scores:
         tried = ", ".join(f"{name} {score['converted']:.4f}" for name, score in scores.items())
         why = f"{why}: {tried} {next(iter(scores.values())).get('unit', '')}"
     elif why not in ("no calibration text", "every rank is given"):
         return []
-    return [escape(f"ranks chosen: {ALLOCATIONS.get(str(kept), kept)}; {why}")]
+    return [escape(f"ranks chosen: {ALLOCATIONS.get(str(choice), choice)}; {why}")]
 
 
 def _total_lines(report: dict[str, Any]) -> list[str]:
@@ -317,11 +317,11 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"calibration: {escape(str(line))}")
     seconds = report["time"]["seconds"]
     layers = list(report["time"]["layers"].values())
-    each = f", {sum(layers) / len(layers):.1f} s per layer" if layers else ""
+    per_layer = f", {sum(layers) / len(layers):.1f} s per layer" if layers else ""
     parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items() if name != "total")
     rss = report["memory"]["peak_rss"]
     lines.append(
-        f"time: {seconds['total']:.1f} s on {report['time']['device']}{each} ({parts}); peak memory {rss / 2**30:.2f} GiB"
+        f"time: {seconds['total']:.1f} s on {report['time']['device']}{per_layer} ({parts}); peak memory {rss / 2**30:.2f} GiB"
         if rss
         else f"time: {seconds['total']:.1f} s"
     )
@@ -375,8 +375,8 @@ def upload_table(upload: dict[str, Any]) -> list[Any]:
     ]
     notes = [upload["note"]] if upload["note"] else []
     notes += [
-        f"the results in {place} are not uploaded; --eval {place} would upload their table and plots in place of eval/"
-        for place in upload.get("left_out", ())
+        f"the results in {folder} are not uploaded; --eval {folder} would upload their table and plots in place of eval/"
+        for folder in upload.get("left_out", ())
     ]
     return [table, *lines, *(f"note: {escape(note)}" for note in notes)]
 
@@ -386,18 +386,20 @@ def to_html(parts: Sequence[Any]) -> str:
     return f'<div style="overflow-x:auto">{"".join(map(_part_to_html, parts))}</div>'
 
 
-def _part_to_html(part: Any) -> str:
-    if not isinstance(part, Table):
-        return f'<div style="max-width:60em">{_escape_plain(part)}</div>'
+def _part_to_html(element: Any) -> str:
+    if not isinstance(element, Table):
+        return f'<div style="max-width:60em">{_escape_plain(element)}</div>'
     side = [
         f'style="text-align:{"left" if c.justify == "left" else "right"};padding:2px 8px;white-space:nowrap"'
-        for c in part.columns
+        for c in element.columns
     ]
-    head = "".join(f'<th scope="col" {how}>{_escape_plain(c.header)}</th>' for c, how in zip(part.columns, side))
-    rows = zip(*([_escape_plain(cell) for cell in column.cells] for column in part.columns))
+    head = "".join(f'<th scope="col" {how}>{_escape_plain(c.header)}</th>' for c, how in zip(element.columns, side))
+    rows = zip(*([_escape_plain(cell) for cell in column.cells] for column in element.columns))
     body = "".join(f"<tr>{''.join(f'<td {how}>{cell}</td>' for cell, how in zip(row, side))}</tr>" for row in rows)
     caption = (
-        f'<caption style="text-align:left;font-weight:bold">{_escape_plain(part.title)}</caption>' if part.title else ""
+        f'<caption style="text-align:left;font-weight:bold">{_escape_plain(element.title)}</caption>'
+        if element.title
+        else ""
     )
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 

@@ -30,7 +30,7 @@ def verdict(report: Mapping[str, Any], results: Mapping[str, Any] | None = None)
         *_needles(rows, base or "original"),
         *_speed(rows, base or "the original"),
     ]
-    parts = [_size(report["totals"]), *(part for part in measured if part)]
+    parts = [_size(report["totals"]), *(clause for clause in measured if clause)]
     unmeasured = [] if measured[0] else ["quality not measured"]
     against = f"; measured against {base}, not the original" if base and rows else ""
     return ", ".join([*parts, *unmeasured]) + against + _healing(report.get("training") or []) + "."
@@ -73,13 +73,13 @@ def _needles(rows: list[Any], base: str) -> list[str]:
             "needle",
             "accuracy",
         ) and not row["group"]:
-            found = {
+            counts = {
                 role: round(row["values"][role] / row["metric"]["scale"] * row["samples"])
                 for role in ("base", "converted")
             }
             guessed = any("guessing" in str(flag) for flag in row.get("flags", ()))
-            said = f"needles {found['converted']} of {row['samples']} ({base} {found['base']})"
-            return [] if guessed or not found["base"] else [said]
+            said = f"needles {counts['converted']} of {row['samples']} ({base} {counts['base']})"
+            return [] if guessed or not counts["base"] else [said]
     return []
 
 

@@ -116,8 +116,8 @@ class Rows:
 
     def lengths(self) -> list[int]:
         """Return the lengths as numbers."""
-        found: list[int] = self.length_B.tolist()
-        return found
+        lengths: list[int] = self.length_B.tolist()
+        return lengths
 
     def put(self, tokens_BT: Tensor, offset: int = 0) -> None:
         """Write tokens behind each row's text, without making it longer."""
@@ -129,7 +129,7 @@ class Rows:
 
     def end(self, new_B: Tensor, criteria: Any) -> Tensor:
         """Make rows longer by new_B tokens, or fewer where the criteria end them; return by how many."""
-        kept = [0] * len(self.ids)
+        kept_tokens = [0] * len(self.ids)
         lengths, new, done = self.lengths(), new_B.tolist(), self.done_B.tolist()
         for i in range(max(new)):
             going = [b for b in range(len(new)) if not done[b] and i < new[b]]
@@ -137,8 +137,8 @@ class Rows:
                 rows = [b for b in going if lengths[b] == length]
                 stops = self._stops(criteria, length + i + 1).tolist()
                 for b in rows:
-                    kept[b], done[b] = kept[b] + 1, stops[b]
-        kept_B = torch.tensor(kept, device=self.ids.device)
+                    kept_tokens[b], done[b] = kept_tokens[b] + 1, stops[b]
+        kept_B = torch.tensor(kept_tokens, device=self.ids.device)
         self.length_B = self.length_B + kept_B
         self.done_B = torch.tensor(done, device=self.ids.device)
         return kept_B
@@ -147,8 +147,8 @@ class Rows:
         """Return whether each row ends at this length, (B,); rows of other lengths get values that are not read."""
         ids_BL = self.ids[:, :length]
         stops_B = torch.zeros(len(ids_BL), dtype=torch.bool, device=ids_BL.device)
-        for each in criteria:
-            stops_B = stops_B | torch.as_tensor(each(ids_BL, None)).to(ids_BL.device)
+        for criterion in criteria:
+            stops_B = stops_B | torch.as_tensor(criterion(ids_BL, None)).to(ids_BL.device)
         return stops_B
 
 
@@ -196,8 +196,8 @@ class Loop:
         limit = stopping_criteria.max_length or NO_LIMIT
         self.target.limit = self.draft.limit = limit
         while not bool(rows.done_B.all()):
-            left = limit - min(n for n, done in zip(rows.lengths(), rows.done_B.tolist()) if not done)
-            count = max(0, min(self.length.next(), left - 1))
+            remaining = limit - min(n for n, done in zip(rows.lengths(), rows.done_B.tolist()) if not done)
+            count = max(0, min(self.length.next(), remaining - 1))
             if count and not begun:
                 self.draft.begin(input_ids, mask_BL)
                 begun = True

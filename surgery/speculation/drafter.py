@@ -77,9 +77,9 @@ class Drafter:
     def __repr__(self) -> str:
         if self.draft_model is None:
             return f"Drafter({type(self.model).__name__}; drafts looked up in the text)"
-        own = "the original's cache" if self.sight else "a cache of its own"
+        cache = "the original's cache" if self.sight else "a cache of its own"
         seen = f", window {self.sight.window}, {self.sight.sinks} sinks" if self.sight and self.sight.window else ""
-        return f"Drafter({type(self.model).__name__}{seen}; {size_text(self.extra_bytes)} of extra weights, {own})"
+        return f"Drafter({type(self.model).__name__}{seen}; {size_text(self.extra_bytes)} of extra weights, {cache})"
 
     def cache_bytes(self, context: int, batch: int = 1) -> int:
         """Return the bytes of the drafter's own cache at a context of `context` tokens per row; 0 if it shares the original's.
@@ -192,10 +192,10 @@ def _add_stop_strings(options: dict[str, Any]) -> None:
 # -- checks ----------------------------------------------------------------------------------------------
 def check_options(model: Any, generation_config: Any, options: dict[str, Any]) -> None:
     """Raise SurgeryError for ways of decoding that a draft cannot serve."""
-    given = generation_config or model.generation_config
+    config = generation_config or model.generation_config
     for name, harmless in REFUSED.items():
-        value = options.get(name, getattr(given, name, None))
-        if not any(value is each or value == each for each in harmless):
+        value = options.get(name, getattr(config, name, None))
+        if not any(value is allowed or value == allowed for allowed in harmless):
             raise SurgeryError(
                 f"Drafter.generate decodes greedily or by sampling, and {name}={value!r} asks for another way. Use model.generate, or leave "
                 f"{name} out"
@@ -210,7 +210,7 @@ def check_options(model: Any, generation_config: Any, options: dict[str, Any]) -
     ):
         if options.get(name) is not None:
             raise SurgeryError(f"Drafter.generate does not take {name}. Use model.generate")
-    if getattr(given, "stop_strings", None) and "stop_strings" not in options:
+    if getattr(config, "stop_strings", None) and "stop_strings" not in options:
         raise SurgeryError(
             "the generation config has stop_strings; pass them with their tokenizer: generate(.., stop_strings=.., tokenizer=..)"
         )
@@ -312,7 +312,7 @@ def storages(model: nn.Module) -> dict[int, int]:
 def extra_bytes(model: nn.Module, draft_model: nn.Module) -> int:
     """Return the bytes of the drafter's weights and buffers that are not the original's."""
     shared = storages(model)
-    return sum(nbytes for place, nbytes in storages(draft_model).items() if place not in shared)
+    return sum(nbytes for storage, nbytes in storages(draft_model).items() if storage not in shared)
 
 
 def twin_of(model: nn.Module) -> Any:

@@ -225,10 +225,10 @@ def check_runs(model: Any, target: Verifier) -> float:
     target.prefill(ids[:, :5], mask)
     start_B = torch.tensor([5, 4], device=device)
     tokens_BT = torch.stack([ids[0, 5:7], ids[1, 4:6]])
-    found = target.verify(tokens_BT, start_B)
+    logits = target.verify(tokens_BT, start_B)
     rows = [
         model(input_ids=ids[:1], use_cache=False).logits[0, 5:],
         model(input_ids=ids[1:, 2:6], use_cache=False).logits[0, 2:],
     ]
     expected = torch.stack(rows)
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    return float((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-6))

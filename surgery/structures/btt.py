@@ -333,7 +333,7 @@ def gram_blocks(g_OO: Tensor, b: int, a: int, order: Order) -> Tensor:
     if order == "contiguous":
         return diagonal_blocks(g_OO, b, a)
     parts = [g_OO[j::b] if g_OO.dim() == 1 else g_OO[j::b, j::b] for j in range(b)]
-    return torch.cat([diagonal_blocks(part, 1, a) for part in parts])
+    return torch.cat([diagonal_blocks(block, 1, a) for block in parts])
 
 
 def gram_by_block(g_OO: Tensor, b: int, a: int, order: Order) -> Tensor:

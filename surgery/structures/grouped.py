@@ -77,29 +77,29 @@ class LinearGroup:
 
     def end_call(self, finished: bool) -> None:
         """Forget the outputs, and keep none any more, in this thread. A group of which some are left after a whole call dissolves."""
-        left = bool(self.kept.outputs)
+        remains = bool(self.kept.outputs)
         self.kept.outputs, self.kept.read, self.kept.calling = {}, (), False
-        if left and finished and not torch.compiler.is_compiling():
+        if remains and finished and not torch.compiler.is_compiling():
             self._dissolve()
 
-    def output(self, place: int, x: Tensor) -> Tensor:
-        """Return the output (..., O) of the linear at this place for x (..., I), a few tokens, without gradients."""
-        kept, traced = self.kept, torch.compiler.is_compiling()
-        if place in kept.outputs and kept.read[0] is x and (traced or _version(kept.read) == kept.version):
-            y = kept.outputs.pop(place)
-            if not kept.outputs:
-                kept.read = ()
+    def output(self, position: int, x: Tensor) -> Tensor:
+        """Return the output (..., O) of the linear at this position for x (..., I), a few tokens, without gradients."""
+        held, traced = self.kept, torch.compiler.is_compiling()
+        if position in held.outputs and held.read[0] is x and (traced or _version(held.read) == held.version):
+            y = held.outputs.pop(position)
+            if not held.outputs:
+                held.read = ()
             return y
         rights, lefts, biases = self._factors()
         read = (x, *rights, *lefts, *(bias for bias in biases if bias is not None))
-        if kept.outputs and not traced:
+        if held.outputs and not traced:
             self._dissolve()
-        elif (kept.calling or not self.is_held) and (not is_exporting() if traced else _can_keep(read)):
+        elif (held.calling or not self.is_held) and (not is_exporting() if traced else _can_keep(read)):
             ys = low_rank_group(x, rights, lefts, biases)
-            kept.outputs = {at: y for at, y in enumerate(ys) if at != place}
-            kept.read, kept.version = read, 0 if traced else _version(read)
-            return ys[place]
-        alone: Tensor = low_rank_linear(x, rights[place], lefts[place], biases[place])
+            held.outputs = {at: y for at, y in enumerate(ys) if at != position}
+            held.read, held.version = read, 0 if traced else _version(read)
+            return ys[position]
+        alone: Tensor = low_rank_linear(x, rights[position], lefts[position], biases[position])
         return alone
 
     def _factors(self) -> tuple[Tensors, Tensors, Biases]:
@@ -136,5 +136,5 @@ def group_linears(linears: Sequence[LowRankLinear], is_held: bool = False) -> No
             f"a group has at least two linears, of one input width, all with or all without biases; got {list(linears)}"
         )
     group = LinearGroup(linears, is_held)
-    for place, linear in enumerate(linears):
-        linear.group = group, place
+    for position, linear in enumerate(linears):
+        linear.group = group, position

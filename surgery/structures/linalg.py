@@ -76,66 +76,66 @@ def solve_triangular(matrix: Tensor, rhs: Tensor, *, upper: bool, left: bool = T
     return solution
 
 
-def _first_that_works(name: str, compute: Callable[..., Any], *given: Tensor, finite: bool = True) -> Any:
+def _first_that_works(name: str, compute: Callable[..., Any], *operands: Tensor, finite: bool = True) -> Any:
     try:
-        return compute(*given)
+        return compute(*operands)
     except RuntimeError as error:  # torch.linalg.LinAlgError is one, as are cuSOLVER's errors and those of memory
         reason = str(error).strip().splitlines()[0][:200]
-    if finite and not all(bool(torch.isfinite(tensor).all()) for tensor in given):
+    if finite and not all(bool(torch.isfinite(tensor).all()) for tensor in operands):
         raise NumericalError(
-            f"{name} of a matrix of shape {tuple(given[0].shape)}: the matrix holds NaN or Inf, so weights or activations "
+            f"{name} of a matrix of shape {tuple(operands[0].shape)}: the matrix holds NaN or Inf, so weights or activations "
             "overflow float32. Check the checkpoint, or leave this matrix dense (a rule with structure: dense)"
         )
-    single = all(tensor.dim() <= 2 for tensor in given)
+    single = all(tensor.dim() <= 2 for tensor in operands)
     for way, again in (("in parts of the batch", _in_parts), ("on the CPU in float64", _on_cpu)):
         if again is _in_parts and single:
             continue
-        _empty_cache(given[0])
+        _empty_cache(operands[0])
         try:
-            result = again(compute, given)
+            result = again(compute, operands)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0][:200]
             continue
         if name not in _warned:
             _warned.add(name)
             warnings.warn(
-                f"torch.linalg.{name} failed on {given[0].device} for a matrix of shape {tuple(given[0].shape)} ({reason}); "
+                f"torch.linalg.{name} failed on {operands[0].device} for a matrix of shape {tuple(operands[0].shape)} ({reason}); "
                 f"computed {way}, which is slower",
                 RuntimeWarning,
                 stacklevel=3,
             )
         return result
     raise NumericalError(
-        f"{name} of a matrix of shape {tuple(given[0].shape)} fails on {given[0].device} and on the CPU ({reason}): the matrix is "
+        f"{name} of a matrix of shape {tuple(operands[0].shape)} fails on {operands[0].device} and on the CPU ({reason}): the matrix is "
         "singular or too badly conditioned. Give more calibration text, or leave this matrix dense"
     )
 
 
-def _in_parts(compute: Callable[..., Any], given: tuple[Tensor, ...]) -> Any:
+def _in_parts(compute: Callable[..., Any], operands: tuple[Tensor, ...]) -> Any:
     """Return the results of halves of the batch, or of their halves; batch axes are broadcast against each other."""
     broadcast_shapes: Any = torch.broadcast_shapes  # has no types
-    batch: torch.Size = broadcast_shapes(*(tensor.shape[:-2] for tensor in given))
-    flat = [tensor.expand(*batch, *tensor.shape[-2:]).flatten(0, len(batch) - 1) for tensor in given]
-    found = list(_computed_parts(compute, flat))
-    if isinstance(found[0], Tensor):
-        return _unflatten(torch.cat(found), batch)
-    return tuple(_unflatten(torch.cat(parts), batch) for parts in zip(*found))
+    batch: torch.Size = broadcast_shapes(*(tensor.shape[:-2] for tensor in operands))
+    flat = [tensor.expand(*batch, *tensor.shape[-2:]).flatten(0, len(batch) - 1) for tensor in operands]
+    results = list(_computed_parts(compute, flat))
+    if isinstance(results[0], Tensor):
+        return _unflatten(torch.cat(results), batch)
+    return tuple(_unflatten(torch.cat(parts), batch) for parts in zip(*results))
 
 
 def _computed_parts(compute: Callable[..., Any], flat: list[Tensor]) -> Iterator[Any]:
     """Yield the results of both halves of a batch that failed. A half that fails is halved again, down to one matrix."""
     middle = -(-len(flat[0]) // 2)
-    for part in ([tensor[:middle] for tensor in flat], [tensor[middle:] for tensor in flat]):
-        if len(part[0]) == 0:
+    for half in ([tensor[:middle] for tensor in flat], [tensor[middle:] for tensor in flat]):
+        if len(half[0]) == 0:
             continue
-        if len(part[0]) == 1:  # by the routine for one matrix
-            one = compute(*(tensor[0] for tensor in part))
+        if len(half[0]) == 1:  # by the routine for one matrix
+            one = compute(*(tensor[0] for tensor in half))
             yield one[None] if isinstance(one, Tensor) else tuple(result[None] for result in one)
             continue
         try:
-            result = compute(*part)
+            result = compute(*half)
         except RuntimeError:
-            yield from _computed_parts(compute, part)
+            yield from _computed_parts(compute, half)
         else:
             yield result
 
@@ -144,12 +144,12 @@ def _unflatten(flat: Tensor, batch: torch.Size) -> Tensor:
     return flat.reshape(*batch, *flat.shape[1:])
 
 
-def _on_cpu(compute: Callable[..., Any], given: tuple[Tensor, ...]) -> Any:
-    first = given[0]
-    found = compute(*(tensor.detach().to("cpu", torch.float64) for tensor in given))
-    parts = (found,) if isinstance(found, Tensor) else found
+def _on_cpu(compute: Callable[..., Any], operands: tuple[Tensor, ...]) -> Any:
+    first = operands[0]
+    result = compute(*(tensor.detach().to("cpu", torch.float64) for tensor in operands))
+    parts = (result,) if isinstance(result, Tensor) else result
     back = tuple(p.to(first.device, first.dtype if p.is_floating_point() else p.dtype) for p in parts)
-    return back[0] if isinstance(found, Tensor) else back
+    return back[0] if isinstance(result, Tensor) else back
 
 
 def _empty_cache(tensor: Tensor) -> None:

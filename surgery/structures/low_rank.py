@@ -166,8 +166,8 @@ class LowRankLinear(StructuredLinear):
             return super().forward(x)
         joined = self.group
         if joined is not None and not torch.is_grad_enabled():
-            group, place = joined
-            together: Tensor = group.output(place, x)
+            group, position = joined
+            together: Tensor = group.output(position, x)
             return together
         y: Tensor = low_rank_linear(x, *self.right_and_left(), self.bias)
         return y

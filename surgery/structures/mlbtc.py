@@ -77,8 +77,8 @@ def spread_cost(budget: int, costs: Sequence[int], limits: Sequence[int], least:
         low, high = (middle, high) if total_cost(even(middle), costs) <= budget else (low, middle - 1)
     ranks = even(low)
     for level in sorted(range(len(costs)), key=lambda level: costs[level]):
-        left = budget - total_cost(ranks, costs)
-        ranks[level] += min(limits[level] - ranks[level], left // costs[level])
+        unspent = budget - total_cost(ranks, costs)
+        ranks[level] += min(limits[level] - ranks[level], unspent // costs[level])
     if not any(ranks):
         ranks[costs.index(min(costs))] = least
     return tuple(ranks)
@@ -102,12 +102,12 @@ class MLBTCLinear(StructuredLinear):
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
         """Return the config with `levels` as numbers and `rank` as the size of given `ranks`. SurgeryError if they do not fit."""
-        given = (1, (min(4, out), min(4, in_))) if config.levels is None else config.levels
-        if not 1 <= len(given) <= MOST_LEVELS:
+        entries = (1, (min(4, out), min(4, in_))) if config.levels is None else config.levels
+        if not 1 <= len(entries) <= MOST_LEVELS:
             raise SurgeryError(
-                f"mlbtc: levels must be 1 to {MOST_LEVELS} entries, for example [1, [4, 4]] (got {len(given)})"
+                f"mlbtc: levels must be 1 to {MOST_LEVELS} entries, for example [1, [4, 4]] (got {len(entries)})"
             )
-        config = replace(config, levels=tuple(resolve_level(level, out, in_) for level in given))
+        config = replace(config, levels=tuple(resolve_level(level, out, in_) for level in entries))
         levels = cls.levels(config, out, in_)
         if not any(level.is_complete for level in levels):
             raise SurgeryError(
@@ -171,19 +171,19 @@ class MLBTCLinear(StructuredLinear):
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every core of a resolved config (layout in the class docstring)."""
         config = replace(config, ranks=cls.level_ranks(config, out, in_))
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for at, level, names in present_levels(config, out, in_):
-            found |= dict(zip(names, level.shapes(config.ranks[at])))
-        return found
+            shapes |= dict(zip(names, level.shapes(config.ranks[at])))
+        return shapes
 
     @property
     def contracted(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
         """The axes of cores that their product sums over, if not the last one: those of grids."""
-        found: dict[str, tuple[int, ...]] = {}
+        contractions: dict[str, tuple[int, ...]] = {}
         for _, level, (left, right) in self._levels:
             if isinstance(level, GridLevel):
-                found |= {left: BTTLinear.contracted["weight"], right: BTTLinear.contracted["right"]}
-        return found
+                contractions |= {left: BTTLinear.contracted["weight"], right: BTTLinear.contracted["right"]}
+        return contractions
 
     # -- fit -----------------------------------------------------------------------------------------------
     @classmethod
@@ -213,10 +213,10 @@ class MLBTCLinear(StructuredLinear):
         costs, limits = [level.unit for level in levels], [level.limit for level in levels]
         budget, starts = total_cost(ranks, costs), [ranks]
         for at, level in enumerate(levels):
-            own = min(level.limit, budget // level.unit)
+            level_rank = min(level.limit, budget // level.unit)
             others = [0 if k == at else limit for k, limit in enumerate(limits)]
-            rest = spread_cost(budget - own * level.unit, costs, others, least=0)
-            starts.append(tuple(own if k == at else rank for k, rank in enumerate(rest)))
+            rest = spread_cost(budget - level_rank * level.unit, costs, others, least=0)
+            starts.append(tuple(level_rank if k == at else rank for k, rank in enumerate(rest)))
         return [start for start in dict.fromkeys(starts) if any(start)]
 
     @classmethod
@@ -304,16 +304,16 @@ class MLBTCLinear(StructuredLinear):
         """
         fans = [(names, level.fans(self.config.ranks[at])) for at, level, names in self._levels]
         fan_in = sum(left.fan_in for _, (left, _) in fans)
-        found: dict[str, MuP] = {}
+        mups: dict[str, MuP] = {}
         for names, (left, right) in fans:
-            found |= dict(zip(names, (MuP(fan_in, left.fan_out), right)))
-        return found
+            mups |= dict(zip(names, (MuP(fan_in, left.fan_out), right)))
+        return mups
 
 
 def present_levels(config: Any, out: int, in_: int) -> tuple[tuple[int, Level, tuple[str, str]], ...]:
     """Return (index, level, names of its left and right core) of each level whose rank is not 0, of a config with ranks."""
-    found: list[tuple[int, Level, tuple[str, str]]] = []
+    levels: list[tuple[int, Level, tuple[str, str]]] = []
     for at, level in enumerate(make_levels(config.levels, out, in_, config.order)):
         if config.ranks[at]:
-            found.append((at, level, (f"left{at + 1}" if found else "weight", f"right{at + 1}")))
-    return tuple(found)
+            levels.append((at, level, (f"left{at + 1}" if levels else "weight", f"right{at + 1}")))
+    return tuple(levels)

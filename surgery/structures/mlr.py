@@ -58,9 +58,9 @@ def rank_limits(levels: int, out: int, in_: int) -> list[int]:
 def spread_evenly(rank: int, limits: list[int]) -> tuple[int, ...]:
     """Return ranks with the sum `rank`, as equal as their limits allow; coarse levels get the remainder."""
     ranks = [0] * len(limits)
-    while (left := rank - sum(ranks)) > 0:
+    while (unspent := rank - sum(ranks)) > 0:
         open_levels = [level for level, limit in enumerate(limits) if ranks[level] < limit]
-        share = max(1, left // len(open_levels))
+        share = max(1, unspent // len(open_levels))
         for level in open_levels:
             ranks[level] += min(share, limits[level] - ranks[level], rank - sum(ranks))
     return tuple(ranks)
@@ -77,8 +77,8 @@ class MLRLinear(StructuredLinear):
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
         """Return the config with `levels` as a number and `rank` as the sum of given `ranks`. SurgeryError if they do not fit."""
         most = most_levels(out, in_)
-        given = len(config.ranks) if config.ranks and config.levels is None else config.levels
-        levels = min(DEFAULT_LEVELS, most) if given is None else given
+        level_count = len(config.ranks) if config.ranks and config.levels is None else config.levels
+        levels = min(DEFAULT_LEVELS, most) if level_count is None else level_count
         if not 1 <= levels <= most:
             raise SurgeryError(
                 f"{config} cannot divide a matrix of out={out}, in={in_}: {levels} levels; use 1 to {most}"
@@ -257,9 +257,9 @@ def starting_ranks(rank: int, limits: list[int]) -> list[tuple[int, ...]]:
     """Return the ranks from which the exchange starts: an even spread, and each level alone as far as its limit allows."""
     starts = [spread_evenly(rank, limits)]
     for level, limit in enumerate(limits):
-        own = min(rank, limit)
+        level_rank = min(rank, limit)
         ranks = [0] * len(limits)
-        ranks[level] = own
-        ranks[0] += rank - own
+        ranks[level] = level_rank
+        ranks[0] += rank - level_rank
         starts.append(tuple(ranks))
     return list(dict.fromkeys(starts))

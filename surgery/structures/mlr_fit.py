@@ -153,13 +153,13 @@ class Descent:
 
     def tails(self, level: int) -> list[float]:
         """Return tail[r], the part of the squared error that a level of rank r leaves if all other levels stay as they are."""
-        found: list[float] = []
+        squares: list[float] = []
         for k in range(self.counts[level]):
             target, metric = self.target(level, k)
             tail = tail_energies(metric.whiten(target)).tolist()
-            found += [0.0] * (len(tail) - len(found))  # a last block may be smaller than the others
-            found = [square + (tail[r] if r < len(tail) else 0.0) for r, square in enumerate(found)]
-        return found
+            squares += [0.0] * (len(tail) - len(squares))  # a last block may be smaller than the others
+            squares = [square + (tail[r] if r < len(tail) else 0.0) for r, square in enumerate(squares)]
+        return squares
 
     def block_target(self) -> Tensor:
         """Return the matrix (O, I) that all blocks of all levels together should be."""
@@ -185,9 +185,9 @@ class Descent:
             weighed_RI = right_RI if metric.c_II is None else right_RI @ metric.c_II
             gram = spd_factor(weighed_RI @ right_RI.mT, (1e-6, 1e-4, 1e-2))
             left_OR = linalg.cholesky_solve((weight_OI[start:stop] @ weighed_RI.mT).mT.contiguous(), gram).mT
-            for key, place in zip(keys, places):
+            for key, columns in zip(keys, places):
                 first = spans[key][0].start
-                new_left[key][start - first : stop - first] = left_OR[:, place]
+                new_left[key][start - first : stop - first] = left_OR[:, columns]
         for key, left in new_left.items():
             self.place(*key, (left, self.blocks[key][1]))
 
@@ -307,7 +307,7 @@ def _exchanges(
     def tail(level: int, rank: int) -> float:
         return tails[level][min(rank, len(tails[level]) - 1)]
 
-    found = []
+    gains = []
     for up, down in itertools.permutations(range(len(limits)), 2):
         more = max(1, amount // costs[up])
         fewer = max(0, -(-(total + more * costs[up] - budget) // costs[down]))
@@ -317,8 +317,8 @@ def _exchanges(
         loss = tail(down, ranks[down] - fewer) - tail(down, ranks[down])
         after = list(ranks)
         after[up], after[down] = ranks[up] + more, ranks[down] - fewer
-        found.append((gain - loss, up, down, tuple(after)))
-    return list(dict.fromkeys(after for *_, after in sorted(found, reverse=True)))
+        gains.append((gain - loss, up, down, tuple(after)))
+    return list(dict.fromkeys(after for *_, after in sorted(gains, reverse=True)))
 
 
 def _first_better(fit: DescentT, exchanges: list[tuple[int, ...]], failed: set[tuple[int, ...]]) -> DescentT | None:

@@ -132,16 +132,16 @@ def basis_path(path: str) -> str:
 
     Raises SurgeryError if the path is not that of an expert's linear.
     """
-    found = re.fullmatch(r"(.+)\.\d+\.(\w+)", path)
-    if found is None:
+    match = re.fullmatch(r"(.+)\.\d+\.(\w+)", path)
+    if match is None:
         raise SurgeryError(f"{path} is not the linear of an expert, so it has no experts to share a basis with")
-    return f"{found[1]}.{found[2]}_basis"
+    return f"{match[1]}.{match[2]}_basis"
 
 
 def first_expert(path: str) -> str:
     """Return the path of the linear of expert 0 that uses the basis at `path`, or "" if that is no path of a basis."""
-    found = re.fullmatch(r"(.+)\.(\w+)_basis", path)
-    return f"{found[1]}.0.{found[2]}" if found else ""
+    match = re.fullmatch(r"(.+)\.(\w+)_basis", path)
+    return f"{match[1]}.0.{match[2]}" if match else ""
 
 
 def shared_rank(budget: float, experts: int, shape: tuple[int, int]) -> int:
@@ -238,10 +238,10 @@ def solve_basis(
         moved_RI = inverse_RR @ r_RI
         return moved_RI if inverse_II is None else moved_RI @ inverse_II
 
-    wanted = sum_of(times_c(heavy_OR.mT @ w_OI, metric) for heavy_OR, w_OI, metric in zip(heavy, weights, metrics))
-    residual = wanted - times(right_RI)
+    rhs = sum_of(times_c(heavy_OR.mT @ w_OI, metric) for heavy_OR, w_OI, metric in zip(heavy, weights, metrics))
+    residual = rhs - times(right_RI)
     step = precondition(residual)
-    energy, least = inner_product(residual, step), TOLERANCE * inner_product(wanted, precondition(wanted))
+    energy, least = inner_product(residual, step), TOLERANCE * inner_product(rhs, precondition(rhs))
     for _ in range(STEPS):
         if not energy > least:
             break

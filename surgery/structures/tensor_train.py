@@ -109,11 +109,11 @@ class TensorTrainLinear(StructuredLinear):
     def bond_ranks(cls, config: Any, out: int, in_: int, rank: int) -> list[int]:
         """Return r_0 .. r_c: `rank`, or less where the factors on one side have fewer values."""
         m, n = cls.factors(config, out, in_)
-        found = [1]
+        ranks = [1]
         for t in range(config.cores - 1, 0, -1):
-            rest = n[t] * found[0] * (m[t] if cls.shared else 1)
-            found.insert(0, min(rank, math.prod(m[:t]) * (math.prod(n[:t]) if cls.shared else 1), rest))
-        return [1, *found]
+            rest = n[t] * ranks[0] * (m[t] if cls.shared else 1)
+            ranks.insert(0, min(rank, math.prod(m[:t]) * (math.prod(n[:t]) if cls.shared else 1), rest))
+        return [1, *ranks]
 
     @classmethod
     def full_rank(cls, config: Any, out: int, in_: int) -> int:
@@ -125,11 +125,11 @@ class TensorTrainLinear(StructuredLinear):
         """Return name -> shape of every core (layout in the class docstring)."""
         config = cls.resolve(config, out, in_)
         (m, n), r = cls.factors(config, out, in_), cls.bond_ranks(config, out, in_, config.rank)
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for t in range(1, config.cores + 1):
             batch = (1, 1) if cls.shared else (math.prod(n[: t - 1]), math.prod(m[t:]))
-            found["weight" if t == 1 else f"core{t}"] = (*batch, n[t - 1], r[t], r[t - 1], m[t - 1])
-        return found
+            shapes["weight" if t == 1 else f"core{t}"] = (*batch, n[t - 1], r[t], r[t - 1], m[t - 1])
+        return shapes
 
     # -- fit -----------------------------------------------------------------------------------------------
     @classmethod
@@ -216,8 +216,8 @@ class TensorTrainLinear(StructuredLinear):
             def adjoint(matrix_OI: Tensor, core: Tensor = core, matrix: Any = matrix) -> Tensor:
                 with torch.enable_grad():
                     x = core.detach().requires_grad_(True)
-                    (found,) = torch.autograd.grad((matrix(x) * matrix_OI).sum(), x)
-                return found
+                    (gradient,) = torch.autograd.grad((matrix(x) * matrix_OI).sum(), x)
+                return gradient
 
             def normal(x: Tensor, adjoint: Any = adjoint, matrix: Any = matrix) -> Tensor:
                 return adjoint(metric.apply(matrix(x)))  # type: ignore[no-any-return]
@@ -246,18 +246,18 @@ class TensorTrainLinear(StructuredLinear):
     def _matrix(self, cores: dict[str, Tensor]) -> Tensor:
         """Return the dense matrix (O, I) of these cores, multiplied from the first to the last."""
         rows = 1 if self.shared else math.prod(self.factors(self.config, self.out_features, self.in_features)[0])
-        left = self.weight.new_ones(
+        product = self.weight.new_ones(
             (1, rows, 1, 1)
         )  # (i_1 .. i_t, i_(t+1) .. i_c, j_1 .. j_t, a_t); a tensor train: one i after i_t
         for name in self.core_names():
             core = cores[name]
-            (A, _, J, s), (_, L, n, r, _, m) = left.shape, core.shape
+            (A, _, J, s), (_, L, n, r, _, m) = product.shape, core.shape
             if self.shared:
-                left = torch.einsum("AJs,nrsm->AmJnr", left.flatten(0, 1), core.flatten(0, 2))
+                product = torch.einsum("AJs,nrsm->AmJnr", product.flatten(0, 1), core.flatten(0, 2))
             else:
-                left = torch.einsum("AmLJs,JLnrsm->AmLJnr", left.reshape(A, m, L, J, s), core)
-            left = left.reshape(A * m, L, J * n, r)
-        dense_OI, shape = left.flatten(2).flatten(0, 1), (self.out_features, self.in_features)
+                product = torch.einsum("AmLJs,JLnrsm->AmLJnr", product.reshape(A, m, L, J, s), core)
+            product = product.reshape(A * m, L, J * n, r)
+        dense_OI, shape = product.flatten(2).flatten(0, 1), (self.out_features, self.in_features)
         return dense_OI if dense_OI.shape == shape else dense_OI[: shape[0], : shape[1]]
 
     def _dense_macs(self) -> int:

@@ -49,12 +49,12 @@ class BatchLayout:
         """Validate the division; raises SurgeryError if it is not even."""
         if batch % world:
             raise SurgeryError(f"batch must be a multiple of {world}, the number of processes (got {batch}).")
-        own = batch // world
-        rows = min(rows, own)
-        if own % rows:
+        rows_per_process = batch // world
+        rows = min(rows, rows_per_process)
+        if rows_per_process % rows:
             raise SurgeryError(
-                f"rows must divide {own}, the rows of a batch of {batch} on each of {world} processes (got {rows}). "
-                f"Set rows to a divisor of {own}."
+                f"rows must divide {rows_per_process}, the rows of a batch of {batch} on each of {world} processes (got {rows}). "
+                f"Set rows to a divisor of {rows_per_process}."
             )
         return cls(batch, rows, rank, world)
 
@@ -85,15 +85,18 @@ def iter_steps(
     if state is not None:
         data.restore(state)
     examples = iter(data.examples(start))
-    own = list(range(layout.rank, layout.batch, layout.world))
-    parts = [own[i : i + layout.rows] for i in range(0, len(own), layout.rows)]
+    indices = list(range(layout.rank, layout.batch, layout.world))
+    parts = [indices[i : i + layout.rows] for i in range(0, len(indices), layout.rows)]
     while True:
         batch = [example for _, example in zip(range(layout.batch), examples)]
         if len(batch) < layout.batch:
             return
         targets = {name: torch.stack([example[name] for example in batch]) for name in ("labels", "valid")}
         yield StepBatch(
-            [stack_examples([batch[i] for i in part], [start + i for i in part]) for part in parts],
+            [
+                stack_examples([batch[i] for i in forward_indices], [start + i for i in forward_indices])
+                for forward_indices in parts
+            ],
             max(1, count_positions(targets)),
             data.count_tokens(targets),
             data.state(),

@@ -54,11 +54,11 @@ class TorchOptimizerState:
 
     def states(self) -> dict[str, MaybeSharded]:
         """Return <state>.<parameter> -> tensor."""
-        found: dict[str, MaybeSharded] = {}
+        states: dict[str, MaybeSharded] = {}
         for name, p in self._named_parameters():
             for key, value in self.optimiser.state.get(p, {}).items():
-                found[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
-        return found
+                states[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return states
 
     def restore(self, stored: StoredStates) -> None:
         """Load stored states into the optimizer. Raises SurgeryError if a shape differs from its parameter's."""
@@ -221,11 +221,11 @@ def _damaged_error(path: Path) -> SurgeryError:
 
 def _group_by_parameter(stored: dict[str, TensorInfo]) -> StoredStates:
     """Group <state>.<parameter> keys by parameter: names of states contain no dot."""
-    found: StoredStates = {}
+    states: StoredStates = {}
     for key, info in stored.items():
         state, _, name = key.partition(".")
-        found.setdefault(name, {})[state] = info
-    return found
+        states.setdefault(name, {})[state] = info
+    return states
 
 
 def _state_like(parameter: Tensor, values: Tensor) -> Tensor:
@@ -253,8 +253,8 @@ def _rename_durably(partial: Path, target: Path) -> None:
     """Rename `partial` to `target` and sync the parent folder to disk."""
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
-    place = os.open(target.parent, os.O_RDONLY)
+    directory = os.open(target.parent, os.O_RDONLY)
     try:
-        os.fsync(place)
+        os.fsync(directory)
     finally:
-        os.close(place)
+        os.close(directory)

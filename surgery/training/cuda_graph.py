@@ -81,7 +81,7 @@ class CapturedMicroBatch:
         self.share.fill_(1.0 / num_counted)
         self.replay()
         self._accumulate()
-        return {name: part.clone() for name, part in self.parts.items()}
+        return {name: loss_part.clone() for name, loss_part in self.parts.items()}
 
     def _capture(self, batch: Batch) -> None:
         """Capture the step on static copies of `batch`. If that fails, warn, and train without a graph."""
@@ -112,9 +112,9 @@ class CapturedMicroBatch:
 
     def _run(self) -> None:
         sums = self.stage.losses(self.models, self.static)
-        parts = {name: part * self.share for name, part in sums.items()}
+        parts = {name: loss_part * self.share for name, loss_part in sums.items()}
         self.optimizer_step.backward(parts["total"])
-        self.parts = {name: part.detach() for name, part in parts.items()}
+        self.parts = {name: loss_part.detach() for name, loss_part in parts.items()}
 
     def _accumulate(self) -> None:
         """Add the graph's gradients to those of the step's earlier micro-batches."""

@@ -52,7 +52,7 @@ def delivery_record(recipe: HealingRecipe, start: float | None, notes: dict[str,
     worse = start is not None and loss is not None and better(start, loss)
     record = {"asked": recipe.deliver, "state": chosen, "start": start, "loss": loss, "last": last, "worse": worse}
     if chosen not in ("start", "last"):
-        number, step = (int(part) for part in chosen.split("-")[1::2])
+        number, step = (int(number_text) for number_text in chosen.split("-")[1::2])
         record["state"] = f"step {step:,} of stage {number + 1}" if step else f"end of stage {number}"
     return {**record, "says": _sentence(record)}
 
@@ -111,15 +111,15 @@ def tensor_keys(student: Any, source: CheckpointSource, trained: set[str]) -> di
     twins: dict[str, str] = dict(getattr(student, "all_tied_weights_keys", None) or {})
     for first, second in list(twins.items()):
         twins.setdefault(second, first)
-    found = {}
+    key_of_name = {}
     for name in trained:
         key = keys.get(name) or keys.get(twins.get(name, ""))
         if key is None:
             raise SurgeryError(
                 f"{source.name} has no tensor for {name!r}, which was trained. It cannot be written back."
             )
-        found[name] = key
-    return found
+        key_of_name[name] = key
+    return key_of_name
 
 
 @torch.no_grad()
@@ -182,9 +182,9 @@ def check_exported_tensors(target: Path, source: CheckpointSource, new: dict[str
     if strange := sorted(set(written) ^ set(source.tensors)):
         raise _differs(target, strange[0], source, new)
     for name, info in source.tensors.items():
-        found, trained = written[name], new.get(name)
+        stored, trained = written[name], new.get(name)
         expected = _stored_bytes(info) if trained is None else _bytes(read_tensor(trained, DTYPES[info.dtype]))
-        if (found.dtype, found.shape) != (info.dtype, info.shape) or not torch.equal(_stored_bytes(found), expected):
+        if (stored.dtype, stored.shape) != (info.dtype, info.shape) or not torch.equal(_stored_bytes(stored), expected):
             raise _differs(target, name, source, new)
 
 
@@ -197,9 +197,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _differs(target: Path, name: str, source: CheckpointSource, new: dict[str, TensorInfo]) -> SurgeryError:
-    kept = new[name].file.parent if name in new else source.folder
+    folder = new[name].file.parent if name in new else source.folder
     return SurgeryError(
-        f"{target}: tensor {name!r} is not the one in {kept}. The result must equal the run's last checkpoint. "
+        f"{target}: tensor {name!r} is not the one in {folder}. The result must equal the run's last checkpoint. "
         "Nothing was renamed or removed: run the same command with --resume to write it again."
     )
 

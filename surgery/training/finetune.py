@@ -121,13 +121,13 @@ def data_digest(recipe: HealingRecipe) -> dict[str, str]:
 
     Hub data sets are identified by their id and revision, which are in the recipe.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for config in (stage_data_config(recipe, stage) for stage in recipe.stages):
         held_out = config.validation if config is not None and not isinstance(config.validation, float) else ()
         for source in (*config.sources, *held_out) if config is not None else ():
-            if source.path not in found and Path(source.path).exists():
-                found[source.path] = content_digest(Path(source.path))
-    return found
+            if source.path not in digests and Path(source.path).exists():
+                digests[source.path] = content_digest(Path(source.path))
+    return digests
 
 
 def _journal_recipe(recipe: HealingRecipe) -> str:

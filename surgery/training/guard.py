@@ -94,9 +94,9 @@ def bad_step_error(
     what: str, stage: str, step: int, loss: float, *, blame: str, latest: Any, rate: float
 ) -> SurgeryError:
     """Return the error that stops a run. blame: diagnosis of the step, or ""; latest: folder of the last good checkpoint."""
-    kept = f"The last good checkpoint is {latest}" if latest else "There is no checkpoint yet"
+    checkpoint = f"The last good checkpoint is {latest}" if latest else "There is no checkpoint yet"
     return SurgeryError(
-        f"stage {stage}, step {step}: {what} (loss {loss:g}, rate {rate:g}). {blame} {kept}. Lower the rate (--set "
+        f"stage {stage}, step {step}: {what} (loss {loss:g}, rate {rate:g}). {blame} {checkpoint}. Lower the rate (--set "
         f"stages.*.rate={rate / 3:.2g}) and start again, or continue with --resume --skip-bad-steps, which skips such steps."
     )
 

@@ -228,7 +228,7 @@ class TrainingLog:
 
     def lines(self) -> list[dict[str, Any]]:
         """Return all complete entries; a killed run may leave a partial line."""
-        found = []
+        lines = []
         texts = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.is_file() else ()
         for text in texts:
             try:
@@ -236,8 +236,8 @@ class TrainingLog:
             except (ValueError, RecursionError):
                 continue
             if _is_log_entry(line):
-                found.append(line)
-        return found
+                lines.append(line)
+        return lines
 
 
 def _is_log_entry(line: Any) -> bool:
@@ -269,9 +269,9 @@ def draw_curve(lines: list[dict[str, Any]], path: Path) -> bool:
     figure = Figure(figsize=(5 * len(stages), 3.5), layout="constrained")
     for column, stage in enumerate(stages):
         axes = figure.add_subplot(1, len(stages), column + 1)
-        own = [line for line in lines if line["stage"] == stage]
-        trained = [(line["tokens"], line["loss"]) for line in own if line.get("loss") is not None]
-        checked = [(line["tokens"], line["validation"]) for line in own if line.get("validation") is not None]
+        stage_lines = [line for line in lines if line["stage"] == stage]
+        trained = [(line["tokens"], line["loss"]) for line in stage_lines if line.get("loss") is not None]
+        checked = [(line["tokens"], line["validation"]) for line in stage_lines if line.get("validation") is not None]
         if trained:  # a line through one point is invisible without its marker
             axes.plot(*zip(*trained), "o-" if len(trained) < 3 else "-", ms=3, lw=1, label="training loss")
         if checked:
@@ -281,7 +281,7 @@ def draw_curve(lines: list[dict[str, Any]], path: Path) -> bool:
             low, high = axes.get_ylim()
             if high < 20 * low:  # too few powers of ten for ticks
                 axes.set_yticks([tick for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high])
-        axes.set(title=f"{stage + 1}. {own[0]['kind']}", xlabel="tokens", ylabel="loss")
+        axes.set(title=f"{stage + 1}. {stage_lines[0]['kind']}", xlabel="tokens", ylabel="loss")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_count(round(x))))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.3g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())

@@ -135,8 +135,8 @@ class TrainingLoop:
         for number, batch in enumerate(step.batches, 1):
             with self.optimizer_step.forward(number == len(step.batches)):
                 parts = self._losses(batch, step.num_counted)
-                for name, part in parts.items():
-                    totals[name] = totals.get(name, 0) + part.detach()
+                for name, loss_part in parts.items():
+                    totals[name] = totals.get(name, 0) + loss_part.detach()
         norm = self.optimizer_step.step()
         if norm is not None:
             self.norms.append(norm)
@@ -155,7 +155,7 @@ class TrainingLoop:
         if captured is not None:
             return captured
         sums = self.stage.losses(self.models, to_device(batch, self.accelerator.device))
-        parts = {name: part / num_counted for name, part in sums.items()}
+        parts = {name: loss_sum / num_counted for name, loss_sum in sums.items()}
         self.optimizer_step.backward(parts["total"])
         return parts
 
@@ -317,8 +317,8 @@ class TrainingLoop:
 
 
 def _mean(values: Any) -> float:
-    found = list(values)
-    return sum(found) / max(1, len(found))
+    numbers = list(values)
+    return sum(numbers) / max(1, len(numbers))
 
 
 def _is_finite(value: float) -> bool:

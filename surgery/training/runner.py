@@ -72,17 +72,17 @@ def changed_parameters(recipe: HealingRecipe, models: StageModels, roles: dict[s
 
     Raises SurgeryError if a stage does not fit the model. No weight is read: the model may be on the meta device.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for number, config in enumerate(recipe.stages):
         stage = STAGES[config](config)
         check_parameter_kinds(config.rates)
-        found |= stage.changed_parameters(models, roles)
+        names |= stage.changed_parameters(models, roles)
         if isinstance(stage, LoraStage) and stage.keeps_adapter(models, roles) and number + 1 < len(recipe.stages):
             raise SurgeryError(
                 f"stage {number + 1}, lora, leaves an adapter that is not merged (structured targets, or adapter: keep), which "
                 "later stages would not load. Make it the last stage."
             )
-    return found
+    return names
 
 
 class StageRunner:
@@ -198,25 +198,25 @@ class StageRunner:
         """Return the validation losses of the original (the teacher) and of the converted model before training, in nats per
         token. A resumed run reads them from the journal."""
         lines = [line for line in self.journal.entries if line["step"] == "measured"] if self.journal else []
-        found: dict[str, float | None] = {"original": None, "before": None}
+        losses: dict[str, float | None] = {"original": None, "before": None}
         for line in lines:
-            found |= {key: line[key] for key in found if key in line}
+            losses |= {key: line[key] for key in losses if key in line}
         if self.accelerator.num_processes > 1:
             from accelerate.utils import broadcast_object_list
 
-            found, lines = broadcast_object_list([found, lines])
+            losses, lines = broadcast_object_list([losses, lines])
         if not lines and self.validation:
             if models.teacher is not None and models.teacher.device.type == self.accelerator.device.type:
-                found["original"] = self.validation.loss(models.teacher)
+                losses["original"] = self.validation.loss(models.teacher)
             if not self.is_sharded:
-                found["before"] = self.validation.loss(models.student)
-            self._record_baseline(found)
-        return found
+                losses["before"] = self.validation.loss(models.student)
+            self._record_baseline(losses)
+        return losses
 
-    def _record_baseline(self, found: dict[str, float | None]) -> None:
-        self.baseline_losses = found
+    def _record_baseline(self, losses: dict[str, float | None]) -> None:
+        self.baseline_losses = losses
         if self.journal:
-            self.journal.add("measured", **found)
+            self.journal.add("measured", **losses)
 
     def _measure_sharded_baseline(self, models: StageModels, number: int, at: TrainPosition) -> None:
         """Measure the converted model before the first step, where it only fits once it is sharded."""
@@ -234,14 +234,14 @@ class StageRunner:
         torch.manual_seed(self.recipe.seed + 1000 * number)  # all processes must create identical new parameters
         if at.step == 0:
             self._restore_weights(models)
-        own = self._prepare_stage(models, stage)
+        trained = self._prepare_stage(models, stage)
         if at.step:
             self._restore_weights(models)
         parameters = dict(models.student.named_parameters())
         models.student.requires_grad_(False)
-        for name in own:
+        for name in trained:
             parameters[name].requires_grad_(True)
-        groups = make_groups(models.student, own, config)
+        groups = make_groups(models.student, trained, config)
         optimiser = make_optimizer(groups, config.optimiser)
         if self.main:
             self.show(groups_table(f"{number + 1}. {config.kind}", groups))
@@ -259,7 +259,7 @@ class StageRunner:
         self._measure_sharded_baseline(models, number, at)
         at.notes["trained"], at.notes["stages"] = sorted(self.trained), self.stages
         now = parameters_without_adapters(models.student)
-        earlier = {n: now[n] for n in now if n not in own and (n in self.trained or n.endswith(".0.size"))}
+        earlier = {n: now[n] for n in now if n not in trained and (n in self.trained or n.endswith(".0.size"))}
         context = LoopContext(
             accelerator=self.accelerator, recipe=self.recipe, data=data, log=self.log, checkpoints=self.checkpoints,
             report=self.reporter, validate=self.validation.student_loss, skip_bad_steps=self.skip,
@@ -283,8 +283,8 @@ class StageRunner:
     def _prepare_stage(self, models: StageModels, stage: Stage) -> set[str]:
         """Let the stage add its new parameters; return the names of all parameters that it trains."""
         stage.prepare(models, self.roles)
-        own = stage.trained_parameters(models, self.roles)
-        return add_core_norms(models.student, own) if stage.config.weight_norm == "cores" else own
+        trained = stage.trained_parameters(models, self.roles)
+        return add_core_norms(models.student, trained) if stage.config.weight_norm == "cores" else trained
 
     def _measure_scales(self, models: StageModels, stage: Stage, data: Any) -> None:
         config = stage.config

@@ -32,8 +32,8 @@ def copy_full_(tensor: Tensor, values: Tensor) -> None:
         return
     from torch.distributed.tensor import distribute_tensor
 
-    place: Any = tensor
-    tensor.copy_(distribute_tensor(values.to(tensor.device), place.device_mesh, place.placements))
+    sharded: Any = tensor
+    tensor.copy_(distribute_tensor(values.to(tensor.device), sharded.device_mesh, sharded.placements))
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -69,15 +69,15 @@ def _zero3_full_tensor(tensor: Any) -> Tensor:
     """Gather in the stored precision, which may differ from that of the forward."""
     from torch import distributed
 
-    part, group = local_shard(tensor).contiguous(), tensor.ds_process_group
-    parts = part.new_empty(part.numel() * distributed.get_world_size(group))
-    distributed.all_gather_into_tensor(parts, part, group=group)
+    shard, group = local_shard(tensor).contiguous(), tensor.ds_process_group
+    parts = shard.new_empty(shard.numel() * distributed.get_world_size(group))
+    distributed.all_gather_into_tensor(parts, shard, group=group)
     return parts.narrow(0, 0, tensor.ds_numel).view(tensor.ds_shape)
 
 
 def _zero3_shard(tensor: Any, values: Tensor) -> Tensor:
     from torch import distributed
 
-    part, rank = local_shard(tensor), distributed.get_rank(tensor.ds_process_group)
-    flat = values.reshape(-1)[rank * part.numel() : (rank + 1) * part.numel()]
-    return torch.nn.functional.pad(flat, (0, part.numel() - flat.numel()))
+    shard, rank = local_shard(tensor), distributed.get_rank(tensor.ds_process_group)
+    flat = values.reshape(-1)[rank * shard.numel() : (rank + 1) * shard.numel()]
+    return torch.nn.functional.pad(flat, (0, shard.numel() - flat.numel()))

@@ -57,11 +57,11 @@ class Validation:
         """Return this process's batches; rows without labels pad them to the same number on every process."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         padding_row = {**self.examples[0], "labels": torch.full_like(self.examples[0]["labels"], IGNORE_INDEX)}
-        own = self.examples[rank::world]
+        examples = self.examples[rank::world]
         count = -(-len(self.examples) // world)
-        own = own + [padding_row] * (-(-count // self.rows) * self.rows - len(own))
-        parts = [own[i : i + self.rows] for i in range(0, len(own), self.rows)]
-        return [{k: torch.stack([e[k] for e in part]) for k in part[0]} for part in parts]
+        examples = examples + [padding_row] * (-(-count // self.rows) * self.rows - len(examples))
+        parts = [examples[i : i + self.rows] for i in range(0, len(examples), self.rows)]
+        return [{k: torch.stack([e[k] for e in batch]) for k in batch[0]} for batch in parts]
 
 
 def perplexity(loss: float | None) -> float | None:

@@ -26,10 +26,10 @@ class CoreNorm(nn.Module):
     def __init__(self, core: Tensor, default_size: float):
         """default_size: size of a core of zeros."""
         super().__init__()
-        own = rms(core.detach())
+        size = rms(core.detach())
         self.gamma = nn.Parameter(torch.ones(1, dtype=core.dtype, device=core.device))  # FSDP cannot shard scalars
         self.size = nn.Parameter(
-            torch.where(core.detach().any(), own, default_size).to(own).reshape(1), requires_grad=False
+            torch.where(core.detach().any(), size, default_size).to(size).reshape(1), requires_grad=False
         )
 
     def forward(self, core: Tensor) -> Tensor:

@@ -39,5 +39,5 @@ def choose_class(data: dict[str, Any], name: str) -> str:
     table = check_config(data, name)
     if table.mixers:
         return MIXER_CLASS
-    own = [cls for cls in data["architectures"] if cls in OWN_CLASSES]
-    return own[0] if own else TRANSFORMERS_CLASS
+    served = [cls for cls in data["architectures"] if cls in OWN_CLASSES]
+    return served[0] if served else TRANSFORMERS_CLASS

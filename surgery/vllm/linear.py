@@ -84,7 +84,7 @@ class SurgeryTable(QuantizationConfig):
         """
         check_one_process()
         head, _, name = prefix.rpartition(".")
-        paths = [f"{head}.{part}" if head else part for part in self.packed_modules_mapping.get(name, [name])]
+        paths = [f"{head}.{member}" if head else member for member in self.packed_modules_mapping.get(name, [name])]
         paths = [prefix] if prefix in self.modules else paths
         entries = [self.modules.get(path) for path in paths]
         if isinstance(layer, (LinearBase, ParallelLMHead)):
@@ -106,9 +106,9 @@ class SurgeryTable(QuantizationConfig):
 
     def check_found(self) -> None:
         """Raise SurgeryError if an entry of the table has not become a layer."""
-        if left := sorted(self.modules.keys() - self.found):
+        if unmatched := sorted(self.modules.keys() - self.found):
             raise SurgeryError(
-                f"vLLM's model has no linear for {len(left)} entries of the surgery table, such as {left[0]!r}. Serve it through the "
+                f"vLLM's model has no linear for {len(unmatched)} entries of the surgery table, such as {unmatched[0]!r}. Serve it through the "
                 "Transformers backend (--model-impl transformers), or with `transformers serve`"
             )
 

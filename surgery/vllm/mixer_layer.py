@@ -60,11 +60,11 @@ class MixerLayer(nn.Module, MambaBase):
         metadata: Any = get_forward_context().attn_metadata
         if metadata is None:
             return
-        found = metadata[self.prefix]
-        requests = found.num_decodes + found.num_prefills
-        starts = found.query_start_loc[: requests + 1].tolist()
-        lengths = found.seq_lens[:requests].tolist()
-        batch = Batch(found.num_decodes, starts, lengths, found.state_indices_tensor[:requests])
+        batch_metadata = metadata[self.prefix]
+        requests = batch_metadata.num_decodes + batch_metadata.num_prefills
+        starts = batch_metadata.query_start_loc[: requests + 1].tolist()
+        lengths = batch_metadata.seq_lens[:requests].tolist()
+        batch = Batch(batch_metadata.num_decodes, starts, lengths, batch_metadata.state_indices_tensor[:requests])
         count = starts[-1]
         rope = None if tokens.rope is None else (tokens.rope[0][:count], tokens.rope[1][:count])
         q_NHK, k_NGK, v_NGV, x_ND = (t[:count] for t in tokens[:4])

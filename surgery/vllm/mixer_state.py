@@ -59,7 +59,7 @@ class StateLayout:
         """Return the state of the rows, (B, size), whose requests have seen that many tokens."""
         parts = rows_BS.split([prod(shape) for shape in self.shapes.values()], dim=1)
         tensors = {
-            n: part.unflatten(1, shape) if shape else part for (n, shape), part in zip(self.shapes.items(), parts)
+            n: flat.unflatten(1, shape) if shape else flat for (n, shape), flat in zip(self.shapes.items(), parts)
         }
         if BUCKETS in tensors:
             tensors[BUCKETS] = tensors[BUCKETS][:, : self.count_buckets(max(seen))]

@@ -66,10 +66,10 @@ class PackedLinear:
         for spec, out in zip(specs, out_features, strict=True):
             entry = {"structure": "dense"} if spec is None else dict(spec)
             entry = {"in_features": in_features, "out_features": out, **entry}
-            given = entry["in_features"], entry["out_features"]
-            if entry["structure"] != "split" and given != (in_features, out):
+            sizes = entry["in_features"], entry["out_features"]
+            if entry["structure"] != "split" and sizes != (in_features, out):
                 raise SurgeryError(
-                    f"the table in config.json maps {given[0]} features to {given[1]}, where the model has a linear from {in_features} "
+                    f"the table in config.json maps {sizes[0]} features to {sizes[1]}, where the model has a linear from {in_features} "
                     f"to {out}. Its config and its table do not belong together; download or convert the checkpoint again"
                 )
             whole = build_module(without_bias(entry), "meta", dtype)
@@ -79,13 +79,13 @@ class PackedLinear:
             self.cuts.append(cuts)
         self.places: list[dict[str, tuple[int, tuple[int, ...]]]] = [{} for _ in self.modules]
         self.tensors: dict[str, tuple[int, torch.dtype]] = {}
-        for place, module in zip(self.places, self.modules):
+        for slots, module in zip(self.places, self.modules):
             for name, t in module.state_dict().items():
                 start, _ = self.tensors.get(name, (0, t.dtype))
-                place[name] = (start, tuple(t.shape))
+                slots[name] = (start, tuple(t.shape))
                 self.tensors[name] = (start + t.numel(), t.dtype)
         self.has_biases = any(name.rpartition(".")[2] == "bias" for name in self.tensors)
-        self.missing = {(part, name) for part, place in enumerate(self.places) for name in place}
+        self.missing = {(part, name) for part, slots in enumerate(self.places) for name in slots}
 
     def copy_part(self, flat: Tensor, name: str, part: int, loaded: Tensor) -> None:
         """Copy a tensor of the checkpoint, or this process's slice of it, into the flat tensor `name`.
@@ -127,8 +127,8 @@ class PackedLinear:
 
     def _parts(self, flats: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         return [
-            {name: flats[name][start : start + prod(shape)].view(shape) for name, (start, shape) in place.items()}
-            for place in self.places
+            {name: flats[name][start : start + prod(shape)].view(shape) for name, (start, shape) in slots.items()}
+            for slots in self.places
         ]
 
     def __call__(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -162,14 +162,19 @@ def _find_joined(specs: list[dict[str, Any] | None], out_features: tuple[int, ..
     One may be alone in its layer. Raises SurgeryError if several do not follow one another in the order of their rows, the holder of the
     matrix first.
     """
-    found = [i for i, spec in enumerate(specs) if spec is not None and is_joined(spec)]
-    if len(found) == 0 or len(specs) == 1:
-        return range(len(found))
-    parts = range(found[0], found[-1] + 1)
-    starts = [(specs[i] or {}).get("start", 0) for i in found]
-    holds = ["matrix" in (specs[i] or {}) for i in found]
-    expected = [sum(out_features[parts.start : i]) for i in found]
-    if found != list(parts) or len(found) == 1 or starts != expected or holds != [True] + [False] * (len(found) - 1):
+    positions = [i for i, spec in enumerate(specs) if spec is not None and is_joined(spec)]
+    if len(positions) == 0 or len(specs) == 1:
+        return range(len(positions))
+    parts = range(positions[0], positions[-1] + 1)
+    starts = [(specs[i] or {}).get("start", 0) for i in positions]
+    holds = ["matrix" in (specs[i] or {}) for i in positions]
+    expected = [sum(out_features[parts.start : i]) for i in positions]
+    if (
+        positions != list(parts)
+        or len(positions) == 1
+        or starts != expected
+        or holds != [True] + [False] * (len(positions) - 1)
+    ):
         raise SurgeryError(
             "the table in config.json joins linears (share: input) in another order than vLLM's model computes them. Use `transformers "
             "serve`, or convert with share: none"

@@ -70,14 +70,14 @@ class CommonWords:
             shown = COMMON.format(context=_numbered_list(sample, often, seldom, rng.random(), "")) + COMMON_PREFIX
             before = shown + " " + " ".join(f"{i}. {word}" for i, word in enumerate(sample[:TOP], 1)) + "\n"
         rng.shuffle(words)
-        found, words = self._fill(ctx, shape, words, before, seed, rng)
+        filled, words = self._fill(ctx, shape, words, before, seed, rng)
         return RulerQuestion(
             id=f"{self.name} {ctx.length} {index}",
-            prompt=found.text[: -len(COMMON_PREFIX)],
+            prompt=filled.text[: -len(COMMON_PREFIX)],
             prefix=COMMON_PREFIX,
             answers=tuple(words[:TOP]),
             length=ctx.length,
-            tokens=found.tokens + self.answer_tokens,
+            tokens=filled.tokens + self.answer_tokens,
             note=_shortening_note(shape, ctx.length),
         )
 
@@ -101,9 +101,9 @@ class CommonWords:
                 original=original, kind=kind,
             )  # fmt: skip
 
-        found = fill(TOP + 1, most)
-        if found.units < most or found.tokens + self.answer_tokens >= ctx.length * 0.999:
-            return found, short
+        filled = fill(TOP + 1, most)
+        if filled.units < most or filled.tokens + self.answer_tokens >= ctx.length * 0.999:
+            return filled, short
         english = english_words(ctx)
         if len(english) <= most:
             raise SurgeryError(
@@ -112,8 +112,8 @@ class CommonWords:
             )
         longer += rng.sample(english, min(len(english), ctx.length // shape.other))
         with suppress(LengthTooShortError):  # words of the longer list are longer
-            found = fill(most + 1, len(longer))
-        return found, short if found.units <= most else longer
+            filled = fill(most + 1, len(longer))
+        return filled, short if filled.units <= most else longer
 
 
 def english_words(ctx: TaskContext) -> Sequence[str]:
@@ -124,15 +124,15 @@ def english_words(ctx: TaskContext) -> Sequence[str]:
             f"cwe at {ctx.length:,} tokens needs more than the {len(vocabulary()):,} words of wonderwords. Fetch RULER's longer list with "
             "`surgery fetch-eval-data DATA --suite ruler`, and give --data-root DATA"
         )
-    found: Sequence[str] = load()
-    return found
+    words: Sequence[str] = load()
+    return words
 
 
 def _shortening_note(shape: WordRepeats, length: int) -> str:
     if shape == (LONG if length >= 4096 else SHORT):
         return ""
-    left = "the one-shot example of short lengths" if shape.example else "no room for the one-shot example"
-    return f"{left}, common words {shape.common} times"
+    example = "the one-shot example of short lengths" if shape.example else "no room for the one-shot example"
+    return f"{example}, common words {shape.common} times"
 
 
 def _numbered_list(words: list[str], often: int, seldom: int, seed: float, rest: str) -> str:
@@ -170,22 +170,22 @@ class FrequentWords:
             Random(seed).shuffle(text)
             return FREQUENT.format(context=" ".join(text) + rest) + FREQUENT_PREFIX
 
-        found = ctx.fill_prompt(
+        filled = ctx.fill_prompt(
             build, self.answer_tokens, 1, 16 * ctx.length, max(1, ctx.length // 32), filler=" ..." * 64, mixed=True,
             original=WholeUnits(max(1, goal // 32), start=goal // self.letters), kind=self.name,
         )  # fmt: skip
-        times = _word_counts(found.units, len(coded))
+        times = _word_counts(filled.units, len(coded))
         if not times[1] > times[2] > times[3] > times[4]:
             raise LengthTooShortError(
                 f"tells the three most frequent words apart only above {ctx.length:,} tokens with this tokenizer"
             )
         return RulerQuestion(
             id=f"{self.name} {ctx.length} {index}",
-            prompt=found.text[: -len(FREQUENT_PREFIX)],
+            prompt=filled.text[: -len(FREQUENT_PREFIX)],
             prefix=FREQUENT_PREFIX,
             answers=tuple(coded[1:4]),
             length=ctx.length,
-            tokens=found.tokens + self.answer_tokens,
+            tokens=filled.tokens + self.answer_tokens,
         )
 
 

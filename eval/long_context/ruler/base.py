@@ -114,13 +114,13 @@ class TaskContext:
         goal = self.length - answer_tokens
         if kind not in self.units:
             self.units[kind] = original.search(self.count, build, self.length, goal)
-        found = original.fill(self.count, build, goal, self.units[kind])
-        if found is None:
+        filled = original.fill(self.count, build, goal, self.units[kind])
+        if filled is None:
             needed = self.count(build(original.size(original.step), "")) + answer_tokens
             raise LengthTooShortError(
                 f"needs {needed:,} tokens with this tokenizer for the {original.step} units that the original begins with"
             )
-        return found
+        return filled
 
     def step(self, units: int) -> int:
         """Return the original's step of a haystack: 5 below 4096 tokens, where it is not defined, otherwise `units`."""

@@ -67,18 +67,18 @@ class NeedleTask:
         template, prefix = (_to_singular(TEMPLATE), _to_singular(PREFIX)) if one else (TEMPLATE, PREFIX)
         prefix = prefix.format(**words)
         haystack = HAYSTACKS[self.haystack](self, ctx, rng.random(), needles, depth)
-        found = ctx.fill_prompt(
+        filled = ctx.fill_prompt(
             lambda n, rest: template.format(context=haystack.text(n, rest), **words) + prefix,
             self.answer_tokens, haystack.least, 16 * ctx.length, haystack.probe, filler=haystack.filler,
             original=haystack.original(ctx), kind=self.name,
         )  # fmt: skip
         return RulerQuestion(
             id=f"{self.name} {ctx.length} {depth} {index}",
-            prompt=found.text[: -len(prefix)],
+            prompt=filled.text[: -len(prefix)],
             prefix=prefix,
             answers=tuple(value for i in asked for value in values[i]),
             length=ctx.length,
-            tokens=found.tokens + self.answer_tokens,
+            tokens=filled.tokens + self.answer_tokens,
             depth=depth,
         )
 
@@ -112,8 +112,8 @@ class Haystack:
 
     def insert_needles(self, units: list[str], between: str) -> str:
         """Join the units with the needles inserted."""
-        for place, needle in reversed(list(zip(self.needle_positions(len(units)), self.needles))):
-            units.insert(place, needle)
+        for position, needle in reversed(list(zip(self.needle_positions(len(units)), self.needles))):
+            units.insert(position, needle)
         return between.join(units)
 
 
@@ -122,8 +122,8 @@ class NoiseHaystack(Haystack):
 
     def text(self, n: int, rest: str) -> str:
         """Return n characters of noise with the needles; `rest` is not used."""
-        lines, part = divmod(n, len(NOISE) + 1)
-        return self.insert_needles([NOISE] * lines + [NOISE[:part]] * (part > 0), "\n")
+        lines, sentences = divmod(n, len(NOISE) + 1)
+        return self.insert_needles([NOISE] * lines + [NOISE[:sentences]] * (sentences > 0), "\n")
 
     def original(self, ctx: TaskContext) -> WholeUnits:
         """Return the fill by whole lines."""
@@ -142,7 +142,7 @@ class EssayHaystack(Haystack):
         """Return positions at the given depth, or without one at depths drawn from RULER_DEPTHS."""
         if self.depth is not None:
             return super().needle_positions(units)
-        return sorted(int(units * place) for place in Random(self.seed).sample(RULER_DEPTHS, len(self.needles)))
+        return sorted(int(units * depth) for depth in Random(self.seed).sample(RULER_DEPTHS, len(self.needles)))
 
     def original(self, ctx: TaskContext) -> WholeUnits:
         """Return the fill by whole words."""
@@ -184,7 +184,7 @@ HAYSTACKS = {"noise": NoiseHaystack, "essay": EssayHaystack, "needle": NeedleHay
 @lru_cache(maxsize=2)
 def word_ends(text: str) -> tuple[int, ...]:
     """Return the position behind each word of a text whose words are separated by single spaces."""
-    return tuple(found.end() for found in re.finditer(r"\S+", text))
+    return tuple(match.end() for match in re.finditer(r"\S+", text))
 
 
 def _join_names(names: list[str]) -> str:

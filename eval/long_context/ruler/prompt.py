@@ -71,14 +71,14 @@ class WholeUnits:
         sample = self.sample or self.step
         low, high = self.step, max(int(length * sample / tokens(sample) * self.slack), 2 * self.step)
         high = high if self.most is None else min(high, self.most)
-        found = self.step
+        largest = self.step
         while low <= high:
             middle = (low + high) // 2
             if tokens(middle) <= goal:
-                found, low = middle, middle + 1
+                largest, low = middle, middle + 1
             else:
                 high = middle - 1
-        return found
+        return largest
 
     def fill(self, count: Count, build: Build, goal: int, units: int) -> FilledPrompt | None:
         """Return the prompt of at most `units` units that fits; None if `step` units are too many."""
@@ -108,8 +108,8 @@ class SentenceEstimate:
     def __call__(self, text: str) -> int:
         """Return the estimate."""
         parts, known = text.replace(". ", ".\0 ").replace(".\n", ".\0\n").split(".\0"), self.known
-        for part in {*parts}.difference(known):
-            known[part] = self.count(f".{part}.") - self.end
+        for word in {*parts}.difference(known):
+            known[word] = self.count(f".{word}.") - self.end
         return sum(map(known.__getitem__, parts)) + self.correction
 
     def count_exactly(self, text: str, estimate: int) -> int:
@@ -183,10 +183,10 @@ def fill_prompt(
     if estimate.count_exactly(shortest, estimate(shortest)) > goal:
         return None
     for turn in range(MAX_ROUNDS):
-        found = _search_fill(build, estimate, goal, least, most, probe, filler=filler, slack=0)
-        tokens = estimate.count_exactly(found.text, found.tokens)
-        if tokens == found.tokens or (turn and 0 <= goal - tokens <= goal // TOLERANCE_DIVISOR):
-            return FilledPrompt(found.text, found.units, tokens)
+        filled = _search_fill(build, estimate, goal, least, most, probe, filler=filler, slack=0)
+        tokens = estimate.count_exactly(filled.text, filled.tokens)
+        if tokens == filled.tokens or (turn and 0 <= goal - tokens <= goal // TOLERANCE_DIVISOR):
+            return FilledPrompt(filled.text, filled.units, tokens)
     return _search_fill(build, count, goal, least, most, probe, filler=filler, slack=goal // TOLERANCE_DIVISOR)
 
 
@@ -236,12 +236,12 @@ def search_largest(
         if above - best <= 1 or goal - best_size <= near:
             break
         n = min(max(n, best + 1), above - 1)
-        found = size(n)
-        if found <= goal:
-            step = max(0.0, (found - best_size) / (n - best))
-            best, best_size = n, found
+        tokens = size(n)
+        if tokens <= goal:
+            step = max(0.0, (tokens - best_size) / (n - best))
+            best, best_size = n, tokens
         else:
-            above, above_size = n, found
+            above, above_size = n, tokens
         slope = step if above_size is None else (above_size - best_size) / (above - best)
         # Aim at the middle of the slack: an estimate just above the goal costs another step.
         n = best + int((goal - slack // 2 - best_size) / slope) if slope > 0 else high

@@ -67,13 +67,15 @@ def hotpot(rows: Sequence[Mapping[str, Any]]) -> DocumentCollection:
         ]
         for row in rows
     ]
-    documents = tuple(sorted({text for each in texts for text in each}))
+    documents = tuple(sorted({text for paragraphs in texts for text in paragraphs}))
     number = {text: i for i, text in enumerate(documents)}
     return DocumentCollection(
         documents,
         tuple(
-            DocumentQuestion(row["question"], (row["answer"],), tuple(dict.fromkeys(number[text] for text in each)))
-            for row, each in zip(rows, texts)
+            DocumentQuestion(
+                row["question"], (row["answer"],), tuple(dict.fromkeys(number[text] for text in paragraphs))
+            )
+            for row, paragraphs in zip(rows, texts)
         ),
     )
 
@@ -96,16 +98,16 @@ class DocumentQATask:
             except LengthTooShortError as error:
                 return error
 
-        found, reason = 0, LengthTooShortError("has no questions")
+        made, reason = 0, LengthTooShortError("has no questions")
         for question in ctx.make_each(make_or_fail, range(len(library.questions))):
             if isinstance(question, LengthTooShortError):
                 reason = question
                 continue
             yield question
-            found += 1
-            if found == samples:
+            made += 1
+            if made == samples:
                 return
-        if not found:
+        if not made:
             raise reason
 
     def _make_question(self, ctx: TaskContext, library: DocumentCollection, index: int) -> RulerQuestion:
@@ -120,17 +122,17 @@ class DocumentQATask:
             return TEMPLATE.format(context=f"{shown} {rest}".rstrip(" "), question=asked.question) + PREFIX
 
         most = 4 * ctx.length if others else 0
-        found = ctx.fill_prompt(
+        filled = ctx.fill_prompt(
             build, self.answer_tokens, 0, most, max(1, ctx.length // 1024), filler=f"{last} " * 4, mixed=True,
             original=WholeUnits(10, lambda documents: min(most, max(0, documents - len(asked.gold)))), kind=self.name,
         )  # fmt: skip
         return RulerQuestion(
             id=f"{self.name} {ctx.length} {index}",
-            prompt=found.text[: -len(PREFIX)],
+            prompt=filled.text[: -len(PREFIX)],
             prefix=PREFIX,
             answers=asked.answers,
             length=ctx.length,
-            tokens=found.tokens + self.answer_tokens,
+            tokens=filled.tokens + self.answer_tokens,
             rule="any",
         )
 

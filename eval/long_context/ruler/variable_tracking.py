@@ -57,17 +57,17 @@ class VariableTracking:
         def build(n: int, rest: str) -> str:
             return example + TEMPLATE.format(context=_insert_chain(lines, n, seed), value=value) + prefix
 
-        found = ctx.fill_prompt(
+        filled = ctx.fill_prompt(
             build, self.answer_tokens, 0, 16 * ctx.length, max(8, ctx.length // 4),
             original=WholeUnits(ctx.step(10), lambda lines: lines * (len(NOISE) + 1)), kind=f"{self.name} {bool(example)}",
         )  # fmt: skip
         return RulerQuestion(
             id=f"{self.name} {ctx.length} {index}",
-            prompt=found.text[: -len(prefix)],
+            prompt=filled.text[: -len(prefix)],
             prefix=prefix,
             answers=tuple(names),
             length=ctx.length,
-            tokens=found.tokens + self.answer_tokens,
+            tokens=filled.tokens + self.answer_tokens,
             note="" if example else "no room for the one-shot example",
         )
 
@@ -80,26 +80,26 @@ class VariableTracking:
             context = _insert_chain(lines, n * (len(NOISE) + 1), seed)
             return TEMPLATE.format(context=context, value=value) + prefix + " " + " ".join(names) + "\n\n"
 
-        found = fill_prompt(build, ctx.count, min(EXAMPLE_TOKENS, ctx.length // 4), 0, EXAMPLE_TOKENS, 1)
-        return found.text if found else ""
+        filled = fill_prompt(build, ctx.count, min(EXAMPLE_TOKENS, ctx.length // 4), 0, EXAMPLE_TOKENS, 1)
+        return filled.text if filled else ""
 
     def _chain(self, rng: Random, size: int) -> tuple[list[str], int, list[str]]:
         """Return (names, value, lines): distinct names of `size` letters."""
         names: dict[str, None] = {}
         while len(names) <= self.hops:
             names[random_letters(rng, size, string.ascii_uppercase)] = None
-        value, each = rng.randrange(10_000, 99_999), list(names)
-        lines = [f"VAR {each[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in pairwise(each))]
-        return each, value, lines
+        value, variables = rng.randrange(10_000, 99_999), list(names)
+        lines = [f"VAR {variables[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in pairwise(variables))]
+        return variables, value, lines
 
 
 def _insert_chain(lines: list[str], n: int, seed: float) -> str:
     """Insert the chain's lines, in order, into n characters of noise."""
-    whole, part = divmod(n, len(NOISE) + 1)
-    units = [NOISE] * whole + [NOISE[:part]] * (part > 0)
+    whole, rest = divmod(n, len(NOISE) + 1)
+    units = [NOISE] * whole + [NOISE[:rest]] * (rest > 0)
     rng = Random(seed)
     enough = len(units) >= len(lines)
     places = rng.sample(range(len(units)), len(lines)) if enough else [rng.randint(0, len(units)) for _ in lines]
-    for shift, (place, line) in enumerate(zip(sorted(places), lines)):
-        units.insert(place + shift, line)
+    for shift, (position, line) in enumerate(zip(sorted(places), lines)):
+        units.insert(position + shift, line)
     return "\n".join(units).replace(". \n", ".\n")

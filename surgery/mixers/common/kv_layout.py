@@ -136,9 +136,9 @@ def is_view_of_buffer(slots_BGSX: Tensor) -> bool:
     return _location(slots_BGSX)[0] is not None
 
 
-def drop_later_slots(kept: MixerState, dropped: MixerState) -> None:
-    """Let `kept` grow in place again, in the buffers that it shares with `dropped`, a later state that is not read again."""
-    for name, view in kept.tensors.items():
+def drop_later_slots(earlier: MixerState, dropped: MixerState) -> None:
+    """Let `earlier` grow in place again, in the buffers that it shares with `dropped`, a later state that is not read again."""
+    for name, view in earlier.tensors.items():
         buffer, _, stop = _location(view)
         if buffer is not None and name in dropped.tensors and buffer is _location(dropped.tensors[name])[0]:
             buffer.n_written = stop

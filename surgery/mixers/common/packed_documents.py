@@ -35,9 +35,9 @@ def shows_later_tokens(mask_BHTS: Tensor, valid_BT: Tensor) -> bool:
     s_S = torch.arange(S, device=mask_BHTS.device)
     queries, shown = max(1, 2**26 // (len(valid_BT) * S)), []  # in chunks, which need less memory than the mask
     for start in range(0, T, queries):
-        part = slice(start, start + queries)
-        later_NS = s_S > torch.arange(T, device=mask_BHTS.device)[part, None]
-        shown.append((mask_to_bool(mask_BHTS[:, :, part]) & later_NS & valid_BT[:, None, part, None]).any())
+        rows = slice(start, start + queries)
+        later_NS = s_S > torch.arange(T, device=mask_BHTS.device)[rows, None]
+        shown.append((mask_to_bool(mask_BHTS[:, :, rows]) & later_NS & valid_BT[:, None, rows, None]).any())
     return bool(torch.stack(shown).any())
 
 
@@ -59,8 +59,10 @@ def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BT
     the arguments cannot describe packed documents: no position_ids (B, T), a single token, or a padding mask.
     """
     B, T = x_BTD.shape[:2]
-    given = isinstance(position_ids, Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == T
-    if not given or T == 1 or (isinstance(mask, Tensor) and mask.dim() == 2):  # a (B, T) mask hides padding only
+    has_positions = isinstance(position_ids, Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == T
+    if (
+        not has_positions or T == 1 or (isinstance(mask, Tensor) and mask.dim() == 2)
+    ):  # a (B, T) mask hides padding only
         return None
     t_T = torch.arange(T, device=x_BTD.device)
     last_T = (t_T - 1).clamp_min(0)  # not slices of T - 1 tokens: a program exported for any length would need T > 2

@@ -169,27 +169,27 @@ def _attend_pass(
     for term in terms[1:]:
         near_low, near_high = layout.reach(start, stop, term.extent, shape.causal)
         near_low, near_high = max(near_low, low, layout.slots - term.k_BGSR.shape[2]), min(near_high, high)
-        part = _term_score(term, layout, start, stop, near_low, near_high)
+        term_score = _term_score(term, layout, start, stop, near_low, near_high)
         if term.bias_GJ is not None:
-            part = part + term.bias_GJ[..., None, None].to(part.dtype)
+            term_score = term_score + term.bias_GJ[..., None, None].to(term_score.dtype)
         if term.extent is not None:
             inside_BCS = within_extent(
                 term.form, term.extent, t_BC1, layout.positions(near_low, near_high).unsqueeze(1)
             )
-            part = part * inside_BCS[:, None, None]
-        score = add_score_slice(score, part, near_low - low)
+            term_score = term_score * inside_BCS[:, None, None]
+        score = add_score_slice(score, term_score, near_low - low)
     allowed_BCS = _visible_pairs(t_BC1, layout.positions(low, high).unsqueeze(1), layout, shape)
     mask = None if mask is None else mask[..., start:stop, low:high]
     return weighted_values(score, allowed_BCS[:, None, None], v_BGSV[:, :, low:high], shape, mask, p)
 
 
-def add_score_slice(score: Tensor, part: Tensor, at: int) -> Tensor:
-    """Return score with `part` added from slot `at` on; in place if no gradient needs the old score."""
-    if score.shape == part.shape:
-        return score + part
-    if part.requires_grad or score.requires_grad:
-        return score + F.pad(part, (at, score.shape[-1] - at - part.shape[-1]))
-    score[..., at : at + part.shape[-1]] += part
+def add_score_slice(score: Tensor, addend: Tensor, at: int) -> Tensor:
+    """Return score with `addend` added from slot `at` on; in place if no gradient needs the old score."""
+    if score.shape == addend.shape:
+        return score + addend
+    if addend.requires_grad or score.requires_grad:
+        return score + F.pad(addend, (at, score.shape[-1] - at - addend.shape[-1]))
+    score[..., at : at + addend.shape[-1]] += addend
     return score
 
 

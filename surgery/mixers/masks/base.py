@@ -121,10 +121,10 @@ class Mask(MethodModule):
         now = self.empty_state(len(rows.v_BGTV), *size, rows.v_BGTV.device) if state is None else state
         tokens, outs = int(rows.count_B.max()), []
         for start in range(0, rows.v_BGTV.shape[2], block):
-            part = slice_tokens(rows, start, start + block)
-            outs.append(self.read(part.q_BGJTF, part.start_B, part.signals, now))
+            block_rows = slice_tokens(rows, start, start + block)
+            outs.append(self.read(block_rows.q_BGJTF, block_rows.start_B, block_rows.signals, now))
             if start < tokens:
-                now = self.chunked(part, now, block)[1] or now
+                now = self.chunked(block_rows, now, block)[1] or now
         return torch.cat(outs, 3), None if state is None else now
 
     def read(self, q_BGJTF: Tensor, start_B: Tensor, signals: Signals, state: MaskState) -> Tensor:

@@ -293,8 +293,8 @@ class BlocksMask(Mask):
         sums_BAGFV = apply_carry(rows, write_BGF1, before_BAGFV)
         # A padding token behind a full last block belongs to a block that does not exist; it writes zeros, to the last one that does.
         here_B = (rows.start_B // block).clamp_max(sums_BAGFV.shape[1] - 1)
-        place = torch.arange(len(here_B), device=here_B.device), here_B
-        sums_BAGFV = sums_BAGFV.index_put(place, sums_BAGFV[place] + write_BGF1 * rows.v_BGTV)
+        slot_of_row = torch.arange(len(here_B), device=here_B.device), here_B
+        sums_BAGFV = sums_BAGFV.index_put(slot_of_row, sums_BAGFV[slot_of_row] + write_BGF1 * rows.v_BGTV)
         return rows.q_BGJTF @ self._mixed_sums(here_B, sums_BAGFV), {"blocks": sums_BAGFV[:, :blocks]}
 
     def read(self, q_BGJTF: Tensor, start_B: Tensor, signals: Signals, state: MaskState) -> Tensor:

@@ -90,8 +90,8 @@ class LevelMatrices(MethodModule):
     @staticmethod
     def macs(matrix: str, rank: int, features: int, levels: int) -> int:
         """Return multiply-accumulates per token and query head, without those of linears."""
-        each = {"scalar": 0, "diagonal": features, "static": features**2, "low_rank": 2 * features * rank}
-        return levels * each[matrix]
+        macs_of = {"scalar": 0, "diagonal": features, "static": features**2, "low_rank": 2 * features * rank}
+        return levels * macs_of[matrix]
 
     def signals(self, x_BTD: Tensor) -> Signals:
         """Return the signal `diagonal` (B, T, G, J, L, F) of the form `diagonal`."""

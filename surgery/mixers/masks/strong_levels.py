@@ -69,8 +69,8 @@ def strong_chunks(
         now[:, : buckets_BLGFV.shape[1]] = buckets_BLGFV
     outs = []
     for first in range(0, length, chunk):
-        part = StrongChunk(slice_tokens(rows, first, first + chunk), gates_BGT[:, :, first : first + chunk])
-        out_BGJCV, after = part.sweep(now if first or buckets_BLGFV is not None else None, levels)
+        strong_chunk = StrongChunk(slice_tokens(rows, first, first + chunk), gates_BGT[:, :, first : first + chunk])
+        out_BGJCV, after = strong_chunk.sweep(now if first or buckets_BLGFV is not None else None, levels)
         outs.append(out_BGJCV)
         now = after
     return torch.cat(outs, 3), None if buckets_BLGFV is None else now

@@ -57,17 +57,17 @@ class PageData:
     @property
     def layers(self) -> list[int]:
         """Indices of the layers with replaced linears or attention."""
-        found = {layer_index(record["name"]) for record in self.report["modules"]} | {
+        indices = {layer_index(record["name"]) for record in self.report["modules"]} | {
             layer_index(path) for path in self.mixing
         }
-        return sorted(layer for layer in found if layer is not None)
+        return sorted(layer for layer in indices if layer is not None)
 
     @property
     def roles(self) -> list[str]:
         """Roles of the replaced linears in layers, in the order of computation: the columns of diagrams."""
-        found = {module_role(record) for record in self.report["modules"] if layer_index(record["name"]) is not None}
-        known = [role for role in ROLES if role in found]
-        return known + sorted(found - set(known))
+        names = {module_role(record) for record in self.report["modules"] if layer_index(record["name"]) is not None}
+        known = [role for role in ROLES if role in names]
+        return known + sorted(names - set(known))
 
 
 def text_warnings(report: dict[str, Any]) -> list[str]:
@@ -79,8 +79,8 @@ def text_warnings(report: dict[str, Any]) -> list[str]:
 
 def layer_index(path: str) -> int | None:
     """Return the first number in a module path, None without one."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
-    return int(found[1]) if found else None
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
+    return int(match[1]) if match else None
 
 
 def module_role(record: dict[str, Any]) -> str:
@@ -101,10 +101,10 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
     data.notes += text_warnings(report)
     data.notes += [Text.from_markup(line).plain for line in report_times(report_linears(report, source))]
     data.log = _read_log(source.folder / "training" / "log.jsonl", data.notes)
-    place = measured or source.folder / "eval"
-    data.measured = load_measurements(source, place)
-    if (place / GENERATIONS_NAME).is_file():
-        data.generations = _read_generations(place / GENERATIONS_NAME)
+    folder = measured or source.folder / "eval"
+    data.measured = load_measurements(source, folder)
+    if (folder / GENERATIONS_NAME).is_file():
+        data.generations = _read_generations(folder / GENERATIONS_NAME)
     if measured is not None and data.measured == Measurements():
         raise SurgeryError(
             f"{measured} has no results.json. Write one with `surgery eval {name} --compare SRC --out {measured}`."
@@ -146,15 +146,15 @@ def _read_log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     if path.stat().st_size > MAX_BYTES:
         notes.append(f"the training log is not shown: it has {path.stat().st_size:,} bytes (at most {MAX_BYTES:,})")
         return []
-    found = []
+    lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             read = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(read, dict):
-            found.append(read)
-    return found
+            lines.append(read)
+    return lines
 
 
 def _read_generations(path: Path) -> list[dict[str, Any]]:

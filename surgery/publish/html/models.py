@@ -17,18 +17,31 @@ MAX_LINES = 400  # lines of the table
 
 def models_section(data: PageData) -> str:
     """Return the table of all models, quality against costs, needle maps and curves; "" without a comparison."""
-    found = data.measured.comparison
-    if found is None:
+    comparison = data.measured.comparison
+    if comparison is None:
         return ""
-    names, base = [str(model["name"]) for model in found["models"]], found["base"]
+    names, base = [str(model["name"]) for model in comparison["models"]], comparison["base"]
     kinds = model_classes(names, base)
-    own = data.measured.own
-    which = "None of these models is known to be this checkpoint." if own is None else f"{own} is this checkpoint."
-    parts = ["<h2 id=models>Many models</h2>", f'<p class="note">{escape(which)}</p>', _table(found, names, base, own)]
-    remarks = [LEGEND, *(f"Refused: {text}" for text in found["refused"]), *_flags(found["rows"]), *found["notes"]]
+    own_name = data.measured.own
+    which = (
+        "None of these models is known to be this checkpoint."
+        if own_name is None
+        else f"{own_name} is this checkpoint."
+    )
+    parts = [
+        "<h2 id=models>Many models</h2>",
+        f'<p class="note">{escape(which)}</p>',
+        _table(comparison, names, base, own_name),
+    ]
+    remarks = [
+        LEGEND,
+        *(f"Refused: {text}" for text in comparison["refused"]),
+        *_flags(comparison["rows"]),
+        *comparison["notes"],
+    ]
     parts.append("<ul>" + "".join(f"<li>{escape(str(text))}</li>" for text in remarks) + "</ul>")
-    parts += [_pareto(chart, kinds) for chart in found["charts"]]
-    parts += [_needle_maps(found["rows"], names), _curves(found["rows"], kinds)]
+    parts += [_pareto(chart, kinds) for chart in comparison["charts"]]
+    parts += [_needle_maps(comparison["rows"], names), _curves(comparison["rows"], kinds)]
     return "".join(parts)
 
 
@@ -38,24 +51,24 @@ def model_classes(names: list[str], base: str | None) -> dict[str, str]:
     return {name: f"m{i % COLORS}" for i, name in enumerate(others)} | ({} if base is None else {base: "base"})
 
 
-def _table(found: dict[str, Any], names: list[str], base: str | None, own: str | None) -> str:
+def _table(comparison: dict[str, Any], names: list[str], base: str | None, own_name: str | None) -> str:
     body: list[list[Any]] = []
     for title, key in (("stored parameters", "parameters"), ("stored bytes", "stored_bytes")):
-        counts = [model.get(key) for model in found["models"]]
+        counts = [model.get(key) for model in comparison["models"]]
         if any(counts):
             body.append([title, "", *("-" if c is None else (format_count(int(c)), int(c)) for c in counts)])
-    for row in found["rows"]:
+    for row in comparison["rows"]:
         if not _is_summary(row):
             continue
         where = "".join(f", {name} {value}" for name, value in row["group"].items())
         label = f"{row['task']}{where}, {row['metric']['title'] or row['metric']['name']}"
         body.append([label, str(row["samples"]), *(_cell(row, name) for name in names)])
-    for row in found["averages"]:
+    for row in comparison["averages"]:
         where = "" if row["length"] is None else f", {format_tokens(row['length'])} tokens"
         missing = f" (without {', '.join(map(str, row['missing']))})" if row["missing"] else ""
         cells = [average_cell(row, name, row["unit"] == "tokens") for name in names]
         body.append([f"{row['suite']}, {row['name']}{where}{missing}", str(row["samples"] or ""), *cells])
-    known = {own: " (this one)", base: " (base)"}
+    known = {own_name: " (this one)", base: " (base)"}
     heads = ["measurement", "samples", *(name + known.get(name, "") for name in names)]
     caption = "All models: value, and its 95% interval or standard error (±)"
     if len(body) > MAX_LINES:
@@ -88,11 +101,13 @@ def _is_summary(row: dict[str, Any]) -> bool:
 
 def _flags(rows: list[dict[str, Any]]) -> list[str]:
     """Return the flags of the rows of the table, each with the measurements that have it."""
-    found: dict[str, dict[str, None]] = {}
+    rows_by_flag: dict[str, dict[str, None]] = {}
     for row in rows:
         for flag in row.get("flags") or () if _is_summary(row) else ():
-            found.setdefault(str(flag), {})[f"{row['task']} {row['metric']['title'] or row['metric']['name']}"] = None
-    return [f"{flag}: {', '.join(names)}" for flag, names in found.items()]
+            rows_by_flag.setdefault(str(flag), {})[
+                f"{row['task']} {row['metric']['title'] or row['metric']['name']}"
+            ] = None
+    return [f"{flag}: {', '.join(names)}" for flag, names in rows_by_flag.items()]
 
 
 def _pareto(chart: dict[str, Any], kinds: dict[str, str]) -> str:
@@ -121,17 +136,17 @@ def _range(ends: Any) -> tuple[float, float] | None:
 
 def _needle_maps(rows: list[dict[str, Any]], names: list[str]) -> str:
     """Return one needle map per task and model, side by side."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    rows_by_metric: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         metric = row["metric"]
         if set(row["group"]) == {"depth", "length"} and (metric["kind"] == "accuracy" or metric["top"] == 1):
-            found.setdefault((str(row["task"]), str(metric["title"] or metric["name"])), []).append(row)
+            rows_by_metric.setdefault((str(row["task"]), str(metric["title"] or metric["name"])), []).append(row)
     first: dict[str, tuple[str, str]] = {}
-    for key in found:
+    for key in rows_by_metric:
         first.setdefault(key[0], key)
     parts = []
     for task, key in first.items():
-        cells = found[key]
+        cells = rows_by_metric[key]
         lengths = sorted({float(row["group"]["length"]) for row in cells})
         depths = sorted({float(row["group"]["depth"]) for row in cells})
         parts.append(f'<h3>{escape(task)}</h3><div class="pair">')
@@ -161,20 +176,20 @@ def _curves(rows: list[dict[str, Any]], kinds: dict[str, str]) -> str:
             name = str(row["metric"]["title"] or row["metric"]["name"])
             charts.setdefault((str(row["task"]), name, axis), []).append(row)
     parts = []
-    for (task, metric, axis), found in charts.items():
-        if len(found) < 2:
+    for (task, metric, axis), points in charts.items():
+        if len(points) < 2:
             continue
         series = [
             Series(
                 name,
                 kind,
-                sorted((float(r["group"][axis]), float(r["values"][name])) for r in found if name in r["values"]),
-                row_band(found, axis, name),
+                sorted((float(r["group"][axis]), float(r["values"][name])) for r in points if name in r["values"]),
+                row_band(points, axis, name),
             )
             for name, kind in kinds.items()
         ]
         where = "position in the text" if axis == "position" else "length, tokens"
-        unit = str(found[0]["metric"]["unit"])
+        unit = str(points[0]["metric"]["unit"])
         y = Axis(f"{metric}, {unit}" if unit else metric)
         drawn = line_chart(f"{task}, {metric}", series, Axis(where, log=True, tokens=True), y)
         parts.append(figure_html(drawn, f"{escape(task)}: {escape(metric)} by {axis}, with 95% bands"))

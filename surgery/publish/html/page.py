@@ -115,8 +115,8 @@ def _subtitle(data: PageData) -> str:
 
 
 def _recipe_html(data: PageData) -> str:
-    kept = {key: value for key, value in (data.report.get("recipe") or {}).items() if value not in (None, [], {})}
-    return f"<details><summary>Keys and seed {escape(str(data.report.get('seed', '')))}</summary><pre>{escape(json.dumps(kept, indent=2))}</pre></details>"
+    given_keys = {key: value for key, value in (data.report.get("recipe") or {}).items() if value not in (None, [], {})}
+    return f"<details><summary>Keys and seed {escape(str(data.report.get('seed', '')))}</summary><pre>{escape(json.dumps(given_keys, indent=2))}</pre></details>"
 
 
 def _read_resource(name: str) -> str:

@@ -64,10 +64,10 @@ def headline_figures(data: PageData) -> str:
         (format_share(total["bytes_after"], total["bytes_before"]), f"of {size_text(total['bytes_before'])} on disk"),
     ]
     if total["replaced_params_before"]:
-        kept = format_share(total["replaced_params_after"], total["replaced_params_before"])
+        share = format_share(total["replaced_params_after"], total["replaced_params_before"])
         text.insert(
             0,
-            (kept, f"of {format_count(total['replaced_params_before'])} parameters in the replaced matrices are kept"),
+            (share, f"of {format_count(total['replaced_params_before'])} parameters in the replaced matrices are kept"),
         )
     if data.costs:
         cache, macs = data.costs[HEADLINE_CONTEXT]["cache_bytes"], data.costs[HEADLINE_CONTEXT]["macs"]
@@ -239,9 +239,9 @@ def training_section(data: PageData) -> str:
     for line in data.log:
         stages.setdefault(f"{line.get('stage', 0)}: {line.get('kind', '')}", []).append(line)
     drawn = []
-    for name, found in stages.items():
-        loss = _step_points(found, "loss")
-        held = _step_points(found, "validation")
+    for name, lines in stages.items():
+        loss = _step_points(lines, "loss")
+        held = _step_points(lines, "validation")
         series = [Series("training loss", "converted", loss), Series("validation, nats per token", "healed", held)]
         drawn.append(
             figure_html(line_chart(f"Stage {name}", series, Axis("step"), Axis("loss")), f"Stage {escape(name)}")
@@ -262,8 +262,8 @@ def training_section(data: PageData) -> str:
     return '<h2 id=training>Healing</h2><div class="pair">' + "".join(drawn) + f"</div>{run_table}"
 
 
-def _step_points(found: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
-    pairs: list[tuple[Any, Any]] = [(line.get("step"), line.get(key)) for line in found]
+def _step_points(lines: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
+    pairs: list[tuple[Any, Any]] = [(line.get("step"), line.get(key)) for line in lines]
     return [(float(s), float(v)) for s, v in pairs if isinstance(s, (int, float)) and isinstance(v, (int, float))]
 
 
@@ -375,12 +375,12 @@ def _format_value(row: dict[str, Any], role: str) -> Any:
 
 def needle_maps(rows: list[dict[str, Any]], roles: list[str]) -> str:
     """Return needle maps (accuracy by length and depth) of each task that has them, for original and converted."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    rows_by_task: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if set(row["group"]) == {"depth", "length"} and row["metric"]["name"] == "accuracy":
-            found.setdefault(str(row["task"]), []).append(row)
+            rows_by_task.setdefault(str(row["task"]), []).append(row)
     parts = []
-    for task, cells in found.items():
+    for task, cells in rows_by_task.items():
         lengths = sorted({row["group"]["length"] for row in cells})
         depths = sorted({row["group"]["depth"] for row in cells})
         parts.append(f'<h3>{escape(task)}</h3><div class="pair">')
@@ -403,26 +403,28 @@ def needle_maps(rows: list[dict[str, Any]], roles: list[str]) -> str:
 
 def row_band(rows: list[dict[str, Any]], axis: str, name: str) -> list[tuple[float, float, float]]:
     """Return the 95% band (x, low, high) of a model's values along `axis`: their intervals, or 1.96 standard errors."""
-    found = []
+    band = []
     for row in rows:
         value, error = row["values"].get(name), (row.get("errors") or {}).get(name)
         low_high = (row.get("intervals") or {}).get(name)
         if low_high is None and value is not None and error is not None:
             low_high = (value - Z_95 * error, value + Z_95 * error)
         if low_high is not None:
-            found.append((float(row["group"][axis]), float(low_high[0]), float(low_high[1])))
-    return sorted(found)
+            band.append((float(row["group"][axis]), float(low_high[0]), float(low_high[1])))
+    return sorted(band)
 
 
 def position_chart(rows: list[dict[str, Any]], roles: list[str]) -> str:
     """Return the chart of loss by position in the text, in nats per token; "" without such results."""
-    found = [row for row in rows if set(row["group"]) == {"position"}]
+    position_rows = [row for row in rows if set(row["group"]) == {"position"}]
     series = [
         Series(
             "original" if role == "base" else role,
             role,
-            sorted((float(r["group"]["position"]), float(r["values"][role])) for r in found if role in r["values"]),
-            row_band(found, "position", role),
+            sorted(
+                (float(r["group"]["position"]), float(r["values"][role])) for r in position_rows if role in r["values"]
+            ),
+            row_band(position_rows, "position", role),
         )
         for role in roles
     ]

@@ -64,8 +64,8 @@ def ticks(low: float, high: float, log: bool) -> list[float]:
     if log:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         every = max(1, round((last - first) / 5))
-        found = [10.0**power for power in range(first, last + 1, every)]
-        return [tick for tick in found if low / 1.001 <= tick <= high * 1.001] or [low, high]
+        powers = [10.0**power for power in range(first, last + 1, every)]
+        return [tick for tick in powers if low / 1.001 <= tick <= high * 1.001] or [low, high]
     step = 10 ** math.floor(math.log10(max(high - low, 1e-12) / 5))
     step = next(step * k for k in (1, 2, 2.5, 5, 10) if (high - low) / (step * k) <= 6)
     start = math.ceil(low / step - 1e-9)
@@ -90,7 +90,7 @@ class AxisScale:
 
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
     """Return a line chart; "" without points. Points that are not finite, or not positive on a log axis, are left out."""
-    kept = [
+    drawn = [
         Series(
             s.name,
             s.kind,
@@ -99,23 +99,23 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
         )
         for s in series
     ]
-    kept = [s for s in kept if s.points]
-    if not kept:
+    drawn = [s for s in drawn if s.points]
+    if not drawn:
         return ""
-    if said := _flat_or_identical(kept, x, y):
+    if said := _flat_or_identical(drawn, x, y):
         return f'<p class="chart">{escape(title)}</p><p class="flat">{escape(said)}</p>'
-    xs, ys = zip(*(point for s in kept for point in s.points))
-    ys += tuple(end for s in kept for band in s.band for end in band[1:])
+    xs, ys = zip(*(point for s in drawn for point in s.points))
+    ys += tuple(end for s in drawn for band in s.band for end in band[1:])
     across = AxisScale(xs, x.log, LEFT, WIDTH - RIGHT)
     up = AxisScale(ys, y.log, HEIGHT - BOTTOM, TOP)
     marks = [_grid(across, up, x, y)]
-    for s in kept:
+    for s in drawn:
         edge = [*((a, low) for a, low, _ in s.band), *((a, high) for a, _, high in reversed(s.band))]
         if len(edge) > 2:
             corners = " ".join(f"{across(a):.1f},{up(b):.1f}" for a, b in edge)
             marks.append(f'<polygon class="band {s.kind}" points="{corners}"/>')
     for s in sorted(
-        kept, key=lambda s: s.kind == "base"
+        drawn, key=lambda s: s.kind == "base"
     ):  # the dashed base line is drawn last, over lines that coincide with it
         places = [(across(a), up(b), a, b) for a, b in s.points]
         marks.append(
@@ -126,8 +126,8 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
             f'<circle class="{dot} {s.kind}" cx="{a:.1f}" cy="{b:.1f}" r="3"><title>{escape(s.name)}: {format_si(v)} at {format_si(u)}</title></circle>'
             for a, b, u, v in places
         ]
-    description = "; ".join(f"{s.name} from {format_si(s.points[0][1])} to {format_si(s.points[-1][1])}" for s in kept)
-    return _chart(title, f"{title}: {description}.", "".join(marks), WIDTH, HEIGHT) + _legend(kept)
+    description = "; ".join(f"{s.name} from {format_si(s.points[0][1])} to {format_si(s.points[-1][1])}" for s in drawn)
+    return _chart(title, f"{title}: {description}.", "".join(marks), WIDTH, HEIGHT) + _legend(drawn)
 
 
 def _flat_or_identical(series: Sequence[Series], x: Axis, y: Axis) -> str:
@@ -211,22 +211,22 @@ def scatter_chart(
 
     Points and ends of intervals that are not finite are left out.
     """
-    kept = [p for p in points if _is_drawable((p.x, p.y), x, y)]
-    if not kept:
+    drawn = [p for p in points if _is_drawable((p.x, p.y), x, y)]
+    if not drawn:
         return ""
-    xs = [v for p in kept for v in (p.x, *(p.x_range or ())) if math.isfinite(v)]
-    ys = [v for p in kept for v in (p.y, *(p.y_range or ())) if math.isfinite(v)]
+    xs = [v for p in drawn for v in (p.x, *(p.x_range or ())) if math.isfinite(v)]
+    ys = [v for p in drawn for v in (p.y, *(p.y_range or ())) if math.isfinite(v)]
     across = AxisScale(xs, False, LEFT + 14, WIDTH - RIGHT - 90)  # room for a label at the right
     up = AxisScale(ys, False, HEIGHT - BOTTOM - 12, TOP + 16)
     marks = [_grid(across, up, x, y)]
-    steps = [(across(p.x), up(p.y)) for name in front for p in kept if p.name == name]
+    steps = [(across(p.x), up(p.y)) for name in front for p in drawn if p.name == name]
     path = [
         point for (a, b), last in zip(steps, [None, *steps]) for point in ([(a, last[1])] if last else []) + [(a, b)]
     ]
     if path:
         path = [(path[0][0], HEIGHT - BOTTOM if higher_is_better else TOP), *path, (WIDTH - RIGHT, path[-1][1])]
         marks.append(f'<polyline class="front" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in path)}"/>')
-    for index, p in enumerate(sorted(kept, key=lambda p: (p.x, p.y))):
+    for index, p in enumerate(sorted(drawn, key=lambda p: (p.x, p.y))):
         a, b = across(p.x), up(p.y)
         for ends, at in ((p.x_range, lambda v, b=b: (across(v), b)), (p.y_range, lambda v, a=a: (a, up(v)))):
             if ends is not None and all(math.isfinite(v) for v in ends):
@@ -238,7 +238,7 @@ def scatter_chart(
             f'<g><title>{escape(p.name)}: {format_si(p.y)} at {format_si(p.x)}</title><circle class="{kind}" cx="{a:.1f}" '
             f'cy="{b:.1f}" r="5"/><text x="{a + 8:.1f}" y="{b + (-6 if index % 2 == 0 else 16):.1f}">{escape(label)}</text></g>'
         )
-    text = "; ".join(f"{p.name}: {format_si(p.y)} at {format_si(p.x)}" for p in kept)
+    text = "; ".join(f"{p.name}: {format_si(p.y)} at {format_si(p.x)}" for p in drawn)
     return _chart(title, f"{title}: {text}. On the Pareto front: {', '.join(front)}.", "".join(marks), WIDTH, HEIGHT)
 
 

@@ -69,9 +69,9 @@ HOME_IN_TEMPLATE = re.compile(
 def redact_secrets(value: Any) -> Any:
     """Return JSON data with everything that looks like an access token, a key or a password replaced by ***."""
     if isinstance(value, dict):
-        return {redact_secrets(key): redact_secrets(each) for key, each in value.items()}
+        return {redact_secrets(key): redact_secrets(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [redact_secrets(each) for each in value]
+        return [redact_secrets(item) for item in value]
     return mask_secrets(value) if isinstance(value, str) else value
 
 
@@ -103,8 +103,8 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
     weights = {info.file.name for info in source.tensors.values()}
     code = {"*.py"} if named_code(folder, source.config) else set()
     known = {*CHECKPOINT_FILES, *weights, *COPIED, *EXTRA_FILES, *code, *_companion_files(source)}
-    local = (*LOCAL_FILES, *(f"{place}/{name}" for place in result_folders(folder) for name in RESULT_FILES))
-    found: list[UploadFile] = []
+    local = (*LOCAL_FILES, *(f"{subfolder}/{name}" for subfolder in result_folders(folder) for name in RESULT_FILES))
+    files: list[UploadFile] = []
     unknown: list[str] = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
         name = path.relative_to(folder).as_posix()
@@ -114,7 +114,7 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
             unknown.append(name)
             continue
         _check_link(path, folder, source.revision)
-        found.append(UploadFile(name, path))
+        files.append(UploadFile(name, path))
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise SurgeryError(
@@ -122,18 +122,18 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
             "elsewhere, then push again (only weights, config, tokenizer, report, card and plots are uploaded)."
         )
     if measured is not None:
-        found = [item for item in found if not item.name.startswith("eval/")] + _eval_files(measured)
-    _check_secrets(found)
-    _check_code(source, {item.name: item for item in found})
-    return _strip_file_paths(found)
+        files = [item for item in files if not item.name.startswith("eval/")] + _eval_files(measured)
+    _check_secrets(files)
+    _check_code(source, {item.name: item for item in files})
+    return _strip_file_paths(files)
 
 
 def result_folders(folder: Path) -> list[str]:
     """Return the folders inside a checkpoint, other than eval/, that hold results of `surgery eval` or `surgery compare`: relative paths, sorted.
     A push leaves their files out."""
     places = (path.parent.relative_to(folder) for name in RESULT_NAMES for path in folder.rglob(name) if path.is_file())
-    found = {place for place in places if place.parts and place.parts[0] != "eval"}
-    return sorted(place.as_posix() for place in found if not found & set(place.parents))
+    subfolders = {subfolder for subfolder in places if subfolder.parts and subfolder.parts[0] != "eval"}
+    return sorted(subfolder.as_posix() for subfolder in subfolders if not subfolders & set(subfolder.parents))
 
 
 def _check_code(source: CheckpointSource, items: dict[str, UploadFile]) -> None:
@@ -205,16 +205,16 @@ def _check_link(path: Path, folder: Path, revision: str | None) -> None:
 
 def _check_secrets(items: list[UploadFile]) -> None:
     """Raise SurgeryError, with files and lines, if a text or the header of a weights file seems to contain a secret. Never names its value."""
-    found = [
+    secrets = [
         f"{item.name}, line {finding.line} ({finding.kind})"
         for item in items
         for finding in find_secrets(_scanned(item))
     ]
-    if found:
-        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-        count = "a secret" if len(found) == 1 else f"{len(found)} secrets"
+    if secrets:
+        more = f" and {len(secrets) - MAX_NAMED} more" if len(secrets) > MAX_NAMED else ""
+        count = "a secret" if len(secrets) == 1 else f"{len(secrets)} secrets"
         raise SurgeryError(
-            f"the upload seems to contain {count}: {'; '.join(found[:MAX_NAMED])}{more}. Nothing was sent. Replace the value by *** in these files, "
+            f"the upload seems to contain {count}: {'; '.join(secrets[:MAX_NAMED])}{more}. Nothing was sent. Replace the value by *** in these files, "
             "revoke it if others could read them, then push again."
         )
 
@@ -280,15 +280,15 @@ def _strip_file_paths(items: list[UploadFile]) -> list[UploadFile]:
             and matches_any(item.name, (*FREE_TEXT_FILES, *CONFIG_FILES))
         ):
             read[item.name] = _read_jsonl(item.path) if item.name.endswith(".jsonl") else read_json(item.path)
-    found = {
+    paths = {
         path
         for name, data in read.items()
         for path in find_local_paths(data, everywhere=matches_any(name, FREE_TEXT_FILES))
     }
-    return [_clean_item(item, read.get(item.name), found) for item in items]
+    return [_clean_item(item, read.get(item.name), paths) for item in items]
 
 
-def _clean_item(item: UploadFile, data: Any, found: set[str]) -> UploadFile:
+def _clean_item(item: UploadFile, data: Any, paths: set[str]) -> UploadFile:
     if item.path is not None and matches_any(item.name, TEMPLATE_FILES):
         before = item.path.read_bytes().decode("utf-8", "surrogateescape")
         after = HOME_IN_TEMPLATE.sub(_last_part_of_match, before)
@@ -298,9 +298,9 @@ def _clean_item(item: UploadFile, data: Any, found: set[str]) -> UploadFile:
         return item
     if data is None:
         text = item.path.read_text(encoding="utf-8", errors="replace")
-        cleaned_text = shorten_paths(text, found)
+        cleaned_text = shorten_paths(text, paths)
         return item if cleaned_text == text else UploadFile(item.name, text=cleaned_text)
-    cleaned = clean_report(data, found) if has_free_text else clean_config(data)
+    cleaned = clean_report(data, paths) if has_free_text else clean_config(data)
     if cleaned == data:
         return item
     if item.name.endswith(".jsonl"):
@@ -327,10 +327,10 @@ def _last_part(path: str) -> str:
     return re.split(r"[\\/]", path.rstrip("\\/"))[-1] or path
 
 
-def _last_part_of_match(found: re.Match[str]) -> str:
+def _last_part_of_match(match: re.Match[str]) -> str:
     """Shorten a matched path, keeping punctuation that follows it."""
-    path = found[0].rstrip(".:")
-    return _last_part(path) + found[0][len(path) :]
+    path = match[0].rstrip(".:")
+    return _last_part(path) + match[0][len(path) :]
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -347,9 +347,9 @@ def strip_local_paths(value: Any) -> Any:
     return _map_strings(value, lambda text: _last_part(text) if _is_local(text) else text)
 
 
-def clean_report(value: Any, found: Iterable[str] = ()) -> Any:
-    """Shorten local paths in a report or log, also inside sentences. found: known paths."""
-    return _map_strings(value, lambda text: shorten_paths(strip_local_paths(text), found))
+def clean_report(value: Any, paths: Iterable[str] = ()) -> Any:
+    """Shorten local paths in a report or log, also inside sentences. paths: known paths."""
+    return _map_strings(value, lambda text: shorten_paths(strip_local_paths(text), paths))
 
 
 def clean_config(value: Any, key: str = "") -> Any:
@@ -384,11 +384,11 @@ def find_local_paths(data: Any, everywhere: bool, key: str = "") -> Iterator[str
         yield from [data] if (_is_local(data) if everywhere else _is_config_path(data, key)) else []
 
 
-def shorten_paths(text: str, found: Iterable[str] = ()) -> str:
+def shorten_paths(text: str, paths: Iterable[str] = ()) -> str:
     """Shorten local paths in prose, tables or HTML: known paths, plain or escaped, and anything below a top-level folder of this
     machine."""
     inside = r"[^\s\"'`<>|;,()\[\]{}*?&\\]"
-    for path in sorted(found, key=len, reverse=True):
+    for path in sorted(paths, key=len, reverse=True):
         for written in {path, escape(path)}:
             if written in text:
                 text = re.sub(rf"{re.escape(written)}(?:/{inside}+)*", _last_part_of_match, text)

@@ -60,7 +60,7 @@ def render_card(
         _recipe_section(report),
         _papers_section(source),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(section for section in parts if section) + "\n"
 
 
 def plain(value: Any) -> str:
@@ -114,7 +114,7 @@ def _replacement_section(source: CheckpointSource, report: dict[str, Any]) -> st
     swapped = ", ".join(
         f"softmax attention of {number} layers by {plain(name)}" for name, number in _count_mixers(source).items()
     )
-    summary = "; ".join(part for part in (kinds, swapped) if part)
+    summary = "; ".join(clause for clause in (kinds, swapped) if clause)
     return "\n".join([*lines, "", f"Replaced: {summary}. `surgery_report.json` lists every matrix with its error."])
 
 
@@ -227,7 +227,7 @@ def _recipe_section(report: dict[str, Any]) -> str:
     recipe = {key: value for key, value in report["recipe"].items() if value not in (None, [], {})}
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip()
     versions = ", ".join(plain(f"{name} {version}") for name, version in report.get("versions", {}).items())
-    summary = ", ".join(part for part in (f"surgery {plain(report['surgery'])}", versions) if part)
+    summary = ", ".join(clause for clause in (f"surgery {plain(report['surgery'])}", versions) if clause)
     fence = "`" * max(
         3, 1 + max(map(len, re.findall("`+", text)), default=0)
     )  # longer than any run of backticks in the recipe

@@ -88,15 +88,15 @@ def prepare_upload(
     items = collect_files(source, measured)
     measured_note = _check_measured(source, items, converted)
     terms = find_license(source, report, license, base_model)
-    own = next((item for item in items if item.name == CARD_NAME), None)
-    if own is None or own.path is None:
+    card = next((item for item in items if item.name == CARD_NAME), None)
+    if card is None or card.path is None:
         text = render_card(source, _strip_report_paths(report), terms, base_model, items, repo)
         note = base_model_note(report, base_model)
         items = [*items, UploadFile(CARD_NAME, text=text)]
     else:
         text, note = (
-            own.path.read_text(encoding="utf-8"),
-            f"{own.path} is used as the model card; remove it to generate one",
+            card.path.read_text(encoding="utf-8"),
+            f"{card.path} is used as the model card; remove it to generate one",
         )
     note = " ".join(text for text in (note, measured_note) if text) or None
     left_out = tuple(

@@ -218,12 +218,14 @@ _REFERENCE = re.compile(  # a file or the name of a variable beside such a word
 def find_secrets(content: bytes) -> list[Finding]:
     """Return the secrets in a text, by line. Masked ones and placeholders are none."""
     text = _without_escapes(content)
-    lowered, found = text.lower(), dict[Finding, bool]()
+    lowered, guessed_by_finding = text.lower(), dict[Finding, bool]()
     for rule in RULES:
         for at in _places(rule, text, lowered):
-            found[Finding(text.count(b"\n", 0, at) + 1, rule.kind)] = rule.guessed
-    precise = {finding.line for finding, guessed in found.items() if not guessed}
-    return sorted(finding for finding, guessed in found.items() if not (guessed and finding.line in precise))
+            guessed_by_finding[Finding(text.count(b"\n", 0, at) + 1, rule.kind)] = rule.guessed
+    precise = {finding.line for finding, guessed in guessed_by_finding.items() if not guessed}
+    return sorted(
+        finding for finding, guessed in guessed_by_finding.items() if not (guessed and finding.line in precise)
+    )
 
 
 def mask_secrets(text: str) -> str:
@@ -235,12 +237,12 @@ def mask_secrets(text: str) -> str:
     return content.decode("utf-8", "surrogatepass")
 
 
-def _mask(rule: SecretRule, found: re.Match[bytes]) -> bytes:
+def _mask(rule: SecretRule, match: re.Match[bytes]) -> bytes:
     """Return a match with its secret masked. Of a token nothing is left, the prefix included, and one that is a placeholder is masked too."""
-    if not rule.is_prefix and not _is_secret(found["secret"], rule):
-        return found[0]
-    start, end = (position - found.start() for position in found.span("secret"))
-    return MASK if rule.is_prefix else found[0][:start] + MASK + found[0][end:]
+    if not rule.is_prefix and not _is_secret(match["secret"], rule):
+        return match[0]
+    start, end = (position - match.start() for position in match.span("secret"))
+    return MASK if rule.is_prefix else match[0][:start] + MASK + match[0][end:]
 
 
 def _places(rule: SecretRule, text: bytes, lowered: bytes) -> Iterator[int]:
@@ -249,10 +251,10 @@ def _places(rule: SecretRule, text: bytes, lowered: bytes) -> Iterator[int]:
         at = lowered.find(word)
         while at >= 0:
             starts = range(max(0, at - rule.before), at + 1)
-            found = next(filter(None, (rule.pattern.match(text, start) for start in starts)), None)
-            if found is not None and _is_secret(found["secret"], rule):
-                yield found.start("secret")
-            at = lowered.find(word, at + 1 if found is None else max(at + 1, found.end()))
+            match = next(filter(None, (rule.pattern.match(text, start) for start in starts)), None)
+            if match is not None and _is_secret(match["secret"], rule):
+                yield match.start("secret")
+            at = lowered.find(word, at + 1 if match is None else max(at + 1, match.end()))
 
 
 def _is_secret(value: bytes, rule: SecretRule) -> bool:

@@ -100,8 +100,8 @@ class ChatEncoder:
             ) from None
 
     def _encode_marked(self, messages: list[Message]) -> TokenSequence:
-        found = self._apply_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        ids, marks = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"], dtype=torch.bool)
+        encoded = self._apply_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        ids, marks = torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"], dtype=torch.bool)
         return TokenSequence(ids.long(), marks, indivisible=True)
 
     def _span(self, messages: list[Message], i: int, text: str) -> Span:
@@ -123,12 +123,12 @@ class ChatEncoder:
         """Tokenize `text`; a token is a training target if any of its characters is inside a span."""
         if not self.tokenizer.is_fast:
             return self._encode_piecewise(text, spans)
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        begin_T, end_T = torch.tensor(found["offset_mapping"], dtype=torch.int64).view(-1, 2).unbind(1)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        begin_T, end_T = torch.tensor(encoded["offset_mapping"], dtype=torch.int64).view(-1, 2).unbind(1)
         trained_T = torch.zeros(len(begin_T), dtype=torch.bool)
         for start, stop in spans:
             trained_T |= (end_T > start) & (begin_T < stop) & (end_T > begin_T)
-        return TokenSequence(torch.tensor(found["input_ids"], dtype=torch.int64), trained_T, indivisible=True)
+        return TokenSequence(torch.tensor(encoded["input_ids"], dtype=torch.int64), trained_T, indivisible=True)
 
     def _encode_piecewise(self, text: str, spans: Sequence[Span]) -> TokenSequence:
         """Tokenize the text inside and outside of the spans separately, for tokenizers without offset mappings."""

@@ -175,14 +175,16 @@ class TrainingData:
     def _pending_tokens(self) -> int:
         return 0 if self._tail is None else len(self._tail)
 
-    def _read_documents(self, wanted: int) -> list[list[Document]] | None:
-        """Return documents of each source, about `wanted` characters, always taking from the source farthest below its share."""
+    def _read_documents(self, target_characters: int) -> list[list[Document]] | None:
+        """Return documents of each source, about `target_characters` characters, always taking from the source farthest below its share."""
         read: list[list[Document]] = [[] for _ in self.readers]
         ahead = [float(drawn["tokens"]) for drawn in self._source_counts]
         rates = [(d["tokens"] + 1) / (d["characters"] + 4) for d in self._source_counts]
         limit, characters = self.config.shuffle or BLOCK_DOCUMENTS, 0
         finished_readers: set[int] = set()
-        while sum(map(len, read)) < limit and characters < wanted and len(finished_readers) < len(self.readers):
+        while (
+            sum(map(len, read)) < limit and characters < target_characters and len(finished_readers) < len(self.readers)
+        ):
             index = min(range(len(read)), key=lambda i: ahead[i] / self.config.sources[i].weight)
             if self.config.epochs is not None and self.readers[index].epoch >= self.config.epochs:
                 return read if any(read) else None
@@ -205,13 +207,13 @@ class TrainingData:
 
     def _tokenize(self, read: list[list[Document]]) -> list[list[TokenSequence]]:
         """Return the token sequences of each source."""
-        found = []
+        sequences = []
         for documents, source in zip(read, self.config.sources):
             text = not source.chat and all(isinstance(document.content, str) for document in documents)
-            found.append(
+            sequences.append(
                 self.encoder.encode_texts(documents) if text else encode_chats(documents, source, self.encoder)
             )
-        return found
+        return sequences
 
     def _pack(self, pieces: list[TokenSequence], seed: int) -> list[list[TokenSequence]]:
         generator, shuffled = torch.Generator().manual_seed(seed), self.config.shuffle > 0
@@ -237,16 +239,16 @@ class TrainingData:
         validation_data = TrainingData(
             self.config.model_copy(update=changed), self.tokenizer, self.length, self.seed, side
         )
-        found = [example for example, _ in zip(validation_data.examples(), range(self.config.validation_examples))]
-        if not found and self.config.packing == "stream":  # the share of a short text is shorter than a row: padded
+        held_out = [example for example, _ in zip(validation_data.examples(), range(self.config.validation_examples))]
+        if not held_out and self.config.packing == "stream":  # the share of a short text is shorter than a row: padded
             padded = self.config.model_copy(update={"packing": "documents"})
             return TrainingData(padded, self.tokenizer, self.length, self.seed, self.side).validation()
-        if not found:
+        if not held_out:
             raise SurgeryError(
                 f"data: a share of {self.config.validation} for validation holds no document. Give a larger share, or "
                 "separate sources (validation: [{path: heldout.jsonl}])."
             )
-        return found
+        return held_out
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of settings, file names and contents, tokenizer, length and seed."""

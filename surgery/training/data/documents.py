@@ -38,7 +38,7 @@ class Document:
         """Approximate number of characters."""
         if isinstance(self.content, str):
             return len(self.content)
-        return sum(len(str(part)) for part in self.content)
+        return sum(len(str(text)) for text in self.content)
 
 
 def is_held_out(content: Any, share: float) -> bool:
@@ -73,8 +73,8 @@ class TextFiles:
         self.spans = array("q")  # file, start, stop; start, stop; ..
         for number, path in enumerate(files):
             data = _map_file(path)
-            found = _separator_spans(data, separator) if separator else _side_span(data, side, share)
-            for start, stop in found:
+            spans = _separator_spans(data, separator) if separator else _side_span(data, side, share)
+            for start, stop in spans:
                 if data[start : min(stop, start + 4096)].strip() or data[start:stop].strip():
                     self.spans.extend((number, start, stop))
 
@@ -122,8 +122,8 @@ def _text_start(data: Any) -> int:
 
 def _separator_spans(data: Any, separator: str) -> Iterator[tuple[int, int]]:
     start = _text_start(data)
-    for found, stop in _separator_places(data, unify_line_ends(separator).encode()):
-        yield start, found
+    for stop_before, stop in _separator_places(data, unify_line_ends(separator).encode()):
+        yield start, stop_before
         start = stop
     yield start, len(data)
 
@@ -131,13 +131,13 @@ def _separator_spans(data: Any, separator: str) -> Iterator[tuple[int, int]]:
 def _separator_places(data: Any, separator: bytes) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of each separator, whose LF stand for line ends of any kind."""
     if b"\n" in separator and data.find(b"\r") >= 0:
-        pattern = LINE_END.join(re.escape(part) for part in separator.split(b"\n"))
-        yield from (found.span() for found in re.finditer(pattern, data))
+        pattern = LINE_END.join(re.escape(line) for line in separator.split(b"\n"))
+        yield from (hit.span() for hit in re.finditer(pattern, data))
         return
     start = 0
-    while (found := data.find(separator, start)) >= 0:
-        start = found + len(separator)
-        yield found, start
+    while (hit := data.find(separator, start)) >= 0:
+        start = hit + len(separator)
+        yield hit, start
 
 
 def _side_span(data: Any, side: Side, share: float) -> Iterator[tuple[int, int]]:

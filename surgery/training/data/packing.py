@@ -27,9 +27,9 @@ def split_windows(pieces: Iterable[TokenSequence], length: int) -> Iterator[Toke
     for piece in pieces:
         last = length if piece.indivisible else len(piece)
         for start in range(0, last, length):
-            part = slice(start, start + length)
-            trained_T = None if piece.trained_T is None else piece.trained_T[part]
-            window = TokenSequence(piece.ids_T[part], trained_T)
+            tokens = slice(start, start + length)
+            trained_T = None if piece.trained_T is None else piece.trained_T[tokens]
+            window = TokenSequence(piece.ids_T[tokens], trained_T)
             if count_trained(window) > 0:
                 yield window
 
@@ -69,9 +69,9 @@ def pack_best_fit(pieces: list[TokenSequence], length: int) -> list[list[TokenSe
     rows: list[list[TokenSequence]] = []
     open_rows: list[tuple[int, int]] = []  # (room, row), ascending
     for piece in sorted(pieces, key=len, reverse=True):
-        place = bisect.bisect_left(open_rows, (len(piece), -1))
-        if place < len(open_rows):
-            room, number = open_rows.pop(place)
+        position = bisect.bisect_left(open_rows, (len(piece), -1))
+        if position < len(open_rows):
+            room, number = open_rows.pop(position)
             rows[number].append(piece)
         else:
             room, number = length, len(rows)

@@ -94,12 +94,12 @@ def _concatenate(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _read_sequences(path: Path) -> SequenceLists:
-    found = {name: read_tensor(info, check=False) for name, info in read_header(path).items()}
-    lengths, marked = found["lengths"].tolist(), found["marked"].tolist()
-    ids = found["ids"].long().split(lengths)
-    trained = iter(found["trained"].bool().split([n for n, m in zip(lengths, marked) if m]))
+    arrays = {name: read_tensor(info, check=False) for name, info in read_header(path).items()}
+    lengths, marked = arrays["lengths"].tolist(), arrays["marked"].tolist()
+    ids = arrays["ids"].long().split(lengths)
+    trained = iter(arrays["trained"].bool().split([n for n, m in zip(lengths, marked) if m]))
     every = iter(
         TokenSequence(ids_T, next(trained) if mark else None, bool(whole))
-        for ids_T, mark, whole in zip(ids, marked, found["whole"].tolist())
+        for ids_T, mark, whole in zip(ids, marked, arrays["whole"].tolist())
     )
-    return [[next(every) for _ in range(count)] for count in found["counts"].tolist()]
+    return [[next(every) for _ in range(count)] for count in arrays["counts"].tolist()]

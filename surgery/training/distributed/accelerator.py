@@ -77,8 +77,8 @@ def unwrap_model(accelerator: Any, run: Any) -> Any:
     if zero.zero_stage(accelerator):
         return zero.detach_model(accelerator, run)
     model = accelerator.unwrap_model(run, keep_fp32_wrapper=False)
-    for left in ("forward", "_is_accelerate_prepared"):
-        model.__dict__.pop(left, None)
+    for attribute in ("forward", "_is_accelerate_prepared"):
+        model.__dict__.pop(attribute, None)
     accelerator.free_memory()
     return model
 

@@ -169,8 +169,12 @@ def detach_model(accelerator: Any, engine: Any) -> Any:
     zero = engine.optimizer
     _clear_engine_hooks(engine)
     accelerator.free_memory()  # destroys the engine
-    for left in (*old, zero, engine):  # referenced by autograd hooks, in cycles that the garbage collector cannot see
-        vars(left).clear()
+    for referenced in (
+        *old,
+        zero,
+        engine,
+    ):  # referenced by autograd hooks, in cycles that the garbage collector cannot see
+        vars(referenced).clear()
     for module, parameters in places:
         module._parameters = {name: None if p is None else new[id(p)] for name, p in parameters.items()}
         module.__dict__.pop("_original_parameters", None)
@@ -267,14 +271,14 @@ class ZeroOptimizerState:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link()
-        found: dict[str, MaybeSharded] = {}
+        states: dict[str, MaybeSharded] = {}
         for name, p, flat in self._places():
             for key, value in self.zero.optimizer.state.get(flat, {}).items():
                 if not isinstance(value, Tensor) or value.shape != flat.shape:
-                    found[f"{key}.{name}"] = torch.as_tensor(value)
+                    states[f"{key}.{name}"] = torch.as_tensor(value)
                 else:
-                    found[f"{key}.{name}"] = partial(safe_get_full_optimizer_state, p, key)
-        return found
+                    states[f"{key}.{name}"] = partial(safe_get_full_optimizer_state, p, key)
+        return states
 
     def restore(self, stored: StoredStates) -> None:
         """Load stored states into the sharded optimizer."""
@@ -300,7 +304,7 @@ class ZeroOptimizerState:
 
     def _places(self) -> list[tuple[str, Tensor, Tensor]]:
         """Return (name, parameter, flat shard of this process that contains its part of the parameter)."""
-        found = []
+        places = []
         for number, names in enumerate(self.names):
             for name in names:
                 p: Any = self.parameters[name]
@@ -311,5 +315,5 @@ class ZeroOptimizerState:
                     )
                 else:
                     flats, number_ = self.zero.single_partition_of_fp32_groups, number
-                found.append((name, p, flats[number_]))
-        return found
+                places.append((name, p, flats[number_]))
+        return places

@@ -156,8 +156,8 @@ def initialize_weights(model: Any, layout: ModelLayout, embedding_std: float) ->
 def initialize_module(module: Any) -> None:
     """Initialize a linear from N(0, min(1, out/in) / in), a structured one with the fans of its cores; biases become 0."""
     if isinstance(module, SplitLinear):
-        for part in module.parts.values():
-            initialize_module(part)
+        for linear in module.parts.values():
+            initialize_module(linear)
     elif isinstance(module, JoinedLinear):  # the first of a group initializes the matrix
         for matrix in module.children():
             initialize_module(matrix)
@@ -179,8 +179,8 @@ def zero_output(module: Any) -> None:
     """
     initialize_module(module)
     if isinstance(module, SplitLinear):
-        for part in module.parts.values():
-            zero_output(part)
+        for linear in module.parts.values():
+            zero_output(linear)
         return
     for name in module.output_cores() if isinstance(module, StructuredLinear) else ["weight"]:
         nn.init.zeros_(module.get_parameter(name))

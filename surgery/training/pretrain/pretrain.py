@@ -89,9 +89,9 @@ def pretrain(
 def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
     """Write OUT.blank in the main process, complete or not at all; the others wait. One left by an interrupted run of the same
     recipe is used again."""
-    wanted = {"recipe": recipe_digest(recipe), "version": WORK_VERSION}
+    marker = {"recipe": recipe_digest(recipe), "version": WORK_VERSION}
     began = time.monotonic()
-    while not _is_initial(blank, wanted):
+    while not _is_initial(blank, marker):
         if is_main_process():
             shutil.rmtree(blank, ignore_errors=True)
             work = partial_path(blank)
@@ -99,7 +99,7 @@ def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
             try:
                 write_initial_checkpoint(recipe, work)
                 files = sorted(path.relative_to(work).as_posix() for path in work.rglob("*") if path.is_file())
-                write_json(work / MARKER_NAME, {**wanted, "files": files})
+                write_json(work / MARKER_NAME, {**marker, "files": files})
                 os.replace(work, blank)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
@@ -111,19 +111,19 @@ def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
             time.sleep(0.5)
 
 
-def _is_initial(blank: Path, wanted: dict[str, Any]) -> bool:
+def _is_initial(blank: Path, expected: dict[str, Any]) -> bool:
     """Return whether the checkpoint in `blank` was made from this recipe.
 
     Raises SurgeryError if other files were added to the folder, because they would be copied into the result.
     """
     marker = blank / MARKER_NAME
     try:
-        found = read_json(marker) if marker.is_file() else None
+        stored = read_json(marker) if marker.is_file() else None
     except SurgeryError:
         return False
-    if not isinstance(found, dict) or {key: found.get(key) for key in wanted} != wanted:
+    if not isinstance(stored, dict) or {key: stored.get(key) for key in expected} != expected:
         return False
-    files = found.get("files")
+    files = stored.get("files")
     if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
         return False
     check_no_unknown_files(blank, {escape(name) for name in (*files, MARKER_NAME)})

@@ -59,10 +59,10 @@ def load_pretrain_recipe(name: str, overrides: list[str] | tuple[str, ...] = (),
 
 def parse_pretrain_recipe(data: dict[str, Any], where: str = "recipe") -> PretrainRecipe:
     """Validate the keys of a pretraining recipe. where: name of the recipe in error messages."""
-    own = {key: data[key] for key in NewModelConfig.model_fields if key in data}
-    rest = {key: value for key, value in data.items() if key not in own}
+    model_keys = {key: data[key] for key in NewModelConfig.model_fields if key in data}
+    rest = {key: value for key, value in data.items() if key not in model_keys}
     try:
-        new = NewModelConfig.model_validate(own)
+        new = NewModelConfig.model_validate(model_keys)
     except ValidationError as error:
         raise validation_error(error, where, NewModelConfig.model_fields) from None
     if not isinstance(new.model.get("model_type"), str):

@@ -129,7 +129,7 @@ def _content_text(content: Any) -> str:
     """Return the text of a document: a string, a list of messages, or a prompt with its completion."""
     if isinstance(content, str):
         return content
-    return "\n".join(str(part.get("content", "")) if isinstance(part, dict) else str(part) for part in content)
+    return "\n".join(str(item.get("content", "")) if isinstance(item, dict) else str(item) for item in content)
 
 
 def limit_characters(texts: Iterable[str], limit: int) -> Iterator[str]:

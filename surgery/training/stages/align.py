@@ -55,8 +55,8 @@ class ModuleRecord:
 
 def module_paths(kinds: tuple[str, ...], roles: Roles) -> list[str]:
     """Return the paths of the attention and MLP modules, in the order of the layers."""
-    wanted = {OUTPUT_ROLES[kind] for kind in kinds}
-    return [path.rpartition(".")[0] for path, linear_roles in roles.items() if wanted & set(linear_roles)]
+    output_roles = {OUTPUT_ROLES[kind] for kind in kinds}
+    return [path.rpartition(".")[0] for path, linear_roles in roles.items() if output_roles & set(linear_roles)]
 
 
 @STAGES.register(AlignConfig)
@@ -183,8 +183,8 @@ class AlignStage(TeacherStage):
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             like = args[0] if args else kwargs["hidden_states"]
-            given = self._substitute(x, like)
-            return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
+            teacher_input = self._substitute(x, like)
+            return ((teacher_input, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": teacher_input})
 
         def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             out = _first_output(output)
@@ -205,11 +205,11 @@ class AlignStage(TeacherStage):
             for handle in handles:
                 handle.remove()
 
-    def _substitute(self, value: Tensor, own: Tensor) -> Tensor:
+    def _substitute(self, value: Tensor, student_value: Tensor) -> Tensor:
         """Return the teacher's value in the dtype of the student's. FSDP2 gathers a layer's weights for the backward pass only
         if a gradient reaches its output, so with FSDP2 a zero gradient is passed through."""
-        value = value.to(own.dtype)
-        return value + (own - own.detach()) * 0 if self.spread else value
+        value = value.to(student_value.dtype)
+        return value + (student_value - student_value.detach()) * 0 if self.spread else value
 
 
 def _first_output(output: Any) -> Tensor:

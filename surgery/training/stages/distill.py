@@ -204,13 +204,13 @@ class DistillStage(Stage):
         rows = max(1, MAX_LOGITS // student.shape[-1])
         weight_N = weight_BT.flatten()
         parts = zip(student.split(rows), weight_N.split(rows), *(t.split(rows) for t in others))
-        sums = [self._checkpointed_kl_sum(part) if len(student) > rows else self._kl_sum(*part) for part in parts]
+        sums = [self._checkpointed_kl_sum(chunk) if len(student) > rows else self._kl_sum(*chunk) for chunk in parts]
         return torch.stack(sums).sum()
 
-    def _checkpointed_kl_sum(self, part: tuple[Any, ...]) -> Tensor:
+    def _checkpointed_kl_sum(self, chunk: tuple[Any, ...]) -> Tensor:
         from torch.utils.checkpoint import checkpoint
 
-        return checkpoint(self._kl_sum, *part, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(self._kl_sum, *chunk, use_reentrant=False, preserve_rng_state=False)
 
     def _kl_sum(self, student_NV: Tensor, weight_N: Tensor, *targets: Tensor) -> Tensor:
         kl: Callable[..., Tensor] = kl_divergence if len(targets) == 1 else top_k_kl_divergence

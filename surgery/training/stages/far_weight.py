@@ -70,12 +70,14 @@ class NearTeacher:
     def cut(self, position_BT: Tensor) -> Iterator[None]:
         """Within the context, the teacher's attention modules see near tokens only. position_BT: as in `near_tokens`."""
         masks = {
-            own: near_tokens(position_BT, self.window, self.sinks, own)
-            for own in dict.fromkeys(self.own_windows.values())
+            model_window: near_tokens(position_BT, self.window, self.sinks, model_window)
+            for model_window in dict.fromkeys(self.own_windows.values())
         }
         handles = [
-            self.teacher.get_submodule(path).register_forward_pre_hook(self._hook(masks[own]), with_kwargs=True)
-            for path, own in self.own_windows.items()
+            self.teacher.get_submodule(path).register_forward_pre_hook(
+                self._hook(masks[model_window]), with_kwargs=True
+            )
+            for path, model_window in self.own_windows.items()
         ]
         try:
             yield

@@ -56,9 +56,9 @@ class HiddenStage(TeacherStage):
         theirs, valid = self._teacher_states(models, batch), valid_mask_BT1(batch)
         ours = models.run(**model_inputs(batch), **skip_logits(models.student), output_hidden_states=True)
         layers = zip(ours.hidden_states[1:], theirs, self.sizes)
-        each = [relative_error_sum(h, target, valid, size) for h, target, size in layers]
-        total = torch.stack(each).mean()
-        return {"total": total, "last_layer": each[-1].detach()}
+        layer_losses = [relative_error_sum(h, target, valid, size) for h, target, size in layers]
+        total = torch.stack(layer_losses).mean()
+        return {"total": total, "last_layer": layer_losses[-1].detach()}
 
     def _teacher_states(self, models: StageModels, batch: Batch) -> tuple[Tensor, ...]:
         """Return the teacher's hidden states, one (B, T, D) per layer, without the embeddings."""

@@ -57,16 +57,23 @@ class MixingProbe:
         """Find the projections of the attention module at `path`."""
         shape, architecture = attention_shape(model, path), require_architecture(model)
         modules = dict(model.named_modules())
-        found = {f"{path}.{end}": "whole" for end in architecture.value.split("|") if end}
-        found |= {f"{path}.{f.path}": f.layout for f in architecture.fused if f.roles[-1] == "attention.value"}
-        source = next((path for path in found if path in modules), None)
+        layouts = {f"{path}.{end}": "whole" for end in architecture.value.split("|") if end}
+        layouts |= {f"{path}.{f.path}": f.layout for f in architecture.fused if f.roles[-1] == "attention.value"}
+        source = next((path for path in layouts if path in modules), None)
         if source is None:
             raise SurgeryError(
                 f"stage align: matrix_weight needs a projection that computes values, which {path} lacks. Set it to 0."
             )
         reader = output_path(model, path)
         return cls(
-            model, path, source, reader, heads=shape.heads, groups=shape.groups, value=shape.value, layout=found[source]
+            model,
+            path,
+            source,
+            reader,
+            heads=shape.heads,
+            groups=shape.groups,
+            value=shape.value,
+            layout=layouts[source],
         )
 
     def mix_values(self, call: CallArguments, given_BTV: Tensor) -> Tensor:
@@ -93,8 +100,8 @@ class MixingProbe:
         if self.layout == "whole":
             return every_BTGV.flatten(2)
         if self.layout == "per_head":  # q, k, v of a head side by side
-            own = out_BTX.unflatten(-1, (self.groups, -1))
-            return torch.cat([own[..., : -self.value], every_BTGV], dim=-1).flatten(2)
+            projected = out_BTX.unflatten(-1, (self.groups, -1))
+            return torch.cat([projected[..., : -self.value], every_BTGV], dim=-1).flatten(2)
         return torch.cat([out_BTX[..., : -self.groups * self.value], every_BTGV.flatten(2)], dim=-1)
 
 

@@ -50,13 +50,13 @@ def build_teacher_cache(
         raise SurgeryError(
             "the recipe names no data. Give --data (a file, a folder or a Hub id), or set data.sources in the recipe"
         )
-    source, place = open_trainable(name, trust_remote_code), choose_device(device or recipe.teacher.device)
-    auto = torch.float32 if place.type == "cpu" else torch.bfloat16
+    source, teacher_device = open_trainable(name, trust_remote_code), choose_device(device or recipe.teacher.device)
+    auto = torch.float32 if teacher_device.type == "cpu" else torch.bfloat16
     model = load_causal_lm(source, DTYPES.get(recipe.teacher.dtype, auto), trust_remote_code)
     check_length(model, stage.length)
     training_data = make_data(config, load_tokenizer(source.folder, trust_remote_code), stage.length, recipe.seed)
     count = examples or config.rows or stage.steps * stage.batch
     return write_teacher_cache(
-        model.to(place), training_data, out, top_k, count, stage.rows, resume=resume, teacher=name, progress=progress,
+        model.to(teacher_device), training_data, out, top_k, count, stage.rows, resume=resume, teacher=name, progress=progress,
         weights=source.digest(),
     )  # fmt: skip

@@ -61,8 +61,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         index = _Index.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "it"
-        raise SurgeryError(f"{path} is not the index of a teacher cache ({place}: {first['msg'].lower()})") from None
+        where = ".".join(str(key) for key in first["loc"]) or "it"
+        raise SurgeryError(f"{path} is not the index of a teacher cache ({where}: {first['msg'].lower()})") from None
     for shard in index.shards:
         if not is_shard_name(shard.file):
             raise SurgeryError(f"{path} points to {shard.file!r}; shards must be .safetensors files beside the index.")
@@ -89,13 +89,13 @@ def open_shard(folder: Path, shard: dict[str, Any], length: int, top_k: int) -> 
             f"{shard['sha256'][:12]}. Write it again with surgery teacher-cache .. --resume."
         )
     tensors, rows = read_header(path), shard["count"]
-    wanted: dict[str, tuple[int, ...]] = {"tokens": (rows, length, top_k), "log_probs": (rows, length, top_k)}
-    wanted |= {"rest": (rows, length), "input_ids": (rows, length)}
-    for name, shape in wanted.items():
-        found = tensors[name].shape if name in tensors else None
-        if found != shape:
+    expected: dict[str, tuple[int, ...]] = {"tokens": (rows, length, top_k), "log_probs": (rows, length, top_k)}
+    expected |= {"rest": (rows, length), "input_ids": (rows, length)}
+    for name, shape in expected.items():
+        stored = tensors[name].shape if name in tensors else None
+        if stored != shape:
             raise SurgeryError(
-                f"{path}: {name} must have shape {list(shape)} (got {'no such tensor' if found is None else list(found)}). "
+                f"{path}: {name} must have shape {list(shape)} (got {'no such tensor' if stored is None else list(stored)}). "
                 "Write the cache again."
             )
     return tensors

@@ -119,12 +119,12 @@ class _TargetWriter:
 
     def write_missing(self, index: dict[str, Any], progress: Progress) -> dict[str, Any]:
         """Write all shards that the index lacks, updating it after each; return the complete index."""
-        per, wanted = index["per_shard"], index["examples"]
+        per, examples = index["per_shard"], index["examples"]
         shards_by_first = {shard["first"]: shard for shard in index["shards"]}
         missing = [
             f
-            for f in range(0, wanted, per)
-            if f not in shards_by_first or shards_by_first[f]["count"] < min(per, wanted - f)
+            for f in range(0, examples, per)
+            if f not in shards_by_first or shards_by_first[f]["count"] < min(per, examples - f)
         ]
         stream: Iterator[Example] = iter(())
         at = -1
@@ -132,10 +132,10 @@ class _TargetWriter:
             for first in missing:
                 if first != at:
                     stream = self.data.examples(first)
-                some = [example for _, example in zip(range(min(per, wanted - first)), stream)]
+                some = [example for _, example in zip(range(min(per, examples - first)), stream)]
                 if not some:
                     raise SurgeryError(
-                        f"teacher cache: the data ends after {first:,} rows, but {wanted:,} are needed. Leave out "
+                        f"teacher cache: the data ends after {first:,} rows, but {examples:,} are needed. Leave out "
                         f"data.epochs, or write a cache of {first:,} rows."
                     )
                 shards_by_first[first] = self._write_shard(some, first, index)
@@ -172,7 +172,8 @@ def _iter_targets(model: Any, some: list[Example], k: int, rows: int) -> Iterato
         logits_BTV = model(**inputs, use_cache=False).logits
         flat_NV = logits_BTV.flatten(0, 1)
         parts = [
-            top_k_log_probs(part, k, exact_rest=True) for part in flat_NV.split(max(1, MAX_LOGITS // flat_NV.shape[-1]))
+            top_k_log_probs(logits_NV, k, exact_rest=True)
+            for logits_NV in flat_NV.split(max(1, MAX_LOGITS // flat_NV.shape[-1]))
         ]
         tokens, log_probs, rest = (torch.cat(p).unflatten(0, logits_BTV.shape[:2]).cpu() for p in zip(*parts))
         if not bool(torch.isfinite(log_probs).all()):
@@ -184,11 +185,11 @@ def _iter_targets(model: Any, some: list[Example], k: int, rows: int) -> Iterato
 
 
 def _collect_by_name(rows: Iterable[dict[str, Tensor]]) -> dict[str, list[Tensor]]:
-    found: dict[str, list[Tensor]] = {}
+    tensors_by_name: dict[str, list[Tensor]] = {}
     for row in rows:
         for name, tensor in row.items():
-            found.setdefault(name, []).append(tensor)
-    return found
+            tensors_by_name.setdefault(name, []).append(tensor)
+    return tensors_by_name
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -247,7 +248,9 @@ class TeacherCache:
                 f"--resume, or set data.rows={len(self)} to repeat these."
             )
         tensors = self._open(at, shard)
-        found = {name: read_tensor(tensors[name].rows(row, row + 1))[0] for name in TENSOR_NAMES if name != "input_ids"}
+        row_tensors = {
+            name: read_tensor(tensors[name].rows(row, row + 1))[0] for name in TENSOR_NAMES if name != "input_ids"
+        }
         if input_ids is not None:
             stored = read_tensor(tensors["input_ids"].rows(row, row + 1))[0]
             if not torch.equal(stored.long(), input_ids.cpu().long()):
@@ -255,7 +258,7 @@ class TeacherCache:
                     f"teacher cache {self.folder}: row {number:,} has another text than the training example. Write a "
                     "cache for this run."
                 )
-        return found["tokens"], found["log_probs"], found["rest"]
+        return row_tensors["tokens"], row_tensors["log_probs"], row_tensors["rest"]
 
     def _open(self, at: int, shard: dict[str, Any]) -> dict[str, TensorInfo]:
         if at not in self._opened:
