@@ -32,11 +32,11 @@ def fitted_text_warnings(opened: list[OpenedModel], text: str | None) -> list[st
 
 def _fitted_texts(one: OpenedModel) -> Iterator[tuple[str, str]]:
     """Yield ("calibrated" or "trained", path) of the texts in the model's report, as far as it is well formed."""
-    place = one.folder / REPORT_NAME
+    report_path = one.folder / REPORT_NAME
     try:
-        if one.live is not None or not place.is_file() or place.stat().st_size > MAX_REPORT_BYTES:
+        if one.live is not None or not report_path.is_file() or report_path.stat().st_size > MAX_REPORT_BYTES:
             return
-        report = read_json(place)
+        report = read_json(report_path)
     except (OSError, SurgeryError):
         return
     calibration = _entry(report, "recipe", "calibration")

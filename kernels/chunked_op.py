@@ -52,8 +52,8 @@ def _input_gradients(
     functions: ChunkedFunctions, tensors: OptionalTensors, plan: Any, grads: tuple[Tensor, ...]
 ) -> OptionalTensors:
     """Return each gradient in the dtype of its input."""
-    found = functions.backward(tensors, plan, *grads)
-    return tuple(None if d is None or x is None else d.to(x.dtype) for d, x in zip(found, tensors))
+    gradients = functions.backward(tensors, plan, *grads)
+    return tuple(None if d is None or x is None else d.to(x.dtype) for d, x in zip(gradients, tensors))
 
 
 class ChunkedOp:
@@ -67,13 +67,13 @@ class ChunkedOp:
         self.functions = functions
 
         def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-            given = inputs[:n_tensors]
-            return functions.forward(given, functions.make_plan(given, *inputs[n_tensors:]))
+            operands = inputs[:n_tensors]
+            return functions.forward(operands, functions.make_plan(operands, *inputs[n_tensors:]))
 
         def backward(d_out: Tensor, d_state: Tensor, *inputs: Any) -> OptionalTensors:
-            given = inputs[:n_tensors]
-            plan = functions.make_plan(given, *inputs[n_tensors:])
-            return *_input_gradients(functions, given, plan, (d_out, d_state)), *[None] * n_geometry
+            operands = inputs[:n_tensors]
+            plan = functions.make_plan(operands, *inputs[n_tensors:])
+            return *_input_gradients(functions, operands, plan, (d_out, d_state)), *[None] * n_geometry
 
         def fake(*inputs: Any) -> tuple[Tensor, Tensor]:
             return functions.fake(inputs[:n_tensors], *inputs[n_tensors:])
@@ -83,8 +83,8 @@ class ChunkedOp:
     def __call__(self, tensors: OptionalTensors, geometry: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """Return (out, state)."""
         if torch.compiler.is_compiling():
-            found: tuple[Tensor, Tensor] = self.node(*tensors, *geometry)
-            return found
+            outputs: tuple[Tensor, Tensor] = self.node(*tensors, *geometry)
+            return outputs
         plan = self.functions.make_plan(tensors, *geometry)
         made: tuple[Tensor, Tensor] = _ChunkedFunction.apply(self.functions, plan, *tensors)
         return made

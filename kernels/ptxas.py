@@ -31,8 +31,8 @@ def use_sound_ptxas() -> bool:
     nvidia = nvidia_knobs()
     if nvidia is None or nvidia.ptxas.version != BROKEN_VERSION:
         return True
-    found = None if os.environ.get("TRITON_PTXAS_PATH") else next(sound_ptxas_paths(nvidia), None)
-    if found is None:
+    path = None if os.environ.get("TRITON_PTXAS_PATH") else next(sound_ptxas_paths(nvidia), None)
+    if path is None:
         warnings.warn(
             f"surgery's kernels are disabled: {nvidia.ptxas.path} is ptxas {BROKEN_VERSION}, which compiles them wrongly for Hopper GPUs. "
             "The PyTorch reference runs instead, which is slower. Upgrade Triton (pip install 'triton>=3.6'), or set another ptxas: "
@@ -40,7 +40,7 @@ def use_sound_ptxas() -> bool:
             stacklevel=2,
         )
         return False
-    set_ptxas(nvidia, found)
+    set_ptxas(nvidia, path)
     return True
 
 
@@ -72,7 +72,7 @@ def sound_ptxas_paths(nvidia: Any) -> Iterator[str]:
 
 def parse_version(version: str) -> tuple[int, ...]:
     """Return (major, minor) of a version such as "12.8"."""
-    return tuple(int(part) for part in version.split(".")[:2])
+    return tuple(int(number) for number in version.split(".")[:2])
 
 
 def set_ptxas(nvidia: Any, path: str) -> None:

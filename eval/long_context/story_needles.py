@@ -29,10 +29,13 @@ class StoryNeedles:
         for depth in depths or (None,):
             for index in range(samples):
                 rng = ctx.rng(self.name, index, depth)
-                place = rng.random() if depth is None else depth
+                needle_depth = rng.random() if depth is None else depth
                 goal = ctx.length - self.answer_tokens
                 asked = needle_question(
-                    rng, goal - special, place, counts=lambda texts: [ctx.count(text) - special for text in texts]
+                    rng,
+                    goal - special,
+                    needle_depth,
+                    counts=lambda texts: [ctx.count(text) - special for text in texts],
                 )
                 tokens = ctx.count(asked.prompt) + self.answer_tokens
                 if tokens > ctx.length:

@@ -152,9 +152,9 @@ def launch_pass_backward(plan: DeltaPlan, terms: WYTerms, do: Tensor, dlast: Ten
     """Return (the gradients of all chunks' states, dfirst_RGKV in float32)."""
     s, (q, k) = plan.sizes, plan.queries_keys
     grads, dfirst = ChunkStates(s.buffer(s.V, s.K), s.buffer(s.V, s.C)), torch.empty_like(dlast)
-    given = q, k, HeadTensor.from_tensor(do), s.table, terms.c
-    local_backward[(s.R * s.N, s.G, s.blocks)](*given, grads.x, s.N, s.J, **s.kernel, num_warps=4)
+    arguments = q, k, HeadTensor.from_tensor(do), s.table, terms.c
+    local_backward[(s.R * s.N, s.G, s.blocks)](*arguments, grads.x, s.N, s.J, **s.kernel, num_warps=4)
     pass_backward[(s.R * s.G, s.blocks)](
-        *given, terms.w, dlast, dfirst, *grads, s.J, **s.kernel, num_warps=s.warps(8192), num_stages=2
+        *arguments, terms.w, dlast, dfirst, *grads, s.J, **s.kernel, num_warps=s.warps(8192), num_stages=2
     )
     return grads, dfirst

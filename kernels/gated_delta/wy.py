@@ -173,15 +173,15 @@ def wy_forward(
                 store_matrix(own + (at * V + at_v) * K, V - at_v, K, first, added_VX, BV, BX)
 
 
-def launch_wy_forward(plan: DeltaPlan, own: Tensor | None = None) -> WYTerms:
-    """Run `wy_forward` on all chunks. own (chunks, G, V, K), float32: is filled with the states that chunks write from zero."""
+def launch_wy_forward(plan: DeltaPlan, chunk_states: Tensor | None = None) -> WYTerms:
+    """Run `wy_forward` on all chunks. chunk_states (chunks, G, V, K), float32: is filled with the states that chunks write from zero."""
     s = plan.sizes
     c = s.buffer(2, s.C, dtype=torch.float32)
     terms = WYTerms(c, s.buffer(s.C, s.C), s.buffer(s.C, s.K), s.buffer(s.V, s.C))
     inputs = (GroupTensor.from_tensor(x) for x in (plan.k, plan.v, plan.beta, plan.gates))
-    options: dict[str, Any] = {**s.kernel, "H": s.C // 2, "BX": s.features, "OWN": own is not None}
+    options: dict[str, Any] = {**s.kernel, "H": s.C // 2, "BX": s.features, "OWN": chunk_states is not None}
     wy_forward[(s.R * s.N, s.G)](
-        *inputs, s.table, terms, c if own is None else own, s.N, **options,
+        *inputs, s.table, terms, c if chunk_states is None else chunk_states, s.N, **options,
         num_warps=2 if s.dtype != torch.float32 else 4,
     )  # fmt: skip
     return terms
@@ -256,17 +256,17 @@ def wy_backward(
     tl.store(grads.dgates + out + t_C, tl.cumsum(dc_C, 0, reverse=True), mask=here_C)
 
 
-def launch_wy_backward(plan: DeltaPlan, terms: WYTerms, given: WYOutputGradients) -> WYInputGradients:
+def launch_wy_backward(plan: DeltaPlan, terms: WYTerms, d_terms: WYOutputGradients) -> WYInputGradients:
     """Run `wy_backward` on all chunks."""
     s, k, v = plan.sizes, plan.k, plan.v
     batch, G, T, _ = k.shape
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if given.dv is None else given.dv
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if d_terms.dv is None else d_terms.dv
     dbeta, dgates = (torch.empty(batch, G, T, dtype=torch.float32, device=k.device) for _ in range(2))
     grads = WYInputGradients(dk, dv, dbeta, dgates)
     wy_backward[(s.R * s.N, s.G)](
-        GroupTensor.from_tensor(k), *plan.values_beta, s.table, terms.c, terms.y, given.dw, given.du,
-        terms.y if given.dt is None else given.dt, given.dk, given.dc, grads, T, s.N, **s.kernel, BX=s.features,
-        PARTS=given.dc.shape[2], INNER=given.dt is not None, num_warps=4, num_stages=1, maxnreg=s.max_registers,
+        GroupTensor.from_tensor(k), *plan.values_beta, s.table, terms.c, terms.y, d_terms.dw, d_terms.du,
+        terms.y if d_terms.dt is None else d_terms.dt, d_terms.dk, d_terms.dc, grads, T, s.N, **s.kernel, BX=s.features,
+        PARTS=d_terms.dc.shape[2], INNER=d_terms.dt is not None, num_warps=4, num_stages=1, maxnreg=s.max_registers,
     )  # fmt: skip
     return grads

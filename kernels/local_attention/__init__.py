@@ -64,21 +64,21 @@ def sink_tile(inputs: LocalInputs, tiles: LocalTiles) -> int:
 
 
 def launch_forward(inputs: LocalInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (out_BGJTV, stats, place_BGJT). stats: lse_BGJT and, if the plan asks for them, the largest scores, (1 or 2, B, G, J, T);
-    place: where those are, None if not asked for."""
+    """Return (out_BGJTV, stats, largest_at_BGJT). stats: lse_BGJT and, if the plan asks for them, the largest scores, (1 or 2, B, G, J, T);
+    largest_at: where those are, None if not asked for."""
     q, plan, tiles = inputs.q, inputs.plan, forward_tiles(inputs)
     new = {"device": q.device, "dtype": torch.float32}
     out = torch.empty(*q.shape[:4], inputs.v.shape[-1], **new)
     stats = torch.empty(1 + plan.largest, *q.shape[:4], **new)
-    place = torch.empty(q.shape[:4], device=q.device, dtype=torch.int32) if plan.largest else None
+    largest_at = torch.empty(q.shape[:4], device=q.device, dtype=torch.int32) if plan.largest else None
     local_forward[(inputs.lanes * triton.cdiv(inputs.rows, tiles.M),)](
-        *inputs.tensors(), out, stats, place, *inputs.sizes(), stats[0].numel(), **query_options(inputs, tiles)
+        *inputs.tensors(), out, stats, largest_at, *inputs.sizes(), stats[0].numel(), **query_options(inputs, tiles)
     )
-    return out, stats, place
+    return out, stats, largest_at
 
 
 def launch_backward(
-    inputs: LocalInputs, out: Tensor, stats: Tensor, place: Tensor | None, dout: Tensor, dstats: Tensor
+    inputs: LocalInputs, out: Tensor, stats: Tensor, largest_at: Tensor | None, dout: Tensor, dstats: Tensor
 ) -> Grads:
     """Return the gradients of q, k, v and of the sinks' k and v."""
     plan, tiles, lanes = inputs.plan, backward_tiles(inputs), inputs.lanes
@@ -87,10 +87,10 @@ def launch_backward(
     q, k, v, sink_k, sink_v, seen = inputs.tensors()
     d_out, sizes = HeadTensor.from_tensor(dout), (*inputs.sizes(), delta.numel())
     local_queries[(lanes * triton.cdiv(inputs.rows, tiles.M),)](
-        *inputs.tensors(), out, d_out, stats, dstats, place, delta, HeadTensor.from_tensor(dq), *sizes,
+        *inputs.tensors(), out, d_out, stats, dstats, largest_at, delta, HeadTensor.from_tensor(dq), *sizes,
         **query_options(inputs, tiles),
     )  # fmt: skip
-    known, options = (seen, d_out, stats, dstats, place, delta), inputs.options(tiles)
+    known, options = (seen, d_out, stats, dstats, largest_at, delta), inputs.options(tiles)
     local_keys[(lanes * triton.cdiv(inputs.k.shape[2], tiles.N),)](
         q, k, v, *known, GroupTensor.from_tensor(dk), GroupTensor.from_tensor(dv), *sizes, 0, N=tiles.N, OF_SINKS=False,
         **options,
@@ -118,19 +118,19 @@ class LocalAttentionFunction(torch.autograd.Function):
     def forward(ctx: Any, plan: LocalPlan, seen: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Return (out, stats)."""
         inputs = LocalInputs(*tensors, seen, plan).with_unit_strides()
-        out, stats, place = launch_forward(inputs)
+        out, stats, largest_at = launch_forward(inputs)
         ctx.plan = plan
         ctx.save_for_backward(
-            inputs.q, inputs.k, inputs.v, inputs.sink_k, inputs.sink_v, inputs.seen, out, stats, place
+            inputs.q, inputs.k, inputs.v, inputs.sink_k, inputs.sink_v, inputs.seen, out, stats, largest_at
         )
         return out, stats
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients of the tensors."""
-        *tensors, out, stats, place = ctx.saved_tensors
+        *tensors, out, stats, largest_at = ctx.saved_tensors
         dout, dstats = unit_last_stride(grads[0]), grads[1].contiguous()
-        return None, None, *launch_backward(LocalInputs(*tensors, ctx.plan), out, stats, place, dout, dstats)
+        return None, None, *launch_backward(LocalInputs(*tensors, ctx.plan), out, stats, largest_at, dout, dstats)
 
 
 # -- as a node of a compiled graph ---------------------------------------------------------------------

@@ -132,8 +132,8 @@ def log_linear_triton(
     if buckets_BLGFV is None:
         return out_BGJTV, None
     gates_BGT = gates_BGT.float().expand(v_BGTV.shape[:3])
-    own = _FinalBuckets(k_BGTF, v_BGTV, gates_BGT, start_B, end_B, bits)
-    after = F.pad(own.low(), (0, 0, 0, 0, 0, 0, 0, high))[:, :levels] + own.high(final_BLGFV, levels)
+    buckets = _FinalBuckets(k_BGTF, v_BGTV, gates_BGT, start_B, end_B, bits)
+    after = F.pad(buckets.low(), (0, 0, 0, 0, 0, 0, 0, high))[:, :levels] + buckets.high(final_BLGFV, levels)
     if buckets_BLGFV.shape[1]:
         initial = _InitialBuckets(buckets_BLGFV.float(), gates_BGT, start_B, end_B)
         out_BGJTV = out_BGJTV + initial.read(q_BGJTF, level_BTGJL).to(out_BGJTV.dtype)

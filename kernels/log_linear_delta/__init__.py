@@ -141,9 +141,9 @@ def run_with_buckets(
     at_ends = resumed.transpose(0, 1).contiguous(), low_BlGKV.sum(1), end_B
     out, after = LOG_LINEAR_DELTA_OP((*inputs, *at_ends), (start_B, None, chunk, high, ALL_LEVELS))
     last = BoundaryChunk.from_tokens(rows, end_B >> bits, end_B % C, bits)
-    own = last.buckets_after() + final_buckets(first, low_BlGKV, end_B, at_B)
+    passed_buckets = last.buckets_after() + final_buckets(first, low_BlGKV, end_B, at_B)
     out = out + first.read_buckets(low, T).to(out.dtype) if low.shape[1] else out
-    return out, torch.cat([own, after.transpose(0, 1)], 1)[:, :levels]
+    return out, torch.cat([passed_buckets, after.transpose(0, 1)], 1)[:, :levels]
 
 
 def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: Any, **__: Any) -> bool:

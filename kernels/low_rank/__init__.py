@@ -132,9 +132,9 @@ def _op_fake(x: Tensor, right: Tensor, left: Tensor, bias: Tensor | None) -> tup
     return x.new_empty(*x.shape[:-1], left.shape[1]), x.new_empty(0)
 
 
-def _op_backward(dy: Tensor, _: Tensor, *given: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, right, left and the bias. given: the inputs."""
-    x, right, left, bias = given
+def _op_backward(dy: Tensor, _: Tensor, *operands: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, right, left and the bias. operands: the inputs."""
+    x, right, left, bias = operands
     inputs = [t.detach().requires_grad_() for t in (x, right, left)]
     with torch.enable_grad():
         y = torch.nn.functional.linear(torch.nn.functional.linear(inputs[0], inputs[1]), inputs[2][0])

@@ -61,8 +61,8 @@ def write_all_slots(
 def part_offsets(parts: list[Tensor]) -> tuple[int, ...]:
     """Return the first dimension of each of several parts that lie side by side, and their number of dimensions."""
     offsets = [0]
-    for part in parts:
-        offsets.append(offsets[-1] + part.shape[-1])
+    for keys in parts:
+        offsets.append(offsets[-1] + keys.shape[-1])
     return tuple(offsets)
 
 
@@ -70,10 +70,10 @@ def accepts(new_BGTX: Tensor, buffers: list[Tensor], starts: list[int], news: li
     """Return whether the new keys are views side by side into one tensor, as mixers make them, with values behind them."""
     keys = news[:-1]
     beside = all(
-        part.untyped_storage().data_ptr() == new_BGTX.untyped_storage().data_ptr()
-        and part.stride() == new_BGTX.stride()
-        and part.storage_offset() == new_BGTX.storage_offset() + cut
-        for part, cut in zip(keys, part_offsets(keys))
+        level_keys.untyped_storage().data_ptr() == new_BGTX.untyped_storage().data_ptr()
+        and level_keys.stride() == new_BGTX.stride()
+        and level_keys.storage_offset() == new_BGTX.storage_offset() + cut
+        for level_keys, cut in zip(keys, part_offsets(keys))
     )
     return (
         1 < len(news) <= MAX_TENSORS

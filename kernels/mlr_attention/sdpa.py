@@ -91,5 +91,5 @@ def sdpa_attend(
 def concatenate_levels(parts: tuple[Tensor, ...]) -> Tensor:
     """Return the levels concatenated along their dimensions; a copy if gradients are needed, because autograd does not see through the
     view of `join_levels`."""
-    needs_grad = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    needs_grad = torch.is_grad_enabled() and any(level_keys.requires_grad for level_keys in parts)
     return torch.cat(parts, -1) if needs_grad and len(parts) > 1 else join_levels(parts)

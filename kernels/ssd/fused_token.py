@@ -152,20 +152,20 @@ def reads_plain_linears(mixer: LinearMixer) -> bool:
 def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
     """Return whether the kernel computes this call: one token, no gradients, nothing between projections and states."""
     extras = (mixer.window_buffer, mixer.convolution, mixer.norm, mixer.gate)
-    given = (q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD, *state.tensors.values())
+    tensors = (q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD, *state.tensors.values())
     return (
         q_BHTK.shape[2] == 1
         and knows_mask(mixer)
         and type(mixer.feature_map) is IdentityMap
         and reads_plain_linears(mixer)
         and mixer.config.states == "shared"
-        and not any(part is not None for part in extras)
+        and not any(module is not None for module in extras)
         and not mixer.config.normalise
         and mixer.shape.causal
         and state.max_seen is not None
         and mixer.shape.key <= MAX_FEATURES
         and mixer.shape.heads <= MAX_HEADS * mixer.shape.groups
-        and all(x.dtype != torch.float64 and x.stride(-1) == 1 for x in given)
+        and all(x.dtype != torch.float64 and x.stride(-1) == 1 for x in tensors)
         and all(t.is_contiguous() and t.dtype == torch.float32 for t in state.tensors.values())
         and not torch.is_grad_enabled()
     )

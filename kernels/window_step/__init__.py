@@ -86,9 +86,9 @@ def prepare_tokens(mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -
         far_q, far_k, v, near_q, near_k = (t[:, 0] for t in forms)
         x_B1D = tokens.x_BTD
     ring = state.tensors["ring.linear_k" if two else "ring.k"]
-    root, kept = mixer.shape.scaling**0.5, far_k[..., : mixer.shape.key] if two else None
+    root, linear_k = mixer.shape.scaling**0.5, far_k[..., : mixer.shape.key] if two else None
     if type(mixer.feature_map) is IdentityMap and not both:
-        return StepTokens(far_q, ring, True, root, near_q, near_k, v, kept, x_B1D, others)
+        return StepTokens(far_q, ring, True, root, near_q, near_k, v, linear_k, x_B1D, others)
     slot_B1 = ((state.seen_B + 1) % ring.shape[1]).unsqueeze(1)
     position_B1 = state.seen_B.unsqueeze(1)
     rings = (ring, state.tensors["ring.k"]) if both else (ring,)
@@ -98,7 +98,7 @@ def prepare_tokens(mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -
     q_BHF = mixer.feature_map("queries", far_q.unsqueeze(2).float() * root, position_B1)[:, :, 0]
     k_BGF = mixer.feature_map("keys", key_BGK.unsqueeze(2).float() * root, position_B1 - mixer.config.window)[:, :, 0]
     q_BHF, k_BGF = unit_last_stride(q_BHF), unit_last_stride(k_BGF)
-    return StepTokens(q_BHF, k_BGF, False, 1.0, near_q, near_k, v, kept, x_B1D, others)
+    return StepTokens(q_BHF, k_BGF, False, 1.0, near_q, near_k, v, linear_k, x_B1D, others)
 
 
 def writable_tensors(mixer: LinearMixer, state: MixerState, after: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -195,7 +195,7 @@ def launch_step(
 # -- registration ------------------------------------------------------------------------------------
 def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
     """Return whether the kernels compute this call: one token behind a window, no gradients, gated or log-linear states."""
-    given = (q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
+    tensors = (q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
     return (
         q_BHTK.shape[2] == 1
         and mixer.config.window > 0
@@ -210,7 +210,7 @@ def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mixe
         and mixer.shape.heads <= MAX_HEADS * mixer.linear_shape.groups
         and q_BHTK.dtype in DTYPES
         and q_BHTK.numel() > 0
-        and all(x.dtype == q_BHTK.dtype and x.stride(-1) == 1 for x in given)
+        and all(x.dtype == q_BHTK.dtype and x.stride(-1) == 1 for x in tensors)
         and inputs.x_BTD.dtype in DTYPES
         and inputs.x_BTD.stride(-1) == 1
         and all(t.is_contiguous() and t.dtype == tensor_dtype(n, q_BHTK) for n, t in state.tensors.items())

@@ -157,9 +157,9 @@ class HeadHybridAttention(Mixer):
         MIXERS[config.others].check_config(config.others, rest)
         check_rotation(config.name, shape, config.softmax, config.others)
 
-    def part_inputs(self, inputs: MixerInputs, kept: bool) -> MixerInputs:
-        """Return the inputs of the softmax heads (kept) or of the others, in the form that their mixer reads."""
-        mixer, group_N = (self.softmax, self.kept_N) if kept else (self.others, self.rest_N)
+    def part_inputs(self, inputs: MixerInputs, of_softmax: bool) -> MixerInputs:
+        """Return the inputs of the softmax heads (of_softmax) or of the others, in the form that their mixer reads."""
+        mixer, group_N = (self.softmax, self.kept_N) if of_softmax else (self.others, self.rest_N)
         if mixer.rotated and not self.rotated:
             inputs = rotate_inputs(inputs, self.shape, self.config.name)
         return select_heads(inputs, group_N, self.shape)

@@ -44,10 +44,10 @@ def add_moment_(sum_XX: Tensor, rows_NX: Tensor) -> None:
     width, block = rows_NX.shape[1], MOMENT_BLOCK.get(rows_NX.device.type, 1024)
     for i in range(0, width, block):
         for j in range(i, width, block):
-            part = sum_XX[i : i + block, j : j + block]
-            part.addmm_(rows_NX[:, i : i + block].mT, rows_NX[:, j : j + block])
+            block_sum = sum_XX[i : i + block, j : j + block]
+            block_sum.addmm_(rows_NX[:, i : i + block].mT, rows_NX[:, j : j + block])
             if i != j:
-                sum_XX[j : j + block, i : i + block] = part.mT
+                sum_XX[j : j + block, i : i + block] = block_sum.mT
 
 
 def add_damping(moment_II: Tensor, damping: float) -> Tensor:

@@ -104,8 +104,8 @@ SCORES: dict[str, Callable[[str, str, Classes], float]] = {
 
 def _words(text: str) -> list[str]:
     """Return lower-case words without punctuation and articles."""
-    kept = "".join(c for c in text.lower() if c not in set(string.punctuation))
-    return re.sub(r"\b(a|an|the)\b", " ", kept).split()
+    characters = "".join(c for c in text.lower() if c not in set(string.punctuation))
+    return re.sub(r"\b(a|an|the)\b", " ", characters).split()
 
 
 def _chinese_words(text: str) -> list[str]:

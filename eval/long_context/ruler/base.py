@@ -100,15 +100,15 @@ class TaskContext:
         if self.fill == "ruler":
             return self._fill_whole_units(build, answer_tokens, original, kind)
         estimate = DifferenceEstimate(self.count) if mixed else SentenceEstimate(self.count, self.sentences)
-        found = fill_prompt(
+        filled = fill_prompt(
             build, self.count, self.length - answer_tokens, least, most, probe, filler=filler, estimate=estimate
         )
-        if found is None:
+        if filled is None:
             needed = self.count(build(least, "")) + answer_tokens
             raise LengthTooShortError(
                 f"needs {needed:,} tokens with this tokenizer, {answer_tokens} of them for the answer"
             )
-        return found
+        return filled
 
     def _fill_whole_units(self, build: Build, answer_tokens: int, original: WholeUnits, kind: str) -> FilledPrompt:
         goal = self.length - answer_tokens

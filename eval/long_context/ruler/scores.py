@@ -16,5 +16,5 @@ def clean_prediction(prediction: str) -> str:
 def score_answers(prediction: str, answers: Sequence[str], rule: str) -> float:
     """Return the share of the answers in the output (rule "all"), or 1 if it contains one of them (rule "any")."""
     text = clean_prediction(prediction).lower()
-    found = [answer.lower() in text for answer in answers]
-    return float(any(found)) if rule == "any" else sum(found) / len(found)
+    is_present = [answer.lower() in text for answer in answers]
+    return float(any(is_present)) if rule == "any" else sum(is_present) / len(is_present)
