@@ -48,14 +48,14 @@ def renew_mixer(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def accept_old_options(config_type: type[T]) -> type[T]:
     """Let the constructor of a mixer's config take old names as keywords, with a warning that names the new ones (decorator)."""
-    construct: Any = config_type.__init__  # type: ignore[misc]
+    made: Any = config_type
+    construct = made.__init__
 
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
-        mixer = config_type.name  # type: ignore[attr-defined]
-        for old, new in renamed_options(mixer, options).items():
+        for old, new in renamed_options(made.name, options).items():
             warnings.warn(f"{config_type.__name__}: {old} is now {new}", RenamedWarning, stacklevel=2)
-        construct(self, *args, **renew_options(mixer, options))
+        construct(self, *args, **renew_options(made.name, options))
 
-    config_type.__init__ = __init__  # type: ignore[misc]
+    made.__init__ = __init__
     return config_type

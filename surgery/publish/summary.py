@@ -349,7 +349,8 @@ def attention_costs(
 def _cost_options(config: MixerConfig) -> dict[str, Any]:
     """Return the options of a mixer that its costs depend on: of the heads that keep softmax, how many they are."""
     options = config.to_dict()
-    return {**options, "kept": len(options["kept"])} if "kept" in options else options
+    heads = options.get("softmax_heads")
+    return options if heads is None else {**options, "softmax_heads": len(heads)}
 
 
 def _add_costs(

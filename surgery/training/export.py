@@ -163,11 +163,11 @@ def _write_shards(source: CheckpointSource, new: dict[str, TensorInfo], folder: 
     files: dict[Path, list[TensorInfo]] = {}
     for info in source.tensors.values():
         files.setdefault(info.file, []).append(info)
-    pieces = []
+    shards = []
     for number, infos in enumerate(files.values()):
-        pieces.append(folder / f"{number:05d}.safetensors")
-        write_shard(pieces[-1], [_output_entry(info, new.get(info.name)) for info in infos])
-    return pieces
+        shards.append(folder / f"{number:05d}.safetensors")
+        write_shard(shards[-1], [_output_entry(info, new.get(info.name)) for info in infos])
+    return shards
 
 
 def _output_entry(info: TensorInfo, trained: TensorInfo | None) -> TensorSource:
