@@ -166,7 +166,10 @@ def compare_models(
     seed: int = 0,
     damaged: Sequence[str] = (),
 ) -> ModelComparison:
-    """Compare models whose results were read. base_fingerprint: fingerprint of the base, or None; damaged: results that were left out, and why."""
+    """Compare models whose results were read.
+
+    base_fingerprint: of the base, None without one. damaged: results that were left out, and why.
+    """
     first = next((model for model in stored if model.fingerprint == base_fingerprint), None)
     models = [*([first] if first else []), *(model for model in stored if model is not first)]
     done = ModelComparison(models, first.name if first else None, refused=list(damaged))

@@ -221,7 +221,10 @@ def _op_fake(x_NI: Tensor, right: Tensor, left: Tensor, bias: Tensor | None, out
 
 
 def _op_backward(dy_NO: Tensor, _: Tensor, *operands: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, right, left and the bias, by the implementation that a call with gradients runs. operands: the inputs."""
+    """Return the gradients of x, right, left and the bias, by the implementation that a call with gradients runs.
+
+    operands: the inputs.
+    """
     x_NI, right, left, bias, out = operands
     inputs = [t.detach().requires_grad_() for t in (x_NI, right.contiguous(), left.contiguous())]
     with torch.enable_grad():

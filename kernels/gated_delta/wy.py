@@ -174,7 +174,10 @@ def wy_forward(
 
 
 def launch_wy_forward(plan: DeltaPlan, chunk_states: Tensor | None = None) -> WYTerms:
-    """Run `wy_forward` on all chunks. chunk_states (chunks, G, V, K), float32: is filled with the states that chunks write from zero."""
+    """Run `wy_forward` on all chunks.
+
+    chunk_states (chunks, G, V, K), float32: is filled with the states that chunks write from zero.
+    """
     s = plan.sizes
     c = s.buffer(2, s.C, dtype=torch.float32)
     terms = WYTerms(c, s.buffer(s.C, s.C), s.buffer(s.C, s.K), s.buffer(s.V, s.C))

@@ -64,7 +64,9 @@ def sink_tile(inputs: LocalInputs, tiles: LocalTiles) -> int:
 
 
 def launch_forward(inputs: LocalInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (out_BGJTV, stats, largest_at_BGJT). stats: lse_BGJT and, if the plan asks for them, the largest scores, (1 or 2, B, G, J, T);
+    """Return (out_BGJTV, stats, largest_at_BGJT).
+
+    stats: lse_BGJT and, if the plan asks for them, the largest scores, (1 or 2, B, G, J, T);
     largest_at: where those are, None if not asked for."""
     q, plan, tiles = inputs.q, inputs.plan, forward_tiles(inputs)
     new = {"device": q.device, "dtype": torch.float32}

@@ -352,7 +352,10 @@ def _op_forward(
 
 
 def _op_backward(dout: Tensor, _: Tensor, *operands: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k, v and biases; the forward's result is computed again. operands: the operator's inputs."""
+    """Return the gradients of q, k, v and biases; the forward's result is computed again.
+
+    operands: the operator's inputs.
+    """
     q, k, v, biases, ends, *plan = operands
     inputs, constant = _op_inputs(q, k, v, biases, ends, _plan(plan))
     out, lse = launch_forward(inputs)

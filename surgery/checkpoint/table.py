@@ -41,7 +41,10 @@ def read_table(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
 
 
 def read_mixers(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """Return the mixer entries of a converted checkpoint's config by attention path, {} if there are none; options have today's names."""
+    """Return the mixer entries of a converted checkpoint's config by attention path, {} if there are none.
+
+    Options have today's names.
+    """
     read_table(config, name)
     mixers = config["quantization_config"].get("mixers", {})
     if not isinstance(mixers, dict) or not all(isinstance(entry, dict) for entry in mixers.values()):
@@ -50,7 +53,10 @@ def read_mixers(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
 
 
 def renew_table(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a config with today's names of mixer options, unchanged if it has no table. name: of the checkpoint, for messages."""
+    """Return a config with today's names of mixer options, unchanged if it has no table.
+
+    name: of the checkpoint, for messages.
+    """
     mixers = read_mixers(config, name) if "quantization_config" in config else {}
     if not mixers:
         return config

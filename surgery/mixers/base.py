@@ -244,7 +244,10 @@ MIXERS: Registry[Mixer] = Registry("mixer", "surgery.mixers")
 
 
 def mixer_config(data: dict[str, Any]) -> MixerConfig:
-    """Return the config of a mapping: {"mixer": "mlr", "ranks": [32, 16]} -> MLR(...). Options may have the names of older versions."""
+    """Return the config of a mapping: {"mixer": "mlr", "ranks": [32, 16]} -> MLR(...).
+
+    Options may have the names of older versions.
+    """
     options = dict(data)
     mixer = str(options.pop("mixer", ""))
     config: MixerConfig = from_options(MIXERS.config_type(mixer), renew_options(mixer, options))

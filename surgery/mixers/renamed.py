@@ -1,4 +1,4 @@
-"""Old names of mixer options, which recipes, stored configs and Python calls may still use. No other module of mixers knows them.
+"""Old names of mixer options, which recipes, stored configs and Python calls may still use.
 
 linear       gate    output_gate       of the output, unlike the gates of a mask
 linear       near    near_tokens
@@ -37,7 +37,10 @@ def renew_options(mixer: object, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renew_mixer(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored mixer, {"mixer": its name, option: value}, under today's names, also of the mixers inside of it."""
+    """Return a stored mixer, {"mixer": its name, option: value}, under today's names, as well as the mixers inside of it.
+
+    Raises SurgeryError for an option that is given under both names.
+    """
     options = {name: value for name, value in entry.items() if name != "mixer"}
     renewed = renew_options(entry.get("mixer"), options)
     inner = {
@@ -47,7 +50,7 @@ def renew_mixer(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accept_old_options(config_type: type[T]) -> type[T]:
-    """Let the constructor of a mixer's config take old names as keywords, with a warning that names the new ones (decorator)."""
+    """Let the constructor of a mixer's config take old names as keywords, with a warning of the new ones (decorator)."""
     made: Any = config_type
     construct = made.__init__
 

@@ -93,10 +93,12 @@ def build_module(
     """Build the module of a table entry.
 
     The entry is {"structure": .., "in_features": .., "out_features": .., "bias": ..}, where the structure may be "dense" or
-    "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads": ..}. The order of the
-    parts is a list because transformers sorts the keys of config.json (PreTrainedConfig.to_json_string in
-    https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/configuration_utils.py). With `bits`, and `group` if scales have groups, the weights are
-    stored as integers: QuantizedLinear; `scales`: "inputs" tells tensor trains from older ones, see `Storage`. With `share`: "experts", it is a SharedLowRankLinear, which needs `connect_bases` or `connect`.
+    "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads": ..}. The
+    order of the parts is a list because transformers sorts the keys of config.json (PreTrainedConfig.to_json_string in
+    https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/configuration_utils.py).
+    With `bits`, and `group` if scales have groups, the weights are stored as integers: QuantizedLinear; `scales`:
+    "inputs" tells tensor trains from older ones, see `Storage`. With `share`: "experts", it is a SharedLowRankLinear,
+    which needs `connect_bases` or `connect`.
     The structure "joined" is a JoinedLinear, which needs `connect_joined`: {"structure": "joined", sizes, "matrix": entry of B, "members": names
     of the group in the order of their rows} of the first linear of a group, {"structure": "joined", sizes, "first": name of the first, "start": first row in B} of the others.
     Raises SurgeryError if the entry is invalid.

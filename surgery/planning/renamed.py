@@ -60,7 +60,10 @@ def renew_recipe(
 
 
 def renew_attention(data: Mapping[str, Any], base: Any = None) -> tuple[dict[str, Any], list[str]]:
-    """Return (the `attention` section of a recipe in today's words, a line for each old word in it). base: the section that it is put over."""
+    """Return (the `attention` section of a recipe in today's words, a line for each old word in it).
+
+    base: the section that it is put over, which names the mixer if `data` does not.
+    """
     notes: list[str] = []
     base = base if isinstance(base, Mapping) else {}
     mixer = data.get("mixer", base.get("mixer"))
@@ -79,9 +82,9 @@ def renew_attention(data: Mapping[str, Any], base: Any = None) -> tuple[dict[str
 
 
 def renew_override(path: Sequence[str], value: Any, base: Mapping[str, Any]) -> tuple[list[str], Any, list[str]]:
-    """Return (path, value, lines on old words) of an override such as `refine.model=3`; the path is empty if its key is gone.
+    """Return (path, value, lines on old words) of an override such as `refine.model=3`.
 
-    base: the recipe that the override is put over.
+    The path is empty if its key is gone. base: the recipe that the override is put over.
     """
     nested: Any = value
     for key in reversed(path):
@@ -114,12 +117,18 @@ def renew_healing_recipe(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[
 
 
 def renew_stage(stage: Any, notes: list[str]) -> Any:
-    """Return the keys of a training stage in today's words, with a line in `notes` for each old word; anything else unchanged."""
+    """Return the keys of a training stage in today's words; anything but a mapping is returned unchanged.
+
+    notes: gets a line for each old word.
+    """
     return _renamed_keys(stage, _stage_keys([stage]), "stage", notes) if isinstance(stage, Mapping) else stage
 
 
 def renew_healing_path(path: str, data: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return (the path of an override such as `stages.0.of` in today's words, lines on old words). data: the recipe, with its stages."""
+    """Return (the path of an override such as `stages.0.of` in today's words, lines on old words).
+
+    data: the recipe that the override is put over.
+    """
     first, *rest = path.split(".")
     stages = data.get("stages")
     if first == "keep" and not rest:

@@ -137,7 +137,10 @@ def is_view_of_buffer(slots_BGSX: Tensor) -> bool:
 
 
 def drop_later_slots(earlier: MixerState, dropped: MixerState) -> None:
-    """Let `earlier` grow in place again, in the buffers that it shares with `dropped`, a later state that is not read again."""
+    """Let `earlier` grow in place again, in the buffers that it shares with `dropped`.
+
+    dropped: a later state, which is not read again.
+    """
     for name, view in earlier.tensors.items():
         buffer, _, stop = _location(view)
         if buffer is not None and name in dropped.tensors and buffer is _location(dropped.tensors[name])[0]:
