@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from surgery.core.registry import load_plugins
+from surgery.core.plugins import REGISTERED, warn_of_broken_entry_points
 
 ROLES = (
     "attention.query",
@@ -148,8 +148,9 @@ _plugin_families: dict[str, Architecture] = {}
 
 
 def add_family(architecture: Architecture) -> None:
-    """Register a family from a plugin. It takes precedence over the built-in families."""
+    """Register a family of your own. It takes precedence over the built-in families."""
     _plugin_families.update(dict.fromkeys(architecture.model_types, architecture))
+    REGISTERED.extend(f"family {model_type!r}" for model_type in architecture.model_types)
 
 
 @cache
@@ -163,16 +164,16 @@ def _builtin_families() -> dict[str, Architecture]:
     return families
 
 
-def _families() -> dict[str, Architecture]:
-    load_plugins()
-    return {**_builtin_families(), **_plugin_families}
-
-
 def get_architecture(model_type: str) -> Architecture | None:
-    """Return the architecture of a model type, or None; without one, linears are matched by path alone."""
-    return _families().get(model_type)
+    """Return the architecture of a model type, or None; without one, linears are matched by path alone.
+
+    An unknown model type imports the installed plugins.
+    """
+    if model_type not in _plugin_families and model_type not in _builtin_families():
+        warn_of_broken_entry_points()
+    return _plugin_families.get(model_type) or _builtin_families().get(model_type)
 
 
 def known_families() -> list[str]:
     """Return the known model types, sorted."""
-    return sorted(_families())
+    return sorted({**_builtin_families(), **_plugin_families})

@@ -176,6 +176,7 @@ def evaluate(
     dtype: Dtype = "float32",
     trust_remote_code: options.TrustRemoteCode = False,
     list_suites: ListSuites = False,
+    plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Evaluate a checkpoint, optionally against the original on the same samples; exit code 1 if a --fail-below threshold is missed.

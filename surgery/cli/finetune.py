@@ -23,6 +23,7 @@ def finetune(
     track: options.Track = None,
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Train a converted checkpoint to recover its quality (healing = recovery distillation). Several devices: `accelerate launch -m surgery finetune ..`.

@@ -108,6 +108,7 @@ def plan(
     data_free: options.DataFree = False,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Show what a recipe would replace, from the config and the tensor headers alone; loads no weights.
@@ -160,6 +161,7 @@ def convert(
     context: options.Context = 4096,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Convert a checkpoint layer by layer. Where surgery is installed, transformers loads OUT like any checkpoint.
@@ -230,6 +232,7 @@ def inspect(
     modules: Annotated[
         bool, typer.Option("--modules", help="Show one row per module instead of one per role.")
     ] = False,
+    plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Show what a conversion replaced: stored parameters, multiply-accumulates per token, relative errors."""
@@ -266,6 +269,7 @@ def densify(
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Write the dense checkpoint to this folder, which must not exist.")
     ],
+    plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Undo a conversion: multiply structured weights out to a dense checkpoint with the same outputs."""
@@ -288,6 +292,7 @@ def quantize(
             help="Inputs that share a scale: 8 to 256, a power of two. Default: 64 with 4 bits, all of an output with 8."
         ),
     ] = None,
+    plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Store the linears of a converted checkpoint in 8 or 4 bits: less memory, not less time. OUT loads like any converted checkpoint.
@@ -310,6 +315,7 @@ def toeplitz(
     components: Annotated[
         int, typer.Option(min=1, max=16, help="Number of exponentials that approximate each Toeplitz kernel.")
     ] = 8,
+    plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Turn block mixing (MHLA) into Toeplitz block mixing (TBM): any length, linear time. `surgery inspect` shows how well it fits."""

@@ -32,6 +32,27 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe, e.g. keep=0.75. Repeatable."),
 ]
+
+
+def _import_plugins(files: list[Path] | None) -> list[Path] | None:
+    """Import the files of --plugin, before the command reads a recipe or a checkpoint."""
+    if files:
+        from surgery.core.plugins import load_plugin_file
+
+        for file in files:
+            load_plugin_file(file)
+    return files
+
+
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE.py",
+        callback=_import_plugins,
+        help="Import this Python file of yours, which registers a structure, a mixer or a family (docs/extend.md). Repeatable.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of tables.")]
 TrustRemoteCode = Annotated[
     bool,

@@ -21,6 +21,7 @@ def pretrain(
     skip_bad_steps: options.SkipBadSteps = False,
     track: options.Track = None,
     device: options.Device = None,
+    plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Train a model with structured layers from scratch, with muP learning rates. Several devices: `accelerate launch -m surgery pretrain ..`.

@@ -42,6 +42,7 @@ def push(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the files, print the model card, and upload nothing.")
     ] = False,
+    plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Push a converted checkpoint to the Hub with a model card: weights, config, tokenizer, report and plots, no other files.

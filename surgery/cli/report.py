@@ -25,6 +25,7 @@ def report(
     ] = None,
     measured: Measured = None,
     show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    plugins: options.Plugins = None,
 ) -> None:
     """Write a report page about a conversion: one HTML file with diagrams, training curves and tables.
 

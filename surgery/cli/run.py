@@ -68,6 +68,7 @@ def run(
     lengths: Lengths = None,
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Plan, convert, heal, evaluate and report in one folder; the same command continues an interrupted run.

@@ -21,6 +21,7 @@ def teacher_cache(
     resume: options.ResumeCache = False,
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Store the teacher's top-k log-probabilities for the text of a recipe's distill stage, so that training needs no teacher in memory.

@@ -17,6 +17,10 @@ class SurgeryError(Exception):
     reported_by_peer = False  # whether another process of this run reports this error
 
 
+class UnknownNameError(SurgeryError):
+    """The name of a structure, mixer, mask or feature map that neither surgery nor a plugin has registered."""
+
+
 class NumericalError(SurgeryError):
     """A matrix that cannot be factored or fitted (NaN, overflow, singular). `naming` adds the name of the matrix."""
 

@@ -1,38 +1,21 @@
 """Registries that map a frozen config's type to the class that implements it.
 
-A registry fills by scanning its package, so adding a structure or a mixer takes one new file.
+A registry fills by scanning its package, so adding a structure or a mixer takes one new file. Classes of users' own register from
+outside: see plugins.py.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import pkgutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Generic, TypeVar, get_type_hints
 
-from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.errors import SurgeryError, UnknownNameError, suggestion
+from surgery.core.plugins import HOW_TO_REGISTER, REGISTERED, load_entry_points, warn_of_broken_entry_points
 
 T = TypeVar("T")
-PLUGINS = "surgery.plugins"
-
-
-@cache
-def load_plugins() -> None:
-    """Import the installed plugins: each entry point of the group `surgery.plugins` is a module that registers structures, mixers, masks,
-    feature maps or model families on import.
-    """
-    for point in importlib.metadata.entry_points(group=PLUGINS):
-        try:
-            point.load()
-        except Exception as error:
-            raise SurgeryError(
-                f"plugin {point.name} ({point.value}) fails on import with {type(error).__name__}: {error}. Fix it or "
-                "uninstall its package"
-            ) from error
-
-
 MAX_OPTION = 2**31  # largest absolute value of a numeric option
 
 
@@ -99,23 +82,45 @@ class Registry(Generic[T]):
         self._scanned = False
 
     def register(self, config_type: type) -> Callable[[type[T]], type[T]]:
-        """Register a class under its config type (decorator)."""
+        """Register a class under its config type (decorator).
+
+        A module may register a name again, as a cell of a notebook does that is run twice. Raises SurgeryError for a name that another
+        module has registered, and for a config type without a name.
+        """
 
         def add(cls: type[T]) -> type[T]:
+            name = getattr(config_type, "name", None)
+            if not isinstance(name, str) or not name:
+                raise SurgeryError(
+                    f'the config {config_type.__name__} of a {self.what} must have a name (got {name!r}). Add name: ClassVar[str] = ".."'
+                )
+            is_own = cls.__module__ != self.package and not cls.__module__.startswith(f"{self.package}.")
+            if is_own:
+                self._scan()  # the names of this package are taken, whoever comes first
+            earlier = self._by_name.get(name)
+            if earlier is not None:
+                module = self._by_config[earlier].__module__
+                if module != cls.__module__:
+                    raise SurgeryError(
+                        f"the name {name!r} of the {self.what} {cls.__name__} is taken: {module} has registered it. Choose another name"
+                    )
+                del self._by_config[earlier]
             self._by_config[config_type] = cls
-            self._by_name[config_type.name] = config_type  # type: ignore[attr-defined]
+            self._by_name[name] = config_type
             cls.config_type = config_type  # type: ignore[attr-defined]
+            if is_own:
+                REGISTERED.append(f"{self.what} {name!r}")
             return cls
 
         return add
 
     def _scan(self) -> None:
+        """Import the modules of the registry's package."""
         if not self._scanned:
             self._scanned = True
             folder = importlib.import_module(self.package)
             for info in pkgutil.iter_modules(folder.__path__):
                 importlib.import_module(f"{self.package}.{info.name}")
-            load_plugins()
 
     def names(self) -> list[str]:
         """Return the registered names, sorted."""
@@ -127,10 +132,21 @@ class Registry(Generic[T]):
         return iter(self._by_config)
 
     def config_type(self, name: str) -> type:
-        """Return the config type of a name. Raise SurgeryError with the nearest valid name if there is none."""
+        """Return the config type of a name. An unknown name imports the installed plugins.
+
+        Raises UnknownNameError, with the nearest valid name, if no plugin has registered it either.
+        """
         self._scan()
         if name not in self._by_name:
-            raise SurgeryError(f"unknown {self.what} {name!r}{suggestion(name, self._by_name)}")
+            broken = load_entry_points()
+            if name not in self._by_name:
+                near = suggestion(name, self._by_name)
+                stop = "" if near.endswith("?") else "."
+                failures = "".join(f". Besides, {sentence}" for sentence in broken)
+                raise UnknownNameError(
+                    f"unknown {self.what} {name!r}{near}{stop} For a {self.what} of your own, {HOW_TO_REGISTER}{failures}"
+                )
+            warn_of_broken_entry_points()
         return self._by_name[name]
 
     def __getitem__(self, config: Any) -> type[T]:

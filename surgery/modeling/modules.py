@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.architectures.experts import RoutedExperts
-from surgery.core.errors import SurgeryError
+from surgery.core.errors import SurgeryError, UnknownNameError
 from surgery.modeling.joined import DAMAGED as DAMAGED_TABLE
 from surgery.modeling.joined import JoinedLinear, sibling
 from surgery.structures import STRUCTURES, StructuredLinear
@@ -217,6 +217,8 @@ def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: to
                 f"scales: {str(spec['scales'])[:50]!r} of structure {str(plain.get('structure'))[:50]!r}"
             )
         return QuantizedLinear(linear, replace(storage, last_axis=named and "scales" not in spec))
+    except UnknownNameError:  # a structure of the user's, whose plugin is missing: the table is whole
+        raise
     except SurgeryError as error:
         text = str(error)
         raise SurgeryError(text if text.startswith(DAMAGED_TABLE) else f"{DAMAGED_TABLE}: {text}") from None

@@ -1,6 +1,6 @@
 """Tests of the documentation: the ```bash and ```python blocks of every page run in order, in a folder per page.
 
-In that folder `SRC` is the first layers of the embedded checkpoint, `DATA` is the miniature mirror of data sets, and calibration.txt and
+A python block whose first line is `# NAME.py` is a file: it is saved in that folder instead. In that folder `SRC` is the first layers of the embedded checkpoint, `DATA` is the miniature mirror of data sets, and calibration.txt and
 heldout.txt are the first characters of the embedded texts. Pages in NEED_OUT also find a converted checkpoint, `OUT`. Blocks marked
 ```console are not run; the pages of docs/measurements/ contain no others.
 """
@@ -125,6 +125,9 @@ def test_commands_run(page, desk, request):
     runnable = [(language, text) for language, text in blocks(page) if language in shells]
     assert runnable, f"{page.name} has no command that a test runs"
     for language, text in runnable:
+        if language == "python" and (file := re.match(r"# (\w+\.py)\n", text)):
+            (place / file[1]).write_text(text, encoding="utf-8")
+            continue
         done = subprocess.run(
             [*shells[language], without_tuning(text)], cwd=place, env=environment, capture_output=True, text=True
         )
