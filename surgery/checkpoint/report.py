@@ -39,7 +39,7 @@ class StructureReport(ReportModel):
     """A structure's config."""
 
     structure: Text
-    blocks: list[Count] | Text | None = None
+    blocks: list[Count] | Count | Text | None = None
     rank: Count | Text | None = None
     parts: dict[str, StructureReport] | None = None
 

@@ -102,6 +102,8 @@ def describe_structure(structure: dict[str, Any]) -> str:
         words.append("joined")
     if isinstance(structure.get("blocks"), (list, tuple)):
         words.append("x".join(str(n) for n in structure["blocks"]))
+    elif isinstance(structure.get("blocks"), int):  # of a structure of the user's
+        words.append(f"{structure['blocks']} blocks")
     if isinstance(levels := structure.get("levels"), (list, tuple)):
         words.append("+".join("x".join(map(str, n[:2])) if isinstance(n, (list, tuple)) else str(n) for n in levels))
     if structure.get("ranks") is not None:
