@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from surgery.api import fuse_projections as fuse_projections
     from surgery.api import inspect as inspect
     from surgery.api import load as load
+    from surgery.api import parameter_groups as parameter_groups
     from surgery.api import plan as plan
     from surgery.api import pretrain as pretrain
     from surgery.api import push as push
@@ -51,6 +52,7 @@ COMMANDS = (
         "fuse_projections",
         "inspect",
         "load",
+        "parameter_groups",
         "plan",
         "pretrain",
         "push",

@@ -313,6 +313,58 @@ def fuse_projections(model: LiveModel) -> int:
     return run(model)
 
 
+def parameter_groups(
+    model: nn.Module,
+    rate: float,
+    *,
+    rates: Mapping[str, float] | None = None,
+    weight_decay: float = 0.0,
+    optimizer: str = "adamw",
+    rule: str = "mup",
+    base_width: int | None = None,
+) -> list[dict[str, Any]]:
+    """Return the trainable parameters of a model as groups for a torch optimizer, with the learning rates that `finetune` gives them.
+
+    A core of a structured linear is a small dense layer with its own fan-in, and learns too slowly at the rate of the dense layer that it
+    replaced. For a linear with `in` inputs, the rate of a core is (Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2):
+
+        adamw, sign    rate * in / fan_in
+        sgd            rate * (fan_out / fan_in) / (out / in)
+
+    Without base_width dense matrices have `rate`, and so have all parameters of an unconverted model. Mixers, norms and biases have no weight
+    decay. A tied parameter is in one group; frozen parameters (requires_grad=False) are in none, so that a PEFT model trains its adapters.
+    Call it before the model is wrapped by FSDP.
+
+    Each group is {"params": tensors, "lr", "weight_decay", "kind", "names": of the parameters}. Schedulers of torch and transformers
+    scale all rates alike. Raises SurgeryError for a rate that is no number above 0, and if nothing is left to train.
+
+    Args:
+        model: a model in memory, converted or not.
+        rate: learning rate of a dense matrix.
+        rates: other base rates by kind: structured, mixers, adapters, dense, embeddings, vectors (norms, biases); kinds of rate 0 are
+            left out.
+        weight_decay: of structured, adapters, dense and embeddings.
+        optimizer: "adamw" for Adam and its relatives, "sign" for sign descent such as Lion, or "sgd".
+        rule: "mup"; "dense": a core has the rate of the dense layer; "same": no rule.
+        base_width: the width for which `rate` holds, also for dense matrices; None: each linear's own.
+    """
+    from pydantic import ValidationError
+
+    from surgery.conversion.live_model import check_is_module
+    from surgery.training.optim import OptimizerConfig, trainable_groups
+
+    check_is_module(model, "parameter_groups")
+    try:
+        settings = OptimizerConfig.model_validate(
+            {"name": optimizer, "rates": rule, "base_width": base_width, "weight_decay": weight_decay}
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = {"name": "optimizer", "rates": "rule"}.get(str(first["loc"][0]), str(first["loc"][0]))
+        raise SurgeryError(f"{name}: {first['msg'].lower()} (got {first['input']!r})") from None
+    return trainable_groups(model, settings, rate, rates or {})
+
+
 def inspect(converted: PathLike | nn.Module, *, modules: bool = False) -> CommandResult:
     """Show what a conversion replaced: parameters, multiply-accumulates per token, relative errors.
 

@@ -17,7 +17,7 @@ eqs. 36 to 38; width: of the hidden states), linears by theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
@@ -26,6 +26,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from surgery.architectures.experts import merged_experts
 from surgery.architectures.linears import is_linear
 from surgery.core.config import Real, StrictModel
 from surgery.core.errors import SurgeryError, suggestion
@@ -295,21 +296,60 @@ def check_parameter_kinds(rates: Iterable[str]) -> None:
 
 def make_groups(model: nn.Module, names: set[str], stage: Any) -> list[ParameterGroup]:
     """Group the parameters in `names` by kind, rate and decay; parameters of rate 0 are left out. stage: a StageConfig."""
-    settings = stage.optimiser
-    check_parameter_kinds(stage.rates)
+    return group_parameters(model, names, stage.optimiser, stage.rate, stage.rates)
+
+
+def group_parameters(
+    model: nn.Module, names: Collection[str], settings: OptimizerConfig, rate: float, rates: Mapping[str, float]
+) -> list[ParameterGroup]:
+    """Group the parameters in `names` by kind, rate and decay; parameters of rate 0 are left out.
+
+    rate: base learning rate. rates: base rates of some kinds of parameters instead of it.
+    """
+    check_parameter_kinds(rates)
     known, groups = parameter_infos(model), dict[Any, ParameterGroup]()
     for name, parameter in model.named_parameters():
         if name not in names:
             continue
         kind, fans = known[name].kind, known[name].fans
-        rate = stage.rates.get(kind, stage.rate) * _rate_factor(settings, kind, fans)
+        own_rate = rates.get(kind, rate) * _rate_factor(settings, kind, fans)
         decay = settings.weight_decay if kind in DECAYED_KINDS else 0.0
         group_fans = (fans.fan_in, fans.fan_out) if fans and _is_core(kind, fans) else None
-        group = groups.setdefault((kind, rate, decay, group_fans), ParameterGroup(kind, rate, decay, group_fans))
+        key = (kind, own_rate, decay, group_fans)
+        group = groups.setdefault(key, ParameterGroup(*key))
         group.parameters.append(parameter)
         group.names.append(name)
     order = list(PARAMETER_KINDS)
     return sorted((g for g in groups.values() if g.rate > 0), key=lambda g: (order.index(g.kind), -g.rate))
+
+
+def trainable_groups(
+    model: nn.Module, settings: OptimizerConfig, rate: float, rates: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Return the parameters with requires_grad as groups for a torch optimizer; rate, rates: as for `group_parameters`.
+
+    Raises SurgeryError for rates that are no numbers, if nothing is left to train, and for base_width where experts are merged.
+    """
+    for name, value, least in (("rate", rate, "above 0"), *((f"rates: {k}", v, "0 or more") for k, v in rates.items())):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (value == 0 and least == "above 0"):
+            raise SurgeryError(f"{name} must be a finite number, {least} (got {value!r}). Give for example 1e-4")
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if settings.base_width is not None and (merged := merged_experts(model)):
+        raise SurgeryError(
+            f"{merged[0][0]} holds the matrices of its experts in one tensor, to which base_width does not apply. Leave base_width out"
+        )
+    groups = group_parameters(model, names, settings, rate, rates)
+    if not groups:
+        why = "rates has 0 for all of them" if names else "all its parameters have requires_grad=False"
+        raise SurgeryError(
+            f"{type(model).__name__} has no parameters to train: {why}. Call requires_grad_(True) on those that shall be trained, "
+            "and give their kinds rates above 0"
+        )
+    return [
+        {"params": g.parameters, "lr": g.rate, "weight_decay": g.decay, "kind": g.kind, "names": g.names}
+        for g in groups
+    ]
 
 
 def _is_core(kind: str, fans: Fans) -> bool:

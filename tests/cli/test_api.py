@@ -184,6 +184,7 @@ def test_every_command_is_a_documented_function():
         "drafter",
         "fuse_projections",
         "load",
+        "parameter_groups",
         "verify",  # `surgery eval --verify`
     }
     for name in surgery.COMMANDS:

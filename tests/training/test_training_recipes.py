@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.small import tiny_config
 from helpers.small_training import TINY_CHECKPOINT, healing_recipe_names
 
+import surgery
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape
 from surgery.mixers.bilinear_btt import BilinearBTT
@@ -132,6 +134,89 @@ def test_item_4_6_rates_of_mixers_follow_their_fans():
         shown = {(g.row()["fan_in"], g.row()["example"]) for g in groups if "fan_in" in g.row()}
         assert (64, "0.mixer.left1") in shown and (16, "1.mixer.left") in shown
     assert {g.rate for g in make_groups(layers, names, stage_of(rates="same"))} == {1e-4}
+
+
+# -- surgery.parameter_groups --------------------------------------------------------------------------------------
+def told(groups):
+    return [(g["kind"], g["lr"], g["weight_decay"], g["names"]) for g in groups]
+
+
+class Seen(Exception):
+    """Ends a run once its groups are known."""
+
+
+@pytest.mark.parametrize("kind", ["btt", "mixed"])
+def test_parameter_groups_are_those_of_finetune(kind, request, words, tmp_path, monkeypatch):
+    folder, seen = request.getfixturevalue(kind), []
+
+    def see(groups, settings):
+        seen.extend(groups)
+        raise Seen
+
+    monkeypatch.setattr("surgery.training.runner.make_optimizer", see)
+    chosen = {"data.sources": [{"path": str(words)}], "stages.*.trains": ["new", "attention.output", "vectors"]}
+    chosen |= {"stages.*.rate": 3e-4, "stages.*.rates": {"mixers": 1e-2}, "stages.*.optimiser.weight_decay": 0.1}
+    chosen |= {"stages.*.optimiser.base_width": 100}
+    (tmp_path / "mine.yaml").write_text("stages: [{kind: lm, tokens: 1k, rate: 1e-3}]\n")
+    with pytest.raises(Seen):
+        surgery.finetune(folder, tmp_path / "mine.yaml", out=tmp_path / "healed", overrides=chosen)
+    expected = [(g.kind, g.rate, g.decay, g.names) for g in seen]
+    model, _ = surgery.load(folder, dtype="float32")
+    trained = {name for g in seen for name in g.names}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    options = {"rates": {"mixers": 1e-2}, "weight_decay": 0.1, "base_width": 100}
+    groups = surgery.parameter_groups(model, 3e-4, **options)
+    assert told(groups) == expected and len(expected) >= 3
+    named = dict(model.named_parameters())
+    assert all([named[n] is p for n, p in zip(g["names"], g["params"])] for g in groups)
+    torch.optim.AdamW(groups)
+    assert all(told(surgery.parameter_groups(model, 3e-4, **options)) == expected for _ in range(2))
+
+
+def test_parameter_groups_of_tied_frozen_adapted_and_unconverted_models():
+    import peft
+
+    cls, config = tiny_config("llama-tied")
+    model = cls(config)
+    groups = surgery.parameter_groups(model, 1e-3, weight_decay=0.1)
+    assert {(g["kind"], g["lr"], g["weight_decay"]) for g in groups} == {
+        ("dense", 1e-3, 0.1), ("embeddings", 1e-3, 0.1), ("vectors", 1e-3, 0.0)
+    }  # fmt: skip
+    assert sum(p.numel() for g in groups for p in g["params"]) == sum(p.numel() for p in model.parameters())
+    assert sorted(n for g in groups for n in g["names"]) == sorted(n for n, _ in model.named_parameters())
+    surgery.apply(model, {"structure": "low_rank", "keep": 0.5})
+    rates = {n: g["lr"] for g in surgery.parameter_groups(model, 1e-3) for n in g["names"]}
+    up = model.model.layers[0].mlp.up_proj
+    assert rates["model.layers.0.mlp.up_proj.right"] == pytest.approx(1e-3)
+    assert rates["model.layers.0.mlp.up_proj.weight"] == pytest.approx(1e-3 * up.in_features / up.config.rank)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up_proj"]))
+    (group,) = surgery.parameter_groups(adapted, 1e-3)
+    assert group["kind"] == "adapters" and group["lr"] == 1e-3 and all("lora_" in name for name in group["names"])
+    whole = {n: g["lr"] for g in surgery.parameter_groups(adapted.requires_grad_(True), 1e-3) for n in g["names"]}
+    inner = "base_model.model.model.layers.0.mlp.up_proj.base_layer.weight"
+    assert whole[inner] == pytest.approx(rates["model.layers.0.mlp.up_proj.weight"])
+    with pytest.raises(SurgeryError, match="no parameters to train: all its parameters have requires_grad=False"):
+        surgery.parameter_groups(model.requires_grad_(False), 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rate": 0.0}, "rate must be a finite number, above 0"),
+        ({"rate": float("nan")}, "rate must be a finite number"),
+        ({"rates": {"mixer": 1.0}}, "'mixer' is not a kind of parameters; did you mean 'mixers'"),
+        ({"rates": {"dense": -1.0}}, "rates: dense must be a finite number, 0 or more"),
+        ({"rates": {"dense": 0.0, "vectors": 0}}, "rates has 0 for all of them"),
+        ({"optimizer": "adam"}, r"optimizer: input should be 'adamw', 'sgd' or 'sign' \(got 'adam'\)"),
+        ({"rule": "mu"}, "rule: input should be"),
+        ({"base_width": 0}, "base_width: "),
+        ({"model": "OUT"}, "parameter_groups"),
+    ],
+)
+def test_parameter_groups_refuse(options, said):
+    with pytest.raises(SurgeryError, match=said):
+        surgery.parameter_groups(**{"model": torch.nn.Linear(4, 4), "rate": 1e-3, **options})
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "sign"])
