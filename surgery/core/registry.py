@@ -94,7 +94,7 @@ class Registry(Generic[T]):
                 raise SurgeryError(
                     f'the config {config_type.__name__} of a {self.what} must have a name (got {name!r}). Add name: ClassVar[str] = ".."'
                 )
-            is_own = cls.__module__ != self.package and not cls.__module__.startswith(f"{self.package}.")
+            is_own = not self._is_built_in(cls)
             if is_own:
                 self._scan()  # the names of this package are taken, whoever comes first
             earlier = self._by_name.get(name)
@@ -113,6 +113,13 @@ class Registry(Generic[T]):
             return cls
 
         return add
+
+    def _is_built_in(self, cls: type) -> bool:
+        return cls.__module__ == self.package or cls.__module__.startswith(f"{self.package}.")
+
+    def plugin_names(self) -> list[str]:
+        """Return the names that users' own modules have registered so far, sorted."""
+        return sorted(name for name, config in self._by_name.items() if not self._is_built_in(self._by_config[config]))
 
     def _scan(self) -> None:
         """Import the modules of the registry's package."""

@@ -19,6 +19,7 @@ import torch
 from helpers.small import checkpoint_logits, run_python
 from typer.main import get_command
 
+import surgery
 from surgery.architectures import get_architecture
 from surgery.architectures.base import Architecture, _plugin_families, add_family
 from surgery.cli.main import app, main
@@ -125,6 +126,8 @@ def test_an_example_converts_and_loads(name, examples, command, checkpoints, cal
     assert torch.isfinite(checkpoint_logits(examples / "OUT", ids)).all()
     code, said = command("inspect", examples / "OUT", "--plugin", examples / name, "--json")  # the second time: known
     assert code == 0, said
+    card = surgery.push(examples / "OUT", "me/own", license="mit", base_model="me/base", dry_run=True)["card"]
+    assert f"registers the {'structure' if own == 'grouped_rows' else 'mixer'} `{own}` with surgery" in card
 
 
 def test_the_structure_is_exact_at_full_rank_and_is_served_by_the_plugin_of_vllm(examples):
