@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from surgery.cli import options
-from surgery.core.errors import SurgeryError
+from surgery.core.errors import SurgeryError, UnknownNameError
 from surgery.core.project import install_command
 
 if TYPE_CHECKING:
@@ -162,7 +162,12 @@ def choose_server(
 
     read_table(source.config, source.name)
     check_code_trusted(source.folder, source.name, source.config, trust_remote_code=False)
-    check_files(source)
+    try:
+        check_files(source)
+    except UnknownNameError as error:
+        raise SurgeryError(
+            f"{error}. A server runs in a process of its own and has no --plugin: install the package"
+        ) from None
     problem, options_of_vllm, note = vllm_problem(), list(only_vllm or []), ""
     if problem is None and server != "transformers":
         try:

@@ -128,6 +128,13 @@ def test_an_example_converts_and_loads(name, examples, command, checkpoints, cal
     assert code == 0, said
     card = surgery.push(examples / "OUT", "me/own", license="mit", base_model="me/base", dry_run=True)["card"]
     assert f"registers the {'structure' if own == 'grouped_rows' else 'mixer'} `{own}` with surgery" in card
+    registry = STRUCTURES if own == "grouped_rows" else MIXERS
+    for table in (registry._by_name, registry._by_config):
+        table.popitem()  # as in a process without the plugin
+    with pytest.raises(UnknownNameError, match=rf"unknown {registry.what} '{own}'.*--plugin FILE\.py"):
+        checkpoint_logits(examples / "OUT", ids)
+    code, said = command("serve", examples / "OUT")
+    assert code == 2 and f"unknown {registry.what} '{own}'" in said and "has no --plugin" in said, said
 
 
 def test_the_structure_is_exact_at_full_rank_and_is_served_by_the_plugin_of_vllm(examples):
