@@ -17,10 +17,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.errors import SurgeryError
 from surgery.eval.averages import BABILONG_TASKS, INFINITEBENCH_TASKS, LONGBENCH2, LONGBENCH2_RANGES
 from surgery.eval.lm_eval.bridge import error_message, require_lm_eval, run_tasks
-from surgery.eval.suite import EvalModel, EvalOptions, Sample, SuiteResult, stable_id
+from surgery.eval.suite import EvalModel, EvalOptions, Sample, SuiteResult, select_tasks, stable_id
 from surgery.eval.task_names import load_tasks
 
 BABILONG, INFINITEBENCH = "RMT-team/babilong-1k-samples", "xinrongzhang2022/InfiniteBench"
@@ -33,15 +33,36 @@ MAX_SHOWN = 3000  # characters of a text that are written to samples.jsonl
 GroupOf = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
+def longbench2_tasks(options: EvalOptions) -> tuple[str, ...]:
+    """Return the tasks of `longbench2` that are run."""
+    known = [task for tasks in LONGBENCH2.values() for task in tasks]
+    return _select_short("longbench2", options, known, known)
+
+
+def infinitebench_tasks(options: EvalOptions) -> tuple[str, ...]:
+    """Return the tasks of `infinitebench` that are run."""
+    return _select_short("infinitebench", options, INFINITEBENCH_TASKS, INFINITEBENCH_TASKS)
+
+
+def babilong_tasks(options: EvalOptions) -> tuple[str, ...]:
+    """Return the tasks of `babilong` that are run."""
+    return _select_short("babilong", options, BABILONG_TASKS, (*BABILONG_TASKS, *BABILONG_SHORT))
+
+
+def _select_short(suite: str, options: EvalOptions, usual: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """Return the tasks to run without lm-eval's prefix, the suite's name, with which --tasks may have them."""
+    short = tuple(name.removeprefix(f"{suite}_") for name in options.tasks)
+    return select_tasks(suite, options.model_copy(update={"tasks": short}), usual, known)
+
+
 def run_longbench2(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run the suite `longbench2`: which of four choices is likeliest, by the range of the document's length."""
-    known = [task for tasks in LONGBENCH2.values() for task in tasks]
-    return _run_documents("longbench2", "longbench2_", known, eval_model, options, longbench2_groups)
+    return _run_documents("longbench2", longbench2_tasks(options), eval_model, options, longbench2_groups)
 
 
 def run_infinitebench(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run the suite `infinitebench`: generated answers to questions about texts of more than 100K tokens."""
-    return _run_documents("infinitebench", "infinitebench_", INFINITEBENCH_TASKS, eval_model, options, lambda doc: {})
+    return _run_documents("infinitebench", infinitebench_tasks(options), eval_model, options, lambda doc: {})
 
 
 def longbench2_groups(doc: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +79,8 @@ def longbench2_groups(doc: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_babilong(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run the suite `babilong`: qa1 to qa5 (or --tasks) at each nominal length; qa6 to qa20 without surrounding text."""
-    names = _check_names("babilong", "babilong_", (*BABILONG_TASKS, *BABILONG_SHORT), options.tasks or BABILONG_TASKS)
+    require_lm_eval()
+    names = babilong_tasks(options)
     if wrong := [n for n in options.lengths if n not in BABILONG_LENGTHS]:
         raise SurgeryError(f"--lengths {wrong[0]}: babilong has {', '.join(map(str, BABILONG_LENGTHS))} tokens")
     reach = eval_model.longest or max(BABILONG_LENGTHS)
@@ -78,25 +100,16 @@ def run_babilong(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
 
 def _run_documents(
-    suite: str, prefix: str, known: Sequence[str], eval_model: EvalModel, options: EvalOptions, group_of: GroupOf
+    suite: str, names: Sequence[str], eval_model: EvalModel, options: EvalOptions, group_of: GroupOf
 ) -> SuiteResult:
     """Run tasks with inputs of at most each of --lengths, or of the model's longest input."""
-    names = _check_names(suite, prefix, known, options.tasks or known)
+    require_lm_eval()
     lengths: Sequence[int | None] = options.lengths or (None,)
     parts = []
     for n in lengths:
-        run = partial(_run_once, prefix, names, eval_model, options, n)
+        run = partial(_run_once, f"{suite}_", names, eval_model, options, n)
         parts.append((suite if n is None else f"{suite} at {n:,}", partial(_grouped, run, n, group_of)))
     return _merge(parts, eval_model)
-
-
-def _check_names(suite: str, prefix: str, known: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the tasks without lm-eval's prefix; raise SurgeryError for an unknown one."""
-    require_lm_eval()
-    short_names = [name.removeprefix(prefix) for name in names]
-    if unknown := [name for name in short_names if name not in known]:
-        raise SurgeryError(f"--suite {suite} has no task {unknown[0]!r}{suggestion(unknown[0], known)}")
-    return short_names
 
 
 def _run_once(

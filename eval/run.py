@@ -20,12 +20,22 @@ from surgery.core.progress import Progress
 from surgery.eval.fitted_text import fitted_text_warnings
 from surgery.eval.journal import SampleJournal
 from surgery.eval.model import LiveEvalModel, OpenedModel, check_dtype, load, load_eval_model, open_model
+from surgery.eval.options import ANY_TASK
 from surgery.eval.results.averages import AverageRow, average_rows
 from surgery.eval.results.compare import ComparisonRow, compare_results
 from surgery.eval.results.data_read import describe_data, list_reads, package_versions, record_reads
 from surgery.eval.results.store import ResultStore, result_key
 from surgery.eval.results.thresholds import Threshold, ThresholdResult, check_thresholds, parse_thresholds
-from surgery.eval.suite import ANY_TASK, EvalMetric, EvalModel, EvalOptions, Role, Suite, SuiteResult, find_suite
+from surgery.eval.suite import (
+    EvalMetric,
+    EvalModel,
+    EvalOptions,
+    Role,
+    Suite,
+    SuiteResult,
+    check_task_names,
+    find_suite,
+)
 from surgery.eval.upstream import UPSTREAM
 from surgery.publish.hub.files import redact_secrets
 
@@ -138,6 +148,7 @@ def evaluate(
     for suite in chosen:
         if suite.combine is not None and compare is None:
             raise SurgeryError(f"--suite {suite.name} compares two models. Give the original with --compare SRC.")
+    check_task_names(chosen, options)
     limits = parse_thresholds(fail_below, compare is not None)
     check_dtype(dtype)
     ranks = init_distributed(device)
@@ -412,7 +423,7 @@ class _EvaluationRun:
         done.notes += [f"{suite.name}: {note}" for note in notes]
 
     def _check_samples(self, done: Evaluation) -> None:
-        """Raise SurgeryError if --samples or --data names a task that was not measured, which would otherwise go unnoticed."""
+        """Raise SurgeryError if --samples or --data names a task that was not measured, of suites that do not declare theirs."""
         known: dict[str, None] = {}
         for by_role in done.results.values():
             for sample in (sample for result in by_role.values() for sample in result.samples):

@@ -1,4 +1,4 @@
-"""Interfaces of the evaluation: EvalModel, EvalOptions, Sample, EvalMetric, SuiteResult, Suite, and the registry SUITES.
+"""Interfaces of the evaluation: EvalModel, Sample, EvalMetric, SuiteResult, Suite, and the registry SUITES. EvalOptions is in options.py.
 
     suite.run(eval_model, options) -> SuiteResult      register(suite) adds the suite to SUITES
 
@@ -16,16 +16,14 @@ import importlib
 import importlib.util
 import json
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from surgery.core.config import Length, fields_at_default
-from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError, suggestion
+from surgery.eval.options import ANY_TASK, EvalOptions
 
 if TYPE_CHECKING:  # torch is imported only when something is measured
     import torch
@@ -39,8 +37,6 @@ if TYPE_CHECKING:  # torch is imported only when something is measured
 Role = Literal["base", "converted"]
 # Metrics of lm-eval between 0 and 1, which are accuracies if all values are 0 or 1.
 BOUNDED_METRICS = {"acc", "acc_norm", "acc_mutual_info", "exact_match", "em", "contains", "score", "f1"}
-ANY_TASK = "*"  # key of a folder with TASK.jsonl in EvalOptions.data
-OMITTED_AT_DEFAULT = ("prompts", "fill", "pairs", "data")  # see EvalOptions.digest
 
 
 @dataclass
@@ -68,77 +64,6 @@ class EvalModel:
     ranks: DistContext
     progress: Progress
     journal: SampleJournal | None = None
-
-
-class EvalOptions(BaseModel):
-    """Options of an evaluation. None or empty means the suite's default. Frozen, because stored results are keyed by it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    text: str | None = Field(None, description="text file or Hub data set, for suites that read text")
-    tokens: int = Field(65536, ge=16, description="maximum number of tokens of the text")
-    length: int = Field(1024, ge=8, description="tokens per window of the text")
-    limit: int | None = Field(None, ge=1, description="maximum number of samples per task, length and depth")
-    lengths: tuple[Annotated[Length, Field(ge=8)], ...] = Field(
-        (), description="sample lengths in tokens, for suites that measure several"
-    )
-    depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
-        (), description="needle positions in the context, 0 (start) to 1 (end)"
-    )
-    tasks: tuple[str, ...] = Field((), description="run only these tasks of a suite")
-    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto", description="rows per batch; does not change results"
-    )
-    seed: int = Field(0, ge=0)
-    data_root: Path | None = Field(None, description="folder of locally mirrored data sets")
-    num_fewshot: int | None = Field(None, ge=0)
-    gen_kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to generate()")
-    apply_chat_template: bool = False
-    metadata: dict[str, Any] = Field(default_factory=dict, description="passed to lm-eval's tasks")
-    include_path: Path | None = Field(None, description="folder with additional lm-eval task definitions")
-
-    data: dict[str, Path] = Field(
-        {}, description="files of records (JSONL) by lm-eval task; under *: a folder with TASK.jsonl"
-    )
-    samples: dict[str, tuple[int, ...]] = Field(
-        default_factory=dict, description="document indices to run, by lm-eval task"
-    )
-    use_cache: Path | None = Field(None, description="folder in which answers are cached as they are computed")
-    prompts: Literal["based", "jrt"] = Field(
-        "based",
-        description="prompts and truncation of the retrieval tasks: this package's, or those of the Just-Read-Twice harness",
-    )
-    fill: Literal["exact", "ruler"] = Field(
-        "exact",
-        description="length of RULER's prompts: the exact number of tokens, or whole units of text as the original counts them",
-    )
-    pairs: tuple[Annotated[int, Field(ge=1)], ...] | Literal["zoology", "based", "log-linear"] = Field(
-        (), description="key-value pairs of mqar, or the lengths and pairs of a paper"
-    )
-
-    def find_records(self, task: str) -> Path | None:
-        """Return the file with local records of an lm-eval task: its own, or TASK.jsonl in the folder; None if there is none."""
-        if task in self.data:
-            return self.data[task]
-        folder = self.data.get(ANY_TASK)
-        path = folder / f"{task}.jsonl" if folder is not None and Path(task).name == task else None
-        return path if path is not None and path.is_file() else None
-
-    def digest(self) -> str:
-        """Return the SHA-256 of every option that affects results.
-
-        Options of OMITTED_AT_DEFAULT enter only if they are set, so that results of versions without them stay valid. Files enter by content. The mirror enters as present or absent only: the data sets that a suite reads from it are
-        recorded per result (eval/results/data_read.py).
-        """
-        unset = fields_at_default(self, OMITTED_AT_DEFAULT)
-        data = self.model_dump(mode="json", exclude={"batch_size", "use_cache", "data_root", *unset})
-        for task, path in self.data.items():
-            data["data"][task] = content_digest(path) if path.exists() else str(path)
-        data["mirror"] = self.data_root is not None
-        for name in ("text", "include_path"):
-            if data[name] is not None and Path(data[name]).exists():
-                data[name] = content_digest(Path(data[name]))
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -243,6 +168,8 @@ class Suite:
         plot: plot(results, folder, base=..) writes figures for {model: result} into a folder and returns their paths; base: which model
             is the base, or None. Without it: curves by length and heat maps by length and depth, where samples have these groups.
         averages: declares averages over the suite's tasks, given the lengths of its samples (eval/averages.py).
+        tasks: returns the names of the tasks that the options select, as --samples and --data have them; raises SurgeryError if --tasks
+            names a task that the suite does not have. Called before a model is loaded. None: the names are known only from the samples.
         version: raised whenever the same options give other prompts or scores, so that results are not mixed.
     """
 
@@ -253,7 +180,45 @@ class Suite:
     run_pair: Callable[[list[EvalModel], EvalOptions], list[SuiteResult]] | None = None
     plot: Callable[..., list[Path]] | None = None
     averages: Callable[[Sequence[int | None]], SuiteAverages] | None = None
+    tasks: Callable[[EvalOptions], Sequence[str]] | None = None
     version: int = 1
+
+
+def no_tasks(options: EvalOptions) -> Sequence[str]:
+    """Return the tasks of a suite that measures one thing: it has none to select, and takes neither --samples nor --data."""
+    return ()
+
+
+def select_tasks(suite: str, options: EvalOptions, usual: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
+    """Return --tasks, or the usual ones; raise SurgeryError if one is not among `known`."""
+    names = tuple(options.tasks or usual)
+    if unknown := [name for name in names if name not in known]:
+        raise SurgeryError(f"--suite {suite} has no task {unknown[0]!r}{suggestion(unknown[0], known)}")
+    return names
+
+
+def check_task_names(suites: Sequence[Suite], options: EvalOptions) -> None:
+    """Raise SurgeryError, before a model is loaded, if --tasks, --samples or --data names a task that the suites do not have.
+
+    Names in --samples and --data cannot be checked here beside a suite that does not declare its tasks.
+    """
+    declared = [suite.tasks(options) for suite in suites if suite.tasks is not None]
+    if len(declared) < len(suites):
+        return
+    known = list(dict.fromkeys(name for names in declared for name in names))
+    named = [("--tasks", name) for name in options.tasks] if not known else []
+    named += [("--samples", name) for name in options.samples]
+    named += [("--data", name) for name in options.data if name != ANY_TASK]
+    for option, name in named:
+        if not known:
+            chosen = ", ".join(suite.name for suite in suites)
+            raise SurgeryError(
+                f"{option} {name}: {chosen} has no tasks to choose from. Leave it out, or give a --suite with tasks."
+            )
+        if (
+            name not in known and re.sub(r"_\d+$", "", name) not in known
+        ):  # some tasks have their length behind the name
+            raise SurgeryError(f"{option}: no task {name!r} is measured{suggestion(name, known)}")
 
 
 SUITES: dict[str, Suite] = {}

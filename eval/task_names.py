@@ -45,9 +45,29 @@ def run_zeroshot(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
 def run_named(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run the suite `lm-eval`: the tasks, groups or tags of --tasks, those of --include-path included."""
+    named_tasks(options)
+    return run_tasks(eval_model, options.tasks, options, load_tasks)
+
+
+def zeroshot_tasks(options: EvalOptions) -> tuple[str, ...]:
+    """Return the tasks of `zeroshot` that are run."""
+    return _resolve(options.tasks, options) if options.tasks else ZEROSHOT
+
+
+def named_tasks(options: EvalOptions) -> tuple[str, ...]:
+    """Return the tasks of `lm-eval` that are run; raise SurgeryError without --tasks."""
     if not options.tasks:
         raise SurgeryError("--suite lm-eval needs names of lm-eval tasks. Give for example --tasks boolq,openbookqa.")
-    return run_tasks(eval_model, options.tasks, options, load_tasks)
+    return _resolve(options.tasks, options)
+
+
+def _resolve(names: Sequence[str], options: EvalOptions) -> tuple[str, ...]:
+    """Return the tasks that lm-eval has under these names, of groups and tags their members. Raises SurgeryError for an unknown name."""
+    _check_not_ours(names)
+    require_lm_eval()
+    manager = _find_manager(names, options)
+    members = [str(config.get("task")) for name in names for config in task_configs(manager, name)]
+    return tuple(dict.fromkeys([*names, *members]))
 
 
 def find_lm_eval_suite(name: str) -> Suite | None:
@@ -60,7 +80,7 @@ def find_lm_eval_suite(name: str) -> Suite | None:
     def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
         return run_tasks(eval_model, options.tasks or (name,), options, load_tasks)
 
-    return Suite(name, f"lm-eval's {name}", run)
+    return Suite(name, f"lm-eval's {name}", run, tasks=lambda options: _resolve(options.tasks or (name,), options))
 
 
 def _check_not_ours(names: Sequence[str]) -> None:
@@ -83,11 +103,7 @@ def _check_not_ours(names: Sequence[str]) -> None:
 def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
     """Load tasks with their data from the mirror; return {"tasks": {name: task}, "groups": {name: group}}."""
     _check_not_ours(names)
-    manager = _task_manager(names, options)
-    if manager is None:
-        known = _full_manager(options).all_tasks
-        wrong = next(name for name in names if name not in known)
-        raise SurgeryError(f"neither a suite nor a task of lm-eval: {wrong!r}{suggestion(wrong, known)}")
+    manager = _find_manager(names, options)
     local = {name: read_task_records(list(task_configs(manager, name)), options) for name in names}
     elsewhere = [name for name in names if not local[name]]
     paths = sorted({path for path, _ in iterate_datasets(manager, elsewhere)})
@@ -218,6 +234,16 @@ def task_configs(manager: Any, name: str) -> Iterator[dict[str, Any]]:
                 yield from task_configs(manager, member.get("task", "")) if isinstance(member.get("task"), str) else ()
         return
     yield config
+
+
+def _find_manager(names: Sequence[str], options: EvalOptions) -> Any:
+    """Return lm-eval's TaskManager that knows all names. Raises SurgeryError for an unknown name, with the nearest one."""
+    manager = _task_manager(names, options)
+    if manager is None:
+        known = _full_manager(options).all_tasks
+        wrong = next(name for name in names if name not in known)
+        raise SurgeryError(f"neither a suite nor a task of lm-eval: {wrong!r}{suggestion(wrong, known)}")
+    return manager
 
 
 def _task_manager(names: Sequence[str], options: EvalOptions | None) -> Any:

@@ -24,6 +24,7 @@ from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError
 from surgery.core.files import parse_json
 from surgery.eval.model import open_model
+from surgery.eval.options import ANY_TASK
 from surgery.eval.results.data_read import (
     DATASET_NAME,
     PACKAGES,
@@ -34,7 +35,7 @@ from surgery.eval.results.data_read import (
 )
 from surgery.eval.results.folders import RESULTS, check_file, printable
 from surgery.eval.results.store import describe
-from surgery.eval.suite import ANY_TASK, EvalOptions, Role, load_suites
+from surgery.eval.suite import EvalOptions, Role, load_suites
 
 Status = Literal["same", "different", "cannot be checked"]
 Text = Annotated[str, Field(max_length=4096)]

@@ -33,8 +33,10 @@ from surgery.core.progress import Progress, RichProgress
 
 if TYPE_CHECKING:
     from torch import nn
+    from typing_extensions import Unpack
 
     from surgery.checkpoint.outline import ModelDescription
+    from surgery.eval.keywords import EvalKeywords
     from surgery.speculation.drafter import Drafter
     from surgery.workflow import RunResult
 
@@ -577,7 +579,7 @@ def evaluate(
     dtype: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[EvalKeywords],
 ) -> CommandResult:
     """Evaluate a checkpoint or a model in memory, optionally against another one on the same samples.
 
@@ -590,17 +592,15 @@ def evaluate(
         fail_below: thresholds "name=ratio" on the score relative to `compare`'s, e.g. "ppl=1.05".
         device, trust_remote_code, progress: as in `convert`; a model in memory runs on its own device.
         dtype: float32, bfloat16, float16, or auto (that of the stored weights); None: float32, or that of the model in memory.
-        options: fields of `surgery.eval.suite.EvalOptions`: text, tokens, length, limit, lengths, depths, tasks,
-            batch_size, seed, data_root and more.
+        options: fields of `surgery.eval.options.EvalOptions`: text, tokens, length, limit, lengths, depths, tasks,
+            batch_size, seed, data_root and more. `surgery eval --help` says what they mean.
     """
-    from surgery.core.errors import suggestion
     from surgery.eval.model import LiveEvalModel, live_eval_model
+    from surgery.eval.options import parse_options
     from surgery.eval.results.tables import eval_table
     from surgery.eval.run import evaluate as run
-    from surgery.eval.suite import EvalOptions
 
-    for unknown in set(options) - set(EvalOptions.model_fields):
-        raise SurgeryError(f"evaluate has no option {unknown!r}{suggestion(unknown, EvalOptions.model_fields)}")
+    eval_options = parse_options(options, "evaluate")
 
     def opened(one: PathLike | nn.Module) -> str | LiveEvalModel:
         return live_eval_model(one, tokenizer) if _is_module(one) else _checkpoint_name(one, "evaluate")
@@ -611,7 +611,7 @@ def evaluate(
     done = run(
         first,
         suites.split(",") if isinstance(suites, str) else list(suites),
-        EvalOptions(**options),
+        eval_options,
         compare=second,
         out=None if out is None else Path(out),
         fail_below=fail_below,
@@ -645,14 +645,12 @@ def verify(
         model, compare: the checkpoints to compare with the recorded ones, local folders or Hub ids.
         text, data_root, include_path, data: as for `evaluate`; their contents are compared.
         suites: names of suites to compare with the recorded ones; empty: not compared.
-        options: fields of `surgery.eval.suite.EvalOptions` to compare with the recorded ones.
+        options: fields of `surgery.eval.options.EvalOptions` to compare with the recorded ones.
     """
-    from surgery.core.errors import suggestion
-    from surgery.eval.suite import EvalOptions
+    from surgery.eval.options import parse_options
     from surgery.eval.verify import verify as run
 
-    for unknown in set(options) - set(EvalOptions.model_fields):
-        raise SurgeryError(f"verify has no option {unknown!r}{suggestion(unknown, EvalOptions.model_fields)}")
+    parse_options(options, "verify")
     done = run(
         Path(results),
         None if model is None else _checkpoint_name(model, "verify"),
@@ -982,14 +980,11 @@ def run(
         suites: suites of `evaluate`; options: its options, e.g. tokens=4096, length=512.
         device, trust_remote_code, progress: as in `convert`.
     """
-    from surgery.core.errors import suggestion
-    from surgery.eval.suite import EvalOptions
+    from surgery.eval.options import parse_options
     from surgery.workflow import RunOptions
     from surgery.workflow import run as run_all
 
-    unknown = next((name for name in options if name not in EvalOptions.model_fields), None)
-    if unknown is not None:
-        raise SurgeryError(f"run has no option {unknown!r}{suggestion(unknown, EvalOptions.model_fields)}")
+    parse_options(options, "run")
     chosen = RunOptions(
         _checkpoint_name(source, "run"),
         os.fspath(recipe),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.errors import SurgeryError
 from surgery.eval import offline_data as mirror
 from surgery.eval.lm_eval.adapter import check_chat_template
 from surgery.eval.lm_eval.bridge import run_own_tasks
@@ -17,7 +17,7 @@ from surgery.eval.long_context.ruler.prompt import Count, prompt_counter
 from surgery.eval.long_context.ruler.qa import hotpot, squad
 from surgery.eval.long_context.ruler.scores import score_answers
 from surgery.eval.long_context.story_needles import StoryNeedles
-from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult, select_tasks
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 SHORT_LENGTHS = (512, 1024, 2048)
@@ -35,35 +35,53 @@ WORD_LIST = ("NVIDIA/RULER", None, "train")  # of GitHub; see eval/word_list.py
 HOTPOT = ("hotpotqa/hotpot_qa", "distractor", "validation")
 
 
+def ruler_tasks(options: EvalOptions) -> tuple[str, ...]:
+    """Return the tasks of the suite `ruler` that are run."""
+    return select_tasks("ruler", options, tuple(TASKS), TASKS)
+
+
+def niah_tasks(options: EvalOptions) -> tuple[str, ...]:
+    """Return the tasks of the suite `niah` that are run: needles in essays if the mirror has them, otherwise in noise."""
+    return select_tasks("niah", options, ["niah_single_1" if options.data_root is None else "niah_single_2"], NEEDLES)
+
+
 def run_ruler(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run the suite `ruler`."""
     return _run_suite(
-        "ruler", TASKS, tuple(TASKS), eval_model, options, samples=options.limit or SAMPLES, depths=options.depths
+        "ruler",
+        TASKS,
+        ruler_tasks(options),
+        eval_model,
+        options,
+        samples=options.limit or SAMPLES,
+        depths=options.depths,
     )
 
 
 def run_niah(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
-    """Run the suite `niah`: needles in essays if the mirror has them, otherwise in noise."""
-    usual = ("niah_single_2",) if options.data_root is not None else ("niah_single_1",)
+    """Run the suite `niah`."""
     depths = options.depths or DEPTHS
     return _run_suite(
-        "niah", NEEDLES, usual, eval_model, options, samples=options.limit or SAMPLES_PER_DEPTH, depths=depths
+        "niah",
+        NEEDLES,
+        niah_tasks(options),
+        eval_model,
+        options,
+        samples=options.limit or SAMPLES_PER_DEPTH,
+        depths=depths,
     )
 
 
 def _run_suite(
     suite: str,
     known: Mapping[str, RulerTask],
-    usual: tuple[str, ...],
+    names: tuple[str, ...],
     eval_model: EvalModel,
     options: EvalOptions,
     *,
     samples: int,
     depths: tuple[float, ...],
 ) -> SuiteResult:
-    names = options.tasks or usual
-    if unknown := [name for name in names if name not in known]:
-        raise SurgeryError(f"--suite {suite} has no task {unknown[0]!r}{suggestion(unknown[0], known)}")
     lengths = options.lengths or default_lengths(eval_model.longest)
     texts = load_texts((known[name] for name in names), suite, options)
     count = prompt_token_counter(eval_model.tokenizer, options.apply_chat_template)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.errors import SurgeryError
 from surgery.eval import offline_data as mirror
 from surgery.eval.lm_eval.bridge import run_own_tasks
 from surgery.eval.lm_eval.tasks import OwnTask
 from surgery.eval.long_context import prompt_token_counter
 from surgery.eval.long_context.jrt_prompts import JRT_PROMPTS, jrt_prompt, says_answer
 from surgery.eval.long_context.truncate import truncate_around
-from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult, select_tasks
 
 LENGTHS = (512, 1024, 2048, 16384)  # Log-Linear Attention's table (arXiv:2506.04761)
 ANSWER_TOKENS = 48
@@ -94,11 +94,14 @@ TASKS = {
 }
 
 
+def retrieval_tasks(options: EvalOptions) -> tuple[str, ...]:
+    """Return the tasks of the suite that are run."""
+    return select_tasks("retrieval", options, tuple(TASKS), TASKS)
+
+
 def run_retrieval(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run the suite `retrieval`."""
-    names = options.tasks or tuple(TASKS)
-    if unknown := [name for name in names if name not in TASKS]:
-        raise SurgeryError(f"--suite retrieval has no task {unknown[0]!r}{suggestion(unknown[0], TASKS)}")
+    names = retrieval_tasks(options)
     reach = eval_model.longest or LENGTHS[-1]
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= reach) or (reach,)
     mirror.check_datasets(

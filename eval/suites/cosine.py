@@ -11,7 +11,17 @@ from torch import Tensor
 from surgery.calibration.data import document_stream
 from surgery.core.errors import SurgeryError
 from surgery.eval.batching import score_in_batches
-from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register, stable_id
+from surgery.eval.suite import (
+    EvalMetric,
+    EvalModel,
+    EvalOptions,
+    Sample,
+    Suite,
+    SuiteResult,
+    no_tasks,
+    register,
+    stable_id,
+)
 from surgery.eval.text import note_text, resolve_text
 
 
@@ -74,4 +84,8 @@ def compare_embeddings(base: SuiteResult, converted: SuiteResult) -> SuiteResult
     return SuiteResult(samples, {"cosine": COSINE}, notes=[f"the worst sentence has {min(each_N):.4f}"])
 
 
-register(Suite("cosine", "an encoder's sentence embeddings against --compare", run, combine=compare_embeddings))
+register(
+    Suite(
+        "cosine", "an encoder's sentence embeddings against --compare", run, combine=compare_embeddings, tasks=no_tasks
+    )
+)

@@ -24,7 +24,17 @@ from surgery.calibration.data import special_tokens
 from surgery.core.errors import SurgeryError
 from surgery.eval.batching import score_in_batches
 from surgery.eval.losses import check_lm_head, max_batch_tokens
-from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register, stable_id
+from surgery.eval.suite import (
+    EvalMetric,
+    EvalModel,
+    EvalOptions,
+    Sample,
+    Suite,
+    SuiteResult,
+    no_tasks,
+    register,
+    stable_id,
+)
 
 
 def draw_without_replacement(rng: Random, items: Sequence[int], count: int) -> list[int]:
@@ -217,4 +227,4 @@ def _score_batch(
     return scores
 
 
-register(Suite("mqar", "multi-query associative recall (Zoology), asked in context", run))
+register(Suite("mqar", "multi-query associative recall (Zoology), asked in context", run, tasks=no_tasks))

@@ -28,11 +28,21 @@ import numpy as np
 import torch
 
 from surgery.calibration.data import document_stream, special_tokens
-from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.errors import SurgeryError
 from surgery.eval.batching import score_in_batches
 from surgery.eval.losses import check_lm_head
 from surgery.eval.stories import NeedleQuestion, filler, needle_question
-from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register, stable_id
+from surgery.eval.suite import (
+    EvalMetric,
+    EvalModel,
+    EvalOptions,
+    Sample,
+    Suite,
+    SuiteResult,
+    register,
+    select_tasks,
+    stable_id,
+)
 from surgery.eval.suites.mqar import draw_without_replacement
 from surgery.eval.text import Counts, counter, encoder, note_text, to_array
 
@@ -336,13 +346,15 @@ class NeedleCell:
         return Sample(self.task, name, metrics, {"length": self.length, "depth": self.depth}, shown=shown)
 
 
+def needle_tasks(options: EvalOptions) -> tuple[str, ...]:
+    """Return the tasks that are run."""
+    return select_tasks("needle", options, TASKS, TASKS)
+
+
 def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run the tasks `needle` and `needle-rank` (or --tasks) at each length and depth."""
     check_lm_head(eval_model.model)
-    tasks = options.tasks or TASKS
-    for task in tasks:
-        if task not in TASKS:
-            raise SurgeryError(f"needle has no task {task!r}{suggestion(task, TASKS)}")
+    tasks = needle_tasks(options)
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= (eval_model.longest or n))
     depths, count = options.depths or DEPTHS, options.limit or SAMPLES
     small = () if options.lengths else _too_short(eval_model.tokenizer, lengths, depths, count, options.seed)
@@ -442,4 +454,6 @@ def _text_ids(vocabulary: Vocabulary, options: EvalOptions, count: int) -> list[
     return ids[:count]
 
 
-register(Suite("needle", "retrieval of codes from texts for small models, by length and depth", run))
+register(
+    Suite("needle", "retrieval of codes from texts for small models, by length and depth", run, tasks=needle_tasks)
+)

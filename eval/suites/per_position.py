@@ -17,7 +17,7 @@ from surgery.core.errors import SurgeryError
 from surgery.eval.batching import score_in_batches
 from surgery.eval.losses import check_lm_head, max_batch_tokens, token_losses
 from surgery.eval.results.statistics import Z_95
-from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, no_tasks, register
 from surgery.eval.text import TextWindow, load_text_windows, window_length_notes
 
 if TYPE_CHECKING:
@@ -109,4 +109,4 @@ def plot(results: Mapping[str, SuiteResult], folder: Path, base: str | None = "b
     ]
 
 
-register(Suite("per-position", "loss by position in the window", run, plot=plot))
+register(Suite("per-position", "loss by position in the window", run, plot=plot, tasks=no_tasks))

@@ -19,7 +19,7 @@ from surgery.core.progress import Progress
 from surgery.eval.batching import score_in_batches
 from surgery.eval.losses import check_lm_head, max_batch_tokens, token_losses
 from surgery.eval.results.compare import compare_results
-from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, no_tasks, register
 from surgery.eval.text import TextWindow, load_text_windows, window_length_notes
 
 NLL = EvalMetric("nll", "ppl", higher_is_better=False, title="perplexity")
@@ -89,4 +89,4 @@ def format_interval(ratio: dict[str, Any], digits: str = ".4g") -> str:
     return f"{ratio['ratio']:{digits}}{ends}"
 
 
-register(Suite("ppl", "perplexity of a text", run))
+register(Suite("ppl", "perplexity of a text", run, tasks=no_tasks))

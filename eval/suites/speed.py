@@ -14,7 +14,7 @@ from typing import Any
 from surgery.eval.losses import check_lm_head
 from surgery.eval.speed.context_tables import plot_speed, speed_result
 from surgery.eval.speed.contexts import check_rows, is_row, is_whole_context, measure_context
-from surgery.eval.suite import EvalModel, EvalOptions, Suite, SuiteResult, register
+from surgery.eval.suite import EvalModel, EvalOptions, Suite, SuiteResult, no_tasks, register
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 REPEATS, DECODE_TOKENS, BATCHES = 10, 16, (1, 16)
@@ -110,6 +110,7 @@ register(
         run,
         run_pair=run_in_turns,
         plot=plot,
+        tasks=no_tasks,
         version=2,
     )
 )

@@ -1,17 +1,22 @@
-"""The command `surgery eval`; imports nothing heavy before it runs."""
+"""The command `surgery eval`; imports nothing heavy before it runs. Its options on what is measured are the fields of EvalOptions."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from surgery.cli import options
 from surgery.cli.console import progress, show
+from surgery.cli.model_options import options_of
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import is_main_process
+
+if TYPE_CHECKING:
+    from surgery.eval.options import EvalOptions
 
 Suites = Annotated[
     list[str] | None,
@@ -37,93 +42,12 @@ Out = Annotated[
         help="Write results, samples and plots to this folder. Suites already finished there are not run again.",
     ),
 ]
-Text = Annotated[
-    str | None,
-    typer.Option(help="Score this text: a file or a Hub data set (org/name[:config:split:column])."),
-]
 FailBelow = Annotated[
     list[str] | None,
     typer.Option(
         "--fail-below",
         metavar="NAME=RATIO",
         help="Exit with code 1 if the score is worse than this ratio of the base's: accuracies at least RATIO, perplexity at most RATIO, e.g. ppl=1.05. Repeatable.",
-    ),
-]
-Limit = Annotated[int | None, typer.Option(min=1, help="Use at most this many samples for each task and length.")]
-Tokens = Annotated[int, typer.Option(min=16, help="Score this many tokens of the text.")]
-Length = Annotated[int, typer.Option(min=8, help="Split the text into windows of this many tokens.")]
-Lengths = Annotated[
-    str | None, typer.Option(help="Build long-context samples of these lengths in tokens, e.g. 4096,8192 or 4k,8k.")
-]
-Depths = Annotated[str | None, typer.Option(help="Place needles at these relative positions in [0, 1], e.g. 0,0.5,1.")]
-Tasks = Annotated[str | None, typer.Option(help="Run only these tasks of the suite, separated by commas.")]
-BatchSize = Annotated[str, typer.Option("--batch-size", help="Sequences in a batch, or auto.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of the samples, which are the same for both models.")]
-DataRoot = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-root",
-        metavar="DIR",
-        help="Read data sets from this local mirror, written by `surgery fetch-eval-data`.",
-    ),
-]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data",
-        metavar="TASK=FILE",
-        help="Read the records of an lm-eval task from this file of JSON lines instead of its data set, e.g. piqa=piqa.jsonl; or a folder with TASK.jsonl. Repeatable.",
-    ),
-]
-FewShot = Annotated[
-    int | None,
-    typer.Option(
-        "--num-fewshot",
-        min=0,
-        help="Number of few-shot examples in the prompts of lm-eval tasks. Default: each task's own.",
-    ),
-]
-GenKwargs = Annotated[
-    str | None,
-    typer.Option("--gen-kwargs", help="Arguments passed to generate(), e.g. temperature=0.7,top_p=0.9."),
-]
-Metadata = Annotated[str | None, typer.Option(help="JSON object passed to the lm-eval tasks as their metadata.")]
-IncludePath = Annotated[
-    Path | None,
-    typer.Option("--include-path", metavar="DIR", help="Also load lm-eval task definitions from this folder."),
-]
-SomeSamples = Annotated[
-    str | None,
-    typer.Option("--samples", help='Run only these documents of lm-eval tasks, as JSON: {"piqa": [0, 5]}.'),
-]
-UseCache = Annotated[
-    Path | None,
-    typer.Option(
-        "--use-cache",
-        metavar="DIR",
-        help="Store every answer in this folder, for later runs with other options too. An interrupted suite continues without it if --out is given.",
-    ),
-]
-Chat = Annotated[bool, typer.Option("--apply-chat-template", help="Format prompts with the model's chat template.")]
-Dtype = Annotated[
-    str, typer.Option(help="Compute in float32, bfloat16, float16, or auto (the dtype of the stored weights).")
-]
-Prompts = Annotated[
-    str,
-    typer.Option(
-        help="Prompts and truncation of the retrieval tasks: based (this package's), or jrt, those of the Just-Read-Twice harness."
-    ),
-]
-Fill = Annotated[
-    str,
-    typer.Option(
-        help="Fill RULER's prompts to the exact number of tokens (exact), or by whole units as the original (ruler)."
-    ),
-]
-Pairs = Annotated[
-    str | None,
-    typer.Option(
-        help="Key-value pairs of mqar, e.g. 4,16,64, or the lengths and pairs of a paper: zoology, based, log-linear. Default: one for each 16 tokens."
     ),
 ]
 Verify = Annotated[
@@ -134,9 +58,20 @@ Verify = Annotated[
         help="Measure nothing: say what differs between the versions, models, data and options of these finished results and those given here. Exit code 1 unless all is the same.",
     ),
 ]
+Dtype = Annotated[
+    str, typer.Option(help="Compute in float32, bfloat16, float16, or auto (the dtype of the stored weights).")
+]
 ListSuites = Annotated[bool, typer.Option("--list-suites", help="List the suites, one per line, and exit.")]
 
 
+def load_eval_options() -> type[EvalOptions]:
+    """Import and return EvalOptions."""
+    from surgery.eval.options import EvalOptions
+
+    return EvalOptions
+
+
+@options_of(load_eval_options)
 def evaluate(
     context: typer.Context,
     converted: Annotated[
@@ -149,28 +84,8 @@ def evaluate(
     suite: Suites = None,
     compare: Base = None,
     out: Out = None,
-    text: Text = None,
     fail_below: FailBelow = None,
-    limit: Limit = None,
-    tokens: Tokens = 65536,
-    length: Length = 1024,
-    lengths: Lengths = None,
-    depths: Depths = None,
-    tasks: Tasks = None,
-    batch_size: BatchSize = "auto",
-    seed: Seed = 0,
-    data_root: DataRoot = None,
-    data: Data = None,
-    num_fewshot: FewShot = None,
-    gen_kwargs: GenKwargs = None,
-    metadata: Metadata = None,
-    include_path: IncludePath = None,
-    apply_chat_template: Chat = False,
-    samples: SomeSamples = None,
-    use_cache: UseCache = None,
-    prompts: Prompts = "based",
-    fill: Fill = "exact",
-    pairs: Pairs = None,
+    *,
     verify: Verify = None,
     device: options.Device = None,
     dtype: Dtype = "float32",
@@ -178,6 +93,7 @@ def evaluate(
     list_suites: ListSuites = False,
     plugins: options.Plugins = None,
     as_json: options.Json = False,
+    **asked: Any,
 ) -> None:
     """Evaluate a checkpoint, optionally against the original on the same samples; exit code 1 if a --fail-below threshold is missed.
 
@@ -192,14 +108,8 @@ def evaluate(
         return
     if not converted and verify is None:
         raise SurgeryError("MODEL is missing. Name the checkpoint to evaluate: surgery eval MODEL --text FILE")
-    chosen = [name for raw in suite or ["ppl"] for name in split_words(raw)]
-    eval_options = parse_options(
-        text=text, limit=limit, tokens=tokens, length=length, lengths=split_words(lengths), depths=split_words(depths),
-        tasks=split_words(tasks), batch_size=batch_size, seed=seed, data_root=data_root, num_fewshot=num_fewshot,
-        gen_kwargs=_parse_pairs(gen_kwargs), metadata=_parse_json("--metadata", metadata), include_path=include_path,
-        apply_chat_template=apply_chat_template, samples=_parse_json("--samples", samples), use_cache=use_cache,
-        prompts=prompts, fill=fill, pairs=parse_pair_numbers(pairs), data=parse_data(data or []),
-    )  # fmt: skip
+    chosen = [name.strip() for words in suite or ["ppl"] for name in words.split(",") if name.strip()]
+    eval_options = read_options(asked)
     settings: dict[str, Any] = {
         "compare": compare, "out": out, "fail_below": fail_below or [], "device": device, "dtype": dtype,
         "trust_remote_code": trust_remote_code, "progress": progress(as_json), "command": command_words(context),
@@ -222,13 +132,21 @@ def evaluate(
         raise typer.Exit(done.exit_code)
 
 
+def read_options(asked: Mapping[str, Any]) -> EvalOptions:
+    """Return validated options. asked: values of the command line by field, None: not given."""
+    from surgery.eval.options import parse_options
+
+    given = {name: value for name, value in asked.items() if value is not None}
+    return parse_options(given, "surgery eval", lambda name: "--" + name.replace("_", "-"))
+
+
 def verify_results(
     context: typer.Context,
     results: Path,
     models: list[str],
     compare: str | None,
     suites: list[str],
-    eval_options: Any,
+    eval_options: EvalOptions,
     as_json: bool,
 ) -> None:
     """Compare finished results with what is here; exit code 1 unless all is the same."""
@@ -266,7 +184,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def evaluate_several(
-    models: list[str], suites: list[str], eval_options: Any, settings: dict[str, Any], as_json: bool
+    models: list[str], suites: list[str], eval_options: EvalOptions, settings: dict[str, Any], as_json: bool
 ) -> int:
     """Evaluate several models into one folder and print their comparison; return the exit code."""
     from rich.markup import escape
@@ -295,89 +213,3 @@ def command_words(context: typer.Context) -> list[str]:
         for each in value if isinstance(value, (list, tuple)) else [value]:
             words += option if isinstance(each, bool) else [*option, str(each)]
     return words
-
-
-def parse_options(**raw: Any) -> Any:
-    """Validate EvalOptions; a SurgeryError names the command-line option that is wrong."""
-    from pydantic import ValidationError
-
-    from surgery.eval.suite import EvalOptions
-
-    try:
-        return EvalOptions(**raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = "--" + str(first["loc"][0]).replace("_", "-")
-        raise SurgeryError(f"{name} {first.get('input')!r}: {first['msg'].lower()}") from None
-
-
-def parse_data(raw: list[str]) -> dict[str, Path]:
-    """Parse the values of --data to {task: file}; a folder has the key of all tasks."""
-    from surgery.eval.suite import ANY_TASK
-
-    found: dict[str, Path] = {}
-    for word in raw:
-        name, equals, path = (ANY_TASK, "=", word) if Path(word).is_dir() else word.partition("=")
-        if not (name and equals and path):
-            raise SurgeryError(
-                f"--data must be TASK=FILE, or a folder with TASK.jsonl (got {word!r}, which is no folder). Write for example piqa=piqa.jsonl"
-            )
-        if name in found:
-            raise SurgeryError(f"--data names {'two folders' if name == ANY_TASK else name + ' twice'}. Leave one out.")
-        if name != ANY_TASK and not Path(path).is_file():
-            what = "is a folder" if Path(path).is_dir() else "does not exist"
-            raise SurgeryError(f"--data {word}: {path} {what}. Give a file of JSON lines.")
-        found[name] = Path(path)
-    return found
-
-
-def split_words(raw: str | None) -> tuple[str, ...]:
-    """Return the words of a list separated by commas."""
-    return tuple(word.strip() for word in (raw or "").split(",") if word.strip())
-
-
-def parse_pair_numbers(raw: str | None) -> Any:
-    """Return the name of a paper's settings, or numbers of pairs separated by commas."""
-    words = split_words(raw)
-    if not words:
-        return ()
-    from surgery.core.errors import suggestion
-    from surgery.eval.suites.mqar import PAPER_SETTINGS
-
-    if all(word.isdecimal() for word in words):
-        return words
-    if len(words) == 1 and words[0] in PAPER_SETTINGS:
-        return words[0]
-    raise SurgeryError(
-        f"--pairs {raw!r} must be whole numbers separated by commas, or one of {', '.join(PAPER_SETTINGS)}{suggestion(str(raw), PAPER_SETTINGS)}"
-    )
-
-
-def _parse_pairs(raw: str | None) -> dict[str, Any]:
-    """Parse "temperature=0.7,top_p=0.9" to a dict, each value read as YAML."""
-    from surgery.core.config import read_yaml
-
-    found: dict[str, Any] = {}
-    for word in split_words(raw):
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise SurgeryError(
-                f"--gen-kwargs must be name=value pairs (got {word!r}). Write for example temperature=0.7,top_p=0.9"
-            )
-        try:
-            found[name] = read_yaml(value)
-        except ValueError as error:
-            raise SurgeryError(f"--gen-kwargs {word!r}: {error}; for example temperature=0.7,top_p=0.9") from None
-    return found
-
-
-def _parse_json(option: str, raw: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(raw) if raw else {}
-    except ValueError as error:
-        raise SurgeryError(f"{option} {raw!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise SurgeryError(
-            f'{option} must be a JSON object (got {raw!r}). Write for example {{"max_seq_lengths": [4096]}}'
-        )
-    return found

@@ -28,6 +28,7 @@ from surgery.cli.console import show as _show
 from surgery.cli.eval import command_words, evaluate
 from surgery.cli.fetch_eval_data import fetch_eval_data
 from surgery.cli.finetune import finetune
+from surgery.cli.model_options import ModelCommand
 from surgery.cli.pretrain import pretrain
 from surgery.cli.push import push
 from surgery.cli.report import report
@@ -249,7 +250,7 @@ def inspect(
     _show([*(module_table(report) if modules else inspect_table(report)), *notes])
 
 
-app.command()(run)
+app.command(cls=ModelCommand)(run)
 app.command()(finetune)
 app.command()(pretrain)
 app.command("teacher-cache")(teacher_cache)
@@ -258,7 +259,7 @@ app.command()(push)
 app.command(cls=ServeCommand)(serve)
 
 
-app.command(name="eval")(evaluate)
+app.command(name="eval", cls=ModelCommand)(evaluate)
 app.command()(compare)
 app.command(name="fetch-eval-data")(fetch_eval_data)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from surgery.cli import options
 from surgery.cli.console import progress, show
-from surgery.cli.eval import Length, Lengths, Limit, Suites, Tokens, parse_options, split_words
+from surgery.cli.eval import Suites, load_eval_options, read_options
+from surgery.cli.model_options import options_of
 
 Out = Annotated[
     Path,
@@ -50,6 +51,7 @@ HeldOutText = Annotated[
 ]
 
 
+@options_of(load_eval_options, "limit", "tokens", "length", "lengths")
 def run(
     source: options.Source,
     recipe: options.RecipeName,
@@ -62,14 +64,12 @@ def run(
     heal_overrides: HealOverrides = None,
     tiny: options.Tiny = False,
     suite: Suites = None,
-    limit: Limit = None,
-    tokens: Tokens = 65536,
-    length: Length = 1024,
-    lengths: Lengths = None,
+    *,
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
     plugins: options.Plugins = None,
     as_json: options.Json = False,
+    **asked: Any,
 ) -> None:
     """Plan, convert, heal, evaluate and report in one folder; the same command continues an interrupted run.
 
@@ -77,11 +77,12 @@ def run(
     """
     shown = progress(as_json)
     shown.say(f"running {recipe} on {source} in {out}")  # before torch and transformers are imported
+    from surgery.eval.options import split_words
     from surgery.workflow import RunOptions, parse_suites
     from surgery.workflow import run as run_all
 
-    given = {"limit": limit, "tokens": tokens, "length": length, "lengths": split_words(lengths)}
-    parse_options(**given)
+    read_options(asked)
+    eval_options = {**asked, "lengths": split_words(asked["lengths"] or "")}  # as run.json has them
     chosen = RunOptions(
         source,
         recipe,
@@ -92,7 +93,7 @@ def run(
         calibration=calibration,
         text=text,
         suites=parse_suites(suite),
-        eval_options=tuple(given.items()),
+        eval_options=tuple(eval_options.items()),
         tiny=tiny,
         device=device,
         trust_remote_code=trust_remote_code,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import yaml
@@ -82,6 +83,19 @@ def is_layer_selected(text: str, index: int, count: int) -> bool:
 
 
 COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """How a field of a model is written on the command line, where its type does not say so (surgery/cli/model_options.py).
+
+    Attributes:
+        metavar: name of the value in the help text, e.g. DIR; None: that of the type.
+        is_repeatable: whether the option may be given several times; the field then gets the list of texts.
+    """
+
+    metavar: str | None = None
+    is_repeatable: bool = False
 
 
 class StrictModel(BaseModel):

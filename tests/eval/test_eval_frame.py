@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from surgery.cli.eval import parse_options
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
@@ -281,17 +280,6 @@ def test_a_file_in_the_way(models, tmp_path):
         evaluate("good", ["right"], OPTIONS, out=tmp_path / "out")
     with pytest.raises(SurgeryError, match=r"is not a folder\. Create it first"):
         evaluate("good", ["right"], OPTIONS, out=tmp_path / "a" / "b")
-
-
-def test_options_are_said_as_options():
-    with pytest.raises(SurgeryError, match="--batch-size 'many': "):
-        parse_options(batch_size="many")
-    with pytest.raises(SurgeryError, match="--lengths 'x': "):
-        parse_options(lengths=("x",))
-    for wrong in ({"lengths": ("0",)}, {"depths": ("1.5",)}, {"batch_size": "0"}):
-        with pytest.raises(SurgeryError, match=f"--{next(iter(wrong)).replace('_', '-')} '"):
-            parse_options(**wrong)
-    assert parse_options(batch_size="4", lengths=("64", "128")).lengths == (64, 128)
 
 
 def test_a_text_counts_by_its_bytes(tmp_path):

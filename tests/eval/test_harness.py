@@ -15,6 +15,7 @@ from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.eval import offline_data as mirror
+from surgery.eval import run as running
 from surgery.eval.lm_eval.adapter import harness_model
 from surgery.eval.lm_eval.bridge import run_own_tasks
 from surgery.eval.lm_eval.tasks import OwnTask
@@ -163,9 +164,24 @@ def test_3_texts_that_are_shorter_than_the_length_they_stand_for_are_told(eval_m
     assert "nq at 4,096 tokens: the data set truncates its texts to 2,048" in found.notes
 
 
-def test_3_samples_of_a_task_that_was_not_run_are_refused():
-    with pytest.raises(SurgeryError, match="--samples: no task 'piqaa' was measured; did you mean 'piqa'"):
-        evaluate(str(TINY), ["zeroshot"], options(tasks=("piqa",), samples={"piqaa": (0,)}))
+@pytest.mark.parametrize(
+    ("suites", "given", "said"),
+    [
+        (["zeroshot"], {"tasks": ("piqa",), "samples": {"piqaa": (0,)}}, "--samples: no task 'piqaa' is measured; did you mean 'piqa'"),
+        (["zeroshot"], {"tasks": ("piqaa",)}, "neither a suite nor a task of lm-eval: 'piqaa'; did you mean 'piqa'"),
+        (["piqa"], {"tasks": ("piqaa",)}, "did you mean 'piqa'"),
+        (["lm-eval"], {}, "needs names of lm-eval tasks"),
+        (["ppl", "needle"], {"tasks": ("needel",)}, "--suite needle has no task 'needel'; did you mean 'needle'"),
+        (["longbench2"], {"tasks": ("grap",)}, "did you mean 'graph'"),
+        (["ppl"], {"tasks": ("piqa",)}, "--tasks piqa: ppl has no tasks to choose from"),
+        (["mqar", "speed"], {"samples": {"mqar": (0,)}}, "--samples mqar: mqar, speed has no tasks"),
+        (["longbench"], {"samples": {"qasper": (0,)}}, "did you mean 'longbench_qasper'"),
+    ],
+)  # fmt: skip
+def test_mistyped_tasks_are_refused_before_a_model_is_loaded(monkeypatch, suites, given, said):
+    monkeypatch.setattr(running, "open_model", lambda *arguments: pytest.fail("a model is opened"))
+    with pytest.raises(SurgeryError, match=said):
+        evaluate(str(TINY), suites, options(**given))
 
 
 # -- every suite, offline ----------------------------------------------------------------------------

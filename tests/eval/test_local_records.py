@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgery.cli.eval import parse_data
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.eval import run as running
 from surgery.eval import task_names
 from surgery.eval.local_records import CONVERTERS, read_records
+from surgery.eval.options import parse_options
 from surgery.eval.run import evaluate, load, load_eval_model
 from surgery.eval.suite import EvalModel, EvalOptions, find_suite
 from surgery.eval.verify import verify
@@ -251,15 +251,16 @@ def test_results_follow_the_content_of_the_file(tmp_path, monkeypatch):
     assert loaded and len(done.results["zeroshot"]["converted"].samples) == 1
 
 
-def test_records_of_a_task_that_is_not_measured_are_an_error(tmp_path):
+def test_records_of_a_task_that_is_not_measured_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "open_model", lambda *arguments: pytest.fail("a model is opened"))
     file = write_lines(tmp_path / "some.jsonl", [FOUNDRY])
-    with pytest.raises(SurgeryError, match="--data: no task 'piqaa' was measured; did you mean 'piqa'"):
+    with pytest.raises(SurgeryError, match="--data: no task 'piqaa' is measured; did you mean 'piqa'"):
         evaluate(str(TINY), ["zeroshot"], EvalOptions(tasks=("piqa",), data={"piqa": file, "piqaa": file}))
 
 
 def test_values_of_the_option(tmp_path):
     file = write_lines(tmp_path / "some.jsonl", [FOUNDRY])
-    assert parse_data([f"piqa={file}", str(tmp_path)]) == {"piqa": file, "*": tmp_path}
+    assert parse_options({"data": [f"piqa={file}", str(tmp_path)]}, "eval").data == {"piqa": file, "*": tmp_path}
     for words, said in (
         ([str(file)], "must be TASK=FILE, or a folder"),
         ([f"={file}"], "must be TASK=FILE"),
@@ -269,4 +270,4 @@ def test_values_of_the_option(tmp_path):
         ([str(tmp_path)] * 2, "names two folders"),
     ):
         with pytest.raises(SurgeryError, match=said):
-            parse_data(words)
+            parse_options({"data": words}, "eval")

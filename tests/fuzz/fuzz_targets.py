@@ -720,17 +720,16 @@ def mirror(path: Path) -> None:
 @fuzz_target(None, '{"max_seq_lengths": [4096]}', "temperature=0.7,top_p=0.9,do_sample=true", "ppl=1.05", "ppl:nll=0.9", "4096,8192", "0,0.5,1")  # fmt: skip
 def eval_options(text: str) -> None:
     """Options of an evaluation."""
-    from surgery.cli.eval import _parse_json, _parse_pairs, parse_options, parse_pair_numbers, split_words
+    from surgery.eval.options import parse_options
     from surgery.eval.results.thresholds import parse_thresholds
 
     for read in (
-        lambda: parse_options(metadata=_parse_json("--metadata", text)),
-        lambda: parse_options(samples=_parse_json("--samples", text)),
-        lambda: parse_options(gen_kwargs=_parse_pairs(text)),
-        lambda: parse_options(lengths=split_words(text)),
-        lambda: parse_options(depths=split_words(text)),
-        lambda: parse_options(pairs=parse_pair_numbers(text)),
-        lambda: parse_options(batch_size=text),
+        *(
+            functools.partial(parse_options, {name: text}, "eval")
+            for name in ("metadata", "samples", "gen_kwargs", "lengths", "depths")
+        ),
+        *(functools.partial(parse_options, {name: text}, "eval") for name in ("pairs", "batch_size", "tasks")),
+        lambda: parse_options({"data": [text]}, "eval"),
         lambda: parse_thresholds([text], True),
     ):
         with contextlib.suppress(SurgeryError):

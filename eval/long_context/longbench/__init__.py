@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.errors import SurgeryError
 from surgery.eval import offline_data as mirror
 from surgery.eval.averages import LONGBENCH_E_RANGES, LONGBENCH_E_TASKS
 from surgery.eval.lm_eval.bridge import run_own_tasks
@@ -16,7 +16,7 @@ from surgery.eval.long_context import prompt_token_counter
 from surgery.eval.long_context.longbench.prompts import TASKS, LongBenchTask
 from surgery.eval.long_context.longbench.scores import SCORES, first_line
 from surgery.eval.long_context.truncate import truncate_middle
-from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult, select_tasks
 
 DATASET = "Xnhyacinth/LongBench"
 DEFAULT_LENGTH = 32768  # tokens of a prompt for a model without a longest input
@@ -24,13 +24,22 @@ PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.in_paper)
 SCORE = EvalMetric("score", "mean", True, scale=100.0, top=1.0, floor=0.0)
 
 
+def longbench_tasks(options: EvalOptions) -> tuple[str, ...]:
+    """Return the tasks of LongBench that are run: those of the paper, --tasks, or with --tasks all every one."""
+    names = select_tasks("longbench", options, PAPER_TASKS, [*TASKS, "all"])
+    return tuple(TASKS) if "all" in names else names
+
+
+def longbench_e_tasks(options: EvalOptions) -> tuple[str, ...]:
+    """Return the tasks of LongBench-E that are run."""
+    return select_tasks("longbench-e", options, LONGBENCH_E_TASKS, LONGBENCH_E_TASKS)
+
+
 def run_longbench(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run fourteen tasks, or all twenty-one with --tasks all. --lengths: maximum tokens of prompt and answer, each run
     separately.
     """
-    names = tuple(TASKS) if options.tasks == ("all",) else options.tasks or PAPER_TASKS
-    if unknown := [name for name in names if name not in TASKS]:
-        raise SurgeryError(f"--suite longbench has no task {unknown[0]!r}{suggestion(unknown[0], [*TASKS, 'all'])}")
+    names = longbench_tasks(options)
     mirror.check_datasets(options.data_root, "longbench", [DATASET])
     lengths = options.lengths or (eval_model.longest or DEFAULT_LENGTH,)
     tasks = [
@@ -41,9 +50,7 @@ def run_longbench(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
 def run_longbench_e(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Run LongBench-E: thirteen tasks with as many documents of each range of length. --limit applies to each range."""
-    names = options.tasks or LONGBENCH_E_TASKS
-    if unknown := [name for name in names if name not in LONGBENCH_E_TASKS]:
-        raise SurgeryError(f"--suite longbench-e has no task {unknown[0]!r}{suggestion(unknown[0], LONGBENCH_E_TASKS)}")
+    names = longbench_e_tasks(options)
     mirror.check_datasets(options.data_root, "longbench-e", [DATASET])
     lengths = options.lengths or (eval_model.longest or DEFAULT_LENGTH,)
     tasks = [
