@@ -175,7 +175,7 @@ class _Run:
                 raise SurgeryError(
                     "--heal trains on a text, and there is none. Give --data: a file, a folder or a Hub id"
                 )
-            heal = recipe.model_dump(mode="json")
+            heal = recipe.model_dump(mode="json", exclude={"description"})
         paths = {name: getattr(options, name) for name in ("data", "calibration", "text")}
         digests = {name: content_digest(Path(p)) for name, p in paths.items() if p is not None and Path(p).exists()}
         _check_measured(options, digests)
@@ -349,6 +349,8 @@ def _open_folder(out: Path, settings: dict[str, Any]) -> None:
             json.dump(plain, file, indent=2)
         return
     before = read_json(path)
+    if isinstance(before, dict) and isinstance(before.get("heal"), dict):
+        before["heal"].pop("description", None)  # versions up to 0.2 stored it
     different = [key for key in plain if not isinstance(before, dict) or before.get(key) != plain[key]]
     if different:
         raise SurgeryError(

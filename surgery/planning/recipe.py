@@ -29,7 +29,7 @@ from surgery.architectures import ROLES
 from surgery.core.config import MAX_BYTES, check_layer_range, is_layer_selected, read_yaml
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.attention_recipe import AttentionRecipe
-from surgery.planning.renamed import renew_override, renew_recipe, warn_renamed
+from surgery.planning.renamed import OLD_HEALING_RECIPES, renew_override, renew_recipe, warn_renamed
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.structures import STRUCTURES
 
@@ -278,7 +278,8 @@ def load_recipe(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Conve
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = conversion_recipes_folder() / f"{name}.yaml"
-        if not path.is_file() and (recipes_folder() / "healing" / f"{Path(name).name}.yaml").is_file():
+        healing = recipes_folder() / "healing" / f"{Path(name).name}.yaml"
+        if not path.is_file() and (healing.is_file() or name in OLD_HEALING_RECIPES):
             raise SurgeryError(
                 f"{name} is a healing recipe, for `surgery finetune`. Give a conversion recipe (`surgery recipes` lists them)"
             )

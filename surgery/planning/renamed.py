@@ -11,15 +11,20 @@ attention kept (mixer head_hybrid)            softmax_heads; these names are in 
 keep of a healing recipe                      checkpoints
 of of a stage `align`                         modules
 towards, ends of a stage `lora`               loss, adapter
+eight healing recipes by name                 three, with settings (OLD_HEALING_RECIPES)
 """
 
 from __future__ import annotations
 
+import copy
+import shlex
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from surgery.core.config import apply_override
 from surgery.core.errors import RenamedWarning, SurgeryError
 from surgery.mixers.renamed import renamed_options, renew_options
 
@@ -31,6 +36,140 @@ HYBRID_KEYS = {"keep": "softmax", "by": "choose_by", "of": "unit"}
 # Options of choices of softmax layers, and the values that have become constants.
 HYBRID_CONSTANTS = {"align_steps": 100, "gate_steps": 200, "weights": "far", "repeated": 0.5}
 STAGE_KEYS = {"align": {"of": "modules"}, "lora": {"towards": "loss", "ends": "adapter"}}
+
+
+@dataclass(frozen=True)
+class OldHealingRecipe:
+    """A shipped healing recipe of version 0.2, as settings of one of today's. The training is the same.
+
+    Attributes:
+        recipe: today's recipe.
+        settings: KEY=VALUE, as after --set.
+        tiny: keys of the block `tiny` that differ.
+    """
+
+    recipe: str
+    settings: tuple[str, ...] = ()
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """The options of `surgery finetune` that select this training."""
+        return shlex.join(["--recipe", self.recipe, *(word for text in self.settings for word in ("--set", text))])
+
+    def change(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of today's recipe with the settings applied."""
+        changed = copy.deepcopy(dict(data))
+        for text in self.settings:
+            apply_override(changed, text)
+        changed["tiny"] = {**changed["tiny"], **self.tiny}
+        return changed
+
+
+_DOCUMENTS = ("data.packing=documents", "data.validation_examples=64")
+_WITHOUT_GRAPH = ("cuda_graph=false", "log=10")
+OLD_HEALING_RECIPES = {
+    "small-linears": OldHealingRecipe("linears"),
+    "small-attention": OldHealingRecipe(
+        "attention",
+        (
+            "common.length=1024",
+            "common.batch=8",
+            "common.rows=8",
+            "stages=[{kind: align, modules: [attention], tokens: 600k, trains: [attention, mixers], rate: 1e-3, "
+            "rates: {mixers: 3e-3}}, {kind: distill, tokens: 2M, trains: [all], rate: 1e-3, rates: {mixers: 2e-3}}]",
+            "cuda_graph=false",
+        ),
+    ),
+    "attention-large": OldHealingRecipe(
+        "attention",
+        (
+            *_DOCUMENTS,
+            "data.validation=0.001",
+            "common.length=4096",
+            "common.batch=64",
+            "common.rows=1",
+            "common.memory=checkpoint",
+            "stages.0.tokens=500M",
+            "stages.0.rate=3e-5",
+            "stages.0.rates.mixers=2e-4",
+            *_WITHOUT_GRAPH,
+            "evaluate=200",
+            "checkpoint=200",
+        ),
+        {"stages.*.memory": "keep"},
+    ),
+    "quick": OldHealingRecipe(
+        "attention",
+        (
+            *_DOCUMENTS,
+            "common={length: 1024, batch: 8, rows: 2, memory: checkpoint, schedule: {name: cosine, floor: 0.1}}",
+            "stages=[{kind: align, modules: [attention], tokens: 20M, trains: [mixers], rate: 1e-2, memory: keep}, "
+            "{kind: lora, tokens: 20M, targets: [attention], rank: 8, alpha: 16, rate: 1e-4}]",
+            *_WITHOUT_GRAPH,
+            "evaluate=500",
+            "checkpoint=500",
+        ),
+        {"stages.*.tokens": "256k", "stages.*.memory": "keep", "stages.1.rate": 1e-3},
+    ),
+    "standard": OldHealingRecipe(
+        "attention",
+        (
+            *_DOCUMENTS,
+            "common={schedule: {name: cosine, floor: 0.1}, memory: checkpoint, optimiser: {weight_decay: 0.0}}",
+            "stages=[{kind: align, length: 512, batch: 64, rows: 8, tokens: 100M, trains: [new], rate: 1e-4, "
+            "rates: {mixers: 1e-3}, memory: keep}, {kind: distill, length: 4096, batch: 96, rows: 1, tokens: 600M, "
+            "trains: [all], rate: 7e-6, rates: {mixers: 1e-4}}]",
+            *_WITHOUT_GRAPH,
+            "evaluate=500",
+            "checkpoint=500",
+        ),
+        {
+            "stages.*.tokens": "256k",
+            "stages.*.memory": "keep",
+            "stages.*.rates": {"mixers": 1e-3},
+            "stages.1.rate": 1e-4,
+        },
+    ),
+    "long": OldHealingRecipe(
+        "attention",
+        (
+            *_DOCUMENTS,
+            "common={schedule: {name: cosine, floor: 0.1}, memory: checkpoint}",
+            "stages=[{kind: align, length: 512, batch: 64, rows: 8, tokens: 100M, trains: [new], rate: 1e-4, "
+            "rates: {mixers: 1e-3}, memory: keep}, {kind: distill, length: 4096, batch: 96, rows: 1, tokens: 600M, "
+            "trains: [all], rate: 7e-6, rates: {mixers: 1e-4}}, {kind: lm, length: 16384, batch: 24, rows: 1, "
+            "tokens: 100M, trains: [all], rate: 1e-5, data: {packing: stream}}]",
+            *_WITHOUT_GRAPH,
+            "evaluate=500",
+            "checkpoint=250",
+        ),
+        {
+            "stages.*.tokens": "192k",
+            "stages.*.memory": "keep",
+            "stages.0.rates": {"mixers": 1e-3},
+            "stages.1.rates": {"mixers": 1e-3},
+            "stages.1.rate": 1e-4,
+            "stages.2.rate": 3e-5,
+            "stages.2.length": 512,
+            "stages.2.batch": 2,
+            "stages.2.rows": 2,
+        },
+    ),
+    "weights-only": OldHealingRecipe(
+        "new-modules",
+        (
+            *_DOCUMENTS,
+            "common.length=1024",
+            "common.batch=32",
+            "common.schedule.warmup=0.02",
+            "stages=[{kind: distill, tokens: 20M, trains: [structured], rate: 2e-5, ce_weight: 0.1}]",
+            "evaluate=100",
+            "checkpoint=200",
+        ),
+        {"stages.*.tokens": "512k", "stages.*.rate": 1e-4},
+    ),
+}
 
 
 def renew_recipe(

@@ -29,7 +29,7 @@ from surgery.core.config import (
 )
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.recipe import recipes_folder
-from surgery.planning.renamed import renew_healing_path, renew_healing_recipe, warn_renamed
+from surgery.planning.renamed import OLD_HEALING_RECIPES, renew_healing_path, renew_healing_recipe, warn_renamed
 from surgery.training.data.recipe import DataConfig
 from surgery.training.stages import STAGES, StageConfig
 
@@ -88,14 +88,20 @@ class HealingRecipe(StrictModel):
 
 
 def load_healing_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> HealingRecipe:
-    """Load a shipped recipe by name or a YAML file by path. overrides: texts KEY=VALUE; tiny: apply the recipe's `tiny` block."""
-    return parse_healing_recipe(*read_recipe(name, _healing_folder(), "healing", overrides, tiny))
+    """Load a shipped recipe by name or a YAML file by path. overrides: texts KEY=VALUE; tiny: apply the recipe's `tiny` block.
+
+    Names of version 0.2 are accepted with a RenamedWarning.
+    """
+    old = OLD_HEALING_RECIPES.get(name)
+    data, where = read_recipe_file(name if old is None else old.recipe, _healing_folder(), "healing")
+    if old is not None:
+        data = old.change(data)
+        warn_renamed([f"{name} is now {old.words}"])
+    return parse_healing_recipe(apply_settings(data, where, overrides, tiny), where)
 
 
-def read_recipe(
-    name: str, folder: Path, kind: str, overrides: list[str] | tuple[str, ...], tiny: bool
-) -> tuple[dict[str, Any], str]:
-    """Read a recipe, shipped in `folder` or a YAML file. Return (its keys with overrides applied, its name for messages)."""
+def read_recipe_file(name: str, folder: Path, kind: str) -> tuple[dict[str, Any], str]:
+    """Read a recipe, shipped in `folder` or a YAML file. Return (its keys, its name for messages)."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = folder / f"{name}.yaml"
@@ -106,18 +112,25 @@ def read_recipe(
             )
     data, notes = renew_healing_recipe(_read_yaml_mapping(path))
     warn_renamed(notes)
+    return data, f"recipe {path}"
+
+
+def apply_settings(
+    data: dict[str, Any], where: str, overrides: list[str] | tuple[str, ...], tiny: bool
+) -> dict[str, Any]:
+    """Return a recipe's keys without its block `tiny`, which is applied if asked for, and with the overrides KEY=VALUE."""
     small = data.pop("tiny", None)
     if tiny:
         if not isinstance(small, dict):
             raise SurgeryError(
-                f"recipe {path} has no block `tiny`, which --tiny needs. Add one, for example tiny: {{stages.*.tokens: 4096}}"
+                f"{where} has no block `tiny`, which --tiny needs. Add one, for example tiny: {{stages.*.tokens: 4096}}"
             )
         for key, value in small.items():
             set_by_path(data, _renew_path(str(key), data), value)
     for text in overrides:
         key, equals, value = text.partition("=")
         apply_override(data, f"{_renew_path(key.strip(), data)}{equals}{value}")
-    return data, f"recipe {path}"
+    return data
 
 
 def _renew_path(path: str, data: dict[str, Any]) -> str:

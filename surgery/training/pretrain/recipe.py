@@ -21,7 +21,13 @@ from surgery.core.errors import SurgeryError
 from surgery.planning.recipe import ConversionRecipe, load_recipe, recipes_folder, validate_recipe
 from surgery.training.pretrain.initialize import LowRankStart
 from surgery.training.pretrain.tokenizer import TokenizerConfig
-from surgery.training.recipe import HealingRecipe, new_model_stages, parse_healing_recipe, read_recipe
+from surgery.training.recipe import (
+    HealingRecipe,
+    apply_settings,
+    new_model_stages,
+    parse_healing_recipe,
+    read_recipe_file,
+)
 from surgery.training.stages import STAGES
 
 FOLDER = "pretrain"
@@ -54,7 +60,8 @@ def pretrain_folder() -> Path:
 
 def load_pretrain_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> PretrainRecipe:
     """Load a shipped recipe by name or a YAML file by path. tiny: apply the recipe's `tiny` block."""
-    return parse_pretrain_recipe(*read_recipe(name, pretrain_folder(), "pretraining", overrides, tiny))
+    data, where = read_recipe_file(name, pretrain_folder(), "pretraining")
+    return parse_pretrain_recipe(apply_settings(data, where, overrides, tiny), where)
 
 
 def parse_pretrain_recipe(data: dict[str, Any], where: str = "recipe") -> PretrainRecipe:
