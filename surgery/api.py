@@ -5,7 +5,7 @@
     surgery.plan("SRC", "btt-half", keep=0.75)
     surgery.convert("SRC", "btt-half", "OUT", calibration="text.txt")
     model, tokenizer = surgery.load("OUT")
-    surgery.finetune("OUT", "quick", teacher="SRC", data="corpus.jsonl", out="HEALED")
+    surgery.finetune("OUT", "linears", teacher="SRC", data="corpus.jsonl", out="HEALED")
     surgery.evaluate("HEALED", text="heldout.txt", compare="SRC")
     surgery.push("HEALED", "me/model", dry_run=True)
 
@@ -421,7 +421,7 @@ def quantize(
 
 def finetune(
     converted: PathLike,
-    recipe: str = "standard",
+    recipe: str,
     *,
     teacher: PathLike | None = None,
     data: PathLike | None = None,
@@ -439,7 +439,7 @@ def finetune(
 
     Args:
         converted: converted checkpoint, a local folder or a Hub id.
-        recipe: name of a shipped training recipe (quick, standard, long, weights-only) or path of a YAML file.
+        recipe: name of a shipped healing recipe (linears, attention, new-modules) or path of a YAML file.
         teacher: checkpoint to distill from, the one that `converted` was made from.
         data: text to train on, a file, a folder or a Hub id; None: the recipe's.
         out: folder of the trained checkpoint, must not exist; None: `converted` + "-healed".

@@ -28,7 +28,7 @@ def finetune(
 ) -> None:
     """Train a converted checkpoint to recover its quality (healing = recovery distillation). Several devices: `accelerate launch -m surgery finetune ..`.
 
-    surgery finetune OUT --teacher SRC --recipe quick --data corpus.jsonl --out HEALED
+    surgery finetune OUT --teacher SRC --recipe attention --data corpus.jsonl --out HEALED
     """
     from surgery.training.data.prefetch import limit_tokenizer_threads
     from surgery.training.finetune import finetune as run

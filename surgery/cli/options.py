@@ -206,7 +206,7 @@ HealingName = Annotated[
     typer.Option(
         "--recipe",
         "-r",
-        help="Train by this recipe: quick, standard, long, weights-only or another shipped one, or a .yaml file.",
+        help="Train by this recipe: linears, attention, new-modules, or a .yaml file.",
     ),
 ]
 TeacherName = Annotated[

@@ -24,7 +24,7 @@ Heal = Annotated[
     typer.Option(
         "--heal",
         metavar="RECIPE",
-        help="Heal by this recipe: weights-only, standard or another shipped one, or a .yaml file. Default: do not heal.",
+        help="Heal by this recipe: linears, attention, new-modules, or a .yaml file. Default: do not heal.",
     ),
 ]
 HealOverrides = Annotated[
@@ -73,7 +73,7 @@ def run(
 ) -> None:
     """Plan, convert, heal, evaluate and report in one folder; the same command continues an interrupted run.
 
-    surgery run SRC --recipe btt-half --heal weights-only --data corpus.txt --out RUN
+    surgery run SRC --recipe btt-half --heal linears --data corpus.txt --out RUN
     """
     shown = progress(as_json)
     shown.say(f"running {recipe} on {source} in {out}")  # before torch and transformers are imported

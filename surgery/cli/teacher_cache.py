@@ -26,8 +26,8 @@ def teacher_cache(
 ) -> None:
     """Store the teacher's top-k log-probabilities for the text of a recipe's distill stage, so that training needs no teacher in memory.
 
-    surgery teacher-cache SRC --recipe quick --data corpus.jsonl --out CACHE
-    surgery finetune OUT --recipe quick --data corpus.jsonl --set teacher.cache=CACHE
+    surgery teacher-cache SRC --recipe attention --data corpus.jsonl --out CACHE
+    surgery finetune OUT --recipe attention --data corpus.jsonl --set teacher.cache=CACHE
     """
     from surgery.training.recipe import load_healing_recipe
     from surgery.training.teacher_cache.build import build_teacher_cache

@@ -265,12 +265,12 @@ def _no_match_message(
     if word == "mixers" and bare:
         return (
             f"{message}, whose mixers have no parameters of their own. Use trains: [new], which selects the projections of their "
-            "attention (recipes standard and small-attention)."
+            "attention (recipe new-modules)."
         )
     if word == "mixers" and "structured" in there:
-        return f"{message}, whose attention was not converted. Use --recipe weights-only, which trains its structured linears."
+        return f"{message}, whose attention was not converted. Use --recipe linears or new-modules, which train its structured linears."
     if word == "structured" and (bare or "mixers" in there):
-        return f"{message}, whose linears were not converted. Use --recipe standard or small-attention, which train its attention."
+        return f"{message}, whose linears were not converted. Use --recipe attention or new-modules, which train its attention."
     if word in ("structured", "mixers", "new") and not (bare or there & {"structured", "mixers"}):
         return (
             f"{message}, in which no linear and no attention was replaced: it is not a converted model. Convert it first: "

@@ -39,6 +39,5 @@ def recipe_warnings(name: str, model: nn.Module, stages: Iterable[StageConfig]) 
     if has_mixers or not for_mixers or any("new" in config.trains for config in configs):
         return []
     return [
-        f"this recipe is made for replaced attention, and the attention of {name} is as it was. For replaced linears use weights-only "
-        "(1B and more) or small-linears (under 100M parameters)"
+        f"this recipe is made for replaced attention, and the attention of {name} is as it was. For replaced linears use the recipe linears"
     ]

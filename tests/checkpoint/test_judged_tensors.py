@@ -168,7 +168,7 @@ def test_outside_d6_damaged_checkpoints_end_in_a_sentence(llama, words, tmp_path
             surgery.load(llama)
         return
     eval_options = ["--suite", "ppl", "--text", words, "--tokens", "64", "--length", "32"]
-    heal = ["--recipe", "weights-only", "--tiny", "--data", words, "--out", tmp_path / "healed", "--track", "none"]
+    heal = ["--recipe", "linears", "--tiny", "--data", words, "--out", tmp_path / "healed", "--track", "none"]
     heal += ["--teacher", llama, "--set", "data.packing=stream"]
     with pytest.raises(SystemExit) as left:
         main([command, str(llama), *map(str, eval_options if command == "eval" else heal)])

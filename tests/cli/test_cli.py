@@ -52,15 +52,16 @@ def test_recipes(run, run_json):
     code, out, _ = run("recipes")
     assert code == 0 and len(out.splitlines()) == len(run_json("recipes"))
     assert (
-        run_json("recipes", "--healing").keys() >= {"attention", "standard"}
+        run_json("recipes", "--healing").keys() >= {"attention", "linears"}
         and "btt-half" not in run("recipes", "--healing")[1]
     )
     assert api.recipes(healing=True) == run_json("recipes", "--healing")
 
 
 def test_a_healing_recipe_is_not_converted_by(run, checkpoints):
-    code, _, err = run("plan", checkpoints("llama"), "-r", "weights-only")
-    assert code == 2 and "weights-only is a healing recipe, for `surgery finetune`" in " ".join(err.split())
+    for name in ("linears", "weights-only"):
+        code, _, err = run("plan", checkpoints("llama"), "-r", name)
+        assert code == 2 and f"{name} is a healing recipe, for `surgery finetune`" in " ".join(err.split())
 
 
 def test_plan(run, run_json, checkpoints):
@@ -298,7 +299,7 @@ UNUSABLE_PATHS = [
     (("fetch-eval-data", "FILE", "--suite", "niah"), "file.txt cannot be used: it is a file, and a folder is needed"),
     (("fetch-eval-data", "BELOW", "--suite", "niah"), "cannot be used: a part of the path is a file"),
     (("demo", "-o", "BELOW"), "a part of the path is a file"),
-    (("teacher-cache", "TINY", "-r", "weights-only", "--data", "FILE", "-o", "BELOW"), "a part of the path is a file"),
+    (("teacher-cache", "TINY", "-r", "linears", "--data", "FILE", "-o", "BELOW"), "a part of the path is a file"),
     ((*BENCH, "FOLDER"), "is a folder. Name a JSON file in it"),
     ((*BENCH, "BELOW"), "file.txt is not a folder. Create it first"),
     ((*BENCH, "JSON"), "exists and was not written by `surgery bench`"),

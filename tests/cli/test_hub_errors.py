@@ -17,7 +17,7 @@ from surgery.core.hub_errors import explain_hub_error, explain_network_error, hu
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny" / "checkpoint"
 TEXT = TINY / "calibration.txt"
 MODEL, DATA = "org/no-model", "org/no-data"
-HEAL = ("-r", "weights-only", "--data", TEXT)
+HEAL = ("-r", "linears", "--data", TEXT)
 CHECKPOINT = f"{MODEL} is neither a local folder nor a Hub id"
 RECORDS = "is neither a mirrored data set (--data-root) nor a Hub data set in the local cache"
 FETCH = "surgery fetch-eval-data DATA --suite"
@@ -36,7 +36,7 @@ COMMANDS = {
     "push": (("push", MODEL, "org/new"), CHECKPOINT),
     "finetune": (("finetune", MODEL, "--teacher", MODEL, "-o", "NEW", *HEAL), CHECKPOINT),
     "finetune, teacher": (("finetune", "CONVERTED", "--teacher", MODEL, "-o", "NEW", *HEAL), CHECKPOINT),
-    "finetune, data": (("finetune", "CONVERTED", "--teacher", TINY, "-o", "NEW", "-r", "weights-only", "--data", DATA), f"data source {DATA} cannot be read: it is neither"),
+    "finetune, data": (("finetune", "CONVERTED", "--teacher", TINY, "-o", "NEW", "-r", "linears", "--data", DATA), f"data source {DATA} cannot be read: it is neither"),
     "teacher-cache": (("teacher-cache", MODEL, "-o", "NEW", *HEAL), CHECKPOINT),
     "pretrain, model": (("pretrain", "-r", "gpt2", "--model", MODEL, "-o", "NEW", "--data", TEXT), CHECKPOINT),
     "pretrain, tokenizer": (("pretrain", "-r", "gpt2", "--tokenizer", MODEL, "-o", "NEW", "--data", TEXT), CHECKPOINT),

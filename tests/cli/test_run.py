@@ -41,7 +41,7 @@ def options(corpus: Path, **changed) -> RunOptions:
 
 def test_an_interrupted_run_goes_on_and_ends_with_the_verdict(text, tmp_path, monkeypatch):
     """The healing is interrupted; the second run converts nothing again, heals, measures and writes the page."""
-    chosen, out = options(text, heal="weights-only", tiny=True, heal_overrides=HEAL), tmp_path / "RUN"
+    chosen, out = options(text, heal="linears", tiny=True, heal_overrides=HEAL), tmp_path / "RUN"
 
     def interrupted(self, train):
         raise KeyboardInterrupt
@@ -75,14 +75,14 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_verdict(text, tmp_path, mo
         ({"data": None}, "no text was given"),
         ({"data": "org/name"}, "not a local .txt file"),
         ({"heal_overrides": ("seed=1",)}, "Give --heal RECIPE"),
-        ({"heal": "weights-only", "data": None, "text": str(TINY / "heldout.txt")}, "Give --data"),
+        ({"heal": "linears", "data": None, "text": str(TINY / "heldout.txt")}, "Give --data"),
         ({"text": "absent.txt"}, "--text absent.txt: there is no such file"),
         ({"suites": ("ppll",)}, "unknown suite 'ppll'"),
         ({"recipe": "nope", "data": None}, "no recipe 'nope'"),
         ({"eval_options": (("length", 4095),)}, "or --length "),
         ({"eval_options": (("length", 4096),)}, "at least two windows"),
         ({"recipe": "btt-hlaf"}, "did you mean 'btt-half'"),
-        ({"heal": "weights-onyl"}, "weights-only"),
+        ({"heal": "liners"}, "linears"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_written(text, tmp_path, changed, words):

@@ -415,6 +415,8 @@ def test_healing_recipes_and_their_stages(tmp_path):
 def test_overrides_of_shipped_healing_recipes():
     from surgery.training.recipe import load_healing_recipe
 
-    recipe, lines = noted(lambda: load_healing_recipe("quick", ["keep=3", "stages.0.of=[mlp]"]))
-    assert recipe.checkpoints == 3 and recipe.stages[0].modules == ("mlp",)
-    assert lines == ["recipe: keep is now checkpoints", "recipe: stage: of is now modules"]
+    for override in ("keep=3", "checkpoints=3"):
+        recipe, lines = noted(lambda override=override: load_healing_recipe("linears", [override]))
+        assert recipe.checkpoints == 3 and lines == (["recipe: keep is now checkpoints"] if "keep" in override else [])
+    with pytest.raises(SurgeryError, match="keep is the old name of checkpoints, and both are given"):
+        load_healing_recipe("linears", ["keep=3", "checkpoints=3"])

@@ -320,12 +320,15 @@ def override(text: str) -> None:
     from surgery.planning.recipe import parse_recipe
     from surgery.training.recipe import load_healing_recipe
 
-    for read in (lambda: parse_recipe(json.dumps(MIXED), "here", [text]), lambda: load_healing_recipe("quick", [text])):
+    for read in (
+        lambda: parse_recipe(json.dumps(MIXED), "here", [text]),
+        lambda: load_healing_recipe("attention", [text]),
+    ):
         with contextlib.suppress(SurgeryError):
             read()
 
 
-HEALING = ("quick", "standard", "weights-only")
+HEALING = ("linears", "attention", "new-modules")
 STAGES = [{"kind": "align", "rate": "1e-3", "tokens": "1k"}, {"kind": "lora", "rank": 4, "tokens": 512, "rate": 1e-4}]
 HEAL = {
     "data": {"sources": [{"path": "a.jsonl", "weight": 2.0}], "validation": 0.01, "packing": "stream"},

@@ -403,7 +403,7 @@ def test_2_4_tensors_beyond_the_class_are_kept_and_named(source):
 # -- links -----------------------------------------------------------------------------------------
 def writers(source, converted, out):
     """Every command that writes a folder, by its function."""
-    recipe = load_healing_recipe("quick", ['data.sources=[{"path": "no.jsonl"}]'], True)
+    recipe = load_healing_recipe("linears", ['data.sources=[{"path": "no.jsonl"}]'], True)
     return {
         "convert": lambda: convert(str(source), make_recipe(structure="low_rank"), out, resume=True),
         "densify": lambda: densify(str(converted), out),

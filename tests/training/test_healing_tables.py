@@ -57,7 +57,7 @@ def test_a_curve_runs_over_all_stages():
 def test_a_row_for_each_of_what_is_varied(tmp_path, monkeypatch, capsys):
     assert healing_text.write(tmp_path / "text.txt", healing_text.story_documents(0), 30_000) >= 30_000
     told = {
-        "--recipe": "low-rank-half", "--healing": "small-linears", "--start": "copied", "--data": tmp_path / "text.txt",
+        "--recipe": "low-rank-half", "--healing": "linears", "--start": "copied", "--data": tmp_path / "text.txt",
         "--separator": stories.END, "--calibration": TINY_CHECKPOINT / "calibration.txt", "--text": TINY_CHECKPOINT / "heldout.txt",
         "--length": 64, "--score": 256, "--tokens": 512, "--set": "stages.0.length=64", "--needles": 64, "--samples": 1,
         "--validation": 2, "--work": tmp_path / "work", "--device": "cpu", "--json": tmp_path / "rows.json",

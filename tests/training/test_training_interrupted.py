@@ -28,7 +28,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
     out = tmp_path / "out"
     told = ["--set", f"data.sources=[{{path: {texts}}}]", "--set", "stages.*.tokens=16777216", "--set", "log=1"]
     told += ["--set", "stages.*.length=64", "--set", "stages.*.batch=4", "--set", "stages.*.rows=4"]
-    words = ["finetune", str(btt), "--teacher", str(TINY_CHECKPOINT), "--out", str(out), "--recipe", "weights-only"]
+    words = ["finetune", str(btt), "--teacher", str(TINY_CHECKPOINT), "--out", str(out), "--recipe", "linears"]
     words += ["--tiny", *told, "--device", "cpu", "--track", "none"]
     pid = start_command(tmp_path, words)
     log = out.with_name("out.partial") / "log.jsonl"

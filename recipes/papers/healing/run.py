@@ -1,6 +1,6 @@
 """Healing tables of docs/quality.md: convert a checkpoint, measure it, heal it, and measure it again.
 
-python -m recipes.papers.healing.run SRC --recipe btt-half --healing small-linears --tiny
+python -m recipes.papers.healing.run SRC --recipe btt-half --healing linears --tiny
     --data TRAINING --calibration FILE --text FILE [--seed 0 --seed 1] [--set stages.*.rate=1e-3] [--json ROWS]
 
     original     the checkpoint itself
@@ -304,7 +304,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="Original checkpoint.")
     parser.add_argument("--recipe", action="append", required=True, help="Conversion recipe. Repeatable.")
-    parser.add_argument("--healing", default="standard", help="Healing recipe. Default: standard.")
+    parser.add_argument("--healing", default="attention", help="Healing recipe. Default: attention.")
     parser.add_argument("--tiny", action="store_true", help="Apply the `tiny` block of the healing recipe.")
     parser.add_argument("--data", action="append", required=True, help="Text file to train on. Repeatable.")
     parser.add_argument(

@@ -1,0 +1,72 @@
+"""The healing recipes of version 0.2 (tests/data/healing_0_2) are settings of today's, by name and by the commands in docs/finetune.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import warnings
+from pathlib import Path
+
+import pytest
+
+from surgery.core.errors import RenamedWarning, SurgeryError
+from surgery.planning.renamed import OLD_HEALING_RECIPES
+from surgery.planning.shipped import read_descriptions
+from surgery.training.recipe import load_healing_recipe
+from surgery.workflow import SETTINGS_NAME, _open_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+BEFORE = {path.stem: path for path in sorted((ROOT / "tests/data/healing_0_2").glob("*.yaml"))}
+PAGE = (ROOT / "docs/finetune.md").read_text(encoding="utf-8")
+
+
+def keys(name: str, *overrides: str, tiny: bool = False) -> dict:
+    return load_healing_recipe(name, overrides, tiny).model_dump(mode="json", exclude={"description"})
+
+
+def test_old_names_are_those_of_version_0_2():
+    assert (
+        OLD_HEALING_RECIPES.keys() == BEFORE.keys() and not OLD_HEALING_RECIPES.keys() & read_descriptions(True).keys()
+    )
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("name", BEFORE)
+def test_an_old_name_trains_as_before(name, tiny):
+    with pytest.warns(RenamedWarning) as noted:
+        renamed = keys(name, "seed=3", tiny=tiny)
+    assert renamed == keys(str(BEFORE[name]), "seed=3", tiny=tiny)
+    (line,) = [str(warning.message) for warning in noted]
+    assert line == f"recipe: {name} is now {OLD_HEALING_RECIPES[name].words}" and "\n" not in line
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_the_command_of_the_page_trains_as_before(name):
+    command = re.search(rf"^# {name}\n(surgery finetune .*?)\n(?:# |```)", PAGE, re.M | re.S)
+    words = shlex.split(command[1].replace("\\\n", " "))
+    recipe = words[words.index("--recipe") + 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert keys(recipe, *(words[i + 1] for i, word in enumerate(words) if word == "--set")) == keys(
+            str(BEFORE[name])
+        )
+
+
+@pytest.mark.parametrize("name", read_descriptions(True))
+def test_descriptions_say_what_a_recipe_is_for_and_what_it_costs(name):
+    """In the order: when to use it, what it does, its tokens, and what it was measured on."""
+    recipe = load_healing_recipe(name)
+    (stage,) = recipe.stages
+    tokens = f"{stage.tokens // 10**6}M" if stage.tokens >= 10**6 else f"{stage.tokens // 1000}k"
+    assert f"{tokens} tokens in rows of {stage.length:,}" in recipe.description
+    assert re.search(r"measured on .*parameters$", recipe.description)
+
+
+def test_a_run_that_stored_the_description_of_its_recipe_goes_on(tmp_path):
+    settings = {"version": "0.2", "heal": {"seed": 0}}
+    stored = {**settings, "heal": {"seed": 0, "description": "as version 0.2 had it"}}
+    (tmp_path / SETTINGS_NAME).write_text(json.dumps(stored))
+    _open_folder(tmp_path, settings)
+    with pytest.raises(SurgeryError, match="heal differ"):
+        _open_folder(tmp_path, {**settings, "heal": {"seed": 1}})
