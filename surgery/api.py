@@ -74,15 +74,16 @@ class CommandResult(dict[str, Any]):
         return to_html(self._parts())
 
 
-def recipes(*, healing: bool = False) -> dict[str, str]:
-    """Return name -> description of the shipped recipes.
+def recipes(*, healing: bool = False, every: bool = False) -> dict[str, dict[str, str]]:
+    """Return name -> {"description", "aim", "cost"} of the conversion recipes that most people need.
 
     Args:
-        healing: those of `finetune` instead of those of `convert`.
+        healing: those of `finetune` instead of those of `convert`; they have a description only.
+        every: also the other conversion recipes, which have a description only (`surgery recipes --all`).
     """
-    from surgery.planning.shipped import read_descriptions
+    from surgery.planning.shipped import read_recipes
 
-    return read_descriptions(healing)
+    return read_recipes(healing, every)
 
 
 def plan(

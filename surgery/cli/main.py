@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from surgery.cli.finetune import finetune
 from surgery.cli.model_options import ModelCommand
 from surgery.cli.pretrain import pretrain
 from surgery.cli.push import push
+from surgery.cli.recipes import recipes
 from surgery.cli.report import report
 from surgery.cli.run import run
 from surgery.cli.serve import ServeCommand, serve
@@ -41,7 +42,6 @@ from surgery.core.files import explain_path_error
 from surgery.core.hub_errors import explain_network_error
 from surgery.core.progress import is_main_process
 from surgery.core.version import __version__
-from surgery.planning.shipped import read_descriptions
 
 app = typer.Typer(
     name="surgery",
@@ -85,19 +85,6 @@ def _root(
     context.ensure_object(Settings).debug = debug
 
 
-@app.command()
-def recipes(healing: options.HealingRecipes = False, as_json: options.Json = False) -> None:
-    """List the shipped conversion recipes, or with --healing those of `surgery finetune`, one per line."""
-    found = read_descriptions(healing)
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
-    width = max(len(name) for name in found)
-    for name, description in found.items():
-        print(f"{name:<{width}}  {description}")
-
-
-@app.command()
 def plan(
     source: options.Source,
     recipe: options.RecipeName,
@@ -147,7 +134,6 @@ def plan(
     )
 
 
-@app.command()
 def convert(
     source: options.Source,
     recipe: options.RecipeName,
@@ -227,7 +213,6 @@ def _long_tuning(
     return long_tuning_lines(tuning_dict(planned, recipe.fitted_tokens, kind))
 
 
-@app.command()
 def inspect(
     converted: options.Converted,
     modules: Annotated[
@@ -250,21 +235,6 @@ def inspect(
     _show([*(module_table(report) if modules else inspect_table(report)), *notes])
 
 
-app.command(cls=ModelCommand)(run)
-app.command()(finetune)
-app.command()(pretrain)
-app.command("teacher-cache")(teacher_cache)
-app.command()(report)
-app.command()(push)
-app.command(cls=ServeCommand)(serve)
-
-
-app.command(name="eval", cls=ModelCommand)(evaluate)
-app.command()(compare)
-app.command(name="fetch-eval-data")(fetch_eval_data)
-
-
-@app.command()
 def densify(
     converted: options.Converted,
     out: Annotated[
@@ -280,7 +250,6 @@ def densify(
     print(json.dumps(result, indent=2) if as_json else f"{result['modules']} linears multiplied out: {out}")
 
 
-@app.command()
 def quantize(
     converted: options.Converted,
     out: Annotated[
@@ -307,7 +276,6 @@ def quantize(
     print(json.dumps(result, indent=2) if as_json else f"{quantize_line(result)}: {out}")
 
 
-@app.command()
 def toeplitz(
     converted: options.Converted,
     out: Annotated[
@@ -327,7 +295,6 @@ def toeplitz(
     print(json.dumps(result, indent=2) if as_json else f"{len(result['r2'])} layers, R^2 {mean:.4f}: {out}")
 
 
-@app.command()
 def demo(
     out: options.DemoOut = None,
     recipe: options.RecipeName = "btt-half",
@@ -345,7 +312,6 @@ def demo(
     print(f"report: {result['report']}\npage: {result['page']}")
 
 
-@app.command(name="bench")
 def bench_speed(
     context: typer.Context,
     what: Annotated[
@@ -396,6 +362,30 @@ def bench_speed(
     print(json.dumps(result, indent=2)) if as_json else _show(result_tables(result))
     if plot is not None:
         save_plot(result, plot)
+
+
+# The commands in the order of `surgery --help`: panel -> name -> function.
+PANELS: dict[str, dict[str, Callable[..., None]]] = {
+    "Convert": {
+        "demo": demo,
+        "recipes": recipes,
+        "plan": plan,
+        "convert": convert,
+        "run": run,
+        "inspect": inspect,
+        "quantize": quantize,
+        "densify": densify,
+    },
+    "Heal": {"finetune": finetune, "teacher-cache": teacher_cache},
+    "Measure": {"eval": evaluate, "compare": compare, "report": report, "fetch-eval-data": fetch_eval_data},
+    "Share": {"push": push, "serve": serve},
+    "Advanced": {"pretrain": pretrain, "toeplitz": toeplitz, "bench": bench_speed},
+}
+COMMAND_CLASSES = {serve: ServeCommand, run: ModelCommand, evaluate: ModelCommand}
+
+for panel, commands in PANELS.items():
+    for name, command in commands.items():
+        app.command(name, cls=COMMAND_CLASSES.get(command), rich_help_panel=panel)(command)
 
 
 RESUMABLE = ("convert", "finetune", "pretrain", "teacher-cache")  # commands with the option --resume

@@ -122,6 +122,9 @@ HealingRecipes = Annotated[
     bool,
     typer.Option("--healing", help="List the healing recipes of `surgery finetune`. Default: conversion recipes."),
 ]
+AllRecipes = Annotated[
+    bool, typer.Option("--all", help="List all conversion recipes. Default: the ones that most people need.")
+]
 DataFree = Annotated[
     bool,
     typer.Option(

@@ -90,7 +90,7 @@ def check_needs_no_calibration(recipe: ConversionRecipe, hint: str = GIVE_CALIBR
 def _left_out_keys(recipe: ConversionRecipe) -> dict[str, Any]:
     """Return the keys that a journal leaves out, as pydantic's `exclude`: those added at their default, also in rules."""
     left_out: dict[str, Any] = dict.fromkeys(
-        ("description", "calibration", *fields_at_default(recipe, ADDED_KEYS)), True
+        ("description", "aim", "cost", "calibration", *fields_at_default(recipe, ADDED_KEYS)), True
     )
     rules = {index: fields_at_default(rule, ADDED_RULE_KEYS) for index, rule in enumerate(recipe.rules)}
     return left_out | {"rules": {index: names for index, names in rules.items() if names}}

@@ -120,6 +120,8 @@ class ConversionRecipe(_StrictModel):
     """A conversion recipe. `surgery recipes` lists the shipped ones; docs/recipes.md explains every key."""
 
     description: str = ""
+    aim: str = ""  # with `cost`: for `surgery recipes`
+    cost: str = ""
     structure: str = "btt"
     keep: Share = 0.5  # or {pattern: share}, see _keep_patterns
     blocks: BlockShape | None = None

@@ -15,9 +15,11 @@ from helpers.small import run_python
 from safetensors.torch import load_file, save_file
 
 from surgery import api
-from surgery.cli.main import main
+from surgery.cli.main import PANELS, main
 from surgery.core.errors import SurgeryError
 from surgery.core.files import explain_path_error
+from surgery.planning.recipe import shipped_recipes
+from surgery.planning.shipped import COMMON
 from surgery.publish.summary import cost_lengths
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny" / "checkpoint"
@@ -48,14 +50,25 @@ def run_json(run):
 
 # -- what each verb gives --------------------------------------------------------------------------
 def test_recipes(run, run_json):
-    assert "btt-half" in run_json("recipes")
     code, out, _ = run("recipes")
-    assert code == 0 and len(out.splitlines()) == len(run_json("recipes"))
-    assert (
-        run_json("recipes", "--healing").keys() >= {"attention", "linears"}
-        and "btt-half" not in run("recipes", "--healing")[1]
-    )
-    assert api.recipes(healing=True) == run_json("recipes", "--healing")
+    words = [line.split()[0] for line in out.splitlines() if line[:1].isalpha()]
+    assert code == 0 and words == ["recipe", *COMMON]
+    assert list(run_json("recipes")) == list(COMMON) and api.recipes() == run_json("recipes")
+    whole = run_json("recipes", "--all")
+    assert list(whole)[: len(COMMON)] == list(COMMON) and set(whole) == set(shipped_recipes())
+    assert f"{len(whole) - len(COMMON)} others: surgery recipes --all" in out
+    assert all(name in run("recipes", "--all")[1] for name in whole) and api.recipes(every=True) == whole
+    assert all(recipe.keys() == {"description", "aim", "cost"} for recipe in api.recipes().values())
+    healing = run_json("recipes", "--healing")
+    assert healing.keys() >= {"attention", "linears"} and "btt-half" not in run("recipes", "--healing")[1]
+    assert api.recipes(healing=True) == healing
+
+
+def test_help_groups_the_commands_in_the_order_of_use(run):
+    listed = [line.strip("│╭─╮ ").split() for line in run("--help")[1].partition("Convert")[2].splitlines()]
+    words = [line[0] for line in listed if line]
+    expected = [name for panel, commands in PANELS.items() for name in (panel, *commands)][1:]
+    assert [word for word in words if word in expected] == expected
 
 
 def test_a_healing_recipe_is_not_converted_by(run, checkpoints):
@@ -372,7 +385,7 @@ class NoTorch:
             raise SystemExit(7)
 sys.meta_path.insert(0, NoTorch())
 from surgery import api
-from surgery.cli.main import main
+from surgery.cli.main import PANELS, main
 main(["convert", "SRC", "--recipe", "btt-half", "--out", "OUT"])
 """
 

@@ -16,7 +16,6 @@ from surgery.planning.recipe import (
     is_layer_selected,
     load_recipe,
     parse_recipe,
-    shipped_recipes,
     validate_recipe,
 )
 
@@ -32,12 +31,6 @@ def test_shipped_recipes(name):
     else:
         assert recipe.tune is None
         assert recipe.structure == "dense"  # attention alone; linears are added with --set structure=..
-
-
-def test_the_list():
-    assert {"btt-half", "fast-half", "low-rank-half", "monarch-half", "auto-half", "ssd", "tbm", "mlr-cache-60"} <= set(
-        shipped_recipes()
-    )
 
 
 @pytest.mark.parametrize(
