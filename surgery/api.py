@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, overload
 
 from surgery.core.errors import SurgeryError
-from surgery.core.progress import Progress, RichProgress
+from surgery.core.progress import Progress, QuietProgress, RichProgress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -218,11 +218,13 @@ def convert(
     calibration: PathLike | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     device: str | None = None,
     seed: int | None = None,
     context: int = 4096,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    quiet: bool = False,
     progress: Progress | None = None,
     **keys: Any,
 ) -> CommandResult:
@@ -231,12 +233,15 @@ def convert(
     Args:
         source, recipe, overrides, revision, trust_remote_code, keys: as in `plan`.
         context: prompt length in tokens that the notes on speed refer to.
-        out: folder of the converted checkpoint; must not exist unless `resume`.
+        out: folder of the converted checkpoint, which must not exist.
         calibration: text to calibrate on, a file or a Hub data set (org/name[:config:split:column]).
         resume: continue an interrupted conversion into the same `out`.
+        overwrite: replace the result of an earlier conversion in `out`, or an interrupted one, once the new one is complete. A folder
+            with any other file, or with a changed one, is refused.
         device: cpu, cuda, cuda:1; None: a GPU if there is one.
         seed: random seed; None: the recipe's.
-        progress: progress display; None: bars on a terminal.
+        quiet: print warnings only.
+        progress: progress display; None: bars on a terminal, or warnings only with `quiet`.
     """
     from surgery.conversion.convert import convert as run
     from surgery.publish.speed_notes import notes_for_device, report_notes
@@ -256,9 +261,10 @@ def convert(
         Path(out),
         device=device,
         resume=resume,
+        overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         revision=revision,
-        progress=progress or RichProgress(),
+        progress=progress or (QuietProgress() if quiet else RichProgress()),
     )
     notes = notes_for_device(report_notes(report, context), report["time"]["device"], asked="speed" in report)
     return CommandResult(report, lambda: [*inspect_table(report), *notes])

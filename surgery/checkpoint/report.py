@@ -249,7 +249,11 @@ class TrainingReport(ReportModel):
 
 
 class Report(ReportModel):
-    """The whole of surgery_report.json. unreached: linears left dense, because the calibration inputs do not reach them."""
+    """The whole of surgery_report.json.
+
+    unreached: linears left dense, because the calibration inputs do not reach them. files: SHA-256 of every other file that the
+    conversion wrote, by path; those of a checkpoint that was healed or quantized afterwards differ.
+    """
 
     surgery: Text
     versions: dict[str, Text] = {}
@@ -260,6 +264,7 @@ class Report(ReportModel):
     notes: list[Text] = []
     unreached: list[Text] = []
     companions: list[str] = []
+    files: dict[str, Text] = {}
     calibration: CalibrationReport | None
     allocation: AllocationReport
     held_out: HeldOutReport | None

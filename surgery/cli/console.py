@@ -15,8 +15,10 @@ def show(parts: list[Any]) -> None:
     Console(width=wide).print(*parts, sep="\n", soft_wrap=True)
 
 
-def progress(quiet: bool) -> Any:
-    """Return the progress display: silent if `quiet`, else bars on stderr."""
-    from surgery.core.progress import Progress, RichProgress
+def progress(silent: bool, quiet: bool = False) -> Any:
+    """Return the progress display: nothing if `silent`, only warnings if `quiet`, else lines and bars on stderr."""
+    from surgery.core.progress import Progress, QuietProgress, RichProgress
 
-    return Progress() if quiet else RichProgress()
+    if silent:
+        return Progress()
+    return QuietProgress() if quiet else RichProgress()

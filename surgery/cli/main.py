@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -35,6 +35,7 @@ from surgery.cli.recipes import recipes
 from surgery.cli.report import report
 from surgery.cli.run import run
 from surgery.cli.serve import ServeCommand, serve
+from surgery.cli.shorthands import check_calibrated, check_keep, with_shorthands
 from surgery.cli.teacher_cache import teacher_cache
 from surgery.core.environment import explain_broken_import
 from surgery.core.errors import RenamedWarning, SurgeryError
@@ -42,6 +43,9 @@ from surgery.core.files import explain_path_error
 from surgery.core.hub_errors import explain_network_error
 from surgery.core.progress import is_main_process
 from surgery.core.version import __version__
+
+if TYPE_CHECKING:
+    from surgery.planning.targets import Plan
 
 app = typer.Typer(
     name="surgery",
@@ -89,6 +93,9 @@ def plan(
     source: options.Source,
     recipe: options.RecipeName,
     overrides: options.Overrides = None,
+    keep: options.Keep = None,
+    tokens: options.CalibrationTokens = None,
+    length: options.CalibrationLength = None,
     context: options.PlannedContext = None,
     measured: options.MeasuredTimes = None,
     device: options.EstimateDevice = None,
@@ -101,7 +108,7 @@ def plan(
 ) -> None:
     """Show what a recipe would replace, from the config and the tensor headers alone; loads no weights.
 
-    surgery plan SRC --recipe btt-half --set keep=0.75
+    surgery plan SRC --recipe btt-half --keep 0.75
     """
     from surgery.checkpoint.outline import describe_checkpoint
     from surgery.checkpoint.source import open_checkpoint
@@ -113,13 +120,16 @@ def plan(
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
-    chosen = load_recipe(recipe, overrides or [])
+    values = {"keep": keep, "tokens": tokens, "length": length}
+    chosen = load_recipe(recipe, with_shorthands(overrides, values))
+    check_keep(chosen, keep)
     table = named_table(chosen, measured)
     opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
     described = describe_checkpoint(opened, trust_remote_code)
     if data_free:
         from surgery.conversion.preflight import check_needs_no_calibration
 
+        check_calibrated(values, "Leave out --data-free")
         check_needs_no_calibration(chosen, "Leave out --data-free")
     planned = make_plan(described, chosen)
     estimate = estimate_conversion(
@@ -140,22 +150,27 @@ def convert(
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Write the converted checkpoint to this folder, which must not exist.")
     ],
-    overrides: options.Overrides = None,
     calibration: options.Calibration = None,
+    tokens: options.CalibrationTokens = None,
+    length: options.CalibrationLength = None,
+    keep: options.Keep = None,
+    overrides: options.Overrides = None,
     resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
     device: options.Device = None,
     seed: options.Seed = None,
     context: options.Context = 4096,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     plugins: options.Plugins = None,
+    quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
     """Convert a checkpoint layer by layer. Where surgery is installed, transformers loads OUT like any checkpoint.
 
     surgery convert SRC --recipe btt-half --calibration Salesforce/wikitext:wikitext-2-raw-v1:train:text --out OUT
     """
-    shown = _progress(as_json)
+    shown = _progress(as_json, quiet)
     if is_main_process():  # before torch and transformers are imported, which takes seconds
         shown.say(f"converting {source} by recipe {recipe} into {out}")
     from surgery.conversion.convert import convert as run
@@ -165,22 +180,27 @@ def convert(
     from surgery.publish.summary import inspect as read
     from surgery.publish.tables import inspect_table
 
-    all_overrides = list(overrides or [])
-    all_overrides += [f"calibration={json.dumps(calibration)}"] if calibration is not None else []
-    all_overrides += [f"seed={seed}"] if seed is not None else []
-    chosen = load_recipe(recipe, all_overrides)
-    if is_main_process() and chosen.calibration is not None and chosen.epochs.is_on and not out.exists():
-        for line in _long_tuning(source, chosen, device, revision, trust_remote_code):
+    values = {"calibration": calibration, "tokens": tokens, "length": length, "keep": keep, "seed": seed}
+    chosen = load_recipe(recipe, with_shorthands(overrides, values))
+    check_keep(chosen, keep)
+    if chosen.calibration is None:
+        check_calibrated(values, "Give --calibration FILE")
+
+    def note_long_tuning(planned: Plan) -> None:
+        for line in _long_tuning(planned, device):
             shown.say(line)
+
     report = run(
         source,
         chosen,
         out,
         device=device,
         resume=resume,
+        overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         revision=revision,
         progress=shown,
+        on_plan=note_long_tuning,
     )
     if not is_main_process():
         return
@@ -188,29 +208,22 @@ def convert(
     speed = notes_for_device(notes, report["time"]["device"], asked="speed" in report)
     if as_json:
         print(json.dumps({"out": str(out), "report": report, "speed": speed}, indent=2))
-        return
-    _show([*inspect_table(report), *speed])
-    print(f"converted checkpoint: {out}\nreport: {out / REPORT_NAME}")
+    elif quiet:
+        print(out)
+    else:
+        _show([*inspect_table(report), *speed])
+        print(f"converted checkpoint: {out}\nreport: {out / REPORT_NAME}")
 
 
-def _long_tuning(
-    source: str, recipe: Any, device: str | None, revision: str | None, trust_remote_code: bool
-) -> list[str]:
-    """Return a note if the tuning is estimated at over an hour on this machine; nothing for a source that the conversion will refuse."""
-    from surgery.checkpoint.outline import describe_checkpoint
-    from surgery.checkpoint.source import open_checkpoint
+def _long_tuning(planned: Plan, device: str | None) -> list[str]:
+    """Return a note if the tuning of a conversion is estimated at over an hour on this machine."""
     from surgery.conversion.estimation.tuning import tuning_dict
     from surgery.core.device import choose_device
-    from surgery.planning.plan import make_plan
     from surgery.publish.tables import long_tuning_lines
 
-    try:
-        opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
-        planned = make_plan(describe_checkpoint(opened, trust_remote_code), recipe)
-        kind = choose_device(device).type
-    except SurgeryError:
+    if planned.recipe.calibration is None:
         return []
-    return long_tuning_lines(tuning_dict(planned, recipe.fitted_tokens, kind))
+    return long_tuning_lines(tuning_dict(planned, planned.recipe.fitted_tokens, choose_device(device).type))
 
 
 def inspect(
@@ -393,6 +406,9 @@ RESUMABLE = ("convert", "finetune", "pretrain", "teacher-cache")  # commands wit
 
 def continue_command(words: Sequence[str]) -> str:
     """Return the command line that continues an interrupted one. words: of the interrupted command, without `surgery`."""
+    words = [
+        word for word in words if word != "--overwrite"
+    ]  # a resumed conversion replaces what it was begun to replace
     command = next((word for word in words if not word.startswith("-")), "")
     resume = ["--resume"] if command in RESUMABLE and "--resume" not in words else []
     return shlex.join(["surgery", *words, *resume])

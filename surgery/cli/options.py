@@ -69,8 +69,8 @@ Revision = Annotated[
 ]
 
 
-def _parse_context(raw: str) -> int:
-    """Return the number of tokens of --context; refuse anything but a whole number above 0, with k or M for 1,024 or 1,048,576."""
+def _parse_tokens(raw: str) -> int:
+    """Return a number of tokens; refuse anything but a whole number above 0, with k or M for 1,024 or 1,048,576."""
     from surgery.core.config import parse_length
 
     length = parse_length(str(raw))
@@ -83,7 +83,7 @@ Context = Annotated[
     int,
     typer.Option(
         "--context",
-        parser=_parse_context,
+        parser=_parse_tokens,
         metavar="TOKENS",
         help="Prompt length that the notes on speed refer to, e.g. 32768 or 32k (32 x 1,024).",
     ),
@@ -92,7 +92,7 @@ PlannedContext = Annotated[
     int | None,
     typer.Option(
         "--context",
-        parser=_parse_context,
+        parser=_parse_tokens,
         metavar="TOKENS",
         help="Show the caches of a sequence of this length, and notes on speed for it, e.g. 32768 or 32k (32 x 1,024). Default: caches at 1K, 8K and 64K, speed at 4K.",
     ),
@@ -132,6 +132,34 @@ DataFree = Annotated[
     ),
 ]
 
+# -- short for one key of the recipe, see surgery/cli/shorthands.py
+Keep = Annotated[
+    float | None,
+    typer.Option(
+        "--keep",
+        metavar="SHARE",
+        help="Keep this share of the parameters of the replaced linears, over 0 and at most 1. Default: the recipe's.",
+    ),
+]
+CalibrationTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens",
+        parser=_parse_tokens,
+        metavar="COUNT",
+        help="Read this many tokens of the calibration text, e.g. 8192 or 8k (8 x 1,024). Default: the recipe's.",
+    ),
+]
+CalibrationLength = Annotated[
+    int | None,
+    typer.Option(
+        "--length",
+        parser=_parse_tokens,
+        metavar="TOKENS",
+        help="Split the calibration text into windows of this many tokens. Default: the recipe's.",
+    ),
+]
+
 # -- surgery convert and demo
 Calibration = Annotated[
     str | None,
@@ -140,6 +168,14 @@ Calibration = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace the result of an earlier conversion in OUT, once the new one is complete. Other files are never deleted.",
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and the path of the result.")]
 Seed = Annotated[
     int | None, typer.Option(help="Random seed; a seed fixes every byte of OUT on one machine. Default: the recipe's.")
 ]

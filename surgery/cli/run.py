@@ -12,6 +12,7 @@ from surgery.cli import options
 from surgery.cli.console import progress, show
 from surgery.cli.eval import Suites, load_eval_options, read_options
 from surgery.cli.model_options import options_of
+from surgery.cli.shorthands import check_keep, with_shorthands
 
 Out = Annotated[
     Path,
@@ -60,6 +61,7 @@ def run(
     data: Data = None,
     calibration: options.Calibration = None,
     text: HeldOutText = None,
+    keep: options.Keep = None,
     overrides: options.Overrides = None,
     heal_overrides: HealOverrides = None,
     tiny: options.Tiny = False,
@@ -78,15 +80,18 @@ def run(
     shown = progress(as_json)
     shown.say(f"running {recipe} on {source} in {out}")  # before torch and transformers are imported
     from surgery.eval.options import split_words
+    from surgery.planning.recipe import load_recipe
     from surgery.workflow import RunOptions, parse_suites
     from surgery.workflow import run as run_all
 
     read_options(asked)
     eval_options = {**asked, "lengths": split_words(asked["lengths"] or "")}  # as run.json has them
+    whole = with_shorthands(overrides, {"keep": keep})
+    check_keep(load_recipe(recipe, whole), keep)
     chosen = RunOptions(
         source,
         recipe,
-        overrides=tuple(overrides or ()),
+        overrides=tuple(whole),
         heal=heal,
         heal_overrides=tuple(heal_overrides or ()),
         data=data,

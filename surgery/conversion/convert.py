@@ -17,7 +17,7 @@ import math
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -72,6 +72,7 @@ from surgery.conversion.generated import (
 from surgery.conversion.layer_shards import NON_LAYER, LayerShards, select_valid_entries
 from surgery.conversion.mixer_init.base import MixerInit, select_init
 from surgery.conversion.norms import layer_norms_and_biases, outer_norms
+from surgery.conversion.output import Output
 from surgery.conversion.preflight import (
     GIVE_CALIBRATION,
     check_disk_space,
@@ -97,10 +98,11 @@ from surgery.core.device import (
     return_freed_memory,
     trim_memory,
 )
+from surgery.core.digests import hash_file
 from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.errors import Interrupted, SurgeryError
 from surgery.core.files import REPORT_NAME, check_no_unknown_files, explain_disk_errors, partial_path, write_json
-from surgery.core.journal import Journal, check_output_path
+from surgery.core.journal import Journal
 from surgery.core.progress import Progress, Tick
 from surgery.core.version import __version__
 from surgery.mixers.renamed import renew_mixer
@@ -108,6 +110,7 @@ from surgery.modeling.auto_classes import write_shims
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe, TuneRecipe
 from surgery.planning.speed import with_structures
+from surgery.planning.targets import Plan
 
 
 def convert(
@@ -117,14 +120,17 @@ def convert(
     *,
     device: str | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     trust_remote_code: bool = False,
     revision: str | None = None,
     progress: Progress | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
 ) -> dict[str, Any]:
     """Convert a checkpoint and return the report, as written to OUT/surgery_report.json.
 
     source: a local folder or a Hub repository; revision: its commit, branch or tag. device: where layers run, such as
-    "cuda"; None chooses one. resume: continue an interrupted conversion from OUT.partial. If several processes take
+    "cuda"; None chooses one. resume: continue an interrupted conversion from OUT.partial. overwrite: replace conversions in OUT and
+    OUT.partial (surgery.conversion.output). on_plan: called with the plan before anything is computed. If several processes take
     part (surgery.core.distributed), all of them call this function, and all get the report.
 
     Raises SurgeryError. A refused conversion leaves no files; an interrupted one leaves OUT.partial for `resume`.
@@ -133,27 +139,29 @@ def convert(
     dist = init_distributed(device)
     with dist.fail_together():
         device, progress = local_device(dist, device), (progress if dist.main else None) or Progress()
-        with explain_disk_errors(Path(out), "run the same command with --resume"):
+        again = "run the same command with --resume" + (" in place of --overwrite" if overwrite else "")
+        with explain_disk_errors(Path(out), again):
             return_freed_memory()
-            dist.on_main(lambda: check_output_path(Path(out), resume))
+            output = dist.on_main(lambda: Output.checked(Path(out), resume, overwrite))
             opened = open_checkpoint(source, trust_remote_code, revision=revision, progress=progress)
+            dist.on_main(lambda: output.check_source(opened))
             model = MetaModel(opened, trust_remote_code)
-            return _convert(model, recipe, Path(out), choose_device(device), progress, dist, resume=resume, began=began)
+            return _convert(model, recipe, output, choose_device(device), progress, dist, on_plan=on_plan, began=began)
 
 
 def _convert(
     model: MetaModel,
     recipe: ConversionRecipe,
-    out: Path,
+    output: Output,
     device: torch.device,
     progress: Progress,
     dist: DistContext,
     *,
-    resume: bool,
+    on_plan: Callable[[Plan], None] | None,
     began: float,
 ) -> dict[str, Any]:
     """Run the preflight checks, build the context, and convert while the journal holds its lock."""
-    plan, opened = make_plan(model, recipe), model.source
+    plan, opened, out = make_plan(model, recipe), model.source, output.path
     noted = plan.notes
     for note in noted:
         progress.say(f"note: {note}")
@@ -171,13 +179,16 @@ def _convert(
     data = load_calibration(opened, model, recipe, text_notes)
     dist.on_main(lambda: check_disk_space(opened, plan, recipe, out))
     work_dir = partial_path(out)
-    fingerprint = journal_fingerprint(opened, recipe, data, plan.time)
+    if on_plan is not None and dist.main:
+        on_plan(plan)
+    fingerprint = journal_fingerprint(opened, recipe, data, plan.time) | output.start
     renew = partial(renew_fingerprint, work_dir)
     dist.on_main(lambda: check_no_unknown_files(work_dir, known_work_files(opened)))
     check_same_inputs(dist, fingerprint)
-    with Journal(work_dir, fingerprint, resume, dist, renew=renew) as journal, fast_float32_matmul(device):
+    dist.on_main(lambda: output.remove_interrupted(opened))
+    with Journal(work_dir, fingerprint, output.resume, dist, renew=renew) as journal, fast_float32_matmul(device):
         try:
-            dist.on_main(lambda: check_output_path(out, True))  # another conversion may have finished there meanwhile
+            dist.on_main(output.check_free)
             layout, packed = plan.layout, data.packed if data else frozenset()
             runner = LayerRunner(model, layout.layers, layout.head, device, scratch=work_dir, ranks=dist)
             runner.packed = packed
@@ -194,7 +205,7 @@ def _convert(
             if journal.created and dist.main:  # the same input will be refused again: there is nothing to resume
                 shutil.rmtree(work_dir, ignore_errors=True)
             raise
-        dist.on_main(lambda: journal.move(out, conversion.delivered))
+        dist.on_main(lambda: output.deliver(journal, conversion.delivered))
     return report
 
 
@@ -275,13 +286,15 @@ class Conversion:
             copy_companions(ctx.model.source, work_dir)
             write_shims(work_dir, config, ctx.model.model)
             write_json(work_dir / "config.json", config)
-        with report_errors(str(work_dir / REPORT_NAME)):
-            stored = [t for name in sorted(set(weight_map.values())) for t in read_header(work_dir / name).values()]
-            written = self._report(entries, hybrid, stored, began).to_dict()
-        write_json(work_dir / REPORT_NAME, written)
         source = ctx.model.source
         shim = {SHIM_NAME} if config.get("auto_map") != source.config.get("auto_map") else set()
-        self.delivered = {*delivered_files(source, weight_map), REPORT_NAME, *shim}
+        files = {*delivered_files(source, weight_map), *shim}
+        self.delivered = {*files, REPORT_NAME}
+        with report_errors(str(work_dir / REPORT_NAME)):
+            stored = [t for name in sorted(set(weight_map.values())) for t in read_header(work_dir / name).values()]
+            report = self._report(entries, hybrid, stored, began)
+            written = report.model_copy(update={"files": self._digests(files)}).to_dict()
+        write_json(work_dir / REPORT_NAME, written)
         for folder in (ctx.shards_dir, ctx.fitted_dir, ctx.grams_dir, ctx.aligned_dir):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (work_dir / GENERATED_NAME, *work_dir.glob(PART_NAME.format("*"))):
@@ -289,6 +302,14 @@ class Conversion:
         check_no_unknown_files(work_dir, {*WORK_FILES, *map(glob.escape, self.delivered)}, Interrupted)
         open_converted_checkpoint(str(work_dir))
         return written
+
+    def _digests(self, files: set[str]) -> dict[str, str]:
+        """Return the SHA-256 of files of the result by name; those of the shards are in the journal."""
+        shards = {name: self.journal.find("shard", name=name) for name in files}
+        return {
+            name: hash_file(self.ctx.work_dir / name) if (entry := shards[name]) is None else entry["sha256"]
+            for name in sorted(files)
+        }
 
     def _resolve_attention(self) -> dict[str, Any] | None:
         """Put the final attention targets into the plan; returns the report's "hybrid" entry."""

@@ -73,15 +73,23 @@ def check_no_links(folder: Path, skipped: tuple[str, ...] = ()) -> None:
 def check_no_unknown_files(folder: Path, known: Iterable[str], kind: type[SurgeryError] = SurgeryError) -> None:
     """Raise an error if a work folder holds files or folders that the command does not write, because all of it is delivered.
 
-    known: paths in the folder that the command writes. Each part may have the wildcards of fnmatch; `name/**` is everything
-    below a folder. kind: the class of the error.
+    known: as in `unknown_files`. kind: the class of the error.
+    """
+    if (path := next(unknown_files(folder, known), None)) is not None:
+        raise kind(f"{path} was not written by this command, and would be delivered with its result. Remove it")
+
+
+def unknown_files(folder: Path, known: Iterable[str]) -> Iterator[Path]:
+    """Yield the files and folders below a folder that are not known.
+
+    known: paths in the folder. Each part may have the wildcards of fnmatch; `name/**` is everything below a folder.
     """
     patterns = [pattern.split("/") for pattern in known]
     for parent, folders, files in os.walk(folder):
         for name in sorted(files):
             parts = Path(parent, name).relative_to(folder).parts
             if not any(_matches(parts, pattern) for pattern in patterns) and not name.startswith(".nfs"):
-                raise _unknown_error(Path(parent, name), kind)
+                yield Path(parent, name)
         for name in sorted(folders):
             parts = Path(parent, name).relative_to(folder).parts
             if not any(
@@ -89,11 +97,7 @@ def check_no_unknown_files(folder: Path, known: Iterable[str], kind: type[Surger
                 or (_matches(parts, pattern) and pattern[-1] == "**")
                 for pattern in patterns
             ):
-                raise _unknown_error(Path(parent, name), kind)
-
-
-def _unknown_error(path: Path, kind: type[SurgeryError]) -> SurgeryError:
-    return kind(f"{path} was not written by this command, and would be delivered with its result. Remove it")
+                yield Path(parent, name)
 
 
 def _matches(parts: tuple[str, ...], pattern: list[str]) -> bool:

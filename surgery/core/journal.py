@@ -41,6 +41,7 @@ OWN_STEPS = (
     "fitted",
     "aligned",
 )  # steps of one layer (key `piece`), recorded by the process that wrote its file
+MAX_START_BYTES = 2**24  # of the first entry, which holds a recipe
 FOREIGN = ("wandb",)  # subfolders of a work folder in which other programs create links
 
 
@@ -203,12 +204,27 @@ def _parse_entry(raw: bytes) -> dict[str, Any] | None:
     return line if written and line.pop(CHECKSUM_KEY, None) == checksum(line) else None
 
 
+def read_start(folder: Path) -> dict[str, Any] | None:
+    """Return the first entry of the journal in a work folder, with the values that it was begun with; None without a valid one."""
+    try:
+        with open(folder / JOURNAL_NAME, "rb", opener=no_link) as file:
+            line = _parse_entry(file.readline(MAX_START_BYTES))
+    except OSError:
+        return None
+    return line if line is not None and line["step"] == "start" else None
+
+
 def check_output_path(out: Path, resume: bool, what: str = "conversion") -> None:
     """Raise SurgeryError unless work that ends in `out` can begin: `out` is absent, and its parent is a folder and no checkpoint."""
     check_absent(out)
     check_no_links(partial_path(out), FOREIGN)
     if partial_path(out).exists() and not resume:
         raise_unfinished(partial_path(out), what)
+    check_parent(out)
+
+
+def check_parent(out: Path) -> None:
+    """Raise SurgeryError unless the parent of `out` is a folder and no checkpoint."""
     if not out.parent.is_dir():
         raise SurgeryError(f"{out.parent} is not a folder; make it first")
     if (out.parent / "config.json").is_file() and any(out.parent.glob("*.safetensors")):

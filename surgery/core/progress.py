@@ -79,6 +79,20 @@ class RichProgress(Progress):
         return tick
 
 
+class QuietProgress(RichProgress):
+    """Progress output that prints warnings on stderr, and nothing else."""
+
+    def say(self, text: str) -> None:
+        """Print one line if it is a warning."""
+        if text.startswith("warning"):
+            super().say(text)
+
+    @contextmanager
+    def bar(self, title: str, total: int) -> Iterator[Tick]:
+        """Show nothing; yield a function that does nothing."""
+        yield lambda steps=1: None
+
+
 def is_main_process() -> bool:
     """Return whether this process has rank 0, according to the environment. Other ranks print nothing."""
     return os.environ.get("RANK", "0") == "0"

@@ -347,6 +347,9 @@ def _explain_error(error: Any, data: dict[str, Any]) -> str:
         loc[1] -= len(set(data["keep"]) - {"*"})  # the rules made from `keep` precede the written ones
     if error["type"] == "extra_forbidden":
         key = str(loc[-1])
+        if ":" in key and error["input"] is None:  # {model:2} is a key without a value in YAML
+            name, _, value = key.partition(":")
+            return f"unknown key {_dotted_path(loc)!r}; write a space behind the colon: {name}: {value}"
         return f"unknown key {_dotted_path(loc)!r}{suggestion(key, (Rule if len(loc) > 1 else ConversionRecipe).model_fields)}"
     for depth, key in enumerate(loc):
         path = _dotted_path(loc[: depth + 1])

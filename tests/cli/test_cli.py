@@ -57,7 +57,8 @@ def test_recipes(run, run_json):
     whole = run_json("recipes", "--all")
     assert list(whole)[: len(COMMON)] == list(COMMON) and set(whole) == set(shipped_recipes())
     assert f"{len(whole) - len(COMMON)} others: surgery recipes --all" in out
-    assert all(name in run("recipes", "--all")[1] for name in whole) and api.recipes(every=True) == whole
+    listed = run("recipes", "--all")[1]
+    assert all(name in listed for name in whole) and api.recipes(every=True) == whole
     assert all(recipe.keys() == {"description", "aim", "cost"} for recipe in api.recipes().values())
     healing = run_json("recipes", "--healing")
     assert healing.keys() >= {"attention", "linears"} and "btt-half" not in run("recipes", "--healing")[1]
@@ -150,6 +151,33 @@ def test_convert_inspect_densify(run, run_json, checkpoints, calibration, tmp_pa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dense", "out"]
 
 
+def test_options_are_short_for_keys(run_json, run, checkpoints, calibration, tmp_path):
+    """The same bytes as with --set, replaced without a word but the warnings and the path."""
+    text, out = ("--calibration", calibration("llama")), tmp_path / "out"
+    words = ("convert", checkpoints("llama"), "-r", "low-rank-half", *text, "--set", "tune=false", "--out", out)
+    short = run_json(*words, "--keep", 0.7, "--tokens", "1k", "--length", 24, "--set", "keep=0.7")["report"]["recipe"]
+    first = (out / "model.safetensors").read_bytes()
+    keys = [word for pair in ("keep=0.7", "tokens=1024", "length=24") for word in ("--set", pair)]
+    code, printed, err = run(*words, *keys, "--overwrite", "--quiet")
+    assert (code, printed, err) == (0, f"{out}\n", "")
+    assert short == json.loads((out / "surgery_report.json").read_text())["recipe"]
+    assert (out / "model.safetensors").read_bytes() == first
+    code, printed, err = run(*words[:4], "--out", tmp_path / "free", "--quiet")
+    assert printed == f"{tmp_path / 'free'}\n" and err.startswith("warning: no calibration text") and "note:" not in err
+
+
+def test_a_long_tuning_is_said_with_one_plan(run, checkpoints, calibration, tmp_path, monkeypatch):
+    from surgery.planning.plan import make_plan
+
+    made = []
+    monkeypatch.setattr("surgery.conversion.convert.make_plan", lambda *words: made.append(1) or make_plan(*words))
+    monkeypatch.setattr("surgery.planning.plan.make_plan", None)
+    monkeypatch.setattr("surgery.publish.tables.LONG_TUNING", 0)
+    words = ("-r", "low-rank-half", "--calibration", calibration("llama"), "--set", "tune={model: 1}")
+    code, _, err = run("convert", checkpoints("llama"), *words, "--out", tmp_path / "out")
+    assert code == 0 and made == [1] and "note: tuning is estimated at" in plain(err)
+
+
 def test_eval_beside_the_original(run, run_json, tmp_path):
     """The embedded checkpoint at full rank measures as itself; at half it measures worse."""
     layer = ("--set", "layers=:1", "--out")
@@ -197,6 +225,14 @@ SLIPS = [
         ("plan", "{llama}", "-r", "btt-half", "--set", "rules=[{{match: mlp.dwn}}]"),
         "unknown role 'mlp.dwn'; did you mean 'mlp.down'?",
     ),
+    (("plan", "{llama}", "-r", "btt-half", "--set", "tune={{model:2}}"), "unknown key 'tune.model:2'; write a space behind the colon: model: 2"),
+    (("plan", "{llama}", "-r", "btt-half", "--keep", "0.7", "--set", "keep=0.5"), "--keep 0.7 and --set keep=0.5 give keep different values"),
+    (("plan", "{llama}", "-r", "btt-half", "--keep", "0.7", "--set", "keep.mlp=0.5"), "--keep 0.7 and --set keep.mlp=0.5"),
+    (("plan", "{llama}", "-r", "btt-half", "--keep", "7"), "keep: write a fraction over 0 and at most 1"),
+    (("plan", "{llama}", "-r", "log-linear", "--keep", "0.5"), "this recipe replaces none"),
+    (("plan", "{llama}", "-r", "btt-half", "--data-free", "--tokens", "8k"), "--tokens 8192 is about the calibration text, and there is none"),
+    (("plan", "{llama}", "-r", "btt-half", "--tokens", "3"), "tokens: "),
+    (("run", "{llama}", "-r", "log-linear", "--keep", "0.5", "--out", "{tmp}/run"), "this recipe replaces none"),
     (("plan", "{converted}", "-r", "btt-half"), "is already converted; start from its source, or multiply its structured linears out: surgery densify"),
     (("plan", "{quantised}", "-r", "btt-half"), "is quantized (gptq)"),
     (("plan", "{pickled}", "-r", "btt-half"), "has only pickled weights (pytorch_model.bin)"),
@@ -209,6 +245,12 @@ SLIPS = [
     ((*CONVERT, "--device", "cuda:99"), "--device cuda:99: "),
     ((*CONVERT, "--device", "gpu"), "--device gpu: "),
     ((*CONVERT, "--seed", "-1"), "seed: "),
+    ((*CONVERT, "--seed", "1", "--set", "seed=2"), "--seed 1 and --set seed=2 give seed different values"),
+    ((*CONVERT, "--length", "64"), "--length 64 is about the calibration text, and there is none. Give --calibration FILE"),
+    ((*CONVERT, "--calibration", "a.txt", "--set", "calibration=b.txt"), "--calibration a.txt and --set calibration=b.txt"),
+    ((*CONVERT, "--calibration", "a.txt", "--tokens", "many"), "must be a number of tokens"),
+    ((*CONVERT, "--resume", "--overwrite"), "--overwrite starts again, and --resume continues"),
+    ((*CONVERT[:-1], "{tmp}/taken", "--overwrite"), "taken holds no surgery_report.json, so that no conversion wrote it"),
     ((*CONVERT, "--calibration", "{tmp}/none.txt"), "'{tmp}/none.txt' is not a file"),
     ((*CONVERT, "--calibration", "{tmp}/none.safetensors"), "calibration file {tmp}/none.safetensors does not exist"),
     ((*CONVERT, "--calibration", "{tmp}/taken/text.txt"), "has no tokenizer that transformers can load"),
@@ -365,6 +407,7 @@ def test_an_interrupt_prints_the_command_that_goes_on(monkeypatch, capsys):
     assert {name for name, c in commands.items() if any("--resume" in p.opts for p in c.params)} == set(RESUMABLE)
     assert continue_command(["convert", "a b", "--out", "x"]) == "surgery convert 'a b' --out x --resume"
     assert continue_command(["--debug", "finetune", "x", "--resume"]) == "surgery --debug finetune x --resume"
+    assert continue_command(["convert", "x", "--overwrite", "--out", "y"]) == "surgery convert x --out y --resume"
     assert continue_command(["eval", "x", "--text", "t"]) == "surgery eval x --text t"
 
     def interrupted(*args, **kwargs):
