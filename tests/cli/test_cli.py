@@ -172,7 +172,7 @@ def test_a_long_tuning_is_said_with_one_plan(run, checkpoints, calibration, tmp_
     made = []
     monkeypatch.setattr("surgery.conversion.convert.make_plan", lambda *words: made.append(1) or make_plan(*words))
     monkeypatch.setattr("surgery.planning.plan.make_plan", None)
-    monkeypatch.setattr("surgery.publish.tables.LONG_TUNING", 0)
+    monkeypatch.setattr("surgery.publish.tables.LONG_TUNING", -1)
     words = ("-r", "low-rank-half", "--calibration", calibration("llama"), "--set", "tune={model: 1}")
     code, _, err = run("convert", checkpoints("llama"), *words, "--out", tmp_path / "out")
     assert code == 0 and made == [1] and "note: tuning is estimated at" in plain(err)

@@ -192,8 +192,8 @@ def test_two_conversions_into_one_folder_exclude_each_other(tmp_path):
         second.__enter__()
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_second_conversion_leaves_the_first_alone(deep, tmp_path, monkeypatch, resume):
+@pytest.mark.parametrize("mode", [{}, {"resume": True}, {"overwrite": True}], ids=["new", "resume", "overwrite"])
+def test_a_second_conversion_leaves_the_first_alone(deep, tmp_path, monkeypatch, mode):
     """It starts while the first is at work, or had looked at OUT before the first began."""
     source, _ = deep
     recipe, add, said = make_recipe(structure="low_rank"), Journal.add, []
@@ -205,8 +205,8 @@ def test_a_second_conversion_leaves_the_first_alone(deep, tmp_path, monkeypatch,
             for early in (False, True):
                 with monkeypatch.context() as patch, pytest.raises(SurgeryError, match="another conversion") as error:
                     if early:
-                        patch.setattr("surgery.conversion.convert.check_output_path", lambda out, resume: None)
-                    convert(str(source), recipe, tmp_path / "out", resume=resume)
+                        patch.setattr("surgery.conversion.output.check_output_path", lambda out, resume: None)
+                    convert(str(source), recipe, tmp_path / "out", **mode)
                 said.append(str(error.value))
             assert sorted(p.name for p in self.folder.rglob("*")) == before
 
