@@ -219,6 +219,7 @@ def convert(
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    dtype: str | None = None,
     device: str | None = None,
     seed: int | None = None,
     context: int = 4096,
@@ -238,6 +239,8 @@ def convert(
         resume: continue an interrupted conversion into the same `out`.
         overwrite: replace the result of an earlier conversion in `out`, or an interrupted one, once the new one is complete. A folder
             with any other file, or with a changed one, is refused.
+        dtype: bfloat16, float16 or float32, in which the result is stored; the source's weights are rounded as they are read. None: as
+            the source stores them.
         device: cpu, cuda, cuda:1; None: a GPU if there is one.
         seed: random seed; None: the recipe's.
         quiet: print warnings only.
@@ -264,6 +267,7 @@ def convert(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         revision=revision,
+        dtype=dtype,
         progress=progress or (QuietProgress() if quiet else RichProgress()),
     )
     notes = notes_for_device(report_notes(report, context), report["time"]["device"], asked="speed" in report)

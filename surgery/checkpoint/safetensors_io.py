@@ -65,6 +65,7 @@ class TensorInfo:
 
     tensor: the tensor itself if it is in memory (a live model's); `file` is then only a name for messages.
     part: which part of the bytes the tensor is, if not all of them; `shape` is the part's.
+    stored: the dtype in the file if the values are rounded to `dtype` when they are read.
     """
 
     name: str
@@ -75,6 +76,7 @@ class TensorInfo:
     stop: int
     tensor: Tensor | None = field(default=None, compare=False, repr=False)
     part: StoredPart | None = None
+    stored: str | None = None
 
     @classmethod
     def in_memory(cls, name: str, tensor: Tensor, owner: str) -> TensorInfo:
@@ -93,9 +95,14 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """The size in the file, in bytes."""
         whole = self.stop - self.start
         return whole if self.part is None else whole * self.numel // max(1, math.prod(self.part.shape))
+
+    @property
+    def nbytes_read(self) -> int:
+        """The size of the values that are read, in bytes."""
+        return self.nbytes if self.stored is None else self.numel * DTYPES[self.dtype].itemsize
 
     def rows(self, first: int, last: int) -> TensorInfo:
         """Return the location of rows first:last of the leading axis."""
@@ -107,7 +114,7 @@ class TensorInfo:
         row = self.nbytes // self.shape[0]
         start, stop = self.start + first * row, self.start + last * row
         tensor = None if self.tensor is None else self.tensor[first:last]
-        return TensorInfo(self.name, self.file, self.dtype, shape, start, stop, tensor)
+        return TensorInfo(self.name, self.file, self.dtype, shape, start, stop, tensor, stored=self.stored)
 
     def outputs(self, outputs: slice, transposed: bool = True) -> TensorInfo:
         """Return the location of some outputs of a matrix (out, in), or (in, out) if transposed, or of a vector (out,).
@@ -233,6 +240,8 @@ def read_tensor(
 
     check: raise SurgeryError if a floating-point tensor holds NaN or Inf.
     """
+    if info.stored is not None:
+        return _read_rounded(info, dtype, check, device)
     if info.dtype not in DTYPES:
         raise SurgeryError(f"tensor {info.name!r} has dtype {info.dtype}, which surgery cannot read")
     if info.part is not None:
@@ -258,6 +267,19 @@ def read_tensor(
                 if info.tensor is None
                 else "the model's weights must be finite. Load them again"
             )
+        )
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def _read_rounded(
+    info: TensorInfo, dtype: torch.dtype | None, check: bool, device: torch.device | str | None
+) -> Tensor:
+    """Read a tensor and round it to its dtype. Raise SurgeryError if that cannot hold a value."""
+    tensor = read_tensor(replace(info, dtype=info.stored, stored=None), None, check, device).to(DTYPES[info.dtype])
+    if check and not is_finite(tensor):
+        largest = torch.finfo(tensor.dtype).max
+        raise SurgeryError(
+            f"tensor {info.name!r} holds values over {largest:,.0f}, the largest of {info.dtype}. Give --dtype bfloat16, or leave --dtype out"
         )
     return tensor if dtype is None else tensor.to(dtype)
 
@@ -318,7 +340,7 @@ class TensorSource:
     @classmethod
     def from_file(cls, name: str, source: TensorInfo) -> TensorSource:
         """Return an entry for a tensor that stays in its source file, written under `name`."""
-        return cls(name, source.dtype, source.shape, source.nbytes, source=source)
+        return cls(name, source.dtype, source.shape, source.nbytes_read, source=source)
 
     def chunks(self) -> Iterator[bytes | memoryview]:
         """Yield the tensor's bytes in chunks of at most CHUNK_BYTES, if it is in a file."""
@@ -333,9 +355,13 @@ class TensorSource:
         # A chunk holds whole elements, so that it can be checked for NaN.
         for start in range(self.source.start, self.source.stop, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, self.source.stop)
-            width = DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 1
+            stored = self.source.stored or self.dtype
+            width = DTYPES[stored].itemsize if stored in DTYPES else 1
             dtype = self.dtype if self.dtype in DTYPES else "U8"
-            chunk = TensorInfo(self.name, self.source.file, dtype, ((stop - start) // width,), start, stop)
+            chunk = TensorInfo(
+                *(self.name, self.source.file, dtype, ((stop - start) // width,), start, stop),
+                stored=self.source.stored,
+            )
             tensor = read_tensor(chunk)
             yield _as_bytes(tensor)
 

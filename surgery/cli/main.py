@@ -157,6 +157,7 @@ def convert(
     overrides: options.Overrides = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
+    dtype: options.ResultDtype = None,
     device: options.Device = None,
     seed: options.Seed = None,
     context: options.Context = 4096,
@@ -199,6 +200,7 @@ def convert(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         revision=revision,
+        dtype=dtype,
         progress=shown,
         on_plan=note_long_tuning,
     )

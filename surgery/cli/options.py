@@ -168,6 +168,13 @@ Calibration = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")]
+ResultDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="Store the result in bfloat16, float16 or float32: the weights of SRC are rounded as they are read. Default: as SRC stores them.",
+    ),
+]
 Overwrite = Annotated[
     bool,
     typer.Option(

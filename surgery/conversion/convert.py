@@ -47,6 +47,7 @@ from surgery.checkpoint.report import (
     TuneReport,
     report_errors,
 )
+from surgery.checkpoint.rounded import round_checkpoint
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_header, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
 from surgery.checkpoint.table import SHIM_NAME
@@ -123,6 +124,7 @@ def convert(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    dtype: str | None = None,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> dict[str, Any]:
@@ -130,8 +132,9 @@ def convert(
 
     source: a local folder or a Hub repository; revision: its commit, branch or tag. device: where layers run, such as
     "cuda"; None chooses one. resume: continue an interrupted conversion from OUT.partial. overwrite: replace conversions in OUT and
-    OUT.partial (surgery.conversion.output). on_plan: called with the plan before anything is computed. If several processes take
-    part (surgery.core.distributed), all of them call this function, and all get the report.
+    OUT.partial (surgery.conversion.output). dtype: of the result, into which weights are rounded as they are read; None: as stored.
+    on_plan: called with the plan before anything is computed. If several processes take part (surgery.core.distributed), all of them
+    call this function, and all get the report.
 
     Raises SurgeryError. A refused conversion leaves no files; an interrupted one leaves OUT.partial for `resume`.
     """
@@ -144,6 +147,7 @@ def convert(
             return_freed_memory()
             output = dist.on_main(lambda: Output.checked(Path(out), resume, overwrite))
             opened = open_checkpoint(source, trust_remote_code, revision=revision, progress=progress)
+            opened = round_checkpoint(opened, dtype)
             dist.on_main(lambda: output.check_source(opened))
             model = MetaModel(opened, trust_remote_code)
             return _convert(model, recipe, output, choose_device(device), progress, dist, on_plan=on_plan, began=began)

@@ -152,7 +152,10 @@ def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRec
     The estimate adds the tensors that stay (in the stored dtype), the structured ones in float32, the Gram matrices, sampled text, and
     the aligned attention of a hybrid whose layers are chosen by measurements. Tuning of the whole model doubles it.
     """
-    unchanged = source.nbytes - sum(4 * target.numel for target in plan.replaced_targets()) // 2
+    unchanged = (
+        sum(t.nbytes_read for t in source.tensors.values())
+        - sum(4 * target.numel for target in plan.replaced_targets()) // 2
+    )
     needed = max(unchanged, 0) + sum(int(4 * target.uniform_budget()) for target in plan.replaced_targets())
     needed += 16 * recipe.generated_tokens  # token ids, in parts and as a whole
     if recipe.calibration and recipe.curvature != "none":
