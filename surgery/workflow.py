@@ -130,6 +130,7 @@ class _Run:
             return
         prompts = pick_prompts(decode_text(path)[0])
         device, trust = choose_device(self.options.device), self.options.trust_remote_code
+        self.progress.say("continuing three prompts with the original and the result")
         write_generations(self.options.source, str(self.model), prompts, self.out / EVAL, device, trust=trust)
 
     @property
@@ -140,7 +141,7 @@ class _Run:
     def _step(self, name: str, result: Path, work: Callable[[], None]) -> None:
         """Do a step unless its result exists: a finished checkpoint is renamed into place as a whole."""
         if result.exists():
-            self.show([f"{name}: done before, {result}"])
+            self.show([f"{name}: already done, {result}"])
         else:
             self.show([f"\n[bold]{name}[/]"])
             work()

@@ -50,6 +50,7 @@ SKIPPED_FOLDERS = (
     *("pieces", "curvature", "venv", "node_modules", "data", "datasets", "samples"),
 )
 MODULES = "modules.json"  # lists the module folders of sentence-transformers, whose weights are part of the model
+LISTED = 8  # files that a note names
 MAX_BYTES, MAX_FILES, MAX_DEPTH = 64 * 2**20, 1000, 2  # per file, files, nesting of folders
 
 
@@ -108,6 +109,24 @@ def subfolder_files(folder: Path) -> CompanionFiles:
     return CompanionFiles(sorted(files), left_out)
 
 
+def companion_notes(folder: Path, out: Path, *, chats: bool) -> list[str]:
+    """Return notes for the user about files of a checkpoint that its conversion `out` does not have: those that are not copied, by reason,
+    and the chat template. chats: whether the model could use one."""
+    by_reason: dict[str, list[str]] = {}
+    for line in subfolder_files(folder).left:
+        name, _, reason = line.partition(": ")
+        by_reason.setdefault(reason, []).append(name)
+    notes = []
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+        notes.append(f"not copied to {out}: {', '.join(names[:LISTED])}{more} ({reason})")
+    if chats and lacks_chat_template(folder):
+        notes.append(
+            f"the tokenizer has no chat template. Text completion works; to chat with the model, put a chat_template.jinja into {out}"
+        )
+    return notes
+
+
 def lacks_chat_template(folder: Path) -> bool:
     """Return whether a folder has a tokenizer, and no chat template in any of the places where transformers looks for one."""
     settings = folder / "tokenizer_config.json"
@@ -128,7 +147,7 @@ def _left_in_folder(folder: Path) -> list[str]:
     )
     known = (*COPIED, *UNMENTIONED)
     return [
-        f"{name}: not a file that surgery knows as part of a model; copy it yourself if the model needs it"
+        f"{name}: surgery does not know such files as part of a model; copy what the model needs"
         for name in names
         if not any(fnmatch(name, pattern) for pattern in known)
     ]

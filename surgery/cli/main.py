@@ -210,11 +210,14 @@ def convert(
     speed = notes_for_device(notes, report["time"]["device"], asked="speed" in report)
     if as_json:
         print(json.dumps({"out": str(out), "report": report, "speed": speed}, indent=2))
-    elif quiet:
+        return
+    if quiet:
         print(out)
-    else:
-        _show([*inspect_table(report), *speed])
-        print(f"converted checkpoint: {out}\nreport: {out / REPORT_NAME}")
+        return
+    _show([*inspect_table(report), *speed])
+    sys.stdout.flush()
+    shown.say_held()
+    print(f"converted checkpoint: {out}\nreport: {out / REPORT_NAME}")
 
 
 def _long_tuning(planned: Plan, device: str | None) -> list[str]:
@@ -319,11 +322,14 @@ def demo(
     from surgery.cli.demo import demo as run
     from surgery.publish.tables import demo_ending, demo_table
 
-    result = run(out, recipe, _progress(as_json), (lambda parts: None) if as_json else _show)
+    shown = _progress(as_json)
+    result = run(out, recipe, shown, (lambda parts: None) if as_json else _show)
     if as_json:
         print(json.dumps(result, indent=2))
         return
     _show(["", *demo_table(result), *demo_ending(result)])
+    sys.stdout.flush()
+    shown.say_held()
     print(f"report: {result['report']}\npage: {result['page']}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,5 +105,7 @@ def run(
         trust_remote_code=trust_remote_code,
     )
     result = run_all(chosen, out, shown, (lambda parts: None) if as_json else show)
+    sys.stdout.flush()
+    shown.say_held()
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.layer_runner import LayerRunner
-from surgery.checkpoint.companions import lacks_chat_template, subfolder_files
+from surgery.checkpoint.companions import companion_notes
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.report import (
     AllocationReport,
@@ -60,6 +60,7 @@ from surgery.checkpoint.writer import (
     known_work_files,
     write_checkpoint,
 )
+from surgery.conversion.choices import allocation_lines
 from surgery.conversion.choose_by_time import choose_by_time, speed_report
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
@@ -173,12 +174,8 @@ def _convert(
         progress.say(
             f"note: {type(model.model).__name__} does not use {format_tensor_names(model.unused)}; copied as stored"
         )
-    for name in subfolder_files(opened.folder).left:
-        progress.say(f"note: not copied beside the weights: {name}")
-    if lacks_chat_template(opened.folder) and "ForCausalLM" in type(model.model).__name__:
-        progress.say(
-            f"note: the tokenizer has no chat template. Text completion works; to chat with the model, put a chat_template.jinja into {out}"
-        )
+    if recipe.calibration is not None:
+        progress.say(f"reading the calibration inputs: {recipe.calibration}")
     text_notes: list[str] = []
     data = load_calibration(opened, model, recipe, text_notes)
     dist.on_main(lambda: check_disk_space(opened, plan, recipe, out))
@@ -210,6 +207,8 @@ def _convert(
                 shutil.rmtree(work_dir, ignore_errors=True)
             raise
         dist.on_main(lambda: output.deliver(journal, conversion.delivered))
+    for note in companion_notes(opened.folder, out, chats="ForCausalLM" in type(model.model).__name__):
+        progress.say_last(f"note: {note}")
     return report
 
 
@@ -255,6 +254,7 @@ class Conversion:
         text = self.ctx.recipe.calibration
         if self.ctx.data is None or text is None or text.endswith(".safetensors"):
             return
+        self.ctx.progress.say("checking that the calibration text suits the model")
         self.text_score = self.ctx.dist.on_main(lambda: score_text(self.ctx))
         for warning in self._text_warnings():
             self.ctx.progress.say(f"warning: {warning}")
@@ -281,6 +281,7 @@ class Conversion:
         entries = [entry for entry in found if entry is not None]
         assert len(entries) == len(found)
         expected = {name for entry in entries for name in self._shards().expected_shapes(entry)}
+        ctx.progress.say("writing the checkpoint")
         with self._timer("write"):
             shards = [self._shards().path(entry["piece"]) for entry in entries]
             weight_map = write_checkpoint(work_dir, shards, self.journal, expected)
@@ -332,6 +333,8 @@ class Conversion:
                 chosen = choose_by_time(self.ctx) if plan.time else _budgets_entry(*choose_budgets(self.ctx))
             done = self.ctx.dist.broadcast_object(chosen)
             self.journal.add("budgets", **done)
+        for line in allocation_lines(done["allocation"]):
+            self.ctx.progress.say(line)
         if plan.time is not None:
             self.ctx = replace(self.ctx, plan=with_structures(plan, done["structures"]))
         return done["budgets"], done["allocation"]
@@ -359,11 +362,17 @@ class Conversion:
                 self._write_shard(path, replacement, step, seconds=round(seconds, 3))
             tick()
 
+        def finished(path: str) -> LayerReplacement | None:
+            replacement = self._load_finished(path)
+            if replacement is not None:
+                tick()
+            return replacement
+
         epochs = self.tune
         converter = SequentialConverter(
             self.ctx,
             budgets,
-            finished=self._load_finished,
+            finished=finished,
             write=write,
             refine_epochs=epochs.layers,
             refine_norms=epochs.norms,
@@ -373,7 +382,7 @@ class Conversion:
             original_BTD = converter.original_BTD
             assert original_BTD is not None
             self.journal.merge()
-            with self._timer("tune"), self.ctx.progress.bar("tuning the model", epochs.model) as done:
+            with self._timer("tune"), self.ctx.progress.bar("tuning the whole model", epochs.model) as done:
                 score = self.ctx.dist.on_main(lambda: self._tune_model(original_BTD, head, score, done))
         return score, head
 
@@ -472,7 +481,7 @@ class Conversion:
         usable = self.ctx.dist.on_main(self._usable_entries)
         if lost := before - sum(entry["step"] in steps for entry in usable):
             self.ctx.progress.say(
-                f"note: {lost} finished layers are damaged or do not belong to this plan; they are converted again"
+                f"note: the files of {lost} finished layers are damaged or were made by another plan; these layers are converted again"
             )
         self.journal.keep(usable)
 
@@ -690,7 +699,7 @@ def uncalibrated_warnings(ctx: ConversionContext, hint: str) -> list[str]:
     attention, mixers = ctx.recipe.attention, [target.config for target in ctx.plan.attention_targets.values()]
     if ctx.data is None and attention and any(type(select_init(m, attention)) is not MixerInit for m in mixers):
         warnings.append(
-            "no calibration text: mixers keep their uncalibrated start (start: copied), from which training takes longer. "
+            "no calibration text: the mixers are not fitted to the original attention (as with start: copied), so training takes longer. "
             f"{hint}"
         )
     return warnings
@@ -708,6 +717,6 @@ def short_text_warnings(ctx: ConversionContext) -> list[str]:
     if not nears or length > max(nears):
         return []
     return [
-        f"the calibration windows have {length} tokens, and mixers attend exactly to up to {max(nears)} tokens: what a mixer loses on "
-        f"tokens farther back is neither fitted nor measured. Set length above {max(nears)}"
+        f"the calibration windows have {length} tokens, and the mixers attend exactly to the last {max(nears)} tokens: nothing shows what the "
+        f"mixers lose on tokens farther back. Set length above {max(nears)}"
     ]

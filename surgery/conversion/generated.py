@@ -72,6 +72,7 @@ def generated_rows(ctx: ConversionContext, journal: Journal, original: Any) -> T
             found_NT = read_rows(file, ctx.samples, ctx.recipe.generated_tokens)
             check_model_inputs({"input_ids": found_NT}, ctx.model.model)
             return found_NT, entry["sha256"]
+        ctx.progress.say("loading the original, to sample more calibration text from it")
         with original() as model:
             rows_NT = sample_rows(model, ctx.samples, ctx.recipe, ctx.device, ctx.work_dir, ctx.progress)
         return rows_NT, write_shard(file, [TensorSource.from_tensor("input_ids", rows_NT)])

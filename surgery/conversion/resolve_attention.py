@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from surgery.conversion.choices import hybrid_lines, score_rank_lines
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.hybrid import choose_heads
 from surgery.conversion.mixer_init.mlr_allocation import allocate_score_dims, allocated_targets
@@ -27,6 +28,8 @@ def resolve_attention_plan(ctx: ConversionContext, journal: Journal) -> tuple[Pl
         if journal.find("hybrid") is None:
             journal.add("hybrid", told=_choose(ctx, settings.hybrid, journal))
         told = hybrid_report = _entry(journal, "hybrid")["told"]
+        for line in hybrid_lines(told):
+            ctx.progress.say(line)
         if settings.hybrid.of_heads:
             replaced = keep_heads(plan.attention_targets, told["heads"])
         else:
@@ -39,7 +42,10 @@ def resolve_attention_plan(ctx: ConversionContext, journal: Journal) -> tuple[Pl
             measure = partial(allocate_score_dims, replace(ctx, plan=plan, runner=alone))
             journal.add("arranged", chosen=ctx.dist.on_main(measure))
             ctx.runner.hidden_bytes = max(ctx.runner.hidden_bytes, alone.hidden_bytes)
-        plan = replace(plan, attention_targets=allocated_targets(plan, _entry(journal, "arranged")["chosen"]))
+        chosen = _entry(journal, "arranged")["chosen"]
+        for line in score_rank_lines(chosen):
+            ctx.progress.say(line)
+        plan = replace(plan, attention_targets=allocated_targets(plan, chosen))
     return plan, hybrid_report
 
 

@@ -240,14 +240,14 @@ class Restoration:
             mixer = MIXERS[NEAR](NEAR, target.shape).to(ctx.device)
             return lambda: all_attention_replaced(ctx.model, {target.path: mixer})
 
-        with ctx.progress.bar("weighting tokens that need distant context", len(ctx.plan.layout.layers)) as tick:
+        with ctx.progress.bar("finding the tokens that need distant context", len(ctx.plan.layout.layers)) as tick:
             final = VariantPass(ctx, {"near": Variant(frozenset(self.layers))}, load).run(self.scored, tick)
         if self.scorer.weight_by_gap(final["original"], final["near"]):
             return "far"
         ctx.progress.say(
-            f"note: attention.hybrid: with {NEAR.window} visible tokens the original predicts the held-out text as well as "
-            "with all of them, so no token shows which layers need softmax. All tokens get the same weight; longer "
-            "windows of calibration text (length) may help"
+            f"note: attention.hybrid: the original predicts the held-out text from the last {NEAR.window} tokens as well as from all "
+            "tokens, so no token shows which layers need softmax. All tokens get the same weight. Longer windows of calibration text "
+            "(length) may help"
         )
         return "even"
 
@@ -265,7 +265,7 @@ class Restoration:
             layer: Variant(replaced - {layer}, "before", layer) for layer in self.layers if layer not in restored
         }
         scores = self._run_distributed(
-            f"restoring softmax layer {number + 1} of {self.hybrid.softmax_count(len(self.layers))}",
+            f"choosing softmax layer {number + 1} of {self.hybrid.softmax_count(len(self.layers))}",
             Variant(replaced),
             candidates,
         )

@@ -64,11 +64,11 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         softmax = next(iter(attention_targets.values())).softmax
         if not softmax.is_plain:
             notes.append(
-                f"the softmax that is kept: {describe_softmax(softmax)}; heads and layers are chosen by softmax as it was"
+                f"softmax that stays gets these options: {describe_softmax(softmax)}. The heads or layers with softmax are chosen without them"
             )
     if attention_targets and recipe.attention and recipe.attention.cache is not None:
         notes.append(
-            "ranks shown keep the same dimensions everywhere; with --calibration they are chosen layer by layer"
+            "the ranks shown keep the same dimensions in all layers; a conversion with --calibration chooses them for each layer"
         )
     if attention_targets and _reads_images_both_ways(meta_model.model, whole):
         notes.append(
@@ -98,7 +98,9 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     targets, sharing_notes = share_bases(targets, recipe, layout)
     notes += sharing_notes
     if layout.head in targets and f"{layout.head}.weight" in _tied_names(meta_model):
-        notes.append(f"{layout.head} is tied to the input embedding; replacing it unties them (the embedding stays)")
+        notes.append(
+            f"{layout.head} is tied to the input embedding: it gets weights of its own, and the embedding stays as it is"
+        )
     time = None
     if recipe.speed is not None:
         targets, time, time_notes = plan_by_time(targets, recipe.speed, recipe.round_ranks, layout)
@@ -167,7 +169,7 @@ def _layout_notes(meta_model: ModelDescription, whole: ModelLayout, layout: Mode
         )
     elif len(set(whole.towers.values())) > 1:
         notes.append(
-            "calibrate with inputs of every tower: linears that the calibration inputs do not reach are left dense and listed"
+            "calibrate with inputs of every tower: linears that the calibration inputs do not reach are not replaced, and the report lists them"
         )
     return notes
 

@@ -61,7 +61,7 @@ def share_bases(targets: Targets, recipe: ConversionRecipe, layout: ModelLayout)
             shared = replace(target, preview=LowRank(rank), basis=basis, stores_basis=bool(basis) and not index)
             targets[target.linear.path] = (shared,)
     each = sum(target.linear.roles == ("expert.down",) and bool(target.configs) for (target, *_) in targets.values())
-    rest = f"; {each} matrices of role expert.down, which read no common input, keep a basis each" if each else ""
+    rest = f"; {each} matrices of role expert.down, which read no common input, have bases of their own" if each else ""
     return targets, [
         f"share: experts: {members} matrices of {' and '.join(SHARING_ROLES)} share {len(groups)} bases, one for each layer and role, and take no "
         f"part in the allocation of ranks{rest}"

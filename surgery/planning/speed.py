@@ -162,7 +162,7 @@ def plan_by_time(
     notes = []
     if unmeasured:
         notes.append(
-            f"speed: {', '.join(unmeasured)} has no measured times near these shapes that are less than dense, and is no candidate"
+            f"speed: {', '.join(unmeasured)} left out of the candidates: near these shapes no measured time is shorter than that of dense"
         )
     time = replace(time, share=_share_of_linears(replaced, timed, layout, candidates))
     return _previewed(timed, choice), time, notes

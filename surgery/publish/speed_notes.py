@@ -45,10 +45,12 @@ def speed_notes(
     kinds = {json.dumps([config, list(shape)], sort_keys=True): (config, shape) for config, shape in structures}
     notes = {_linear_note(config, *shape) for config, shape in kinds.values()}
     if any(config.get("order") == "strided" for config, _ in kinds.values()):
-        notes.add("order: strided copies the outputs of each such linear once, which notes on speed ratios leave out")
+        notes.add(
+            "order: strided copies the outputs of each such linear once more; the ratios of speed leave this copy out"
+        )
     notes |= {_attention_note(mixer, context or DEFAULT_CONTEXT) for mixer in mixers}
     device = tables()[0]["device"]
-    return [f"{NOTE_ON_SPEED} {device}, launches counted: {note}" for note in sorted(notes - {""})]
+    return [f"{NOTE_ON_SPEED} {device}, launches of kernels included: {note}" for note in sorted(notes - {""})]
 
 
 def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
@@ -221,7 +223,7 @@ def _linear_note(config: dict[str, Any], out: int, in_: int) -> str:
     if all(r >= 1 for r in known.values()):
         return ""
     words = [f"{speed_in_words(r, 1)} at {n:,} token{'s' if n > 1 else graph}" for n, r in known.items()]
-    return f"{name} for {in_:,} -> {out:,} beside dense: {', '.join(words)}"
+    return f"{name} for {in_:,} -> {out:,} compared with dense: {', '.join(words)}"
 
 
 def graph_note(ratio: float | None) -> str:
@@ -245,10 +247,10 @@ def _attention_note(mixer: str, context: int) -> str:
         f"{PASS_LABELS[p]} {speed_in_words(r, 1)}{graph if p == 'step' else ''}" for p, r in known.items()
     )
     ahead = ", ".join(
-        f"in {PASS_LABELS[pass_]} {_break_even(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1
+        f"{PASS_LABELS[pass_]} {_break_even(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1
     )
     without = ", measured without window and sinks," if op != "mlr" and {"window", "sinks"} & set(words[1:]) else ""
-    return f"{mixer}{without} beside SDPA at a context of {context:,} tokens: {ratios}; ahead {ahead}; this is attention alone, not the whole model"
+    return f"{mixer}{without} compared with SDPA at a context of {context:,} tokens: {ratios}; faster than SDPA: {ahead}; this is attention alone, not the whole model"
 
 
 def _ratio_to_softmax(op: str, pass_: Pass, length: int, levels: dict[str, int]) -> float | None:
@@ -264,4 +266,4 @@ def _break_even(op: str, pass_: Pass, levels: dict[str, int]) -> str:
     }
     behind = [n for n in lengths if (_ratio_to_softmax(op, pass_, n, levels) or 0) < 1]
     since = [n for n in lengths if n > max(behind, default=0)]
-    return f"from {min(since):,}" if since else f"at no length up to {max(lengths):,}"
+    return f"from {min(since):,} tokens on" if since else f"at no length up to {max(lengths):,} tokens"

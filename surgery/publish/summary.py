@@ -31,6 +31,8 @@ from surgery.planning.speed import speed_dict
 from surgery.planning.targets import LinearTarget, Plan
 from surgery.structures import STRUCTURES, StructureConfig
 
+NOT_REPLACED = "not replaced"  # the structure that tables show for a matrix that stays dense
+
 
 def plan_rows(plan: Plan) -> list[dict[str, Any]]:
     """Return one row per role, shape and structure of the planned replacements; parameter counts assume uniform ranks.
@@ -249,16 +251,18 @@ def record_paths(name: str) -> list[str]:
 
 
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one row per role: modules, structures, parameters, multiply-accumulates, median and worst relative error."""
+    """Return one row per role: modules, structures, parameters, multiply-accumulates, median and worst relative error of the matrices that
+    were replaced. is_dense: whether none of the role was."""
     roles: dict[str, list[dict[str, Any]]] = {}
     for record in report["modules"]:
         roles.setdefault(" + ".join(record["roles"]) or "other", []).append(record)
     rows = []
     for role, records in roles.items():
+        replaced = [r for r in records if not is_dense(r)]
         errors = sorted(
-            r["error"] for r in records if r["error"] is not None
+            r["error"] for r in replaced if r["error"] is not None
         )  # models trained from scratch have no errors
-        names = [describe_structure(r["structure"]).split(" rank")[0] for r in records]
+        names = [NOT_REPLACED if is_dense(r) else describe_structure(r["structure"]).split(" rank")[0] for r in records]
         rows.append(
             {
                 "role": role,
@@ -269,12 +273,20 @@ def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
                 "macs_after": sum(r["macs_after"] for r in records),
                 "median_error": errors[len(errors) // 2] if errors else None,
                 "worst_error": errors[-1] if errors else None,
-                "after_mixer": bool(report.get("mixers"))
-                and all("attention.output" in r["roles"] and r["structure"] == {"structure": "dense"} for r in records),
-                "worst_module": max(records, key=lambda r: r["error"])["name"] if errors else None,
+                "is_dense": not replaced,
             }
         )
     return rows
+
+
+def is_dense(record: dict[str, Any]) -> bool:
+    """Return whether the matrix of a record of a report was not replaced."""
+    return bool(record["structure"] == {"structure": "dense"})
+
+
+def is_behind_mixer(record: dict[str, Any], report: dict[str, Any]) -> bool:
+    """Return whether a record of a report is a dense output projection that was fitted to the mixer before it."""
+    return is_dense(record) and bool(report.get("mixers")) and "attention.output" in record["roles"]
 
 
 CONTEXTS = (1024, 8192, 65536)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from html import escape as as_html
 from typing import Any
@@ -10,10 +11,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from surgery.conversion.choices import allocation_lines, hybrid_lines, initialization_lines
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens, new_table
 from surgery.publish.ratios import before_storage, format_ratio, perplexity_ratio
-from surgery.publish.summary import describe_structure, inspect_rows
+from surgery.publish.summary import NOT_REPLACED, describe_structure, inspect_rows, is_behind_mixer, is_dense
 
 LONG_TUNING = (
     3600.0  # estimated seconds beyond which a plan and the start of a conversion say how to shorten the tuning
@@ -52,13 +54,20 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
     lines += whole
     mixers = mixer_tables(plan["mixers"], plan)
     if any(row["structure"] == "auto" for row in plan["rows"]):
-        lines.append("auto: the structure with the lowest error on held-out text, of " + ", ".join(plan["candidates"]))
+        lines.append(
+            f"auto: each matrix gets the structure with the lowest error, out of {', '.join(plan['candidates'])}"
+        )
     speed = plan.get("speed_target")
     if speed:
         lines += speed_lines(speed)
-        lines.append("structures shown spend the time evenly; with --calibration they are chosen by error reduction")
+        lines.append(
+            "the structures shown give every matrix the same share of the time; a conversion with --calibration chooses those that save most error"
+        )
     elif plan["recipe"]["allocate"] != "uniform" and total["modules"]:
-        lines.append("ranks shown are uniform; with --calibration the budget is allocated by error reduction")
+        lines.append(
+            "the ranks shown keep the same share of every matrix; a conversion with --calibration gives more to matrices whose errors fall most "
+            "with rank"
+        )
     linears = [table, *lines] if total["modules"] else []
     if mixers and not linears:
         mixers = [f"{escape(plan['source'])} ({plan['model_type']})", *mixers, *whole]
@@ -71,11 +80,15 @@ def speed_lines(speed: dict[str, Any] | None) -> list[str]:
         return []
     call = f"prompt of {speed['tokens']:,} tokens" if speed["phase"] == "prefill" else "decoding step in a CUDA graph"
     where = escape(f"{speed['device']} ({speed['dtype']})")
-    share = "" if speed.get("share") is None else f"; {speed['share']:.0%} of the time of all linears before"
+    share = (
+        ""
+        if speed.get("share") is None
+        else f"; before, these linears took {speed['share']:.0%} of the time of all linears"
+    )
     return [
         f"replaced linears, {call}, {where}, predicted: {speed['before']:.3g} -> {speed['after']:.3g} ms, "
-        f"{speed_in_words(speed['before'], speed['after'])} (target {speed['target']:g}); {speed['dense']} of {speed['matrices']} "
-        f"matrices stay dense{share}"
+        f"{speed_in_words(speed['before'], speed['after'])} (target: {speed['target']:g}x); {speed['dense']} of {speed['matrices']} "
+        f"matrices are not replaced{share}"
     ]
 
 
@@ -106,8 +119,8 @@ def long_tuning_lines(tuning: dict[str, Any] | None) -> list[str]:
     if tuning is None or tuning["seconds"] <= LONG_TUNING:
         return []
     return [
-        f"note: tuning is estimated at {_time_in_words(tuning['seconds'])} on {tuning['where']}; fewer epochs (for example --set tune.model=2) take "
-        "less, and --set tune=false none"
+        f"note: tuning is estimated at {_time_in_words(tuning['seconds'])} on {tuning['where']}. Fewer epochs take less time, for example "
+        "--set tune.model=2; --set tune=false leaves tuning out"
     ]
 
 
@@ -125,12 +138,20 @@ def tune_lines(tune: dict[str, Any] | None) -> list[str]:
     norms = ", norms and biases too" if tune.get("norms") else ""
     if layers:
         better = [r for r in layers if r["epoch"]]
-        lines.append(f"tuned layers: {len(better)} of {len(layers)} came closer to the original on held-out text")
-    if whole:
-        change = (
-            f"{whole['start']:.4f} -> {whole['end']:.4f} {whole['unit']}" if whole["epoch"] else "no gain, values kept"
+        lines.append(
+            f"tuning of each layer ({tune['layers']} epochs{norms}): on held-out text {len(better)} of {len(layers)} layers came closer to the "
+            "original; kept: the tuned values of these layers"
         )
-        lines.append(f"tuned as a whole ({tune['model']} epochs{norms}): {change} on held-out text")
+    if whole:
+        kept = (
+            f"epoch {whole['epoch']}, {whole['end']:.4f}"
+            if whole["epoch"]
+            else "the values before tuning, which no epoch improved"
+        )
+        lines.append(
+            f"tuning of the whole model ({tune['model']} epochs{norms}), {escape(str(whole['unit']))} on held-out text: before {whole['start']:.4f}; "
+            f"kept: {kept}"
+        )
     return lines
 
 
@@ -158,14 +179,17 @@ def expert_lines(records: list[dict[str, Any]]) -> list[str]:
     rows = sorted(record["rows"] for record in routed)
     few = [record for record in routed if record.get("shared_rows")]
     lines = [
-        f"experts: {len(routed)} matrices, calibration rows routed to them {rows[0]:,} to {rows[-1]:,}, median {rows[len(rows) // 2]:,}"
+        f"experts: each of {len(routed)} matrices was fitted to the {rows[0]:,} to {rows[-1]:,} calibration rows that were routed to it, median "
+        f"{rows[len(rows) // 2]:,}"
     ]
-    lines.append("MACs of expert roles: of all experts; a token needs those of its experts only")
+    lines.append(
+        "MACs of expert roles are those of all experts; one token computes only the experts that it is routed to"
+    )
     if few:
         fewest = min(few, key=lambda record: record["rows"])
         lines.append(
-            f"experts: {len(few)} matrices had fewer rows than inputs and also use average rows of all experts of their layer (fewest: "
-            f"{fewest['name']}, {fewest['rows']:,} of {fewest['rows'] + fewest['shared_rows']:,}); more calibration text lowers this number"
+            f"experts: {len(few)} matrices had fewer rows than inputs, so rows of the other experts of their layer were added (fewest rows of its "
+            f"own: {fewest['name']}, {fewest['rows']:,} of {fewest['rows'] + fewest['shared_rows']:,}). With more calibration text they are fewer"
         )
     return lines
 
@@ -189,27 +213,12 @@ def mixer_tables(rows: list[dict[str, Any]], costs: dict[str, Any]) -> list[Any]
         layers = str(possible) if row["layers"] == possible else f"{row['layers']} of {possible}"
         add_row(row["mixer"], layers, format_count(row["params"]), row["cache_bytes"])
     if totals is not None and totals["softmax_layers"]:
-        add_row("softmax, as it was", str(totals["softmax_layers"]), "", totals["softmax"]["cache_bytes"])
+        add_row("softmax, not replaced", str(totals["softmax_layers"]), "", totals["softmax"]["cache_bytes"])
     if totals is not None and (totals["softmax_layers"] or len(rows) > 1):
         add_row("all layers", str(totals["layers"]), "", totals["cache_bytes"])
-    unit = f"cache: bytes of one sequence; keys and values in {costs['cache_dtype']}, the model's dtype, recurrent states in float32"
-    return [table, unit, *(f"note: {note}" for row in rows for note in row["notes"])]
-
-
-HYBRID_LABELS = {"aligned": "no softmax layer"}
-
-
-def hybrid_lines(hybrid: dict[str, Any] | None) -> list[str]:
-    """Return a line on the layers or heads that keep softmax attention, and on the losses that decided it."""
-    if not hybrid:
-        return []
-    names = [name for name in ("aligned", "measured", "every") if hybrid.get(name)]
-    tried = ", ".join(f"{HYBRID_LABELS.get(name, name)} {hybrid[name]['converted']:.4f}" for name in names)
-    units = ", ".join(hybrid["softmax"])
-    if heads := hybrid.get("heads"):
-        units = "key/value heads " + "; ".join(f"{layer}: {numbers}" for layer, numbers in heads.items() if numbers)
-    lines = [f"softmax kept in {units} ({hybrid['kept']}; held-out loss {tried} {hybrid['every']['unit']})"]
-    return [*lines, f"restored in this order: {', '.join(hybrid['order'])}"] if hybrid.get("order") else lines
+    unit = f"cache: bytes of one sequence, with keys and values in {costs['cache_dtype']} (the model's dtype) and recurrent states in float32"
+    notes = dict.fromkeys(note for row in rows for note in row["notes"])
+    return [table, unit, *(f"note: {note}" for note in notes)]
 
 
 def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:
@@ -220,20 +229,6 @@ def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:
     ]
 
 
-def init_error_lines(mixers: list[dict[str, Any]]) -> list[str]:
-    """Return the median over layers of the heads' relative output error after each stage of the initialization."""
-    stages = dict.fromkeys(stage for record in mixers for stage in record["errors"])
-    medians = []
-    for stage in stages:
-        errors = sorted(record["errors"][stage] for record in mixers if stage in record["errors"])
-        medians.append(f"{stage} {errors[len(errors) // 2]:.3f}")
-    return (
-        [f"relative error of the heads' outputs on held-out text, median layer: {', '.join(medians)}"]
-        if medians
-        else []
-    )
-
-
 def inspect_table(report: dict[str, Any]) -> list[Any]:
     """Return the tables of `surgery inspect`, one row per role."""
     kind = "of the outputs on held-out text" if report["calibration"] else "of the weights, no calibration text"
@@ -241,6 +236,8 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
         report["source"]["name"], "role", "modules", "structures", "params", "after", "kept", "MACs", "error", "worst"
     )
     rows = inspect_rows(report)
+    if all(row["is_dense"] for row in rows):
+        rows = []
     for row in rows:
         structures = ", ".join(
             f"{n} x {name}" if len(row["structures"]) > 1 else name for name, n in row["structures"].items()
@@ -249,48 +246,70 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
             row["role"], str(row["modules"]), structures, format_count(row["before"]), format_count(row["after"]), format_share(row["after"], row["before"]),
             format_count(row["macs_after"]), *(_format_error(row[key], 3) for key in ("median_error", "worst_error")),
         )  # fmt: skip
-    error_note = f"errors: relative, {kind}; median and worst of the role"
-    if any(row["after_mixer"] for row in rows):
-        error_note += ". attention.output stays dense: its error is that of the mixers before it"
-    if all(row["worst_error"] is None for row in rows):
+    error_note = f"error: relative error {kind}, median and worst of the replaced matrices of a role"
+    if all(record["error"] is None for record in report["modules"]):
         error_note = "trained from scratch: there are no original weights to compute errors against"
-    linears = [table, error_note, *expert_lines(report["modules"])] if rows else []
+    linears = [table, error_note, *expert_lines(report["modules"])] if rows else [escape(report["source"]["name"])]
     mixers = [
         *mixer_tables(report.get("mixer_rows", []), report),
-        *init_error_lines(report.get("mixers", [])),
-        *hybrid_lines(report.get("hybrid")),
+        *map(escape, hybrid_lines(report.get("hybrid"))),
+        *map(escape, initialization_lines(report.get("mixers", []))),
+        *attention_output_lines(report),
         *toeplitz_lines(report.get("toeplitzness")),
         *tune_lines(report.get("tune")),
     ]
-    return [*linears, *mixers, *_total_lines(report)]
+    return [*linears, *structure_lines(report), *mixers, *_total_lines(report)]
+
+
+def structure_lines(report: dict[str, Any]) -> list[str]:
+    """Return a line on the structures that the matrices got, if the recipe lets a conversion choose them (structure: auto)."""
+    recipe = report["recipe"]
+    settings = [recipe, *(recipe.get("rules") or [])]
+    if not any(isinstance(entry, dict) and entry.get("structure") == "auto" for entry in settings):
+        return []
+    kept = Counter(str(record["structure"].get("structure")) for record in report["modules"]).most_common()
+    tried = ", ".join(map(str, recipe.get("candidates") or ()))
+    names = ", ".join(f"{name} for {count}" for name, count in kept)
+    return [
+        escape(f"structure: auto, tried for each matrix: {tried}; kept: {names} of {len(report['modules'])} matrices")
+    ]
+
+
+def attention_output_lines(report: dict[str, Any]) -> list[str]:
+    """Return a line on the outputs of attention behind mixers, whose output projections stay dense and are fitted to the mixers."""
+    records = [r for r in report["modules"] if is_behind_mixer(r, report) and r["error"] is not None]
+    if not records:
+        return []
+    records.sort(key=lambda record: float(record["error"]))
+    median, worst = records[len(records) // 2], records[-1]
+    return [
+        f"attention.output is not replaced: these {len(records)} matrices stay dense and are fitted to the mixers. Relative error of the outputs "
+        f"of attention on held-out text: median {median['error']:.3f}, worst {worst['error']:.3f} ({escape(worst['name'])})"
+    ]
 
 
 def _format_error(value: float | None, places: int) -> str:
     return "-" if value is None else f"{value:.{places}f}"
 
 
-ALLOCATIONS = {
-    "uniform": "the same share of every matrix (uniform)",
-    "measured": "more for matrices whose errors fall most with rank (measured)",
+# The steps of a conversion, by the names of a report.
+STEPS = {
+    "start": "reading",
+    "text check": "check of the text",
+    "generate": "sampling text",
+    "attention": "choices about attention",
+    "budgets": "allocation",
+    "layers": "layers",
+    "tune": "tuning",
+    "rest": "other tensors",
+    "write": "writing",
 }
-
-
-def allocation_lines(allocation: dict[str, Any]) -> list[str]:
-    """Return a line on how the parameters were shared among the matrices, with the trials that chose it, or the reason why there was no choice; none if the recipe chose it."""
-    choice, why = allocation.get("kept"), allocation.get("why")
-    scores = {name: allocation[name] for name in ("uniform", "measured") if allocation.get(name)}
-    if scores:
-        tried = ", ".join(f"{name} {score['converted']:.4f}" for name, score in scores.items())
-        why = f"{why}: {tried} {next(iter(scores.values())).get('unit', '')}"
-    elif why not in ("no calibration text", "every rank is given"):
-        return []
-    return [escape(f"ranks chosen: {ALLOCATIONS.get(str(choice), choice)}; {why}")]
 
 
 def _total_lines(report: dict[str, Any]) -> list[str]:
     t = report["totals"]
     lines = [
-        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} parameters ({format_share(t['params_after'], t['params_before'])} kept), {size_text(t['bytes_before'])} -> {size_text(t['bytes_after'])}",
+        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} parameters ({format_share(t['params_after'], t['params_before'])}), {size_text(t['bytes_before'])} -> {size_text(t['bytes_after'])}",
     ]
     if t["replaced_params_before"]:
         before, after = t["replaced_params_before"], t["replaced_params_after"]
@@ -301,12 +320,13 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
             f"{storage['linears']} linears stored in {storage['bits']} bits ({groups}): {size_text(storage['bytes_before'])} -> "
             f"{size_text(storage['bytes_after'])}; errors above were measured before"
         )
-    if macs := report.get("macs_per_token"):
+    macs = report.get("macs_per_token")
+    if macs and macs["before"] != macs["after"]:
         lines.append(
             f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({format_share(macs['after'], macs['before'])})"
         )
     lines += speed_lines(report.get("speed"))
-    lines += allocation_lines(report["allocation"])
+    lines += map(escape, allocation_lines(report["allocation"]))
     if held := report["held_out"]:
         se = f" ± {held['difference_se']:.4f}" if held["difference_se"] is not None else ""
         ratio = perplexity_ratio(held["original"], held["converted"], held["unit"])
@@ -318,10 +338,11 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
     seconds = report["time"]["seconds"]
     layers = list(report["time"]["layers"].values())
     per_layer = f", {sum(layers) / len(layers):.1f} s per layer" if layers else ""
-    parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items() if name != "total")
+    steps = {name: value for name, value in seconds.items() if name != "total" and value >= 0.05}
+    parts = ", ".join(f"{STEPS.get(name, name)} {value:.1f} s" for name, value in steps.items())
     rss = report["memory"]["peak_rss"]
     lines.append(
-        f"time: {seconds['total']:.1f} s on {report['time']['device']}{per_layer} ({parts}); peak memory {rss / 2**30:.2f} GiB"
+        f"time: {seconds['total']:.1f} s on {report['time']['device']}{per_layer} ({parts}); peak memory {size_text(rss)}"
         if rss
         else f"time: {seconds['total']:.1f} s"
     )
@@ -334,11 +355,15 @@ def module_table(report: dict[str, Any]) -> list[Any]:
         report["source"]["name"], "module", "structure", "params", "after", "kept", "error", "start", "sweeps", "refit"
     )
     for r in report["modules"]:
+        if is_dense(r):
+            count = format_count(r["params_before"])
+            table.add_row(r["name"], NOT_REPLACED, count, count, format_share(1, 1), "-", "-", "-", "-")
+            continue
         table.add_row(
             r["name"], describe_structure(r["structure"]), format_count(r["params_before"]), format_count(r["params_after"]),
             format_share(r["params_after"], r["params_before"]), _format_error(r["error"], 4), _format_error(r.get("start"), 4), str(r.get("sweeps", "-")), "yes" if r.get("refit") else "no",
         )  # fmt: skip
-    return [table, *_total_lines(report)]
+    return [table, *attention_output_lines(report), *_total_lines(report)]
 
 
 def _format_value(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from surgery.core.errors import SurgeryError
 from surgery.core.files import is_disk_error
-from surgery.core.progress import Progress
+from surgery.core.progress import LinePace, Progress
 from surgery.core.tables import format_count, new_table
 from surgery.training.checkpoints import TrainPosition
 from surgery.training.optim import ParameterGroup
@@ -112,13 +112,14 @@ COMMON_KEYS |= {"tokens_per_second", "waited", "seconds_left", "memory"}
 def format_entry(line: dict[str, Any]) -> str:
     """Return one line of text for a log entry."""
     if "skipped" in line:
-        return "skipped: step " + ", ".join(str(step) for step in line["skipped"])
+        return f"skipped, because the gradient was NaN or infinite: step {', '.join(str(step) for step in line['skipped'])}"
     if "validation" in line:
         return f"{line['kind']} {line['step']}: validation {line['validation']:.4f} nats per token"
     parts = " ".join(f"{name} {value:.4g}" for name, value in line.items() if name not in COMMON_KEYS)
+    parts = f" ({parts})" if parts else ""
     memory = f", {line['memory'] / 2**30:.1f} GiB" if line["memory"] else ""
     return (
-        f"{line['kind']} {line['step']}/{line['steps']}: loss {line['loss']:.4f} ({parts}), rate {line['rate']:.2e}, "
+        f"{line['kind']} {line['step']}/{line['steps']}: loss {line['loss']:.4f}{parts}, learning rate {line['rate']:.2e}, "
         f"{line['tokens_per_second']:,.0f} tokens/s{memory}, {format_duration(line['seconds_left'])} left"
     )
 
@@ -130,16 +131,23 @@ def format_duration(seconds: float) -> str:
 
 
 class LogReporter:
-    """Shows log entries during a run: a progress bar, and one line of text for every tenth entry and the last."""
+    """Shows log entries during a run: on a terminal a progress bar and a line of text for every tenth entry, elsewhere a line of text now
+    and then; and a line for the last entry."""
 
     def __init__(self, progress: Progress, active: bool):
         self.progress, self.active = progress, active
         self.tick: Any = lambda steps=1: None
         self.step, self.num_entries = 0, 0
+        self.pace: LinePace | None = None  # where there is no bar
 
     @contextmanager
     def stage(self, title: str, steps: int, at: int) -> Iterator[None]:
-        """Show a progress bar for a stage of `steps` steps, of which `at` are done."""
+        """Show the progress of a stage of `steps` steps, of which `at` are done."""
+        if not self.progress.is_terminal:
+            self.progress.say(f"{title}: {steps:,} steps" + (f", {at:,} of them done" if at else ""))
+            self.step, self.num_entries, self.pace = at, 0, LinePace(steps)
+            yield
+            return
         with self.progress.bar(title, steps) as tick:
             self.tick, self.step, self.num_entries = tick, at, 0
             tick(at)
@@ -152,9 +160,15 @@ class LogReporter:
         if "steps" in line:
             self.tick(line["step"] - self.step)
             self.step, self.num_entries = line["step"], self.num_entries + 1
-            if self.num_entries % 10 != 1 and line["step"] != line["steps"]:
+            if line["step"] != line["steps"] and not self._is_due(line["step"]):
                 return
         self.progress.say(format_entry(line))
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether the entry of this step is shown."""
+        if self.pace is None:
+            return self.num_entries % 10 == 1
+        return self.pace.is_due(step) or self.num_entries == 1
 
 
 def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | None = None) -> list[Any]:
@@ -193,7 +207,10 @@ def last_line(result: dict[str, Any], what: str) -> str:
     if delivery["state"] == "start":
         return f"{what}, unchanged because training did not improve it: {result['out']}"
     if delivery["worse"]:
-        return f"{what}, WORSE than the start ({delivery['loss']:.4f} after {delivery['start']:.4f} nats per token): {result['out']}"
+        return (
+            f"{what}, WORSE than the start ({delivery['loss']:.4f} nats per token of validation text, the start {delivery['start']:.4f}): "
+            f"{result['out']}"
+        )
     return f"{what}: {result['out']}"
 
 

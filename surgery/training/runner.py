@@ -121,6 +121,7 @@ class StageRunner:
         )
         self.best = BestCheckpoint(self.work / BEST, self.accelerator.process_index, self.accelerator.wait_for_everyone)
         self.log = TrainingLog(self.work, self.accelerator)
+        self.progress.say(f"loading {self.source.name}")
         student = model_loading.load_student(self.source, self.trust)
         self.roles = model_loading.linear_roles(self.source, student)
         at = self._restore_position()
@@ -138,6 +139,7 @@ class StageRunner:
         assert latest is not None, "every stage ends with a checkpoint"
         ended = self.checkpoints.read_position(latest)
         record = self._record(ended.notes, time.perf_counter() - began)
+        self.progress.say("writing the healed checkpoint")
         self._write_result(models, record, latest, ended.notes)
         return record
 
@@ -150,7 +152,7 @@ class StageRunner:
         if self.main:
             self.log.truncate_after(at.stage, at.step)
         if latest:
-            self.progress.say(f"Resuming from {latest.name}.")
+            self.progress.say(f"resuming from {latest.name}")
         self.accelerator.wait_for_everyone()
         return at
 
@@ -165,6 +167,7 @@ class StageRunner:
             cache = TeacherCache(recipe.teacher.cache)
         teacher = None
         if self.teacher_name is not None:
+            self.progress.say(f"loading the teacher {self.teacher_name}")
             teacher = model_loading.load_teacher(
                 self.teacher_name, student, self.tokenizer, recipe.teacher, self.accelerator.device, self.trust
             )
@@ -175,7 +178,7 @@ class StageRunner:
         if teacher is not None and not self.is_sharded:
             saved = model_loading.share_frozen_tensors(student, teacher, changing)
             if saved:
-                self.progress.say(f"Teacher and student share {size_text(saved)} of frozen weights.")
+                self.progress.say(f"teacher and student share {size_text(saved)} of frozen weights in memory")
         return models
 
     def _changed_parameters(self, models: StageModels) -> set[str]:
@@ -206,6 +209,7 @@ class StageRunner:
 
             losses, lines = broadcast_object_list([losses, lines])
         if not lines and self.validation:
+            self.progress.say("measuring the loss on validation text before training")
             if models.teacher is not None and models.teacher.device.type == self.accelerator.device.type:
                 losses["original"] = self.validation.loss(models.teacher)
             if not self.is_sharded:

@@ -115,17 +115,6 @@ def test_progress_is_plain_text(capsys):
     assert capsys.readouterr().err == f"warning: {EVIL}, for example calibration=[text]\n"
 
 
-def test_a_long_step_prints_lines_where_there_is_no_terminal(capsys, monkeypatch):
-    from surgery.core import progress
-
-    now = iter([0.0, 29.0, 31.0, 31.0, 45.0, 62.0, 62.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
-    with progress.RichProgress().bar("layers", 1000) as tick:
-        for steps in (200, 300, 100, 200, 200):
-            tick(steps)
-    assert capsys.readouterr().err == "layers: 500 of 1,000\nlayers: 800 of 1,000\n"
-
-
 def test_load_and_evaluate():
     tiny = Path(api.__file__).parents[1] / "recipes" / "tiny" / "checkpoint"
     model, tokenizer = api.load(tiny, dtype="float32")

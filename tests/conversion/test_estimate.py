@@ -165,7 +165,7 @@ def test_a_structure_that_cannot_be_counted_is_planned_and_converted_without_an_
     plan = surgery.plan(checkpoints("llama"), recipe, device="cpu")
     assert "the fit of uncounted" in plan["estimate"]["unknown"] and "linalg_lstsq" in plan["estimate"]["unknown"]
     assert "seconds" not in plan["estimate"] and plan["tune"] is None
-    assert "no estimate of time and memory: the fit of uncounted" in plan._repr_html_()
+    assert "time and memory cannot be estimated: the fit of uncounted" in plan._repr_html_()
     surgery.convert(checkpoints("llama"), recipe, tmp_path / "out", calibration=calibration("llama"))
     given = surgery.plan(checkpoints("llama"), {**recipe, "tune": {"layers": 2, "model": 1}}, device="cpu")
     assert (given["tune"]["layers"], given["tune"]["model"]) == (2, 1) and given["tune"]["seconds"] >= 0

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, DynamicCache
 
 from surgery.checkpoint.outline import describe_checkpoint
 from surgery.checkpoint.source import open_checkpoint
+from surgery.conversion.choices import hybrid_lines
 from surgery.conversion.convert import convert
 from surgery.conversion.hybrid import HeadErrors
 from surgery.core.errors import SurgeryError
@@ -27,7 +28,7 @@ from surgery.modeling.cache_io import load_cache, save_cache
 from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.plan import make_plan
 from surgery.publish.summary import inspect, plan_dict
-from surgery.publish.tables import hybrid_lines, plan_table
+from surgery.publish.tables import plan_table
 from surgery.vllm.servable import check_mixer
 
 SHAPE = AttentionShape(dim=24, heads=6, groups=3, key=8, value=6, scaling=8**-0.5, rotary=8)
@@ -296,7 +297,7 @@ def test_the_measured_choice_ranks_heads_of_all_layers_together(keep, tmp_path, 
         spec = mixers.get(f"{layer}.self_attn")
         assert (spec is None) if len(own) == 2 else (spec.get("softmax_heads", []) == own)
     assert told["softmax"] == [layer for layer, own in told["heads"].items() if len(own) == 2]
-    assert "key/value heads model.layers" in hybrid_lines(inspect(str(tmp_path / "out"))["hybrid"])[0]
+    assert "key/value heads model.layers" in hybrid_lines(inspect(str(tmp_path / "out"))["hybrid"])[-1]
 
 
 def test_a_head_s_error_is_that_of_a_model_with_it_alone(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from surgery.calibration.lm_head import ChunkedLMHead
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion import aligned, preflight, restored
+from surgery.conversion.choices import hybrid_lines
 from surgery.conversion.convert import convert
 from surgery.conversion.restored import NEAR, DivergenceScorer, scored_rows
 from surgery.core.errors import SurgeryError
@@ -27,7 +28,6 @@ from surgery.core.files import partial_path
 from surgery.core.journal import Journal
 from surgery.planning.plan import make_plan
 from surgery.publish.summary import inspect
-from surgery.publish.tables import hybrid_lines
 
 
 # -- divergences -----------------------------------------------------------------------------------
@@ -152,7 +152,8 @@ def test_the_same_choice_twice_and_after_an_interruption(stories, tmp_path, monk
     assert told[told["kept"]]["converted"] == min(told[name]["converted"] for name in ("measured", "every"))
     assert all(errors["aligned"] < errors["start"] for errors in told["alignment"].values())
     shown = hybrid_lines(inspect(str(tmp_path / "whole"))["hybrid"])
-    assert f"restored in this order: {', '.join(told['order'])}" in shown and "no softmax layer" in shown[0]
+    assert f"order in which layers got softmax back: {', '.join(told['order'])}" in shown and "no softmax " in shown[-1]
+    assert shown[-1].endswith(f"softmax in {', '.join(told['softmax'])}")
 
     add, steps = Journal.add, []
 

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 
 from surgery.conversion import trial
 from surgery.conversion import trial as budget
+from surgery.conversion.choices import allocation_lines
 from surgery.conversion.convert import convert
 from surgery.conversion.score import HeldOutScore
-from surgery.publish.tables import allocation_lines
 
 
 def conversion(family, checkpoints, tmp_path, padded=False, **keys):
@@ -97,13 +97,15 @@ def test_a_short_text_and_a_large_expected_gain_are_tried_as_all_are(checkpoints
 
 
 def test_the_kept_allocation_is_shown_with_its_reason():
-    """Reasons are read from a report, which may be a stranger's: brackets are no markup."""
     score = {"unit": "nats per token", "original": 1.0, "converted": 2.0, "difference_se": None, "tokens": 10}
     worse = {**score, "converted": 2.5}
     assert allocation_lines({"kept": "uniform", "why": "recipe"}) == []
     without_text = allocation_lines({"kept": "uniform", "why": "no calibration text"})  # whatever `allocate` asks for
-    assert without_text == ["ranks chosen: the same share of every matrix (uniform); no calibration text"]
-    tried = allocation_lines({"kept": "uniform", "why": "[bold]trials", "uniform": score, "measured": worse})
+    assert without_text == [
+        "allocation of ranks: not measured, because there is no calibration text; kept: uniform (the same share of every matrix)"
+    ]
+    tried = allocation_lines({"kept": "uniform", "why": "held-out loss of trials", "uniform": score, "measured": worse})
     assert tried == [
-        "ranks chosen: the same share of every matrix (uniform); \\[bold]trials: uniform 2.0000, measured 2.5000 nats per token"
+        "allocation of ranks, held-out loss of trials: uniform 2.0000, measured 2.5000 nats per token; kept: uniform (the same share of every "
+        "matrix)"
     ]

@@ -578,11 +578,11 @@ def test_what_is_slower_is_said(table):
     linear, attention = plan_notes(plan, 1024)
     assert (
         linear
-        == "note: speed on one X1, launches counted: btt 64x64 for 4,096 -> 4,096 beside dense: 3.0x faster at 1 token, 2.0x slower at "
-        "512 tokens, 3.0x faster at 8,192 tokens"
+        == "note: speed on one X1, launches of kernels included: btt 64x64 for 4,096 -> 4,096 compared with dense: 3.0x faster at 1 token, 2.0x "
+        "slower at 512 tokens, 3.0x faster at 8,192 tokens"
     )
     assert (
-        "features beside SDPA at a context of 1,024 tokens: prefill 7.8x slower; ahead in prefill from 8,192"
+        "features compared with SDPA at a context of 1,024 tokens: prefill 7.8x slower; faster than SDPA: prefill from 8,192 tokens on"
         in attention
     )
     assert attention.endswith("; this is attention alone, not the whole model")
@@ -591,7 +591,7 @@ def test_what_is_slower_is_said(table):
     mixers[0]["mixer"] += ", window 64, sinks 4"  # the table has no row with a window, and the note says so
     (attention,) = report_notes({"mixer_rows": mixers}, 1024)
     assert (
-        "sinks 4, measured without window and sinks, beside SDPA at a context of 1,024 tokens: prefill 7.8x slower"
+        "sinks 4, measured without window and sinks, compared with SDPA at a context of 1,024 tokens: prefill 7.8x slower"
         in attention
     )
     ranks = [{"structure": {**first, "rank": rank}, "shape": [4096, 4096]} for rank in (4, 3, 1000)]

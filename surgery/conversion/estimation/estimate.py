@@ -18,6 +18,7 @@ from surgery.conversion.refine import BATCH_TOKENS, text_factor
 from surgery.conversion.refine_model import coordinate_values, resident_bytes, step_order
 from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
+from surgery.core.progress import duration_text
 from surgery.mixers import MIXERS
 from surgery.mixers.cache_size import cache_bytes
 from surgery.planning.targets import Plan
@@ -192,7 +193,7 @@ _ANY = Setting(device_speeds("cpu")[1], "cpu", 1, 1, MIN_LIMIT, 1)
 def estimate_lines(found: dict[str, Any]) -> list[str]:
     """Return the estimate as lines for the terminal."""
     if "unknown" in found:
-        return [f"no estimate of time and memory: {found['unknown']}"]
+        return [f"time and memory cannot be estimated: {found['unknown']}"]
     where = f"{found['processes']} process{'es' if found['processes'] > 1 else ''} on {found['device']}"
     where += (
         f" with {found['threads']} thread{'s' if found['threads'] > 1 else ''} each"
@@ -200,26 +201,33 @@ def estimate_lines(found: dict[str, Any]) -> list[str]:
         else ", one device each"
     )
     text = f"{found['tokens']:,} tokens of calibration text" if found["calibrated"] else "no calibration text"
-    parts = ", ".join(f"{s['name']} {_range(s['seconds'])}" for s in found["steps"])
+    parts = ", ".join(f"{STEP_LABELS.get(s['name'], s['name'])} {_range(s['seconds'])}" for s in found["steps"])
     device = f"{size_text(found['peak_device'])} of GPU memory and " if found["peak_device"] is not None else ""
     where_loaded = "memory" if found["peak_device"] is None else "GPU memory"
     lines = [
-        f"estimate for {where}, {text}: {_range(found['seconds'])} ({parts})",
-        f"peak memory of each process: {device}{size_text(found['peak_host'])} of host memory; disk: up to {size_text(found['disk']['most'])} beside "
-        f"the source; result: {size_text(found['disk']['result'])}, {size_text(found['result_memory'])} of {where_loaded} with the caches of "
-        f"{found['result_cache_tokens']:,} tokens",
+        f"estimated time: {_range(found['seconds'])} for {where}, {text} ({parts})",
+        f"estimated peak memory of each process: {device}{size_text(found['peak_host'])} of host memory",
+        f"estimated disk: {size_text(found['disk']['result'])} for the result, up to {size_text(found['disk']['most'])} during the conversion",
+        f"estimated {where_loaded} of the result in use: {size_text(found['result_memory'])} with the caches of {found['result_cache_tokens']:,} tokens",
     ]
     if found["device_memory"] and found["peak_device"] > found["device_memory"]:
         lines.append(f"note: the conversion needs more than the {size_text(found['device_memory'])} of this device")
     return lines
 
 
+# The steps of an estimate, by name; steps whose names say what they do are left out.
+STEP_LABELS = {
+    "generate": "sampling text",
+    "hybrid": "choice of softmax",
+    "budgets": "measuring ranks",
+    "trial": "trial of allocations",
+    "mixers": "start of the mixers",
+    "tune layers": "tuning of each layer",
+    "tune model": "tuning of the model",
+    "write": "writing",
+}
+
+
 def _range(seconds: list[float]) -> str:
-    low, high = (_duration(value) for value in seconds)
+    low, high = (duration_text(value) for value in seconds)
     return low if low == high else f"{low} to {high}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
