@@ -87,7 +87,7 @@ def subfolder_files(folder: Path) -> CompanionFiles:
         module = any(name == m or name.startswith(f"{m}/") for m in modules)
         foreign = [p for p in entries if p.suffix.lower() in FOREIGN]
         if foreign and not module:
-            left_out.append(f"{name}/: it holds weights of another format ({foreign[0].name})")
+            left_out.append(f"{name}/: it holds weights of another format, {foreign[0].name}")
             continue
         left_out += [f"{name}/{p.name}: {_why_foreign(p, entries)}" for p in foreign if _why_foreign(p, entries)]
         for path in entries:

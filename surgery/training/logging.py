@@ -90,19 +90,26 @@ def tracker_config(recipe: HealingRecipe) -> dict[str, Any]:
 
 
 def groups_table(title: str, groups: list[ParameterGroup]) -> list[Any]:
-    """Return the table of parameter groups that is shown before a stage."""
-    table = new_table(title, "trained", "tensors", "parameters", "fan in", "fan out", "rate", "decay")
+    """Return the table that is shown before a stage: one row for each kind of parameter and decay, with the ranges of its groups."""
+    table = new_table(title, "trained", "tensors", "parameters", "fan in", "fan out", "learning rate", "decay")
+    kinds: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for row in (group.row() for group in groups):
-        fans = (str(row.get(key, "")) for key in ("fan_in", "fan_out"))
+        kinds.setdefault((row["kind"], row["decay"]), []).append(row)
+    for (kind, decay), rows in kinds.items():
         table.add_row(
-            row["kind"],
-            str(row["tensors"]),
-            format_count(row["parameters"]),
-            *fans,
-            f"{row['rate']:.3g}",
-            f"{row['decay']:g}",
+            kind,
+            str(sum(row["tensors"] for row in rows)),
+            format_count(sum(row["parameters"] for row in rows)),
+            *(_range([row[key] for row in rows if key in row]) for key in ("fan_in", "fan_out", "rate")),
+            f"{decay:g}",
         )
     return [table]
+
+
+def _range(values: list[float]) -> str:
+    """Format the range of values, "24 to 512"; one value if they are equal."""
+    ends = sorted({min(values), max(values)}) if values else []
+    return " to ".join(f"{value:,}" if isinstance(value, int) else f"{value:.3g}" for value in ends)
 
 
 COMMON_KEYS = {"stage", "kind", "step", "steps", "total_steps", "tokens", "loss", "rate", "gradient_norm"}
@@ -115,7 +122,7 @@ def format_entry(line: dict[str, Any]) -> str:
         return f"skipped, because the gradient was NaN or infinite: step {', '.join(str(step) for step in line['skipped'])}"
     if "validation" in line:
         return f"{line['kind']} {line['step']}: validation {line['validation']:.4f} nats per token"
-    parts = " ".join(f"{name} {value:.4g}" for name, value in line.items() if name not in COMMON_KEYS)
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in line.items() if name not in COMMON_KEYS)
     parts = f" ({parts})" if parts else ""
     memory = f", {line['memory'] / 2**30:.1f} GiB" if line["memory"] else ""
     return (
@@ -176,7 +183,9 @@ def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | N
     parts: list[Any] = []
     rows = [(label, result["validation"].get(key)) for key, label in labels or RESULT_LABELS]
     if any(value for _, value in rows):
-        table = new_table("before and after, on validation text", "", "perplexity", "nats per token", "to the original")
+        table = new_table(
+            "before and after, on validation text", "", "perplexity", "nats per token", "ratio to original"
+        )
         original = (result["validation"].get("original") or {}).get("perplexity")
         for label, value in rows:
             if value:

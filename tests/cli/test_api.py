@@ -102,7 +102,7 @@ def test_the_whole_model_counts_the_parameters_of_mixers(checkpoints):
     mixers = sum(row["params"] for row in planned["mixers"])
     before = planned["totals"]["model_before"]
     assert mixers and f"whole model: {before:,} -> {before + mixers:,} parameters" in repr(planned)
-    assert "keys and values in float32, the model's dtype, recurrent states in float32" in " ".join(
+    assert "keys and values in float32 (the model's dtype) and recurrent states in float32" in " ".join(
         repr(planned).split()
     )
 

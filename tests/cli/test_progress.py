@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.console import Console
 from surgery.cli.console import CommandProgress
 from surgery.core import progress
 from surgery.core.progress import LinePace, RichProgress, duration_text
-from surgery.training.logging import LogReporter, format_entry
+from surgery.training.logging import LogReporter, format_entry, groups_table
 
 
 class Clock:
@@ -141,6 +142,17 @@ def test_training_without_a_terminal_prints_an_entry_now_and_then(capsys, clock)
     assert len(lines) <= 13 and format_entry(log_entry(1)) == (
         "logits 1/100: loss 0.5000, learning rate 1.00e-03, 100 tokens/s, 1:01 left"
     )
+
+
+def test_the_groups_of_a_kind_are_one_row():
+    rows = [
+        {"kind": "structured", "tensors": 1, "parameters": 9, "rate": 0.1, "decay": 0, "fan_in": fan, "fan_out": 4096}
+        for fan in (24, 1024)
+    ]
+    groups = [SimpleNamespace(row=lambda row=row: row) for row in [*rows, {**rows[0], "kind": "other"}]]
+    (table,) = groups_table("1. distill", groups)
+    cells = [next(iter(column.cells)) for column in table.columns]
+    assert cells == ["structured", "2", "18", "24 to 1,024", "4,096", "0.1", "0"] and table.row_count == 2
 
 
 @pytest.mark.parametrize(
