@@ -90,7 +90,8 @@ def accepted_stages(errors: Mapping[str, float]) -> list[str]:
     errors: by stage, in order.
     """
     first, *later = errors
-    accepted, lowest = [], errors[first]
+    accepted: list[str] = []
+    lowest = errors[first]
     for stage in later:
         if errors[stage] < lowest:
             accepted, lowest = [*accepted, stage], errors[stage]

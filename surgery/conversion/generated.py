@@ -172,7 +172,7 @@ def sample_rows(
         pad_token_id=0,
     )
     parts, batches = [], prompts_NP.split(together)
-    bar = (progress or Progress()).bar("sampling calibration text from the original", len(prompts_NP))
+    bar = (progress or Progress()).bar("sampling text from the original", len(prompts_NP))
     try:
         with bar as tick, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             for index, prompts in enumerate(batches):

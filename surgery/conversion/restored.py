@@ -240,7 +240,7 @@ class Restoration:
             mixer = MIXERS[NEAR](NEAR, target.shape).to(ctx.device)
             return lambda: all_attention_replaced(ctx.model, {target.path: mixer})
 
-        with ctx.progress.bar("finding the tokens that need distant context", len(ctx.plan.layout.layers)) as tick:
+        with ctx.progress.bar("finding tokens with distant context", len(ctx.plan.layout.layers)) as tick:
             final = VariantPass(ctx, {"near": Variant(frozenset(self.layers))}, load).run(self.scored, tick)
         if self.scorer.weight_by_gap(final["original"], final["near"]):
             return "far"

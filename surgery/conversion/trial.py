@@ -241,9 +241,7 @@ def budgets_by_gain(options: Mapping[str, list[CostPoint]], free: list[LinearTar
 
 def measure_rank_errors(ctx: ConversionContext) -> dict[str, list[CostPoint]]:
     """Return, for each target by name, the expected rise of the loss at each number of parameters."""
-    with ctx.progress.bar(
-        "measuring how the loss falls with the rank of each matrix", len(ctx.plan.layout.layers)
-    ) as tick:
+    with ctx.progress.bar("measuring the loss at each rank", len(ctx.plan.layout.layers)) as tick:
         return FisherPass(ctx.model, ctx.plan, ctx.recipe, ctx.runner, ctx.grams_dir, tick).run(ctx.samples)
 
 
@@ -260,14 +258,12 @@ def choose_allocation(
     """
     few, layers, how = ctx.samples.subset(TRIAL_SHARE), len(ctx.plan.layout.layers), "quick trials"
     trial = replace(ctx, data=few)
-    with ctx.progress.bar("trying the allocations of ranks", layers) as tick:
+    with ctx.progress.bar("trying allocations of ranks", layers) as tick:
         scores = QuickTrial(trial, contenders, tick, plans).run()
     contradicts = scores["uniform"].converted < scores["measured"].converted
     if contradicts and ctx.recipe.calibrate == "sequential":
         how = "sequential trials"
-        with ctx.progress.bar(
-            "trying the allocations of ranks again, layer by layer", layers * len(contenders)
-        ) as tick:
+        with ctx.progress.bar("trying allocations layer by layer", layers * len(contenders)) as tick:
             for name, budgets in contenders.items():
                 plan = (plans or {}).get(name, trial.plan)
                 scores[name] = sequential_trial(replace(trial, plan=plan), budgets, tick)

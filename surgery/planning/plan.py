@@ -68,7 +68,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             )
     if attention_targets and recipe.attention and recipe.attention.cache is not None:
         notes.append(
-            "the ranks shown keep the same dimensions in all layers; a conversion with --calibration chooses them for each layer"
+            "attention.cache: a conversion with --calibration chooses the ranks of each layer; a plan shows the same ranks in all layers"
         )
     if attention_targets and _reads_images_both_ways(meta_model.model, whole):
         notes.append(

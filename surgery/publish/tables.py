@@ -188,7 +188,7 @@ def expert_lines(records: list[dict[str, Any]]) -> list[str]:
     if few:
         fewest = min(few, key=lambda record: record["rows"])
         lines.append(
-            f"experts: {len(few)} matrices had fewer rows than inputs, so rows of the other experts of their layer were added (fewest rows of its "
+            f"experts: {len(few)} matrices had fewer rows than inputs, so average rows of all experts of their layer were added (fewest rows of its "
             f"own: {fewest['name']}, {fewest['rows']:,} of {fewest['rows'] + fewest['shared_rows']:,}). With more calibration text they are fewer"
         )
     return lines
@@ -231,7 +231,7 @@ def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:
 
 def inspect_table(report: dict[str, Any]) -> list[Any]:
     """Return the tables of `surgery inspect`, one row per role."""
-    kind = "of the outputs on held-out text" if report["calibration"] else "of the weights, no calibration text"
+    kind = "of the outputs on held-out text" if report["calibration"] else "of the weights (without calibration text)"
     table = new_table(
         report["source"]["name"], "role", "modules", "structures", "params", "after", "kept", "MACs", "error", "worst"
     )

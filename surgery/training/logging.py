@@ -216,10 +216,8 @@ def last_line(result: dict[str, Any], what: str) -> str:
     if delivery["state"] == "start":
         return f"{what}, unchanged because training did not improve it: {result['out']}"
     if delivery["worse"]:
-        return (
-            f"{what}, WORSE than the start ({delivery['loss']:.4f} nats per token of validation text, the start {delivery['start']:.4f}): "
-            f"{result['out']}"
-        )
+        losses = f"validation loss {delivery['loss']:.4f}, that of the start {delivery['start']:.4f}"
+        return f"{what}, WORSE than the start ({losses}): {result['out']}"
     return f"{what}: {result['out']}"
 
 

@@ -162,5 +162,5 @@ def test_totals_are_sums_over_all_layers(sources):
         assert told["attention_totals"]["macs"][str(length)][1] == kept + sum(cost.macs for cost in mixed)
     (table,) = [part for part in plan_table(told) if hasattr(part, "columns")]
     first, layers = (list(column.cells) for column in table.columns[:2])
-    assert first[-2:] == ["softmax, as it was", "all layers"] and layers == ["1", "1", "2", "4"]
+    assert first[-2:] == ["softmax, not replaced", "all layers"] and layers == ["1", "1", "2", "4"]
     assert plan_dict(make_plan(describe_checkpoint(open_checkpoint(str(sources("llama", 2)))), make_recipe(structure="low_rank")))["attention_totals"] is None  # fmt: skip

@@ -124,7 +124,7 @@ def test_sequential_calibration_of_a_mixture_lowers_the_loss(experts, inputs, tm
     assert errors[0] < errors[1], errors
     assert fitted["allocation"]["kept"] in ("uniform", "measured") and "measured" in fitted["allocation"]
     shown = repr(surgery.inspect(tmp_path / "fitted"))
-    assert "calibration rows routed to them" in shown
+    assert "calibration rows that were routed to it" in shown
     macs = surgery.inspect(tmp_path / "fitted")["macs_per_token"]
     attention, expert, head = 2 * 3072, 2 * 3 * 32 * 48, 32 * 96
     assert macs["before"] == 2 * 2 * expert // 2 + attention + head

@@ -155,9 +155,7 @@ def allocate_score_dims(ctx: ConversionContext) -> dict[str, dict[str, Any]]:
     settings, plan = ctx.recipe.attention, ctx.plan
     assert settings is not None and settings.cache is not None
     length = next(iter(ctx.samples.inputs.values())).shape[1]
-    with ctx.progress.bar(
-        "measuring how much the loss depends on each score dimension", len(plan.layout.layers)
-    ) as tick:
+    with ctx.progress.bar("measuring the score dimensions", len(plan.layout.layers)) as tick:
         fisher_pass = ScoreFisherPass(ctx.model, plan, ctx.recipe, ctx.runner, ctx.grams_dir, tick)
         ladder = settings.ladder
         fisher_pass.extents = candidate_extents(length) if ladder is None else (0, *sorted(ladder), UNLIMITED)
