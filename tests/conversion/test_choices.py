@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import contextmanager
+
 import pytest
+from helpers.small import make_recipe
 
 from surgery.conversion.choices import accepted_stages, hybrid_lines, initialization_lines, score_rank_lines
+from surgery.conversion.convert import convert
+from surgery.core.journal import Journal
+from surgery.core.progress import Progress
 from surgery.publish.summary import inspect_rows
 from surgery.publish.tables import attention_output_lines, structure_lines, tune_lines
 
@@ -77,3 +84,34 @@ def test_tuning_names_the_epoch_that_was_kept():
     assert line.endswith("before 0.2000; kept: epoch 3, 0.1000")
     (line,) = tune_lines({"layers": 0, "model": 20, "whole": {**whole, "epoch": 0}})
     assert line.endswith("; kept: the values before tuning, which no epoch improved")
+
+
+class Counting(Progress):
+    """Counts the ticks of each step by its title."""
+
+    def __init__(self):
+        self.counts = Counter()
+
+    @contextmanager
+    def bar(self, title, total):
+        yield lambda steps=1: self.counts.update({title: steps})
+
+
+def test_a_resumed_conversion_counts_its_finished_layers(checkpoints, calibration, tmp_path, monkeypatch):
+    """Its rate and time left are those of the layers that remain."""
+    recipe = make_recipe(structure="low_rank", keep=0.5, allocate="uniform", curvature="none", sweeps=0)
+    recipe = recipe.model_copy(update={"calibration": str(calibration("llama"))})
+    add = Journal.add
+
+    def stop(self, step, **what):
+        add(self, step, **what)
+        if step == "piece":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "add", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(str(checkpoints("llama")), recipe, tmp_path / "out")
+    shown = Counting()
+    convert(str(checkpoints("llama")), recipe, tmp_path / "out", resume=True, progress=shown)
+    assert shown.counts["converting layers"] == 2

@@ -139,7 +139,10 @@ def push(
             "`hf auth login` or set HF_TOKEN."
         )
     api = HfApi(library_name="surgery", library_version=__version__)
-    with _explain_hub_errors(upload.repo), (progress or Progress()).bar(f"to {upload.repo}", upload.nbytes) as tick:
+    with (
+        _explain_hub_errors(upload.repo),
+        (progress or Progress()).bar(f"uploading bytes to {upload.repo}", upload.nbytes) as tick,
+    ):
         repo = api.create_repo(upload.repo, private=private or None, exist_ok=True).repo_id
         if private and not api.repo_info(repo).private:
             raise SurgeryError(

@@ -128,7 +128,7 @@ class _TargetWriter:
         ]
         stream: Iterator[Example] = iter(())
         at = -1
-        with progress.bar("teacher", len(missing)) as tick:
+        with progress.bar("running the teacher", len(missing)) as tick:
             for first in missing:
                 if first != at:
                     stream = self.data.examples(first)
