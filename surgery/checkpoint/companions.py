@@ -110,8 +110,8 @@ def subfolder_files(folder: Path) -> CompanionFiles:
 
 
 def companion_notes(folder: Path, out: Path, *, chats: bool) -> list[str]:
-    """Return notes for the user about files of a checkpoint that its conversion `out` does not have: those that are not copied, by reason,
-    and the chat template. chats: whether the model could use one."""
+    """Return notes for the user about files of a checkpoint that its conversion `out` does not have: those that are not
+    copied, by reason, and the chat template. chats: whether the model could use one."""
     by_reason: dict[str, list[str]] = {}
     for line in subfolder_files(folder).left:
         name, _, reason = line.partition(": ")

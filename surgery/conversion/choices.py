@@ -31,7 +31,10 @@ def allocation_lines(allocation: Mapping[str, Any]) -> list[str]:
 
 
 def hybrid_lines(hybrid: Mapping[str, Any] | None) -> list[str]:
-    """Return lines on the layers or heads that keep softmax attention, and on the losses that decided it. hybrid: the report's entry."""
+    """Return lines on the layers or heads that keep softmax attention, and on the losses that decided it.
+
+    hybrid: the report's entry.
+    """
     if not hybrid:
         return []
     scores = {name: hybrid[name] for name in HYBRIDS if hybrid.get(name)}
@@ -51,15 +54,18 @@ def hybrid_lines(hybrid: Mapping[str, Any] | None) -> list[str]:
 
 
 def score_rank_lines(allocated: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a line on the ranks of MLR attention that a cache budget allows. allocated: by layer, with the "config" of its mixer."""
+    """Return a line on the ranks of MLR attention that a cache budget allows.
+
+    allocated: by layer, with the "config" of its mixer.
+    """
     ranks = Counter("|".join(str(rank) for rank in entry["config"].get("ranks", ())) for entry in allocated.values())
     kept = ", ".join(f"{name} in {count} layer{'s' if count > 1 else ''}" for name, count in ranks.most_common())
     return [f"ranks of MLR attention, by how much the loss depends on each score dimension; kept: {kept}"]
 
 
 def initialization_lines(mixers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines on the stages of the mixers' initialization: the error after each, and the stages that were kept, which are those that
-    lowered the error of their layer. mixers: the report's entries."""
+    """Return lines on the stages of the mixers' initialization: the error after each, and the stages that were kept,
+    which are those that lowered the error of their layer. mixers: the report's entries."""
     errors = [dict(record["errors"]) for record in mixers]
     softmax = [
         {stage.removeprefix(SOFTMAX_STAGE): error for stage, error in stages.items() if stage.startswith(SOFTMAX_STAGE)}
@@ -85,7 +91,7 @@ def _stage_line(what: str, layers: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def accepted_stages(errors: Mapping[str, float]) -> list[str]:
-    """Return the stages whose error is below that of all stages before them, or the first one, the plain start, if there are none.
+    """Return the stages whose error is below that of all stages before them; without any the first one, the plain start.
 
     errors: by stage, in order.
     """

@@ -1,4 +1,4 @@
-"""Progress output on stderr: one line for each step, and while a step is counted a bar on a terminal, a line now and then elsewhere."""
+"""Progress output on stderr: one line for each step; while a step runs a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-# When the output is no terminal, a line is due after this many seconds if LINE_SHARE more of the step is done, and otherwise after
-# LONGEST_SILENCE, or after ELAPSED_SHARE of the time of the step if that is longer: a step of ten hours prints about a hundred lines.
+# When the output is no terminal, a line is due after this many seconds if LINE_SHARE more of the step is done, and
+# otherwise after LONGEST_SILENCE, or after ELAPSED_SHARE of the time of the step if that is longer: a step of ten hours
+# prints about a hundred lines.
 SECONDS_BETWEEN_LINES = 5.0
 LINE_SHARE = 0.1
 LONGEST_SILENCE = 30.0
@@ -77,8 +78,8 @@ class _Count:
         self.first = self.first or (self.done, time.monotonic())
 
     def seconds_each(self) -> float | None:
-        """Return the seconds of one count. The first tick is left out if there are more: it is slower than the others, or counts what
-        an interrupted run had finished."""
+        """Return the seconds of one count. The first tick is left out if there are more: it is slower than the others, or
+        counts what an interrupted run had finished."""
         now = time.monotonic()
         if self.first is not None and self.done > self.first[0]:
             return (now - self.first[1]) / (self.done - self.first[0])
@@ -126,8 +127,8 @@ class RichProgress(Progress):
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Tick]:
-        """Show a counted step: a bar on a terminal, elsewhere its title and lines with rate and time left. Yield a function to call after
-        each count."""
+        """Show a counted step: a bar on a terminal, elsewhere its title and lines with rate and time left. Yield a function
+        to call after each count."""
         count = _Count(title, total)
         if not self.is_terminal:
             yield from self._lines(count)

@@ -251,8 +251,8 @@ def record_paths(name: str) -> list[str]:
 
 
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one row per role: modules, structures, parameters, multiply-accumulates, median and worst relative error of the matrices that
-    were replaced. is_dense: whether none of the role was."""
+    """Return one row per role: modules, structures, parameters, multiply-accumulates, and the median and worst relative
+    error of the matrices that were replaced. is_dense: whether no matrix of the role was replaced."""
     roles: dict[str, list[dict[str, Any]]] = {}
     for record in report["modules"]:
         roles.setdefault(" + ".join(record["roles"]) or "other", []).append(record)

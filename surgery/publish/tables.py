@@ -189,7 +189,7 @@ def expert_lines(records: list[dict[str, Any]]) -> list[str]:
         fewest = min(few, key=lambda record: record["rows"])
         lines.append(
             f"experts: {len(few)} matrices had fewer rows than inputs, so average rows of all experts of their layer were added (fewest rows of its "
-            f"own: {fewest['name']}, {fewest['rows']:,} of {fewest['rows'] + fewest['shared_rows']:,}). With more calibration text they are fewer"
+            f"own: {fewest['name']}, {fewest['rows']:,} of {fewest['rows'] + fewest['shared_rows']:,}). More calibration text makes such matrices fewer"
         )
     return lines
 
@@ -262,7 +262,7 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
 
 
 def structure_lines(report: dict[str, Any]) -> list[str]:
-    """Return a line on the structures that the matrices got, if the recipe lets a conversion choose them (structure: auto)."""
+    """Return a line on the structures that the matrices got, if the conversion chose them (structure: auto)."""
     recipe = report["recipe"]
     settings = [recipe, *(recipe.get("rules") or [])]
     if not any(isinstance(entry, dict) and entry.get("structure") == "auto" for entry in settings):
@@ -276,7 +276,7 @@ def structure_lines(report: dict[str, Any]) -> list[str]:
 
 
 def attention_output_lines(report: dict[str, Any]) -> list[str]:
-    """Return a line on the outputs of attention behind mixers, whose output projections stay dense and are fitted to the mixers."""
+    """Return a line on the outputs of attention with mixers: their output projections stay dense, fitted to the mixers."""
     records = [r for r in report["modules"] if is_behind_mixer(r, report) and r["error"] is not None]
     if not records:
         return []

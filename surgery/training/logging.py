@@ -90,7 +90,7 @@ def tracker_config(recipe: HealingRecipe) -> dict[str, Any]:
 
 
 def groups_table(title: str, groups: list[ParameterGroup]) -> list[Any]:
-    """Return the table that is shown before a stage: one row for each kind of parameter and decay, with the ranges of its groups."""
+    """Return the table that is shown before a stage: a row for each kind of parameter and decay, with ranges over groups."""
     table = new_table(title, "trained", "tensors", "parameters", "fan in", "fan out", "learning rate", "decay")
     kinds: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for row in (group.row() for group in groups):
@@ -138,8 +138,8 @@ def format_duration(seconds: float) -> str:
 
 
 class LogReporter:
-    """Shows log entries during a run: on a terminal a progress bar and a line of text for every tenth entry, elsewhere a line of text now
-    and then; and a line for the last entry."""
+    """Shows log entries during a run: on a terminal a progress bar and a line of text for every tenth entry, elsewhere a
+    line of text now and then; and a line for the last entry."""
 
     def __init__(self, progress: Progress, active: bool):
         self.progress, self.active = progress, active

@@ -1,4 +1,4 @@
-"""Progress output: one line for each step, a bar on a terminal, lines with rate and time left elsewhere, notes at the end."""
+"""Progress output: one line a step, a bar on a terminal, lines with rate and time left elsewhere, notes at the end."""
 
 from __future__ import annotations
 
