@@ -148,7 +148,12 @@ def convert(
     source: options.Source,
     recipe: options.RecipeName,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Write the converted checkpoint to this folder, which must not exist.")
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Write the converted checkpoint to this folder, which must not exist without --overwrite.",
+        ),
     ],
     calibration: options.Calibration = None,
     tokens: options.CalibrationTokens = None,
