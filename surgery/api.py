@@ -26,7 +26,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard, TypeVar, overload
 
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress, QuietProgress, RichProgress
@@ -36,13 +36,38 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from surgery.checkpoint.outline import ModelDescription
-    from surgery.eval.keywords import EvalKeywords
     from surgery.speculation.drafter import Drafter
     from surgery.workflow import RunResult
 
 PathLike = str | os.PathLike[str]
 LiveModel = TypeVar("LiveModel", bound="nn.Module")
 CONSOLE_WIDTH = 140
+
+
+class EvalKeywords(TypedDict, total=False):
+    """Types of the keywords of `evaluate` that are fields of EvalOptions, for editors and type checkers. A test holds them equal to it."""
+
+    text: str | None
+    limit: int | None
+    tokens: int
+    length: int
+    lengths: str | Sequence[int | str]
+    depths: str | Sequence[float]
+    tasks: str | Sequence[str]
+    batch_size: int | Literal["auto"]
+    seed: int
+    data_root: PathLike | None
+    data: Mapping[str, PathLike] | Sequence[str]
+    num_fewshot: int | None
+    gen_kwargs: str | Mapping[str, Any]
+    metadata: str | Mapping[str, Any]
+    include_path: PathLike | None
+    apply_chat_template: bool
+    samples: str | Mapping[str, Sequence[int]]
+    use_cache: PathLike | None
+    prompts: Literal["based", "jrt"]
+    fill: Literal["exact", "ruler"]
+    pairs: str | Sequence[int]
 
 
 class CommandResult(dict[str, Any]):

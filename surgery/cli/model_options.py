@@ -46,7 +46,7 @@ def options_of(load_model: LoadModel, *fields: str) -> Callable[[Callable[..., N
 
         stub: Any = _with_parameters(function, written)
         stub.with_model_options = with_model_options
-        return stub  # type: ignore[no-any-return]
+        return stub
 
     return decorate
 

@@ -11,11 +11,11 @@ import typer
 from pydantic import BaseModel, Field
 from typer.testing import CliRunner
 
+from surgery.api import EvalKeywords
 from surgery.cli.main import app, main
 from surgery.cli.model_options import ModelCommand, options_of
 from surgery.core.config import CommandLine
 from surgery.core.errors import SurgeryError
-from surgery.eval.keywords import EvalKeywords
 from surgery.eval.options import EvalOptions, PairSettings, parse_options
 
 GROUP: Any = typer.main.get_command(app)
