@@ -17,12 +17,11 @@ from surgery.calibration.data import load_tokenizer
 from surgery.checkpoint.load_model import load_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint, read_config
 from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_table
-from surgery.conversion.live_model import is_library_model
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.progress import Progress
 from surgery.eval.suite import EvalModel, Role
-from surgery.modeling.live import model_device
+from surgery.modeling.live import is_library_model, model_device
 from surgery.structures.quantized import QuantizedLinear
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -158,10 +158,12 @@ def plan(
 
         check_needs_no_calibration(settings, "Leave out calibrated=False")
     if _is_module(source):
-        from surgery.conversion.apply import plan_live
+        from surgery.conversion.live_source import LiveSource
 
-        live, planned = plan_live(source, settings)
-        described: ModelDescription | None = None if live.prefix else live
+        live = LiveSource(source)
+        copied = live.open()
+        planned = live.plan(settings)
+        described: ModelDescription | None = None if live.prefix else copied
     else:
         name = _checkpoint_name(source, "plan")
         opened = open_checkpoint(name, trust_remote_code, weights=False, revision=revision)
@@ -175,7 +177,7 @@ def plan(
     data = plan_dict(planned, context, estimate)
     if live is not None:
         for target in data["targets"]:
-            target["name"] = live.live_path(target["name"])
+            target["name"] = live.public_path(target["name"])
     if estimate is not None:
         data["estimate"] = estimate
     table = named_table(settings, None if measured is None else Path(measured))
@@ -220,7 +222,7 @@ def apply(
         progress: progress display; None: bars on a terminal.
     """
     from surgery.conversion.apply import apply as run
-    from surgery.conversion.live_model import check_is_module
+    from surgery.modeling.live import check_is_module
 
     check_is_module(model, "apply")
     keys |= {} if seed is None else {"seed": seed}
@@ -344,8 +346,8 @@ def fuse_projections(model: LiveModel) -> int:
     Args:
         model: a converted model in memory, of transformers or another module.
     """
-    from surgery.conversion.live_model import check_is_module
     from surgery.modeling.fuse import fuse_projections as run
+    from surgery.modeling.live import check_is_module
 
     check_is_module(model, "fuse_projections")
     return run(model)

@@ -38,6 +38,14 @@ class MetaModel:
     transformers lists them. unused: tensors that the model's class does not use.
     """
 
+    model: Any
+    config: Any
+    source: CheckpointSource
+    keys: dict[str, str]
+    tied: dict[str, str]
+    unused: list[str]
+    trust_remote_code: bool
+
     def __init__(self, source: CheckpointSource, trust_remote_code: bool = False):
         self.trust_remote_code = trust_remote_code
         self.config = load_config(source, trust_remote_code)
@@ -46,12 +54,21 @@ class MetaModel:
         self.model = _build_on_meta(self.config, source, trust_remote_code)
         self.source = source = split_stored_experts(source, self.model)
         self.keys = _parameter_keys(self.model, source)
-        self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
+        self.tied = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         missing, unexpected = missing_and_unexpected(self.model, self.keys)
         check_tensor_names(type(self.model).__name__, missing, (), source.name)
         check_linear_tensors(self.model, unexpected, source.name)
         self.unused = sorted({name for key in unexpected for name in (key, self.keys[key])})
         check_tensor_shapes(self.model, {key: source.tensors[name] for key, name in self.keys.items()}, source.name)
+
+    @classmethod
+    def of_built(cls, model: Any, config: Any, source: CheckpointSource, tied: dict[str, str]) -> MetaModel:
+        """Return the meta model of modules that exist already, with parameters on meta. The source's tensors have their names."""
+        meta_model = cls.__new__(cls)
+        meta_model.model, meta_model.config, meta_model.source, meta_model.tied = model, config, source, tied
+        meta_model.keys = {name: name for name in source.tensors}
+        meta_model.trust_remote_code, meta_model.unused = False, []
+        return meta_model
 
     def tensor_info(self, parameter: str) -> TensorInfo:
         """Return the location of a parameter's tensor; of a tied parameter, the location of its twin's."""

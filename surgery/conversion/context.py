@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from surgery.core.distributed import DistContext
 from surgery.core.progress import Progress
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.targets import Plan
+
+NON_LAYER = "rest"  # name of the shard of all tensors outside the layers, as files and journals spell it
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,15 @@ class ConversionContext:
         """The calibration samples, for steps that run only with calibration."""
         assert self.data is not None
         return self.data
+
+    @cached_property
+    def shard_of(self) -> dict[str, str]:
+        """The name of the layer shard of each parameter of the source: the path of its layer, or NON_LAYER."""
+        layers = self.plan.layout.layers
+        return {
+            parameter: next((path for path in layers if parameter.startswith(f"{path}.")), NON_LAYER)
+            for parameter in self.model.keys
+        }
 
     @property
     def grams_dir(self) -> Path:

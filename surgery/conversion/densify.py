@@ -20,14 +20,13 @@ from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoin
 from surgery.checkpoint.table import has_shims, quantization_table, read_mixers, read_table
 from surgery.checkpoint.tensor_names import check_tensors, map_tensor_names, unused_tensors
 from surgery.conversion.expert_tensors import merge_expert_tensors
-from surgery.conversion.live_model import is_library_model
 from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
 from surgery.modeling.applied import remove_table
 from surgery.modeling.joined import JoinedLinear
-from surgery.modeling.live import copy_hooks, has_adapter, is_converted, model_device
+from surgery.modeling.live import copy_hooks, has_adapter, is_converted, is_library_model, model_device
 from surgery.modeling.modules import (
     REPLACED,
     GuardedLinear,

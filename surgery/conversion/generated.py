@@ -9,8 +9,8 @@ Held-out rows stay those of the given text. The original is in memory while it s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.data import CalibrationSet, check_model_inputs
-from surgery.checkpoint.load_model import load_model
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorSource, read_header, read_tensor, write_shard
 from surgery.conversion.context import ConversionContext
@@ -60,10 +59,12 @@ def check_can_generate(inputs: dict[str, Tensor], meta_model: MetaModel, recipe:
         )
 
 
-def generated_rows(ctx: ConversionContext, journal: Journal, original: Any) -> Tensor:
+def generated_rows(
+    ctx: ConversionContext, journal: Journal, original: Callable[[torch.device], AbstractContextManager[Any]]
+) -> Tensor:
     """Return the sampled token ids (N, T) of the recipe's `generated_tokens`; those of an interrupted run are read from its files.
 
-    original: returns a context manager of the original model. Process 0 samples.
+    original: returns a context manager of the original model on a device. Process 0 samples.
     """
     file, entry = ctx.work_dir / GENERATED_NAME, journal.find("generated")
 
@@ -73,7 +74,7 @@ def generated_rows(ctx: ConversionContext, journal: Journal, original: Any) -> T
             check_model_inputs({"input_ids": found_NT}, ctx.model.model)
             return found_NT, entry["sha256"]
         ctx.progress.say("loading the original, to sample more calibration text from it")
-        with original() as model:
+        with original(ctx.device) as model:
             rows_NT = sample_rows(model, ctx.samples, ctx.recipe, ctx.device, ctx.work_dir, ctx.progress)
         return rows_NT, write_shard(file, [TensorSource.from_tensor("input_ids", rows_NT)])
 
@@ -220,14 +221,3 @@ def rows_together(layers: int, width: int, itemsize: float, length: int, device:
     """
     row = 2 * layers * width * itemsize * length
     return int(max(1, min(MAX_TOGETHER, CACHE_BYTES.get(device, CACHE_BYTES["cpu"]) // row)))
-
-
-@contextmanager
-def loaded_original(meta_model: MetaModel, device: torch.device) -> Iterator[Any]:
-    """Yield the model of a checkpoint on the device: in the dtype of its files on a GPU, in float32 on a CPU."""
-    dtype = "auto" if device.type == "cuda" else torch.float32
-    model = load_model(meta_model.source, dtype, meta_model.trust_remote_code).to(device)
-    yield model.eval()
-    del model
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

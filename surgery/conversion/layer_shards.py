@@ -32,6 +32,7 @@ from surgery.checkpoint.report import (
 )
 from surgery.checkpoint.safetensors_io import FLOAT_DTYPES, file_digest, read_header
 from surgery.checkpoint.writer import concatenate, shard_name
+from surgery.conversion.context import NON_LAYER
 from surgery.conversion.mixer_init.base import build_mixer
 from surgery.conversion.replacement import stored_module_name
 from surgery.conversion.sequential import untied_entries
@@ -43,7 +44,6 @@ from surgery.planning.speed import option_of, time_after, time_before, with_stru
 from surgery.planning.targets import Plan
 from surgery.structures.shared_basis import basis_path
 
-NON_LAYER = "rest"  # name of the shard of all tensors outside the layers, as files and journals spell it
 TensorShapes = dict[str, tuple[int, ...]]
 NonNegative = Annotated[float, Field(ge=0, le=1e30)]
 

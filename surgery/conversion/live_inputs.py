@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from surgery.calibration.data import (
     text_inputs,
 )
 from surgery.calibration.pairs import pair_inputs, read_pairs
+from surgery.conversion.sources import CalibrationInputs
 from surgery.conversion.whole_module import forward_parameters
 from surgery.core.errors import SurgeryError
 from surgery.planning.recipe import ConversionRecipe
@@ -36,22 +36,9 @@ FORMS = (
 IGNORED = ("labels", "label", "label_ids", "use_cache", "return_dict", "output_attentions", "output_hidden_states")
 
 
-@dataclass
-class LiveInputs:
-    """Calibration samples. tensors: the model's keyword arguments; label: what the report says of them.
-
-    is_text: whether the text check can judge them. notes: notes about the text, for the report.
-    """
-
-    tensors: dict[str, Tensor]
-    label: str
-    is_text: bool
-    notes: list[str] = field(default_factory=list)
-
-
 def live_inputs(
     model: nn.Module, calibration: Any, recipe: ConversionRecipe, config: Any, tokenizer: Any
-) -> LiveInputs:
+) -> CalibrationInputs:
     """Return the calibration samples of any form (FORMS). config: the model's.
 
     A path or Hub id is read as `surgery convert` reads it. A function is called with the model, or without arguments if it takes none;
@@ -62,7 +49,7 @@ def live_inputs(
     if callable(calibration) and not isinstance(calibration, (Iterable, Mapping)):
         returned, recorded = call_and_record(model, calibration)
         if returned is None:
-            return LiveInputs(join_batches(recorded, "calibration function"), "(inputs of a function)", False)
+            return CalibrationInputs(join_batches(recorded, "calibration function"), "(inputs of a function)", False)
         if callable(returned) and not isinstance(returned, (Iterable, Mapping)):
             raise _form_error(returned)
         return live_inputs(model, returned, recipe, config, tokenizer)
@@ -73,7 +60,7 @@ def live_inputs(
                 f"calibration is a dict of data sets ({names}). Give one of them, for example data['train']"
             )
         batch = _batch_tensors(model, calibration, "calibration")
-        return LiveInputs(join_batches([batch], "calibration"), "(batches)", False)
+        return CalibrationInputs(join_batches([batch], "calibration"), "(batches)", False)
     if isinstance(calibration, Tensor):
         calibration = [calibration]
     if isinstance(getattr(calibration, "column_names", None), (list, type(None))) and hasattr(calibration, "features"):
@@ -87,7 +74,7 @@ def live_inputs(
     items = chain([first], items)
     if isinstance(first, str):
         return _from_texts(items, "(texts)", recipe, config, tokenizer)
-    return LiveInputs(_read_batches(model, items, calibration, recipe), "(batches)", False)
+    return CalibrationInputs(_read_batches(model, items, calibration, recipe), "(batches)", False)
 
 
 def _form_error(value: Any) -> SurgeryError:
@@ -95,10 +82,10 @@ def _form_error(value: Any) -> SurgeryError:
 
 
 # -- text ------------------------------------------------------------------------------------------
-def _from_path(text: str, recipe: ConversionRecipe, config: Any, tokenizer: Any) -> LiveInputs:
+def _from_path(text: str, recipe: ConversionRecipe, config: Any, tokenizer: Any) -> CalibrationInputs:
     is_name = len(text) < 1000 and "\n" not in text
     if is_name and Path(text).suffix == ".safetensors":
-        return LiveInputs(load_input_tensors(Path(text)), text, False)
+        return CalibrationInputs(load_input_tensors(Path(text)), text, False)
     if not is_name or not (Path(text).is_file() or HUB_DATASET.fullmatch(text) or text.endswith(CALIBRATION_SUFFIXES)):
         raise SurgeryError(
             f"calibration {text[:60]!r} is neither a file nor a Hub data set (org/name). To calibrate on a text itself, put it into a "
@@ -108,7 +95,9 @@ def _from_path(text: str, recipe: ConversionRecipe, config: Any, tokenizer: Any)
     if text.endswith(".jsonl") and getattr(config, "is_encoder_decoder", False) and tokenizer is not None:
         pairs = read_pairs(Path(text), notes)
         if pairs is not None:
-            return LiveInputs(pair_inputs(pairs, tokenizer, recipe.tokens, recipe.length, text), text, True, notes)
+            return CalibrationInputs(
+                pair_inputs(pairs, tokenizer, recipe.tokens, recipe.length, text), text, True, notes
+            )
     return _from_texts(document_stream(text, notes), text, recipe, config, tokenizer, notes=notes)
 
 
@@ -120,7 +109,7 @@ def _from_texts(
     tokenizer: Any,
     *,
     notes: list[str] | None = None,
-) -> LiveInputs:
+) -> CalibrationInputs:
     if tokenizer is None:
         raise SurgeryError(
             "calibration texts need the model's tokenizer: surgery.apply(model, recipe, calibration=texts, tokenizer=tokenizer)"
@@ -134,7 +123,7 @@ def _from_texts(
     tensors = text_inputs(
         _check_texts(texts), tokenizer, config, recipe.tokens, recipe.length, where=label, notes=notes
     )
-    return LiveInputs(tensors, label, True, notes)
+    return CalibrationInputs(tensors, label, True, notes)
 
 
 def _check_texts(texts: Iterable[Any]) -> Iterator[str]:
@@ -144,7 +133,9 @@ def _check_texts(texts: Iterable[Any]) -> Iterator[str]:
         yield text
 
 
-def _from_dataset(model: nn.Module, rows: Any, recipe: ConversionRecipe, config: Any, tokenizer: Any) -> LiveInputs:
+def _from_dataset(
+    model: nn.Module, rows: Any, recipe: ConversionRecipe, config: Any, tokenizer: Any
+) -> CalibrationInputs:
     """Read the column "text", else the first column of texts; without one, columns that the model's forward takes."""
     items = iter(rows)
     first = next(items, None)
@@ -164,7 +155,7 @@ def _from_dataset(model: nn.Module, rows: Any, recipe: ConversionRecipe, config:
             f"{', '.join(map(str, first))}"
         )
     batches = ({name: _to_tensor(row[name], name)[None] for name in names} for row in items)
-    return LiveInputs(_read_batches(model, batches, rows, recipe), "(data set)", False)
+    return CalibrationInputs(_read_batches(model, batches, rows, recipe), "(data set)", False)
 
 
 # -- batches ---------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""Preflight checks of a conversion: calibration inputs, free disk space, and the fingerprint that a resumed journal must match."""
+"""Preflight checks of a conversion: calibration samples, free disk space, and the fingerprint that a resumed journal must match."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import shutil
 from pathlib import Path
@@ -10,12 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from surgery.architectures.positions import longest_input
-from surgery.calibration.data import CalibrationSet, align_left, check_model_inputs, read_labels
-from surgery.calibration.inputs import checkpoint_inputs
-from surgery.checkpoint.meta_model import MetaModel
+from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.source import CheckpointSource
-from surgery.conversion.generated import check_can_generate
 from surgery.conversion.restored import NEAR
 from surgery.core.config import fields_at_default
 from surgery.core.distributed import DistContext
@@ -30,35 +25,6 @@ GIVE_CALIBRATION = "Give --calibration FILE"  # what to do about missing calibra
 # Keys of recipes that are younger than the first journals: left out at their default, so that conversions begun before them go on.
 ADDED_RULE_KEYS = ("order", "levels", "ranks", "cores", "share")
 ADDED_KEYS = ("round_ranks", "towers", "tune", "speed", "generated_tokens", *ADDED_RULE_KEYS)
-
-
-def load_calibration(
-    source: CheckpointSource, meta_model: MetaModel, recipe: ConversionRecipe, notes: list[str] | None = None
-) -> CalibrationSet | None:
-    """Return the calibration samples, or None for a data-free conversion. Notes about the text are appended to `notes`.
-
-    Raises SurgeryError if the inputs do not suit the model, or if the recipe needs a text and has none.
-    """
-    if recipe.calibration is None:
-        check_needs_no_calibration(recipe)
-        return None
-    inputs = checkpoint_inputs(
-        recipe.calibration,
-        source.folder,
-        meta_model.config,
-        recipe.tokens,
-        min(recipe.length, longest_input(meta_model.model) or recipe.length),
-        trust_remote_code=meta_model.trust_remote_code,
-        notes=[] if notes is None else notes,
-    )
-    if Path(recipe.calibration).is_dir():  # a processor may return more than the model reads
-        taken = inspect.signature(meta_model.model.forward).parameters
-        inputs = {name: x for name, x in inputs.items() if name in taken}
-    inputs = align_left(read_labels(inputs, meta_model.model))
-    check_model_inputs(inputs, meta_model.model)
-    check_far_context(inputs, recipe)
-    check_can_generate(inputs, meta_model, recipe)
-    return CalibrationSet.from_inputs(inputs, recipe.holdout)
 
 
 def check_far_context(inputs: dict[str, Tensor], recipe: ConversionRecipe) -> None:

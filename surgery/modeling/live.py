@@ -1,11 +1,11 @@
-"""A model in memory: what was replaced in it, its adapters, the device of its weights, and the hooks of its modules."""
+"""A model in memory: whether it is one of transformers, what was replaced in it, its adapters, the device of its weights, and the hooks of its modules."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.checkpoint.table import QUANT_METHOD
 from surgery.core.errors import SurgeryError
@@ -37,6 +37,22 @@ def is_converted(model: Any) -> bool:
     method = table.get("quant_method") if isinstance(table, dict) else getattr(table, "quant_method", None)
     replaced = (StructuredLinear, SplitLinear, GuardedLinear, QuantizedLinear, MixerAttention)
     return method == QUANT_METHOD or any(isinstance(module, replaced) for module in model.modules())
+
+
+def is_library_model(model: Any) -> bool:
+    """Return whether a module is a model of transformers."""
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def check_is_module(model: Any, function: str) -> None:
+    """Raise SurgeryError unless `model` is a module. function: its caller, for the message."""
+    if not isinstance(model, nn.Module):
+        raise SurgeryError(
+            f"surgery.{function} takes a model in memory (got a {type(model).__name__}: {str(model)[:80]!r}). Load it first, or "
+            "use surgery.convert(source, recipe, out) on a checkpoint"
+        )
 
 
 def model_device(model: Any) -> torch.device:

@@ -17,7 +17,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surgery
-from surgery.conversion import apply as apply_module
+from surgery.conversion import live_sink
+from surgery.conversion.apply import apply
 from surgery.conversion.live_inputs import live_inputs
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
@@ -162,7 +163,7 @@ def test_missing_calibration_is_named_as_the_argument(checkpoints):
             said.append(text)
 
     recipe = make_recipe(structure="low_rank", attention={"mixer": "linear", "mask": "decay"})
-    model = apply_module.apply(load_original(checkpoints("llama")), recipe, progress=Notes())
+    model = apply(load_original(checkpoints("llama")), recipe, progress=Notes())
     warnings = [*said, *model.surgery_report["notes"]]
     assert sum("Pass the argument calibration" in text for text in warnings) == 4
     assert not [text for text in warnings if "--" in text]
@@ -338,9 +339,9 @@ def test_an_error_leaves_the_model_as_it_was(where, recipe, checkpoints, monkeyp
         raise KeyboardInterrupt
 
     if where == "fit":
-        monkeypatch.setattr(apply_module.LiveConversion, "_write_output", fail)
+        monkeypatch.setattr(live_sink.LiveSink, "write_model", fail)
     else:
-        monkeypatch.setattr(apply_module, where, fail)
+        monkeypatch.setattr(live_sink, where, fail)
     with pytest.raises(KeyboardInterrupt):
         surgery.apply(model, recipe, calibration={"input_ids": ROW.repeat(8, 1)})
     assert called

@@ -11,18 +11,16 @@ import torch
 from cli.test_tiny import FOLDER as TINY
 from helpers.small import make_recipe
 
-from surgery.calibration.data import decode_text, detect_encoding, document_stream
+from surgery.calibration.data import CalibrationSet, decode_text, detect_encoding, document_stream
 from surgery.calibration.layer_runner import LayerRunner
-from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint as open_checkpoint
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.convert import convert
-from surgery.conversion.preflight import load_calibration
+from surgery.conversion.sources import FolderSource
 from surgery.conversion.text_check import score_text
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
-from surgery.planning.plan import make_plan
 from surgery.publish.html.data import load_page_data
 from surgery.training.data.recipe import SourceConfig
 from surgery.training.data.sources import open_data_source
@@ -155,10 +153,12 @@ def test_4_5_unfit_text_is_warned_of_in_convert_and_the_report(report_of, name):
 def test_4_5_samples_are_the_same_for_the_same_seed(suits):
     """Drawn once more, outside a conversion."""
     place = suits[2].parent
-    source = open_checkpoint(str(TINY))
-    skeleton = MetaModel(source)
-    plan = make_plan(skeleton, make_recipe(**{**RECIPE, "calibration": place / "text.txt"}))
-    batch = load_calibration(source, skeleton, plan.recipe)
+    source = FolderSource(str(TINY))
+    skeleton = source.open(Progress())
+    plan = source.plan(make_recipe(**{**RECIPE, "calibration": place / "text.txt"}))
+    calibration = source.calibration(plan.recipe)
+    assert calibration is not None and calibration.is_text
+    batch = CalibrationSet.from_inputs(calibration.tensors, plan.recipe.holdout)
     device = torch.device("cpu")
     runner = LayerRunner(skeleton, plan.layout.layers, plan.layout.head, device)
     again = score_text(

@@ -11,7 +11,7 @@ import surgery
 from surgery.calibration.attention_samples import AttentionSamples
 from surgery.calibration.data import CalibrationSet, align_left
 from surgery.calibration.layer_runner import LayerRunner
-from surgery.conversion.apply import plan_live
+from surgery.conversion.live_source import LiveSource
 from surgery.core.progress import Progress
 from surgery.mixers import MIXERS
 from surgery.mixers.features.base import FEATURES
@@ -126,7 +126,8 @@ def test_aligned_inputs_keep_gaps_companions_and_the_two_masks_of_an_encoder_dec
 def test_samples_of_attention_hold_no_padding(rotated):
     """Each row of a padded batch gives the sample of that row alone, also with padding on both sides."""
     model, rows = tiny(), [token_ids(n) for n in (9, 20, 14)]
-    live, plan = plan_live(model, make_recipe(**DENSE, attention={"mixer": "linear", "mask": "gates"}))
+    source = LiveSource(model)
+    live, plan = source.open(), source.plan(make_recipe(**DENSE, attention={"mixer": "linear", "mask": "gates"}))
 
     def samples(inputs):
         runner, found = LayerRunner(live, plan.layout.layers, plan.layout.head, torch.device("cpu")), []

@@ -409,18 +409,19 @@ def _with_valid_checksum(raw: bytes) -> bytes:
 @functools.cache
 def _interrupted_conversion() -> Path:
     """OUT.partial of a conversion that was interrupted before writing the checkpoint."""
-    from surgery.conversion import convert as conversion
+    from surgery.conversion import sinks
+    from surgery.conversion.convert import convert
 
     out = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-interrupted-")) / "out"
-    assemble = conversion.write_checkpoint
-    conversion.write_checkpoint = _raise_interrupt  # type: ignore[assignment]
+    assemble = sinks.write_checkpoint
+    sinks.write_checkpoint = _raise_interrupt  # type: ignore[assignment]
     try:
-        conversion.convert(str(checkpoint()), make_recipe(**MIXED), out)
+        convert(str(checkpoint()), make_recipe(**MIXED), out)
     except KeyboardInterrupt:
         pass
     finally:
-        conversion.write_checkpoint = assemble
-    return conversion.partial_path(out)
+        sinks.write_checkpoint = assemble
+    return sinks.partial_path(out)
 
 
 def _raise_interrupt(*_: Any) -> Any:

@@ -22,9 +22,9 @@ from surgery.checkpoint.source import (
     open_converted_checkpoint,
 )
 from surgery.cli.demo import demo
-from surgery.conversion import convert as conversion
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
+from surgery.conversion.sinks import FolderSink
 from surgery.conversion.toeplitz import convert_to_toeplitz
 from surgery.core.config import apply_override
 from surgery.core.errors import SurgeryError
@@ -451,15 +451,16 @@ def test_2_5_a_file_is_not_written_through_a_link_beside_it(tmp_path):
 
 # -- sources that change meanwhile -----------------------------------------------------------------
 def test_2_7_a_shard_that_vanishes_while_it_is_converted(source, monkeypatch):
-    out, write = source.parent / "out", conversion.Conversion._write_shard
+    out, write = source.parent / "out", FolderSink.write_layer
 
-    def vanishing(self, unit, *args, **said):
-        write(self, unit, *args, **said)
-        if unit == "model.layers.0":
+    def vanishing(self, ctx, step, layer, tensors):
+        sha256 = write(self, ctx, step, layer, tensors)
+        if layer == "model.layers.0":
             (source / SAFE_WEIGHTS_NAME).rename(source.parent / "away")
+        return sha256
 
     with monkeypatch.context() as patched:
-        patched.setattr(conversion.Conversion, "_write_shard", vanishing)
+        patched.setattr(FolderSink, "write_layer", vanishing)
         with pytest.raises(SurgeryError, match=r"cannot be read any longer .*No such file.*Put the file back"):
             convert(str(source), make_recipe(structure="low_rank"), out)
     (source.parent / "away").rename(source / SAFE_WEIGHTS_NAME)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.source import open_converted_checkpoint
-from surgery.conversion.convert import totals
+from surgery.conversion.report import totals
 from surgery.core.errors import SurgeryError
 from surgery.core.files import (
     REPORT_NAME,
