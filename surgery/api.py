@@ -274,8 +274,6 @@ def convert(
         progress: progress display; None: bars on a terminal, or warnings only with `quiet`.
     """
     from surgery.conversion.convert import convert as run
-    from surgery.publish.speed_notes import notes_for_device, report_notes
-    from surgery.publish.tables import inspect_table
 
     name = _checkpoint_name(source, "convert", "surgery.apply(model, recipe), which converts it in place")
     if calibration is not None and not isinstance(calibration, (str, os.PathLike)):
@@ -297,8 +295,16 @@ def convert(
         dtype=dtype,
         progress=progress or (QuietProgress() if quiet else RichProgress()),
     )
+    return CommandResult(report, lambda: _conversion_tables(report, context))
+
+
+def _conversion_tables(report: dict[str, Any], context: int) -> list[Any]:
+    """Return the tables of a conversion's report and notes on its speed."""
+    from surgery.publish.speed_notes import notes_for_device, report_notes
+    from surgery.publish.tables import inspect_table
+
     notes = notes_for_device(report_notes(report, context), report["time"]["device"], asked="speed" in report)
-    return CommandResult(report, lambda: [*inspect_table(report), *notes])
+    return [*inspect_table(report), *notes]
 
 
 def load(

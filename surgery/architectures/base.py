@@ -154,26 +154,38 @@ def add_family(architecture: Architecture) -> None:
 
 
 @cache
+def _file_names() -> list[str]:
+    return [info.name for info in pkgutil.iter_modules(importlib.import_module("surgery.architectures").__path__)]
+
+
+@cache
+def _read_file(name: str) -> Architecture | None:
+    """Return the family that a file of this package describes, None if it describes none."""
+    return getattr(importlib.import_module(f"surgery.architectures.{name}"), "ARCHITECTURE", None)
+
+
+@cache
 def _builtin_families() -> dict[str, Architecture]:
-    package = importlib.import_module("surgery.architectures")
-    families: dict[str, Architecture] = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        architecture = getattr(importlib.import_module(f"surgery.architectures.{info.name}"), "ARCHITECTURE", None)
-        if architecture is not None:
-            families.update(dict.fromkeys(architecture.model_types, architecture))
-    return families
+    families = [architecture for name in _file_names() if (architecture := _read_file(name)) is not None]
+    return {model_type: architecture for architecture in families for model_type in architecture.model_types}
 
 
 def get_architecture(model_type: str) -> Architecture | None:
     """Return the architecture of a model type, or None; without one, linears are matched by path alone.
 
-    An unknown model type imports the installed plugins.
+    The file of that name is read first, and only if it describes another family, or is missing, all files. An unknown model type imports
+    the installed plugins.
     """
-    if model_type not in _plugin_families and model_type not in _builtin_families():
+    if model_type in _plugin_families:
+        return _plugin_families[model_type]
+    named = _read_file(model_type) if model_type in _file_names() else None
+    if named is not None and model_type in named.model_types:
+        return named
+    if model_type not in _builtin_families():
         warn_of_broken_entry_points()
     return _plugin_families.get(model_type) or _builtin_families().get(model_type)
 
 
 def known_families() -> list[str]:
     """Return the known model types, sorted."""
-    return sorted({**_builtin_families(), **_plugin_families})
+    return sorted({*_builtin_families(), *_plugin_families})

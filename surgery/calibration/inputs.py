@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from surgery.calibration.data import calibration_inputs, load_tokenizer
-from surgery.calibration.images import image_inputs
-from surgery.calibration.pairs import pair_inputs, read_pairs
 
 
 def checkpoint_inputs(
@@ -29,8 +27,12 @@ def checkpoint_inputs(
     """
     path = Path(text)
     if path.is_dir():
+        from surgery.calibration.images import image_inputs
+
         return image_inputs(path, source_folder, config, tokens, trust_remote_code=trust_remote_code, notes=notes)
     if path.suffix == ".jsonl" and path.is_file() and getattr(config, "is_encoder_decoder", False):
+        from surgery.calibration.pairs import pair_inputs, read_pairs
+
         pairs = read_pairs(path, notes)
         if pairs is not None:
             return pair_inputs(pairs, load_tokenizer(source_folder, trust_remote_code), tokens, length, text)

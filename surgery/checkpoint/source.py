@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from surgery.checkpoint.companions import COPIED, SMALL_FILES, check_link, folder_files, subfolder_files
-from surgery.checkpoint.gguf import expand_gguf, is_gguf
 from surgery.checkpoint.remote_code import CONFIGS, check_code_trusted, check_no_outside_code, named_code
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorInfo, edge_bytes, read_header, source_errors
 from surgery.checkpoint.table import SHIM_NAME
@@ -166,11 +165,20 @@ def _locate(
     if Path(name).exists():
         if revision is not None:
             raise SurgeryError(f"--revision needs a Hub id (got the local path {name}). Leave it out")
-        return name, expand_gguf(Path(name), progress) if is_gguf(name) else Path(name), None
+        return name, _local_folder(Path(name), progress), None
     bare, pinned = split_revision(name)
     if pinned and revision is not None:
         raise SurgeryError(f"{name} names a revision, and --revision {revision} names another; give only one of them")
     return bare, *_download(bare, weights, revision or pinned)
+
+
+def _local_folder(path: Path, progress: Progress | None) -> Path:
+    """Return the folder of a local checkpoint: that in which a GGUF file was expanded, otherwise `path` itself."""
+    if not path.is_file():
+        return path
+    from surgery.checkpoint.gguf import expand_gguf, is_gguf
+
+    return expand_gguf(path, progress) if is_gguf(path) else path
 
 
 def split_revision(name: str) -> tuple[str, str | None]:

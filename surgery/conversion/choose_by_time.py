@@ -6,8 +6,7 @@ from typing import Any
 
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.trial import choose_allocation, measure_rank_errors, uniform_budgets
-from surgery.planning.speed import Choice, allocate_time, even_points, speed_dict, with_structures
-from surgery.planning.targets import Plan
+from surgery.planning.speed import Choice, allocate_time, even_points, with_structures
 
 
 def choose_by_time(ctx: ConversionContext) -> dict[str, Any]:
@@ -40,9 +39,3 @@ def choose_by_time(ctx: ConversionContext) -> dict[str, Any]:
 def structures_of(choice: Choice) -> dict[str, Any]:
     """Return a choice as plain data, as journals store it."""
     return {name: None if config is None else config.to_dict() for name, config in choice.items()}
-
-
-def speed_report(plan: Plan, records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the report's "speed" entry from the structures that were stored; None without `speed`. records: of all matrices."""
-    stored = {record["name"]: record["structure"] for record in records}
-    return speed_dict(plan, stored)

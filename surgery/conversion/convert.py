@@ -22,7 +22,6 @@ from surgery.calibration.layer_runner import LayerRunner
 from surgery.checkpoint.report import report_errors
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource
 from surgery.conversion.choices import allocation_lines
-from surgery.conversion.choose_by_time import choose_by_time
 from surgery.conversion.context import NON_LAYER, ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
 from surgery.conversion.generated import generated_rows, with_generated_rows
@@ -32,7 +31,6 @@ from surgery.conversion.refine import TrainedLayer, trained_parameters
 from surgery.conversion.refine_model import ModelRefinement, resident_bytes
 from surgery.conversion.replacement import LayerReplacement, load_replacement, stored_module_name
 from surgery.conversion.report import ReportInputs, conversion_report, short_text_warnings, uncalibrated_warnings
-from surgery.conversion.resolve_attention import resolve_attention_plan
 from surgery.conversion.score import HeldOutScore
 from surgery.conversion.sequential import SequentialConverter, convert_head
 from surgery.conversion.sinks import FolderSink, JournalEntry, Sink
@@ -229,6 +227,9 @@ class Conversion:
         """Put the final attention targets into the plan; returns the report's "hybrid" entry."""
         if not self.ctx.plan.attention_targets or self.ctx.data is None:
             return None
+        # The choices of layers, heads and cache sizes are imported by conversions that replace attention.
+        from surgery.conversion.resolve_attention import resolve_attention_plan
+
         with self._timer("attention"):
             plan, hybrid = resolve_attention_plan(self.ctx, self.journal)
         self.ctx = replace(self.ctx, plan=plan)
@@ -239,14 +240,22 @@ class Conversion:
         entry, plan = self.journal.find("budgets"), self.ctx.plan
         if entry is None:
             with self._timer("budgets"):
-                chosen = choose_by_time(self.ctx) if plan.time else _budgets_entry(*choose_budgets(self.ctx))
-            entry = self.dist.broadcast_object(chosen)
+                entry = self.dist.broadcast_object(self._choose_budgets())
             self.journal.add("budgets", **entry)
         for line in allocation_lines(entry["allocation"]):
             self.progress.say(line)
         if plan.time is not None:
             self.ctx = replace(self.ctx, plan=with_structures(plan, entry["structures"]))
         return entry["budgets"], entry["allocation"]
+
+    def _choose_budgets(self) -> JournalEntry:
+        """Return the journal's "budgets" entry; with `speed` it also has the structure of each target."""
+        if self.ctx.plan.time is None:
+            budgets, allocation = choose_budgets(self.ctx)
+            return {"budgets": budgets, "allocation": allocation}
+        from surgery.conversion.choose_by_time import choose_by_time
+
+        return choose_by_time(self.ctx)
 
     def convert_layers(self, budgets: dict[str, float], allocation: dict[str, Any]) -> None:
         """Convert all layers and the head, and store all other tensors. budgets: parameters for each target, by name."""
@@ -446,10 +455,6 @@ class Conversion:
 
     def _seconds_beside(self, step: str) -> float:
         return sum(seconds for name, seconds in self.seconds.items() if name != step)
-
-
-def _budgets_entry(budgets: dict[str, float], allocation: dict[str, Any]) -> dict[str, Any]:
-    return {"budgets": budgets, "allocation": allocation}
 
 
 def _dtypes(tensors: list[TensorSource]) -> dict[str, torch.dtype]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.source import CheckpointSource
-from surgery.conversion.restored import NEAR
 from surgery.core.config import fields_at_default
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
@@ -32,6 +31,8 @@ def check_far_context(inputs: dict[str, Tensor], recipe: ConversionRecipe) -> No
     hybrid = recipe.attention.hybrid if recipe.attention else None
     if hybrid is None or not hybrid.is_measured or hybrid.of_heads:
         return
+    from surgery.conversion.restored import NEAR  # the choice of layers is imported by conversions that make it
+
     length, near = inputs["input_ids"].shape[1] if "input_ids" in inputs else None, NEAR.window + NEAR.sinks
     if length is not None and length <= near:
         raise SurgeryError(

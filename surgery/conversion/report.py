@@ -29,12 +29,12 @@ from surgery.checkpoint.report import (
 )
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource
 from surgery.checkpoint.source import CheckpointSource
-from surgery.conversion.choose_by_time import speed_report
 from surgery.conversion.context import NON_LAYER, ConversionContext
 from surgery.conversion.mixer_init.base import MixerInit, select_init
 from surgery.conversion.text_check import TextScore
 from surgery.core.device import device_name, peak_rss
 from surgery.core.version import __version__
+from surgery.planning.speed import speed_dict
 
 
 @dataclass
@@ -63,7 +63,7 @@ def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
     records = [record for entry in entries for record in entry["records"]]
     unsplit = [targets[0] for targets in ctx.plan.targets.values() if targets[0].part is None]
     unreached: dict[str, Any] = {"unreached": list(ctx.plan.unreached)} if ctx.plan.unreached else {}
-    timed = speed_report(ctx.plan, records)
+    timed = speed_dict(ctx.plan, {record["name"]: record["structure"] for record in records})
     speed: dict[str, Any] = {} if timed is None else {"speed": SpeedReport.model_validate(timed)}
     refits = {target.name for target in unsplit if not target.configs}  # dense before and after
     replaced = [record for record in records if record["name"] not in refits]

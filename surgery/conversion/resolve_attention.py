@@ -10,7 +10,6 @@ from typing import Any
 from surgery.conversion.choices import hybrid_lines, score_rank_lines
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.hybrid import choose_heads
-from surgery.conversion.mixer_init.mlr_allocation import allocate_score_dims, allocated_targets
 from surgery.conversion.restored import choose_restored
 from surgery.core.journal import Journal
 from surgery.planning.attention_plan import keep_heads, keep_layers
@@ -36,6 +35,8 @@ def resolve_attention_plan(ctx: ConversionContext, journal: Journal) -> tuple[Pl
             replaced = keep_layers(plan.attention_targets, told["softmax"])
         plan = replace(plan, attention_targets=replaced)
     if settings is not None and settings.cache is not None:
+        from surgery.conversion.mixer_init.mlr_allocation import allocate_score_dims, allocated_targets
+
         if journal.find("arranged") is None:
             # One process runs all samples: the sums over samples are not partitioned.
             alone = ctx.runner.single_process()

@@ -1,7 +1,9 @@
 """Registries that map a frozen config's type to the class that implements it.
 
-A registry fills by scanning its package, so adding a structure or a mixer takes one new file. Classes of users' own register from
-outside: see plugins.py.
+A name is looked for in the module of that name first (`low_rank` in surgery/structures/low_rank.py), and only then in the whole package:
+a conversion imports the structures that its recipe names, and adding a structure or a mixer takes one new file. Modules are imported
+by a string here, because a registry cannot know the files that are added to its package; only files that lie in the package are
+imported. Classes of users' own register from outside: see plugins.py.
 """
 
 from __future__ import annotations
@@ -72,6 +74,10 @@ def _field_adapters(config_type: Any) -> dict[str, Any]:
     return {name: TypeAdapter(hint) for name, hint in hints.items() if name != "name"}
 
 
+def _is_shipped(config_type: type) -> bool:
+    return config_type.__module__.startswith("surgery.")
+
+
 class Registry(Generic[T]):
     """A map from config type to class. The config's `name` is its name in recipes and checkpoints."""
 
@@ -121,13 +127,22 @@ class Registry(Generic[T]):
         """Return the names that users' own modules have registered so far, sorted."""
         return sorted(name for name, config in self._by_name.items() if not self._is_built_in(self._by_config[config]))
 
+    def _module_names(self) -> list[str]:
+        return [info.name for info in pkgutil.iter_modules(importlib.import_module(self.package).__path__)]
+
     def _scan(self) -> None:
-        """Import the modules of the registry's package."""
+        """Import all modules of the package."""
         if not self._scanned:
             self._scanned = True
-            folder = importlib.import_module(self.package)
-            for info in pkgutil.iter_modules(folder.__path__):
-                importlib.import_module(f"{self.package}.{info.name}")
+            for name in self._module_names():
+                importlib.import_module(f"{self.package}.{name}")
+
+    def _find(self, name: str) -> None:
+        """Import what may register a name: the module of that name, then all modules."""
+        if name not in self._by_name and name in self._module_names():
+            importlib.import_module(f"{self.package}.{name}")
+        if name not in self._by_name:
+            self._scan()
 
     def names(self) -> list[str]:
         """Return the registered names, sorted."""
@@ -135,15 +150,24 @@ class Registry(Generic[T]):
         return sorted(self._by_name)
 
     def __iter__(self) -> Iterator[type]:
+        """Yield all config types in the order of their names, whatever was imported first."""
         self._scan()
-        return iter(self._by_config)
+        return iter(sorted(self._by_config, key=lambda config_type: config_type.name))  # type: ignore[attr-defined]
+
+    def __contains__(self, config: Any) -> bool:
+        """Return whether a class is registered for a config or its type."""
+        config_type = config if isinstance(config, type) else type(config)
+        if config_type not in self._by_config:
+            self._find(getattr(config_type, "name", ""))
+        return config_type in self._by_config
 
     def config_type(self, name: str) -> type:
         """Return the config type of a name. An unknown name imports the installed plugins.
 
         Raises UnknownNameError, with the nearest valid name, if no plugin has registered it either.
         """
-        self._scan()
+        if name not in self._by_name:
+            self._find(name)
         if name not in self._by_name:
             broken = load_entry_points()
             if name not in self._by_name:
@@ -157,5 +181,7 @@ class Registry(Generic[T]):
         return self._by_name[name]
 
     def __getitem__(self, config: Any) -> type[T]:
-        self._scan()
-        return self._by_config[config if isinstance(config, type) else type(config)]
+        config_type = config if isinstance(config, type) else type(config)
+        if config_type not in self:
+            raise KeyError(config_type)
+        return self._by_config[config_type]

@@ -17,7 +17,6 @@ from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import read_mixers, read_table, stored_size
-from surgery.conversion.toeplitz import toeplitz_fits
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
@@ -189,6 +188,8 @@ def inspect(name: str) -> dict[str, Any]:
     report["linears"] = report_linears(report, source)
     if read_mixers(source.config, name):
         report |= checkpoint_costs(source)
+        from surgery.conversion.toeplitz import toeplitz_fits
+
         fits = toeplitz_fits(source)
         report["toeplitzness"] = {path: fit.r2.flatten().tolist() for path, (_, _, fit) in fits.items()}
     return report

@@ -138,12 +138,11 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def choose_layers_quickly(monkeypatch) -> None:
     """Let `choose_by: measured` of layers work on windows of over 10 tokens, in place of 68, with two steps of alignment, in place of 100."""
-    from surgery.conversion import aligned, preflight, restored
+    from surgery.conversion import aligned, restored
     from surgery.mixers.sliding_window import Window
 
     monkeypatch.setattr(aligned, "ALIGN_STEPS", 2)
-    for module in (preflight, restored):
-        monkeypatch.setattr(module, "NEAR", Window(window=8, sinks=2))
+    monkeypatch.setattr(restored, "NEAR", Window(window=8, sinks=2))
 
 
 def allocate_by_gain(monkeypatch) -> None:

@@ -198,6 +198,33 @@ def test_plan_imports_little_beyond_torch():
     assert not {*UNWANTED, "sympy", "scipy"} & ours
 
 
+CONVERT = """
+import sys
+import surgery
+source, text, out = sys.argv[1:]
+surgery.convert(source, "low-rank-half", out, calibration=text, device="cpu", tune=None, tokens=256, length=64)
+print(*(name for name in sys.modules if name.startswith("surgery")))
+"""
+
+
+def test_a_conversion_imports_what_its_recipe_needs(tmp_path):
+    """Of structures, families, masks and ways to choose layers those of the recipe and the model alone. It was 184 modules before."""
+    tiny = ROOT / "recipes/tiny/checkpoint"
+    words = [sys.executable, "-c", CONVERT, str(tiny), str(tiny / "calibration.txt"), str(tmp_path / "OUT")]
+    run = subprocess.run(words, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    names = set(run.stdout.splitlines()[-1].split())
+    assert "surgery.structures.low_rank" in names and "surgery.architectures.llama" in names
+    unneeded = {
+        "surgery.structures.btt",
+        "surgery.architectures.gpt2",
+        "surgery.mixers.masks.decay",
+        "surgery.checkpoint.gguf",
+    }
+    unneeded |= {"surgery.conversion.restored", "surgery.conversion.live_source", "surgery.publish"}
+    assert not unneeded & names
+    assert len(names) <= 130, sorted(names)
+
+
 def test_our_modules_do_not_bring_in_the_compiler():
     """Structures, mixers, recipes and training settings import torch, but neither torch._dynamo nor plots or data sets."""
     names = "surgery.core.dispatch, surgery.structures, surgery.mixers, surgery.api, surgery.training.guard"

@@ -331,3 +331,12 @@ def test_a_table_in_integers_names_the_missing_structure(install):
     entry = {"structure": "mine", "bits": 8, "in_features": 8, "out_features": 8, "bias": False}
     with pytest.raises(UnknownNameError, match=r"^unknown structure 'mine'.*--plugin FILE\.py"):
         build_module(entry)
+
+
+def test_a_name_is_looked_for_in_its_own_file_first():
+    """Without a file of that name, and for lists of names, the package is scanned."""
+    assert get_architecture("qwen2_moe") is not None and get_architecture("attention") is None
+    assert MASKS.config_type("hierarchical").name == "hierarchical"
+    with pytest.raises(SurgeryError, match="unknown mask 'chunking'"):
+        MASKS.config_type("chunking")
+    assert [config.name for config in MASKS] == MASKS.names()

@@ -79,6 +79,6 @@ def relative_error(mixer: Mixer, samples: Iterable[AttentionSample]) -> float:
 
 def select_init(config: MixerConfig, settings: AttentionRecipe) -> MixerInit:
     """Return the initialization of the mixer's family; the plain one with start: copied, or if the family has none."""
-    if settings.start == "copied" or type(config) not in list(MIXER_INITS):
+    if settings.start == "copied" or config not in MIXER_INITS:
         return MixerInit()
     return MIXER_INITS[config]()
