@@ -19,7 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import surgery
 from surgery.conversion import live_sink
 from surgery.conversion.apply import apply
+from surgery.conversion.convert import Conversion
 from surgery.conversion.live_inputs import live_inputs
+from surgery.conversion.live_sink import LiveSink
+from surgery.conversion.sources import FolderSource
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.modeling.modules import GuardedLinear
@@ -152,6 +155,16 @@ def test_sharded_bfloat16_without_calibration(checkpoints, tmp_path):
     model.save_pretrained(tmp_path / "LIVE", max_shard_size="20KB")
     assert len(list((tmp_path / "LIVE").glob("*.safetensors"))) > 2
     assert_same_tensors(dict(load_original(tmp_path / "LIVE").state_dict()), dict(model.state_dict()))
+
+
+def test_a_checkpoint_is_converted_into_a_live_model(checkpoints, calibration):
+    """A conversion has any source and any sink: here the tensors are read from files, and put into a model in memory."""
+    recipe = make_recipe(structure="low_rank", **QUICK, calibration=calibration("llama"))
+    model = load_original(checkpoints("llama"))
+    report = Conversion(FolderSource(str(checkpoints("llama"))), LiveSink(model), recipe, device="cpu").run()
+    expected = apply(load_original(checkpoints("llama")), recipe)
+    assert_same_tensors(dict(model.state_dict()), dict(expected.state_dict()))
+    assert report["modules"] and model.surgery_report is report
 
 
 def test_missing_calibration_is_named_as_the_argument(checkpoints):

@@ -99,6 +99,27 @@ def test_no_module_is_imported_by_a_string():
     assert imports_by_name(ast.parse("from importlib import import_module as load; load('surgery.' + name)"))
 
 
+# Classes that override a private method of a class of ours, which the class may rename without looking for them.
+OVERRIDING = {"BestCheckpoint": {"_prune"}, "ZeroOptimizerStep": {"_parameters", "_setup"}}
+
+
+def test_no_class_overrides_a_private_method():
+    """What differs between kinds of one thing is a public method: a conversion has a source and a sink, and no subclasses."""
+    classes = {n.name: n for path in INSTALLED for n in ast.walk(tree(path)) if isinstance(n, ast.ClassDef)}
+
+    def private_methods(node: ast.ClassDef) -> set[str]:
+        names = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
+        return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+    def inherited(node: ast.ClassDef) -> set[str]:
+        names = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+        bases = [classes[name] for name in names if name in classes and classes[name] is not node]
+        return set().union(*(private_methods(base) | inherited(base) for base in bases))
+
+    found = {name: private_methods(node) & inherited(node) for name, node in classes.items()}
+    assert {name: methods for name, methods in found.items() if methods} == OVERRIDING
+
+
 def test_heavy_modules_wait_for_their_function():
     """Kernels themselves are only imported where Triton is installed, so they may import it at the top."""
     for path in FILES:
