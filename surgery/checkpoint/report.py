@@ -119,8 +119,8 @@ class HybridReport(ReportModel):
     every: TrialReport
 
 
-class RefinementReport(ReportModel):
-    """One training (surgery.conversion.refine.RefineRecord); start, end: losses on the held-out rows."""
+class TuningReport(ReportModel):
+    """One training (surgery.conversion.tune.TuningRecord); start, end: losses on the held-out rows."""
 
     unit: Text
     start: Number
@@ -137,8 +137,8 @@ class TuneReport(ReportModel):
     layers: Count
     model: Count
     norms: bool = False
-    by_layer: dict[str, RefinementReport] = {}
-    whole: RefinementReport | None = None
+    by_layer: dict[str, TuningReport] = {}
+    whole: TuningReport | None = None
 
 
 class SpeedReport(ReportModel):

@@ -27,8 +27,6 @@ from surgery.conversion.data_free import convert_layers_data_free
 from surgery.conversion.generated import generated_rows, with_generated_rows
 from surgery.conversion.layer_shards import select_valid_entries
 from surgery.conversion.norms import layer_norms_and_biases, outer_norms
-from surgery.conversion.refine import TrainedLayer, trained_parameters
-from surgery.conversion.refine_model import ModelRefinement, resident_bytes
 from surgery.conversion.replacement import LayerReplacement, load_replacement, stored_module_name
 from surgery.conversion.report import ReportInputs, conversion_report, short_text_warnings, uncalibrated_warnings
 from surgery.conversion.score import HeldOutScore
@@ -37,6 +35,8 @@ from surgery.conversion.sinks import FolderSink, JournalEntry, Sink
 from surgery.conversion.sources import CalibrationInputs, FolderSource, Source
 from surgery.conversion.text_check import TextScore, score_text
 from surgery.conversion.trial import choose_budgets
+from surgery.conversion.tune import TrainedLayer, trained_parameters
+from surgery.conversion.tune_model import ModelTuning, resident_bytes
 from surgery.core.device import choose_device, fast_float32_matmul, return_freed_memory, trim_memory
 from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.files import REPORT_NAME, explain_disk_errors
@@ -292,8 +292,8 @@ class Conversion:
             budgets,
             finished=finished,
             write=write,
-            refine_epochs=self.tune.layers,
-            refine_norms=self.tune.norms,
+            tune_epochs=self.tune.layers,
+            tune_norms=self.tune.norms,
         )
         score, head = converter.run()
         if self.tune.model:
@@ -343,10 +343,10 @@ class Conversion:
         tuned: dict[str, dict[str, Tensor]] = {}
         if trained:
             norms = outer_norms(ctx.model, ctx.plan.layout) if self.tune.norms else {}
-            refinement = ModelRefinement(ctx, trained, original_BTD, streamed, norms)
-            head.refined = refinement.run(self.tune.model, ctx.recipe.seed, done).to_dict()
-            score = refinement.score()
-            head.set_tensors(refinement.norms.finish(ctx.device), refinement.norms.dtypes)
+            tuning = ModelTuning(ctx, trained, original_BTD, streamed, norms)
+            head.tuned = tuning.run(self.tune.model, ctx.recipe.seed, done).to_dict()
+            score = tuning.score()
+            head.set_tensors(tuning.norms.finish(ctx.device), tuning.norms.dtypes)
         for trained_layer in trained:
             tensors = trained_layer.finish(torch.device("cpu") if trained_layer.path else ctx.device)
             if trained_layer.path:
@@ -439,7 +439,7 @@ class Conversion:
             "records": replacement.records,
             **({"mixers": replacement.mixer_table} if replacement.mixers else {}),
             **({"mixer_records": replacement.mixer_records} if replacement.mixers else {}),
-            **({"refined": replacement.refined} if replacement.refined else {}),
+            **({"tuned": replacement.tuned} if replacement.tuned else {}),
             **fields,
         }
         self.journal.add(step, **json.loads(json.dumps(entry)))  # the JSON types that a resumed run reads

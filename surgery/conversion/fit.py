@@ -136,7 +136,7 @@ def _fit_best_candidate(target: LinearTarget, budget: float, weight_OI: Tensor, 
             for target_OI in reversed(targets_OI)
         ]
         start = min(reversed(starts), key=lambda candidate: candidate.loss)
-        candidates.append(_refine(start, metric, scorer, fit_context.sweeps))
+        candidates.append(_sweep(start, metric, scorer, fit_context.sweeps))
     best = min(candidates, key=lambda candidate: candidate.loss)
     return fit_result(target, best, fit_context.stored_dtype, time.perf_counter() - began)
 
@@ -152,7 +152,7 @@ def quick_fit(
     began, scorer = time.perf_counter(), metric if len(configs) > 1 else None
     with naming(target.name):
         candidates = [
-            _refine(_initial_candidate(c, weight_OI, metric, scorer, False), metric, scorer, sweeps) for c in configs
+            _sweep(_initial_candidate(c, weight_OI, metric, scorer, False), metric, scorer, sweeps) for c in configs
         ]
         best = min(candidates, key=lambda candidate: candidate.loss)
         return fit_result(target, best, torch.float32, time.perf_counter() - began)
@@ -204,7 +204,7 @@ def regression_target(target: LinearTarget, weight_OI: Tensor, fit_context: FitC
 def _evaluate(b: StructuredLinear | Tensor, target_OI: Tensor, scorer: CandidateScorer) -> tuple[float, float]:
     """Return (loss, error), both NaN without a scorer.
 
-    NaN compares false, so `_refine` then accepts every sweep, and sweeps never increase the error in the metric.
+    NaN compares false, so `_sweep` then accepts every sweep, and sweeps never increase the error in the metric.
     """
     if scorer is None:
         return float("nan"), float("nan")
@@ -225,7 +225,7 @@ def _initial_candidate(
     return Candidate(config, target_OI, b, loss, error, refit, start=error)
 
 
-def _refine(start: Candidate, metric: Metric, scorer: CandidateScorer, sweeps: int) -> Candidate:
+def _sweep(start: Candidate, metric: Metric, scorer: CandidateScorer, sweeps: int) -> Candidate:
     """Return the candidate after up to `sweeps` sweeps, or unchanged if they do not lower its loss.
 
     The held-out error is measured after the last sweep, and also after the first: the first sweep gains most, so if it
@@ -235,7 +235,7 @@ def _refine(start: Candidate, metric: Metric, scorer: CandidateScorer, sweeps: i
         return start
     best, linear, previous = start, copy.deepcopy(start.b), float("inf")
     for done in range(1, sweeps + 1):
-        error_now = linear.refine(start.target_OI, metric)
+        error_now = linear.sweep(start.target_OI, metric)
         if error_now is None:
             break
         is_last = done == sweeps or error_now > previous * (1 - MIN_SWEEP_GAIN)

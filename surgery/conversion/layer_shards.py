@@ -26,9 +26,9 @@ from surgery.checkpoint.report import (
     HybridReport,
     MixerReport,
     ModuleReport,
-    RefinementReport,
     ReportModel,
     TrialReport,
+    TuningReport,
 )
 from surgery.checkpoint.safetensors_io import FLOAT_DTYPES, file_digest, read_header
 from surgery.checkpoint.writer import concatenate, shard_name
@@ -57,7 +57,8 @@ class _ShardEntry(ReportModel):
     mixers: dict[str, dict[str, Any]] = Field(default_factory=dict)
     mixer_records: list[MixerReport] = Field(default_factory=list)
     seconds: NonNegative = 0.0
-    refined: RefinementReport | None = None
+    tuned: TuningReport | None = None
+    refined: TuningReport | None = None  # `tuned` in journals of version 0.2
 
 
 class _NonLayerEntry(_ShardEntry):

@@ -39,7 +39,7 @@ class LayerReplacement:
     modules, mixers: replacement modules and mixers by path. entries: tensors of the layer shard. table, mixer_table:
     entries of the checkpoint's quantization_config. records, mixer_records: entries of the report. structured: the modules with
     structured weights as they are stored, where they will be trained (`modules` may hold dense linears with the same weights).
-    refined: the report's entry of the layer's refinement. originals: trained norms and biases of modules that stay, in float32, by parameter.
+    tuned: the report's entry of the layer's tuning. originals: trained norms and biases of modules that stay, in float32, by parameter.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class LayerReplacement:
     mixer_table: dict[str, dict[str, Any]] = field(default_factory=dict)
     mixer_records: list[dict[str, Any]] = field(default_factory=list)
     structured: dict[str, nn.Module] = field(default_factory=dict)
-    refined: dict[str, Any] | None = None
+    tuned: dict[str, Any] | None = None
     originals: dict[str, Tensor] = field(default_factory=dict)
 
     def set_tensors(self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
@@ -286,6 +286,12 @@ def fold_output(
     replacement.table[path] = {**spec, **_storage_options(base, linear)}
 
 
+def entry_of_tuning(entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a layer's journal entry says of its tuning; version 0.2 called it `refined`."""
+    tuned: dict[str, Any] | None = entry.get("tuned", entry.get("refined"))
+    return tuned
+
+
 def load_replacement(
     meta_model: MetaModel,
     plan: Plan,
@@ -298,7 +304,7 @@ def load_replacement(
 
     kept: norms and biases of the original that are trained, parameter -> name in the files.
     """
-    replacement = LayerReplacement(table=entry["table"], records=entry["records"], refined=entry.get("refined"))
+    replacement = LayerReplacement(table=entry["table"], records=entry["records"], tuned=entry_of_tuning(entry))
     bases: dict[str, SharedBasis] = {}
     linears = {linear.path: linear for linear in plan.layout.linears}
     for path in plan.replaced_linears(entry["piece"]):

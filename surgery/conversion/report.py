@@ -19,18 +19,19 @@ from surgery.checkpoint.report import (
     MemoryReport,
     MixerReport,
     ModuleReport,
-    RefinementReport,
     Report,
     SourceReport,
     SpeedReport,
     TimeReport,
     TotalsReport,
     TuneReport,
+    TuningReport,
 )
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource
 from surgery.checkpoint.source import CheckpointSource
 from surgery.conversion.context import NON_LAYER, ConversionContext
 from surgery.conversion.mixer_init.base import MixerInit, select_init
+from surgery.conversion.replacement import entry_of_tuning
 from surgery.conversion.text_check import TextScore
 from surgery.core.device import device_name, peak_rss
 from surgery.core.version import __version__
@@ -109,9 +110,8 @@ def _tune_report(ctx: ConversionContext, entries: Sequence[dict[str, Any]]) -> T
     if ctx.data is None:
         return None
     tune = ctx.recipe.epochs
-    records = {
-        entry["piece"]: RefinementReport.model_validate(entry["refined"]) for entry in entries if entry.get("refined")
-    }
+    tuned = {entry["piece"]: entry_of_tuning(entry) for entry in entries}
+    records = {layer: TuningReport.model_validate(record) for layer, record in tuned.items() if record}
     whole = records.pop(NON_LAYER, None)
     norms: dict[str, Any] = {"norms": True} if tune.norms else {}
     return TuneReport(layers=tune.layers, model=tune.model, **norms, by_layer=records, whole=whole)

@@ -41,7 +41,6 @@ from surgery.conversion.fit import FitContext, FitResult, fit_linear
 from surgery.conversion.fit_shared import fit_shared, share_modules, targets_by_basis
 from surgery.conversion.mixer_init.base import build_mixer, select_init
 from surgery.conversion.norms import swapped_parameters
-from surgery.conversion.refine_layer import refine_layer
 from surgery.conversion.replacement import (
     LayerReplacement,
     add_linear,
@@ -56,6 +55,7 @@ from surgery.conversion.replacement import (
 )
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.conversion.streams import Contexts, Layer, Stream, Streams
+from surgery.conversion.tune_layer import tune_layer
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.planning.attention_plan import AttentionTarget
@@ -110,7 +110,7 @@ class SequentialConverter:
 
     budgets: parameters for each target, by name. finished(path): the saved replacement of a layer when resuming, else
     None. write(path, replacement, seconds): store a layer's replacement. validate: whether each matrix is validated on
-    held-out rows (False for trials, which are scored as a whole). refine_epochs: epochs of each layer's refinement; refine_norms:
+    held-out rows (False for trials, which are scored as a whole). tune_epochs: epochs of each layer's tuning; tune_norms:
     whether it trains norms and biases too.
     """
 
@@ -122,14 +122,14 @@ class SequentialConverter:
         finished: Callable[[str], LayerReplacement | None],
         write: Callable[[str, LayerReplacement, float], None],
         validate: bool = True,
-        refine_epochs: int = 0,
-        refine_norms: bool = False,
+        tune_epochs: int = 0,
+        tune_norms: bool = False,
     ):
         self.ctx, self.budgets, self.streams = ctx, budgets, conversion_streams(ctx)
         self.fit, self.held_out = ctx.samples.fit, ctx.samples.held_out
         self.model, self.plan, self.recipe, self.runner = ctx.model, ctx.plan, ctx.recipe, ctx.runner
         self.finished, self.write, self.validate = finished, write, validate
-        self.refine_epochs, self.refine_norms = refine_epochs, refine_norms
+        self.tune_epochs, self.tune_norms = tune_epochs, tune_norms
         self.original_BTD: Tensor | None = None  # what reaches the head in the original, after `run`
         self.diverged = False  # whether any layer so far was converted, so that the two streams differ
 
@@ -180,9 +180,9 @@ class SequentialConverter:
             self._fit_stages(call, targets, replacement)
         if attention_target is not None:
             fold_output(self.model, self.plan, attention_target, call.device, replacement)
-        if self.refine_epochs:
+        if self.tune_epochs:
             gram = load_grams(self.ctx.grams_dir / f"{call.path}.safetensors", self.runner.device).get(call.path)
-            refine_layer(self.ctx, layer, replacement, gram, self.refine_epochs, self.refine_norms)
+            tune_layer(self.ctx, layer, replacement, gram, self.tune_epochs, self.tune_norms)
             replacement.structured = {}
         return replacement
 
@@ -249,7 +249,7 @@ class SequentialConverter:
             for path in stage.paths:
                 found = [fitted[target.name] for target in targets[path]]
                 add_linear(self.model, list(targets[path]), found, call.device, replacement)
-                if self.refine_epochs:
+                if self.tune_epochs:
                     replacement.find_structured()
                 for linear in targets[path][0].linears:
                     replacement.modules[linear.path] = densify_module(replacement.modules[linear.path])
@@ -288,9 +288,9 @@ class SequentialConverter:
         fitted = broadcast_shared_fits(self.runner.ranks, shared, call.device)
         for target in targets.values():
             add_linear(self.model, [target], [fitted[target.name]], call.device, replacement)
-        for members in groups if self.refine_epochs else ():
+        for members in groups if self.tune_epochs else ():
             share_modules(replacement.modules, members)
-        if self.refine_epochs:
+        if self.tune_epochs:
             replacement.find_structured()
         for path in targets:
             replacement.modules[path] = densify_module(replacement.modules[path])

@@ -78,13 +78,13 @@ def fit_bilinear(
     target_HDD = weight_q_HDK.double() @ keys_HDK.mT
     mixer.fit_blocks(target_HDD, a_DD, c_DD)
     roots = symmetric_roots(a_DD)[0], symmetric_roots(c_DD)[0]
-    error = refine_factors(mixer, roots[0] @ target_HDD @ roots[1], roots, steps)
+    error = descend_factors(mixer, roots[0] @ target_HDD @ roots[1], roots, steps)
     if bias_q_HK is not None:
         _fit_bias(mixer, torch.einsum("hk,hdk->hd", bias_q_HK.double(), keys_HDK), roots[1])
     return error
 
 
-def refine_factors(mixer: Bilinear, white_HDD: Tensor, roots: tuple[Tensor, Tensor], steps: int) -> float:
+def descend_factors(mixer: Bilinear, white_HDD: Tensor, roots: tuple[Tensor, Tensor], steps: int) -> float:
     """Minimise the error over all factors by L-BFGS, in place, and return the relative squared error.
 
     white_HDD: whitened target. roots: A^(1/2), C^(1/2). The factors do not change if L-BFGS finds nothing better.

@@ -2,7 +2,7 @@
 
     config = STRUCTURES[BTT].fit(BTT(blocks=(4, 4)), out, in_, budget=params)     a rank under a budget
     linear = STRUCTURES[config].project(weight_OI, config, metric)                closed form
-    linear.refine(weight_OI, metric)                                              one sweep of descent, in place
+    linear.sweep(weight_OI, metric)                                              one sweep of descent, in place
     linear(x), linear.dense(), linear.cost(), linear.mup()
 
 `project` minimizes the norm of W - B in the metric if a closed form exists. Otherwise its docstring says what it
@@ -141,7 +141,7 @@ class StructuredLinear(nn.Module):
         """Return (config, squared error in the metric) at about `steps` ranks, cheapest first.
 
         The errors are estimates from spectra alone, for allocating a budget over matrices. `project` followed by
-        `refine` does no worse.
+        `sweep` does no worse.
         """
         raise NotImplementedError
 
@@ -154,7 +154,7 @@ class StructuredLinear(nn.Module):
         raise NotImplementedError
 
     def step_coordinates(self) -> dict[str, Coordinates]:
-        """Return, by core, the coordinates in which a refinement trains it. Cores that it lacks are trained as they are stored."""
+        """Return, by core, the coordinates in which tuning trains it. Cores that it lacks are trained as they are stored."""
         return {}
 
     @classmethod
@@ -162,7 +162,7 @@ class StructuredLinear(nn.Module):
         """Return R of the two (R, R) matrices of `step_coordinates`, 0 if there are none."""
         return 0
 
-    def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
+    def sweep(self, weight_OI: Tensor, metric: Metric) -> float | None:
         """Run one sweep of descent in the metric, in place.
 
         Return the squared error that is left, or None if `project` is already optimal.

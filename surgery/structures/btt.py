@@ -45,7 +45,7 @@ LAUNCH_MACS = 160
 RIDGES = (1e-6, 1e-4, 1e-2)  # of Gram matrices of cores, which may be singular; see `spd_factor`
 LEFT_STEPS = 2  # conjugate-gradient steps for the left cores in a sweep with a full G
 
-# Most elements of a temporary tensor in one sweep of `refine`; row blocks are processed in groups that stay below it.
+# Most elements of a temporary tensor in one sweep of `sweep`; row blocks are processed in groups that stay below it.
 SWEEP_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 
 
@@ -214,7 +214,7 @@ class BTTLinear(StructuredLinear):
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
         """Return the best rank-s approximation of every block in its own C_cc and G_bb. Exact at full rank.
 
-        Optimal if inputs of different blocks are uncorrelated; `refine` improves it otherwise.
+        Optimal if inputs of different blocks are uncorrelated; `sweep` improves it otherwise.
         """
         blocks_bcad = cls._blocks(weight_OI, config)
         if config.rank >= cls.full_rank(config, *weight_OI.shape):
@@ -244,7 +244,7 @@ class BTTLinear(StructuredLinear):
         return tail_energies(apply_block_roots(m_bcad, c_root)).sum((0, 1)).tolist()
 
     @torch.no_grad()
-    def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
+    def sweep(self, weight_OI: Tensor, metric: Metric) -> float | None:
         """Run one sweep of alternating least squares, in place, with the full C and G.
 
         It solves (a) for all left cores jointly, given right, then (b) for the right cores of each block column given the others. Without G,

@@ -126,7 +126,7 @@ class KroneckerLinear(StructuredLinear):
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
         """Return the closest sum of Kronecker products in the Frobenius norm. Exact at full rank.
 
-        The metric is ignored, because C does not commute with the rearrangement; `refine` reduces the error in the metric.
+        The metric is ignored, because C does not commute with the rearrangement; `sweep` reduces the error in the metric.
         """
         rows_XY = cls._block_rows(weight_OI, config)
         if config.rank >= min(rows_XY.shape):
@@ -150,7 +150,7 @@ class KroneckerLinear(StructuredLinear):
         return [(replace(config, rank=r), share[r]) for r in ranks]
 
     @torch.no_grad()
-    def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
+    def sweep(self, weight_OI: Tensor, metric: Metric) -> float | None:
         """Run conjugate gradients on left given right, then on right given left, with the full C and G, in place.
 
         Returns the squared error that is left, or None if `project` is already optimal.

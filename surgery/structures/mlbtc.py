@@ -252,7 +252,7 @@ class MLBTCLinear(StructuredLinear):
         return [curve[size] for size in sorted(curve)]
 
     @torch.no_grad()
-    def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
+    def sweep(self, weight_OI: Tensor, metric: Metric) -> float | None:
         """Run one sweep in the metric, in place: all left factors of diagonal blocks by least squares, then each level in turn.
 
         Returns the squared error that is left, or None if `project` is already optimal.

@@ -4,7 +4,7 @@
     fit = best_fit(lambda: LevelDescent(weight_OI, metric, levels), starts, limits, costs, exchange=True)
 
 Each step fits one level and keeps the others fixed. A block along the diagonal gets its exact minimum, as in `mlr_fit.py`. A grid is projected
-like a BTT matrix, and afterwards refined by its alternating least squares, with what the other levels leave as its target.
+like a BTT matrix, and afterwards improved by its alternating least squares, with what the other levels leave as its target.
 """
 
 from __future__ import annotations
@@ -184,11 +184,11 @@ class LevelDescent(Descent):
         elif old is None or old.config.rank != rank:
             new: Any = BTTLinear.project(target_OI, kind.config(rank), self.metric)
             if self.gap_OI.is_meta:  # one step is counted for all, most of which are sweeps
-                new.refine(target_OI, self.metric)
+                new.sweep(target_OI, self.metric)
             self.place_grid(level, new)
         else:
             before, new = self.error(), copy.deepcopy(old)
-            if new.refine(target_OI, self.metric) is None:
+            if new.sweep(target_OI, self.metric) is None:
                 new = BTTLinear.project(target_OI, kind.config(rank), self.metric)
             self.place_grid(level, new)
             if self.error() > before:

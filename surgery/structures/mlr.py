@@ -168,7 +168,7 @@ class MLRLinear(StructuredLinear):
         return curve
 
     @torch.no_grad()
-    def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
+    def sweep(self, weight_OI: Tensor, metric: Metric) -> float | None:
         """Run one sweep in the metric, in place: all left factors by least squares, then each block by an exact step.
 
         With a full G rows of different blocks depend on each other, and only the steps of single blocks are made.

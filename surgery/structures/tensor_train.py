@@ -137,7 +137,7 @@ class TensorTrainLinear(StructuredLinear):
         """Return the approximation that splits off one core at a time, from the last, each by a singular value decomposition.
 
         Each split is optimal in the Frobenius norm; all of them together are optimal for two cores, and exact at full rank. The
-        metric is ignored; `refine` reduces the error in it. Block tensor train: Qiu et al. 2024, appendix D.
+        metric is ignored; `sweep` reduces the error in it. Block tensor train: Qiu et al. 2024, appendix D.
         """
         out, in_ = weight_OI.shape
         config = cls.resolve(config, out, in_)
@@ -198,7 +198,7 @@ class TensorTrainLinear(StructuredLinear):
         return curve
 
     @torch.no_grad()
-    def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
+    def sweep(self, weight_OI: Tensor, metric: Metric) -> float | None:
         """Run one sweep in the metric, in place: each core in turn by conjugate gradients, with the others fixed.
 
         Returns the squared error that is left, or None if `project` is already exact or optimal.

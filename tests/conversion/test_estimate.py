@@ -86,9 +86,9 @@ def test_the_estimate_follows_the_recipe_and_the_processes(tmp_path):
     plain = make_plan(tmp_path, "low-rank-half", device="cpu")
     names = [step["name"] for step in plain["steps"]]
     assert names == ["budgets", "trial", "layers", "write"]
-    refined = make_plan(tmp_path, "low-rank-half", device="cpu", tune={"layers": 2, "model": 1})
-    assert [step["name"] for step in refined["steps"]][3:5] == ["tune layers", "tune model"]
-    assert refined["seconds"][1] > plain["seconds"][1]
+    tuned = make_plan(tmp_path, "low-rank-half", device="cpu", tune={"layers": 2, "model": 1})
+    assert [step["name"] for step in tuned["steps"]][3:5] == ["tune layers", "tune model"]
+    assert tuned["seconds"][1] > plain["seconds"][1]
     longer = make_plan(tmp_path, "low-rank-half", device="cpu", tokens=65536)
     assert longer["seconds"][0] > plain["seconds"][0] and longer["peak_host"] > plain["peak_host"]
     shared = make_plan(tmp_path, "low-rank-half", device="h200", processes=4)

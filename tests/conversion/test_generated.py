@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 from conversion.test_convert import Crash, bytes_of
-from conversion.test_refine import run, tensors_of
+from conversion.test_tune import run, tensors_of
 from helpers.forked import run_processes
 from helpers.small import make_recipe, tiny_config
 from safetensors.torch import load_file, save_file

@@ -192,11 +192,11 @@ def test_joined_is_closer_than_apart_on_other_text(converted, source, inputs, tm
 
 
 @pytest.mark.parametrize("options", [{"structure": "auto"}, {"allocate": "measured"}, {"curvature": "diagonal"}])
-def test_allocation_trials_and_refinement(options, source, inputs, tmp_path):
+def test_allocation_trials_and_tuning(options, source, inputs, tmp_path):
     recipe = {**PIVOTED, **options, "tune": {"layers": 2, "model": 2, "norms": True}}
     report = surgery.convert(str(source), recipe, tmp_path / "out", calibration=inputs)
-    for refined in (*report["tune"]["by_layer"].values(), report["tune"]["whole"]):
-        assert refined["end"] <= refined["start"]
+    for tuned in (*report["tune"]["by_layer"].values(), report["tune"]["whole"]):
+        assert tuned["end"] <= tuned["start"]
     names = {record["name"].removeprefix("model.layers.1.") for record in report["modules"]}
     assert {QKV, GATE_UP} <= names
     ids = random_ids(4, seed=5)

@@ -104,8 +104,8 @@ def test_todays_words_say_nothing():
 @pytest.mark.parametrize(
     "overrides, path, value",
     [
-        (["refine.model=3"], "tune.model", 3),
-        (["refine.layers=2"], "tune.layers", 2),
+        (["tune.model=3"], "tune.model", 3),
+        (["tune.layers=2"], "tune.layers", 2),
         (["tune=false", "tune.model=3"], "tune.model", 3),
         (["attention.hybrid.keep=0.5"], "attention.hybrid.softmax", 0.5),
         (["attention.hybrid.by=every"], "attention.hybrid.choose_by", "every"),
@@ -180,7 +180,7 @@ def test_the_command_line_prints_each_line_once(checkpoints, capsys):
 
 
 def test_keywords_and_overrides_of_the_functions(checkpoints):
-    for given in ({"refine": {"layers": 0, "model": 2}}, {"overrides": {"refine.model": 2}}):
+    for given in ({"refine": {"layers": 0, "model": 2}}, {"overrides": {"tune.model": 2}}):
         told, lines = noted(lambda given=given: surgery.plan(checkpoints("llama"), "low-rank-half", **given))
         assert told["recipe"]["tune"] == {"layers": 0, "model": 2, "norms": False} and lines
 

@@ -219,7 +219,7 @@ def test_calibrated_counted_and_reported(converted, experts, tmp_path):
     assert "low_rank shared basis" in repr(surgery.inspect(out))
 
 
-def test_other_structures_trials_and_refinement_beside_shared_bases(experts, inputs, tmp_path):
+def test_other_structures_trials_and_tuning_beside_shared_bases(experts, inputs, tmp_path):
     recipe = {
         "structure": "low_rank",
         "keep": 0.5,
@@ -232,8 +232,8 @@ def test_other_structures_trials_and_refinement_beside_shared_bases(experts, inp
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     bases = {module.basis for module in model.modules() if isinstance(module, SharedLowRankLinear)}
     assert len(bases) == 4
-    for refined in (*report["tune"]["by_layer"].values(), report["tune"]["whole"]):
-        assert refined["end"] <= refined["start"]
+    for tuned in (*report["tune"]["by_layer"].values(), report["tune"]["whole"]):
+        assert tuned["end"] <= tuned["start"]
 
 
 def test_killed_and_resumed_to_the_same_bytes(experts, inputs, tmp_path, capfd):

@@ -1,4 +1,4 @@
-"""Coordinates in which a refinement steps: they invert, gradients follow the chain rule, and steps have the size of those of two factors."""
+"""Coordinates in which tuning steps: they invert, gradients follow the chain rule, and steps have the size of those of two factors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from surgery.conversion.refine import TrainedLayer
 from surgery.conversion.replacement import LayerReplacement
+from surgery.conversion.tune import TrainedLayer
 from surgery.structures import STRUCTURES, Metric
 from surgery.structures.pivoted_low_rank import PivotedLowRank
 

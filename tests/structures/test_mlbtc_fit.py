@@ -131,7 +131,7 @@ def test_one_level_is_its_structure():
         found = MLBTCLinear.project(weight, MLBTC(levels=(level,), ranks=(config.rank,)), metric)
         expected = STRUCTURES[config].project(weight, config, metric)
         assert torch.allclose(found.dense(), expected.dense(), atol=1e-10)
-        errors = [linear.refine(weight, metric) for linear in (found, expected)]
+        errors = [linear.sweep(weight, metric) for linear in (found, expected)]
         assert errors == [None, None] if level == 1 else errors[0] == pytest.approx(errors[1], rel=1e-5)
 
 
@@ -158,7 +158,7 @@ def test_every_step_lowers_the_error_in_the_metric(order, diagonal):
     assert before < 0.97 * start
     linear = MLBTCLinear.project(weight, config, metric)
     for _ in range(4):
-        before, after = metric.squared_norm(weight - linear.dense()), linear.refine(weight, metric)
+        before, after = metric.squared_norm(weight - linear.dense()), linear.sweep(weight, metric)
         assert after <= before * (1 + 1e-9)
         assert after == pytest.approx(metric.squared_norm(weight - linear.dense()), rel=1e-8)
 
@@ -186,7 +186,7 @@ def test_ranks_of_a_sum_are_found(ranks):
     found = MLBTCLinear.project(weight, MLBTC(levels=(1, (4, 4)), rank=size))
     assert found.config.ranks == ranks
     for _ in range(60):
-        found.refine(weight, Metric())
+        found.sweep(weight, Metric())
     assert Metric().relative_error(weight, found.dense()) < 0.03
 
 

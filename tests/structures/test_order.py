@@ -76,7 +76,7 @@ def test_fits_are_those_of_the_permuted_matrix(how):
     one, other = cls.project(weight, strided, metric), cls.project(moved, config, there)
     for _ in range(2):
         torch.testing.assert_close(one.dense()[rows], other.dense(), rtol=1e-8, atol=1e-8)
-        assert one.refine(weight, metric) == pytest.approx(other.refine(moved, there))
+        assert one.sweep(weight, metric) == pytest.approx(other.sweep(moved, there))
     curves = cls.rank_error_curve(weight, strided, metric), cls.rank_error_curve(moved, config, there)
     assert [error for _, error in curves[0]] == pytest.approx([error for _, error in curves[1]])
 
@@ -90,7 +90,7 @@ def test_padded_blocks_fit_exactly_at_full_rank_and_sweeps_descend(how, out, in_
     torch.testing.assert_close(full.dense(), weight, rtol=1e-9, atol=1e-9)
     linear = cls.project(weight, replace(config, rank=1), metric)
     before = metric.squared_norm(weight - linear.dense())
-    left = linear.refine(weight, metric)
+    left = linear.sweep(weight, metric)
     after = metric.squared_norm(weight - linear.dense())
     if how != "both":  # sweeps take the blocks G_bb of a full G only
         assert after <= before * (1 + 1e-9)

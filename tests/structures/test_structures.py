@@ -148,7 +148,7 @@ def test_the_ladder_estimates_the_plain_error(name, dims, seed):
 @pytest.mark.parametrize("name", NAMES)
 @LAWS
 @given(dims=DIMS, keep=st.sampled_from([0.4, 0.7]), seed=st.integers(0, 99))
-def test_refining_never_hurts(name, dims, keep, seed):
+def test_sweeps_never_hurt(name, dims, keep, seed):
     config = fit_config(name, *dims, keep)
     assume(config is not None)
     weight, metric = moments(*dims, seed)
@@ -156,7 +156,7 @@ def test_refining_never_hurts(name, dims, keep, seed):
     for moment in (metric, Metric(metric.c_II)):
         for _ in range(3):
             before = moment.relative_error(weight, linear.dense())
-            if not linear.refine(weight, moment):
+            if not linear.sweep(weight, moment):
                 break
             assert moment.relative_error(weight, linear.dense()) <= before + 1e-4
 
@@ -164,7 +164,7 @@ def test_refining_never_hurts(name, dims, keep, seed):
 @pytest.mark.parametrize("name", NAMES)
 @settings(LAWS, max_examples=10)
 @given(dims=DIMS, keep=st.sampled_from([0.4, 0.7]), seed=st.integers(0, 99), how=st.sampled_from(sorted(METRICS)))
-def test_refining_returns_the_error_of_what_it_leaves(name, dims, keep, seed, how):
+def test_a_sweep_returns_the_error_of_what_it_leaves(name, dims, keep, seed, how):
     """In the whole metric, tr(G (W - B) C (W - B)^T), evaluated apart in float64."""
     config = fit_config(name, *dims, keep)
     assume(config is not None)
@@ -172,7 +172,7 @@ def test_refining_returns_the_error_of_what_it_leaves(name, dims, keep, seed, ho
     metric = METRICS[how](metric)
     linear = STRUCTURES[config].project(weight, config, metric)
     for _ in range(2):
-        found = linear.refine(weight, metric)
+        found = linear.sweep(weight, metric)
         if found is None:
             break
         whole = squared_norm_in_float64(weight, metric)
@@ -188,7 +188,7 @@ def test_sweeps_of_btt_use_the_whole_of_g(dims, order):
     weight, metric = moments(*dims, 0)
     linear = BTTLinear.project(weight, BTT(blocks=(4, 3), rank=3, order=order), metric)
     for _ in range(400):
-        linear.refine(weight, metric)
+        linear.sweep(weight, metric)
     cores = [linear.weight.detach().requires_grad_(True), linear.right.detach().requires_grad_(True)]
     blocks = btt_dense(cores[1], cores[0])
     dense = rows_in_order(blocks, 4, order)[: dims[0], : dims[1]]
@@ -213,7 +213,7 @@ def test_a_fit_does_not_depend_on_the_units(name, how):
         moved, there = weight * 2.0**of_w, Metric(metric.c_II * 2.0**of_c, metric.g_OO * 2.0**of_g)
         linear = STRUCTURES[config].project(moved, config, there)
         for _ in range(2):
-            left = linear.refine(moved, there)
+            left = linear.sweep(moved, there)
         start = STRUCTURES[config].resolve(type(config)(), 48, 64)
         curve = [error for _, error in STRUCTURES[config].rank_error_curve(moved, start, there, steps=3)]
         unit = 2.0 ** (2 * of_w + of_c + of_g)
@@ -255,7 +255,7 @@ def test_errors_of_a_dead_matrix_cost_nothing(full):
         for name in NAMES:
             config = fit_config(name, 12, 20, 0.7)
             linear = STRUCTURES[config].project(weight, config, there)
-            linear.refine(weight, there)
+            linear.sweep(weight, there)
             assert Metric().relative_error(weight, linear.dense().detach()) < 0.9, name
 
 
@@ -387,7 +387,7 @@ def test_als_reaches_the_stationary_point_of_each_core():
     config = BTT(blocks=(3, 3), rank=3)
     linear = BTTLinear.project(weight, config, metric)
     for _ in range(300):
-        linear.refine(weight, metric)
+        linear.sweep(weight, metric)
     cores = [linear.weight.detach().requires_grad_(True), linear.right.detach().requires_grad_(True)]
     blocks = torch.einsum("cdbs,bcsa->bacd", cores[1], cores[0]).reshape(30, 42)
     gap = blocks - weight

@@ -116,7 +116,7 @@ def test_each_sweep_lowers_the_error_in_the_metric(kind):
     linear = STRUCTURES[config].project(weight, config, metric)
     before = start = metric.squared_norm(weight - linear.dense().detach())
     for _ in range(4):
-        error = linear.refine(weight, metric)
+        error = linear.sweep(weight, metric)
         assert error <= before * (1 + 1e-12)
         before = error
     assert error < 0.98 * start

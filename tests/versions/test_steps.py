@@ -24,7 +24,7 @@ SMALL = {"tokens": 512, "length": 64, "tune": False, "allocate": "uniform"}
 # Recipe and overrides of each converted checkpoint.
 CONVERSIONS = {
     "joined": ("low-rank-half", {"share": "input"}),
-    "refined": ("btt-half", {"tune": {"layers": 1, "model": 1}}),
+    "tuned": ("btt-half", {"tune": {"layers": 1, "model": 1}}),
     "generated": ("low-rank-half", {"generated_tokens": 256}),
     "gated-deltanet": ("gated-deltanet", {"attention.steps": 1}),
     "mlr": ("mlr-cache-60", {"attention.steps": 1}),
@@ -109,14 +109,14 @@ def test_an_applied_recipe_saves_and_loads(tmp_path):
 
 
 def test_densify(converted, tmp_path):
-    surgery.densify(converted("refined"), tmp_path / "dense")
+    surgery.densify(converted("tuned"), tmp_path / "dense")
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(converted("refined"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(converted("tuned"), dtype=torch.float32)
     torch.testing.assert_close(dense(tokens(40)).logits, model(tokens(40)).logits, rtol=0.1, atol=0.1)
 
 
 def test_quantize(converted, tmp_path):
-    surgery.quantize(converted("refined"), tmp_path / "quantized", bits=8)
+    surgery.quantize(converted("tuned"), tmp_path / "quantized", bits=8)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
     assert bool(model(tokens(40)).logits.isfinite().all())
 
@@ -124,7 +124,7 @@ def test_quantize(converted, tmp_path):
 def test_finetune_evaluate_and_report(converted, tmp_path):
     recipe = tmp_path / "heal.yaml"
     recipe.write_text(HEALING.format(text=TEXT), encoding="utf-8")
-    surgery.finetune(converted("refined"), recipe, teacher=CHECKPOINT, out=tmp_path / "healed")
+    surgery.finetune(converted("tuned"), recipe, teacher=CHECKPOINT, out=tmp_path / "healed")
     options = {"text": str(TEXT), "compare": CHECKPOINT, "tokens": 512, "length": 128, "out": tmp_path / "evaluated"}
     assert surgery.evaluate(tmp_path / "healed", **options)["rows"]
     assert Path(surgery.report(tmp_path / "healed", measured=tmp_path / "evaluated")).is_file()

@@ -167,7 +167,7 @@ def fit_structure(weight_OI: Tensor, config: Any, metric: Metric) -> Tensor:
     """Return the dense matrix (O, I) of a structure after its projection and SWEEPS sweeps."""
     linear = STRUCTURES[config].project(weight_OI, config, metric)
     for _ in range(SWEEPS):
-        if linear.refine(weight_OI, metric) is None:
+        if linear.sweep(weight_OI, metric) is None:
             break
     return linear.dense().detach()
 

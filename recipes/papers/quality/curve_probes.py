@@ -3,7 +3,7 @@
     corrected(n) = curve(n) exp(r(n))        n: parameters
 
 `rank_error_curve` takes the errors from spectra, which ignore what sweeps gain. A probe fits the matrix by `project` and sweeps of
-`refine`, in the metric of the curve, and measures r = log(error of the fit / curve). r is linear in log n between probes and constant
+`sweep`, in the metric of the curve, and measures r = log(error of the fit / curve). r is linear in log n between probes and constant
 outside. Two probes lie near half of the matrix's uniform budget and near the whole of it; more are spread evenly over the curve.
 
 It is no part of `surgery convert`, because it made more conversions worse than better (docs/measurements/quality.md).
@@ -47,7 +47,7 @@ def probe_curve(
     target: LinearTarget, curve: Curve, weight_OI: Tensor, metric: Metric, sweeps: int, probes: int
 ) -> list[Probe]:
     """Return the probes of a curve, smallest first; [] if the closed form is optimal."""
-    if STRUCTURES[curve[0][0]].refine is StructuredLinear.refine:
+    if STRUCTURES[curve[0][0]].sweep is StructuredLinear.sweep:
         return []
     sizes = {i: _size(target, config) for i, (config, error) in enumerate(curve) if error > 0}
     sizes = {i: size for i, size in sizes.items() if size < target.numel}
@@ -70,7 +70,7 @@ def fit_error(config: Any, weight_OI: Tensor, metric: Metric, sweeps: int) -> fl
     """Return the squared error of a fit after so many sweeps, or None if its closed form is optimal."""
     linear, error = STRUCTURES[config].project(weight_OI, config, metric), None
     for _ in range(sweeps):
-        left = linear.refine(weight_OI, metric)
+        left = linear.sweep(weight_OI, metric)
         if left is None:
             break
         error = left

@@ -14,8 +14,8 @@ from surgery.conversion.estimation.shape import ConversionShape, TextRows, conve
 from surgery.conversion.estimation.speeds import Speeds, device_speeds
 from surgery.conversion.estimation.steps import Setting, Step, StepEstimates, stored_size
 from surgery.conversion.estimation.tuning import epoch_seconds, tuning_dict
-from surgery.conversion.refine import BATCH_TOKENS, text_factor
-from surgery.conversion.refine_model import coordinate_values, resident_bytes, step_order
+from surgery.conversion.tune import BATCH_TOKENS, text_factor
+from surgery.conversion.tune_model import coordinate_values, resident_bytes, step_order
 from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
 from surgery.core.progress import duration_text

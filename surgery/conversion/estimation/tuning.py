@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from surgery.conversion.refine import BATCH_TOKENS, RATES, TRIAL_STEPS, text_factor
-from surgery.conversion.refine_model import step_order
+from surgery.conversion.tune import BATCH_TOKENS, RATES, TRIAL_STEPS, text_factor
+from surgery.conversion.tune_model import step_order
 from surgery.planning.recipe import TuneRecipe
 from surgery.planning.targets import Plan
 

@@ -1,4 +1,4 @@
-"""Refine one converted layer: train its new parameters so that its output on the converted stream matches the original's.
+"""Tune one converted layer: train its new parameters so that its output on the converted stream matches the original's.
 
     loss = sum_n (y_n - y*_n)^T G (y_n - y*_n)
 
@@ -16,14 +16,14 @@ from surgery.calibration.data import unpadded_rows
 from surgery.checkpoint.safetensors_io import DTYPES
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.norms import layer_norms_and_biases, read_originals
-from surgery.conversion.refine import Refinement, TrainedLayer, split_rows, trained_parameters
 from surgery.conversion.replacement import LayerReplacement, densify_module
 from surgery.conversion.streams import Layer
+from surgery.conversion.tune import TrainedLayer, Tuning, split_rows, trained_parameters
 from surgery.structures.metric import damp_output_gram, spd_factor
 
 
-class LayerRefinement(Refinement):
-    """The refinement of one layer. gram: G, its diagonal, or None."""
+class LayerTuning(Tuning):
+    """The tuning of one layer. gram: G, its diagonal, or None."""
 
     unit = "relative error of the layer's output"
 
@@ -92,7 +92,7 @@ class LayerRefinement(Refinement):
         return wanted_BTD
 
 
-def refine_layer(
+def tune_layer(
     ctx: ConversionContext,
     layer: Layer,
     replacement: LayerReplacement,
@@ -100,7 +100,7 @@ def refine_layer(
     epochs: int,
     norms: bool = False,
 ) -> None:
-    """Refine the new parameters of one layer in place. gram: of the layer's output, or its diagonal, or None. norms: train its norms and biases too.
+    """Train the new parameters of one layer in place. gram: of the layer's output, or its diagonal, or None. norms: train its norms and biases too.
 
     One process trains and gives the values to all others.
     """
@@ -116,9 +116,9 @@ def refine_layer(
     def train() -> dict[str, object] | None:
         if not ctx.dist.main:
             return None
-        return LayerRefinement(ctx, layer, trained, gram).run(epochs, seed).to_dict()
+        return LayerTuning(ctx, layer, trained, gram).run(epochs, seed).to_dict()
 
-    replacement.refined = ctx.dist.on_main(train)
+    replacement.tuned = ctx.dist.on_main(train)
     tensors = trained.finish(layer.call.device)
     for name in sorted(tensors):
         ctx.dist.broadcast_(tensors[name], 0)

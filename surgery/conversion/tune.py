@@ -1,13 +1,13 @@
 """Tuning: train the new parameters of converted layers by Adam, on the calibration text alone (block reconstruction).
 
-    surgery.conversion.refine_layer     one layer, towards the output of the original layer (AA-SVD, arXiv 2604.02119)
-    surgery.conversion.refine_model     all layers, towards the original's logits
+    surgery.conversion.tune_layer     one layer, towards the output of the original layer (AA-SVD, arXiv 2604.02119)
+    surgery.conversion.tune_model     all layers, towards the original's logits
 
 Trained are the cores of structured linears and the parameters of mixers, and if asked for, norms and biases of the original
 (surgery.conversion.norms). A step of Adam moves a tensor by at most about
 `rate` times its root mean square, so that one scale of rates suits cores of every structure and size. Pivoted low rank makes
 its steps in the coordinates of two balanced factors (`step_coordinates`), since its stored values are badly scaled for them. The rate is found for
-each refinement: every rate of RATES runs a short trial, and the one with the lowest loss on the held-out rows is used. It
+each tuning: every rate of RATES runs a short trial, and the one with the lowest loss on the held-out rows is used. It
 falls with a cosine over the epochs. After an epoch that does not lower the held-out loss, the values return to those of
 the best epoch and the rate is halved. If no trial lowers the loss, the values stay as they were.
 """
@@ -44,15 +44,15 @@ MIN_SCALE = (
     1e-3  # root mean square that a tensor counts with at least, for those that start at zero; but see `step_scale`
 )
 FAILED_FACTOR = 0.5  # on the rate after an epoch that did not lower the held-out loss
-MAX_FAILED = 4  # such epochs in a row that end a refinement
+MAX_FAILED = 4  # such epochs in a row that end a tuning
 BETAS, EPSILON = (0.9, 0.95), 1e-12
 
 Allocate = Callable[[Tensor], Tensor]  # returns an uninitialized tensor like its argument, in memory or in a file
 
 
 @dataclass(frozen=True)
-class RefineRecord:
-    """The report's entry of one refinement.
+class TuningRecord:
+    """The report's entry of one tuning.
 
     unit: of `start` and `end`, the losses on the held-out rows before and after it. rate: the rate of the trial that won,
     0 if none lowered the loss. epoch: the epoch whose values were kept, 0 for the values before it. epochs: of the training.
@@ -246,7 +246,7 @@ def _step_coordinates(module: nn.Module, allocate: Allocate) -> dict[str, Coordi
 def trained_parameters(
     meta_model: MetaModel, replacement: LayerReplacement, kept: Mapping[str, str] | None = None
 ) -> dict[str, tuple[nn.Module, str, str]]:
-    """Return the parameters that a refinement trains: name in the files -> (module, name in the module, name in the original model).
+    """Return the parameters that a tuning trains: name in the files -> (module, name in the module, name in the original model).
 
     kept: norms and biases of the original that are trained too, parameter -> name in the files. The last name is "" for parameters
     of modules that replace others, biases included.
@@ -273,8 +273,8 @@ def trained_parameters(
     return found
 
 
-class Refinement(ABC):
-    """One refinement: trained layers, batches, a loss on each batch, and the loss on the held-out rows.
+class Tuning(ABC):
+    """One tuning: trained layers, batches, a loss on each batch, and the loss on the held-out rows.
 
     layers: what is trained. unit: of the held-out loss. tokens: of the rows that are trained on.
     """
@@ -295,7 +295,7 @@ class Refinement(ABC):
     def held_out_loss(self) -> float:
         """Return the loss on the held-out rows with values rounded as they are stored."""
 
-    def run(self, epochs: int, seed: int, done: Callable[[], None] = lambda: None) -> RefineRecord:
+    def run(self, epochs: int, seed: int, done: Callable[[], None] = lambda: None) -> TuningRecord:
         """Find the rate, train, and leave the best values saved in the layers. done: called after each epoch."""
         start = self.held_out_loss()
         rate, trial = 0.0, start
@@ -321,7 +321,7 @@ class Refinement(ABC):
             if in_a_row == MAX_FAILED:
                 break
         self._reset()
-        return RefineRecord(self.unit, start, best, rate, epoch, epochs)
+        return TuningRecord(self.unit, start, best, rate, epoch, epochs)
 
     def _reset(self) -> None:
         for layer in self.layers:

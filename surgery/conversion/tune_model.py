@@ -1,4 +1,4 @@
-"""Refine a converted model as a whole: train the new parameters of all layers towards the original's logits.
+"""Tune a converted model as a whole: train the new parameters of all layers towards the original's logits.
 
     loss = sum_n KL(p_n || q_n)      p: next-token distribution of the original, q: of the converted model, n: real tokens
 
@@ -30,18 +30,18 @@ from surgery.conversion.context import ConversionContext
 from surgery.conversion.fisher import has_lm_head
 from surgery.conversion.gradients import GradientPass, LayerBackward
 from surgery.conversion.norms import read_originals
-from surgery.conversion.refine import BATCH_TOKENS, Refinement, TrainedLayer, split_rows, text_factor
 from surgery.conversion.replacement import LayerReplacement
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.conversion.streams import Contexts, Layer, Stream, Streams
+from surgery.conversion.tune import BATCH_TOKENS, TrainedLayer, Tuning, split_rows, text_factor
 from surgery.planning.targets import LinearTarget, Plan
 from surgery.structures import STRUCTURES
 
 STATES = 4  # copies of each trained tensor: its value, the saved value, Adam's two moments
 
 
-class ModelRefinement(Refinement, GradientPass):
-    """The refinement of all layers together.
+class ModelTuning(Tuning, GradientPass):
+    """The tuning of all layers together.
 
     layers: of the model's layers, in any order, and at path "" that of a replaced head. original_BTD: what reaches the head in
     the original, for all samples. streamed: whether each step is streamed. outer_norms: parameters of norms outside the layers that are
@@ -325,14 +325,14 @@ def divergence_gradient(head: ChunkedLMHead, found_ND: Tensor, wanted_ND: Tensor
 class _LayerStep(LayerBackward):
     """The backward pass of one layer of a streamed step, which updates its parameters. layer: None if nothing is trained in it."""
 
-    def __init__(self, refinement: ModelRefinement, layer: TrainedLayer | None):
+    def __init__(self, tuning: ModelTuning, layer: TrainedLayer | None):
         super().__init__()
-        self.refinement, self.layer = refinement, layer
+        self.tuning, self.layer = tuning, layer
         self.swapped_in: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> None:
         if self.layer is not None:
-            self.leaves = self.layer.parameters(self.refinement.device, trained=True)
+            self.leaves = self.layer.parameters(self.tuning.device, trained=True)
             self.swapped_in = self.layer.swapped_in()
         self.swapped_in.__enter__()
 
@@ -342,7 +342,7 @@ class _LayerStep(LayerBackward):
     def add(self, gradient_BTD: Tensor, of_leaves: list[Tensor | None]) -> None:
         """Make the step: the rows of a batch run at once."""
         if self.layer is not None:
-            self.layer.update(self.leaves, of_leaves, self.refinement.rate)
+            self.layer.update(self.leaves, of_leaves, self.tuning.rate)
 
     def finish(self) -> None:
         """Remove the layer's values from the modules."""

@@ -1,4 +1,4 @@
-"""Refinement with `norms: true`: norms and biases of the original, trained beside the new parameters, under their own names."""
+"""Tuning with `norms: true`: norms and biases of the original, trained beside the new parameters, under their own names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from conversion.test_convert import Crash, bytes_of
-from conversion.test_refine import BASE, MIXER, run, tensors_of
+from conversion.test_tune import BASE, MIXER, run, tensors_of
 from helpers.forked import run_processes
 from helpers.small import make_recipe, model_outputs, tiny_config, tiny_inputs
 from helpers.small_experts import write_experts
@@ -20,7 +20,7 @@ from surgery.architectures.experts import split_experts
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion import convert as convert_module
-from surgery.conversion import gradients, refine, refine_layer, refine_model
+from surgery.conversion import gradients, tune, tune_layer, tune_model
 from surgery.conversion.densify import densify
 from surgery.conversion.norms import layer_norms_and_biases, outer_norms, weight_offset
 from surgery.conversion.quantize_checkpoint import quantize
@@ -34,15 +34,15 @@ LAYERS = {**BASE, "tune": {"layers": 1, "model": 0, "norms": True}}
 
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch):
-    monkeypatch.setattr(refine, "TRIAL_STEPS", 4)
-    monkeypatch.setattr(refine, "RATES", (3e-3,))
+    monkeypatch.setattr(tune, "TRIAL_STEPS", 4)
+    monkeypatch.setattr(tune, "RATES", (3e-3,))
 
 
 @pytest.fixture
 def every_epoch_helps(monkeypatch):
     """Make held-out losses fall with every call, for tests of what is trained: whether a real one falls depends on the processor's rounding."""
     calls = itertools.count()
-    for kind in (refine_layer.LayerRefinement, refine_model.ModelRefinement):
+    for kind in (tune_layer.LayerTuning, tune_model.ModelTuning):
         real = kind.held_out_loss
         monkeypatch.setattr(kind, "held_out_loss", lambda self, real=real: real(self) * 0 + 0.5 ** next(calls))
 
@@ -86,13 +86,13 @@ def test_norms_and_biases_come_with_the_cores(
     family, trained, left, every_epoch_helps, with_values, calibration, tmp_path
 ):
     checkpoint = with_values(family)
-    report = run(checkpoint, calibration(family), tmp_path / "refined", BOTH)
+    report = run(checkpoint, calibration(family), tmp_path / "tuned", BOTH)
     assert report["tune"]["norms"] and report["tune"]["whole"]["rate"] > 0
-    source, refined = tensors_of(checkpoint), tensors_of(tmp_path / "refined")
-    kept = {name: t for name, t in source.items() if name in refined and t.shape == refined[name].shape}
-    assert {name: t.dtype for name, t in kept.items()} == {name: refined[name].dtype for name in kept}
+    source, tuned = tensors_of(checkpoint), tensors_of(tmp_path / "tuned")
+    kept = {name: t for name, t in source.items() if name in tuned and t.shape == tuned[name].shape}
+    assert {name: t.dtype for name, t in kept.items()} == {name: tuned[name].dtype for name in kept}
     assert all(name in kept for name, t in source.items() if t.dim() == 1)
-    changed = changes(kept, refined)
+    changed = changes(kept, tuned)
     for word in trained:
         assert any(word in name for name in changed), (word, changed)
     for word in left:
@@ -103,9 +103,9 @@ def test_norms_and_biases_come_with_the_cores(
 @pytest.mark.parametrize("family, fused", [("qwen2", "whole"), ("gpt2", "split"), ("gpt_neox", "split")])
 def test_the_files_have_the_loss_of_the_report(family, fused, every_epoch_helps, with_values, calibration, tmp_path):
     checkpoint, inputs = with_values(family), calibration(family)
-    report = run(checkpoint, inputs, tmp_path / "refined", {**BOTH, "fused": fused})
+    report = run(checkpoint, inputs, tmp_path / "tuned", {**BOTH, "fused": fused})
     assert report["tune"]["whole"]["rate"] > 0
-    model = tiny_config(family)[0].from_pretrained(tmp_path / "refined")
+    model = tiny_config(family)[0].from_pretrained(tmp_path / "tuned")
     held = load_file(inputs)["input_ids"][-report["calibration"]["held_out_windows"] :]
     losses = -model_outputs(model, {"input_ids": held})[:, :-1].log_softmax(-1).gather(2, held[:, 1:, None])
     assert float(losses.mean()) == pytest.approx(report["held_out"]["converted"], rel=1e-5)
@@ -113,53 +113,53 @@ def test_the_files_have_the_loss_of_the_report(family, fused, every_epoch_helps,
 
 @pytest.mark.parametrize("recipe", [BOTH, LAYERS])
 def test_other_commands_take_the_trained_norms(recipe, every_epoch_helps, with_values, calibration, tmp_path):
-    checkpoint, out = with_values("qwen2"), tmp_path / "refined"
+    checkpoint, out = with_values("qwen2"), tmp_path / "tuned"
     run(checkpoint, calibration("qwen2"), out, recipe)
     densify(str(out), tmp_path / "dense")
     quantize(str(out), tmp_path / "int8", bits=8)
     load, new = tiny_config("qwen2")[0].from_pretrained, tiny_inputs("qwen2", 4, seed=7)
     wanted = model_outputs(load(out), new)
     torch.testing.assert_close(model_outputs(load(tmp_path / "dense"), new), wanted, rtol=1e-4, atol=1e-5)
-    refined = tensors_of(out)
-    names = [name for name, tensor in refined.items() if tensor.dim() == 1]
-    assert changes({name: tensors_of(checkpoint)[name] for name in names}, refined)
+    tuned = tensors_of(out)
+    names = [name for name, tensor in tuned.items() if tensor.dim() == 1]
+    assert changes({name: tensors_of(checkpoint)[name] for name in names}, tuned)
     for folder in ("dense", "int8"):
-        assert not changes({name: refined[name] for name in names}, tensors_of(tmp_path / folder))
+        assert not changes({name: tuned[name] for name in names}, tensors_of(tmp_path / folder))
     assert model_outputs(load(tmp_path / "int8"), new).isfinite().all()
 
 
 def test_bfloat16_norms_are_stored_in_bfloat16(every_epoch_helps, with_values, calibration, tmp_path):
     checkpoint = with_values("llama", torch.bfloat16)
     run(checkpoint, calibration("llama"), tmp_path / "out", BOTH)
-    source, refined = tensors_of(checkpoint), tensors_of(tmp_path / "out")
+    source, tuned = tensors_of(checkpoint), tensors_of(tmp_path / "out")
     norms = {name: tensor for name, tensor in source.items() if tensor.dim() == 1}
-    assert {refined[name].dtype for name in norms} == {torch.bfloat16} and changes(norms, refined)
+    assert {tuned[name].dtype for name in norms} == {torch.bfloat16} and changes(norms, tuned)
 
 
 def test_norms_of_a_layer_with_a_mixer_are_trained(with_values, calibration, tmp_path):
     checkpoint, inputs = with_values("qwen3"), calibration("qwen3")
     report = run(checkpoint, inputs, tmp_path / "out", {**MIXER, "tune": BOTH["tune"]})
     assert report["tune"]["whole"]["end"] < report["tune"]["whole"]["start"]
-    source, refined = tensors_of(checkpoint), tensors_of(tmp_path / "out")
-    changed = {name for name in source if name in refined and source[name].shape == refined[name].shape}
-    changed = {name for name in changed if not torch.equal(source[name], refined[name])}
+    source, tuned = tensors_of(checkpoint), tensors_of(tmp_path / "out")
+    changed = {name for name in source if name in tuned and source[name].shape == tuned[name].shape}
+    changed = {name for name in changed if not torch.equal(source[name], tuned[name])}
     assert any("q_norm" in name for name in changed) and all("norm" in name for name in changed)
 
 
 def test_layers_without_new_parameters_keep_their_norms(every_epoch_helps, with_values, calibration, tmp_path):
     checkpoint = with_values("llama")
     run(checkpoint, calibration("llama"), tmp_path / "out", {**BOTH, "layers": "1:"})
-    source, refined = tensors_of(checkpoint), tensors_of(tmp_path / "out")
-    assert changes({n: t for n, t in source.items() if "layers.0." in n}, refined) == set()
-    assert changes({n: t for n, t in source.items() if "layers.1.input" in n or n == "model.norm.weight"}, refined)
+    source, tuned = tensors_of(checkpoint), tensors_of(tmp_path / "out")
+    assert changes({n: t for n, t in source.items() if "layers.0." in n}, tuned) == set()
+    assert changes({n: t for n, t in source.items() if "layers.1.input" in n or n == "model.norm.weight"}, tuned)
 
 
-def test_a_refinement_that_does_not_help_keeps_the_norms(with_values, calibration, tmp_path, monkeypatch):
-    monkeypatch.setattr(refine, "RATES", (1e4,))
+def test_a_tuning_that_does_not_help_keeps_the_norms(with_values, calibration, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "RATES", (1e4,))
     checkpoint, inputs = with_values("gpt2"), calibration("gpt2")
     run(checkpoint, inputs, tmp_path / "plain", BASE)
-    run(checkpoint, inputs, tmp_path / "refined", BOTH)
-    assert not changes(tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "refined"))
+    run(checkpoint, inputs, tmp_path / "tuned", BOTH)
+    assert not changes(tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "tuned"))
 
 
 def test_shared_tensors_are_not_trained(checkpoints):

@@ -17,7 +17,7 @@ from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.cli.main import main
 from surgery.conversion import convert as convert_module
-from surgery.conversion import gradients, refine, refine_model
+from surgery.conversion import gradients, tune, tune_model
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path
@@ -49,8 +49,8 @@ class Listener(Progress):
 
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch):
-    monkeypatch.setattr(refine, "TRIAL_STEPS", 4)
-    monkeypatch.setattr(refine, "RATES", (3e-3, 3e-2))
+    monkeypatch.setattr(tune, "TRIAL_STEPS", 4)
+    monkeypatch.setattr(tune, "RATES", (3e-3, 3e-2))
 
 
 def run(checkpoint, inputs, out, recipe, **options):
@@ -66,7 +66,7 @@ def tensors_of(folder):
 def test_every_kind_of_model_comes_closer_to_the_original(family, checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints(family), calibration(family)
     plain = run(checkpoint, inputs, tmp_path / "plain", BASE)
-    report = run(checkpoint, inputs, tmp_path / "refined", BOTH)
+    report = run(checkpoint, inputs, tmp_path / "tuned", BOTH)
     steps = dict(report["time"]["seconds"])
     total = steps.pop("total")
     assert 0 < steps["tune"] < total
@@ -80,11 +80,11 @@ def test_every_kind_of_model_comes_closer_to_the_original(family, checkpoints, c
         assert report["held_out"]["converted"] < plain["held_out"]["converted"]
     else:
         load, new = tiny_config(family)[0].from_pretrained, tiny_inputs(family, 8, seed=7)
-        folders = (tmp_path / "plain", tmp_path / "refined", checkpoint)
+        folders = (tmp_path / "plain", tmp_path / "tuned", checkpoint)
         logits = [model_outputs(load(path), new).log_softmax(-1) for path in folders]
         divergences = [float((logits[2].exp() * (logits[2] - x)).sum()) for x in logits[:2]]
         assert divergences[1] < divergences[0]
-    before, after = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "refined")
+    before, after = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "tuned")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     source = tensors_of(checkpoint)
     cores = {name for name in before if name not in source or before[name].shape != source[name].shape}
@@ -92,7 +92,7 @@ def test_every_kind_of_model_comes_closer_to_the_original(family, checkpoints, c
     assert report["totals"] == plain["totals"]
 
 
-def test_a_replaced_head_and_fused_linears_are_refined_too(checkpoints, calibration, tmp_path):
+def test_a_replaced_head_and_fused_linears_are_tuned_too(checkpoints, calibration, tmp_path):
     recipe = {**BOTH, "fused": "split", "rules": [{"match": "head", "keep": 0.5}], "tune": {"layers": 0, "model": 2}}
     for family, head in (("phi3", "lm_head"),):
         out = tmp_path / family
@@ -105,24 +105,24 @@ def test_a_replaced_head_and_fused_linears_are_refined_too(checkpoints, calibrat
         assert plain["totals"] == report["totals"]
 
 
-def test_mixers_are_refined(checkpoints, calibration, tmp_path):
+def test_mixers_are_tuned(checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints("llama"), calibration("llama")
     run(checkpoint, inputs, tmp_path / "plain", MIXER)
-    report = run(checkpoint, inputs, tmp_path / "refined", {**MIXER, "tune": {"layers": 2, "model": 2}})
+    report = run(checkpoint, inputs, tmp_path / "tuned", {**MIXER, "tune": {"layers": 2, "model": 2}})
     assert report["tune"]["whole"]["end"] < report["tune"]["whole"]["start"]
-    before, after = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "refined")
+    before, after = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "tuned")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(".mixer." in name for name in changed)
 
 
-def test_a_refinement_that_does_not_help_changes_nothing(checkpoints, calibration, tmp_path, monkeypatch):
-    monkeypatch.setattr(refine, "RATES", (1e4,))
+def test_a_tuning_that_does_not_help_changes_nothing(checkpoints, calibration, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "RATES", (1e4,))
     checkpoint, inputs = checkpoints("llama"), calibration("llama")
     plain = run(checkpoint, inputs, tmp_path / "plain", BASE)
-    report = run(checkpoint, inputs, tmp_path / "refined", BOTH)
+    report = run(checkpoint, inputs, tmp_path / "tuned", BOTH)
     records = [*report["tune"]["by_layer"].values(), report["tune"]["whole"]]
     assert all(r["rate"] == 0 and r["epoch"] == 0 and r["end"] == r["start"] for r in records)
-    before, after = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "refined")
+    before, after = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "tuned")
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert report["held_out"]["converted"] == pytest.approx(plain["held_out"]["converted"], rel=1e-6)
 
@@ -132,7 +132,7 @@ def test_a_refinement_that_does_not_help_changes_nothing(checkpoints, calibratio
 def test_the_gradient_of_the_divergence_is_that_of_autograd(family, slices, checkpoints, monkeypatch):
     model = MetaModel(open_checkpoint(str(checkpoints(family)), False))
     plan = make_plan(model, make_recipe(**BASE))
-    head = refine_model.ChunkedLMHead(model, plan.layout.head, plan.layout.architecture, torch.device("cpu"))
+    head = tune_model.ChunkedLMHead(model, plan.layout.head, plan.layout.architecture, torch.device("cpu"))
     assert (head.cap is not None) == (family == "gemma2")
     whole = next(head.slices(1))
     if slices > 1:
@@ -143,7 +143,7 @@ def test_the_gradient_of_the_divergence_is_that_of_autograd(family, slices, chec
     leaf = found.clone().requires_grad_(True)
     q, p = (head.logits(x, whole[1], None).log_softmax(-1) for x in (leaf, wanted))
     kl = torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)
-    loss, grad = refine_model.divergence_gradient(head, found, wanted)
+    loss, grad = tune_model.divergence_gradient(head, found, wanted)
     assert loss == pytest.approx(float(kl.detach()), rel=1e-4)
     torch.testing.assert_close(grad, torch.autograd.grad(kl, leaf)[0], rtol=1e-3, atol=1e-4)
 
@@ -181,8 +181,8 @@ def test_killed_after_every_journal_line(checkpoints, calibration, tmp_path, mon
         with pytest.raises(Crash):
             run(checkpoint, inputs, out, recipe)
         monkeypatch.undo()
-        monkeypatch.setattr(refine, "TRIAL_STEPS", 4)
-        monkeypatch.setattr(refine, "RATES", (3e-3, 3e-2))
+        monkeypatch.setattr(tune, "TRIAL_STEPS", 4)
+        monkeypatch.setattr(tune, "RATES", (3e-3, 3e-2))
         if lines == 5:  # a damaged file of a fitted layer
             (partial_path(out) / "fitted" / "model.layers.0.safetensors").write_bytes(b"damaged")
         run(checkpoint, inputs, out, recipe, resume=True)
@@ -279,7 +279,7 @@ def test_a_conversion_has_the_epochs_of_a_shipped_recipe(checkpoints, calibratio
 def test_steps_are_relative_to_the_size_of_a_core():
     """Also of cores below MIN_SCALE, which is for what starts at zero: biases, and matrices of zeros."""
     linear = STRUCTURES[LowRank](8, 6, LowRank(rank=2))
-    for size, scale in ((1.0, 1.0), (1e-6, 1e-6), (0.0, refine.MIN_SCALE)):
-        assert refine.step_scale(linear, "weight", torch.full((1, 6, 2), size)) == pytest.approx(scale)
-    assert refine.step_scale(linear, "bias", torch.full((6,), 1e-6)) == refine.MIN_SCALE
-    assert refine.step_scale(torch.nn.LayerNorm(6), "weight", torch.full((6,), 1e-6)) == refine.MIN_SCALE
+    for size, scale in ((1.0, 1.0), (1e-6, 1e-6), (0.0, tune.MIN_SCALE)):
+        assert tune.step_scale(linear, "weight", torch.full((1, 6, 2), size)) == pytest.approx(scale)
+    assert tune.step_scale(linear, "bias", torch.full((6,), 1e-6)) == tune.MIN_SCALE
+    assert tune.step_scale(torch.nn.LayerNorm(6), "weight", torch.full((6,), 1e-6)) == tune.MIN_SCALE
