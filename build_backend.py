@@ -1,7 +1,8 @@
-"""The build backend: setuptools', with a wheel that registers with transformers, and an editable install by a .pth file.
+"""The build backend: setuptools', with a wheel that registers with transformers, and an editable install by a .pth
+file.
 
-Every install contains surgery_startup.pth. Python imports the module that it names at every start, and surgery_startup.py says why.
-setuptools cannot write a .pth file into a wheel, so it is added to the finished one.
+Every install contains surgery_startup.pth. Python imports the module that it names at every start, and
+surgery_startup.py says why. setuptools cannot write a .pth file into a wheel, so it is added to the finished one.
 
 setuptools has three ways to install this layout (kernels/, eval/ and recipes/ are packages inside `surgery`) for
 editing. The default is an import hook, which Python asks after the working directory: a script started beside a clone
@@ -9,8 +10,8 @@ called "surgery" would import that folder, as an empty namespace package, in pla
 tree of links, does not see new files. The third, `compat`, is deprecated. A .pth file puts the checkout on `sys.path`,
 where a package comes before a namespace package; surgery/__init__.py finds the other three folders itself.
 
-Wheels and source distributions are reproducible: the same files give the same bytes. Members are sorted, with the time of
-SOURCE_DATE_EPOCH (default: 1980-01-01, the first that zip files can store) and without owners.
+Wheels and source distributions are reproducible: the same files give the same bytes. Members are sorted, with the time
+of SOURCE_DATE_EPOCH (default: 1980-01-01, the first that zip files can store) and without owners.
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ def _build_time() -> int:
 def build_editable(
     wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
 ) -> str:
-    """Write a wheel (PEP 660) of the metadata, STARTUP, and a .pth file naming the checkout. Return the wheel's file name."""
+    """Write a wheel (PEP 660) of the metadata, STARTUP, and a .pth file naming the checkout.
+
+    Return the wheel's file name.
+    """
     with tempfile.TemporaryDirectory() as folder:
         info = build_meta.prepare_metadata_for_build_wheel(folder, config_settings)
         files = {

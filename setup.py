@@ -1,4 +1,6 @@
-"""The part of the package's metadata that pyproject.toml cannot compute: URLs, from the constant in surgery/core/project.py."""
+"""The part of the package's metadata that pyproject.toml cannot compute: URLs, from the constant in
+surgery/core/project.py.
+"""
 
 import runpy
 from pathlib import Path

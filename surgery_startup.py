@@ -1,9 +1,9 @@
 """Registers surgery with transformers and peft when a program imports them, so that no program needs `import surgery`.
 
-The file surgery_startup.pth, installed beside this module (see build_backend.py), makes Python import this module at every start. It puts one
-finder on `sys.meta_path` and imports nothing. transformers has no entry points for quantizers; without this file, commands such as
-`lm_eval` and `transformers serve` load a converted checkpoint only with `trust_remote_code`. SURGERY_STARTUP=off in the environment leaves
-the finder out.
+The file surgery_startup.pth, installed beside this module (see build_backend.py), makes Python import this module at
+every start. It puts one finder on `sys.meta_path` and imports nothing. transformers has no entry points for quantizers;
+without this file, commands such as `lm_eval` and `transformers serve` load a converted checkpoint only with
+`trust_remote_code`. SURGERY_STARTUP=off in the environment leaves the finder out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def import_surgery() -> None:
             import surgery  # noqa: F401  registers
     except Exception as error:
         warnings.warn(
-            f"surgery could not register with transformers, so converted checkpoints cannot be loaded ({type(error).__name__}: {error}). "
+            "surgery could not register with transformers, so converted checkpoints cannot be loaded "
+            f"({type(error).__name__}: {error}). "
             "Install transformer-surgery again",
             stacklevel=2,
         )

@@ -1,13 +1,16 @@
 """Averages over tasks as papers report them, declared as data; eval/results/averages.py computes them.
 
 RULER       Hsieh et al. 2024, arXiv:2404.06654, section 4: the mean of the thirteen tasks at each length, its means over 4K to 128K
-            with linearly increasing or decreasing weights, and the effective length: the longest at which the mean reaches a threshold.
+            with linearly increasing or decreasing weights, and the effective length: the longest at which the mean
+            reaches a threshold.
 LongBench   Bai et al. 2024, arXiv:2308.14508, section 4: a mean for each of the six categories; "overall" is the mean of those six.
-            Code tasks belong to both languages. Log-Linear Attention (arXiv:2506.04761), table 8, has fourteen of the English tasks.
+            Code tasks belong to both languages. Log-Linear Attention (arXiv:2506.04761), table 8, has fourteen of the
+            English tasks.
 Zero-shot   Log-Linear Attention, table 6: acc_norm of HellaSwag and ARC challenge, acc of the others. LoLCATs (arXiv:2410.10254), whose
             average "no MMLU" has no LAMBADA.
-LongBench-E the mean of its thirteen tasks and of their six categories, for documents of 0 to 4K, 4K to 8K and more than 8K words.
-LongBench 2 Bai et al. 2024, arXiv:2412.15204: the share of all questions answered correctly, of short, medium and long documents, of
+LongBench-E the mean of its thirteen tasks and of their six categories, for documents of 0 to 4K, 4K to 8K and more than
+8K words. LongBench 2 Bai et al. 2024, arXiv:2412.15204: the share of all questions answered correctly, of short, medium
+and long documents, of
             easy and hard questions, and of each category. Every question counts the same.
 BABILong    Kuratov et al. 2024, arXiv:2406.10149: the mean of qa1 to qa5 at each length.
 InfiniteBench   Zhang et al. 2024, arXiv:2402.13718: the mean over tasks; lm-eval has eleven of the twelve.
@@ -69,7 +72,9 @@ RETRIEVAL_TASKS = ("swde", "squad", "fda", "triviaqa", "drop", "nq")
 
 @dataclass(frozen=True)
 class Member:
-    """One term of an average: the mean of a task's samples, of those with `length` and in the group `where` if they are given."""
+    """One term of an average: the mean of a task's samples, of those with `length` and in the group `where` if they are
+    given.
+    """
 
     task: str
     metric: str
@@ -91,7 +96,8 @@ class Average:
         length: the length of its tasks, if all have the same.
         partial: whether a mean of the tasks that are there is shown, under another name, if others are missing.
         source: the paper that reports it.
-        by_size: whether every sample counts the same, instead of every task. Tasks without samples in the group are then no loss.
+        by_size: whether every sample counts the same, instead of every task. Tasks without samples in the group are
+        then no loss.
     """
 
     name: str
@@ -149,7 +155,9 @@ def ruler_averages(lengths: Lengths) -> SuiteAverages:
 
 
 def longbench_averages(lengths: Lengths) -> SuiteAverages:
-    """Return LongBench's category means, overall scores and the mean of the paper's fourteen tasks, at each maximum length."""
+    """Return LongBench's category means, overall scores and the mean of the paper's fourteen tasks, at each maximum
+    length.
+    """
     averages: list[Average] = []
     for n in lengths or (None,):
         english = {name: tasks[0] for name, tasks in LONGBENCH.items()}
@@ -228,7 +236,9 @@ def _longbench(name: str, categories: dict[str, tuple[str, ...]], length: int | 
 
 
 def longbench_e_averages(lengths: Lengths) -> SuiteAverages:
-    """Return the means of LongBench-E's thirteen tasks and of their six categories, by range of the documents' length."""
+    """Return the means of LongBench-E's thirteen tasks and of their six categories, by range of the documents'
+    length.
+    """
     categories = {name: tuple(t for t in tasks[0] if t in LONGBENCH_E_TASKS) for name, tasks in LONGBENCH.items()}
     averages = []
     for n in lengths or (None,):

@@ -1,7 +1,7 @@
 """Score items in batches, longest first, divided among processes; a batch that does not fit in memory is halved.
 
-Inputs that are expensive to build (a text of 128K tokens) are built in threads one batch ahead: the device waits for the first
-item only, and memory holds two batches.
+Inputs that are expensive to build (a text of 128K tokens) are built in threads one batch ahead: the device waits for
+the first item only, and memory holds two batches.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def score_in_batches(
 ) -> list[R]:
     """Return score(batch) for all items, in their order, on every process.
 
-    Every batch is written to the model's journal (eval/journal.py), if it has one. Items that an interrupted run finished are not scored
-    again. Batches are divided as in a run without interruption, so that the scores are the same to the bit.
+    Every batch is written to the model's journal (eval/journal.py), if it has one. Items that an interrupted run
+    finished are not scored again. Batches are divided as in a run without interruption, so that the scores are the same
+    to the bit.
 
     Args:
         score: scores a list of prepared items.
@@ -49,7 +50,8 @@ def score_in_batches(
         title: label of the progress bar.
         tokens: tokens per batch that `batch_size="auto"` starts with; default by device (BATCH_TOKENS).
         prepare: item -> input of `score`, called in threads.
-        request: item -> everything that its score depends on, for the journal: JSON data, or an object whose repr says all.
+        request: item -> everything that its score depends on, for the journal: JSON data, or an object whose repr says
+        all.
     """
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
     indices = order[eval_model.ranks.index :: eval_model.ranks.count]
@@ -73,8 +75,8 @@ def _kind(title: str, eval_model: EvalModel) -> str:
 def _switch_interval(seconds: float | None) -> Iterator[None]:
     """Set Python's thread switch interval (seconds) for the context.
 
-    The thread that feeds the device releases Python's lock at every operation and would wait up to 5 ms (the default) to get it
-    back while others tokenize.
+    The thread that feeds the device releases Python's lock at every operation and would wait up to 5 ms (the default)
+    to get it back while others tokenize.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds or before)
@@ -145,7 +147,9 @@ class _BatchRunner(Generic[T, R]):
         return [i for i in remaining[:rows] if 2 * self.size(self.items[i]) >= longest]
 
     def _threads(self) -> int:
-        """Return the number of threads: tokenizers run outside Python's lock, but more than 8 threads would wait for it."""
+        """Return the number of threads: tokenizers run outside Python's lock, but more than 8 threads would wait for
+        it.
+        """
         return max(1, min(8, (os.cpu_count() or 1) // self.eval_model.ranks.count))
 
     def _prepare(self, threads: ThreadPoolExecutor, batch: list[int]) -> list[Future[Any]]:
@@ -175,7 +179,8 @@ class _BatchRunner(Generic[T, R]):
             raise error
         if rows == 1:
             raise SurgeryError(
-                f"{self.eval_model.name} on {self.eval_model.device}: out of memory at one row of {length:,} tokens; use shorter "
+                f"{self.eval_model.name} on {self.eval_model.device}: out of memory at one row of {length:,} tokens; "
+                "use shorter "
                 "--lengths, or --dtype bfloat16"
             ) from None
 

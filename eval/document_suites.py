@@ -1,8 +1,10 @@
-"""Suites `longbench2`, `babilong` and `infinitebench`: lm-eval's tasks over long documents, with truncation as in LongBench.
+"""Suites `longbench2`, `babilong` and `infinitebench`: lm-eval's tasks over long documents, with truncation as in
+LongBench.
 
-Prompts, few-shot examples and scores are lm-eval's, unchanged. A prompt longer than the input loses its middle, as in LongBench, so
-that the instruction and the question remain; `--suite lm-eval --tasks longbench2` truncates from the left, as lm-eval does. Samples have
-the group `length` (the longest input in tokens, or BABILong's nominal length) where --lengths asks for several.
+Prompts, few-shot examples and scores are lm-eval's, unchanged. A prompt longer than the input loses its middle, as in
+LongBench, so that the instruction and the question remain; `--suite lm-eval --tasks longbench2` truncates from the
+left, as lm-eval does. Samples have the group `length` (the longest input in tokens, or BABILong's nominal length) where
+--lengths asks for several.
 
 LongBench v2    Bai et al. 2024, arXiv:2412.15204: 503 questions with four choices; by length short (below 32K words), medium, long
                 (above 128K words).
@@ -26,8 +28,8 @@ from surgery.eval.task_names import load_tasks
 BABILONG, INFINITEBENCH = "RMT-team/babilong-1k-samples", "xinrongzhang2022/InfiniteBench"
 BABILONG_LENGTHS = {1024 * 2**i: f"{2**i}k" for i in range(8)}  # tokens: configuration of the data set
 BABILONG_SHORT = tuple(f"qa{i}" for i in range(6, 21))  # tasks that exist without surrounding text only
-# Words. LongBench v2's table 2 has the columns Short (<32k), Medium (32k-128k) and Long (>128k); upstream's README (commit 2e00731) says only that the
-# field `length` names the group. The ends count where a row has no such field.
+# Words. LongBench v2's table 2 has the columns Short (<32k), Medium (32k-128k) and Long (>128k); upstream's README
+# (commit 2e00731) says only that the field `length` names the group. The ends count where a row has no such field.
 RANGE_ENDS = (32_000, 128_000)
 MAX_SHOWN = 3000  # characters of a text that are written to samples.jsonl
 GroupOf = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -78,7 +80,9 @@ def longbench2_groups(doc: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_babilong(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
-    """Run the suite `babilong`: qa1 to qa5 (or --tasks) at each nominal length; qa6 to qa20 without surrounding text."""
+    """Run the suite `babilong`: qa1 to qa5 (or --tasks) at each nominal length; qa6 to qa20 without surrounding
+    text.
+    """
     require_lm_eval()
     names = babilong_tasks(options)
     if wrong := [n for n in options.lengths if n not in BABILONG_LENGTHS]:
@@ -134,7 +138,9 @@ def _with_group(sample: Sample, length: int | None, group_of: GroupOf) -> Sample
 
 
 def shorten_texts(value: Any) -> Any:
-    """Return JSON data in which every long text has its beginning and its end: documents have up to millions of words."""
+    """Return JSON data in which every long text has its beginning and its end: documents have up to millions of
+    words.
+    """
     if isinstance(value, str):
         half = MAX_SHOWN // 2
         return value if len(value) <= MAX_SHOWN else f"{value[:half]} [..] {value[-half:]}"
@@ -144,7 +150,9 @@ def shorten_texts(value: Any) -> Any:
 
 
 def _merge(parts: Sequence[tuple[str, Callable[[], SuiteResult]]], eval_model: EvalModel) -> SuiteResult:
-    """Run the parts one after the other and put their results together; a part that fails is reported and the others run."""
+    """Run the parts one after the other and put their results together; a part that fails is reported and the others
+    run.
+    """
     merged: SuiteResult | None = None
     error: Exception | None = None
     broken: dict[str, str] = {}

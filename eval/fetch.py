@@ -1,9 +1,9 @@
 """`surgery fetch-eval-data DIR`: download the data sets that suites read from the Hub into a mirror for --data-root.
 
 A data set is complete or absent: it is written to a temporary folder and renamed. No code of the data set runs, because
-`datasets` no longer loads any. All files of a data set are of one commit, which its README records: configurations and splits that are
-added later come from the same commit. DIR/commits.json lists the commits of all data sets; given as `commits`, it makes the same mirror
-elsewhere.
+`datasets` no longer loads any. All files of a data set are of one commit, which its README records: configurations and
+splits that are added later come from the same commit. DIR/commits.json lists the commits of all data sets; given as
+`commits`, it makes the same mirror elsewhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ COMMIT = re.compile(r"^[0-9a-f]{40}$")
 COMMITS = "commits.json"
 COMMIT_KEY = "surgery_commit"  # keys in the header of a mirror's README
 COMPLETE_KEY = "surgery_whole"
-# Data sets published as loading scripts, which `datasets` no longer runs, and the copies without code that lm-eval 0.4.13 reads.
+# Data sets published as loading scripts, which `datasets` no longer runs, and the copies without code that lm-eval
+# 0.4.13 reads.
 SCRIPT_ONLY = {
     "THUDM/LongBench": "Xnhyacinth/LongBench",
     "ybisk/piqa": "baber/piqa",
@@ -120,11 +121,15 @@ SUITE_SOURCES: dict[str, Any] = {
 
 
 def read_commits(path: Path) -> dict[str, str]:
-    """Read a file of commits, {"org/name": commit}. Raises SurgeryError unless every commit has forty hexadecimal digits."""
+    """Read a file of commits, {"org/name": commit}.
+
+    Raises SurgeryError unless every commit has forty hexadecimal digits.
+    """
     commits = read_json(path)
     if not isinstance(commits, dict) or not all(isinstance(c, str) and COMMIT.match(c) for c in commits.values()):
         raise SurgeryError(
-            f"{path} must be a JSON object of data sets and their commits, forty hexadecimal digits each. Give the {COMMITS} of a mirror."
+            f"{path} must be a JSON object of data sets and their commits, forty hexadecimal digits each. Give the "
+            f"{COMMITS} of a mirror."
         )
     return commits
 
@@ -134,9 +139,9 @@ def fetch(
 ) -> dict[str, list[str]]:
     """Download data sets into the mirror `root`; return {"fetched": [..], "kept": [..]}.
 
-    A data set that is present is kept unless a configuration or a split is missing; those come from the commit of the others.
-    commits: the commits to download; a data set that they do not name is downloaded at its newest commit. Raises SurgeryError if the
-    mirror has another commit than `commits` says.
+    A data set that is present is kept unless a configuration or a split is missing; those come from the commit of the
+    others. commits: the commits to download; a data set that they do not name is downloaded at its newest commit.
+    Raises SurgeryError if the mirror has another commit than `commits` says.
     """
     check_not_dangling(root)
     pinned = dict(commits or {})
@@ -152,7 +157,8 @@ def fetch(
             head = _read_readme(root / path)
             if path in pinned and head.configs and head.commit != pinned[path]:
                 raise SurgeryError(
-                    f"{root / path} is of commit {head.commit or 'unknown'}, not {pinned[path]}. Remove that folder, or fetch into another."
+                    f"{root / path} is of commit {head.commit or 'unknown'}, not {pinned[path]}. Remove that folder, "
+                    "or fetch into another."
                 )
             missing = [lacking for lacking in _merge_sources(named) if head.lacks(lacking)]
             if missing:
@@ -195,8 +201,8 @@ class MirrorReadme:
 
     Attributes:
         configs: configurations and their files.
-        complete: configurations of which every split is present; None: the mirror was made by other means and is taken as it is.
-        commit: the Hub's commit of all files; None if unknown.
+        complete: configurations of which every split is present; None: the mirror was made by other means and is taken
+        as it is. commit: the Hub's commit of all files; None if unknown.
     """
 
     configs: list[dict[str, Any]]
@@ -265,7 +271,9 @@ def _fetch_dataset(
 
 
 def _explain_fetch_error(error: Exception, path: str) -> str | None:
-    """Return why the Hub could not be read, where a name alone would leave the reader to guess; None for the error's own words."""
+    """Return why the Hub could not be read, where a name alone would leave the reader to guess; None for the error's
+    own words.
+    """
     if hub_failure(error) == "offline":
         return "HF_HUB_OFFLINE is set; unset it to download"
     if hub_failure(error) in ("missing", "gated"):
@@ -280,7 +288,8 @@ def _script_message(path: str) -> str:
     if copy is not None:
         return what + f"lm-eval reads the copy {copy}: name that one in the task's dataset_path."
     return what + (
-        "Write its records as JSON lines into the mirror yourself, with a README.md that lists them, as in docs/benchmarks.md."
+        "Write its records as JSON lines into the mirror yourself, with a README.md that lists them, as in "
+        "docs/benchmarks.md."
     )
 
 

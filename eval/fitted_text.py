@@ -16,14 +16,15 @@ MAX_REPORT_BYTES = 200_000_000
 def fitted_text_warnings(opened: list[OpenedModel], text: str | None) -> list[str]:
     """Return a warning for each model that was calibrated or trained on the scored text.
 
-    Paths in a report may be anyone's words: they are compared with `text` as names and never opened. A copy under another name is
-    not found.
+    Paths in a report may be anyone's words: they are compared with `text` as names and never opened. A copy under
+    another name is not found.
     """
     if text is None or not os.path.exists(text):
         return []
     scored = os.path.realpath(text)
     return [
-        f"{one.name} was {use} on {text}, so figures on this text flatter it. Give other text of the same kind with --text"
+        f"{one.name} was {use} on {text}, so figures on this text flatter it. Give other text of the same kind with "
+        "--text"
         for one in opened
         for use, path in _fitted_texts(one)
         if os.path.realpath(path) == scored

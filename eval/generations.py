@@ -1,4 +1,6 @@
-"""Continuations of a few prompts by the original and the converted model, side by side: generations.json of a results folder."""
+"""Continuations of a few prompts by the original and the converted model, side by side: generations.json of a results
+folder.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ PROMPTS, PROMPT_WORDS, NEW_TOKENS = 3, 16, 40
 
 
 def pick_prompts(text: str, count: int = PROMPTS, words: int = PROMPT_WORDS) -> list[str]:
-    """Return `count` prompts of `words` words from a text: the beginnings of lines that are spread evenly over its long lines (at least twice as
-    many words), or, if there are too few of them, of evenly spaced places."""
+    """Return `count` prompts of `words` words from a text: the beginnings of lines that are spread evenly over its long
+    lines (at least twice as many words), or, if there are too few of them, of evenly spaced places."""
     lines = [line.split() for line in text.splitlines()]
     long = [line for line in lines if len(line) >= 2 * words]
     if len(long) < count:
@@ -33,8 +35,9 @@ def write_generations(
 ) -> list[dict[str, str]]:
     """Write the greedy continuations of both models to `folder`/generations.json and return them.
 
-    Return [{"prompt", "original", "converted"}]; [] for a model that does not generate text. The models are loaded one after the other, in
-    the dtype of their weights on a GPU and in float32 on a CPU. trust: whether Python code of the checkpoints may run.
+    Return [{"prompt", "original", "converted"}]; [] for a model that does not generate text. The models are loaded one
+    after the other, in the dtype of their weights on a GPU and in float32 on a CPU. trust: whether Python code of the
+    checkpoints may run.
     """
     written = [continuations(name, prompts, device, trust) for name in (original, converted)]
     generations = [{"prompt": p, "original": a, "converted": b} for p, a, b in zip(prompts, *written)]

@@ -1,10 +1,12 @@
-"""Journal of an unfinished suite, from which an interrupted evaluation continues: every finished batch is appended at once.
+"""Journal of an unfinished suite, from which an interrupted evaluation continues: every finished batch is appended at
+once.
 
     DIR/<model>-<fingerprint>/.<suite>.unfinished/<key>.<process>.jsonl      {"key": .., "value": ..}     one line per sample
 
-<key> in the file name is the digest of what the result depends on (results/store.py: model, options, precision, versions). The key of a
-line is the digest of the request, the data sets read so far by content, and the kind of work. So other data gives other keys. The folder
-is removed when the suite's result is written. A line that was cut off by a kill is ignored, and its sample is computed again.
+<key> in the file name is the digest of what the result depends on (results/store.py: model, options, precision,
+versions). The key of a line is the digest of the request, the data sets read so far by content, and the kind of work.
+So other data gives other keys. The folder is removed when the suite's result is written. A line that was cut off by a
+kill is ignored, and its sample is computed again.
 """
 
 from __future__ import annotations

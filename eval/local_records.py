@@ -3,11 +3,11 @@
 Two forms are read:
 
     the columns of the task's own data set, for any task: {"goal": .., "sol1": .., "sol2": .., "label": 0} for piqa
-    the form in which records of in-context learning are passed on (LLM Foundry's local_data), for the tasks of CONVERTERS:
-    {"query", "choices", "gold"}, {"context", "continuation"} or {"context_options", "continuation", "gold"}
+    the form in which records of in-context learning are passed on (LLM Foundry's local_data), for the tasks of
+    CONVERTERS: {"query", "choices", "gold"}, {"context", "continuation"} or {"context_options", "continuation", "gold"}
 
-Records of the second form become columns from which lm-eval's task makes its own prompts and choices, so the scores are those of lm-eval.
-The file may be anybody's: every line is checked, and an error names the file and the line.
+Records of the second form become columns from which lm-eval's task makes its own prompts and choices, so the scores are
+those of lm-eval. The file may be anybody's: every line is checked, and an error names the file and the line.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class LocalRecords:
 
 # -- reading -----------------------------------------------------------------------------------------
 def read_records(task: str, path: Path) -> LocalRecords:
-    """Read a task's records. Raises SurgeryError, which names the file and the line, for anything that the task could not read."""
+    """Read a task's records.
+
+    Raises SurgeryError, which names the file and the line, for anything that the task could not read.
+    """
     numbered = list(_read_lines(path))
     if not numbered:
         raise SurgeryError(f"--data {task}={path} has no records. Write one JSON object per line.")
@@ -99,7 +102,9 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _check_like_first(record: Record, first: Record, where: str, first_line_number: int) -> None:
-    """Raise SurgeryError unless a record has the keys of the first one with values of the same types, as a table needs them."""
+    """Raise SurgeryError unless a record has the keys of the first one with values of the same types, as a table needs
+    them.
+    """
     for key in sorted(first.keys() ^ record.keys()):
         has, lacks = ("no", "has") if key in first else ("a", "does not have")
         raise SurgeryError(
@@ -252,7 +257,8 @@ def _expected_keys(task: str) -> str:
 def read_task_records(configs: Sequence[Record], options: EvalOptions) -> dict[str, LocalRecords]:
     """Return the local records of tasks by name, empty if --data has none of them.
 
-    Raises SurgeryError if only some tasks of a group have records, or for a task that reads its data by code of its own.
+    Raises SurgeryError if only some tasks of a group have records, or for a task that reads its data by code of its
+    own.
     """
     paths = {str(config.get("task")): options.find_records(str(config.get("task"))) for config in configs}
     if not any(paths.values()):
@@ -263,7 +269,8 @@ def read_task_records(configs: Sequence[Record], options: EvalOptions) -> dict[s
         path = config.get("dataset_path")
         if config.get("class") or config.get("dataset_kwargs") or not DATASET_NAME.fullmatch(str(path)):
             raise SurgeryError(
-                f"--data: lm-eval's {config.get('task')} does not read a plain data set, so it takes no local records. Leave it out."
+                f"--data: lm-eval's {config.get('task')} does not read a plain data set, so it takes no local records. "
+                "Leave it out."
             )
     return {task: read_records(task, path) for task, path in paths.items() if path is not None}
 
@@ -302,22 +309,26 @@ def _splits(config: Record) -> list[str]:
 def explain_unreadable(task: str, records: LocalRecords, error: Exception) -> SurgeryError:
     """Return the error for records of which lm-eval's task cannot make its first question."""
     return SurgeryError(
-        f"{records.path}, line {records.lines[0]}: lm-eval's {task} cannot make a question of it ({type(error).__name__}: "
+        f"{records.path}, line {records.lines[0]}: lm-eval's {task} cannot make a question of it "
+        f"({type(error).__name__}: "
         f"{first_line(error)}). {_expected_keys(task)}"
     )
 
 
 def check_documents(task: Any, records: LocalRecords, num_fewshot: int | None) -> None:
-    """Raise SurgeryError for a record of which the loaded task can make no question, and for examples, of which a file has none.
+    """Raise SurgeryError for a record of which the loaded task can make no question, and for examples, of which a file
+    has none.
 
-    num_fewshot: the option. A label outside the choices would count as a wrong answer, or as the last choice if it is negative.
+    num_fewshot: the option. A label outside the choices would count as a wrong answer, or as the last choice if it is
+    negative.
     """
     name = task.config.task
     shots = task.get_config("num_fewshot")
     shots = num_fewshot if num_fewshot is not None and shots != 0 else shots
     if shots and not task.fewshot_cfg.samples:  # examples that the task itself lists
         raise SurgeryError(
-            f"{name} asks with {shots} examples, and --data has no records to take them from. Give --num-fewshot 0, or a mirror "
+            f"{name} asks with {shots} examples, and --data has no records to take them from. Give --num-fewshot 0, or "
+            "a mirror "
             "(--data-root), which has the data set's split of examples."
         )
     if records.converted or task.config.process_docs is not None:  # that may drop records, so a document has no line
@@ -331,7 +342,8 @@ def check_documents(task: Any, records: LocalRecords, num_fewshot: int | None) -
         answer = text if task.multiple_input else target
         if task.OUTPUT_TYPE == "multiple_choice" and not _is_choice(answer, choices or []):
             raise SurgeryError(
-                f"{records.path}, line {number}: the answer {_shown(answer)} is none of the {len(choices or [])} choices of {name}. "
+                f"{records.path}, line {number}: the answer {_shown(answer)} is none of the {len(choices or [])} "
+                f"choices of {name}. "
                 f"{_expected_keys(name)}"
             )
 

@@ -26,13 +26,15 @@ def check_lm_head(model: Any) -> None:
         )
     if not getattr(model, "can_generate", lambda: True)() or getattr(model.config, "is_encoder_decoder", False):
         raise SurgeryError(
-            f"{type(model).__name__} does not predict the next token of its input; this suite needs a decoder such as LlamaForCausalLM"
+            f"{type(model).__name__} does not predict the next token of its input; this suite needs a decoder such as "
+            "LlamaForCausalLM"
         )
 
 
 @torch.inference_mode()
 def token_losses(model: Any, rows: list[tuple[int, ...]]) -> list[Tensor]:
-    """Return the loss of each token after the first of every row, given the tokens before it: on the CPU, shape (len(row) - 1,).
+    """Return the loss of each token after the first of every row, given the tokens before it: on the CPU, shape
+    (len(row) - 1,).
 
     Rows are padded on the right, which a causal model does not attend to.
     """

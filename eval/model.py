@@ -31,9 +31,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class OpenedModel:
     """A checkpoint whose headers were read, or a model in memory.
 
-    fingerprint: SHA-256 of its files, see `CheckpointSource.digest`, or of its tensors. live: the model in memory, or None.
-    parameters: number of stored parameters, tied ones once; None for quantized models, whose tensors hold scales and packed integers.
-    stored_bytes: bytes of the stored tensors, scales and packed integers included.
+    fingerprint: SHA-256 of its files, see `CheckpointSource.digest`, or of its tensors. live: the model in memory, or
+    None. parameters: number of stored parameters, tied ones once; None for quantized models, whose tensors hold scales
+    and packed integers. stored_bytes: bytes of the stored tensors, scales and packed integers included.
     """
 
     role: Role
@@ -62,7 +62,8 @@ class LiveEvalModel:
         model_dtype = str(self.model.dtype).removeprefix("torch.")
         if dtype not in (None, "auto", model_dtype):
             raise SurgeryError(
-                f"a model in memory is evaluated in its own dtype, {model_dtype} (got dtype={dtype!r}). Convert it first: model.to(torch.{dtype})"
+                f"a model in memory is evaluated in its own dtype, {model_dtype} (got dtype={dtype!r}). Convert it "
+                f"first: model.to(torch.{dtype})"
             )
         return model_dtype
 
@@ -80,7 +81,8 @@ def live_eval_model(model: Any, tokenizer: Any) -> LiveEvalModel:
     """Return a model in memory for evaluation. tokenizer: None takes the one that `surgery.apply` was given."""
     if not is_library_model(model):
         raise SurgeryError(
-            f"surgery.evaluate takes language models of transformers (got a {type(model).__name__}), because suites are texts"
+            f"surgery.evaluate takes language models of transformers (got a {type(model).__name__}), because suites "
+            "are texts"
         )
     tokenizer = getattr(model, "surgery_companions", (None,))[0] if tokenizer is None else tokenizer
     if tokenizer is None:
@@ -126,7 +128,9 @@ def check_dtype(dtype: str) -> None:
 
 
 def load_from_folder(folder: Path, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Load (model, tokenizer) from a local folder; the model is in evaluation mode on `device`. dtype: one of DTYPES."""
+    """Load (model, tokenizer) from a local folder; the model is in evaluation mode on `device`. dtype: one of
+    DTYPES.
+    """
     check_dtype(dtype)
     source = CheckpointSource(str(folder), folder, read_config(folder, str(folder)), {})
     model = load_model(source, dtype, trust_remote_code)
@@ -147,8 +151,8 @@ def load_eval_model(
     ranks: DistContext,
     progress: Progress,
 ) -> Iterator[EvalModel]:
-    """Load a model for the duration of the context, then free its memory: original and converted model need not fit on the
-    device together. A model in memory stays where it is; its training mode is restored."""
+    """Load a model for the duration of the context, then free its memory: original and converted model need not fit on
+    the device together. A model in memory stays where it is; its training mode is restored."""
     live = opened.live
     if live is not None:
         model, tokenizer, device = live.model, live.tokenizer, live.model.device

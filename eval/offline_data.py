@@ -3,9 +3,9 @@
     DIR/org/name/README.md      YAML header: configs: [{config_name, data_files: [{split, path}]}]
     DIR/org/name/<config>/<split>.jsonl
 
-`datasets.load_dataset("org/name")` reads this layout if a folder of that name lies in the working directory, so lm-eval's own
-tasks find it unchanged. `surgery fetch-eval-data DIR` builds a mirror. Every folder is read through an Arrow cache keyed by the
-folder's content: the cache of `datasets` alone confuses two mirrors with equal README headers.
+`datasets.load_dataset("org/name")` reads this layout if a folder of that name lies in the working directory, so
+lm-eval's own tasks find it unchanged. `surgery fetch-eval-data DIR` builds a mirror. Every folder is read through an
+Arrow cache keyed by the folder's content: the cache of `datasets` alone confuses two mirrors with equal README headers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from surgery.core.errors import SurgeryError
 from surgery.core.hub_errors import explain_hub_error, first_line
 from surgery.eval.results.data_read import note_read
 
-# Types of columns that `datasets` cannot infer: answers are numbers in some files and texts in others. [string]: a list of texts.
+# Types of columns that `datasets` cannot infer: answers are numbers in some files and texts in others. [string]: a list
+# of texts.
 COLUMNS = {
     "xinrongzhang2022/InfiniteBench": {
         "id": "int64", "context": "string", "input": "string", "answer": "[string]", "options": "[string]",
@@ -104,13 +105,17 @@ def note_datasets(root: Path | None, paths: Sequence[str]) -> None:
 
 
 def check_datasets(root: Path | None, suite: str, paths: list[str], hint: str = "") -> None:
-    """Raise SurgeryError that names every missing data set, before a model is loaded. hint: a last sentence of the error."""
+    """Raise SurgeryError that names every missing data set, before a model is loaded. hint: a last sentence of the
+    error.
+    """
     if root is None:
         if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE_VARIABLES):
             return  # data sets come from Hugging Face's cache
         raise SurgeryError(
-            f"--suite {suite} reads {', '.join(paths[:4])}{' ..' if len(paths) > 4 else ''} and downloads nothing by itself. "
-            f"Run surgery fetch-eval-data DATA --suite {suite} once, then give --data-root DATA (or set HF_HUB_OFFLINE=1 to "
+            f"--suite {suite} reads {', '.join(paths[:4])}{' ..' if len(paths) > 4 else ''} and downloads nothing by "
+            "itself. "
+            f"Run surgery fetch-eval-data DATA --suite {suite} once, then give --data-root DATA (or set "
+            "HF_HUB_OFFLINE=1 to "
             f"read Hugging Face's cache).{hint}"
         )
     missing = [path for path in paths if not (Path(root) / path).is_dir()]
@@ -131,8 +136,8 @@ def use_mirror(root: Path | None, paths: Sequence[str], files: Sequence[Path] = 
         paths: data sets that will be read.
         files: local files that will be read.
 
-    If neither paths nor files are known (a task that loads data by its own code), the cache is temporary and is deleted when the
-    process ends.
+    If neither paths nor files are known (a task that loads data by its own code), the cache is temporary and is deleted
+    when the process ends.
     """
     import datasets
 

@@ -1,4 +1,7 @@
-"""EvalOptions: the options of an evaluation, each declared once. `surgery eval` and `surgery run` have a command-line option for each field."""
+"""EvalOptions: the options of an evaluation, each declared once.
+
+`surgery eval` and `surgery run` have a command-line option for each field.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ def parse_pair_numbers(value: Any) -> Any:
 
 
 def parse_arguments(value: Any) -> Any:
-    """Return {"temperature": 0.7} for text such as "temperature=0.7,top_p=0.9", each value read as YAML; any other value unchanged."""
+    """Return {"temperature": 0.7} for text such as "temperature=0.7,top_p=0.9", each value read as YAML; any other
+    value unchanged.
+    """
     if not isinstance(value, str):
         return value
     arguments: dict[str, Any] = {}
@@ -67,7 +72,10 @@ def parse_json(value: Any) -> Any:
 
 
 def parse_records(value: Any) -> Any:
-    """Return {task: file} for words TASK=FILE; a folder has the key ANY_TASK. Any other value than a list is returned unchanged."""
+    """Return {task: file} for words TASK=FILE; a folder has the key ANY_TASK.
+
+    Any other value than a list is returned unchanged.
+    """
     if not isinstance(value, (list, tuple)):
         return value
     files: dict[str, Path] = {}
@@ -75,7 +83,8 @@ def parse_records(value: Any) -> Any:
         name, equals, path = (ANY_TASK, "=", word) if Path(word).is_dir() else word.partition("=")
         if not (name and equals and path):
             raise ValueError(
-                f"{word!r} must be TASK=FILE, or a folder with TASK.jsonl (it is no folder). Write for example piqa=piqa.jsonl"
+                f"{word!r} must be TASK=FILE, or a folder with TASK.jsonl (it is no folder). Write for example "
+                "piqa=piqa.jsonl"
             )
         if name in files:
             raise ValueError(f"names {'two folders' if name == ANY_TASK else name + ' twice'}. Leave one out.")
@@ -87,10 +96,12 @@ def parse_records(value: Any) -> Any:
 
 
 class EvalOptions(BaseModel):
-    """Options of an evaluation. None or empty means the suite's default. Frozen, because stored results are keyed by it.
+    """Options of an evaluation.
 
-    A field's description is the help text of its option, and its bounds are the option's; fields of several values also take the
-    text of the command line, e.g. lengths="4k,8k".
+    None or empty means the suite's default. Frozen, because stored results are keyed by it.
+
+    A field's description is the help text of its option, and its bounds are the option's; fields of several values also
+    take the text of the command line, e.g. lengths="4k,8k".
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -152,7 +163,8 @@ class EvalOptions(BaseModel):
     )
     fill: Literal["exact", "ruler"] = Field(
         "exact",
-        description="Fill RULER's prompts to the exact number of tokens (exact), or by whole units as the original (ruler).",
+        description="Fill RULER's prompts to the exact number of tokens (exact), or by whole units as the original "
+        "(ruler).",
     )
     pairs: Annotated[tuple[Annotated[int, Field(ge=1)], ...] | PairSettings, BeforeValidator(parse_pair_numbers)] = (
         Field(
@@ -163,7 +175,9 @@ class EvalOptions(BaseModel):
     )
 
     def find_records(self, task: str) -> Path | None:
-        """Return the file with local records of an lm-eval task: its own, or TASK.jsonl in the folder; None if there is none."""
+        """Return the file with local records of an lm-eval task: its own, or TASK.jsonl in the folder; None if there is
+        none.
+        """
         if task in self.data:
             return self.data[task]
         folder = self.data.get(ANY_TASK)
@@ -173,9 +187,9 @@ class EvalOptions(BaseModel):
     def digest(self) -> str:
         """Return the SHA-256 of every option that affects results.
 
-        Options of OMITTED_AT_DEFAULT enter only if they are set, so that results of versions without them stay valid. Files enter
-        by content. The mirror enters as present or absent only: the data sets that a suite reads from it are recorded per result
-        (eval/results/data_read.py).
+        Options of OMITTED_AT_DEFAULT enter only if they are set, so that results of versions without them stay valid.
+        Files enter by content. The mirror enters as present or absent only: the data sets that a suite reads from it
+        are recorded per result (eval/results/data_read.py).
         """
         unset = fields_at_default(self, OMITTED_AT_DEFAULT)
         data = self.model_dump(mode="json", exclude={"batch_size", "use_cache", "data_root", *unset})

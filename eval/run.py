@@ -128,8 +128,8 @@ def evaluate(
 ) -> Evaluation:
     """Run suites on one model, or on two and compare them.
 
-    Each model is loaded once, one after the other. Results already stored in `out` for the same model, options and data are
-    read instead of measured again.
+    Each model is loaded once, one after the other. Results already stored in `out` for the same model, options and data
+    are read instead of measured again.
 
     Args:
         name: checkpoint to evaluate (role "converted"): a local folder or a Hub id; or a model in memory.
@@ -139,10 +139,12 @@ def evaluate(
         fail_below: thresholds NAME=SHARE (eval/results/thresholds.py); they need `compare`.
         dtype: one of eval.model.DTYPES.
         command: the command line's arguments, recorded in results.json.
-        comparison_files: whether results.json, the table and the figures are written beside the results of the suites; False: only
+        comparison_files: whether results.json, the table and the figures are written beside the results of the suites;
+        False: only
             results.json, in the folder of the model.
         lock: whether to lock `out` against other evaluations; False if the caller holds the lock.
-        beside: further models that take turns with these in suites that time (`run_pair`); they are all loaded together.
+        beside: further models that take turns with these in suites that time (`run_pair`); they are all loaded
+        together.
     """
     chosen = [find_suite(suite) for suite in dict.fromkeys(suites)]
     for suite in chosen:
@@ -181,7 +183,9 @@ def evaluate(
 
 
 def provenance(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
-    """Return what is needed to repeat a measurement: versions, device, date (UTC) and the command line without secrets."""
+    """Return what is needed to repeat a measurement: versions, device, date (UTC) and the command line without
+    secrets.
+    """
     command = redact_secrets(list(command))
     return {"versions": package_versions(), "device": device_name(device), "date": utc_timestamp(), "command": command}
 
@@ -229,7 +233,9 @@ class _EvaluationRun:
 
     # -- measuring -----------------------------------------------------------------------------------
     def measure(self, opened: list[OpenedModel], beside: Sequence[OpenedModel] = ()) -> None:
-        """Run all suites: each model is loaded once; suites with `run_pair` then load all together, those of `beside` too."""
+        """Run all suites: each model is loaded once; suites with `run_pair` then load all together, those of `beside`
+        too.
+        """
         for one in opened:
             self.models[one.role] = {
                 "name": one.name,
@@ -278,7 +284,9 @@ class _EvaluationRun:
         return journal
 
     def _measure_together(self, opened: list[OpenedModel], together: list[OpenedModel], suite: Suite) -> None:
-        """Run a suite on all models while they take turns, and keep the results of `opened`; those of all are written."""
+        """Run a suite on all models while they take turns, and keep the results of `opened`; those of all are
+        written.
+        """
         pair = tuple(sorted(one.fingerprint for one in together))
         if all(self._load_stored(one, suite, pair) for one in opened) or suite.run_pair is None:
             return
@@ -299,7 +307,8 @@ class _EvaluationRun:
 
             if is_out_of_memory(error):
                 error = SurgeryError(
-                    f"{suite.name}: {len(together)} models take turns and must fit in the memory of {self.device} together. Evaluate fewer "
+                    f"{suite.name}: {len(together)} models take turns and must fit in the memory of {self.device} "
+                    "together. Evaluate fewer "
                     "at once, or use --dtype bfloat16"
                 )
             self._record_failure(suite, opened[-1], error)
@@ -423,7 +432,9 @@ class _EvaluationRun:
         done.notes += [f"{suite.name}: {note}" for note in notes]
 
     def _check_samples(self, done: Evaluation) -> None:
-        """Raise SurgeryError if --samples or --data names a task that was not measured, of suites that do not declare theirs."""
+        """Raise SurgeryError if --samples or --data names a task that was not measured, of suites that do not declare
+        theirs.
+        """
         known: dict[str, None] = {}
         for by_role in done.results.values():
             for sample in (sample for result in by_role.values() for sample in result.samples):
@@ -434,7 +445,8 @@ class _EvaluationRun:
             if name not in known and not any(name in broken for broken in self.broken):
                 tasks = [task for task in known if not task.endswith("_")]
                 raise SurgeryError(
-                    f"{option}: no task {name!r} was measured{suggestion(name, tasks)}; measured: {', '.join(tasks[:20])}"
+                    f"{option}: no task {name!r} was measured{suggestion(name, tasks)}; measured: "
+                    f"{', '.join(tasks[:20])}"
                 )
 
     def _plot(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:

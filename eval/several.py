@@ -1,4 +1,6 @@
-"""`surgery eval M1 M2 M3 --compare BASE --out DIR`: evaluate several models into one folder, the base once, and compare them all."""
+"""`surgery eval M1 M2 M3 --compare BASE --out DIR`: evaluate several models into one folder, the base once, and compare
+them all.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,9 @@ def evaluate_models(
 ) -> ModelEvaluations:
     """Evaluate each model against the base and write the comparison of all to `out`.
 
-    Results of a model that was measured before are read, those of the base too, as in `evaluate`. Suites that time load all models
-    together, which take turns. Models of earlier runs in the folder are not compared. The folder is locked until all is written. settings: further arguments of `evaluate`.
+    Results of a model that was measured before are read, those of the base too, as in `evaluate`. Suites that time load
+    all models together, which take turns. Models of earlier runs in the folder are not compared. The folder is locked
+    until all is written. settings: further arguments of `evaluate`.
     """
     if out is None:
         raise SurgeryError(f"surgery eval of {len(names)} models writes their results to a folder. Give --out DIR.")

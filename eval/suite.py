@@ -1,4 +1,6 @@
-"""Interfaces of the evaluation: EvalModel, Sample, EvalMetric, SuiteResult, Suite, and the registry SUITES. EvalOptions is in options.py.
+"""Interfaces of the evaluation: EvalModel, Sample, EvalMetric, SuiteResult, Suite, and the registry SUITES.
+
+EvalOptions is in options.py.
 
     suite.run(eval_model, options) -> SuiteResult      register(suite) adds the suite to SUITES
 
@@ -49,7 +51,8 @@ class EvalModel:
         longest: longest input in tokens that the config declares (`max_position_embeddings`); None if unbounded.
         ranks: the processes that share the samples.
         progress: receiver of progress bars and messages.
-        journal: finished samples of the suite that is running; None: nothing is written, so an interrupted suite begins again.
+        journal: finished samples of the suite that is running; None: nothing is written, so an interrupted suite begins
+        again.
     """
 
     role: Role
@@ -71,7 +74,8 @@ class EvalMetric:
     """How a metric is aggregated and displayed.
 
     Attributes:
-        kind: "mean" (weighted mean), "accuracy" (mean of zeros and ones, compared by McNemar's test) or "ppl" (exp of the
+        kind: "mean" (weighted mean), "accuracy" (mean of zeros and ones, compared by McNemar's test) or "ppl" (exp of
+        the
             weighted mean of nats).
         scale: factor applied to values for display.
         top: largest possible value before scaling; None if unbounded (losses).
@@ -97,7 +101,9 @@ class EvalMetric:
 
 
 def infer_metric_kind(metric: EvalMetric, values: Sequence[float]) -> EvalMetric:
-    """Set the kind of one of BOUNDED_METRICS to "accuracy" if all values are 0 or 1, else to "mean", and its top to 1 if all lie between."""
+    """Set the kind of one of BOUNDED_METRICS to "accuracy" if all values are 0 or 1, else to "mean", and its top to 1
+    if all lie between.
+    """
     if metric.kind == "ppl" or not values:
         return metric
     bounded = min(values) >= 0 and max(values) <= 1 and metric.name.split(",")[0] in BOUNDED_METRICS
@@ -112,8 +118,8 @@ class Sample:
     Attributes:
         group: values that results are tabulated by, e.g. {"length": 1024, "depth": 0.5}.
         weight: weight in a mean, e.g. the number of tokens.
-        unit: key of the bootstrap unit, e.g. the document that several samples come from; None: the sample is its own unit.
-        shown: prompt, output, target and the like, written to samples.jsonl.
+        unit: key of the bootstrap unit, e.g. the document that several samples come from; None: the sample is its own
+        unit. shown: prompt, output, target and the like, written to samples.jsonl.
     """
 
     task: str
@@ -165,11 +171,15 @@ class Suite:
         run: measures one model.
         combine: computes samples that need both results, e.g. an encoder's cosine similarity to the original.
         run_pair: measures both models alternately while both are loaded, e.g. for timings.
-        plot: plot(results, folder, base=..) writes figures for {model: result} into a folder and returns their paths; base: which model
-            is the base, or None. Without it: curves by length and heat maps by length and depth, where samples have these groups.
+        plot: plot(results, folder, base=..) writes figures for {model: result} into a folder and returns their paths;
+        base: which model
+            is the base, or None. Without it: curves by length and heat maps by length and depth, where samples have
+            these groups.
         averages: declares averages over the suite's tasks, given the lengths of its samples (eval/averages.py).
-        tasks: returns the names of the tasks that the options select, as --samples and --data have them; raises SurgeryError if --tasks
-            names a task that the suite does not have. Called before a model is loaded. None: the names are known only from the samples.
+        tasks: returns the names of the tasks that the options select, as --samples and --data have them; raises
+        SurgeryError if --tasks
+            names a task that the suite does not have. Called before a model is loaded. None: the names are known only
+            from the samples.
         version: raised whenever the same options give other prompts or scores, so that results are not mixed.
     """
 
@@ -185,7 +195,9 @@ class Suite:
 
 
 def no_tasks(options: EvalOptions) -> Sequence[str]:
-    """Return the tasks of a suite that measures one thing: it has none to select, and takes neither --samples nor --data."""
+    """Return the tasks of a suite that measures one thing: it has none to select, and takes neither --samples nor
+    --data.
+    """
     return ()
 
 
@@ -198,7 +210,8 @@ def select_tasks(suite: str, options: EvalOptions, usual: Sequence[str], known: 
 
 
 def check_task_names(suites: Sequence[Suite], options: EvalOptions) -> None:
-    """Raise SurgeryError, before a model is loaded, if --tasks, --samples or --data names a task that the suites do not have.
+    """Raise SurgeryError, before a model is loaded, if --tasks, --samples or --data names a task that the suites do not
+    have.
 
     Names in --samples and --data cannot be checked here beside a suite that does not declare its tasks.
     """

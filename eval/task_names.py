@@ -62,7 +62,10 @@ def named_tasks(options: EvalOptions) -> tuple[str, ...]:
 
 
 def _resolve(names: Sequence[str], options: EvalOptions) -> tuple[str, ...]:
-    """Return the tasks that lm-eval has under these names, of groups and tags their members. Raises SurgeryError for an unknown name."""
+    """Return the tasks that lm-eval has under these names, of groups and tags their members.
+
+    Raises SurgeryError for an unknown name.
+    """
     _check_not_ours(names)
     require_lm_eval()
     manager = _find_manager(names, options)
@@ -122,7 +125,9 @@ def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
 
 
 def _load(manager: Any, name: str, options: EvalOptions, names: Sequence[str]) -> dict[str, Any]:
-    """Load a task, or the tasks of a group, with data from the mirror or from Hugging Face's cache. names: of all tasks that are loaded."""
+    """Load a task, or the tasks of a group, with data from the mirror or from Hugging Face's cache. names: of all tasks
+    that are loaded.
+    """
     paths = sorted({path for path, _ in iterate_datasets(manager, [name])})
     try:
         with mirror.use_mirror(options.data_root, paths, list(find_local_files(manager, [name]))):
@@ -159,14 +164,17 @@ def _data_hint(names: Sequence[str]) -> str:
 
 
 def _suite_of(names: Sequence[str]) -> str:
-    """Return the suite, for `surgery fetch-eval-data --suite`, that has all tasks; else the tasks, separated by commas."""
+    """Return the suite, for `surgery fetch-eval-data --suite`, that has all tasks; else the tasks, separated by
+    commas.
+    """
     if set(names) == set(ZEROSHOT):
         return "zeroshot"
     return next((p for p in PREFIXES if all(name.startswith(p) for name in names)), ",".join(names))
 
 
 def _load_typed(manager: Any, name: str, paths: Sequence[str]) -> dict[str, Any] | None:
-    """Load a task, or the tasks of a group, whose data set needs types of its columns (offline_data.COLUMNS); None if it needs none.
+    """Load a task, or the tasks of a group, whose data set needs types of its columns (offline_data.COLUMNS); None if
+    it needs none.
 
     lm-eval 0.4.13 writes the types of InfiniteBench in a form that `datasets` does not read.
     """
@@ -237,7 +245,10 @@ def task_configs(manager: Any, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _find_manager(names: Sequence[str], options: EvalOptions) -> Any:
-    """Return lm-eval's TaskManager that knows all names. Raises SurgeryError for an unknown name, with the nearest one."""
+    """Return lm-eval's TaskManager that knows all names.
+
+    Raises SurgeryError for an unknown name, with the nearest one.
+    """
     manager = _task_manager(names, options)
     if manager is None:
         known = _full_manager(options).all_tasks
@@ -249,7 +260,8 @@ def _find_manager(names: Sequence[str], options: EvalOptions) -> Any:
 def _task_manager(names: Sequence[str], options: EvalOptions | None) -> Any:
     """Return lm-eval's TaskManager that knows all names; None if some name is unknown.
 
-    Indexing all of lm-eval's files takes seconds to a minute. If each name has a folder of its own, only those are indexed.
+    Indexing all of lm-eval's files takes seconds to a minute. If each name has a folder of its own, only those are
+    indexed.
     """
     few = _partial_manager(names, options)
     if few is not None and all(name in few.task_index for name in names):

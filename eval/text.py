@@ -59,7 +59,9 @@ WIKITEXT = "EleutherAI/wikitext_document_level"
 
 @dataclass(frozen=True)
 class TextWindow:
-    """Token ids of one forward pass. unit: id of the document it is part of; None: the window is its own bootstrap unit."""
+    """Token ids of one forward pass. unit: id of the document it is part of; None: the window is its own bootstrap
+    unit.
+    """
 
     ids: tuple[int, ...]
     id: str
@@ -75,8 +77,8 @@ def resolve_text(suite: str, text: str | None, mirror: Path | None) -> str:
         return str(mirror / WIKITEXT)
     if text is None:
         raise SurgeryError(
-            f"--suite {suite} needs a text. Give --text FILE (.txt, .jsonl, .parquet) or --text org/name, a Hub data set"
-            + (f"; the mirror {mirror} has no {WIKITEXT}" if mirror else "")
+            f"--suite {suite} needs a text. Give --text FILE (.txt, .jsonl, .parquet) or --text org/name, a Hub data "
+            "set" + (f"; the mirror {mirror} has no {WIKITEXT}" if mirror else "")
         )
     if not Path(text).exists() and (not HUB_DATASET.fullmatch(text) or Path(text).suffix in CALIBRATION_SUFFIXES):
         raise SurgeryError(f"--text {text!r} is not a file. Give a text file, or a Hub data set as org/name.")
@@ -88,7 +90,8 @@ def window_length_notes(eval_model: EvalModel, options: EvalOptions) -> list[str
     if eval_model.longest is None or eval_model.longest >= options.length:
         return []
     return [
-        f"windows have {eval_model.longest:,} tokens instead of {options.length:,}: the context length of {eval_model.name}"
+        f"windows have {eval_model.longest:,} tokens instead of {options.length:,}: the context length of "
+        f"{eval_model.name}"
     ]
 
 
@@ -105,8 +108,8 @@ def note_text(text: str, options: EvalOptions) -> None:
 def load_text_windows(suite: str, eval_model: EvalModel, options: EvalOptions) -> list[TextWindow]:
     """Cut a text into windows of at most `options.length` tokens, special tokens included.
 
-    A file of running text gives windows of full length, each a bootstrap unit. A data set gives its documents, each a unit, split
-    where a document is longer. Windows are never longer than the model's longest input.
+    A file of running text gives windows of full length, each a bootstrap unit. A data set gives its documents, each a
+    unit, split where a document is longer. Windows are never longer than the model's longest input.
     """
     text = resolve_text(suite, options.text, options.data_root)
     note_text(text, options)

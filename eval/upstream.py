@@ -1,6 +1,8 @@
-"""The upstream code of each suite: its repository, and the commit that was read to write or check this package's prompts and scores.
+"""The upstream code of each suite: its repository, and the commit that was read to write or check this package's
+prompts and scores.
 
-A commit says which version of the original was compared with ours, not that nothing differs; docs/benchmarks.md lists the differences.
+A commit says which version of the original was compared with ours, not that nothing differs; docs/benchmarks.md lists
+the differences.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from dataclasses import dataclass
 class Upstream:
     """A repository of GitHub at a commit. date: of the commit; compared: what of it was compared with this package.
 
-    license: SPDX id of the license of prompts or rules that this package contains, with its notice in THIRD_PARTY_NOTICES; "": it
-    contains none.
+    license: SPDX id of the license of prompts or rules that this package contains, with its notice in
+    THIRD_PARTY_NOTICES; "": it contains none.
     """
 
     repository: str
@@ -72,7 +74,8 @@ UPSTREAM: dict[str, Upstream] = {
         "gkamradt/LLMTest_NeedleInAHaystack",
         "7b90d285651b68d39a94f3d3bd3672f84192c989",
         "2024-04-12",
-        "origin of the test by length and depth; the prompts of `niah` are RULER's, so scores are not comparable with it",
+        "origin of the test by length and depth; the prompts of `niah` are RULER's, so scores are not comparable with "
+        "it",
     ),
 }
 # LongBench-E has LongBench's prompts and scores; LongBench v2 is in the same repository.

@@ -2,12 +2,14 @@
 
     verify(RESULTS, model, compare=.., text=.., data_root=..) -> Verification, one Check for each thing
 
-Compared are the versions of packages, the digest of each model (weights, config, tokenizer, generation settings and code, see
-`CheckpointSource.digest`), the digest and commit of each data set, the versions of the suites, and the options.
+Compared are the versions of packages, the digest of each model (weights, config, tokenizer, generation settings and
+code, see `CheckpointSource.digest`), the digest and commit of each data set, the versions of the suites, and the
+options.
 
-results.json may come from someone else. It never chooses what is read: models, the text, the mirror and the folder of tasks are those that the
-caller names, and a thing that the caller does not name is reported as not checked. Names of data sets must look like `org/name` before
-they are looked up below the caller's mirror or on the Hub. The file has a limited size and number of entries, and every entry has a type.
+results.json may come from someone else. It never chooses what is read: models, the text, the mirror and the folder of
+tasks are those that the caller names, and a thing that the caller does not name is reported as not checked. Names of
+data sets must look like `org/name` before they are looked up below the caller's mirror or on the Hub. The file has a
+limited size and number of entries, and every entry has a type.
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ class RecordedProvenance(BaseModel):
 
 
 class RecordedRead(BaseModel):
-    """Data that a suite read: a data set of a mirror or of the Hub, records of a task, a text file, or the package lm_eval."""
+    """Data that a suite read: a data set of a mirror or of the Hub, records of a task, a text file, or the package
+    lm_eval.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -131,7 +135,9 @@ class RecordedModel(BaseModel):
 
 
 class RecordedResults(BaseModel):
-    """What is read from results.json. all_options: None if the version that wrote it recorded only those that were set."""
+    """What is read from results.json. all_options: None if the version that wrote it recorded only those that were
+    set.
+    """
 
     provenance: RecordedProvenance = Field(default_factory=RecordedProvenance)
     models: dict[Role, RecordedModel]
@@ -196,10 +202,10 @@ def verify(
 
     Args:
         results: results.json of a finished evaluation, or its folder.
-        model, compare: the checkpoints to compare with those recorded: local folders or Hub ids. Only their files are hashed.
-        text, data_root, include_path, data: as for the evaluation; their contents are compared.
-        suites: if given, compared with the recorded suites.
-        options: fields of EvalOptions, compared with those recorded. Options not named have to be today's defaults or recorded.
+        model, compare: the checkpoints to compare with those recorded: local folders or Hub ids. Only their files are
+        hashed. text, data_root, include_path, data: as for the evaluation; their contents are compared. suites: if
+        given, compared with the recorded suites. options: fields of EvalOptions, compared with those recorded. Options
+        not named have to be today's defaults or recorded.
 
     Raises SurgeryError if results.json is missing or damaged, or if a checkpoint cannot be opened.
     """
@@ -261,7 +267,10 @@ def _check_models(recorded: RecordedResults, names: Mapping[Role, str | None]) -
         if there is None and name is not None:
             checks.append(Check(label, "different", "none", printable(name)))
         elif there is not None and name is None:
-            why = f"give {ROLE_OPTIONS[role]}; it was recorded as {there.name!r}, a name that is not opened unless you give it"
+            why = (
+                f"give {ROLE_OPTIONS[role]}; it was recorded as {there.name!r}, a name that is not opened unless you "
+                "give it"
+            )
             checks.append(_unchecked(label, why, there.fingerprint))
         elif there is not None and name is not None:
             opened = open_model(role, name)
@@ -363,7 +372,9 @@ def _check_suites(recorded: RecordedResults, suites: tuple[str, ...]) -> list[Ch
 
 
 def _check_options(recorded: RecordedResults, options: Mapping[str, Any]) -> list[Check]:
-    """Compare the options that are given with those recorded, and the others with today's defaults where they were not set."""
+    """Compare the options that are given with those recorded, and the others with today's defaults where they were not
+    set.
+    """
     left_out = (*CHECKED_BY_CONTENT, *WITHOUT_EFFECT)
     told = recorded.all_options
     if told is None:

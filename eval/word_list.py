@@ -1,7 +1,9 @@
-"""RULER's longer list of words, which `cwe` draws from beyond the 8,166 words of wonderwords; `surgery fetch-eval-data` downloads it.
+"""RULER's longer list of words, which `cwe` draws from beyond the 8,166 words of wonderwords; `surgery fetch-eval-data`
+downloads it.
 
-The list is scripts/data/synthetic/json/english_words.json of NVIDIA/RULER, a JSON object of 8,564,991 bytes whose values are words. It is not part
-of this package because of its size. The file lies in the repository's Git LFS storage, under the SHA-256 below.
+The list is scripts/data/synthetic/json/english_words.json of NVIDIA/RULER, a JSON object of 8,564,991 bytes whose
+values are words. It is not part of this package because of its size. The file lies in the repository's Git LFS storage,
+under the SHA-256 below.
 """
 
 from __future__ import annotations
@@ -76,11 +78,15 @@ def fetch_word_list(root: Path, progress: Progress, commits: Mapping[str, str] |
 
 
 def read_words(data: bytes) -> list[str]:
-    """Return the words of english_words.json in their order. Raises SurgeryError unless it is the file that COMMIT names."""
+    """Return the words of english_words.json in their order.
+
+    Raises SurgeryError unless it is the file that COMMIT names.
+    """
     digest = hashlib.sha256(data).hexdigest()
     if digest != SHA256:
         raise SurgeryError(
-            f"{URL} must have the SHA-256 {SHA256} (got {digest}, {len(data):,} bytes). Run the same command again; if that does not help, the file "
+            f"{URL} must have the SHA-256 {SHA256} (got {digest}, {len(data):,} bytes). Run the same command again; if "
+            "that does not help, the file "
             "was replaced."
         )
     read = parse_json(data.decode("utf-8"))
@@ -93,6 +99,7 @@ def _download() -> bytes:
             return bytes(answer.read(SIZE + 1))
     except (OSError, ValueError) as error:
         raise SurgeryError(
-            f"{URL} could not be fetched ({type(error).__name__}: {' '.join(str(error).split())[:200]}). Data sets fetched before it are kept; run the "
+            f"{URL} could not be fetched ({type(error).__name__}: {' '.join(str(error).split())[:200]}). Data sets "
+            "fetched before it are kept; run the "
             "same command again to continue"
         ) from None

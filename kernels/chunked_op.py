@@ -1,10 +1,11 @@
-"""Ops over chunks of tokens whose backward recomputes everything from the inputs: (out, state) of a few tensors and a plan.
+"""Ops over chunks of tokens whose backward recomputes everything from the inputs: (out, state) of a few tensors and a
+plan.
 
     SSD = ChunkedOp("ssd", "Tensor q, .., Tensor? first", "Tensor start, .., bool aligned", ssd_functions)
     out, last = SSD((q, .., first), (start, .., aligned))
 
-Eager calls go through one autograd.Function, since a torch.library node costs the host some hundred microseconds; inside
-torch.compile the op is a node of known output shapes (kernels/custom_op.py).
+Eager calls go through one autograd.Function, since a torch.library node costs the host some hundred microseconds;
+inside torch.compile the op is a node of known output shapes (kernels/custom_op.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ OptionalTensors = tuple[Tensor | None, ...]
 
 
 class ChunkedFunctions(NamedTuple):
-    """The functions of one op. `tensors` are its differentiable inputs and other tensors that belong to the rows; `geometry` are
-    the arguments that say where rows and chunks lie.
+    """The functions of one op.
+
+    `tensors` are its differentiable inputs and other tensors that belong to the rows; `geometry` are the arguments that
+    say where rows and chunks lie.
 
     make_plan(tensors, *geometry) -> plan, an object with sizes, strides and tables that the other functions take.
     forward(tensors, plan) -> (out, state).

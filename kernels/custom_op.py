@@ -3,8 +3,8 @@
     SSD_OP = CustomOp("ssd", "Tensor q, .., Tensor? first, int chunk", forward, backward, fake)
     out, last = SSD_OP(q, .., first, chunk)
 
-Outside of torch.compile, kernels are called through an autograd.Function of their own: an operator costs some hundred microseconds of
-the host at each call.
+Outside of torch.compile, kernels are called through an autograd.Function of their own: an operator costs some hundred
+microseconds of the host at each call.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Pair = tuple[Tensor, Tensor]
 class CustomOp:
     """The operator surgery::{name} and its gradient.
 
-    schema: the inputs, in the syntax of torch.library. forward(*inputs) returns two tensors. backward(d_one, d_two, *inputs) returns for
-    each input a gradient or None; it gets no results of the forward but recomputes them. fake(*inputs) returns empty tensors with
-    the shapes and dtypes of forward's.
+    schema: the inputs, in the syntax of torch.library. forward(*inputs) returns two tensors. backward(d_one, d_two,
+    *inputs) returns for each input a gradient or None; it gets no results of the forward but recomputes them.
+    fake(*inputs) returns empty tensors with the shapes and dtypes of forward's.
     """
 
     def __init__(
@@ -65,7 +65,9 @@ def _is_float(x: Any) -> bool:
 
 
 def _complete_grads(grads: Any, inputs: tuple[Any, ...]) -> list[Tensor]:
-    """Return a contiguous gradient of every floating-point input in the input's dtype, as the operator's schema promises."""
+    """Return a contiguous gradient of every floating-point input in the input's dtype, as the operator's schema
+    promises.
+    """
     pairs = [(d, x) for d, x in zip(grads, inputs) if _is_float(x)]
     return [
         torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,11 +1,11 @@
 """Tensors as kernel arguments: a pointer and its strides in one NamedTuple, which Triton passes as one argument.
 
-A field named after an axis is the stride along it in elements: b row of the batch, g group, j query head of the group, t token,
-l level. The last axis of q, k, v and their like has stride 1 (`unit_last_stride`) and no field.
+A field named after an axis is the stride along it in elements: b row of the batch, g group, j query head of the group,
+t token, l level. The last axis of q, k, v and their like has stride 1 (`unit_last_stride`) and no field.
 
-Triton takes tuples as kernel arguments from 3.3 on. It specializes the integers in them even if the argument is named in
-`do_not_specialize`, so sizes that change from call to call stay arguments of their own. torch.compile cannot trace a launch
-with tuples: only kernels behind a custom op (kernels/chunked_op.py) use them.
+Triton takes tuples as kernel arguments from 3.3 on. It specializes the integers in them even if the argument is named
+in `do_not_specialize`, so sizes that change from call to call stay arguments of their own. torch.compile cannot trace a
+launch with tuples: only kernels behind a custom op (kernels/chunked_op.py) use them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ class LevelTensor(NamedTuple):
 
 
 def unit_last_stride(x: Tensor) -> Tensor:
-    """Return x with unit stride along the last axis: x itself if it has that, else a copy. Groups (axis 1) that x is expanded
-    along are copied once and expanded again."""
+    """Return x with unit stride along the last axis: x itself if it has that, else a copy.
+
+    Groups (axis 1) that x is expanded along are copied once and expanded again.
+    """
     if x.stride(-1) == 1 or x.shape[-1] == 1:
         return x
     if x.stride(1) == 0:

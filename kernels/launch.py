@@ -1,10 +1,11 @@
-"""Repeated launches of one compiled kernel, without the Python in which Triton looks it up and calls its hooks at each call.
+"""Repeated launches of one compiled kernel, without the Python in which Triton looks it up and calls its hooks at each
+call.
 
     product = CachedLaunch(product_kernel, grid, sizes, options)        # all arguments but the tensors; kept in a plan
     product(x, core, z)
 
-Triton compiles a kernel for the dtype of each pointer, for whether it is aligned to 16 bytes, and for properties of the integers. The
-first two are the key of the lookup here; the integers belong to the launch.
+Triton compiles a kernel for the dtype of each pointer, for whether it is aligned to 16 bytes, and for properties of the
+integers. The first two are the key of the lookup here; the integers belong to the launch.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 
 
 class CachedLaunch:
-    """A kernel with its grid and all arguments but the tensors, which come first. sizes: the integers behind the tensors. options:
-    compile-time constants by name, num_warps and the like."""
+    """A kernel with its grid and all arguments but the tensors, which come first. sizes: the integers behind the
+    tensors. options: compile-time constants by name, num_warps and the like."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], sizes: tuple[int, ...], options: dict[str, Any]):
         self.kernel, self.grid, self.sizes, self.options = kernel, (*grid, 1, 1)[:3], sizes, options
@@ -56,8 +57,8 @@ class CachedLaunch:
     def bind(self, *tensors: Tensor) -> Callable[..., None]:
         """Return the launch for all tensors with the dtypes of these, on their device, outside of torch.compile.
 
-        It looks at the addresses alone and hands them to Triton's launcher, which asks the driver about every tensor but takes an integer as
-        it is.
+        It looks at the addresses alone and hands them to Triton's launcher, which asks the driver about every tensor
+        but takes an integer as it is.
         """
         key = (tensors[0].get_device(), *[tensor.dtype for tensor in tensors])
         find, rest = self.launchers.get, self.rest
@@ -86,8 +87,8 @@ class CachedLaunch:
 def bind_launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """Return a function of the kernel's arguments that launches a compiled kernel as `compiled[grid]` does.
 
-    While no launch hook is registered (profilers register some), it passes no hooks and builds no metadata for them, which Triton 3.4
-    and later do at each launch. Other versions launch through `compiled[grid]`.
+    While no launch hook is registered (profilers register some), it passes no hooks and builds no metadata for them,
+    which Triton 3.4 and later do at each launch. Other versions launch through `compiled[grid]`.
     """
     by_triton: Callable[..., None] = compiled[grid]
     runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)

@@ -2,14 +2,15 @@
 
     fastest_measured("btt", "forward", named_sizes(tokens=512, inputs=4096, outputs=4096, rank=4), HOPPER)  ->  "kernel"
 
-A row has the milliseconds of the kernel, of the reference that it replaces, and of the original layer (a dense linear, SDPA). Rows of
-BTT also have those of the dense matrix ("dense") and of two batched products of the library ("products"). The original is another
-function and only a choice where it computes the same (kernels/mlr_attention/sdpa.py). `surgery bench` measures rows, and recipes.papers.speed.update_tables writes them.
+A row has the milliseconds of the kernel, of the reference that it replaces, and of the original layer (a dense linear,
+SDPA). Rows of BTT also have those of the dense matrix ("dense") and of two batched products of the library
+("products"). The original is another function and only a choice where it computes the same
+(kernels/mlr_attention/sdpa.py). `surgery bench` measures rows, and recipes.papers.speed.update_tables writes them.
 
-Between and beyond the measured sizes, the log of an implementation's time over the kernel's is the rows' mean, weighted by distance^-4
-in log sizes (Shepard 1968, A two-dimensional interpolation function): at a measured size it is the measured value. A GPU's times hold
-for its compute capability, those of bfloat16 also for float16. Where every row is more than eightfold away, or the GPU or dtype was not
-measured, the kernel's own rule decides.
+Between and beyond the measured sizes, the log of an implementation's time over the kernel's is the rows' mean, weighted
+by distance^-4 in log sizes (Shepard 1968, A two-dimensional interpolation function): at a measured size it is the
+measured value. A GPU's times hold for its compute capability, those of bfloat16 also for float16. Where every row is
+more than eightfold away, or the GPU or dtype was not measured, the kernel's own rule decides.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class DeviceKey(NamedTuple):
 
 
 class TuningQuery(NamedTuple):
-    """A call in the table's terms. x: one of its tensors, which gives device and dtype. implementations: those that accept the call."""
+    """A call in the table's terms. x: one of its tensors, which gives device and dtype. implementations: those that
+    accept the call.
+    """
 
     pass_: Pass
     sizes: NamedSizes
@@ -61,9 +64,10 @@ class TuningQuery(NamedTuple):
 def tables() -> list[dict[str, Any]]:
     """Return the tables of kernels/tuning.json; none if the file cannot be read.
 
-    [{"device": .., "capability": [9, 0], "dtype": .., "date": .., "versions": .., "rows": [{"op", "pass", "sizes": {name: integer}, "kernel",
-    "reference", "dense", "products", "original"}]}]. Times are milliseconds of the GPU, or of the CPU's launches if these take longer. Passes: forward,
-    backward (forward included), step (of decoding), captured and captured step (in a CUDA graph, where launches cost nothing).
+    [{"device": .., "capability": [9, 0], "dtype": .., "date": .., "versions": .., "rows": [{"op", "pass", "sizes":
+    {name: integer}, "kernel", "reference", "dense", "products", "original"}]}]. Times are milliseconds of the GPU, or
+    of the CPU's launches if these take longer. Passes: forward, backward (forward included), step (of decoding),
+    captured and captured step (in a CUDA graph, where launches cost nothing).
     """
     try:
         stored = json.loads(TABLE.read_text(encoding="utf-8"))["tables"]
@@ -101,7 +105,9 @@ def nearby_rows(op: str, pass_: str, at: NamedSizes, device: DeviceKey) -> list[
 
 
 def log_ratio_to_kernel(near: list[tuple[float, dict[str, Any]]], implementation: Implementation) -> float | None:
-    """Return the weighted mean of log(time / kernel's time); None if rows with less than half of the weight have both times."""
+    """Return the weighted mean of log(time / kernel's time); None if rows with less than half of the weight have both
+    times.
+    """
     both = [
         (w, math.log(row[implementation] / row["kernel"]))
         for w, row in near
@@ -121,8 +127,8 @@ def device_rows(device: DeviceKey) -> list[dict[str, Any]]:
 
 # -- the choice for a call ---------------------------------------------------------------------------------
 class CallReader(NamedTuple):
-    """How the calls of an op are looked up. query: returns a call in the table's terms; key: returns, in a few microseconds, a key
-    that only calls of the same query share."""
+    """How the calls of an op are looked up. query: returns a call in the table's terms; key: returns, in a few
+    microseconds, a key that only calls of the same query share."""
 
     query: Callable[..., TuningQuery]
     key: Callable[..., Hashable]
@@ -134,8 +140,8 @@ def is_fastest(
     implementation: Implementation = "kernel",
     otherwise: Callable[..., bool] = lambda *_, **__: True,
 ) -> Callable[..., bool]:
-    """Return the `is_faster` of a kernel: whether the table names `implementation` the fastest; `otherwise` decides where the table has no
-    answer, and under torch.compile, whose symbolic sizes cannot be looked up."""
+    """Return the `is_faster` of a kernel: whether the table names `implementation` the fastest; `otherwise` decides
+    where the table has no answer, and under torch.compile, whose symbolic sizes cannot be looked up."""
 
     def decide(*args: Any, **kwargs: Any) -> bool:
         fastest = choose_implementation(op, reader.query(*args, **kwargs))
@@ -175,8 +181,10 @@ def is_measured(op: str, query: TuningQuery, implementation: Implementation) -> 
 
 
 def choose_implementation(op: str, query: TuningQuery) -> Implementation | None:
-    """Return the fastest implementation for a call, or None if nothing near was measured. In a CUDA graph, eager times are used where
-    there are no captured ones."""
+    """Return the fastest implementation for a call, or None if nothing near was measured.
+
+    In a CUDA graph, eager times are used where there are no captured ones.
+    """
     device, dtype = query.x.device, query.x.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

@@ -81,7 +81,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The class of this module. `recipes` is the command also after the package of that name was imported, which sets an attribute."""
+    """The class of this module.
+
+    `recipes` is the command also after the package of that name was imported, which sets an attribute.
+    """
 
     @property
     def recipes(self) -> Any:

@@ -14,8 +14,9 @@ A model in memory is converted in place, and saved by its own method:
     model = surgery.apply(model, "btt-half", calibration=texts, tokenizer=tokenizer)
     model.save_pretrained("OUT")
 
-`plan`, `inspect`, `evaluate`, `quantize` and `densify` also take a model in memory. Each function returns the dict that the command prints with `--json`; notebooks and terminals display it as the command's
-tables. `plan`, `apply` and `convert` take recipe keys as keywords (`keep=0.75` is `--set keep=0.75`); nested keys go into
+`plan`, `inspect`, `evaluate`, `quantize` and `densify` also take a model in memory. Each function returns the dict that
+the command prints with `--json`; notebooks and terminals display it as the command's tables. `plan`, `apply` and
+`convert` take recipe keys as keywords (`keep=0.75` is `--set keep=0.75`); nested keys go into
 `overrides={"attention.cache": 0.5}`. Errors that the user can correct are `surgery.core.errors.SurgeryError`.
 """
 
@@ -45,7 +46,10 @@ CONSOLE_WIDTH = 140
 
 
 class EvalKeywords(TypedDict, total=False):
-    """Types of the keywords of `evaluate` that are fields of EvalOptions, for editors and type checkers. A test holds them equal to it."""
+    """Types of the keywords of `evaluate` that are fields of EvalOptions, for editors and type checkers.
+
+    A test holds them equal to it.
+    """
 
     text: str | None
     limit: int | None
@@ -128,13 +132,14 @@ def plan(
     """Show what a recipe would replace, from the config and the tensor headers alone; loads no weights.
 
     Args:
-        source: checkpoint, a local folder, a GGUF file, or a Hub id (org/name or org/name@revision); or a model in memory.
-        recipe: name of a shipped recipe, path of a YAML file, dict, or ConversionRecipe.
-        overrides: recipe keys by dotted path, e.g. {"attention.cache": 0.5}.
-        context: length in tokens of a sequence whose caches are shown, and that notes on speed refer to; None: caches at 1,024, 8,192 and
+        source: checkpoint, a local folder, a GGUF file, or a Hub id (org/name or org/name@revision); or a model in
+        memory. recipe: name of a shipped recipe, path of a YAML file, dict, or ConversionRecipe. overrides: recipe keys
+        by dotted path, e.g. {"attention.cache": 0.5}. context: length in tokens of a sequence whose caches are shown,
+        and that notes on speed refer to; None: caches at 1,024, 8,192 and
             65,536 tokens, speed at 4,096.
-        measured: file of `surgery bench linear --out`, from which the time of the linears is predicted; None: the times that are included.
-        device: estimate time and memory for this device: "cpu", "h200", or None for the kind of this machine. Of a transformers
+        measured: file of `surgery bench linear --out`, from which the time of the linears is predicted; None: the times
+        that are included. device: estimate time and memory for this device: "cpu", "h200", or None for the kind of this
+        machine. Of a transformers
             model in memory, the conversion of its checkpoint by `convert`; none of another module.
         processes: how many processes share the estimated conversion.
         calibrated: whether the estimated conversion has a calibration text, of the recipe's `tokens`.
@@ -204,17 +209,20 @@ def apply(
 ) -> LiveModel:
     """Convert a model in memory, in place, and return it. `model.surgery_report` is the report.
 
-    The model may be any of transformers, or another module, whose nn.Linear are then matched by path. The result has the same bits as that
-    of `convert` on the saved model, with the same inputs and device. `model.save_pretrained("OUT")` writes the folder that `convert`
-    writes. Parts that are not replaced keep their tensors, hooks, training mode, requires_grad, device and dtype; replaced linears take
-    these over. After an error the model is as before.
+    The model may be any of transformers, or another module, whose nn.Linear are then matched by path. The result has
+    the same bits as that of `convert` on the saved model, with the same inputs and device.
+    `model.save_pretrained("OUT")` writes the folder that `convert` writes. Parts that are not replaced keep their
+    tensors, hooks, training mode, requires_grad, device and dtype; replaced linears take these over. After an error the
+    model is as before.
 
     Args:
         model: the model; its weights must lie on one device.
         recipe, overrides, keys: as in `plan`.
-        calibration: inputs to calibrate on: a list of texts, a datasets.Dataset, batches of inputs (dicts of tensors, a DataLoader), the
-            path or Hub id of a text as in `convert`, or a function. A function gets the model; it returns one of the former, or runs
-            the model on its own inputs, which are recorded. None: the recipe's, else the conversion is data-free.
+        calibration: inputs to calibrate on: a list of texts, a datasets.Dataset, batches of inputs (dicts of tensors, a
+        DataLoader), the
+            path or Hub id of a text as in `convert`, or a function. A function gets the model; it returns one of the
+            former, or runs the model on its own inputs, which are recorded. None: the recipe's, else the conversion is
+            data-free.
         tokenizer: the model's tokenizer, for texts; it is saved with the model.
         device: where layers run, cpu, cuda, cuda:1; None: where the weights are.
         seed: random seed; None: the recipe's.
@@ -264,9 +272,11 @@ def convert(
         out: folder of the converted checkpoint, which must not exist.
         calibration: text to calibrate on, a file or a Hub data set (org/name[:config:split:column]).
         resume: continue an interrupted conversion into the same `out`.
-        overwrite: replace the result of an earlier conversion in `out`, or an interrupted one, once the new one is complete. A folder
+        overwrite: replace the result of an earlier conversion in `out`, or an interrupted one, once the new one is
+        complete. A folder
             with any other file, or with a changed one, is refused.
-        dtype: bfloat16, float16 or float32, in which the result is stored; the source's weights are rounded as they are read. None: as
+        dtype: bfloat16, float16 or float32, in which the result is stored; the source's weights are rounded as they are
+        read. None: as
             the source stores them.
         device: cpu, cuda, cuda:1; None: a GPU if there is one.
         seed: random seed; None: the recipe's.
@@ -278,7 +288,8 @@ def convert(
     name = _checkpoint_name(source, "convert", "surgery.apply(model, recipe), which converts it in place")
     if calibration is not None and not isinstance(calibration, (str, os.PathLike)):
         raise SurgeryError(
-            f"surgery.convert takes the path or Hub id of a calibration text (got a {type(calibration).__name__}). Write the texts to a "
+            f"surgery.convert takes the path or Hub id of a calibration text (got a {type(calibration).__name__}). "
+            "Write the texts to a "
             "file, or use surgery.apply(model, recipe, calibration=texts) on a model in memory"
         )
     keywords = {"calibration": None if calibration is None else os.fspath(calibration), "seed": seed}
@@ -344,10 +355,13 @@ def load(
 
 
 def fuse_projections(model: LiveModel) -> int:
-    """Let a converted model compute q, k and v in one call in decoding steps, and gate and up. Return the number of groups.
+    """Let a converted model compute q, k and v in one call in decoding steps, and gate and up.
 
-    For low-rank linears, for up to four tokens at a time without gradients; see `surgery.modeling.fuse`. A step captured in a CUDA graph or
-    compiled (`generate(cache_implementation="static")`) has fewer launches and is faster; an eager one is not. Saved files stay as they are.
+    Return the number of groups.
+
+    For low-rank linears, for up to four tokens at a time without gradients; see `surgery.modeling.fuse`. A step
+    captured in a CUDA graph or compiled (`generate(cache_implementation="static")`) has fewer launches and is faster;
+    an eager one is not. Saved files stay as they are.
 
     Args:
         model: a converted model in memory, of transformers or another module.
@@ -369,25 +383,29 @@ def parameter_groups(
     rule: str = "mup",
     base_width: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the trainable parameters of a model as groups for a torch optimizer, with the learning rates that `finetune` gives them.
+    """Return the trainable parameters of a model as groups for a torch optimizer, with the learning rates that
+    `finetune` gives them.
 
-    A core of a structured linear is a small dense layer with its own fan-in, and learns too slowly at the rate of the dense layer that it
-    replaced. For a linear with `in` inputs, the rate of a core is (Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2):
+    A core of a structured linear is a small dense layer with its own fan-in, and learns too slowly at the rate of the
+    dense layer that it replaced. For a linear with `in` inputs, the rate of a core is (Qiu et al. 2024, "Compute Better
+    Spent", section 3.2 and Table 2):
 
         adamw, sign    rate * in / fan_in
         sgd            rate * (fan_out / fan_in) / (out / in)
 
-    Without base_width dense matrices have `rate`, and so have all parameters of an unconverted model. Mixers, norms and biases have no weight
-    decay. A tied parameter is in one group; frozen parameters (requires_grad=False) are in none, so that a PEFT model trains its adapters.
-    Call it before the model is wrapped by FSDP.
+    Without base_width dense matrices have `rate`, and so have all parameters of an unconverted model. Mixers, norms and
+    biases have no weight decay. A tied parameter is in one group; frozen parameters (requires_grad=False) are in none,
+    so that a PEFT model trains its adapters. Call it before the model is wrapped by FSDP.
 
-    Each group is {"params": tensors, "lr", "weight_decay", "kind", "names": of the parameters}. Schedulers of torch and transformers
-    scale all rates alike. Raises SurgeryError for a rate that is no number above 0, and if nothing is left to train.
+    Each group is {"params": tensors, "lr", "weight_decay", "kind", "names": of the parameters}. Schedulers of torch and
+    transformers scale all rates alike. Raises SurgeryError for a rate that is no number above 0, and if nothing is left
+    to train.
 
     Args:
         model: a model in memory, converted or not.
         rate: learning rate of a dense matrix.
-        rates: other base rates by kind: structured, mixers, adapters, dense, embeddings, vectors (norms, biases); kinds of rate 0 are
+        rates: other base rates by kind: structured, mixers, adapters, dense, embeddings, vectors (norms, biases); kinds
+        of rate 0 are
             left out.
         weight_decay: of structured, adapters, dense and embeddings.
         optimizer: "adamw" for Adam and its relatives, "sign" for sign descent such as Lion, or "sgd".
@@ -438,7 +456,9 @@ def quantize(
     group: int | None = None,
     progress: Progress | None = None,
 ) -> CommandResult:
-    """Store the linears of a converted checkpoint or model as integers. Return their number, and the bytes of all tensors before and after.
+    """Store the linears of a converted checkpoint or model as integers.
+
+    Return their number, and the bytes of all tensors before and after.
 
     Args:
         converted: converted checkpoint, a local folder or a Hub id; or a converted model, which is changed in place.
@@ -628,15 +648,14 @@ def evaluate(
     """Evaluate a checkpoint or a model in memory, optionally against another one on the same samples.
 
     Args:
-        model: checkpoint, converted or not, a local folder, a GGUF file, or a Hub id; or a model in memory, which runs as it is.
-        suites: names of suites, see `surgery eval --list-suites`; a list, or one string "ppl,needle".
-        tokenizer: the tokenizer of models in memory; None: that which `apply` was given.
-        compare: checkpoint or model to compare with, usually the original.
-        out: folder for results, samples and plots; suites already finished there are not run again.
-        fail_below: thresholds "name=ratio" on the score relative to `compare`'s, e.g. "ppl=1.05".
-        device, trust_remote_code, progress: as in `convert`; a model in memory runs on its own device.
-        dtype: float32, bfloat16, float16, or auto (that of the stored weights); None: float32, or that of the model in memory.
-        options: fields of `surgery.eval.options.EvalOptions`: text, tokens, length, limit, lengths, depths, tasks,
+        model: checkpoint, converted or not, a local folder, a GGUF file, or a Hub id; or a model in memory, which runs
+        as it is. suites: names of suites, see `surgery eval --list-suites`; a list, or one string "ppl,needle".
+        tokenizer: the tokenizer of models in memory; None: that which `apply` was given. compare: checkpoint or model
+        to compare with, usually the original. out: folder for results, samples and plots; suites already finished there
+        are not run again. fail_below: thresholds "name=ratio" on the score relative to `compare`'s, e.g. "ppl=1.05".
+        device, trust_remote_code, progress: as in `convert`; a model in memory runs on its own device. dtype: float32,
+        bfloat16, float16, or auto (that of the stored weights); None: float32, or that of the model in memory. options:
+        fields of `surgery.eval.options.EvalOptions`: text, tokens, length, limit, lengths, depths, tasks,
             batch_size, seed, data_root and more. `surgery eval --help` says what they mean.
     """
     from surgery.eval.model import LiveEvalModel, live_eval_model
@@ -681,8 +700,9 @@ def verify(
 ) -> CommandResult:
     """Compare what a finished evaluation recorded with what is here: versions, models, data, options. Measures nothing.
 
-    The result has `same`, and in `checks` one entry for each thing: same, different, or cannot be checked. Nothing that the results
-    name is opened: a model or a text that is not given here cannot be checked. Raises SurgeryError if the results are damaged.
+    The result has `same`, and in `checks` one entry for each thing: same, different, or cannot be checked. Nothing that
+    the results name is opened: a model or a text that is not given here cannot be checked. Raises SurgeryError if the
+    results are damaged.
 
     Args:
         results: results.json that `evaluate(out=..)` wrote, or its folder.
@@ -723,10 +743,10 @@ def compare(
 
     Args:
         folders: folders written by `evaluate(out=..)`.
-        base: results folder of the model that the others are compared with; None: the base that all results name, if there is one.
-        out: folder for tables, figures and comparison.json; or a file .md, .tex, .csv or .json.
-        quality: task, suite or average in the Pareto charts; None: perplexity if measured, else the first average or task.
-        seed: of the bootstrap.
+        base: results folder of the model that the others are compared with; None: the base that all results name, if
+        there is one. out: folder for tables, figures and comparison.json; or a file .md, .tex, .csv or .json. quality:
+        task, suite or average in the Pareto charts; None: perplexity if measured, else the first average or task. seed:
+        of the bootstrap.
     """
     from surgery.core.files import explain_disk_errors
     from surgery.eval.results.model_tables import check_out, comparison_table, write_comparison
@@ -770,7 +790,8 @@ def densify(
     if _is_module(converted):
         if out is not None:
             raise SurgeryError(
-                f"surgery.densify changes a model in memory in place and writes no folder (got out={os.fspath(out)!r}). Leave out "
+                "surgery.densify changes a model in memory in place and writes no folder (got "
+                f"out={os.fspath(out)!r}). Leave out "
                 "`out`, then model.save_pretrained(folder)"
             )
         densify_live(converted)
@@ -783,7 +804,9 @@ def densify(
 
 
 def toeplitz(converted: PathLike, out: PathLike, *, components: int = 8) -> CommandResult:
-    """Turn block mixing (MHLA) into Toeplitz block mixing (TBM): any length, linear time. Return the fit's R^2 of each layer.
+    """Turn block mixing (MHLA) into Toeplitz block mixing (TBM): any length, linear time.
+
+    Return the fit's R^2 of each layer.
 
     Args:
         converted: converted checkpoint with block mixing, a local folder or a Hub id.
@@ -821,14 +844,13 @@ def bench(
         what: linear, attention, decode, model, speed, serve, train or draft.
         sizes: full, main or small; None: full on a GPU, else small.
         peers: include other libraries.
-        only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign excludes.
-        dtype: bfloat16, float16 or float32; None: bfloat16 on a GPU, else float32.
-        out: JSON file, written after every case.
-        time_limit: seconds after which no further case starts.
-        device, progress: as in `convert`.
-        model: for linear: a checkpoint whose shapes are measured instead of `sizes`.
-        model, drafter, text: for draft: the checkpoint, the recipe or folder of its drafter or prompt-lookup (None: sliding-window, or prompt-lookup for a model with mixers), and the text of the prompts.
-        replay: for draft: the `out` of an earlier draft benchmark, whose acceptance is timed on random weights; no model or text then.
+        only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign
+        excludes. dtype: bfloat16, float16 or float32; None: bfloat16 on a GPU, else float32. out: JSON file, written
+        after every case. time_limit: seconds after which no further case starts. device, progress: as in `convert`.
+        model: for linear: a checkpoint whose shapes are measured instead of `sizes`. model, drafter, text: for draft:
+        the checkpoint, the recipe or folder of its drafter or prompt-lookup (None: sliding-window, or prompt-lookup for
+        a model with mixers), and the text of the prompts. replay: for draft: the `out` of an earlier draft benchmark,
+        whose acceptance is timed on random weights; no model or text then.
     """
     from surgery.eval.speed.run import bench as run
     from surgery.eval.speed.tables import result_tables
@@ -864,15 +886,17 @@ def drafter(
     progress: Progress | None = None,
     **keys: Any,
 ) -> Drafter:
-    """Return a drafter for a model: `drafter.generate(input_ids, max_new_tokens=..)` writes the model's own text in fewer of its forwards.
+    """Return a drafter for a model: `drafter.generate(input_ids, max_new_tokens=..)` writes the model's own text in
+    fewer of its forwards.
 
-    The drafter is a conversion of the model that shares the weights it does not replace; `drafter.extra_bytes` counts the others. A recipe
-    that only gives all layers a window, as "sliding-window" does, shares all weights and the model's key/value cache. The model itself
-    is not changed. See docs/speculation.md.
+    The drafter is a conversion of the model that shares the weights it does not replace; `drafter.extra_bytes` counts
+    the others. A recipe that only gives all layers a window, as "sliding-window" does, shares all weights and the
+    model's key/value cache. The model itself is not changed. See docs/speculation.md.
 
     Args:
         model: the original, a causal language model of transformers.
-        recipe: how the drafter is made: a recipe as in `plan`, the folder of a converted checkpoint, another model in memory, or
+        recipe: how the drafter is made: a recipe as in `plan`, the folder of a converted checkpoint, another model in
+        memory, or
             "prompt-lookup": drafts are looked up in the text. A model with mixers takes the last three.
         calibration, tokenizer: as in `apply`, for recipes that are calibrated.
         overrides, keys: as in `plan`, for example overrides={"attention.window": 512}.
@@ -891,7 +915,8 @@ def drafter(
         is_folder = isinstance(recipe, (str, os.PathLike)) and (Path(recipe) / "config.json").is_file()
         if is_folder and (keys or overrides or calibration is not None):
             raise SurgeryError(
-                f"{os.fspath(recipe)} is a converted checkpoint; recipe keys and calibration are for recipes. Leave them out"
+                f"{os.fspath(recipe)} is a converted checkpoint; recipe keys and calibration are for recipes. Leave "
+                "them out"
             )
         source = Path(recipe) if is_folder else _load_recipe(recipe, overrides, keys)
     return make_drafter(
@@ -913,7 +938,8 @@ def fetch_eval_data(
 
     Args:
         folder: folder of the mirror; created if it does not exist.
-        suites: niah, ruler, longbench, longbench-e, longbench2, babilong, infinitebench, retrieval, zeroshot, or any lm-eval task; ():
+        suites: niah, ruler, longbench, longbench-e, longbench2, babilong, infinitebench, retrieval, zeroshot, or any
+        lm-eval task; ():
             all suites of this package.
         tasks: download only these tasks of LongBench or BABILong.
         commits: commits.json of another mirror, whose commits are downloaded; None: the folder's own, else the newest.
@@ -1020,9 +1046,9 @@ def run(
         heal: name or path of a healing recipe; None: no healing. heal_overrides: its keys. tiny: as in `finetune`.
         data: text to train on, and to calibrate on without `calibration`; a file, a folder or a Hub id.
         calibration: text to calibrate on, as in `convert`.
-        text: text to measure on; None: the last tenth of `data` or `calibration`, if that is a .txt file, of which the rest is trained on.
-        suites: suites of `evaluate`; options: its options, e.g. tokens=4096, length=512.
-        device, trust_remote_code, progress: as in `convert`.
+        text: text to measure on; None: the last tenth of `data` or `calibration`, if that is a .txt file, of which the
+        rest is trained on. suites: suites of `evaluate`; options: its options, e.g. tokens=4096, length=512. device,
+        trust_remote_code, progress: as in `convert`.
     """
     from surgery.eval.options import parse_options
     from surgery.workflow import RunOptions
@@ -1058,7 +1084,10 @@ def _is_module(value: Any) -> TypeGuard[nn.Module]:
 
 
 def _checkpoint_name(value: Any, function: str, advice: str = SAVE_FIRST) -> str:
-    """Return a folder or Hub id as a string. Raises SurgeryError for any other value. advice: what to do with a model."""
+    """Return a folder or Hub id as a string.
+
+    Raises SurgeryError for any other value. advice: what to do with a model.
+    """
     if isinstance(value, (str, os.PathLike)):
         return os.fspath(value)
     what = f"a model in memory, {type(value).__name__}" if _is_module(value) else f"a {type(value).__name__}"
@@ -1083,7 +1112,9 @@ def _load_recipe(recipe: Any, overrides: Mapping[str, Any] | None, keys: Mapping
 
 
 def _to_overrides(values: Mapping[str, Any]) -> list[str]:
-    """{"attention.cache": 0.5} -> ["attention.cache=0.5"], which is YAML; text of layer ranges is not quoted, as with --set."""
+    """{"attention.cache": 0.5} -> ["attention.cache=0.5"], which is YAML; text of layer ranges is not quoted, as with
+    --set.
+    """
     return [
         f"{key}={value if isinstance(value, str) and key.rpartition('.')[2] == 'layers' else json.dumps(value)}"
         for key, value in values.items()

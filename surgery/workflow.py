@@ -1,4 +1,5 @@
-"""`surgery run`: plan, convert, heal, evaluate and report in one folder, continued after an interruption by the same command.
+"""`surgery run`: plan, convert, heal, evaluate and report in one folder, continued after an interruption by the same
+command.
 
 DIR/run.json       the settings; a run with other settings is refused
 DIR/texts/         with one text for everything: its first nine tenths to train on, the last tenth to measure on
@@ -38,7 +39,8 @@ class RunOptions:
         source: checkpoint to convert, a local folder or a Hub id.
         recipe: name or file of a conversion recipe; overrides: its keys, "key=value".
         heal: name or file of a healing recipe, None: no healing; heal_overrides: its keys.
-        data: text to train on, and to calibrate on without `calibration`; calibration: text to calibrate on; text: text to measure on. A
+        data: text to train on, and to calibrate on without `calibration`; calibration: text to calibrate on; text: text
+        to measure on. A
             local .txt file given as data or calibration is split if `text` is None.
         suites: suites of `surgery eval`; eval_options: fields of EvalOptions.
         tiny: apply the healing recipe's `tiny` block.
@@ -87,8 +89,9 @@ class RunResult:
 def run(options: RunOptions, out: Path, progress: Progress | None = None, show: Show | None = None) -> RunResult:
     """Do all steps that `out` does not hold yet and return the result.
 
-    out: folder of the run; it is created, and continued if it holds a run with the same settings. show: prints tables and lines. Raises
-    SurgeryError, before anything is computed, for other settings, missing texts and mistakes in the recipes.
+    out: folder of the run; it is created, and continued if it holds a run with the same settings. show: prints tables
+    and lines. Raises SurgeryError, before anything is computed, for other settings, missing texts and mistakes in the
+    recipes.
     """
     return _Run(options, out, progress or Progress(), show or (lambda parts: None)).run()
 
@@ -120,7 +123,9 @@ class _Run:
                 return self._measure(planned, held_out)
 
     def _generate(self, held_out: str) -> None:
-        """Continue three prompts with both models, unless it was done; the prompts are from the text to measure on, if it is a file."""
+        """Continue three prompts with both models, unless it was done; the prompts are from the text to measure on, if
+        it is a file.
+        """
         from surgery.calibration.data import decode_text
         from surgery.core.device import choose_device
         from surgery.eval.generations import FILE_NAME, pick_prompts, write_generations
@@ -186,7 +191,9 @@ class _Run:
         }  # fmt: skip
 
     def _check_held_out(self) -> None:
-        """Raise SurgeryError if the text to measure on is a file too short for two windows, which would show only after the training."""
+        """Raise SurgeryError if the text to measure on is a file too short for two windows, which would show only after
+        the training.
+        """
         from surgery.calibration.data import decode_text, load_tokenizer, text_windows
         from surgery.checkpoint.source import open_checkpoint
         from surgery.eval.suite import EvalOptions
@@ -290,13 +297,16 @@ def _check_texts(options: RunOptions) -> None:
 
 
 def _check_measured(options: RunOptions, digests: dict[str, str]) -> None:
-    """Raise SurgeryError if the text to measure on is one that the model is fitted to. digests: of the local texts, by option."""
+    """Raise SurgeryError if the text to measure on is one that the model is fitted to. digests: of the local texts, by
+    option.
+    """
     if options.text is None:
         return
     for name in ("data", "calibration"):
         if options.text == getattr(options, name) or (name in digests and digests[name] == digests.get("text")):
             raise SurgeryError(
-                f"--text {options.text} is also the text to train or calibrate on, so that the measurements would flatter. Give another text, "
+                f"--text {options.text} is also the text to train or calibrate on, so that the measurements would "
+                "flatter. Give another text, "
                 "or leave out --text: then the last tenth of a .txt file is kept for them"
             )
 
@@ -308,7 +318,9 @@ def _single_text(options: RunOptions) -> str | None:
 
 
 def _split_texts(options: RunOptions, folder: Path) -> tuple[str | None, str]:
-    """Return (text to train and calibrate on or None, text to measure on); writes both parts of a text that is split."""
+    """Return (text to train and calibrate on or None, text to measure on); writes both parts of a text that is
+    split.
+    """
     train = options.data or options.calibration
     if options.text is not None:
         return train, options.text
@@ -326,7 +338,8 @@ def _split_texts(options: RunOptions, folder: Path) -> tuple[str | None, str]:
 
 
 def split_text(text: str, name: str) -> tuple[str, str]:
-    """Return the first nine tenths of a text and the rest, cut at the end of a line, or of a word if there is no line end.
+    """Return the first nine tenths of a text and the rest, cut at the end of a line, or of a word if there is no line
+    end.
 
     Raises SurgeryError if a part would be empty. name: of the file, for the message.
     """
@@ -339,7 +352,10 @@ def split_text(text: str, name: str) -> tuple[str, str]:
 
 
 def _open_folder(out: Path, settings: dict[str, Any]) -> None:
-    """Create the folder of a run with its settings. Raises SurgeryError for a folder of something else or of another run."""
+    """Create the folder of a run with its settings.
+
+    Raises SurgeryError for a folder of something else or of another run.
+    """
     path, plain = out / SETTINGS_NAME, json.loads(json.dumps(settings))
     if not out.exists():
         out.mkdir()
@@ -355,7 +371,8 @@ def _open_folder(out: Path, settings: dict[str, Any]) -> None:
     different = [key for key in plain if not isinstance(before, dict) or before.get(key) != plain[key]]
     if different:
         raise SurgeryError(
-            f"{out} holds a run with other settings ({', '.join(different)} differ). Repeat its command, or choose another --out"
+            f"{out} holds a run with other settings ({', '.join(different)} differ). Repeat its command, or choose "
+            "another --out"
         )
 
 

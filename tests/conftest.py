@@ -28,13 +28,13 @@ settings.load_profile("repeatable")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as kernels are imported: here they run on the CPU
 
-# transformers copies the code of checkpoints here by the name of their folder. Each test process has a place of its own: two that
-# load folders of one name at the same time would take each other's code.
+# transformers copies the code of checkpoints here by the name of their folder. Each test process has a place of its
+# own: two that load folders of one name at the same time would take each other's code.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="surgery-tests-modules-")  # read as transformers is imported
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
-# torch makes its threads anew in a forked process when they are first asked for; where several ask at once, as they do that
-# load a checkpoint's weights, all but one find none ("Invalid thread pool!").
+# torch makes its threads anew in a forked process when they are first asked for; where several ask at once, as they do
+# that load a checkpoint's weights, all but one find none ("Invalid thread pool!").
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

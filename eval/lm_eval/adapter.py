@@ -1,8 +1,8 @@
 """lm-eval's Hugging Face model (HFLM) around a loaded model, with our batching.
 
 HFLM tokenizes, generates and truncates answers, so scores equal those of `lm_eval --model hf`. Batches go through
-`score_in_batches`: longest first, divided among processes, halved when memory runs out. Likelihoods compute only the logits of
-the scored tokens. Shapes: B batch, T tokens, V vocabulary, N scored tokens.
+`score_in_batches`: longest first, divided among processes, halved when memory runs out. Likelihoods compute only the
+logits of the scored tokens. Shapes: B batch, T tokens, V vocabulary, N scored tokens.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def harness_model(
 ) -> Any:
     """Return the HFLM subclass around a model.
 
-    longest: inputs are truncated to this; default: the model's longest input. keep_ends: inputs that are too long lose their middle
-    instead of their beginning.
+    longest: inputs are truncated to this; default: the model's longest input. keep_ends: inputs that are too long lose
+    their middle instead of their beginning.
     """
     _check_positions(eval_model, longest or 0)
     if options.apply_chat_template:
@@ -64,7 +64,8 @@ def check_chat_template(tokenizer: Any) -> None:
     """Raise SurgeryError if the tokenizer has no chat template."""
     if not getattr(tokenizer, "chat_template", None):
         raise SurgeryError(
-            "--apply-chat-template: the tokenizer has no chat template (chat_template in tokenizer_config.json). Omit the option."
+            "--apply-chat-template: the tokenizer has no chat template (chat_template in tokenizer_config.json). Omit "
+            "the option."
         )
 
 
@@ -74,7 +75,8 @@ def _check_positions(eval_model: EvalModel, longest: int) -> None:
         table = name.rpartition(".")[2] in POSITION_TABLE_NAMES and isinstance(module, torch.nn.Embedding)
         if table and module.num_embeddings < longest:
             raise SurgeryError(
-                f"{eval_model.name} has learned positions ({name}) for {module.num_embeddings:,} tokens, fewer than the requested "
+                f"{eval_model.name} has learned positions ({name}) for {module.num_embeddings:,} tokens, fewer than "
+                "the requested "
                 f"{longest:,}. Use --lengths up to {module.num_embeddings}."
             )
 
@@ -111,8 +113,8 @@ def _lm_class() -> type:
 class BatchedLM:
     """Overrides of HFLM that batch by `score_in_batches` and use the answer cache.
 
-    truncated: task name -> number of prompts that lost a part because they exceed the model's longest input. keep_ends: that part is
-    the middle, not the beginning.
+    truncated: task name -> number of prompts that lost a part because they exceed the model's longest input. keep_ends:
+    that part is the middle, not the beginning.
     """
 
     eval_model: EvalModel
@@ -200,7 +202,8 @@ class BatchedLM:
         room = self.max_length - tokens
         if room < 1:
             raise SurgeryError(
-                f"answers of {tokens} tokens leave no room for a question in inputs of {self.max_length}. Use longer --lengths."
+                f"answers of {tokens} tokens leave no room for a question in inputs of {self.max_length}. Use longer "
+                "--lengths."
             )
         longest = min(room, max(len(request.ids_T) for request in batch))
         ids_BT = torch.full((len(batch), longest), self.tokenizer.pad_token_id, dtype=torch.int64)
@@ -248,7 +251,9 @@ class BatchedLM:
             self.truncated[str(task)] += 1
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return sums over disjoint windows; each token after the first is conditioned on those before it in its window."""
+        """Return sums over disjoint windows; each token after the first is conditioned on those before it in its
+        window.
+        """
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows: list[LikelihoodRequest] = []
@@ -305,7 +310,8 @@ class BatchedLM:
         most = max(len(pair[2]) for row in batch for pair in row)
         if most > self.max_length:
             raise SurgeryError(
-                f"an answer to score has {most} tokens, more than an input may have ({self.max_length}). Use longer --lengths."
+                f"an answer to score has {most} tokens, more than an input may have ({self.max_length}). Use longer "
+                "--lengths."
             )
         inputs = [self._truncate(row[0][1] + row[0][2], self.max_length + 1)[:-1] for row in batch]
         longest = max(map(len, inputs))

@@ -2,8 +2,9 @@
 
     DIR/<fingerprint>-<dtype>-<device>.<process>.jsonl      {"key": .., "answer": ..}
 
-The fingerprint is the digest of the model's files. A key is the digest of surgery's version and the whole request: prompts as
-text or tokens, never a path, so other data gives another key. lm-eval's own cache is not used because it unpickles files.
+The fingerprint is the digest of the model's files. A key is the digest of surgery's version and the whole request:
+prompts as text or tokens, never a path, so other data gives another key. lm-eval's own cache is not used because it
+unpickles files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run lm-eval's `evaluate` around a loaded model and convert its results to samples.
 
-`simple_evaluate` would first collect a report on the machine, which takes seconds; seeds and settings are applied to the tasks
-here as it applies them.
+`simple_evaluate` would first collect a report on the machine, which takes seconds; seeds and settings are applied to
+the tasks here as it applies them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def run_own_tasks(
     """Run our own generation tasks (OwnTask); a task that fails is reported and the others run.
 
     Args:
-        tasks: name and constructor of each task. Tasks are built one at a time, because all prompts of a long RULER take
+        tasks: name and constructor of each task. Tasks are built one at a time, because all prompts of a long RULER
+        take
             gigabytes; a constructor that returns None leaves its task out.
         metric: the metric of their scores.
         longest: longest prompt in tokens.
@@ -75,7 +76,8 @@ def run_own_tasks(
     result.notes += _result_notes(result.info, options, [])
     if longest is not None and eval_model.longest is not None and longest > eval_model.longest:
         result.notes.append(
-            f"{eval_model.name} has a context length of {eval_model.longest:,} tokens: longer inputs are beyond its training"
+            f"{eval_model.name} has a context length of {eval_model.longest:,} tokens: longer inputs are beyond its "
+            "training"
         )
     result.metrics = {metric.name: infer_metric_kind(metric, [s.metrics[metric.name] for s in result.samples])}
     return result
@@ -123,7 +125,8 @@ def run_tasks(
 ) -> SuiteResult:
     """Run lm-eval's own tasks by name. load(names, options) returns {"tasks": .., "groups": ..}.
 
-    longest, keep_ends: how inputs are truncated, see `harness_model`. Metrics that are means or perplexities become samples; others are only in lm-eval's own results.
+    longest, keep_ends: how inputs are truncated, see `harness_model`. Metrics that are means or perplexities become
+    samples; others are only in lm-eval's own results.
     """
     require_lm_eval()
     with _silence_lm_eval():
@@ -211,7 +214,8 @@ def _evaluate(
             {"tasks": {task.config.task: task for task in tasks}, "groups": groups or {}},
             limit=None if documents else options.limit,
             samples=documents or None,
-            bootstrap_iters=BOOTSTRAP_DRAWS,  # for lm_eval.json; our intervals are computed in eval/results/statistics.py
+            # For lm_eval.json; our intervals are computed in eval/results/statistics.py
+            bootstrap_iters=BOOTSTRAP_DRAWS,
             log_samples=True,
             apply_chat_template=chat,
             fewshot_as_multiturn=chat,

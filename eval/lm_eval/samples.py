@@ -31,8 +31,8 @@ def make_own_sample(task: OwnTask, metric: str, logged: dict[str, Any]) -> Sampl
 def make_samples(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample], dict[str, EvalMetric], set[str]]:
     """Return (samples, metrics, names of metrics left out) of a task.
 
-    Each document gives one sample, filters becoming separate metrics. Perplexities get samples of their own, because their weights
-    differ.
+    Each document gives one sample, filters becoming separate metrics. Perplexities get samples of their own, because
+    their weights differ.
     """
     name, better, aggregation = task.config.task, task.higher_is_better(), task.aggregation()
     values: dict[str, list[float]] = {}

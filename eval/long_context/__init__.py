@@ -41,7 +41,9 @@ def ruler_tasks(options: EvalOptions) -> tuple[str, ...]:
 
 
 def niah_tasks(options: EvalOptions) -> tuple[str, ...]:
-    """Return the tasks of the suite `niah` that are run: needles in essays if the mirror has them, otherwise in noise."""
+    """Return the tasks of the suite `niah` that are run: needles in essays if the mirror has them, otherwise in
+    noise.
+    """
     return select_tasks("niah", options, ["niah_single_1" if options.data_root is None else "niah_single_2"], NEEDLES)
 
 

@@ -1,15 +1,17 @@
 """Prompts, truncation and scores of the Just-Read-Twice harness, for `surgery eval --suite retrieval --prompts jrt`.
 
-Source: lm-eval-harness/ of HazyResearch/prefix-linear-attention at commit 7490f22bda3e38dc057bcbaffe6bdb09b4d475e6 (2024-07-08), the code of
-Just Read Twice (Arora et al. 2024, arXiv:2407.05483): the tasks based_*, `Task.truncate_context`, and the arguments of
-the scripts launch_jrt and run_jrt_rnn. These read a document once; the prompts that repeat it (`*_twice`) are not here.
+Source: lm-eval-harness/ of HazyResearch/prefix-linear-attention at commit 7490f22bda3e38dc057bcbaffe6bdb09b4d475e6
+(2024-07-08), the code of Just Read Twice (Arora et al. 2024, arXiv:2407.05483): the tasks based_*,
+`Task.truncate_context`, and the arguments of the scripts launch_jrt and run_jrt_rnn. These read a document once; the
+prompts that repeat it (`*_twice`) are not here.
 
     SWDE, FDA      document, then ". Director:"; cut around the first occurrence of key or value
     SQuAD          text that ends within its last sentence; cut around the value, so the end of a long text is lost
     TriviaQA, DROP, NQ   context. question. The harness cuts the field `text`, but its prompts have the field `context`: these are never cut
 
-A document is dropped if its key or its value has at most one character (SQuAD: its value); rows of TriviaQA, DROP and NQ without these
-fields are kept. 50 of the tokens are left for the answer. An empty answer among others counts as said, as in the harness.
+A document is dropped if its key or its value has at most one character (SQuAD: its value); rows of TriviaQA, DROP and
+NQ without these fields are kept. 50 of the tokens are left for the answer. An empty answer among others counts as said,
+as in the harness.
 """
 
 from __future__ import annotations
@@ -47,9 +49,11 @@ class JrtPrompt:
 
 
 def jrt_prompt(task: JrtPrompt, row: Row, tokenizer: Any, length: int) -> tuple[str, list[str]] | None:
-    """Return (prompt, accepted answers) for `length` tokens of prompt and answer; None for a document that the harness drops.
+    """Return (prompt, accepted answers) for `length` tokens of prompt and answer; None for a document that the harness
+    drops.
 
-    Raises KeyError for a row without a field that the task needs, ValueError for a document of SWDE without its last line.
+    Raises KeyError for a row without a field that the task needs, ValueError for a document of SWDE without its last
+    line.
     """
     row = task.prepare(row)
     words = [_first(row[name]) for name in task.searched if task.is_cut or name in row]
@@ -121,7 +125,9 @@ def _question(context: str, asked: str) -> str:
 
 
 def natural_question(row: Row) -> str:
-    """Return the prompt of NQ: the question is removed from the end of the context once, and only with the same case."""
+    """Return the prompt of NQ: the question is removed from the end of the context once, and only with the same
+    case.
+    """
     context, asked = row["context"].strip(), row["question"].strip()
     return context.removesuffix(asked).strip().strip(".") + ". " + asked
 

@@ -1,8 +1,9 @@
 """Suite `retrieval`: complete a sentence with a fact that the context states (SWDE, FDA, SQuAD, TriviaQA, DROP, NQ).
 
-The tasks are those of Based (Arora et al. 2024, arXiv:2402.18668) and Just Read Twice (arXiv:2407.05483). The context is truncated
-to given lengths around the answer. An output is correct if its first line, of at most 48 tokens, contains one of the answers.
-`--prompts jrt` takes the prompts and the truncation of the Just-Read-Twice harness (jrt_prompts.py).
+The tasks are those of Based (Arora et al. 2024, arXiv:2402.18668) and Just Read Twice (arXiv:2407.05483). The context
+is truncated to given lengths around the answer. An output is correct if its first line, of at most 48 tokens, contains
+one of the answers. `--prompts jrt` takes the prompts and the truncation of the Just-Read-Twice harness
+(jrt_prompts.py).
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class RetrievalTask:
     Attributes:
         path: data set of the Hub.
         read: function that turns a row into a Cloze.
-        lengths: lengths in tokens at which the data set exists; its path then ends with one of them. Empty: texts are complete.
+        lengths: lengths in tokens at which the data set exists; its path then ends with one of them. Empty: texts are
+        complete.
     """
 
     path: str
@@ -170,7 +172,8 @@ def _ask_jrt(
         return jrt_prompt(JRT_PROMPTS[name], row, tokenizer, length)
     except (KeyError, ValueError) as error:
         raise SurgeryError(
-            f"--prompts jrt: a row of {TASKS[name].path_for_length(length)} is not of the harness's form ({error}). Use --prompts based, or "
+            f"--prompts jrt: a row of {TASKS[name].path_for_length(length)} is not of the harness's form ({error}). "
+            "Use --prompts based, or "
             "fetch the data set again: surgery fetch-eval-data DATA --suite retrieval"
         ) from None
 

@@ -1,6 +1,8 @@
-"""Task niah_story: needles in a story, in the form that the embedded checkpoint was trained on (eval/stories/__init__.py).
+"""Task niah_story: needles in a story, in the form that the embedded checkpoint was trained on
+(eval/stories/__init__.py).
 
-A story states "The code of the red lantern is 7 3." and ends with a question for that code. Other models can be asked as well.
+A story states "The code of the red lantern is 7 3." and ends with a question for that code. Other models can be asked
+as well.
 """
 
 from __future__ import annotations

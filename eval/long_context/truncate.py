@@ -12,7 +12,9 @@ MAX_TRIES = 8
 
 
 def truncate_middle(prompt: str, tokenizer: Any, count: Count, most: int) -> str:
-    """Return the first and last half of `most` tokens, as LongBench truncates: instruction and question are at the ends."""
+    """Return the first and last half of `most` tokens, as LongBench truncates: instruction and question are at the
+    ends.
+    """
     if count(prompt) <= most:
         return prompt
     ids_T = tokenizer(prompt, truncation=False).input_ids
@@ -27,8 +29,8 @@ def truncate_middle(prompt: str, tokenizer: Any, count: Count, most: int) -> str
 def truncate_around(context: str, tail: str, answers: Sequence[str], tokenizer: Any, count: Count, most: int) -> str:
     """Return context + tail in at most `most` tokens, keeping the context around the first occurrence of an answer.
 
-    Half of the kept tokens precede the answer, as in Just Read Twice (Arora et al. 2024, arXiv:2407.05483). Without an occurrence
-    the beginning of the context is kept.
+    Half of the kept tokens precede the answer, as in Just Read Twice (Arora et al. 2024, arXiv:2407.05483). Without an
+    occurrence the beginning of the context is kept.
     """
     if count(context + tail) <= most:
         return context + tail
@@ -56,12 +58,14 @@ def cut_window(
     length: int,
     token: int | None = None,
 ) -> str:
-    """Return `length` tokens of a stripped context around its first occurrence of one of `searched`, as Just Read Twice cuts them.
+    """Return `length` tokens of a stripped context around its first occurrence of one of `searched`, as Just Read Twice
+    cuts them.
 
-    The rule is `Task.truncate_context` in the lm-eval-harness of HazyResearch/prefix-linear-attention at commit 7490f22:
-    as many as length // 2 tokens before the occurrence, the rest from it on. If none of `searched` occurs, the first of `alternatives`
-    that does; then position `token` if it is known; then the last character. Special tokens count, and none is in the result. The result may tokenize to another
-    number of tokens, and what is behind the window is lost, also the end of the context.
+    The rule is `Task.truncate_context` in the lm-eval-harness of HazyResearch/prefix-linear-attention at commit
+    7490f22: as many as length // 2 tokens before the occurrence, the rest from it on. If none of `searched` occurs, the
+    first of `alternatives` that does; then position `token` if it is known; then the last character. Special tokens
+    count, and none is in the result. The result may tokenize to another number of tokens, and what is behind the window
+    is lost, also the end of the context.
     """
     context = context.strip()
     ids_T = tokenizer(context, truncation=False).input_ids

@@ -3,12 +3,13 @@
     average      A = sum_k c_k v_k over tasks k, with v_k the weighted mean of task k's units and sum_k c_k = 1
     draw         A* = sum_k c_k (v_k + sqrt(n_k / (n_k - 1)) (v_k* - v_k))
 
-Units are resampled within each task (stratified bootstrap; the root corrects the variance of few units, Davison and Hinkley 1997,
-section 3.2), the same units for all models, so that the difficulty of a unit cancels in a difference. Intervals are percentiles, after
-one question is added in each direction where one question moves the average most: as in statistics.py, equal answers are no certainty.
+Units are resampled within each task (stratified bootstrap; the root corrects the variance of few units, Davison and
+Hinkley 1997, section 3.2), the same units for all models, so that the difficulty of a unit cancels in a difference.
+Intervals are percentiles, after one question is added in each direction where one question moves the average most: as
+in statistics.py, equal answers are no certainty.
 
-An average is computed only if all its tasks were measured. Otherwise a note names the missing tasks, and a mean of the others has
-another name.
+An average is computed only if all its tasks were measured. Otherwise a note names the missing tasks, and a mean of the
+others has another name.
 """
 
 from __future__ import annotations
@@ -35,12 +36,10 @@ class AverageRow:
 
     Attributes:
         length: length of the tasks, if all have the same.
-        values, intervals: value and its interval (low, high) by model, scaled for display; None: a task has a single unit.
-        differences: by model: change against the base, with its interval.
-        tasks, samples: how many tasks and samples it averages.
-        unit: "tokens" for an effective length, else "".
-        missing: tasks that were not measured; the row then has another name than the average.
-        source: the paper that reports it.
+        values, intervals: value and its interval (low, high) by model, scaled for display; None: a task has a single
+        unit. differences: by model: change against the base, with its interval. tasks, samples: how many tasks and
+        samples it averages. unit: "tokens" for an effective length, else "". missing: tasks that were not measured; the
+        row then has another name than the average. source: the paper that reports it.
     """
 
     suite: str
@@ -125,7 +124,9 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass
 class _Draws:
-    """An average: values and bootstrap draws (R,) by model, scaled; step: what one question moves the average by, at most."""
+    """An average: values and bootstrap draws (R,) by model, scaled; step: what one question moves the average by, at
+    most.
+    """
 
     values: dict[str, float]
     draws: dict[str, np.ndarray]
@@ -168,7 +169,9 @@ class _Table:
         return len(self._keys(member))
 
     def _draw_members(self, members: Sequence[Member]) -> tuple[dict[str, Units], dict[str, np.ndarray]]:
-        """Return (units, draws (R,)) by model, of all samples of the members; the same units are drawn for all models."""
+        """Return (units, draws (R,)) by model, of all samples of the members; the same units are drawn for all
+        models.
+        """
         metric, first = members[0].metric, members[0]
         key = (metric, *((m.task, m.length, m.where) for m in members))
         if key not in self.drawn:
@@ -184,7 +187,9 @@ class _Table:
         return self.drawn[key]
 
     def draw(self, members: Sequence[Member], by_size: bool = False) -> _Draws:
-        """Return the average of members that were measured. by_size: the mean over all their samples, drawn together."""
+        """Return the average of members that were measured. by_size: the mean over all their samples, drawn
+        together.
+        """
         strata = [(list(members), 1.0)] if by_size else [([member], member.weight) for member in members]
         total = sum(weight for _, weight in strata)
         drawn = _Draws({}, {}, 0.0, 0.0, True)
@@ -235,7 +240,8 @@ class _Table:
 
 
 def _percentiles(draws_R: np.ndarray, top: float, lowest: float, highest: float, step: float) -> tuple[float, float]:
-    """Return the 2.5% and 97.5% percentiles after one question of each extreme value is added, each drawn Poisson(1) times.
+    """Return the 2.5% and 97.5% percentiles after one question of each extreme value is added, each drawn Poisson(1)
+    times.
 
     step: share of the average that one question has. Without bounds (top 0) nothing is added.
     """
@@ -259,10 +265,11 @@ def _effective_row(
     base: str | None,
     notes: list[str],
 ) -> AverageRow | None:
-    """Return the row of an effective length; None unless every length has its average, or without a base where it is needed.
+    """Return the row of an effective length; None unless every length has its average, or without a base where it is
+    needed.
 
-    0 stands for "none of the measured lengths". Draws have the same added questions as those of averages. A base that scores 0 is no
-    threshold, because nothing is below it: a note says so.
+    0 stands for "none of the measured lengths". Draws have the same added questions as those of averages. A base that
+    scores 0 is no threshold, because nothing is below it: a note says so.
     """
     by_length = [(average.length, whole.get((average.name, average.length))) for average in effective.averages]
     if not by_length or any(drawn is None for _, drawn in by_length) or (effective.threshold is None and base is None):
@@ -298,7 +305,9 @@ def _effective_row(
 
 
 def _passes(drawn: _Draws, first: _Draws, model: str, base: str | None, limit: float, seed: int) -> np.ndarray:
-    """Return in which draws (R,) an average reaches the limit, or the base's average of the shortest length, `first`."""
+    """Return in which draws (R,) an average reaches the limit, or the base's average of the shortest length,
+    `first`.
+    """
     draws_R, top = drawn.draws[model], drawn.top
     if base is None:
         return _add_questions(draws_R, 0.0, top, drawn.step, seed) >= limit

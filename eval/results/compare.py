@@ -1,8 +1,8 @@
 """Compare base and converted model: pair samples by (task, group, id) and compute a row per task, metric and group.
 
-A row has both values with standard errors, their difference (for perplexity also the ratio) with its 95% interval, and for
-accuracies the exact p-value of McNemar's test. A row is flagged if the base does no better than guessing, because a loss cannot
-be seen in it.
+A row has both values with standard errors, their difference (for perplexity also the ratio) with its 95% interval, and
+for accuracies the exact p-value of McNemar's test. A row is flagged if the base does no better than guessing, because a
+loss cannot be seen in it.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def compare_results(
 def shared_metrics(results: Iterable[SuiteResult]) -> dict[str, EvalMetric]:
     """Return the metrics of a suite for several models.
 
-    Where the scores of one model are all 0 or 1, its metric is an accuracy; it is a mean if those of another model are not, and has
-    no top if those of another model have none.
+    Where the scores of one model are all 0 or 1, its metric is an accuracy; it is a mean if those of another model are
+    not, and has no top if those of another model have none.
     """
     metrics: dict[str, EvalMetric] = {}
     for result in results:
@@ -162,7 +162,8 @@ def _shared_keys(suite: str, samples: Mapping[Role, dict[Key, Sample]]) -> list[
     if any(by_key != keys for by_key in every):
         counts = ", ".join(f"{role} {len(by_key)}" for role, by_key in samples.items())
         raise SurgeryError(
-            f"{suite}: base and converted model have different samples ({counts}, {len(keys)} in common), so they cannot be paired. "
+            f"{suite}: base and converted model have different samples ({counts}, {len(keys)} in common), so they "
+            "cannot be paired. "
             "Their tokenizers or options differ."
         )
     return [key for key in next(iter(samples.values())) if key in keys]

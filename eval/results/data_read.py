@@ -37,8 +37,8 @@ def record_reads() -> Iterator[dict[str, str]]:
 
 
 def note_read(kind: str, name: str, root: Path | None = None) -> None:
-    """Record a read. kind: mirror (a data set below `root`), records (of a task, in the file `root`), file, hub (a data set of the Hub) or
-    package.
+    """Record a read. kind: mirror (a data set below `root`), records (of a task, in the file `root`), file, hub (a data
+    set of the Hub) or package.
     """
     if _recordings:
         _recordings[-1][f"{kind}:{name}"] = current_digest(kind, name, root)
@@ -52,8 +52,8 @@ def current_reads() -> dict[str, str]:
 def is_unchanged(reads: Mapping[str, str], options: EvalOptions) -> bool:
     """Return whether a stored result read the data that would be read today; False if unknown.
 
-    The result may have been written by someone else: only the named text, data sets by name and lm-eval are checked, never a path
-    that the file chooses.
+    The result may have been written by someone else: only the named text, data sets by name and lm-eval are checked,
+    never a path that the file chooses.
     """
     for read, digest in reads.items():
         kind, _, name = read.partition(":")
@@ -89,7 +89,9 @@ def describe_data(reads: Mapping[str, str], root: Path | None) -> dict[str, dict
 
 
 def list_reads(reads: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return what was read as {kind, name, digest}, for results.json; names of files are values of their own, which a push shortens."""
+    """Return what was read as {kind, name, digest}, for results.json; names of files are values of their own, which a
+    push shortens.
+    """
     entries = []
     for read, digest in reads.items():
         kind, _, name = read.partition(":")
@@ -130,7 +132,10 @@ def package_version(package: str) -> str | None:
 
 
 def current_digest(kind: str, name: str, root: Path | None) -> str:
-    """Return what `note_read` records of a read: a SHA-256, version or commit; UNKNOWN if there is none. See there for `kind`."""
+    """Return what `note_read` records of a read: a SHA-256, version or commit; UNKNOWN if there is none.
+
+    See there for `kind`.
+    """
     if kind == "mirror":
         return content_digest((root or Path()) / name)
     if kind == "records":

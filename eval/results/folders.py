@@ -1,8 +1,8 @@
 """Read finished results, folders of `surgery eval --out`, which someone else may have written.
 
-Everything is checked: only regular files below the folders are read, up to a size; every line has the type that `surgery eval` writes;
-names are plain text; numbers that become axes are finite. A suite's result that breaks a rule is left out, and a
-sentence names the file and the rule.
+Everything is checked: only regular files below the folders are read, up to a size; every line has the type that
+`surgery eval` writes; names are plain text; numbers that become axes are finite. A suite's result that breaks a rule is
+left out, and a sentence names the file and the rule.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class StoredModel:
 
     Attributes:
         name: unique among the models that are compared.
-        parameters, stored_bytes: number of stored parameters, and bytes of the stored tensors; None if its results do not say.
-        suites: by name.
+        parameters, stored_bytes: number of stored parameters, and bytes of the stored tensors; None if its results do
+        not say. suites: by name.
     """
 
     name: str
@@ -67,8 +67,8 @@ class StoredModel:
 def read_models(folders: Sequence[Path]) -> tuple[list[StoredModel], list[str]]:
     """Return the models of all folders, and the results that are left out because they break a rule, one sentence each.
 
-    Each model is returned once: its results in several folders are put together. A folder is one of `surgery eval --out`, with all
-    models in it, or one model's folder in it. Raises SurgeryError for a folder without results.
+    Each model is returned once: its results in several folders are put together. A folder is one of `surgery eval
+    --out`, with all models in it, or one model's folder in it. Raises SurgeryError for a folder without results.
     """
     models_by_key: dict[tuple[str, str], StoredModel] = {}
     damaged: dict[str, None] = {}
@@ -88,7 +88,10 @@ def read_models(folders: Sequence[Path]) -> tuple[list[StoredModel], list[str]]:
 
 
 def model_folders(folder: Path) -> list[Path]:
-    """Return the folders of models in a results folder, or the folder itself if it is one. Raises SurgeryError without any."""
+    """Return the folders of models in a results folder, or the folder itself if it is one.
+
+    Raises SurgeryError without any.
+    """
     if not folder.is_dir():
         raise SurgeryError(f"{folder} is not a folder. Give a folder that `surgery eval MODEL --out DIR` wrote.")
     if _suite_folders(folder):
@@ -102,7 +105,8 @@ def model_folders(folder: Path) -> list[Path]:
 
 
 def named_base(folders: Sequence[Path]) -> tuple[str | None, list[str]]:
-    """Return the fingerprint of the model that all folders' results.json or comparison.json name as their base, and why files are left out.
+    """Return the fingerprint of the model that all folders' results.json or comparison.json name as their base, and why
+    files are left out.
 
     The fingerprint is None unless exactly one is named.
     """
@@ -120,7 +124,9 @@ def named_base(folders: Sequence[Path]) -> tuple[str | None, list[str]]:
 
 
 def base_of_folder(folder: Path) -> str:
-    """Return the fingerprint of the model that `--base FOLDER` means: the only one in it, or the one that it was written for."""
+    """Return the fingerprint of the model that `--base FOLDER` means: the only one in it, or the one that it was
+    written for.
+    """
     read = [_read_model(model_folder) for model_folder in model_folders(folder)]
     models = {model.fingerprint for stored, _ in read for model in stored}
     if len(models) == 1:
@@ -133,7 +139,9 @@ def base_of_folder(folder: Path) -> str:
 
 
 def _role_fingerprint(folder: Path, role: str) -> str | None:
-    """Return the fingerprint of a role's model in results.json, or of the base in comparison.json; None if neither says."""
+    """Return the fingerprint of a role's model in results.json, or of the base in comparison.json; None if neither
+    says.
+    """
     for name in (RESULTS, COMPARISON):
         path = folder / name
         if not path.exists():
@@ -166,7 +174,9 @@ def _suite_folders(model_folder: Path) -> list[Path]:
 
 
 def _read_model(model_folder: Path) -> tuple[list[StoredModel], list[str]]:
-    """Return the model of a folder, several if its suites were measured in several precisions; and why suites are left out."""
+    """Return the model of a folder, several if its suites were measured in several precisions; and why suites are left
+    out.
+    """
     models: dict[tuple[str, str], StoredModel] = {}
     damaged: list[str] = []
     for folder in _suite_folders(model_folder):

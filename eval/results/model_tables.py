@@ -1,7 +1,7 @@
 """The comparison of many models as a table: for the terminal, Markdown, LaTeX (booktabs) and CSV, and its figures.
 
-In the first three a line is a measurement and a column a model; CSV has one line for each measurement of each model, with all numbers.
-All text from results is escaped for its format.
+In the first three a line is a measurement and a column a model; CSV has one line for each measurement of each model,
+with all numbers. All text from results is escaped for its format.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from surgery.eval.results.tables import LINE_GROUPS, format_average
 from surgery.eval.suite import SUITES
 
 LEGEND = (
-    "± is the standard error and [low, high] a 95% interval: Wilson's for accuracies, of a bootstrap for averages. In parentheses: "
+    "± is the standard error and [low, high] a 95% interval: Wilson's for accuracies, of a bootstrap for averages. In "
+    "parentheses: "
     "difference from the base, for perplexities the ratio (x); * if its 95% interval excludes no change"
 )
 CSV_COLUMNS = (
@@ -48,7 +49,9 @@ def headers(done: ModelComparison) -> list[str]:
 
 
 def lines(done: ModelComparison) -> list[list[str]]:
-    """Return the cells: stored parameters and bytes, then summaries, lengths of each suite's main metric, and averages."""
+    """Return the cells: stored parameters and bytes, then summaries, lengths of each suite's main metric, and
+    averages.
+    """
     table: list[list[str]] = []
     for title, size in SIZES.items():
         counts = [size(model) for model in done.models]

@@ -1,8 +1,9 @@
 """Compare many models whose results were measured before: `surgery compare`.
 
-For every suite one model is the reference: the base if it has the suite, else the first model that has. A result is compared with it
-only if both were measured alike: same version of the suite, options, data and samples; timings also on the same device. Otherwise the
-result is refused, and a sentence says why. Other differences (versions of packages, precision, device) are remarks.
+For every suite one model is the reference: the base if it has the suite, else the first model that has. A result is
+compared with it only if both were measured alike: same version of the suite, options, data and samples; timings also on
+the same device. Otherwise the result is refused, and a sentence says why. Other differences (versions of packages,
+precision, device) are remarks.
 """
 
 from __future__ import annotations
@@ -136,19 +137,19 @@ def compare_folders(
 
     Args:
         folders: results folders, or folders of single models in them.
-        base: folder of the model that the others are compared with; None: the base that all results name, if there is one.
-        quality: task, suite or average that the Pareto charts show; None: perplexity if measured, else the first average or task.
-        seed: of the bootstrap.
+        base: folder of the model that the others are compared with; None: the base that all results name, if there is
+        one. quality: task, suite or average that the Pareto charts show; None: perplexity if measured, else the first
+        average or task. seed: of the bootstrap.
 
-    Damaged results are left out and named in `refused`. Raises SurgeryError for fewer than two models, or models without a suite in
-    common.
+    Damaged results are left out and named in `refused`. Raises SurgeryError for fewer than two models, or models
+    without a suite in common.
     """
     load_suites()
     models, damaged = read_models([*([base] if base is not None else []), *folders])
     if len(models) < 2:
         raise SurgeryError(
-            f"{', '.join(map(str, folders))}: a comparison needs two models (got {len(models)}). Give the folders of others."
-            + "".join(f" {why}" for why in damaged)
+            f"{', '.join(map(str, folders))}: a comparison needs two models (got {len(models)}). Give the folders of "
+            "others." + "".join(f" {why}" for why in damaged)
         )
     if base is not None:
         base_fingerprint: str | None = base_of_folder(base)
@@ -233,7 +234,9 @@ def _compare_suite(done: ModelComparison, suite: str, seed: int) -> None:
 
 
 def _took_turns(timed: Sequence[StoredSuite]) -> bool:
-    """Return whether timings are of one run in which all these models took turns: their keys name the same models, and all of them."""
+    """Return whether timings are of one run in which all these models took turns: their keys name the same models, and
+    all of them.
+    """
     named = timed[0].key.get("pair") if timed else None
     if not isinstance(named, list) or any(suite.key.get("pair") != named for suite in timed):
         return False
@@ -330,7 +333,8 @@ def _data_text(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> str:
         return "" if a is b else "it is not recorded which data it read"
     ours, theirs = contents(b), contents(a)
     return ", ".join(
-        f"other content of {_short(name)} ({_short(ours.get(name, 'not read'))[:12]} instead of {_short(theirs.get(name, 'not read'))[:12]})"
+        f"other content of {_short(name)} ({_short(ours.get(name, 'not read'))[:12]} instead of "
+        f"{_short(theirs.get(name, 'not read'))[:12]})"
         for name in dict.fromkeys([*theirs, *ours])
         if ours.get(name) != theirs.get(name)
     )
@@ -376,7 +380,9 @@ def _reproduction_notes(models: Sequence[StoredModel]) -> list[str]:
 
 # -- quality against costs ---------------------------------------------------------------------------
 def _charts(done: ModelComparison, quality: str | None) -> list[ParetoChart]:
-    """Return one chart for each cost that two models have: parameters, bytes, and cache and times at the longest length measured."""
+    """Return one chart for each cost that two models have: parameters, bytes, and cache and times at the longest length
+    measured.
+    """
     chosen = _quality(done, quality)
     if chosen is None:
         return []

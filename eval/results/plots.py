@@ -1,7 +1,8 @@
 """Figures of comparisons: curves with error bands, heat maps side by side, and quality against cost.
 
-A model has one color, line and marker in all figures, those of the report page (surgery/publish/html/page.css). They can be told apart
-in gray and with color blindness. Sizes are chosen so that text is legible when a figure is as wide as a phone.
+A model has one color, line and marker in all figures, those of the report page (surgery/publish/html/page.css). They
+can be told apart in gray and with color blindness. Sizes are chosen so that text is legible when a figure is as wide as
+a phone.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ def _thin(values: Sequence[float]) -> list[float]:
 
 
 def _token_ticks(axes: Any, xs: Sequence[float], log: bool) -> None:
-    """Label the axis with token counts as people write them: at the measured lengths, or at multiples of a power of two."""
+    """Label the axis with token counts as people write them: at the measured lengths, or at multiples of a power of
+    two.
+    """
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     if log:
@@ -129,7 +132,9 @@ def plot_lines(
     log: bool = False,
     base: str | None = "base",
 ) -> Path:
-    """Draw one curve per model, with its 95% band, over a number of tokens; return the path. base: which model is the base."""
+    """Draw one curve per model, with its 95% band, over a number of tokens; return the path. base: which model is the
+    base.
+    """
     figure, (axes,) = _figure()
     _draw_curves(axes, series, model_styles(list(series), base if base in series else None))
     _token_ticks(axes, [x for curve in series.values() for x in curve.xs], log)
@@ -142,8 +147,8 @@ def plot_lines(
 def plot_panels(
     path: Path, panels: Sequence[Panel], names: Sequence[str], x: str, title: str, *, base: str | None
 ) -> Path:
-    """Draw a panel for each measure, one below the other, both axes logarithmic; return the path. names: of all models, for their
-    colors."""
+    """Draw a panel for each measure, one below the other, both axes logarithmic; return the path. names: of all models,
+    for their colors."""
     figure, every = _figure(len(panels), height=1.0 + 2.9 * len(panels))
     styles = model_styles(names, base if base in names else None)
     for axes, panel in zip(every, panels):
@@ -162,7 +167,10 @@ def plot_panels(
 
 
 def _draw_curves(axes: Any, series: Mapping[str, Curve], styles: Mapping[str, Style]) -> None:
-    """Draw one curve for each model, with its band. A curve of many points has MARKERS_PER_CURVE markers, which tell it apart in gray."""
+    """Draw one curve for each model, with its band.
+
+    A curve of many points has MARKERS_PER_CURVE markers, which tell it apart in gray.
+    """
     for index, (name, curve) in enumerate(series.items()):
         style, every = styles[name], len(curve.xs) // MARKERS_PER_CURVE
         axes.plot(
@@ -180,7 +188,9 @@ def _draw_curves(axes: Any, series: Mapping[str, Curve], styles: Mapping[str, St
 
 
 def _number_ticks(axes: Any) -> None:
-    """Make the vertical axis logarithmic, with ticks at 1, 2 and 5 times powers of ten, as people write them: 500, 2k, 10M."""
+    """Make the vertical axis logarithmic, with ticks at 1, 2 and 5 times powers of ten, as people write them: 500, 2k,
+    10M.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_yscale("log")
@@ -204,7 +214,8 @@ def plot_heat_maps(
 ) -> Path:
     """Draw one heat map per model, two in a row, with a common scale of 0 to 100 percent; return the path.
 
-    tables[model][x, y] is a share in [0, 1]; x is a number of tokens, y a depth in [0, 1]. Lengths beyond `longest` are marked with *.
+    tables[model][x, y] is a share in [0, 1]; x is a number of tokens, y a depth in [0, 1]. Lengths beyond `longest` are
+    marked with *.
     """
     columns = min(HEAT_MAPS_PER_ROW, len(tables))
     rows = -(-len(tables) // columns)
@@ -239,7 +250,9 @@ def plot_heat_maps(
 
 
 def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str | None) -> Path:
-    """Draw quality against cost: labeled points with 95% intervals, and the Pareto front. names: of all models, for their colors."""
+    """Draw quality against cost: labeled points with 95% intervals, and the Pareto front. names: of all models, for
+    their colors.
+    """
     figure, (axes,) = _figure(width=7.0, height=4.8)
     styles = model_styles(names, base)
     ordered = sorted(chart.points, key=lambda name: (chart.points[name].cost, chart.points[name].quality))
@@ -279,7 +292,9 @@ def plot_pareto(path: Path, chart: ParetoChart, names: Sequence[str], base: str 
 
 
 def _extend_front(axes: Any, front: Sequence[CostPoint], higher_is_better: bool) -> None:
-    """Draw the front from its ends to the borders: no measured model costs less than its first point or is better than its last."""
+    """Draw the front from its ends to the borders: no measured model costs less than its first point or is better than
+    its last.
+    """
     if not front:
         return
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
@@ -292,7 +307,8 @@ def _extend_front(axes: Any, front: Sequence[CostPoint], higher_is_better: bool)
 
 
 def _separate_labels(figure: Any, labels: Sequence[Any], fixed: Sequence[Any], points: Sequence[Any]) -> None:
-    """Move each label to the first place around its point where it covers no earlier label, no point and nothing that is fixed.
+    """Move each label to the first place around its point where it covers no earlier label, no point and nothing that
+    is fixed.
 
     Without such a place, it takes the one where it covers least. points: (x, y) in the units of the axes.
     """
@@ -335,14 +351,18 @@ def _format_cost(value: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return text that matplotlib draws as it is: a pair of dollar signs would be a formula, and a leading _ hides a label."""
+    """Return text that matplotlib draws as it is: a pair of dollar signs would be a formula, and a leading _ hides a
+    label.
+    """
     return text.replace("$", r"\$") if not text.startswith("_") else "\u200b" + text.replace("$", r"\$")
 
 
 def plot_by_group(
     suite: str, results: Mapping[str, SuiteResult], folder: Path, base: str | None = "base"
 ) -> list[Path]:
-    """Draw per task heat maps (length x depth) and curves by length, where samples have these groups; return the paths."""
+    """Draw per task heat maps (length x depth) and curves by length, where samples have these groups; return the
+    paths.
+    """
     first = next(iter(results.values()))
     longest = first.info.get("longest")
     longest = longest if isinstance(longest, int) else None
@@ -380,7 +400,9 @@ def _curve(cells: Mapping[tuple[float, ...], tuple[float, float, float]]) -> Cur
 def _cell_values(
     result: SuiteResult, task: str | None, metric: EvalMetric, names: tuple[str, ...]
 ) -> dict[Any, tuple[float, float, float]]:
-    """Return (value, low, high) by cell, scaled for display: Wilson's interval of accuracies, else 1.96 standard errors."""
+    """Return (value, low, high) by cell, scaled for display: Wilson's interval of accuracies, else 1.96 standard
+    errors.
+    """
     cells: dict[Any, list[Sample]] = defaultdict(list)
     for sample in result.samples:
         if task in (None, sample.task) and all(n in sample.group for n in names) and metric.name in sample.metrics:

@@ -1,23 +1,26 @@
 """Means over units with their standard errors, and the 95% interval of what a conversion changed.
 
-A unit u is what the bootstrap draws: a question or a document. It gives the sums S_u = sum w m and W_u = sum w over its samples.
+A unit u is what the bootstrap draws: a question or a document. It gives the sums S_u = sum w m and W_u = sum w over its
+samples.
 
     value     v = sum_u S_u / sum_u W_u
     residual  r_u = f'(v) (S_u - v W_u) / sum W,     se^2 = n / (n - 1) sum r_u^2          (ratio estimator, linearised)
     change    d = f(v_a) - f(v_b),  residuals r_a - r_b of the same unit, so that the difficulty of a unit cancels
 
-with f the identity (means), or exp (perplexity). The ratio of perplexities is the exponential of the change of plain means.
-Units are resampled with replacement, BOOTSTRAP_DRAWS times.
+with f the identity (means), or exp (perplexity). The ratio of perplexities is the exponential of the change of plain
+means. Units are resampled with replacement, BOOTSTRAP_DRAWS times.
 
-Losses: the bootstrap-t interval [d - t_(97.5%) se, d - t_(2.5%) se] with t = (d* - d) / se* (Efron and Tibshirani 1993, 12.5),
-because their differences are skewed and unbounded. Documents of very unequal length make it too narrow: a long one pulls the mean
-to itself, so its residual is small. Errors therefore divide residuals by 1 - h_u, h_u = W_u / sum W (HC3, MacKinnon and White 1985),
-and each end is the farther of that interval's and of d -+ t se with Student's t for n_eff - 1 degrees of freedom, where
-n_eff = (sum W)^2 / sum W^2 (Kish 1965). Simulated with lognormal lengths (sigma 1 to 1.5) and 10 to 50 documents, it covers 94 to 97%
-for normal or gamma differences and 88 to 93% for lognormal ones, where percentiles of so few documents cannot do better.
+Losses: the bootstrap-t interval [d - t_(97.5%) se, d - t_(2.5%) se] with t = (d* - d) / se* (Efron and Tibshirani 1993,
+12.5), because their differences are skewed and unbounded. Documents of very unequal length make it too narrow: a long
+one pulls the mean to itself, so its residual is small. Errors therefore divide residuals by 1 - h_u, h_u = W_u / sum W
+(HC3, MacKinnon and White 1985), and each end is the farther of that interval's and of d -+ t se with Student's t for
+n_eff - 1 degrees of freedom, where n_eff = (sum W)^2 / sum W^2 (Kish 1965). Simulated with lognormal lengths (sigma 1
+to 1.5) and 10 to 50 documents, it covers 94 to 97% for normal or gamma differences and 88 to 93% for lognormal ones,
+where percentiles of so few documents cannot do better.
 
-Scores between 0 and `top`: percentiles, after two units are added whose scores differ by `top`, one in each direction (Bonett
-and Price 2012 for proportions: Laplace's rule for pairs). Without them the interval is far too narrow if nearly all pairs agree.
+Scores between 0 and `top`: percentiles, after two units are added whose scores differ by `top`, one in each direction
+(Bonett and Price 2012 for proportions: Laplace's rule for pairs). Without them the interval is far too narrow if nearly
+all pairs agree.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ Transform = Literal["mean", "exp"]
 
 @dataclass(frozen=True)
 class Units:
-    """Sums S_U and weights W_U per unit, float64. samples: effective number of samples, (sum w)^2 / sum w^2; None: each unit is one."""
+    """Sums S_U and weights W_U per unit, float64. samples: effective number of samples, (sum w)^2 / sum w^2; None: each
+    unit is one.
+    """
 
     sums_U: np.ndarray
     weights_U: np.ndarray
@@ -124,9 +129,9 @@ def student_quantile(freedom: float) -> float:
 def wilson_interval(units: Units) -> tuple[float, float]:
     """Return Wilson's 95% interval of a share of zeros and ones (Wilson 1927), in [0, 1].
 
-    n is the effective number of samples, p (1 - p) / se^2: the number of samples if these are the units, and less if a unit has
-    several that agree; never more than there are samples, as few units that happen to agree would say. At p = 0 or 1, where that is
-    undefined, it is (sum W)^2 / sum W^2 over units.
+    n is the effective number of samples, p (1 - p) / se^2: the number of samples if these are the units, and less if a
+    unit has several that agree; never more than there are samples, as few units that happen to agree would say. At p =
+    0 or 1, where that is undefined, it is (sum W)^2 / sum W^2 over units.
     """
     p, weights_U = units.value, units.weights_U
     residual_U = (units.sums_U - p * weights_U) / weights_U.sum()

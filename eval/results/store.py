@@ -5,8 +5,8 @@ DIR/<model>-<fingerprint>/<suite>/result.json    measurements and the options th
                                   lm_eval.json   lm-eval's own results, for suites that run through it
 DIR/results.json, table.md, *.png                the comparison
 
-A suite is not run again if its result.json was written by the same version, with the same options, dtype and kind of device.
-Model files and data must also have the same content.
+A suite is not run again if its result.json was written by the same version, with the same options, dtype and kind of
+device. Model files and data must also have the same content.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def describe(error: ValidationError) -> str:
 def read_samples(folder: Path, stored: StoredResult, shown: bool = True) -> SuiteResult:
     """Read the samples and arrays that belong to a result.json. Raises ValueError if they are damaged.
 
-    shown: keep prompts and outputs. Without them memory holds only the numbers of each sample, however long the file is.
+    shown: keep prompts and outputs. Without them memory holds only the numbers of each sample, however long the file
+    is.
     """
     from safetensors import SafetensorError
 
@@ -97,7 +98,10 @@ def read_samples(folder: Path, stored: StoredResult, shown: bool = True) -> Suit
 
 
 def _sample_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file of samples. Raises ValueError for a line or a number of lines beyond all that suites write."""
+    """Yield the lines of a file of samples.
+
+    Raises ValueError for a line or a number of lines beyond all that suites write.
+    """
     with open(path, "rb") as file:
         for number in range(MAX_SAMPLES + 1):
             line = file.readline(MAX_LINE + 1)
@@ -157,8 +161,11 @@ class ResultStore:
             return None  # damaged: measure again
 
     def save(self, folder: Path | None, key: dict[str, Any], result: SuiteResult) -> SuiteResult:
-        """Write a result to a temporary folder, then rename it. Return the result as a later run reads it, whose numbers have the types of
-        the files' schema: a run that was interrupted must write the same comparison as one that was not."""
+        """Write a result to a temporary folder, then rename it.
+
+        Return the result as a later run reads it, whose numbers have the types of the files' schema: a run that was
+        interrupted must write the same comparison as one that was not.
+        """
         if folder is None:
             return result
         new = folder.with_name(f".{folder.name}.{os.getpid()}")

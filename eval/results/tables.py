@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from surgery.eval.run import Evaluation
 
 LINE_GROUPS = {"length", "position"}  # groups that get their own lines
-LEGEND = "± is the standard error; [low, high] is a 95% interval, Wilson's for accuracies and that of a bootstrap for averages"
+LEGEND = (
+    "± is the standard error; [low, high] is a 95% interval, Wilson's for accuracies and that of a bootstrap for "
+    "averages"
+)
 HEADERS = ("suite", "task", "n", "base", "converted", "difference", "95% interval", "p")
 
 

@@ -1,9 +1,9 @@
 """--fail-below NAME=SHARE: fail if the converted model keeps too little of the base's quality.
 
-For a metric where higher is better (accuracy), the converted model must score at least SHARE x the base; where lower is better
-(perplexity, milliseconds), at most SHARE x the base. So ppl=1.05 allows 5% more perplexity, and needle=0.95 allows 5% fewer
-needles found. NAME is a suite (each of its tasks must pass) or a task; NAME:metric selects a metric other than the first.
-The measured ratio decides; its interval is reported beside it.
+For a metric where higher is better (accuracy), the converted model must score at least SHARE x the base; where lower is
+better (perplexity, milliseconds), at most SHARE x the base. So ppl=1.05 allows 5% more perplexity, and needle=0.95
+allows 5% fewer needles found. NAME is a suite (each of its tasks must pass) or a task; NAME:metric selects a metric
+other than the first. The measured ratio decides; its interval is reported beside it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def parse_thresholds(texts: Sequence[str], compared: bool) -> list[Threshold]:
 def check_thresholds(
     limits: Sequence[Threshold], rows: Sequence[ComparisonRow], first: dict[str, str], broken: Sequence[str]
 ) -> list[ThresholdResult]:
-    """Check thresholds against summary rows. first: suite -> main metric. A threshold on a suite that failed counts as missed.
+    """Check thresholds against summary rows. first: suite -> main metric.
+
+    A threshold on a suite that failed counts as missed.
 
     Raises SurgeryError if a threshold names nothing that was measured.
     """

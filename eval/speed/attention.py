@@ -1,9 +1,10 @@
-"""Benchmark of attention over T tokens, forward and training: torch's fused softmax, MLR attention, linear attention masks.
+"""Benchmark of attention over T tokens, forward and training: torch's fused softmax, MLR attention, linear attention
+masks.
 
-B = 2 with 48 heads and V = 64; also B = 1 with 8 heads, which fill only part of a GPU. Softmax and block mixing: K = 64 in every
-head. Gates, log-linear attention and the delta rule: K = 128 with one query/key head shared by all values, the setting of Guo et
-al. 2025. Masks are called with given signals (gates, lambdas), MLR attention as the whole mixer. The softmax branch of linear mixers is
-called with windows of 64, 256 and 1,024 tokens and four sinks.
+B = 2 with 48 heads and V = 64; also B = 1 with 8 heads, which fill only part of a GPU. Softmax and block mixing: K = 64
+in every head. Gates, log-linear attention and the delta rule: K = 128 with one query/key head shared by all values, the
+setting of Guo et al. 2025. Masks are called with given signals (gates, lambdas), MLR attention as the whole mixer. The
+softmax branch of linear mixers is called with windows of 64, 256 and 1,024 tokens and four sinks.
 """
 
 from __future__ import annotations
@@ -177,7 +178,9 @@ def split_ranks(key: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def mean_rank(key: int, length: int) -> float:
-    """Return the mean number of score dimensions of a causal pair: a share 1 - (1 - e)^2 of pairs is nearer than e T."""
+    """Return the mean number of score dimensions of a causal pair: a share 1 - (1 - e)^2 of pairs is nearer than e
+    T.
+    """
     ranks, extents = split_ranks(key, length)
     return sum(rank * (1 - (1 - extent / length) ** 2) for rank, extent in zip(ranks, (length, *extents)))
 
@@ -206,7 +209,8 @@ def make_local(t: BenchmarkTokens, window: int) -> CallAndLeaves:
 
 
 def make_mixer(t: BenchmarkTokens, window: int) -> CallAndLeaves:
-    """Return the call of a whole log-linear GDN mixer, from queries, keys, values and hidden states to outputs, and its leaf tensors.
+    """Return the call of a whole log-linear GDN mixer, from queries, keys, values and hidden states to outputs, and its
+    leaf tensors.
 
     window: tokens of its softmax branch, which has four sinks; 0: no softmax branch.
     """

@@ -1,4 +1,6 @@
-"""The rows of `surgery bench speed` (eval/speed/contexts.py) as samples, tables and a figure; the suite `speed` takes samples and figure."""
+"""The rows of `surgery bench speed` (eval/speed/contexts.py) as samples, tables and a figure; the suite `speed` takes
+samples and figure.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 LEGEND = (
-    "medians of the runs; in parentheses: times as fast as the original, or the share of its memory. All models took turns in one process. Peak memory "
+    "medians of the runs; in parentheses: times as fast as the original, or the share of its memory. All models took "
+    "turns in one process. Peak memory "
     "includes the model's weights, and a cache counts what it holds"
 )
 
@@ -165,8 +168,10 @@ def save_speed_plot(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_speed(results: Mapping[str, SuiteResult], path: Path, base: str | None) -> list[Path]:
-    """Draw a panel for each metric by length: median, and as a band the fastest to the slowest run. Return the path, or nothing without
-    a sample."""
+    """Draw a panel for each metric by length: median, and as a band the fastest to the slowest run.
+
+    Return the path, or nothing without a sample.
+    """
     from surgery.eval.results.plots import Panel, plot_panels
 
     first = next(iter(results.values()), None)

@@ -1,16 +1,18 @@
-"""`surgery bench speed`, and the suite `speed` of `surgery eval`: what a user waits for and what memory holds, by context.
+"""`surgery bench speed`, and the suite `speed` of `surgery eval`: what a user waits for and what memory holds, by
+context.
 
     first_token_ms   time to first token: one row is read, and the likeliest next token is chosen
     step_ms          a step of decoding B rows after that; tokens per second = 1000 B / step_ms
     cache_bytes      live bytes of the cache of all rows after the steps: keys, values and states, without room allocated in advance
     peak_bytes       on a GPU: the most memory allocated meanwhile, with the model's weights and without other models
 
-All models are in memory at once and take turns in one process: in each round every model runs once, so that other load on the machine
-affects all of them. The first round of a context compiles kernels and fills allocators, and is discarded. B rows are copies of the one
-that was read (eval/speed/generation.py).
+All models are in memory at once and take turns in one process: in each round every model runs once, so that other load
+on the machine affects all of them. The first round of a context compiles kernels and fills allocators, and is
+discarded. B rows are copies of the one that was read (eval/speed/generation.py).
 
-The JSON data has a row for each model, context and batch, with every measured time. A context is measured for all models or not at
-all; the file is written after each, and the same command continues a run that was killed or that reached its time limit.
+The JSON data has a row for each model, context and batch, with every measured time. A context is measured for all
+models or not at all; the file is written after each, and the same command continues a run that was killed or that
+reached its time limit.
 """
 
 from __future__ import annotations
@@ -135,8 +137,8 @@ def measure_context(
 
     Args:
         runs: rounds that are measured. slow_runs: the same if a round takes longer than SLOW_ROUND; None: `runs`.
-        steps: tokens that each run writes, at least 2. The first is not timed, because a cache may get a larger buffer for it.
-        deadline: by time.monotonic(); at least one round is measured, and no further one starts after it.
+        steps: tokens that each run writes, at least 2. The first is not timed, because a cache may get a larger buffer
+        for it. deadline: by time.monotonic(); at least one round is measured, and no further one starts after it.
     """
     size = min(model.config.get_text_config().vocab_size for model in models.values())
     generator = torch.Generator().manual_seed(seed)
@@ -167,7 +169,10 @@ def new_row(name: str, model: Any, context: int, batch: int) -> Row:
 
 @torch.inference_mode()
 def _run_once(model: Any, ids_1T: Tensor, rows: Mapping[int, Row], steps: int, keep: bool) -> None:
-    """Read the input once and decode in each batch; add the times to the rows if `keep`. What does not fit gets a note."""
+    """Read the input once and decode in each batch; add the times to the rows if `keep`.
+
+    What does not fit gets a note.
+    """
     device = ids_1T.device
     if rows[1].get("note"):
         return
@@ -213,7 +218,9 @@ def _decode_rows(model: Any, read: Any, token_11: Tensor, batch: int, steps: int
 
 
 class _Memory:
-    """Peak memory on a GPU: of one model's weights, and of what is allocated after this object was made; None elsewhere."""
+    """Peak memory on a GPU: of one model's weights, and of what is allocated after this object was made; None
+    elsewhere.
+    """
 
     def __init__(self, model: Any, device: torch.device):
         self.device, self.others = device, 0
@@ -279,5 +286,6 @@ def check_rows(rows: Sequence[Row]) -> None:
     if not any(row["step_ms"] for row in rows):
         notes = dict.fromkeys(f"{row['context']:,} tokens: {row['note']}" for row in rows if row.get("note"))
         raise SurgeryError(
-            f"speed: no length was measured; {'; '.join(notes) or 'the time limit came first'}. Give shorter lengths, or more time"
+            f"speed: no length was measured; {'; '.join(notes) or 'the time limit came first'}. Give shorter lengths, "
+            "or more time"
         )

@@ -1,9 +1,9 @@
 """Benchmark of decoding one token at context length T: each mixer with its own cache against softmax with a full cache.
 
-Width 2048, 32 query heads on 8 key/value heads of 64, as in a Llama of 1B parameters. A step is the mixer's whole call, from
-hidden states to output. Tokens per second = 1000 x batch / ms. The full cache is measured as transformers grows it (one copy per
-token) and preallocated. Linear mixers are also measured with a window of 64 tokens and four sinks. As in a cache, each step may
-overwrite the state of the step before.
+Width 2048, 32 query heads on 8 key/value heads of 64, as in a Llama of 1B parameters. A step is the mixer's whole call,
+from hidden states to output. Tokens per second = 1000 x batch / ms. The full cache is measured as transformers grows it
+(one copy per token) and preallocated. Linear mixers are also measured with a window of 64 tokens and four sinks. As in
+a cache, each step may overwrite the state of the step before.
 """
 
 from __future__ import annotations

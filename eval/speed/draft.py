@@ -1,13 +1,15 @@
 """`surgery bench draft`: how many drafts of a drafter its original accepts, and the bound on the speedup that follows.
 
-Prompts are windows of a text; both models continue each greedily. Beside the acceptance stands, for contexts T and batches B, the bound
+Prompts are windows of a text; both models continue each greedily. Beside the acceptance stands, for contexts T and
+batches B, the bound
 
     speedup <= tokens(a, k) (W + B C(T)) / (k (W_d + B C_d(T)) + W + B C(T)),    tokens(a, k) = (1 - a^(k+1)) / (1 - a)
 
-with W, C(T): bytes of the weights and of one row's cache that a step of the original reads, W_d, C_d(T): those of the drafter,
-a: the measured probability that a draft is accepted, k: drafts per round, the best from 0 to 16 (surgery/speculation/bound.py).
-Both loops, the original's own `generate` and the one with drafts, are also timed in turns, at batch 1 and 8. A converted model with
-mixers takes drafts too, by default those that are looked up in the text (`prompt-lookup`).
+with W, C(T): bytes of the weights and of one row's cache that a step of the original reads, W_d, C_d(T): those of the
+drafter, a: the measured probability that a draft is accepted, k: drafts per round, the best from 0 to 16
+(surgery/speculation/bound.py). Both loops, the original's own `generate` and the one with drafts, are also timed in
+turns, at batch 1 and 8. A converted model with mixers takes drafts too, by default those that are looked up in the text
+(`prompt-lookup`).
 """
 
 from __future__ import annotations
@@ -69,14 +71,16 @@ def bench_draft(
 
     Args:
         model: checkpoint of the original, a local folder or a Hub id.
-        drafter: name or file of a conversion recipe that needs no calibration, the folder of a checkpoint, or prompt-lookup. None:
+        drafter: name or file of a conversion recipe that needs no calibration, the folder of a checkpoint, or
+        prompt-lookup. None:
             sliding-window, or prompt-lookup for an original with mixers.
         text: text file, or Hub data set, of the prompts.
         sizes: small, main or full; None: main on a GPU, else small.
         device, dtype: as in `bench`.
         out: JSON file.
         progress: progress display.
-        replayed: result of an earlier run, whose acceptance pattern is timed on random weights (eval/speed/draft_replay.py), in place of
+        replayed: result of an earlier run, whose acceptance pattern is timed on random weights
+        (eval/speed/draft_replay.py), in place of
             model, drafter and text.
         time_limit: seconds after which no further case of a replay starts.
         command: the command line's arguments, recorded in the result.
@@ -148,7 +152,9 @@ def measure_acceptance(drafter: Drafter, ids_NP: Tensor, new: int) -> Speculativ
 
 
 def bounds(drafter: Drafter, probability: float) -> list[dict[str, Any]]:
-    """Return, for each context and batch, the bytes of a step of both models, the best number of drafts and the bound."""
+    """Return, for each context and batch, the bytes of a step of both models, the best number of drafts and the
+    bound.
+    """
     rows = []
     for context in CONTEXTS:
         for batch in BATCHES:
@@ -160,7 +166,8 @@ def bounds(drafter: Drafter, probability: float) -> list[dict[str, Any]]:
 
 
 def time_loops(drafter: Drafter, ids_NP: Tensor, new: int, batch: int) -> dict[str, float]:
-    """Return the median seconds of `generate` of the original and of the drafter, run in turns, for a batch of the prompts.
+    """Return the median seconds of `generate` of the original and of the drafter, run in turns, for a batch of the
+    prompts.
 
     Prompts are repeated where the batch is larger than their number.
     """
@@ -211,16 +218,22 @@ def draft_tables(result: dict[str, Any]) -> list[Any]:
         table.add_row(f"{context:,}", *cells)
     lines = [
         f"{result['drafter']} drafts for {result['model']}: {size_text(result['extra_bytes'])} of extra weights",
-        f"{acceptance['acceptance']:.1%} of {acceptance['drafted']} drafts accepted, {acceptance['probability']:.1%} of those that were reached; "
-        f"{acceptance['mean_run']:.2f} per round of {DRAFTS}; {acceptance['generated']} tokens in {acceptance['forwards']} forwards of the original",
+        f"{acceptance['acceptance']:.1%} of {acceptance['drafted']} drafts accepted, {acceptance['probability']:.1%} "
+        "of those that were reached; "
+        f"{acceptance['mean_run']:.2f} per round of {DRAFTS}; {acceptance['generated']} tokens in "
+        f"{acceptance['forwards']} forwards of the original",
     ]
     if result["window"] and result["window"] >= result["prompt_tokens"] + result["new_tokens"]:
         lines.append("the whole text fits into the drafter's window, so the acceptance says nothing about longer texts")
     lines += [
-        f"batch {row['batch']}: {row['original']:.3f} s alone, {row['drafter']:.3f} s with drafts, {row['speedup']:.2f}x"
+        f"batch {row['batch']}: {row['original']:.3f} s alone, {row['drafter']:.3f} s with drafts, "
+        f"{row['speedup']:.2f}x"
         for row in result["timing"]
     ]
-    where = f"{result['device']}, {result['dtype']}, {result['prompts']} prompts of {result['prompt_tokens']} tokens, {result['date']}"
+    where = (
+        f"{result['device']}, {result['dtype']}, {result['prompts']} prompts of {result['prompt_tokens']} tokens, "
+        f"{result['date']}"
+    )
     return [
         *lines,
         "",

@@ -1,10 +1,12 @@
-"""`surgery bench draft --replay FILE`: an acceptance pattern, measured on a trained decoder, replayed on larger random weights.
+"""`surgery bench draft --replay FILE`: an acceptance pattern, measured on a trained decoder, replayed on larger random
+weights.
 
-A model with random weights accepts no drafts, and a trained one of 1B parameters is not always at hand. FILE is the result of an
-earlier `bench draft`: for every draft whether the original accepted it. Here the original is a Llama of the shape SHAPES[sizes] with random weights,
-the drafter sees a window of its cache, and the number of tokens that a round writes is taken from the pattern. Work and memory traffic
-are those of the real loop: k drafts, one forward over k + 1 tokens, the comparison, and one read-back per round. All rows keep the length T, as
-in `bench serve`. On a GPU every forward is a CUDA graph, of the original's decoding too, and both take turns in one process.
+A model with random weights accepts no drafts, and a trained one of 1B parameters is not always at hand. FILE is the
+result of an earlier `bench draft`: for every draft whether the original accepted it. Here the original is a Llama of
+the shape SHAPES[sizes] with random weights, the drafter sees a window of its cache, and the number of tokens that a
+round writes is taken from the pattern. Work and memory traffic are those of the real loop: k drafts, one forward over k
++ 1 tokens, the comparison, and one read-back per round. All rows keep the length T, as in `bench serve`. On a GPU every
+forward is a CUDA graph, of the original's decoding too, and both take turns in one process.
 
     speedup = original's ms per token / (ms per round / tokens per round)      bound: the same quotient of counted bytes
 """
@@ -127,12 +129,14 @@ def load_pattern(path: str | os.PathLike[str]) -> dict[str, Any]:
         or not 0 < sum(map(len, patterns)) <= LONGEST
     ):
         raise SurgeryError(
-            f"{path} has no acceptance pattern. --replay takes the --out of `surgery bench draft --model SRC --text FILE`"
+            f"{path} has no acceptance pattern. --replay takes the --out of `surgery bench draft --model SRC --text "
+            "FILE`"
         )
     sizes = pattern.get("window"), pattern.get("sinks")
     if not all(type(n) is int and 0 <= n <= 2**20 for n in sizes) or not sizes[0]:
         raise SurgeryError(
-            f"{path} is of a drafter that is not a window of its original (window {sizes[0]!r}, sinks {sizes[1]!r}). Measure one with "
+            f"{path} is of a drafter that is not a window of its original (window {sizes[0]!r}, sinks {sizes[1]!r}). "
+            "Measure one with "
             "--drafter sliding-window"
         )
     return pattern
@@ -146,7 +150,10 @@ class Pattern:
         self.at = [row * len(self.hits) // batch for row in range(batch)]
 
     def next(self, drafts: int) -> list[int]:
-        """Return how many of the next `drafts` drafts of each row are accepted. The draft after them counts as rejected."""
+        """Return how many of the next `drafts` drafts of each row are accepted.
+
+        The draft after them counts as rejected.
+        """
         accepted_counts = []
         for row, at in enumerate(self.at):
             accepted = 0
@@ -269,9 +276,10 @@ def row_text(row: dict[str, Any]) -> str:
     if "note" in row:
         return f"{where}: {row['note']}"
     return (
-        f"{where}: {row['speedup']:.2f}x of a bound of {row['bound']:.2f}x ({row['speedup'] / row['bound']:.0%}), {row['drafts']} drafts per round, "
-        f"{row['tokens_per_round']:.2f} tokens written; {row['original_ms']:.3g} ms per token alone, {row['drafting_ms']:.3g} ms with drafts"
-        + ("" if row["pays"] else "; by counted bytes drafting does not pay")
+        f"{where}: {row['speedup']:.2f}x of a bound of {row['bound']:.2f}x ({row['speedup'] / row['bound']:.0%}), "
+        f"{row['drafts']} drafts per round, "
+        f"{row['tokens_per_round']:.2f} tokens written; {row['original_ms']:.3g} ms per token alone, "
+        f"{row['drafting_ms']:.3g} ms with drafts" + ("" if row["pays"] else "; by counted bytes drafting does not pay")
     )
 
 
@@ -279,7 +287,8 @@ def replay_lines(result: dict[str, Any]) -> list[str]:
     """Return the result as lines."""
     ends = "" if result["complete"] else "; stopped early"
     return [
-        f"random weights of the shape {result['shape']['num_hidden_layers']} layers x {result['shape']['hidden_size']}; acceptance replayed from "
+        f"random weights of the shape {result['shape']['num_hidden_layers']} layers x "
+        f"{result['shape']['hidden_size']}; acceptance replayed from "
         f"{result['pattern_of']} at {result['pattern_tokens']} tokens: {result['probability']:.1%} of tested drafts, "
         f"window {result['window']}, {result['sinks']} sinks",
         *map(row_text, result["rows"]),

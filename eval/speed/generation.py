@@ -1,7 +1,8 @@
-"""Time, memory and cache of decoding, measured on any causal language model: what `surgery bench serve` and the suite `speed` share.
+"""Time, memory and cache of decoding, measured on any causal language model: what `surgery bench serve` and the suite
+`speed` share.
 
-A batch of B rows that have read T tokens each is made from one row: its cache is copied to every row, which costs no prefill of
-B x T tokens and changes no time, because the time of a step does not depend on the values in the cache.
+A batch of B rows that have read T tokens each is made from one row: its cache is copied to every row, which costs no
+prefill of B x T tokens and changes no time, because the time of a step does not depend on the values in the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ MOST_REPEATS = 4096  # tokens that a repeated step may write: log-linear states 
 
 
 class PreallocatedLayer(DynamicLayer):
-    """Keys and values of B rows with room for further tokens, so that a step writes one token and does not copy the others.
+    """Keys and values of B rows with room for further tokens, so that a step writes one token and does not copy the
+    others.
 
     Args:
         row: layer of one row with keys and values (1, G, T, K).
@@ -53,7 +55,9 @@ class PreallocatedLayer(DynamicLayer):
         return buffer
 
     def show(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Make the first `tokens` tokens the content of the layer and return their keys and values (B, G, tokens, K)."""
+        """Make the first `tokens` tokens the content of the layer and return their keys and values (B, G, tokens,
+        K).
+        """
         self.tokens = tokens
         keys, values = (buffer[:, :, :tokens] for buffer in self.buffers)
         self.keys, self.values = keys, values
@@ -68,7 +72,10 @@ class PreallocatedLayer(DynamicLayer):
 
 
 def repeat_rows(cache: Any, batch: int, room: int) -> Any:
-    """Return a cache of `batch` rows equal to the one row of `cache`, which stays as it is. Plain layers get `room` further tokens."""
+    """Return a cache of `batch` rows equal to the one row of `cache`, which stays as it is.
+
+    Plain layers get `room` further tokens.
+    """
     if not hasattr(cache, "layers"):  # a model's own kind of cache
         rows = copy.deepcopy(cache)
         if batch > 1:
@@ -94,7 +101,9 @@ def rewind(cache: Any) -> None:
 
 @torch.inference_mode()
 def prefill(model: Any, ids_BT: Tensor, cache: Any = None) -> Any:
-    """Return the model's output on a prompt, with the logits of the last token only, where the model can leave out the others."""
+    """Return the model's output on a prompt, with the logits of the last token only, where the model can leave out the
+    others.
+    """
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     return model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **last)
 
@@ -112,7 +121,8 @@ def decode(model: Any, token_B1: Tensor, cache: Any, steps: int) -> float:
 def full_rows_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention function for rows without padding, whose last tokens are the queries: SDPA without a mask, so that heads share keys.
+    """Attention function for rows without padding, whose last tokens are the queries: SDPA without a mask, so that
+    heads share keys.
 
     Returns (out_BTHV, None). Several queries see the keys up to their own, which needs no mask in the flash kernel.
     """
@@ -132,8 +142,8 @@ AttentionMaskInterface.register(
 class RepeatedStep:
     """A greedy decoding step of B rows at a context of one length, which can be repeated; on a GPU it is a CUDA graph.
 
-    Each call reads the same number of tokens: keys and values of the new token are written behind the context, and the next call
-    writes over them. Recurrent states move on, in the same memory.
+    Each call reads the same number of tokens: keys and values of the new token are written behind the context, and the
+    next call writes over them. Recurrent states move on, in the same memory.
 
     Args:
         model: a causal language model.
@@ -141,7 +151,8 @@ class RepeatedStep:
         token_B1: the first tokens.
 
     Attributes:
-        problem: why the step could not be captured and runs one operation at a time; None: it was captured, or there is no GPU.
+        problem: why the step could not be captured and runs one operation at a time; None: it was captured, or there is
+        no GPU.
     """
 
     WARMUPS = 2  # they compile kernels and let buffers of keys grow
@@ -199,8 +210,8 @@ class RepeatedStep:
 def write_state(held: MixerState, left: MixerState, all_of_it: bool) -> None:
     """Write a step's state into the memory of the state before it, as the next step will read it.
 
-    all_of_it: of a recurrent state every tensor. Of a cache of keys that grows, tensors that a step copies; slots that it
-    appended to a buffer are free again.
+    all_of_it: of a recurrent state every tensor. Of a cache of keys that grows, tensors that a step copies; slots that
+    it appended to a buffer are free again.
     """
     if all_of_it:
         held.seen_B.copy_(left.seen_B)

@@ -1,8 +1,8 @@
 """Time of the CPU per eager call: what a call takes to start where a GPU waits for it, as with one token.
 
-A burst of calls is timed by the clock until the last one has been started. On a GPU the device is idle when a burst begins and nothing waits
-for it inside; a burst is short, so that its launches fit into the device's queue. Implementations take turns, and the least mean of a
-burst counts, because other load only adds time.
+A burst of calls is timed by the clock until the last one has been started. On a GPU the device is idle when a burst
+begins and nothing waits for it inside; a burst is short, so that its launches fit into the device's queue.
+Implementations take turns, and the least mean of a burst counts, because other load only adds time.
 """
 
 from __future__ import annotations

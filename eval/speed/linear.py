@@ -55,7 +55,9 @@ def checkpoint_shapes(name: str) -> tuple[tuple[int, int], ...]:
 def benchmark_cases(
     sizes: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[tuple[int, int]] | None = None
 ) -> Iterator[BenchmarkCase]:
-    """Yield the cases of all shapes and numbers of tokens. shapes: (in, out) of a model's linears, instead of SHAPES."""
+    """Yield the cases of all shapes and numbers of tokens. shapes: (in, out) of a model's linears, instead of
+    SHAPES.
+    """
     counts = TOKENS[sizes]
     if shapes is not None:
         sizes, counts = "compressed", MODEL_TOKENS["cuda" if device.type == "cuda" else "cpu"]
@@ -113,8 +115,10 @@ def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Ite
 
 
 def compressed_linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Iterator[LinearEntry]:
-    """Yield dense, and at half and a quarter of its parameters low rank and BTT 4 x 4: the kernel, the library's two products and the
-    reference. Ranks are those of the share, and rounded down to multiples of RANK_MULTIPLE where these differ."""
+    """Yield dense, and at half and a quarter of its parameters low rank and BTT 4 x 4: the kernel, the library's two
+    products and the reference. Ranks are those of the share, and rounded down to multiples of RANK_MULTIPLE where these
+    differ.
+    """
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     yield LinearEntry("dense", "measured", nn.Linear(in_, out, bias=False, **factory), in_ * out, "original")
     for name, divisor in SHARES.items():
@@ -200,7 +204,10 @@ def _make_case(
 def _make_graph_case(
     name: str, where: dict[str, int], entries: list[LinearEntry], device: torch.device, dtype: torch.dtype
 ) -> BenchmarkCase:
-    """Return the case of one token. Copies of the weights take turns, so that they are read from memory as in a model."""
+    """Return the case of one token.
+
+    Copies of the weights take turns, so that they are read from memory as in a model.
+    """
     x_1I = torch.randn(1, where["inputs"], device=device, dtype=dtype)
 
     def run(module: nn.Module, copies: int) -> Call:

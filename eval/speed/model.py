@@ -126,7 +126,9 @@ def fast_half_fused(model: Any) -> None:
 
 
 def fast_half_joined(model: Any) -> None:
-    """Replace every linear as `fast-half` does with `share: input`: one matrix for q, k and v, and one for gate and up."""
+    """Replace every linear as `fast-half` does with `share: input`: one matrix for q, k and v, and one for gate and
+    up.
+    """
     for layer in model.model.layers:
         for parent, names in zip((layer.self_attn, layer.mlp), JOINED_LINEARS):
             linears = [parent.get_submodule(name) for name in names]
@@ -159,7 +161,9 @@ def replace_linears(model: Any, config: Any, multiple: int = 1, keep: float = 0.
 
 
 def fit_half(config: Any, in_: int, out: int, multiple: int = 1, keep: float = 0.5) -> Any:
-    """Return the config of the largest rank with the share `keep` of the parameters, if above `multiple` rounded down to its multiples."""
+    """Return the config of the largest rank with the share `keep` of the parameters, if above `multiple` rounded down
+    to its multiples.
+    """
     fitted = STRUCTURES[config].fit(config, out, in_, int(keep * in_ * out))
     return replace(fitted, rank=fitted.rank // multiple * multiple) if fitted.rank > multiple > 1 else fitted
 
@@ -229,7 +233,9 @@ def compile_layers(model: Any) -> None:
 def _compiled_prefills(
     models: dict[str, Any], ids_1T: Any, sizes: str, device: torch.device, dtype: torch.dtype
 ) -> list[TimedImplementation]:
-    """Return prefill by compiled layers of the original and the models with structured linears; on a CPU nothing is compiled."""
+    """Return prefill by compiled layers of the original and the models with structured linears; on a CPU nothing is
+    compiled.
+    """
     implementations = []
     for name, choice, change in model_changes(sizes):
         if not name.startswith((ORIGINAL, "BTT", FAST_HALF)) or name.endswith(WITHOUT_CUDNN):

@@ -1,7 +1,7 @@
 """Roofline: lower bounds of run times from memory traffic and arithmetic.
 
-Time >= max(bytes / copy bandwidth, FLOP / matrix product rate), both rates measured in the same process. Inputs are read once
-and outputs written once.
+Time >= max(bytes / copy bandwidth, FLOP / matrix product rate), both rates measured in the same process. Inputs are
+read once and outputs written once.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def softmax_work(
 def window_work(
     batch: int, heads: int, tokens: int, window: int, key: int, value: int, *, back: bool, width: int
 ) -> WorkEstimate:
-    """Return the work of softmax attention over the last `window` tokens. Outputs are float32. Backward as in `softmax_work`."""
+    """Return the work of softmax attention over the last `window` tokens.
+
+    Outputs are float32. Backward as in `softmax_work`.
+    """
     moved = batch * heads * tokens * ((2 * key + value) * width + 4 * value)
     flops = 2 * batch * heads * tokens * min(window, tokens) * (key + value)
     return WorkEstimate(3 * moved, 3.5 * flops) if back else WorkEstimate(moved, flops)
@@ -77,8 +80,8 @@ def linear_attention_work(
 ) -> WorkEstimate:
     """Return the work of linear attention.
 
-    q, k of `groups` heads, v and o of all heads, `extra` float32 values per token and head (gates, levels). The state is read
-    and written once per token. Backward adds twice the bytes and operations.
+    q, k of `groups` heads, v and o of all heads, `extra` float32 values per token and head (gates, levels). The state
+    is read and written once per token. Backward adds twice the bytes and operations.
     """
     elements = batch * tokens * (2 * groups * key + 2 * heads * value)
     moved = elements * width + batch * tokens * heads * extra * 4

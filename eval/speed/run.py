@@ -48,10 +48,9 @@ def bench(
     """Run a benchmark and return its results as JSON data, written to `out` after every case.
 
     Args:
-        kind: one of KINDS, or "train", or "serve" or "speed", which continue the measurements of an unfinished run in `out`.
-        sizes: full, main, compressed (linears at half and a quarter of the parameters) or small; default: full on a GPU, else small.
-        peers: include other libraries.
-        time_limit: seconds after which no further case starts.
+        kind: one of KINDS, or "train", or "serve" or "speed", which continue the measurements of an unfinished run in
+        `out`. sizes: full, main, compressed (linears at half and a quarter of the parameters) or small; default: full
+        on a GPU, else small. peers: include other libraries. time_limit: seconds after which no further case starts.
         only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign
             excludes names. The first implementation always runs.
         dtype: bfloat16, float16 or float32; default: bfloat16 on a GPU, else float32.
@@ -68,7 +67,8 @@ def bench(
         return training.train(sizes, only, device, deadline, out=out, progress=progress, about=describe)
     if shapes_of is not None and (kind != "linear" or sizes is not None):
         raise SurgeryError(
-            f"--model gives the shapes of bench linear in place of --sizes (got bench {kind}, sizes {sizes}). Leave one out"
+            f"--model gives the shapes of bench linear in place of --sizes (got bench {kind}, sizes {sizes}). Leave "
+            "one out"
         )
     shapes = None if shapes_of is None else linear.checkpoint_shapes(shapes_of)
     run_device = choose_device(device)
@@ -105,7 +105,9 @@ def bench(
 
 
 def check_result_file(out: Path | None) -> None:
-    """Raise SurgeryError, before anything is measured, if results cannot be written to `out`, or if another kind of file would be lost."""
+    """Raise SurgeryError, before anything is measured, if results cannot be written to `out`, or if another kind of
+    file would be lost.
+    """
     if out is None:
         return
     if out.is_dir():
@@ -203,7 +205,9 @@ def case_line(case: BenchmarkCase, rows: list[ResultRow]) -> str:
 
 
 def describe_environment(device: torch.device, command: Sequence[str] = ()) -> dict[str, Any]:
-    """Return device, versions and date, which measurements depend on, and the command line's arguments without secrets."""
+    """Return device, versions and date, which measurements depend on, and the command line's arguments without
+    secrets.
+    """
     from surgery.publish.hub.files import redact_secrets
 
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}

@@ -1,14 +1,17 @@
-"""`surgery bench serve`: decoding throughput over batch sizes and contexts, original and converted, beside counted bytes.
+"""`surgery bench serve`: decoding throughput over batch sizes and contexts, original and converted, beside counted
+bytes.
 
 Models of a Llama's shape with random weights; one row is prefilled with random tokens and its cache copied to all rows
-(eval/speed/generation.py). All models decode in the same way: the memory of their caches is allocated in advance, and a step is one CUDA
-graph. They take turns in one process, and a cell is the median of the turns. Between turns a model gives back its cache, so that
-the next one has the memory. Tokens per second = 1000 B / ms of a step of B rows. Beside each cell stands what memory traffic alone
-predicts: with W bytes of weights and C(T) bytes of one row's cache (surgery/speculation/bound.py), a step reads W + B C(T), so
+(eval/speed/generation.py). All models decode in the same way: the memory of their caches is allocated in advance, and a
+step is one CUDA graph. They take turns in one process, and a cell is the median of the turns. Between turns a model
+gives back its cache, so that the next one has the memory. Tokens per second = 1000 B / ms of a step of B rows. Beside
+each cell stands what memory traffic alone predicts: with W bytes of weights and C(T) bytes of one row's cache
+(surgery/speculation/bound.py), a step reads W + B C(T), so
 
     predicted speed over the original = (W_o + B C_o(T)) / (W + B C(T)),    crossover  B* = (W - W_o) / (C_o(T) - C(T))
 
-A cell is a row of the JSON file, which is written after each (batch, context). The same command goes on where a killed run stopped.
+A cell is a row of the JSON file, which is written after each (batch, context). The same command goes on where a killed
+run stopped.
 """
 
 from __future__ import annotations
@@ -138,7 +141,9 @@ def continued_rows(
     is_whole: Callable[[dict[str, Any]], bool],
     same: Sequence[str] = SAME,
 ) -> list[dict[str, Any]]:
-    """Return the rows of an earlier, unfinished run of the same benchmark. Raise SurgeryError if the file holds anything else.
+    """Return the rows of an earlier, unfinished run of the same benchmark.
+
+    Raise SurgeryError if the file holds anything else.
 
     is_whole: whether a row has the names and numbers of this benchmark. same: what must be equal in both runs.
     """
@@ -151,7 +156,8 @@ def continued_rows(
     differ = [key for key in same if stored.get(key) != result[key]]
     if differ:
         raise SurgeryError(
-            f"{out} holds measurements with other {', '.join(differ)}, to which this run cannot add. Give another --out, or remove it"
+            f"{out} holds measurements with other {', '.join(differ)}, to which this run cannot add. Give another "
+            "--out, or remove it"
         )
     if not all(isinstance(row, dict) and is_whole(row) for row in stored["rows"]):
         raise SurgeryError(f"{out} has damaged rows. Give another --out, or remove it")
@@ -250,7 +256,8 @@ def fill_row(model: Any, cache: Any, context: int) -> None:
 
 
 def measure_once(model: Any, row_cache: Any, batch: int, sizes: str, device: torch.device) -> dict[str, Any]:
-    """Return ms of a step, whether it was captured, the bytes of the cache and, on a GPU, the peak memory of the device's process.
+    """Return ms of a step, whether it was captured, the bytes of the cache and, on a GPU, the peak memory of the
+    device's process.
 
     The peak leaves out the weights and rows of the other models.
     """

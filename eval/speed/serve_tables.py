@@ -13,7 +13,8 @@ from surgery.core.tables import command_line
 
 Cell = dict[str, Any]  # a row of the result, see eval/speed/serve.py
 LEGEND = (
-    "tokens per second of all rows together; speed over the original in the same cell, measured / predicted from the bytes that a step reads "
+    "tokens per second of all rows together; speed over the original in the same cell, measured / predicted from the "
+    "bytes that a step reads "
     "(weights once, the cache of each row)"
 )
 
@@ -62,7 +63,8 @@ def spread_lines(cells: list[Cell]) -> list[str]:
         if timed:
             worst, middle = max(timed, key=spread), median(map(spread, timed))
             lines.append(
-                f"{name}: median of {min(len(c['runs_ms']) for c in timed)} runs in turns with the other models, which lie {middle:.1%} apart "
+                f"{name}: median of {min(len(c['runs_ms']) for c in timed)} runs in turns with the other models, which "
+                f"lie {middle:.1%} apart "
                 f"(at most {spread(worst):.1%}: batch {worst['batch']}, context {worst['context']:,})"
             )
     return lines
@@ -82,7 +84,9 @@ def uncaptured_lines(cells: list[Cell]) -> list[str]:
 
 
 def reproduction(result: dict[str, Any]) -> list[str]:
-    """Return the line with the command that measured a result; [] if it was not recorded, or several runs were merged."""
+    """Return the line with the command that measured a result; [] if it was not recorded, or several runs were
+    merged.
+    """
     line = command_line(result.get("command")) if result.get("processes", 1) == 1 else ""
     return [f"reproduce with: {line}"] if line else []
 
@@ -95,7 +99,9 @@ def conditions(result: dict[str, Any]) -> str:
 
 
 def serve_grids(cells: list[Cell]) -> list[tuple[str, list[str], list[tuple[str, list[str]]]]]:
-    """Return for each context (title, columns, (model, cells)): throughput with speed over the original, then memory."""
+    """Return for each context (title, columns, (model, cells)): throughput with speed over the original, then
+    memory.
+    """
     batches = sorted({cell["batch"] for cell in cells})
     columns = [f"batch {batch}" for batch in batches]
     grids = []
@@ -158,7 +164,9 @@ def predicted_crossover(original: Cell, cell: Cell) -> str:
 
 
 def measured_crossover(pairs: list[tuple[int, bool]]) -> str:
-    """Return from which measured batch a model stays ahead, in words. pairs: (batch, whether it is ahead), ascending."""
+    """Return from which measured batch a model stays ahead, in words. pairs: (batch, whether it is ahead),
+    ascending.
+    """
     behind = [batch for batch, ahead in pairs if not ahead]
     since = [batch for batch, _ in pairs if not behind or batch > behind[-1]]
     if not since:
@@ -193,8 +201,10 @@ def missing_lines(cells: list[Cell]) -> list[str]:
 
 
 def save_serve_plot(result: dict[str, Any], path: Path) -> None:
-    """Draw tokens per second against the batch size, a panel per context. A dashed line is the prediction by counted bytes, scaled so that
-    it meets the original's first measured cell."""
+    """Draw tokens per second against the batch size, a panel per context.
+
+    A dashed line is the prediction by counted bytes, scaled so that it meets the original's first measured cell.
+    """
     try:
         import matplotlib
     except ImportError:

@@ -13,10 +13,14 @@ from surgery.eval.speed.serve_tables import reproduction, save_serve_plot, serve
 ResultRow = dict[str, Any]  # of surgery.eval.speed.timer, which brings torch
 
 CELL_LEGEND = (
-    "a cell has the median ms, the speedup over the first row, and the share of the roofline's speed (bytes over the copy "
+    "a cell has the median ms, the speedup over the first row, and the share of the roofline's speed (bytes over the "
+    "copy "
     "bandwidth or operations over the matrix product rate, whichever takes longer)"
 )
-HOST_LEGEND = "CPU time of an eager call: microseconds until its work is started, the least mean of short bursts of calls; dense: F.linear"
+HOST_LEGEND = (
+    "CPU time of an eager call: microseconds until its work is started, the least mean of short bursts of calls; "
+    "dense: F.linear"
+)
 
 
 def result_tables(result: dict[str, Any]) -> list[Any]:
@@ -163,7 +167,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def save_plot(result: dict[str, Any], path: Path) -> None:
-    """Draw ms against size, one figure per table; of `serve` tokens per second by batch size, of `speed` all measures by context."""
+    """Draw ms against size, one figure per table; of `serve` tokens per second by batch size, of `speed` all measures
+    by context.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -234,5 +240,8 @@ def training_tables(result: dict[str, Any]) -> list[Any]:
             f"{share:.1%}" if share is not None else "-",
             *(f"{peak / 1e9:.1f}" if peak else "-" for peak in peaks),
         )
-    where = f"{result['device']}, {result['processes']} process{'es' if result['processes'] > 1 else ''}, {result['precision']}, {result['date']}"
+    where = (
+        f"{result['device']}, {result['processes']} process{'es' if result['processes'] > 1 else ''}, "
+        f"{result['precision']}, {result['date']}"
+    )
     return [grid, where, *map(escape, reproduction({**result, "processes": 1}))]

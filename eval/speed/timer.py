@@ -1,12 +1,13 @@
 """Time implementations side by side: warm up each, then run all alternately; report medians.
 
     rows = Benchmark(device, ..).run(
-        BenchmarkCase("attention, forward", x=8192, sizes={..}, implementations=[TimedImplementation("SDPA flash", make), ..])
+        BenchmarkCase("attention, forward", x=8192, sizes={..}, implementations=[TimedImplementation("SDPA flash",
+        make), ..])
     )
 
-On a GPU, device events measure time, with the L2 cache flushed before each run. Launches are queued behind a pause as long as
-they take, unless the case includes launch time or the host synchronizes. On a CPU the clock measures time. A failure of one
-implementation (out of memory, unsupported) is noted in its row and does not stop the others.
+On a GPU, device events measure time, with the L2 cache flushed before each run. Launches are queued behind a pause as
+long as they take, unless the case includes launch time or the host synchronizes. On a CPU the clock measures time. A
+failure of one implementation (out of memory, unsupported) is noted in its row and does not stop the others.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class TimedImplementation:
 
     Attributes:
         make: prepares the inputs and returns the run.
-        choice: kernel choice during the run; with "kernel" or "products", an implementation for which none runs is not timed, because
+        choice: kernel choice during the run; with "kernel" or "products", an implementation for which none runs is not
+        timed, because
             the reference would be measured in its place.
         times: calls per run.
         op, options: its key in kernels/tuning.json; op "original" is what others replace.
@@ -67,8 +69,8 @@ class TimedImplementation:
 class BenchmarkCase:
     """One column of a table: implementations at one size x, compared with the first.
 
-    launches: whether times include the CPU's launch time. host: "no grad" or "grad" where the CPU's time per call is measured
-    (eval/speed/host_time.py), without or with gradients recorded.
+    launches: whether times include the CPU's launch time. host: "no grad" or "grad" where the CPU's time per call is
+    measured (eval/speed/host_time.py), without or with gradients recorded.
     """
 
     table: str
@@ -87,9 +89,11 @@ class LastRun(NamedTuple):
     work: WorkEstimate | None
 
     def growth(self, x: int, work: WorkEstimate | None) -> float:
-        """Return a lower bound of time at size x over the time at the last size, proportional to x where the work is unknown.
+        """Return a lower bound of time at size x over the time at the last size, proportional to x where the work is
+        unknown.
 
-        One token of a linear takes the time in which its weights are read, and 8,192 tokens do not take 8,192 times as long.
+        One token of a linear takes the time in which its weights are read, and 8,192 tokens do not take 8,192 times as
+        long.
         """
         if work is None or self.work is None or not self.work.bytes or not self.work.flops:
             return x / self.x
@@ -200,7 +204,9 @@ class Benchmark:
         return None
 
     def prepare(self, implementation: TimedImplementation, row: ResultRow, warm: bool = False) -> Call | None:
-        """Return the run, called once unless it is `warm`; None, with a note in the row, if it fails or no kernel computes it."""
+        """Return the run, called once unless it is `warm`; None, with a note in the row, if it fails or no kernel
+        computes it.
+        """
         try:
             with use_kernels(implementation.choice), record_dispatch() as used:
                 call = implementation.make()
@@ -232,7 +238,8 @@ class Benchmark:
             torch.cuda.empty_cache()
         except RuntimeError:
             raise SurgeryError(
-                f"{row['rival']} at {row['x']:,} left the GPU unusable ({row['note']}); please report it. Name the others "
+                f"{row['rival']} at {row['x']:,} left the GPU unusable ({row['note']}); please report it. Name the "
+                "others "
                 "with --only to measure without it"
             ) from None
 

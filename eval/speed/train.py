@@ -3,8 +3,8 @@
     bare loop   batches already on the device; forward, backward, gradient clipping and fused AdamW under torch's autocast
     surgery     surgery.training's loop: text read, tokenized and packed in parallel, Accelerate, step checks, log lines
 
-A figure is the median wall time of a few consecutive steps. Under `accelerate launch` surgery's loop runs alone, the batch
-divided among processes; `losses` show whether both loops train alike.
+A figure is the median wall time of a few consecutive steps. Under `accelerate launch` surgery's loop runs alone, the
+batch divided among processes; `losses` show whether both loops train alike.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 @dataclass
 class LoopTimes:
-    """Measurements of a loop per log interval: ms per step, losses, share of time spent waiting for text; peak memory in
-    bytes.
+    """Measurements of a loop per log interval: ms per step, losses, share of time spent waiting for text; peak memory
+    in bytes.
     """
 
     ms: list[float] = field(default_factory=list)

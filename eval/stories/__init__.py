@@ -3,13 +3,14 @@
 There are three kinds of document, each a pure function of a random generator:
 
     Story: ...                        sentences about people, things and places
-    Story: ... with codes hidden ...  the same, with sentences such as "The code of the red lantern is 7 3." inserted, and
+    Story: ... with codes hidden ... the same, with sentences such as "The code of the red lantern is 7 3." inserted,
+    and
                                       "Question: What is the code of the red lantern? Answer: 7 3." at the end
     List: ...                         facts without a story, and questions about them
 
 Codes, capitals and colors are drawn anew for each document, so a question can be answered from the context only.
-Every draw uses `Random.random()` alone, whose sequence Python guarantees across versions: a seed always gives the same bytes.
-Lengths are counted by the `count` function that is passed in (default: words, digits and punctuation marks).
+Every draw uses `Random.random()` alone, whose sequence Python guarantees across versions: a seed always gives the same
+bytes. Lengths are counted by the `count` function that is passed in (default: words, digits and punctuation marks).
 """
 
 import re
@@ -202,7 +203,8 @@ def list_document(rng: Random, most: int = 16) -> str:
 
 
 def drill(rng: Random, most: int = 8) -> list[tuple[str, bool]]:
-    """Return the simplest recall exercise: up to `most` facts, then repeated in other orders, as (text, whether it is a repetition).
+    """Return the simplest recall exercise: up to `most` facts, then repeated in other orders, as (text, whether it is a
+    repetition).
 
     Not part of the mixture; used in the first phase of training. Half are bare key-value pairs, half whole sentences.
     """

@@ -162,8 +162,8 @@ OPENINGS = (
     "{A} had a {pet} and loved {likes}. {A} was a {role} and lived by the {home}.",
 )
 
-# Templates of each kind of event: A acts, B is another person, `mine` is a thing that A holds, `new` a thing that A gets, `hidden`
-# a thing that lies at `where`. A 2 after a slot: a second draw from the same group.
+# Templates of each kind of event: A acts, B is another person, `mine` is a thing that A holds, `new` a thing that A
+# gets, `hidden` a thing that lies at `where`. A 2 after a slot: a second draw from the same group.
 EVENTS: dict[str, tuple[str, ...]] = {
     "walk": (
         "{when} {A} walked {manner} to the {place}.",

@@ -1,7 +1,7 @@
 """State of a story (people, their possessions, hidden things) and the sentences that change it.
 
-Facts about a person or thing stay fixed and are mentioned again many sentences later, so that a model predicts better if it
-uses distant context.
+Facts about a person or thing stay fixed and are mentioned again many sentences later, so that a model predicts better
+if it uses distant context.
 """
 
 from collections.abc import Sequence

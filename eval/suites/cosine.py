@@ -1,4 +1,6 @@
-"""Suite `cosine`: cosine similarity of an encoder's sentence embeddings to those of the original model, per sentence."""
+"""Suite `cosine`: cosine similarity of an encoder's sentence embeddings to those of the original model, per
+sentence.
+"""
 
 from __future__ import annotations
 

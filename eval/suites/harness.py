@@ -39,7 +39,9 @@ from surgery.eval.task_names import (
 
 
 def with_prefix(prefix: str, select: Callable[[EvalOptions], Sequence[str]]) -> Callable[[EvalOptions], Sequence[str]]:
-    """Return a function that puts a prefix before the selected tasks: `longbench`'s qasper is longbench_qasper in --samples."""
+    """Return a function that puts a prefix before the selected tasks: `longbench`'s qasper is longbench_qasper in
+    --samples.
+    """
     return lambda options: [f"{prefix}_{name}" for name in select(options)]
 
 

@@ -1,12 +1,13 @@
-"""Suite `mqar`: multi-query associative recall (Arora et al. 2023, "Zoology", section 4.1; zoology/data/multiquery_ar.py).
+"""Suite `mqar`: multi-query associative recall (Arora et al. 2023, "Zoology", section 4.1;
+zoology/data/multiquery_ar.py).
 
     k1 v1 k2 v2 .. | x x k2 x x x k1 x ..
 
-P key-value pairs are followed by random tokens among which every key appears once more; the next token should then be its value.
-The s-th place after the pairs is drawn with weight s^(a - 1), a = 0.01, without replacement and at even distances, so that most
-recalls are near, as in text. Keys come from one half of the vocabulary, values from the other. Zoology trains models on the
-task; here a pretrained model is asked in context. Metrics: `accuracy`, whether the value is likelier than all other values;
-`exact`, whether it is the likeliest token of the vocabulary; `nll` in nats.
+P key-value pairs are followed by random tokens among which every key appears once more; the next token should then be
+its value. The s-th place after the pairs is drawn with weight s^(a - 1), a = 0.01, without replacement and at even
+distances, so that most recalls are near, as in text. Keys come from one half of the vocabulary, values from the other.
+Zoology trains models on the task; here a pretrained model is asked in context. Metrics: `accuracy`, whether the value
+is likelier than all other values; `exact`, whether it is the likeliest token of the vocabulary; `nll` in nats.
 
 All draws use random.Random.random() alone, whose sequence Python guarantees across releases.
 """
@@ -68,13 +69,15 @@ class RecallSequence:
 def make_recall_sequence(
     vocabulary: Sequence[int], length: int, pairs: int, rng: Random, power: float = POWER_LAW_EXPONENT
 ) -> RecallSequence:
-    """Draw a sequence of `length` tokens with `pairs` key-value pairs; the vocabulary's first token is never a key, as in Zoology.
+    """Draw a sequence of `length` tokens with `pairs` key-value pairs; the vocabulary's first token is never a key, as
+    in Zoology.
 
     Raises SurgeryError unless length is even, at least 4 * pairs, and below the size of the vocabulary.
     """
     if length % 2 or 4 * pairs > length or len(vocabulary) <= length:
         raise SurgeryError(
-            f"mqar: {pairs} pairs in {length} tokens of a vocabulary of {len(vocabulary)}: the length must be even, at least "
+            f"mqar: {pairs} pairs in {length} tokens of a vocabulary of {len(vocabulary)}: the length must be even, at "
+            "least "
             "4 times the pairs, and below the vocabulary's size"
         )
     half = len(vocabulary) // 2
@@ -106,12 +109,13 @@ def _power_law(rng: Random, space: int, count: int, power: float) -> list[int]:
 
 LENGTHS = (64, 128, 256, 512)  # tokens; the lengths of Zoology's Figure 2
 TOKENS_PER_PAIR = 16
-# (tokens, pairs) of papers, for --pairs NAME; paths are those of HazyResearch/zoology at commit d88d6f5 (eval/upstream.py).
+# (tokens, pairs) of papers, for --pairs NAME; paths are those of HazyResearch/zoology at commit d88d6f5
+# (eval/upstream.py).
 #   zoology     Arora et al. 2023, arXiv:2312.04927, Figure 2: zoology/experiments/paper_configs/iclr24_zoology_figure2, whose entry
 #               (512, 64) is a comment there
 #   based       Arora et al. 2024, arXiv:2402.18668, Figure 2: the test configurations of arxiv24_based_figure2 beside it
-#   log-linear  Guo et al. 2025, arXiv:2506.04761, section 4.1: "256-token sequences containing 4 to 64 key-value pairs"; the powers of
-#               two between them are those of Based
+# log-linear Guo et al. 2025, arXiv:2506.04761, section 4.1: "256-token sequences containing 4 to 64 key-value pairs";
+# the powers of two between them are those of Based
 PAPER_SETTINGS: dict[str, tuple[tuple[int, int], ...]] = {
     "zoology": ((64, 4), (128, 8), (256, 16), (512, 64)),
     "based": ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)),
@@ -137,7 +141,8 @@ def sample_vocabulary(tokenizer: Any, seed: int) -> list[int]:
 
 
 def lengths_and_pairs(options: EvalOptions, room: int) -> list[tuple[int, int]]:
-    """Return (tokens, pairs) of the sequences to draw, from --lengths and --pairs. room: most tokens that the model can read.
+    """Return (tokens, pairs) of the sequences to draw, from --lengths and --pairs. room: most tokens that the model can
+    read.
 
     Raises SurgeryError if no length fits, or if --lengths is combined with a paper's settings, which have their own.
     """
@@ -154,7 +159,8 @@ def lengths_and_pairs(options: EvalOptions, room: int) -> list[tuple[int, int]]:
             settings = [(n, pairs) for n, pairs in settings if 4 * pairs <= n]
     if not settings:
         raise SurgeryError(
-            f"mqar: no length fits inputs of {room} tokens and {options.pairs or 'the default'} pairs, which need 4 tokens each. "
+            f"mqar: no length fits inputs of {room} tokens and {options.pairs or 'the default'} pairs, which need 4 "
+            "tokens each. "
             "Give --lengths, or fewer --pairs."
         )
     return settings

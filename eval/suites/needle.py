@@ -1,15 +1,16 @@
 """Suite `needle`: retrieval of a code from the context, by length and depth, for small models.
 
 needle         Questions of the story generator, which the embedded checkpoint was trained on: a code is stated once at some depth
-               of a story among other codes, and asked for at the end. One forward pass over question and answer suffices: greedy
-               decoding gives the answer exactly if every answer token is the argmax given the tokens before it.
+               of a story among other codes, and asked for at the end. One forward pass over question and answer
+               suffices: greedy decoding gives the answer exactly if every answer token is the argmax given the tokens
+               before it.
 needle-rank    For any tokenizer, without training: four keys and their values, each a single token, lie in the text, and the
                model's next-token likelihoods rank sixteen candidates, among them the four values:
 
     .. local text .. The code of k1 is v1. .. local text .. The code of k3 is v3. .. The code of k1 is
 
-               Guessing scores 1/16 for `accuracy` and 4/16 for `any` (any value of the context). A model that copies the last
-               value exceeds the first of these, but does not reach what retrieval reaches.
+               Guessing scores 1/16 for `accuracy` and 4/16 for `any` (any value of the context). A model that copies
+               the last value exceeds the first of these, but does not reach what retrieval reaches.
 
 Shapes: B batch, T tokens, N positions scored, V vocabulary, C candidates.
 """
@@ -216,7 +217,9 @@ class RankingQuestion:
 
 
 class Vocabulary:
-    """Tokens to use as keys and values: single-token words such as " lamp", or any ordinary tokens if there are too few."""
+    """Tokens to use as keys and values: single-token words such as " lamp", or any ordinary tokens if there are too
+    few.
+    """
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -373,7 +376,8 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
         )
     if small and "needle" in tasks:
         result.notes.append(
-            f"needle was not asked at {', '.join(f'{n:,}' for n in small)} tokens: its sentences are longer than that in this tokenizer"
+            f"needle was not asked at {', '.join(f'{n:,}' for n in small)} tokens: its sentences are longer than that "
+            "in this tokenizer"
         )
     if short := [n for n in lengths if n < MIN_LENGTH and "needle-rank" in tasks]:
         lengths_text = ", ".join(f"{n:,}" for n in short)

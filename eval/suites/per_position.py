@@ -1,6 +1,7 @@
 """Suite `per-position`: loss by position in the window, averaged over windows.
 
-It shows whether a model uses distant context (log-linear attention, Guo et al. 2025, Figure 5). The plot shows a running mean.
+It shows whether a model uses distant context (log-linear attention, Guo et al. 2025, Figure 5). The plot shows a
+running mean.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     read = [piece for piece in read if len(piece.ids) == longest]  # complete windows only
     if len(read) < 2:
         raise SurgeryError(
-            f"per-position: the text has {len(read)} complete windows of {longest} tokens, and 2 are needed. Use a shorter --length."
+            f"per-position: the text has {len(read)} complete windows of {longest} tokens, and 2 are needed. Use a "
+            "shorter --length."
         )
 
     def score(batch: list[TextWindow]) -> list[Tensor]:
@@ -77,7 +79,9 @@ def running_mean(values_NT: Tensor, width: int) -> Tensor:
 
 
 def position_curve(result: SuiteResult, width: int) -> Curve:
-    """Return the running mean of the losses with its 95% band: 1.96 standard errors over documents, or windows of one document."""
+    """Return the running mean of the losses with its 95% band: 1.96 standard errors over documents, or windows of one
+    document.
+    """
     from surgery.eval.results.plots import Curve
 
     losses_NT = result.arrays["loss_NT"]

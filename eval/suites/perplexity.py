@@ -1,7 +1,7 @@
 """Suite `ppl`: perplexity over every token after the first of each window or document.
 
-Bootstrap units are documents, or windows if the text is a single document, because neighboring tokens are not independent.
-`surgery eval` runs the suite on checkpoints; scripts call `measure` on loaded models.
+Bootstrap units are documents, or windows if the text is a single document, because neighboring tokens are not
+independent. `surgery eval` runs the suite on checkpoints; scripts call `measure` on loaded models.
 
     base = measure(model, tokenizer, options)
     summarize(measure(other, tokenizer, options), base)      perplexity, standard error, ratio to the base with 95% interval

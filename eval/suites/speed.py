@@ -1,8 +1,8 @@
 """Suite `speed`: time to first token, tokens per second, cache and peak memory, by context length.
 
-The measurement is that of `surgery bench speed` (eval/speed/contexts.py): base and converted model are in memory together and take
-turns in one process. The JSON rows of the benchmark are in the result's `info`, and samples and figures are made from them.
-A length that was measured for all models is not measured again after an interruption.
+The measurement is that of `surgery bench speed` (eval/speed/contexts.py): base and converted model are in memory
+together and take turns in one process. The JSON rows of the benchmark are in the result's `info`, and samples and
+figures are made from them. A length that was measured for all models is not measured again after an interruption.
 """
 
 from __future__ import annotations

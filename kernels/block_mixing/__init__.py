@@ -1,7 +1,8 @@
-"""Attention that mixes blocks, by a Toeplitz or a dense matrix: sums of blocks, their mixing, and the read-out, forward and backward.
+"""Attention that mixes blocks, by a Toeplitz or a dense matrix: sums of blocks, their mixing, and the read-out, forward
+and backward.
 
-The backward pass keeps q, k, v and the parameters only, and computes sums and mixed sums again. Sums of bfloat16 tokens are stored in
-bfloat16, others in float32 (float16 would overflow), states in float32.
+The backward pass keeps q, k, v and the parameters only, and computes sums and mixed sums again. Sums of bfloat16 tokens
+are stored in bfloat16, others in float32 (float16 would overflow), states in float32.
 """
 
 from __future__ import annotations
@@ -44,8 +45,11 @@ class BlockMixing(Protocol):
 
 
 class CausalMixing:
-    """Causal Toeplitz mixing. Parameters: rate_RG, weight_RGJ, first (B, R, G, E) or None, count_B in blocks or None. Its state is the last
-    one of the scan, if `first` is given."""
+    """Causal Toeplitz mixing.
+
+    Parameters: rate_RG, weight_RGJ, first (B, R, G, E) or None, count_B in blocks or None. Its state is the last one of
+    the scan, if `first` is given.
+    """
 
     def mix(self, sums: Tensor, *parameters: Any) -> tuple[Tensor, Any]:
         """Return (mixed sums, last states (B, R, G, E) or None)."""
@@ -74,8 +78,10 @@ class BidirectionalMixing:
 
 @dataclass(frozen=True)
 class DenseMixing:
-    """Mixing by a matrix, one matrix product per group. Parameter: weight_GJNN, with a zero upper triangle where attention is causal.
-    keep: return the sums as the state."""
+    """Mixing by a matrix, one matrix product per group.
+
+    Parameter: weight_GJNN, with a zero upper triangle where attention is causal. keep: return the sums as the state.
+    """
 
     keep: bool
 
@@ -97,8 +103,8 @@ class DenseMixing:
 class BlockMixingFunction(torch.autograd.Function):
     """Attention that mixes blocks, (out (B, G, J, T, V), state of the mixing), with gradients.
 
-    Inputs: q (B, G, J, T, F), k (B, G, T, F), v (B, G, T, V), the parameters of the mixing, and own_GJN, the weight of a block
-    in itself (None if the mixing includes it).
+    Inputs: q (B, G, J, T, F), k (B, G, T, F), v (B, G, T, V), the parameters of the mixing, and own_GJN, the weight of
+    a block in itself (None if the mixing includes it).
     """
 
     @staticmethod

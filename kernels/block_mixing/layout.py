@@ -41,8 +41,10 @@ class BlockLayout:
         return max(16, min(64, next_power_of_2(self.block)))
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return sum_t x_t y_t^T of each block, (B, G, [J,] N, F V), of x (B, G, [J,] T, F) and y (B, G, [J,] T, V). A last column of y
-        is stored behind the others (`has_extra_column`)."""
+        """Return sum_t x_t y_t^T of each block, (B, G, [J,] N, F V), of x (B, G, [J,] T, F) and y (B, G, [J,] T, V).
+
+        A last column of y is stored behind the others (`has_extra_column`).
+        """
         heads, features = x.shape[2] if x.dim() == 5 else 1, x.shape[-1]
         more = has_extra_column(y.shape[-1])
         values = y.shape[-1] - more
@@ -71,10 +73,10 @@ class BlockLayout:
     ) -> tuple[Tensor, Tensor | None]:
         """Launch `read_blocks`, and return (its output, shares).
 
-        x, y, z have an axis of the heads of a group, or none for one head. mixed: the mixed sums M, None for zeros. weight_GJN: weight
-        of a block in itself, None for zeros. back: tokens read the later tokens of their block instead of the earlier ones. turned:
-        M^T in place of M. shares_GJN, given `compared`: the sum over rows of <compared_t, what t reads of its own block,
-        unweighted>, else None.
+        x, y, z have an axis of the heads of a group, or none for one head. mixed: the mixed sums M, None for zeros.
+        weight_GJN: weight of a block in itself, None for zeros. back: tokens read the later tokens of their block
+        instead of the earlier ones. turned: M^T in place of M. shares_GJN, given `compared`: the sum over rows of
+        <compared_t, what t reads of its own block, unweighted>, else None.
         """
         (batch, groups), heads = x.shape[:2], x.shape[2] if x.dim() == 5 else 1
         per_group = y.shape[2] if back else heads
@@ -133,7 +135,9 @@ def tile_side(size: int) -> int:
 
 
 def has_extra_column(values: int) -> bool:
-    """Return whether the last of `values` columns is stored apart: a normaliser's, which would cost a tile of its own."""
+    """Return whether the last of `values` columns is stored apart: a normaliser's, which would cost a tile of its
+    own.
+    """
     return values > 16 and values % 16 == 1
 
 
@@ -153,5 +157,7 @@ def unpack_state(state: Tensor, features: int, values: int) -> Tensor:
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Return x, copied if the elements of a row are not contiguous, or if the rows of a block, 1,024 at most, may span 2^31 elements."""
+    """Return x, copied if the elements of a row are not contiguous, or if the rows of a block, 1,024 at most, may span
+    2^31 elements.
+    """
     return x if x.stride(-1) == 1 and x.stride(-2) < 2**20 else x.contiguous()

@@ -28,8 +28,11 @@ def step_states(
     R: tl.constexpr, J: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Compute out (B, G, J, V) and the next state, after (B, R, G, F, V). Grid: (B * G, tiles of V); a program computes BV values of one
-    row and group. start_B: position of the token; count_B: whether the row has one; BLOCK: tokens of a block."""
+    """Compute out (B, G, J, V) and the next state, after (B, R, G, F, V).
+
+    Grid: (B * G, tiles of V); a program computes BV values of one row and group. start_B: position of the token;
+    count_B: whether the row has one; BLOCK: tokens of a block.
+    """
     bg = tl.program_id(0).to(tl.int64)
     b, g = bg // G, bg % G
     f, column = tl.arange(0, BF), tl.program_id(1) * BV + tl.arange(0, BV)

@@ -1,5 +1,5 @@
-"""block_scan and block_scan_bidirectional on the GPU: one pass over the blocks' sums in each direction, and gradients by the same pass
-from the other end (kernels/block_mixing/scan_kernels.py).
+"""block_scan and block_scan_bidirectional on the GPU: one pass over the blocks' sums in each direction, and gradients
+by the same pass from the other end (kernels/block_mixing/scan_kernels.py).
 
 Shapes: sums (B, G, M, E), mixed sums (B, G, J, M, E), states (B, R, G, E); M blocks, E = F V elements of a flat sum.
 """
@@ -18,8 +18,8 @@ from surgery.core.dispatch import register_kernel
 from surgery.kernels.block_mixing.scan_kernels import parameter_grad_tiles, scan_tiles, toeplitz_tables
 from surgery.mixers.masks.toeplitz_block_mixing import block_scan, block_scan_bidirectional
 
-# Per dtype of the sums: dtype of tables, dtype of products' operands and precision of products. float16 is exact in tf32, whose range
-# does not end at 65,504. Triton's interpreter has no products of bfloat16.
+# Per dtype of the sums: dtype of tables, dtype of products' operands and precision of products. float16 is exact in
+# tf32, whose range does not end at 65,504. Triton's interpreter has no products of bfloat16.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OPERANDS = {
     torch.bfloat16: (torch.float32, tl.float32, "ieee") if INTERPRETED else (torch.bfloat16, tl.bfloat16, "tf32"),
@@ -40,7 +40,8 @@ class ScanTile:
     stages: int
 
 
-# The fastest of 30 on one H200 (2026-11-21, 12 heads of 64 x 64): 0.80 ms for 16,384 blocks; reading and writing them takes 0.77 ms.
+# The fastest of 30 on one H200 (2026-11-21, 12 heads of 64 x 64): 0.80 ms for 16,384 blocks; reading and writing them
+# takes 0.77 ms.
 SCAN_TILES = {
     torch.bfloat16: ScanTile(16, 128, 4, 4),
     torch.float16: ScanTile(16, 64, 4, 3),
@@ -89,8 +90,9 @@ class ToeplitzKernel:
 class ScanPlan:
     """Direction and boundaries of a scan.
 
-    adjoint: from mixed sums to sums. reverse: from the last block to the first. diagonal: with the block's own sum. first (B, R, G, E):
-    states that enter, None for zeros. count_B: blocks of each row, None for all M. tile: None for the fastest one of the dtype.
+    adjoint: from mixed sums to sums. reverse: from the last block to the first. diagonal: with the block's own sum.
+    first (B, R, G, E): states that enter, None for zeros. count_B: blocks of each row, None for all M. tile: None for
+    the fastest one of the dtype.
     """
 
     adjoint: bool = False
@@ -149,7 +151,9 @@ def scan(
 def parameter_grads(
     x: Tensor, grad: Tensor, kernel: ToeplitzKernel, plan: ScanPlan | None = None, grad_last: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (drate_RG, dweight_RGJ) of the scan `plan` of sums x. grad: of its mixed sums; grad_last: of its last state."""
+    """Return (drate_RG, dweight_RGJ) of the scan `plan` of sums x. grad: of its mixed sums; grad_last: of its last
+    state.
+    """
     plan = plan or ScanPlan()
     batch, groups, per_group, blocks, elements = grad.shape
     components = len(kernel.rate_RG)
@@ -209,8 +213,10 @@ def scan_backward(
 
 
 class BidirectionalScanFunction(torch.autograd.Function):
-    """Scan of x (B, G, M, E) in both directions, and its gradients. K(|d|) is symmetric, so that the adjoint differs only in the side on
-    which a_r is multiplied."""
+    """Scan of x (B, G, M, E) in both directions, and its gradients.
+
+    K(|d|) is symmetric, so that the adjoint differs only in the side on which a_r is multiplied.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate_RG: Tensor, weight_RGJ: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
     tile of BM blocks x BE elements:   mixed = K X + P H,   H' = e^(-lambda BM) H + W X
     K[i, k] = sum_r a_r e^(-lambda_r (i - k)), i > k    P[i, r] = a_r e^(-lambda_r i)    W[r, i] = e^(-lambda_r (BM - i))
 
-X (BM, BE): the sums of the tile's blocks. H (R, BE): the states that enter the tile; H_n + X_n is the state S_n behind block n.
-K X, P H and W X are matrix products, so that R adds width but no passes: memory is read once and written once. A program walks all
-tiles of its BE elements of one query head. In reverse it starts from the last block. The adjoint has a_r on its inputs instead of
-its outputs and sums over the query heads.
-Letters: M blocks, E = F V elements of a flat sum, RP: the power of two of R, OP: the dtype of products' operands.
-Source of the mask: surgery/mixers/masks/toeplitz_block_mixing.py. Arguments stay scalars: Triton 3.2, the oldest one supported, has
-no tuples.
+X (BM, BE): the sums of the tile's blocks. H (R, BE): the states that enter the tile; H_n + X_n is the state S_n behind
+block n. K X, P H and W X are matrix products, so that R adds width but no passes: memory is read once and written once.
+A program walks all tiles of its BE elements of one query head. In reverse it starts from the last block. The adjoint
+has a_r on its inputs instead of its outputs and sums over the query heads. Letters: M blocks, E = F V elements of a
+flat sum, RP: the power of two of R, OP: the dtype of products' operands. Source of the mask:
+surgery/mixers/masks/toeplitz_block_mixing.py. Arguments stay scalars: Triton 3.2, the oldest one supported, has no
+tuples.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def advance(
     R: tl.constexpr, HEADS: tl.constexpr, REVERSE: tl.constexpr, BM: tl.constexpr, RP: tl.constexpr, OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (mixed sums of a tile, the state behind it). read = P, write = W, near = K, fade = e^(-lambda BM); with one head, write
-    has the factor a_r. HEADS: input heads, `size` elements apart."""
+    """Return (mixed sums of a tile, the state behind it). read = P, write = W, near = K, fade = e^(-lambda BM); with
+    one head, write has the factor a_r. HEADS: input heads, `size` elements apart."""
     i, r = tl.arange(0, BM), tl.arange(0, RP)
     mixed = tl.dot(read, state.to(OP), input_precision=PRECISION)
     state = state * fade
@@ -112,11 +112,12 @@ def scan_tiles(
     BM: tl.constexpr, BE: tl.constexpr, RP: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute out (B, G, J, M, E) of x (B, G, M, E), or of x (B, G, J, M, E) out (B, G, M, E) if ADJOINT. Grid: (tiles of E * heads of out,
-    B * G).
+    """Compute out (B, G, J, M, E) of x (B, G, M, E), or of x (B, G, J, M, E) out (B, G, M, E) if ADJOINT.
 
-    first, last (B, R, G, E): states before the first and behind the last block, if INITIAL and FINAL. counts_B: blocks of a row, if
-    COUNTED. table: K of every query head, read where several are summed.
+    Grid: (tiles of E * heads of out, B * G).
+
+    first, last (B, R, G, E): states before the first and behind the last block, if INITIAL and FINAL. counts_B: blocks
+    of a row, if COUNTED. table: K of every query head, read where several are summed.
     """
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
@@ -174,9 +175,11 @@ def correlate(
     x, grad, later, write, fade, ahead, state, slope, pairs, sum_0, sum_1, pos0, count, E, e,
     REVERSE: tl.constexpr, BM: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (H, T) `ahead` blocks on (state, slope), and the products of dO with X (BM, BM), with H and with T (BM, RP).
+    """Return (H, T) `ahead` blocks on (state, slope), and the products of dO with X (BM, BM), with H and with T (BM,
+    RP).
 
-    The products include one more tile; `parameter_grad_tiles` sums them."""
+    The products include one more tile; `parameter_grad_tiles` sums them.
+    """
     tile = load_tile(x, pos0, count, E, e, REVERSE, BM, OP)
     wanted = load_tile(grad, pos0, count, E, e, REVERSE, BM, OP)
     pairs = tl.dot(wanted, tl.trans(tile), pairs, input_precision=PRECISION)
@@ -195,7 +198,9 @@ def parameter_grad_tiles(
     BM: tl.constexpr, BE: tl.constexpr, RP: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute sums (B, G, J, tiles of E, 2, RP), the partial gradients of a_r and lambda_r. Grid: (tiles of E * J, B * G).
+    """Compute sums (B, G, J, tiles of E, 2, RP), the partial gradients of a_r and lambda_r.
+
+    Grid: (tiles of E * J, B * G).
 
         sums[0] = sum_n <dO_n, H_n>    sums[1] = -a_r sum_n <dO_n, T_n> - <dS_last, T_last>,    dO = grad_BGJME
 

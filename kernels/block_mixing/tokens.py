@@ -3,18 +3,19 @@
     sum_blocks    X_n = sum of x_t y_t^T over the tokens of block n
     read_blocks   o_t = w_n sum_s (x_t . y_s) z_s + x_t M_n, over s of t's block, s <= t
 
-read_blocks is linear attention and its gradients: (x, y, z, M) = (q, k, v, M) gives o and (do, v, k, M^T) gives dq. With s >= t and
-summed over the query heads, (k, q, do, dX) gives dv and (v, do, q, dX^T) gives dk. Where their tiles fit side by side,
-read_blocks_backward computes dv and dk together and reads q, do, k, v and dX once:
+read_blocks is linear attention and its gradients: (x, y, z, M) = (q, k, v, M) gives o and (do, v, k, M^T) gives dq.
+With s >= t and summed over the query heads, (k, q, do, dX) gives dv and (v, do, q, dX^T) gives dk. Where their tiles
+fit side by side, read_blocks_backward computes dv and dk together and reads q, do, k, v and dX once:
 
     dv_s = sum_j w_n sum_t (k_s . q_jt) do_jt + k_s dX_n     dk_s = sum_j w_n sum_t (v_s . do_jt) q_jt + v_s dX_n^T
 
 over t of s's block, t >= s, and the query heads j of a group.
 
-Blocks begin where positions start_b + t are multiples of BLOCK. If V = 16 n + 1 (a normaliser's column of ones beside the values), the
-last column is computed by sums instead of products (MORE); a matrix X_n is then F x (V - 1) elements, followed by F of the last
-column. F: features, V: values, J: query heads of a group; BT, BF, BV: tiles; OP: the dtype of products' operands. Arguments x_b, x_g,
-x_j, x_t are strides of rows, groups, heads and tokens. They stay scalars: Triton 3.2, the oldest one supported, has no tuples.
+Blocks begin where positions start_b + t are multiples of BLOCK. If V = 16 n + 1 (a normaliser's column of ones beside
+the values), the last column is computed by sums instead of products (MORE); a matrix X_n is then F x (V - 1) elements,
+followed by F of the last column. F: features, V: values, J: query heads of a group; BT, BF, BV: tiles; OP: the dtype of
+products' operands. Arguments x_b, x_g, x_j, x_t are strides of rows, groups, heads and tokens. They stay scalars:
+Triton 3.2, the oldest one supported, has no tuples.
 """
 
 from __future__ import annotations
@@ -77,11 +78,13 @@ def read_blocks(
     MORE_F: tl.constexpr, MORE_V: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
     BV: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute out (B, G, H, T, V (+ 1)) of x with F (+ 1) features. Grid: (N * tiles of a block * tiles of V, B * G * H).
+    """Compute out (B, G, H, T, V (+ 1)) of x with F (+ 1) features.
 
-    BACK: s >= t, H = 1 and a sum over the J heads of y and z; else H = J, and y and z have one head. INNER: with the own block, weighted
-    by w_n; MIXED: with M_n. MORE_F, MORE_V: x or the output has a last column. SHARES: store the sum over the tile of <compared_t,
-    unweighted part of the own block>.
+    Grid: (N * tiles of a block * tiles of V, B * G * H).
+
+    BACK: s >= t, H = 1 and a sum over the J heads of y and z; else H = J, and y and z have one head. INNER: with the
+    own block, weighted by w_n; MIXED: with M_n. MORE_F, MORE_V: x or the output has a last column. SHARES: store the
+    sum over the tile of <compared_t, unweighted part of the own block>.
     """
     H: tl.constexpr = 1 if BACK else J
     SUMMED: tl.constexpr = J if BACK else 1
@@ -166,8 +169,11 @@ def read_blocks_backward(
     BLOCK: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk (B, G, T, F) and dv (B, G, T, V (+ 1)). Grid: (N * tiles of a block, B * G). sums: dX (B, G, N, F V (+ F)). INNER: with
-    the own block; MORE: with a last column."""
+    """Compute dk (B, G, T, F) and dv (B, G, T, V (+ 1)).
+
+    Grid: (N * tiles of a block, B * G). sums: dX (B, G, N, F V (+ F)). INNER: with the own block; MORE: with a last
+    column.
+    """
     TILES: tl.constexpr = (BLOCK + BT - 1) // BT
     tile, n = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     bg = tl.program_id(1).to(tl.int64)

@@ -2,7 +2,8 @@
 
     z[n,b,c,s] = sum_d x[n,c,d] right[c,d,b,s]        y[n,b,a] = sum_cs z[n,b,c,s] left[b,c,s,a] + bias
 
-dx is the same map with the cores exchanged. The gradients of the cores are products of z, recomputed, with dy, and of x with dz:
+dx is the same map with the cores exchanged. The gradients of the cores are products of z, recomputed, with dy, and of x
+with dz:
 
     dz[n,b,c,s] = sum_a dy[n,b,a] left[b,c,s,a]       dx[n,c,d]      = sum_bs dz[n,b,c,s] right[c,d,b,s]
     dleft[b,c,s,a] = sum_n z[n,b,c,s] dy[n,b,a]       dright[c,d,b,s] = sum_n dz[n,b,c,s] x[n,c,d]
@@ -55,7 +56,9 @@ def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | Non
 def bind_kernel(
     x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int
 ) -> Callable[..., Tensor] | None:
-    """Return the function that runs all calls of a few tokens with the key of this one; None for other calls, and where x is copied."""
+    """Return the function that runs all calls of a few tokens with the key of this one; None for other calls, and where
+    x is copied.
+    """
     x_NI = x.reshape(-1, x.shape[-1])
     if x_NI.shape[0] > TOKENS_PER_PROGRAM or x_NI.data_ptr() != x.data_ptr() or limit_strides(x_NI) is not x_NI:
         return None
@@ -87,8 +90,8 @@ def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Te
 
 
 def limit_strides(x_NI: Tensor) -> Tensor:
-    """Return x, copied if a tile of it spans 2^31 elements or more: the last tokens of long sequences, whose rows lie a sequence
-    apart, or a transposed matrix."""
+    """Return x, copied if a tile of it spans 2^31 elements or more: the last tokens of long sequences, whose rows lie a
+    sequence apart, or a transposed matrix."""
     step_N, step_I = x_NI.stride()
     return x_NI if plan.MAX_TILE_TOKENS * step_N + x_NI.shape[1] * step_I < 2**31 else x_NI.contiguous()
 
@@ -164,7 +167,9 @@ class BTTFunction(torch.autograd.Function):
 def kernel_gradients(
     x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor, *, x: bool, cores: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, right and left by the kernels; None for x or for the cores where they are not wanted."""
+    """Return the gradients of x, right and left by the kernels; None for x or for the cores where they are not
+    wanted.
+    """
     dy_NO = limit_strides(dy_NO)
     dx = torch.empty_like(x_NI) if x else None
     if not cores:
@@ -193,7 +198,9 @@ def input_gradient(dy_NO: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, dx_NI: 
 def core_gradients(
     x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor, dx_NI: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return (dx, dright, dleft) from z and dz, computed for so many tokens at a time that z has at most MAX_HELD_ELEMENTS."""
+    """Return (dx, dright, dleft) from z and dz, computed for so many tokens at a time that z has at most
+    MAX_HELD_ELEMENTS.
+    """
     (c, _, b, s), N = right.shape, x_NI.shape[0]
     size = max(64, MAX_HELD_ELEMENTS // (b * c * s) // 64 * 64)
     if size >= N:

@@ -1,4 +1,6 @@
-"""Which implementation a BTT call on a GPU runs: the one measured to be fastest, and a rule for sizes that were not measured."""
+"""Which implementation a BTT call on a GPU runs: the one measured to be fastest, and a rule for sizes that were not
+measured.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,15 @@ from surgery.kernels.tuning import (
     training_pass,
 )
 
-# Rules for sizes that were not measured, from one H200, bfloat16, 2026-11-21, dimensions 1,024 to 11,008, ranks 1 to 16. A multiplication
-# of the kernel takes KERNEL_SLOWDOWN times as long as one of a dense product; building the dense matrix takes as long as the dense
-# product of DENSE_BUILD_ROWS rows. With large blocks the library's batched products are faster up to LARGE_BLOCK_ROWS rows, and blocks
-# smaller than MIN_BLOCK cost as much as those of that size.
+# Rules for sizes that were not measured, from one H200, bfloat16, 2026-11-21, dimensions 1,024 to 11,008, ranks 1 to
+# 16. A multiplication of the kernel takes KERNEL_SLOWDOWN times as long as one of a dense product; building the dense
+# matrix takes as long as the dense product of DENSE_BUILD_ROWS rows. With large blocks the library's batched products
+# are faster up to LARGE_BLOCK_ROWS rows, and blocks smaller than MIN_BLOCK cost as much as those of that size.
 KERNEL_SLOWDOWN, DENSE_BUILD_ROWS, LARGE_BLOCK_ROWS, MIN_BLOCK = 5.6, 500, 4096, 32
 TOO_LARGE_BLOCK = 512  # with larger blocks the reference is faster at any number of rows
 
-# Where the library's products are expected to be fastest. This rule is arithmetic and was not measured: one tile of cuBLAS's products is
-# 128 wide, so that both products fill their tiles, and the kernels are for small ranks.
+# Where the library's products are expected to be fastest. This rule is arithmetic and was not measured: one tile of
+# cuBLAS's products is 128 wide, so that both products fill their tiles, and the kernels are for small ranks.
 PRODUCTS_MIN_SIDE, PRODUCTS_MIN_ROWS, PRODUCTS_MIN_RANK = 128, 64, 16
 
 
@@ -44,8 +46,8 @@ def tuning_query(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor 
 
 
 def is_faster_by_rule(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, out: int) -> bool:
-    """Return whether the kernel is expected to be faster where nothing was measured: faster than the dense matrix, or than the
-    reference where blocks are too large for building the dense matrix."""
+    """Return whether the kernel is expected to be faster where nothing was measured: faster than the dense matrix, or
+    than the reference where blocks are too large for building the dense matrix."""
     (c, d, b, s), a, in_ = right_cdbs.shape, left_bcsa.shape[3], x.shape[-1]
     rows, dense = x.numel() // in_, in_ * out
     if rows <= TOKENS_PER_PROGRAM:

@@ -2,8 +2,8 @@
 
     z[n, b, c, s] = sum_d x[n, c, d] right[c, d, b, s]        y[n, b, a] = sum_cs z[n, b, c, s] left[b, c, s, a] + bias
 
-The first product writes z in the order in which the second one reads it. Where the device supports it (programmatic dependent
-launch), the second kernel starts while the first one runs, loads its core, and then waits for z.
+The first product writes z in the order in which the second one reads it. Where the device supports it (programmatic
+dependent launch), the second kernel starts while the first one runs, loads its core, and then waits for z.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from surgery.kernels.matvec.plan import MatvecSizes, matvec_launch
 
 TOKENS_PER_PROGRAM, ROWS_PER_PROGRAM = 16, 64
 
-# Programs of both launches up to which an early start of the second one is faster: more do not run at a time. One H200, 2026-11-21.
+# Programs of both launches up to which an early start of the second one is faster: more do not run at a time. One H200,
+# 2026-11-21.
 MAX_EARLY_PROGRAMS = 330
 
 # Tokens up to which, and rows of a core's blocks from which, `matvec_kernel` is faster. One H200, 2026-11-23.
@@ -40,8 +41,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute out[n, g, r] = sum_d x[n, g, d] core[g, d, r] + bias. Grid: (groups * tiles, tokens / BN).
 
-    r = (i, s), which lies in row n of out at g o_g + i o_s + s; rows have OUT elements, those of x IN. FIRST, SECOND: the place of the
-    launch in a pair with an early start.
+    r = (i, s), which lies in row n of out at g o_g + i o_s + s; rows have OUT elements, those of x IN. FIRST, SECOND:
+    the place of the launch in a pair with an early start.
     """
     group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -74,8 +75,8 @@ def decode_kernel(
 
 
 class DecodeShape(NamedTuple):
-    """What a plan depends on. right, left: shapes of the cores. strides: of both axes of x, and of the rows of y. early: whether
-    the device supports an early launch."""
+    """What a plan depends on. right, left: shapes of the cores. strides: of both axes of x, and of the rows of y.
+    early: whether the device supports an early launch."""
 
     tokens: int
     inputs: int
@@ -165,8 +166,8 @@ def decode_btt(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor
 def bind_decode(
     x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int
 ) -> Callable[..., Tensor]:
-    """Return a function of x (.., in), right, left, bias and out that returns y (.., out) as `decode_btt` writes it, for tensors with the
-    shapes, strides, dtypes and device of these. The rows of x must lie at one distance."""
+    """Return a function of x (.., in), right, left, bias and out that returns y (.., out) as `decode_btt` writes it,
+    for tensors with the shapes, strides, dtypes and device of these. The rows of x must lie at one distance."""
     x_NI, y_size = x.view(-1, x.shape[-1]), (*x.shape[:-1], out)
     N, y_NO = x_NI.shape[0], x_NI.new_empty(x_NI.shape[0], out)
     plan = _plan(x_NI, right_cdbs, left_bcsa, bias, y_NO)

@@ -4,17 +4,19 @@
     second product   y[n, b, a]    = sum_cs z[b, c, s, n] left[b, c, s, a]    a group: one b, with terms k = (c, s)
     core gradient    g[k, a]       = sum_n z[b, k, n] y[n, b, a]              a group: one b; the gradient of left
 
-`ring_kernel` computes both products. Its programs are ordered by slabs of tokens, and the second product of a slab comes `lag` slabs
-behind the first. z is a ring buffer of `ring` slabs, which stays in the L2 cache: device memory reads x once and writes y once. A
-program waits only for programs of a lower index, which start earlier, so no program waits forever.
+`ring_kernel` computes both products. Its programs are ordered by slabs of tokens, and the second product of a slab
+comes `lag` slabs behind the first. z is a ring buffer of `ring` slabs, which stays in the L2 cache: device memory reads
+x once and writes y once. A program waits only for programs of a lower index, which start earlier, so no program waits
+forever.
 
-Backward: `first_products_kernel` computes z and dz, `gradients_kernel` the gradients of both cores and of x. The transposed map has
-the same form with the cores exchanged (b <-> c, a <-> d): dz is a first product, dx a second one, and the gradient of right
-a core gradient.
+Backward: `first_products_kernel` computes z and dz, `gradients_kernel` the gradients of both cores and of x. The
+transposed map has the same form with the cores exchanged (b <-> c, a <-> d): dz is a first product, dx a second one,
+and the gradient of right a core gradient.
 
-z lies transposed, tokens last, in tiles of BN tokens: z[tile][row][BN], row = (b, c, s). The first product writes whole lines of it
-and the second one reads whole lines, so that neither permutation costs anything. Arguments x_n, x_i, .. are strides; r_g, r_d, r_j
-those of a core's groups, inner dimension and rows. Arguments stay scalars: Triton 3.2, the oldest one supported, has no tuples.
+z lies transposed, tokens last, in tiles of BN tokens: z[tile][row][BN], row = (b, c, s). The first product writes whole
+lines of it and the second one reads whole lines, so that neither permutation costs anything. Arguments x_n, x_i, .. are
+strides; r_g, r_d, r_j those of a core's groups, inner dimension and rows. Arguments stay scalars: Triton 3.2, the
+oldest one supported, has no tuples.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def ring_kernel(
 ):  # fmt: skip
     """Compute y_NO of x_NI, right and left. Grid: ((slabs + lag) * (C * tiles_j + B * tiles_a),).
 
-    flags (2, slabs): programs done of each slab's first and second product; zeros before and after the launch. tiles: token tiles of a slab.
+    flags (2, slabs): programs done of each slab's first and second product; zeros before and after the launch. tiles:
+    token tiles of a slab.
     """
     firsts, seconds = C * tiles_j, B * tiles_a
     step, work = tl.program_id(0) // (firsts + seconds), tl.program_id(0) % (firsts + seconds)
@@ -97,8 +100,10 @@ def gradients_kernel(
     BD: tl.constexpr, J_ONCE: tl.constexpr, EVEN_L: tl.constexpr, EVEN_R: tl.constexpr, EVEN_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dleft and dright, one partial sum for each of *_parts parts of the tokens, and dx of dz and right. Grid: the programs of
-    dleft, then those of dright, then those of dx, which may be absent."""
+    """Compute dleft and dright, one partial sum for each of *_parts parts of the tokens, and dx of dz and right.
+
+    Grid: the programs of dleft, then those of dright, then those of dx, which may be absent.
+    """
     J, K = B * S, C * S
     tiles_k, tiles_a, tiles_j, tiles_d = tl.cdiv(K, BKL), tl.cdiv(A, BAL), tl.cdiv(J, BKR), tl.cdiv(D, BAR)
     of_left, of_right = B * tiles_k * tiles_a * left_parts, C * tiles_j * tiles_d * right_parts
@@ -149,10 +154,11 @@ def _first_product(
     BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, D_ONCE: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
 ):  # fmt: skip
-    """Compute rows tile_j of one group of z for `count` token tiles from `first` on, once `flag` has counted to `needed`.
+    """Compute rows tile_j of one group of z for `count` token tiles from `first` on, once `flag` has counted to
+    `needed`.
 
-    x (N, IN). z: pointer to the first of these tiles. D_ONCE: one tile holds all of D. EVEN: only tokens need masks. ONCE: the
-    eviction policy of loads of x.
+    x (N, IN). z: pointer to the first of these tiles. D_ONCE: one tile holds all of D. EVEN: only tokens need masks.
+    ONCE: the eviction policy of loads of x.
     """
     j = tile_j * BJ + tl.arange(0, BJ)
     d = tl.arange(0, BD)
@@ -202,10 +208,11 @@ def _second_product(
     BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, K_ONCE: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
 ):  # fmt: skip
-    """Compute columns tile_a of one group of y for `count` token tiles from `first` on, once `flag` has counted to `needed`.
+    """Compute columns tile_a of one group of y for `count` token tiles from `first` on, once `flag` has counted to
+    `needed`.
 
-    y (N, OUT). z: pointer to the first of these tiles. K_ONCE: one tile holds all of K. EVEN: only tokens need masks. ONCE: the
-    eviction policy of stores to y.
+    y (N, OUT). z: pointer to the first of these tiles. K_ONCE: one tile holds all of K. EVEN: only tokens need masks.
+    ONCE: the eviction policy of stores to y.
     """
     a = tile_a * BA + tl.arange(0, BA)
     k = tl.arange(0, BK)
@@ -275,7 +282,9 @@ def _load_rows(at, inside, inside_n, EVEN: tl.constexpr, ONCE: tl.constexpr):
 
 @triton.jit
 def _load_uncached(at, inside, EVEN: tl.constexpr):
-    """Load from the L2 cache: other programs of the same launch wrote the values, and the L1 cache may hold older ones."""
+    """Load from the L2 cache: other programs of the same launch wrote the values, and the L1 cache may hold older
+    ones.
+    """
     if EVEN:
         return tl.load(at, cache_modifier=".cg")
     else:
@@ -287,8 +296,8 @@ def _core_gradient(
     z, y, g, group, tile_k, tile_a, first, count, N, OUT, A, K, groups, y_n, y_o, g_g, g_k, g_a,
     BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute a (BK, BA) tile of one group of a core's gradient, summed over `count` token tiles from `first` on. z, y: pointers to the
-    first token of all."""
+    """Compute a (BK, BA) tile of one group of a core's gradient, summed over `count` token tiles from `first` on. z, y:
+    pointers to the first token of all."""
     k = tile_k * BK + tl.arange(0, BK)
     a = tile_a * BA + tl.arange(0, BA)
     n = tl.arange(0, BN)

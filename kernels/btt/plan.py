@@ -54,8 +54,8 @@ def core_sides(right_shape: torch.Size, left_shape: torch.Size) -> CoreSides:
 class BTTTiles:
     """Tiles of the two products.
 
-    BN: tokens of a tile. near, far: (inner, rows) tiles of the core of the first and of the second product. count: token tiles of a
-    slab. lag, ring: slabs between the products, and of the ring buffer.
+    BN: tokens of a tile. near, far: (inner, rows) tiles of the core of the first and of the second product. count:
+    token tiles of a slab. lag, ring: slabs between the products, and of the ring buffer.
     """
 
     BN: int
@@ -68,8 +68,9 @@ class BTTTiles:
     stages: int
 
 
-# Bytes of z in one slab, and between the first and the second product, with which the ring stays in the L2 cache; bytes of x and z
-# that make a program long enough; programs that make the second product late enough. Measured on one H200, bfloat16, 2026-11-21.
+# Bytes of z in one slab, and between the first and the second product, with which the ring stays in the L2 cache; bytes
+# of x and z that make a program long enough; programs that make the second product late enough. Measured on one H200,
+# bfloat16, 2026-11-21.
 SLAB_BYTES, LAG_BYTES, PROGRAM_BYTES, LAG_PROGRAMS = 2**22, 2**24, 2**15, 1300
 
 MAX_TILE_TOKENS = 64
@@ -81,7 +82,10 @@ def pow2(n: int) -> int:
 
 
 def cdiv(n: int, m: int) -> int:
-    """Return n / m, rounded up. Called from the host, triton.cdiv and triton.next_power_of_2 take longer than a launch."""
+    """Return n / m, rounded up.
+
+    Called from the host, triton.cdiv and triton.next_power_of_2 take longer than a launch.
+    """
     return -(-n // m)
 
 
@@ -97,7 +101,8 @@ def choose_tiles(tokens: int, near: CoreSide, far: CoreSide, itemsize: int) -> B
         1, min(8, max(2, PROGRAM_BYTES // (BN * (min(near.inner, 128) + near_rows) * itemsize)), SLAB_BYTES // z)
     )
     if any((side.rows if side.step_row == 1 else side.inner) % 16 for side in (near, far)):
-        # Lines of a core that do not begin at a multiple of 32 bytes are loaded one element at a time: load them less often.
+        # Lines of a core that do not begin at a multiple of 32 bytes are loaded one element at a time: load them less
+        # often.
         count = max(4, count)
     programs = near.groups * cdiv(near.rows, near_rows) + far.groups * cdiv(far.inner, inner[1])
     lag = max(2, min(LAG_PROGRAMS // programs, LAG_BYTES // (count * z), cdiv(tokens, BN * count)))
@@ -121,8 +126,11 @@ _flags: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def zero_flags(count: int, device: torch.device) -> Tensor:
-    """Return `count` zeros (int32). A launch leaves its flags zero, so that all launches of a stream share them. A CUDA graph gets flags of
-    its own, because it may be replayed on any stream."""
+    """Return `count` zeros (int32).
+
+    A launch leaves its flags zero, so that all launches of a stream share them. A CUDA graph gets flags of its own,
+    because it may be replayed on any stream.
+    """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
@@ -194,8 +202,8 @@ def launch_ring(
 
 
 class CoreGradientTiles(NamedTuple):
-    """Tiles (BK, BA) of a core's gradient. parts: partial sums over tokens, more than one where the core has few tiles; tiles: token
-    tiles of a part."""
+    """Tiles (BK, BA) of a core's gradient. parts: partial sums over tokens, more than one where the core has few tiles;
+    tiles: token tiles of a part."""
 
     BK: int
     BA: int
@@ -231,7 +239,9 @@ class GradientShape(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """Launches of `first_products_kernel` and `gradients_kernel`, the elements of z and of dz, and the parts of dright and of dleft."""
+    """Launches of `first_products_kernel` and `gradients_kernel`, the elements of z and of dz, and the parts of dright
+    and of dleft.
+    """
 
     z: int
     parts: tuple[int, int]

@@ -3,8 +3,8 @@
     W[b,a,c,d] = sum_s right[c,d,b,s] left[b,c,s,a]
     dleft[b,c,s,a] = sum_d right[c,d,b,s] G[b,a,c,d]        dright[c,d,b,s] = sum_a G[b,a,c,d] left[b,c,s,a]
 
-For ranks at which z costs more than W or G: products with W or G are the library's, whatever the rank, and W and G are written and
-read once.
+For ranks at which z costs more than W or G: products with W or G are the library's, whatever the rank, and W and G are
+written and read once.
 """
 
 from __future__ import annotations

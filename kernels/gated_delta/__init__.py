@@ -2,16 +2,17 @@
 
     S_t = e^(g_t) (I - beta_t k_t k_t^T) S_t-1 + beta_t k_t v_t^T      o_t = q_t S_t
 
-Yang et al. 2025, "Gated Delta Networks", eq. 10 and section 3.3. Chunks are brought into WY form (kernels/gated_delta/wy.py),
-states pass from chunk to chunk (kernels/gated_delta/states.py), then every chunk computes its outputs
-(kernels/gated_delta/output.py). The backward recomputes the states; only the inputs are saved.
+Yang et al. 2025, "Gated Delta Networks", eq. 10 and section 3.3. Chunks are brought into WY form
+(kernels/gated_delta/wy.py), states pass from chunk to chunk (kernels/gated_delta/states.py), then every chunk computes
+its outputs (kernels/gated_delta/output.py). The backward recomputes the states; only the inputs are saved.
 
-Shapes: q (B, G, J, T, K), k (B, G, T, K), v (B, G, T, V), beta and log-gates (B, G, T), states (R, G, K, V). B rows of the batch,
-G groups of J query heads, T tokens, K features of queries and keys, V values, R rows with a state of their own.
+Shapes: q (B, G, J, T, K), k (B, G, T, K), v (B, G, T, V), beta and log-gates (B, G, T), states (R, G, K, V). B rows of
+the batch, G groups of J query heads, T tokens, K features of queries and keys, V values, R rows with a state of their
+own.
 
 One H200, bf16, B = 2, 48 heads, V = 64, K = 128, keys shared by the heads (2026-11-21), ms forward / with its backward:
-0.47 / 2.2 for 4,096 tokens, 0.87 / 4.2 for 8,192, 3.5 / 17 for 32,768, 6.9 / 34 for 65,536. The reference takes 13 times
-as long at 1,024, so the kernel is used wherever it accepts the arguments.
+0.47 / 2.2 for 4,096 tokens, 0.87 / 4.2 for 8,192, 3.5 / 17 for 32,768, 6.9 / 34 for 65,536. The reference takes 13
+times as long at 1,024, so the kernel is used wherever it accepts the arguments.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def gated_delta(
 ) -> tuple[Tensor, Tensor]:
     """Return (out_BGJTV in v's dtype, last_RGKV: the state behind each row's last token in float32).
 
-    first: states before the first tokens, None for zeros. cu_seqlens: borders (R + 1,) of R sequences packed into one row
-    (B = 1), each with a state of its own; without it R = B.
+    first: states before the first tokens, None for zeros. cu_seqlens: borders (R + 1,) of R sequences packed into one
+    row (B = 1), each with a state of its own; without it R = B.
     """
     first = None if first_RGKV is None else first_RGKV.float().contiguous()
     gates = gates_BGT.expand(v_BGTV.shape[:3])

@@ -4,11 +4,12 @@ A row is a run of tokens with a state of its own: a row of the batch, or one of 
 (cu_seqlens). Chunks of C slots lie on a grid of absolute positions, so the first and last chunk of a row may have slots
 without a token. Their inputs read as zeros; a chunk of zeros leaves the state as it is.
 
-Table of rows, int64 (R, WIDTH): batch, first token there, tokens, position of the first token, then the row's first entry in
-the buffers of each level (level 0: chunks; level l: segments of 2^l chunks, see kernels/log_linear_delta/levels.py).
+Table of rows, int64 (R, WIDTH): batch, first token there, tokens, position of the first token, then the row's first
+entry in the buffers of each level (level 0: chunks; level l: segments of 2^l chunks, see
+kernels/log_linear_delta/levels.py).
 
-Log-gates g <= 0 are summed inside chunks only, as two numbers hi + lo. hi is a multiple of 2^-8: sums of 64 of them down to
--60 each are exact in float32, so exp(c_t - c_s) keeps a small gate right behind a large one (exp(-60) is 0).
+Log-gates g <= 0 are summed inside chunks only, as two numbers hi + lo. hi is a multiple of 2^-8: sums of 64 of them
+down to -60 each are exact in float32, so exp(c_t - c_s) keeps a small gate right behind a large one (exp(-60) is 0).
 
 Suffixes: C slots of a chunk, K features, V values, X a block of features; R rows, G groups, J query heads of a group.
 """
@@ -32,8 +33,8 @@ MOST_HEADS = 2**16  # of a row: they lie on an axis of a grid, which is limited 
 
 
 class Row(NamedTuple):
-    """A row of the table as kernels read it: row of the batch, first token there, tokens, position of the first token, its first
-    chunk in the buffers."""
+    """A row of the table as kernels read it: row of the batch, first token there, tokens, position of the first token,
+    its first chunk in the buffers."""
 
     batch: tl.tensor
     bos: tl.tensor
@@ -64,8 +65,8 @@ def count_chunks(row, C: tl.constexpr):
 
 @triton.jit
 def program_chunk(rows, N, g, G, WIDTH: tl.constexpr, C: tl.constexpr):
-    """Return the program's chunk, from the first axis of the grid (rows x N): (row of the batch, place in the buffers, the token in
-    each slot, whether the slot has a token, whether the row has such a chunk)."""
+    """Return the program's chunk, from the first axis of the grid (rows x N): (row of the batch, place in the buffers,
+    the token in each slot, whether the slot has a token, whether the row has such a chunk)."""
     r, n = tl.program_id(0) // N, tl.program_id(0) % N
     row = load_row(rows, r, WIDTH)
     t_C, here_C = chunk_tokens(n, row, C)
@@ -204,7 +205,9 @@ class DeltaSizes:
 
     @property
     def max_registers(self) -> int | None:
-        """Register limit of the largest kernels, so that two of their programs fit on a multiprocessor; None if tiles are large."""
+        """Register limit of the largest kernels, so that two of their programs fit on a multiprocessor; None if tiles
+        are large.
+        """
         return 168 if self.stages(3) == 3 else None
 
     def buffer(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -214,7 +217,9 @@ class DeltaSizes:
 
 @dataclass(frozen=True)
 class DeltaPlan:
-    """Inputs of one call and their sizes: q (B, G, J, T, K), k (B, G, T, K), v (B, G, T, V), beta and log-gates (B, G, T)."""
+    """Inputs of one call and their sizes: q (B, G, J, T, K), k (B, G, T, K), v (B, G, T, V), beta and log-gates (B, G,
+    T).
+    """
 
     q: Tensor
     k: Tensor

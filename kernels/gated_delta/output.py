@@ -1,4 +1,5 @@
-"""Outputs of every chunk of the gated delta rule, given the state S at its start (terms: kernels/gated_delta/states.py).
+"""Outputs of every chunk of the gated delta rule, given the state S at its start (terms:
+kernels/gated_delta/states.py).
 
     O_j = D Q_j S + P_j x        P_j = tril(Q_j K^T . M)        j: query head
 
@@ -81,7 +82,9 @@ def output_backward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Store the `OutputGradients` of one chunk: dq of its query heads, and dk, dw, dc summed over them. Grid: (R x N, G).
+    """Store the `OutputGradients` of one chunk: dq of its query heads, and dk, dw, dc summed over them.
+
+    Grid: (R x N, G).
 
     q, do: `HeadTensor`; k: `GroupTensor`; dstates, dx: gradients of states and x (`ChunkStates`).
     """

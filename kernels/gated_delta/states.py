@@ -3,8 +3,9 @@
     forward     x = u - w S      S' = gamma S + K^T e x
     backward    dx = sum_j P_j^T dO_j + e (K dS')      dS = gamma dS' + sum_j (D Q_j)^T dO_j - w^T dx
 
-P_j = tril(Q_j K^T . M) for query head j. A program has a block of values and walks through the chunks of a row. States are held
-as S^T (V, K): so they are the left operands of all products and stay in registers. x, dx and S are stored transposed too.
+P_j = tril(Q_j K^T . M) for query head j. A program has a block of values and walks through the chunks of a row. States
+are held as S^T (V, K): so they are the left operands of all products and stay in registers. x, dx and S are stored
+transposed too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from surgery.kernels.kernel_tensors import GroupTensor, HeadTensor
 
 
 class ChunkStates(NamedTuple):
-    """Per chunk the state at its start, S^T (V, K), and x^T (V, C); or the gradients dS'^T of the state at its end, and dx^T."""
+    """Per chunk the state at its start, S^T (V, K), and x^T (V, C); or the gradients dS'^T of the state at its end, and
+    dx^T.
+    """
 
     s: Tensor
     x: Tensor

@@ -2,9 +2,9 @@
 
     A = tril(diag(beta) (K K^T . M), -1)     Y = (I + A)^-1     w = Y (beta D K)     u = Y (beta V)
 
-M, D: gates between two tokens and from the chunk's start (kernels/gated_delta/layout.py). e: gates from a token to the chunk's end,
-gamma: of the whole chunk. With the state S (K, V) at the chunk's start, u - w S is what the chunk's tokens write:
-S' = gamma S + K^T e (u - w S).
+M, D: gates between two tokens and from the chunk's start (kernels/gated_delta/layout.py). e: gates from a token to the
+chunk's end, gamma: of the whole chunk. With the state S (K, V) at the chunk's start, u - w S is what the chunk's tokens
+write: S' = gamma S + K^T e (u - w S).
 
 Backward, from the gradients dw, du, and dT of T = Y diag(beta) if T was read by itself, with Z = dA . A for the gates:
     dY = dw (beta D K)^T + du (beta V)^T + dT diag(beta)       dA = -tril(Y^T dY Y^T, -1)
@@ -44,9 +44,9 @@ class WYTerms(NamedTuple):
 
 
 class WYOutputGradients(NamedTuple):
-    """Gradients that `wy_backward` starts from. dw (C, K), du^T (V, C) per chunk; dk (C, K) and dc (parts, C): parts of the gradients
-    of k and c from other kernels, float32; dt (C, C) and dv (B, G, T, V): gradient of T and part of v's, None if T was not
-    read by itself."""
+    """Gradients that `wy_backward` starts from. dw (C, K), du^T (V, C) per chunk; dk (C, K) and dc (parts, C): parts of
+    the gradients of k and c from other kernels, float32; dt (C, C) and dv (B, G, T, V): gradient of T and part of v's,
+    None if T was not read by itself."""
 
     dw: Tensor
     du: Tensor
@@ -67,8 +67,11 @@ class WYInputGradients(NamedTuple):
 
 @triton.jit
 def unit_lower_inverse(a_HH, H: tl.constexpr, P: tl.constexpr):
-    """Return (I + A)^-1 of a strictly lower A (H, H), by blocks on the diagonal that double in each step. If X inverts the halves of
-    the blocks and L is the part of A that couples the halves, X - X L X inverts the blocks. No powers of A, which may grow."""
+    """Return (I + A)^-1 of a strictly lower A (H, H), by blocks on the diagonal that double in each step.
+
+    If X inverts the halves of the blocks and L is the part of A that couples the halves, X - X L X inverts the blocks.
+    No powers of A, which may grow.
+    """
     i_H1, j_1H = tl.arange(0, H)[:, None], tl.arange(0, H)[None, :]
     differ_HH = tl.where(i_H1 > j_1H, i_H1 ^ j_1H, 0)
     x_HH = tl.where(i_H1 == j_1H, 1.0, 0.0) - tl.where(differ_HH == 1, a_HH, 0.0)
@@ -91,10 +94,12 @@ def wy_forward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """Store the `WYTerms` of one chunk, and with OWN the state that it writes from zero, (K^T e u)^T (V, K). Grid: (R x N, G).
+    """Store the `WYTerms` of one chunk, and with OWN the state that it writes from zero, (K^T e u)^T (V, K).
 
-    k, v, beta, gates: `GroupTensor`. The chunk is taken in two halves of H tokens, 1 and 2: Y consists of their inverses and
-    one block below.
+    Grid: (R x N, G).
+
+    k, v, beta, gates: `GroupTensor`. The chunk is taken in two halves of H tokens, 1 and 2: Y consists of their
+    inverses and one block below.
     """
     r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1).to(tl.int64)
     row = load_row(rows, r, WIDTH)
@@ -198,8 +203,8 @@ def wy_backward(
 ):  # fmt: skip
     """Store the `WYInputGradients` of one chunk. Grid: (R x N, G).
 
-    k, v, beta: `GroupTensor`; grads: `WYInputGradients`; others as in `WYOutputGradients`. INNER: there is a dt, and grads.dv
-    already has the part that belongs to it. PARTS: parts of dc_in.
+    k, v, beta: `GroupTensor`; grads: `WYInputGradients`; others as in `WYOutputGradients`. INNER: there is a dt, and
+    grads.dv already has the part that belongs to it. PARTS: parts of dc_in.
     """
     g = tl.program_id(1).to(tl.int64)
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)

@@ -2,12 +2,12 @@
 
     out_t = sum_s exp(score_ts - lse_t) v_s      lse_t = log sum_s exp(score_ts)
 
-over the last `window` tokens and the first `sinks` ones (surgery/mixers/common/window_hybrid.py). Each program takes all heads of a
-group, so that keys are loaded once for them, and only the band of keys that its queries see. Gradients flow through out, lse and
-the largest score; out and the statistics are float32.
+over the last `window` tokens and the first `sinks` ones (surgery/mixers/common/window_hybrid.py). Each program takes
+all heads of a group, so that keys are loaded once for them, and only the band of keys that its queries see. Gradients
+flow through out, lse and the largest score; out and the statistics are float32.
 
-The join with the far part is left to the caller: it needs `out` by itself for the gradient of its weight, so that a kernel that wrote
-the joined output would save a pass in inference only.
+The join with the far part is left to the caller: it needs `out` by itself for the gradient of its weight, so that a
+kernel that wrote the joined output would save a pass in inference only.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def _node_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 LOCAL_ATTENTION_OP = CustomOp(
     "local_attention",
-    "Tensor q, Tensor k, Tensor v, Tensor sink_k, Tensor sink_v, Tensor seen, int window, float scaling, float? softcap, "
+    "Tensor q, Tensor k, Tensor v, Tensor sink_k, Tensor sink_v, Tensor seen, int window, float scaling, float? "
+    "softcap, "
     "bool largest",
     _node_forward,
     _node_backward,

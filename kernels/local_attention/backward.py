@@ -4,9 +4,9 @@
     delta_t = <dO_t, O_t> - d lse_t
     dQ_t = scaling sum_s dS_ts k_s     dK_s = scaling sum_t dS_ts q_t     dV_s = sum_t P_ts dO_t
 
-Dao 2023, FlashAttention-2, algorithm 2, with the gradient of the log-sum-exp. `local_queries` walks the sinks and the band of keys past
-a tile of queries (dQ and delta), `local_keys` walks queries past a tile of recent keys or past the sinks (dK and dV, of all heads
-of the group). Rows and visible keys: kernels/local_attention/tiles.py.
+Dao 2023, FlashAttention-2, algorithm 2, with the gradient of the log-sum-exp. `local_queries` walks the sinks and the
+band of keys past a tile of queries (dQ and delta), `local_keys` walks queries past a tile of recent keys or past the
+sinks (dK and dV, of all heads of the group). Rows and visible keys: kernels/local_attention/tiles.py.
 """
 
 from __future__ import annotations
@@ -134,9 +134,10 @@ def local_keys(
 ):  # fmt: skip
     """Compute dk and dv, summed over the J heads of the group.
 
-    Recent keys: k, v (B, G, window + T, .); grid: B * G * key tiles; a program computes one tile of keys from all queries that
-    see it. OF_SINKS: k, v (B, G, S, .); grid: B * G * spans * sink tiles; a program sums over `span` queries, for dk and dv
-    (B, G, spans * S, .). q, dout: `HeadTensor`; k, v, dk, dv: `GroupTensor`. Other arguments as in `local_queries`.
+    Recent keys: k, v (B, G, window + T, .); grid: B * G * key tiles; a program computes one tile of keys from all
+    queries that see it. OF_SINKS: k, v (B, G, S, .); grid: B * G * spans * sink tiles; a program sums over `span`
+    queries, for dk and dv (B, G, spans * S, .). q, dout: `HeadTensor`; k, v, dk, dv: `GroupTensor`. Other arguments as
+    in `local_queries`.
     """
     if OF_SINKS:
         parts = tl.cdiv(T, span) * tl.cdiv(S, N)

@@ -1,4 +1,5 @@
-"""Forward kernel of local attention, flash-style (Dao 2023, FlashAttention-2), over the sinks and the band of recent keys.
+"""Forward kernel of local attention, flash-style (Dao 2023, FlashAttention-2), over the sinks and the band of recent
+keys.
 
     out_t = sum_s exp(score_ts - lse_t) v_s      lse_t = log sum_s exp(score_ts)      s: keys that query t sees
 
@@ -31,8 +32,8 @@ def softmax_update(
     acc_MV, top_M, sum_M, place_M, q_MK, k_NK, v_NV, visible, slot_N, scale, CAP: tl.constexpr, MASKED: tl.constexpr,
     LARGEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (acc, top, sum, place) of a running softmax in base 2 after one more tile: sum of weighted values (M, V), largest score,
-    sum of weights, slot of the largest score."""
+    """Return (acc, top, sum, place) of a running softmax in base 2 after one more tile: sum of weighted values (M, V),
+    largest score, sum of weights, slot of the largest score."""
     score = base2_score(tl.dot(q_MK, tl.trans(k_NK), input_precision=PRECISION), scale, CAP)
     if MASKED:
         score = tl.where(visible, score, float("-inf"))
@@ -75,8 +76,9 @@ def local_forward(
     M: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
     N: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute out_BGJTV and stats (lse_BGJT and, if LARGEST, the largest scores behind it; `count` numbers each), and if LARGEST
-    the slots place_BGJT of the largest scores. Grid: B * G * query tiles; a program computes one tile of queries.
+    """Compute out_BGJTV and stats (lse_BGJT and, if LARGEST, the largest scores behind it; `count` numbers each), and
+    if LARGEST the slots place_BGJT of the largest scores. Grid: B * G * query tiles; a program computes one tile of
+    queries.
 
     q: `HeadTensor`; k, v and sinks: `GroupTensor`. BS: sinks of a tile. SPLIT: as in `band_of`.
     """

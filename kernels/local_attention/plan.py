@@ -28,7 +28,8 @@ class LocalTiles(NamedTuple):
 class LocalPlan:
     """Sizes and options of a call that the kernels are compiled for.
 
-    window, sinks: in tokens. softcap: of scaled scores, None for no cap. largest: whether the largest scores are returned too.
+    window, sinks: in tokens. softcap: of scaled scores, None for no cap. largest: whether the largest scores are
+    returned too.
     """
 
     window: int
@@ -42,8 +43,8 @@ class LocalPlan:
 class LocalInputs:
     """Tensors of a call and their plan.
 
-    q: (B, G, J, T, K). k, v: of the ring and the call, (B, G, window + T, K or V). sink_k, sink_v: (B, G, sinks, K or V).
-    seen: tokens of each row before the call, int64 (B,).
+    q: (B, G, J, T, K). k, v: of the ring and the call, (B, G, window + T, K or V). sink_k, sink_v: (B, G, sinks, K or
+    V). seen: tokens of each row before the call, int64 (B,).
     """
 
     q: Tensor
@@ -108,8 +109,8 @@ def pow2(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-# Tiles of the forward and of the backward, by the widest of keys and values. Compiled for Hopper, those of half precision spill next to
-# no registers.
+# Tiles of the forward and of the backward, by the widest of keys and values. Compiled for Hopper, those of half
+# precision spill next to no registers.
 HALF_TILES = {
     64: (LocalTiles(64, 64, 4, 3), LocalTiles(64, 64, 4, 3)),
     128: (LocalTiles(64, 64, 4, 2), LocalTiles(64, 64, 8, 2)),

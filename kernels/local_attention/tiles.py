@@ -1,10 +1,10 @@
 """Tiles of local attention's kernels: rows of queries, the band of keys that they see, scores and their gradients.
 
-Query t of a call (position seen + t) sees the recent slots s with t < s <= t + window and position seen - window + s >= sinks,
-and the sinks j <= seen + t. A sink inside of the window is seen as a sink only.
+Query t of a call (position seen + t) sees the recent slots s with t < s <= t + window and position seen - window + s >=
+sinks, and the sinks j <= seen + t. A sink inside of the window is seen as a sink only.
 
-Queries lie in rows r = t J + j, so that all J heads of a token share the tiles of their key/value head. Scores are in base 2:
-log2(e) times the scaled, capped score. `slot` numbers all keys of a query: j for sinks, S + s for recent slots.
+Queries lie in rows r = t J + j, so that all J heads of a token share the tiles of their key/value head. Scores are in
+base 2: log2(e) times the scaled, capped score. `slot` numbers all keys of a query: j for sinks, S + s for recent slots.
 
 Suffixes: M rows of queries, N keys, K and V dimensions of keys and values, padded to the powers of two BK and BV.
 """
@@ -58,8 +58,11 @@ def load_keys(x, b, g, s_N, ok_N, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def band_of(t_first, t_last, seen, window, S: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr):
-    """Return (first, whole, behind, end) of the slots first .. end that queries t_first .. t_last see. Of the tiles of N slots from
-    `first` on, those from `whole` to `behind` are whole: every query sees all their keys. No tile is whole unless SPLIT."""
+    """Return (first, whole, behind, end) of the slots first .. end that queries t_first .. t_last see.
+
+    Of the tiles of N slots from `first` on, those from `whole` to `behind` are whole: every query sees all their keys.
+    No tile is whole unless SPLIT.
+    """
     first = tl.maximum(t_first + 1, S + window - seen)
     end = t_last + window + 1
     if not SPLIT:
@@ -71,8 +74,10 @@ def band_of(t_first, t_last, seen, window, S: tl.constexpr, N: tl.constexpr, SPL
 
 @triton.jit
 def tile_range(band, kind: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
-    """Return (start, stop, gap, shift, end) of the tiles of a kind: a tile at x, start <= x < stop, begins at slot x, or x + shift from
-    x = gap on. Slots from `end` on are not read. The tiles at the band's edges lie on both sides of the whole ones."""
+    """Return (start, stop, gap, shift, end) of the tiles of a kind: a tile at x, start <= x < stop, begins at slot x,
+    or x + shift from x = gap on. Slots from `end` on are not read. The tiles at the band's edges lie on both sides of
+    the whole ones.
+    """
     first, whole, behind, end = band
     if kind == SINKS:
         return 0, S, S, 0, S

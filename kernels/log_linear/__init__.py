@@ -2,11 +2,13 @@
 
     o_t = sum_l lambda_t^(l) q_t S_t^(l)      S_t^(l): gated sum of k v^T over bucket l of the Fenwick tree of t's past
 
-Forward: the states of a Fenwick tree over chunks (kernels/log_linear/states.py), each stored once; then every chunk reads its
-log T slots into one sum (kernels/ssd/output.py). Backward: the states again, then the same passes in reverse; only the
-inputs are saved. Buckets that rows resume from, and buckets smaller than a chunk, are few: plain torch, linear in them.
+Forward: the states of a Fenwick tree over chunks (kernels/log_linear/states.py), each stored once; then every chunk
+reads its log T slots into one sum (kernels/ssd/output.py). Backward: the states again, then the same passes in reverse;
+only the inputs are saved. Buckets that rows resume from, and buckets smaller than a chunk, are few: plain torch, linear
+in them.
 
-Shapes as in kernels/ssd/__init__.py; level (B, T, G, J, L): lambda of each token, head and level; buckets (B, L, G, F, V).
+Shapes as in kernels/ssd/__init__.py; level (B, T, G, J, L): lambda of each token, head and level; buckets (B, L, G, F,
+V).
 """
 
 from __future__ import annotations
@@ -159,8 +161,8 @@ class _FinalBuckets:
         return after_BGT.gather(2, at_BX.unsqueeze(1).expand(-1, after_BGT.shape[1], -1)).exp()
 
     def high(self, final_BLGFV: Tensor, levels: int) -> Tensor:
-        """Return (B, levels, G, F, V): the buckets of whole chunks, final_BLGFV decayed from the ends of their segments to the last
-        token; zeros in the levels below a chunk."""
+        """Return (B, levels, G, F, V): the buckets of whole chunks, final_BLGFV decayed from the ends of their segments
+        to the last token; zeros in the levels below a chunk."""
         level_L = torch.arange(final_BLGFV.shape[1], device=self.end_B.device) + self.bits
         ends_BL = (self.end_B.unsqueeze(1) >> level_L) << level_L
         fade_BLG = self._fade(ends_BL - self.start_B.unsqueeze(1)).transpose(1, 2)
@@ -194,8 +196,10 @@ class _InitialBuckets:
     end_B: Tensor
 
     def read(self, q_BGJTF: Tensor, level_BTGJL: Tensor) -> Tensor:
-        """Return out_BGJTV: what tokens read of the buckets. The level is the bit length of the token's position xor the row's start,
-        at least the bucket's own."""
+        """Return out_BGJTV: what tokens read of the buckets.
+
+        The level is the bit length of the token's position xor the row's start, at least the bucket's own.
+        """
         count, length = self.buckets_BLGFV.shape[1], q_BGJTF.shape[3]
         at_BT = self.start_B.unsqueeze(1) + torch.arange(length, device=self.start_B.device)
         differs_BT1 = bit_length(at_BT ^ self.start_B.unsqueeze(1), 62).unsqueeze(2)
@@ -211,7 +215,9 @@ class _InitialBuckets:
         )  # type: ignore[return-value]
 
     def after(self, levels: int) -> Tensor:
-        """Return (B, levels, G, F, V): the same buckets behind the last token, decayed and merged into higher levels."""
+        """Return (B, levels, G, F, V): the same buckets behind the last token, decayed and merged into higher
+        levels.
+        """
         count = self.buckets_BLGFV.shape[1]
         differs_B1 = (bit_length(self.end_B ^ self.start_B, 62) - 1).unsqueeze(1)
         into_Bl = torch.maximum(differs_B1, torch.arange(count, device=differs_B1.device))

@@ -1,7 +1,8 @@
 """States of a Fenwick tree over chunks (Guo et al. 2025, "Log-Linear Attention", section 3.3), each stored once.
 
-A left segment of 2^l chunks ends before a chunk e whose lowest set bit is l. Slot e - 1 therefore holds the state of the
-segment that ends with chunk e - 1, as in the array of a Fenwick tree, and chunk n reads the slots e = n, n & (n - 1),
+A left segment of 2^l chunks ends before a chunk e whose lowest set bit is l. Slot e - 1 therefore holds the state of
+the segment that ends with chunk e - 1, as in the array of a Fenwick tree, and chunk n reads the slots e = n, n & (n -
+1),
 .. > the first chunk of its sequence. A launch joins eight segments at a time in registers, so that every state is read
 and written once.
 """
@@ -26,17 +27,18 @@ from surgery.kernels.ssd.chunk import (
 )
 from surgery.kernels.ssd.layout import ChunkedPlan, SlotStates
 
-# Tiles of `build_slots` (BLOCK) and of `slot_gradients` (READ), and pipelining: the fastest on one H200, 2026-11-21, B = 2,
-# 48 heads, K = 128, V = 64, T = 8192.
+# Tiles of `build_slots` (BLOCK) and of `slot_gradients` (READ), and pipelining: the fastest on one H200, 2026-11-21, B
+# = 2, 48 heads, K = 128, V = 64, T = 8192.
 BLOCK_K, BLOCK_V, READ_K, READ_V, STAGES = 64, 64, 128, 64, 3
 
 
 @triton.jit
 def tops_of(seq, base, count, VARLEN: tl.constexpr):
-    """Return the first place of a sequence in `tops` and `gates` of `build_slots`, which have `ChunkTable.units(3)` places.
+    """Return the first place of a sequence in `tops` and `gates` of `build_slots`, which have `ChunkTable.units(3)`
+    places.
 
-    A row of a batch has count // 8 + 2 places, also if 8 does not divide count. A packed sequence of n chunks has at least
-    n // 8 + 1 places.
+    A row of a batch has count // 8 + 2 places, also if 8 does not divide count. A packed sequence of n chunks has at
+    least n // 8 + 1 places.
     """
     if VARLEN:
         return (base >> 3) + seq
@@ -52,10 +54,11 @@ def build_slots(
 ):  # fmt: skip
     """Join eight segments of 2^shift chunks and store their states. Grid: (segments of 2^(shift + 3) chunks, G, tiles).
 
-    k, v: `GroupTensor`; sums (G, M, 2, C). slots (G, M, F, V): the tree. totals, rights (G, M): log-gates of a slot's segment and
-    of its right sibling. tops (G, U, F, V), float32: states of whole segments of 8 * 2^shift chunks, at the place of their
-    last eight chunks. gates (G, U): log-gates of those segments; the previous launch's lie G * U before. final (seqs, levels,
-    G, F, V), float32: the slots that a token at chunk closing_S would read (FINAL). LEAVES: the segments are chunks.
+    k, v: `GroupTensor`; sums (G, M, 2, C). slots (G, M, F, V): the tree. totals, rights (G, M): log-gates of a slot's
+    segment and of its right sibling. tops (G, U, F, V), float32: states of whole segments of 8 * 2^shift chunks, at the
+    place of their last eight chunks. gates (G, U): log-gates of those segments; the previous launch's lie G * U before.
+    final (seqs, levels, G, F, V), float32: the slots that a token at chunk closing_S would read (FINAL). LEAVES: the
+    segments are chunks.
     """
     m = tl.program_id(0)
     if VARLEN:
@@ -130,11 +133,11 @@ def slot_gradients(
     LAST: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Store d_slots (G, M, F, V): the gradient of each slot from the chunks that read it, those of its right sibling, and with
-    FINAL from d_final (seqs, levels, G, F, V). Grid: (M, or seqs << order; G; tiles).
+    """Store d_slots (G, M, F, V): the gradient of each slot from the chunks that read it, those of its right sibling,
+    and with FINAL from d_final (seqs, levels, G, F, V). Grid: (M, or seqs << order; G; tiles).
 
-    q, d_out: `HeadTensor`; level: `LevelTensor`. Slots with many readers come first, to balance the load: a row's slots in
-    the order of their number's `order` bits reversed.
+    q, d_out: `HeadTensor`; level: `LevelTensor`. Slots with many readers come first, to balance the load: a row's slots
+    in the order of their number's `order` bits reversed.
     """
     m = tl.program_id(0)
     if not VARLEN:
@@ -192,7 +195,9 @@ def slot_gradients(
 
 
 def launch_build_slots(plan: ChunkedPlan, closing_S: Tensor, levels: int) -> tuple[SlotStates, Tensor]:
-    """Return (the tree, final_SLGFV: the `levels` slots that a token at chunk closing_S of each sequence would read)."""
+    """Return (the tree, final_SLGFV: the `levels` slots that a token at chunk closing_S of each sequence would
+    read).
+    """
     table, (groups, _, features, values) = plan.table, plan.sizes
     slots = plan.empty_slots()
     totals, rights = (plan.sums.new_empty(groups, table.places) for _ in range(2))

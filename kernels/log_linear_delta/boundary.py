@@ -1,7 +1,7 @@
 """Buckets smaller than a chunk, at the ends of rows that resume from a state: plain torch on one chunk of each row.
 
-Small buckets that a row resumes from lie in its first chunk. The queries of that chunk read them one by one, and they pass
-through the chunk. Small buckets behind a row are sums over its last chunk alone
+Small buckets that a row resumes from lie in its first chunk. The queries of that chunk read them one by one, and they
+pass through the chunk. Small buckets behind a row are sums over its last chunk alone
 (surgery/mixers/masks/log_linear_chunked.py: `_read_low_buckets`, `_carry_low_buckets` and `_low_buckets_after`).
 Gradients are torch's own.
 
@@ -22,7 +22,9 @@ from surgery.mixers.masks.log_linear_chunked import bit_length
 
 
 class RowTokens(NamedTuple):
-    """Inputs of a call that resumes from buckets. start_B: position of each row's first token; count_B: tokens of the row."""
+    """Inputs of a call that resumes from buckets. start_B: position of each row's first token; count_B: tokens of the
+    row.
+    """
 
     q_BGJTF: Tensor
     k_BGTF: Tensor
@@ -70,7 +72,9 @@ class BoundaryChunk:
         return self.gates_BGC.cumsum(-1).exp()
 
     def read_levels(self, low: int) -> Tensor:
-        """Return the level (B, C, l) at which a slot reads bucket l of the state at the row's start, for `low` buckets."""
+        """Return the level (B, C, l) at which a slot reads bucket l of the state at the row's start, for `low`
+        buckets.
+        """
         at_C = torch.arange(1 << self.bits, device=self.slot_B.device)
         differs_BC1 = bit_length(at_C ^ self.slot_B.unsqueeze(1), self.bits).unsqueeze(2)
         return torch.maximum(differs_BC1, torch.arange(1, low + 1, device=self.slot_B.device))
@@ -114,8 +118,8 @@ def _gather_tokens(x: Tensor, token_BC: Tensor, dim: int) -> Tensor:
 def final_buckets(first: BoundaryChunk, low_BlGFV: Tensor, end_B: Tensor, at_B: Tensor) -> Tensor:
     """Return the buckets behind the last token that hold the small buckets of the row's start, (B, bits, G, F, V).
 
-    They are zeros for rows that go beyond their first chunk, at_B. low: the small buckets at the chunk's end. end_B: position
-    behind the last token.
+    They are zeros for rows that go beyond their first chunk, at_B. low: the small buckets at the chunk's end. end_B:
+    position behind the last token.
     """
     slot_B = end_B % (1 << first.bits)
     level_Bl = first.read_levels(low_BlGFV.shape[1]).take_along_dim(slot_B[:, None, None], 1).squeeze(1)

@@ -35,7 +35,9 @@ def level_mask(lev: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def lambdas(at_l, level, t_C, here_C, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr):
-    """Return Lambda_ts = lambda_t^(level(t, s)) as [t, s]. at_l: pointer to the head's lambdas; level: `LevelTensor`."""
+    """Return Lambda_ts = lambda_t^(level(t, s)) as [t, s]. at_l: pointer to the head's lambdas; level:
+    `LevelTensor`.
+    """
     lambda_CC = tl.zeros([C, C], tl.float32)
     for lev in tl.static_range(LOG_C + 1):
         lambda_C = tl.load(at_l + t_C * level.t + min(lev, LAMBDAS - 1) * level.l, mask=here_C, other=0.0)
@@ -49,7 +51,10 @@ def query_reads(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Store R (chunks, G, J, C, K) of one chunk and query head. Grid: (R x N, G x J). q: `HeadTensor`; k: `GroupTensor`."""
+    """Store R (chunks, G, J, C, K) of one chunk and query head.
+
+    Grid: (R x N, G x J). q: `HeadTensor`; k: `GroupTensor`.
+    """
     head = tl.program_id(1).to(tl.int64)
     g, j = head // J, head % J
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
@@ -70,10 +75,11 @@ def chunk_forward(
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
     BUCKET: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Store what one chunk and query head reads of the chunk itself (INNER; else add to `out`) and of levels low .. high - 1.
-    Grid: (R x N, G x J, blocks of values).
+    """Store what one chunk and query head reads of the chunk itself (INNER; else add to `out`) and of levels low ..
+    high - 1. Grid: (R x N, G x J, blocks of values).
 
-    q: `HeadTensor`; k, v, beta: `GroupTensor`; level: `LevelTensor`; terms: (c, Y, w); kept: S^T of levels from `low` on.
+    q: `HeadTensor`; k, v, beta: `GroupTensor`; level: `LevelTensor`; terms: (c, Y, w); kept: S^T of levels from `low`
+    on.
     """
     c, y, w = terms
     head, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
@@ -119,8 +125,9 @@ def chunk_backward(
     """Store dv, dT, dlambda and dc of what one chunk reads of itself, and P and dP . M for `chunk_backward_features`.
     Grid: (R x N, G).
 
-    q, do: `HeadTensor`; k, v, beta: `GroupTensor`; level: `LevelTensor`; terms: (c, Y, w). dread: dR (chunks, G, J, C, K). ps, dps
-    (chunks, G, J, C, C). dlevel (B, T, G, J, L) and the last of the PARTS of dc (chunks, G, PARTS, C): float32.
+    q, do: `HeadTensor`; k, v, beta: `GroupTensor`; level: `LevelTensor`; terms: (c, Y, w). dread: dR (chunks, G, J, C,
+    K). ps, dps (chunks, G, J, C, C). dlevel (B, T, G, J, L) and the last of the PARTS of dc (chunks, G, PARTS, C):
+    float32.
     """
     c, y, w = terms
     g = tl.program_id(1).to(tl.int64)
@@ -194,7 +201,9 @@ def chunk_backward_features(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Store dq of one chunk and block of features, and add to its dk, dw and part of dc. Grid: (R x N, G, blocks of features).
+    """Store dq of one chunk and block of features, and add to its dk, dw and part of dc.
+
+    Grid: (R x N, G, blocks of features).
 
     q: `HeadTensor`; k: `GroupTensor`; ps, dps: P and dP . M of `chunk_backward`.
     """

@@ -1,21 +1,21 @@
 """Levels of log-linear Gated DeltaNet above chunks (Guo et al. 2025, "Log-Linear Attention", section 3.4).
 
-Level l pairs segments of 2^l chunks. The state S of the left segment passes through the chunks of the right one, each of which
-reads it. What comes out, plus the right segment's own state, is the state of the pair:
+Level l pairs segments of 2^l chunks. The state S of the left segment passes through the chunks of the right one, each
+of which reads it. What comes out, plus the right segment's own state, is the state of the pair:
 
     up      o += diag(lambda^(l)) R S      S' = gamma S - K^T e w S          pair = S' + right
     down    dS' = right = pair             dS = gamma dS' - w^T e K dS' + R^T diag(lambda^(l)) dO
 
-A level is one launch with all pairs in parallel. The sequential steps of all levels sum to the chunks of the row, as in the
-plain rule. R: see kernels/log_linear_delta/chunk.py; w, e, gamma: see kernels/gated_delta/wy.py. Segments lie on a grid of
-absolute positions: if a row begins in a right segment, a bucket that it resumes from is the left one.
+A level is one launch with all pairs in parallel. The sequential steps of all levels sum to the chunks of the row, as in
+the plain rule. R: see kernels/log_linear_delta/chunk.py; w, e, gamma: see kernels/gated_delta/wy.py. Segments lie on a
+grid of absolute positions: if a row begins in a right segment, a bucket that it resumes from is the left one.
 
-`lowest_levels` takes levels 0 and 1 in one launch, four chunks 0 .. 3 of a segment at a time. What a segment writes is the state
-of the plain rule, run through it from zero: A over chunks 0 and 1, which 2 and 3 then read and pass on, and B over 2 and 3.
-Both stay in registers; the segment's state is A + B.
+`lowest_levels` takes levels 0 and 1 in one launch, four chunks 0 .. 3 of a segment at a time. What a segment writes is
+the state of the plain rule, run through it from zero: A over chunks 0 and 1, which 2 and 3 then read and pass on, and B
+over 2 and 3. Both stay in registers; the segment's state is A + B.
 
-`gather_gradients` collects what the levels send back to each chunk. With S at the chunk's start, dS' at its end, x = -e w S and
-y = -e K dS' of every level at which the chunk reads:
+`gather_gradients` collects what the levels send back to each chunk. With S at the chunk's start, dS' at its end, x = -e
+w S and y = -e K dS' of every level at which the chunk reads:
 
     dK = e u dS_own^T + sum_l x_l dS'_l^T      dw = sum_l y_l S_l^T      du = e K dS_own      gamma sum_l <S_l, dS'_l>
     dR_j = sum_l diag(lambda_j^(l)) dO_j S_l^T                dlambda_j^(l) = row sums of R_j . dO_j S_l^T
@@ -45,8 +45,8 @@ from surgery.kernels.gated_delta.layout import (
 
 
 class LevelStates(NamedTuple):
-    """Per level and chunk that reads at it: S^T at the chunk's start (V, K) and x^T (V, C), and their gradients dS'^T at the chunk's
-    end and y^T. Each (levels, chunks, G, ..)."""
+    """Per level and chunk that reads at it: S^T at the chunk's start (V, K) and x^T (V, C), and their gradients dS'^T
+    at the chunk's end and y^T. Each (levels, chunks, G, ..)."""
 
     kept: Tensor
     passed: Tensor
@@ -57,8 +57,8 @@ class LevelStates(NamedTuple):
 class GatheredGradients(NamedTuple):
     """Sums of `gather_gradients` over levels.
 
-    Per chunk: dk and dw (C, K), du^T (V, C), dread (J, C, K), dc (parts, C). Per token: dlevel (B, T, G, J, L). dk, dlevel and
-    dc are float32.
+    Per chunk: dk and dw (C, K), du^T (V, C), dread (J, C, K), dc (parts, C). Per token: dlevel (B, T, G, J, L). dk,
+    dlevel and dc are float32.
     """
 
     dk: Tensor
@@ -72,8 +72,8 @@ class GatheredGradients(NamedTuple):
 class PairEnds(NamedTuple):
     """Buffers at the ends of a pair, or their gradients.
 
-    state, parent (entries, G, V, K): states of this level's segments and of their parents. bucket, after (R, G, K, V): buckets
-    that rows resume from, and those behind the rows. end (R,): positions behind the rows.
+    state, parent (entries, G, V, K): states of this level's segments and of their parents. bucket, after (R, G, K, V):
+    buckets that rows resume from, and those behind the rows. end (R,): positions behind the rows.
     """
 
     state: Tensor
@@ -85,14 +85,18 @@ class PairEnds(NamedTuple):
 
 @triton.jit
 def first_chunk(start, top, C: tl.constexpr):
-    """Return the absolute number of the row's first chunk without the bits from `top` on, of which at most one changes within a row."""
+    """Return the absolute number of the row's first chunk without the bits from `top` on, of which at most one changes
+    within a row.
+    """
     return (start // C) & ((1 << top.to(tl.int64)) - 1)
 
 
 @triton.jit
 def lambda_at(start, lev, top, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr):
-    """Return the index of the lambda of level `lev` above chunks. Level `top` stands for the bit that changes at the one border of
-    2^top chunks that a row may cross."""
+    """Return the index of the lambda of level `lev` above chunks.
+
+    Level `top` stands for the bit that changes at the one border of 2^top chunks that a row may cross.
+    """
     border = (((start // C) >> top) + 1) << top
     bit = tl.where(lev == top, (tl.log2((border & -border).to(tl.float32)) + 0.5).to(tl.int32), lev)
     return tl.minimum(bit + LOG_C + 1, LAMBDAS - 1)
@@ -107,8 +111,8 @@ def has_left(a0, n, lev, BUCKET: tl.constexpr):
 
 @triton.jit
 def segment_pair(i, lev, a0, chunks):
-    """Return (left segment of the row's i-th pair, first chunk of the right segment, the chunk behind it, segments of the row), all
-    counted from the row's first one."""
+    """Return (left segment of the row's i-th pair, first chunk of the right segment, the chunk behind it, segments of
+    the row), all counted from the row's first one."""
     first = a0 >> lev
     pair = (a0 >> (lev + 1)) + i
     begin = ((2 * pair + 1) << lev) - a0
@@ -126,8 +130,8 @@ def level_up(
 ):  # fmt: skip
     """Pass the left state of one pair of level `lev` through the right segment. Grid: (R x PAIRS, G, blocks of values).
 
-    k: `GroupTensor`; ends: `PairEnds`. KEEP, PASSED: store S^T and x^T of each chunk. BUCKET: rows resume from buckets. AFTER: store
-    the bucket of this level behind the row. PARENT: store the pair's state.
+    k: `GroupTensor`; ends: `PairEnds`. KEEP, PASSED: store S^T and x^T of each chunk. BUCKET: rows resume from buckets.
+    AFTER: store the bucket of this level behind the row. PARENT: store the pair's state.
     """
     r, i = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS
     g, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
@@ -176,7 +180,9 @@ def level_down(
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
     BUCKET: tl.constexpr, AFTER: tl.constexpr, PARENT: tl.constexpr,
 ):  # fmt: skip
-    """The backward of `level_up` for one pair: from the gradient of the pair's state to those of its segments. Same grid.
+    """The backward of `level_up` for one pair: from the gradient of the pair's state to those of its segments.
+
+    Same grid.
 
     k: `GroupTensor`; do: `HeadTensor`; level: `LevelTensor`; read: R of every chunk; grads: gradients of `PairEnds`.
     """
@@ -228,8 +234,8 @@ def level_down(
 
 
 class PassedChunk(NamedTuple):
-    """A chunk that states pass through: k and w (C, K), gates behind each token and of the whole chunk; rows_V: values in the block,
-    0 if the row has no such chunk."""
+    """A chunk that states pass through: k and w (C, K), gates behind each token and of the whole chunk; rows_V: values
+    in the block, 0 if the row has no such chunk."""
 
     k_CK: tl.tensor
     w_CK: tl.tensor
@@ -259,9 +265,12 @@ def lowest_levels(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, PASSED: tl.constexpr,
 ):  # fmt: skip
-    """Store the state of one segment of four chunks, and S^T and x^T of levels 0 and 1. Grid: (R x GROUPS, G, blocks of values).
+    """Store the state of one segment of four chunks, and S^T and x^T of levels 0 and 1.
 
-    k: `GroupTensor`; terms: (w, u, c); kept, passed: pairs of buffers, of levels 0 and 1. Only for rows without buckets.
+    Grid: (R x GROUPS, G, blocks of values).
+
+    k: `GroupTensor`; terms: (w, u, c); kept, passed: pairs of buffers, of levels 0 and 1. Only for rows without
+    buckets.
     """
     w, u, c = terms
     r, i = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
@@ -314,11 +323,11 @@ def gather_gradients(
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
     BUCKET: tl.constexpr, ADD: tl.constexpr, OWN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums over levels low .. high - 1 of one chunk and block of features; with ADD, add them to what is there. OWN: the
-    chunk's own state is included. Grid: (R x N, G, blocks of features).
+    """Store the sums over levels low .. high - 1 of one chunk and block of features; with ADD, add them to what is
+    there. OWN: the chunk's own state is included. Grid: (R x N, G, blocks of features).
 
-    k: `GroupTensor`; do: `HeadTensor`; level: `LevelTensor`; states: `LevelStates`; sums: `GatheredGradients`; down: dS_own^T
-    (chunks, G, V, K); MOST: chunks in the buffers.
+    k: `GroupTensor`; do: `HeadTensor`; level: `LevelTensor`; states: `LevelStates`; sums: `GatheredGradients`; down:
+    dS_own^T (chunks, G, V, K); MOST: chunks in the buffers.
     """
     g, first = tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)

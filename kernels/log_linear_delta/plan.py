@@ -27,8 +27,8 @@ from surgery.kernels.log_linear_delta.levels import (
     lowest_levels,
 )
 
-# Shares of the free memory for the states S that chunks read at one level. Levels whose states do not fit together are taken in
-# groups. The backward keeps S, dS', x and dx, so its share of S is smaller.
+# Shares of the free memory for the states S that chunks read at one level. Levels whose states do not fit together are
+# taken in groups. The backward keeps S, dS', x and dx, so its share of S is smaller.
 FORWARD_MEMORY_SHARE, BACKWARD_MEMORY_SHARE = 1 / 6, 1 / 24
 
 
@@ -149,8 +149,10 @@ class LogLinearDeltaPlan(DeltaPlan):
         self, t: WYTerms, group: tuple[int, int], state: Tensor | None, states: Tensor, *, after: Tensor | None = None,
         passed: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """Run levels low .. high - 1 from the states of level `low`; return those of level `high`. Fills `states` and `passed`
-        (`LevelStates`) from index 0, and the levels of `after`."""
+        """Run levels low .. high - 1 from the states of level `low`; return those of level `high`.
+
+        Fills `states` and `passed` (`LevelStates`) from index 0, and the levels of `after`.
+        """
         low, high = group
         for level in range(low, high):
             if self.fused and level < 2:
@@ -184,8 +186,8 @@ class LogLinearDeltaPlan(DeltaPlan):
         return state
 
     def read(self, t: WYTerms, group: tuple[int, int], states: Tensor, out: Tensor) -> None:
-        """Add what chunks read of these levels to `out`; for the lowest group, set `out` to that and what chunks read of
-        themselves."""
+        """Add what chunks read of these levels to `out`; for the lowest group, set `out` to that and what chunks read
+        of themselves."""
         s, (low, high) = self.sizes, group
         chunk_forward[(s.R * s.N, s.G * s.J, s.blocks)](
             *self.inputs, s.table, (t.c, t.y, t.w), states, out, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0],
@@ -236,7 +238,9 @@ class LogLinearDeltaPlan(DeltaPlan):
     def down(
         self, level: int, t: WYTerms, reads: tuple[Tensor, Tensor], grads: PairBuffers, store: tuple[Tensor, Tensor]
     ) -> None:
-        """Run `level_down` on all pairs of a level. reads: (R, d_out). store: dkept and dpassed of the level (`LevelStates`)."""
+        """Run `level_down` on all pairs of a level. reads: (R, d_out). store: dkept and dpassed of the level
+        (`LevelStates`).
+        """
         s, (grid, pairs), (read, do) = self.sizes, self.grid(level), reads
         level_down[grid](
             GroupTensor.from_tensor(self.k), t.w, read, HeadTensor.from_tensor(do), t.c,

@@ -1,6 +1,9 @@
-"""Low-rank linears for a few tokens on a GPU: two launches of `matvec_kernel`, y = left (right x) + bias. Without gradients.
+"""Low-rank linears for a few tokens on a GPU: two launches of `matvec_kernel`, y = left (right x) + bias.
 
-PyTorch's product of one row with a wide matrix of few rows, as `right` is, takes two to three times as long as reading it.
+Without gradients.
+
+PyTorch's product of one row with a wide matrix of few rows, as `right` is, takes two to three times as long as reading
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ MAX_ELEMENTS = 2**31  # of a factor, and between the first and the last of x: th
 
 
 def accepts(x: Tensor, right_RI: Tensor, left_1OR: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the kernel computes this call: a few tokens, plain contiguous factors of one dtype, no gradients."""
+    """Return whether the kernel computes this call: a few tokens, plain contiguous factors of one dtype, no
+    gradients.
+    """
     tensors = [x, right_RI, left_1OR] if bias is None else [x, right_RI, left_1OR, bias]
     if (
         not (x.is_cuda or x.is_cpu)

@@ -1,4 +1,6 @@
-"""Two or three low-rank linears of one input, for a few tokens on a GPU: two launches of `grouped_matvec_kernel` for all of them."""
+"""Two or three low-rank linears of one input, for a few tokens on a GPU: two launches of `grouped_matvec_kernel` for
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ MAX_LINEARS = 3
 
 
 def accepts_group(x: Tensor, rights: Tensors, lefts: Tensors, biases: Biases) -> bool:
-    """Return whether the kernel computes this call: two or three linears that the kernel of one accepts, all with biases or none."""
+    """Return whether the kernel computes this call: two or three linears that the kernel of one accepts, all with
+    biases or none.
+    """
     return (
         2 <= len(rights) <= MAX_LINEARS
         and len({bias is None for bias in biases}) == 1

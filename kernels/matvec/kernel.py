@@ -2,10 +2,11 @@
 
     out[n, g, r] = sum_d x[n, g, d] core[g, d, r] + bias
 
-Every program reads its rows of the matrix at once into registers, so that many bytes are in flight, and adds up products in float32.
-In a pair of launches (FIRST, SECOND) each kernel starts while the one before it runs (programmatic dependent launch, on Hopper and later).
-The second kernel loads its rows and then waits for the first one's output. The first one waits for all work before it, and reads nothing and lets
-nothing else start until then, so weights that were just written are safe.
+Every program reads its rows of the matrix at once into registers, so that many bytes are in flight, and adds up
+products in float32. In a pair of launches (FIRST, SECOND) each kernel starts while the one before it runs (programmatic
+dependent launch, on Hopper and later). The second kernel loads its rows and then waits for the first one's output. The
+first one waits for all work before it, and reads nothing and lets nothing else start until then, so weights that were
+just written are safe.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def load_rows(core, r, d, R, D, c_r, c_d):
 
 @triton.jit
 def multiply_rows(c_rd, x, core, r, d, R, D, inputs, x_i, c_r, c_d, BD: tl.constexpr):
-    """Return rows r of a matrix times the vector x. c_rd: their first BD columns. inputs: elements of x that are there; others are 0."""
+    """Return rows r of a matrix times the vector x. c_rd: their first BD columns. inputs: elements of x that are there;
+    others are 0.
+    """
     x_d = tl.load(x + d * x_i, mask=(d < D) & (d < inputs), other=0.0).to(tl.float32)
     out_r = tl.sum(c_rd * x_d[None, :], 1)
     for first in range(BD, D, BD):
@@ -52,8 +55,8 @@ def matvec_kernel(
 ):  # fmt: skip
     """Compute out[n, g, r] = sum_d x[n, g, d] core[g, d, r] + bias. Grid: (groups * tiles,).
 
-    r = (i, s), which lies in row n of out at g o_g + i o_s + s; rows have OUT elements, those of x IN. FIRST, SECOND: the place of the
-    launch in a pair with an early start.
+    r = (i, s), which lies in row n of out at g o_g + i o_s + s; rows have OUT elements, those of x IN. FIRST, SECOND:
+    the place of the launch in a pair with an early start.
     """
     group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     r, d = tile * BR + tl.arange(0, BR), tl.arange(0, BD)
@@ -81,9 +84,11 @@ def grouped_matvec_kernel(
     D_0, D_1, D_2, R_0, R_1, R_2, x_0, x_1, x_2, o_0, o_1, o_2, o_n0, o_n1, o_n2, tile_1, tile_2,
     BD: tl.constexpr, BR: tl.constexpr, BIAS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Multiply up to three matrices (R_m, D_m) with parts of the same rows: out_m[n, o_m + r] = sum_d x[n, x_m + d] core_m[r, d] + bias_m[r].
+    """Multiply up to three matrices (R_m, D_m) with parts of the same rows: out_m[n, o_m + r] = sum_d x[n, x_m + d]
+    core_m[r, d] + bias_m[r].
 
-    Grid: (tiles of all matrices,); those of matrix 1 begin at tile_1, those of matrix 2 at tile_2. Matrices are contiguous.
+    Grid: (tiles of all matrices,); those of matrix 1 begin at tile_1, those of matrix 2 at tile_2. Matrices are
+    contiguous.
     """
     tile = tl.program_id(0)
     core, bias, out, D, R, x_at, o_at, o_n = core_0, bias_0, out_0, D_0, R_0, x_0, o_0, o_n0

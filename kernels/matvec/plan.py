@@ -1,4 +1,6 @@
-"""Tiles of `matvec_kernel`, measured on one H200 in bfloat16 on 2026-11-24, with matrices from 512 x 192 to 8,192 x 8,192."""
+"""Tiles of `matvec_kernel`, measured on one H200 in bfloat16 on 2026-11-24, with matrices from 512 x 192 to 8,192 x
+8,192.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +58,9 @@ def matvec_programs(sizes: MatvecSizes, groups: int) -> int:
 def launch_options(tiles: MatvecTiles, bias: bool, first: bool, second: bool, fused: bool = False) -> dict[str, Any]:
     """Return the compile-time options of a launch. fused: whether products and sums may be fused.
 
-    A lane with a single product of a row must not fuse it with the first sum: lanes that add each other's products would round
-    differently, and all of them write the row's sum. Rows that lie along memory are not faster with fused ones; in the other
-    layout, every lane has several products of a row.
+    A lane with a single product of a row must not fuse it with the first sum: lanes that add each other's products
+    would round differently, and all of them write the row's sum. Rows that lie along memory are not faster with fused
+    ones; in the other layout, every lane has several products of a row.
     """
     columns, rows, warps = tiles
     options = {"BD": columns, "BR": rows, "BIAS": bias, "FIRST": first, "SECOND": second, "num_warps": warps}
@@ -76,8 +78,8 @@ def matvec_launch(
 
 
 class GroupedSizes(NamedTuple):
-    """Sizes of a launch of `grouped_matvec_kernel`, each for every matrix: columns D, rows R, first elements of the rows of x and out, and the
-    distance of out's rows."""
+    """Sizes of a launch of `grouped_matvec_kernel`, each for every matrix: columns D, rows R, first elements of the
+    rows of x and out, and the distance of out's rows."""
 
     columns: tuple[int, ...]
     rows: tuple[int, ...]
@@ -95,7 +97,9 @@ def grouped_launch(
     first: bool = False,
     second: bool = False,
 ) -> CachedLaunch:
-    """Return the launch of products with two or three matrices. strides: of both axes of x. first, second: as in `matvec_launch`."""
+    """Return the launch of products with two or three matrices. strides: of both axes of x. first, second: as in
+    `matvec_launch`.
+    """
     largest = MatvecSizes(tokens, 0, max(sizes.columns), sum(sizes.rows), 1, 0, 0, 0, 0, 1, 0, 0, 0, 0)
     columns, rows, warps = matvec_tiles(largest)
     ends = [-(-R // rows) for R in sizes.rows]

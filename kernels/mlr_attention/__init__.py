@@ -1,7 +1,7 @@
 """MLR attention and sliding-window softmax: kernels that replace `attend` of surgery/mixers/common/softmax.py.
 
-Prefill and training read one tensor of keys with the levels side by side; levels that do not lie so in memory are copied together
-first. A few queries against a cache go to kernels/mlr_attention/decode.py.
+Prefill and training read one tensor of keys with the levels side by side; levels that do not lie so in memory are
+copied together first. A few queries against a cache go to kernels/mlr_attention/decode.py.
 """
 
 from __future__ import annotations
@@ -86,8 +86,11 @@ def launch_backward(
     dout: Tensor,
     tiles: tuple[AttentionTiles, AttentionTiles] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and biases. Those of keys and values are computed per query head, then summed over the heads
-    of a group. tiles: of queries and of keys; the plan's own if None."""
+    """Return the gradients of q, k, v and biases.
+
+    Those of keys and values are computed per query head, then summed over the heads of a group. tiles: of queries and
+    of keys; the plan's own if None.
+    """
     q, v, biases, plan = inputs.q, inputs.v, inputs.biases, inputs.plan
     B, H, T, R = q.shape
     G, S, V = v.shape[1:]
@@ -129,8 +132,8 @@ def row_slices(rows: int, heads: int) -> list[slice]:
 
 
 class MLRAttentionFunction(torch.autograd.Function):
-    """Attention by the kernels, with gradients. parts: q_BHTR of every level, then k_BGSR of every level; the plan may have merged
-    some levels."""
+    """Attention by the kernels, with gradients. parts: q_BHTR of every level, then k_BGSR of every level; the plan may
+    have merged some levels."""
 
     @staticmethod
     def forward(ctx: Any, plan: MLRPlan, ends: Tensor, biases: Tensor | None, v: Tensor, *parts: Tensor) -> Tensor:
@@ -159,8 +162,8 @@ class MLRAttentionFunction(torch.autograd.Function):
 
 
 def join_levels(parts: tuple[Tensor, ...]) -> Tensor:
-    """Return the levels concatenated along their dimensions: a view where they are neighbours in memory, else a copy, with zeros in
-    the slots that a level does not hold."""
+    """Return the levels concatenated along their dimensions: a view where they are neighbours in memory, else a copy,
+    with zeros in the slots that a level does not hold."""
     first = parts[0]
     offset, neighbours = first.storage_offset(), True
     for level_keys in parts:
@@ -180,8 +183,8 @@ def pad_levels(parts: Sequence[Tensor]) -> Tensor:
 
 
 def align_rows(x: Tensor) -> Tensor:
-    """Return x with rows of whole 16-byte units, which asynchronous copies to shared memory need, and close enough that the rows of a
-    tile, 128 at most, span less than 2^31 elements."""
+    """Return x with rows of whole 16-byte units, which asynchronous copies to shared memory need, and close enough that
+    the rows of a tile, 128 at most, span less than 2^31 elements."""
     unit = 16 // x.element_size()
     odd = any(s % unit for s in x.stride()[:3]) or x.stride(-1) != 1 or x.data_ptr() % 16 or x.stride(2) >= 2**24
     x = F.pad(x, (0, -x.shape[-1] % 16)) if x.shape[-1] % 16 else x
@@ -196,8 +199,8 @@ def accepts(
     mask: Tensor | None = None,
     p: float = 0.0,
 ) -> bool:
-    """Return whether the kernels compute this call: causal, no mask and no dropout, sizes and dtypes that fit tiles, and levels of which
-    each reaches no farther than the one before it."""
+    """Return whether the kernels compute this call: causal, no mask and no dropout, sizes and dtypes that fit tiles,
+    and levels of which each reaches no farther than the one before it."""
     first, extents = terms[0], [term.extent for term in terms[1:]]
     tensors = [v_BGSV, *(x for term in terms for x in (term.q_BGJTR, term.k_BGSR))]
     ranks = [term.q_BGJTR.shape[-1] for term in terms]
@@ -245,7 +248,9 @@ def tuning_query(terms: list[ScoreTerm], v_BGSV: Tensor, layout: KVLayout, *_: A
 
 
 def tuning_key(terms: list[ScoreTerm], v_BGSV: Tensor, layout: KVLayout, *_: Any, **__: Any) -> Hashable:
-    """Return the key under which the choice for a call is remembered; a growing context is looked up again at each doubling."""
+    """Return the key under which the choice for a call is remembered; a growing context is looked up again at each
+    doubling.
+    """
     q, grad = terms[0].q_BGJTR, torch.is_grad_enabled() and any(t.q_BGJTR.requires_grad for t in terms)
     size = (q.shape, layout.slots.bit_length(), len(terms), v_BGSV.shape[-1], v_BGSV.dtype, v_BGSV.get_device())
     return *size, grad or v_BGSV.requires_grad, is_capturing(v_BGSV), torch.is_autocast_enabled()
@@ -291,7 +296,10 @@ def is_decode_step(terms: list[ScoreTerm], v_BGSV: Tensor, layout: KVLayout) -> 
 
 
 def stack_biases(terms: list[ScoreTerm]) -> Tensor | None:
-    """Return biases_HZ of levels 2 .. L, or None if no level has a bias: a view if the biases are the columns of one matrix."""
+    """Return biases_HZ of levels 2 ..
+
+    L, or None if no level has a bias: a view if the biases are the columns of one matrix.
+    """
     biases = [term.bias_GJ for term in terms[1:]]
     if not biases or all(bias is None for bias in biases):
         return None
@@ -337,7 +345,9 @@ def _plan(arguments: Sequence[Any]) -> MLRPlan:
 def _op_inputs(
     q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, ends: Tensor, plan: MLRPlan
 ) -> tuple[AttentionInputs, bool]:
-    """Return the inputs of the kernels, and whether the biases are one number for all scores of a row, which changes no softmax."""
+    """Return the inputs of the kernels, and whether the biases are one number for all scores of a row, which changes no
+    softmax.
+    """
     constant = biases is not None and len(plan.ranks) == 1 and plan.softcap is None
     inputs = AttentionInputs(align_rows(q), align_rows(k), align_rows(v), None if constant else biases, ends, plan)
     return inputs, constant

@@ -3,16 +3,18 @@
     dS = scaling P (dO V^T - delta),  delta = <dO, O>     d bias_l = sum of dS over pairs near in level l
     dQ_l = sum over near keys of dS K_l                   dV = sum_t P dO     dK_l = sum over near queries of dS Q_l
 
-`mlr_queries` walks keys past a tile of queries (dQ and d bias), `mlr_keys` walks queries past a tile of keys (dK and dV). Seen from a
-key s, a level is near for queries before high_l(s) = s + extent_l (sliding) or the end of the key's block (nested).
+`mlr_queries` walks keys past a tile of queries (dQ and d bias), `mlr_keys` walks queries past a tile of keys (dK and
+dV). Seen from a key s, a level is near for queries before high_l(s) = s + extent_l (sliding) or the end of the key's
+block (nested).
 
-Zones are processed from the farthest to the nearest. Their products with dS take all dimensions. After each zone, dimensions of
-levels that are not near in it are set to zero again, because no nearer zone has contributed to them yet. The remaining tiles
-come last, one level at a time.
+Zones are processed from the farthest to the nearest. Their products with dS take all dimensions. After each zone,
+dimensions of levels that are not near in it are set to zero again, because no nearer zone has contributed to them yet.
+The remaining tiles come last, one level at a time.
 
-`out` is rounded, and so are the weights that made it, so that delta is off by an error eps of its query. Beside dS of single pairs
-it is small. The pairs of d bias nearly cancel, and eps times their weights would be percents of it in bfloat16. The weights of a
-row sum to 1, so that eps is the sum of the row's dS: known at the end, where its contribution is subtracted.
+`out` is rounded, and so are the weights that made it, so that delta is off by an error eps of its query. Beside dS of
+single pairs it is small. The pairs of d bias nearly cancel, and eps times their weights would be percents of it in
+bfloat16. The weights of a row sum to 1, so that eps is the sum of the row's dS: known at the end, where its
+contribution is subtracted.
 """
 
 from __future__ import annotations
@@ -152,8 +154,10 @@ def query_tile(
     out, lse, delta, dq, dbiases, masses, out_row, row, ok_M, t_M, T, inputs, walk, levels, sizes, narrow_sizes,
     Z1: tl.constexpr, CROSSING: tl.constexpr, DBIAS: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store dq and delta of a tile of queries, and add to dbiases. out_row: the head's first row in `out`, `lse`, `delta`
-    and `dq`; row: the tile's first row in the head. sizes, narrow_sizes: of the zones beyond Z1, and of those up to Z1."""
+    """Compute and store dq and delta of a tile of queries, and add to dbiases. out_row: the head's first row in `out`,
+    `lse`, `delta` and `dq`; row: the tile's first row in the head. sizes, narrow_sizes: of the zones beyond Z1, and of
+    those up to Z1.
+    """
     row_M = row + tl.arange(0, sizes.M)
     at_M = row_M.to(tl.int64) + out_row
     do_MV = load_rows(inputs.dout, row, inputs.stride_d, ok_M, sizes.M, sizes.DV, 0, sizes.V, True)
@@ -193,11 +197,12 @@ def mlr_queries(
     CAP: tl.constexpr, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, CROSSING: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq_BHTR, delta_BHT and, per query tile i, dbiases_BHiZ. Grid: (query tiles, B * H); a program computes one tile of
-    queries.
+    """Compute dq_BHTR, delta_BHT and, per query tile i, dbiases_BHiZ.
 
-    Zones up to L1 have at most A dimensions, the others A + B. masses_BHZT: the weights of pairs near in z levels; zeros before the
-    launch.
+    Grid: (query tiles, B * H); a program computes one tile of queries.
+
+    Zones up to L1 have at most A dimensions, the others A + B. masses_BHZT: the weights of pairs near in z levels;
+    zeros before the launch.
     """
     batch, head, group, end, lead, first_q, first = head_position(
         ends, stride_end, T, S, heads_per_row, heads_per_group, HOLES
@@ -320,8 +325,8 @@ def key_tile(
     lse, delta, dk, dv, out_slot, slot, ok_N, s_N, first_q, first, inputs, walk, levels, sizes, narrow_sizes,
     Z1: tl.constexpr, CROSSING: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store dk and dv of a tile of keys. out_slot: the head's first slot in `dk` and `dv`; slot: the tile's first
-    slot in the head. sizes, narrow_sizes: of the zones beyond Z1, and of those up to Z1."""
+    """Compute and store dk and dv of a tile of keys. out_slot: the head's first slot in `dk` and `dv`; slot: the tile's
+    first slot in the head. sizes, narrow_sizes: of the zones beyond Z1, and of those up to Z1."""
     v_NV = load_rows(inputs.v, slot, inputs.stride_v, ok_N, sizes.N, sizes.DV, 0, sizes.V, True)
     dk_NA = tl.zeros([sizes.N, sizes.A], tl.float32)
     dk_NB = tl.zeros([sizes.N, sizes.B], tl.float32) if sizes.B > 0 else dk_NA
@@ -352,8 +357,11 @@ def mlr_keys(
     R: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
     CROSSING: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk_BHSR and dv_BHSV, per query head. Grid: (key tiles, B * H); a program computes one tile of keys for one query
-    head. Zones up to L1 have at most A dimensions, the others A + B."""
+    """Compute dk_BHSR and dv_BHSV, per query head.
+
+    Grid: (key tiles, B * H); a program computes one tile of keys for one query head. Zones up to L1 have at most A
+    dimensions, the others A + B.
+    """
     batch, head, group, end, lead, first_q, first = head_position(
         ends, stride_end, T, S, heads_per_row, heads_per_group, HOLES
     )

@@ -1,11 +1,12 @@
-"""Decoding: a few queries against a cache in which each level keeps only the slots that are near (flash decoding, Dao et al. 2023).
+"""Decoding: a few queries against a cache in which each level keeps only the slots that are near (flash decoding, Dao
+et al. 2023).
 
 The slots are cut into spans. A program processes one span for all query heads that share keys, and a second kernel
-combines the spans. Of each slot it reads the value and the keys of the levels that still hold it; the first level alone holds
-distant slots. Level l holds the last n_l of S slots.
+combines the spans. Of each slot it reads the value and the keys of the levels that still hold it; the first level alone
+holds distant slots. Level l holds the last n_l of S slots.
 
-Letters: R rows (T queries of J heads), N slots of a tile, P dimensions of a level padded to 16 (P0: of the first level), V value
-dimensions and DV their power of two.
+Letters: R rows (T queries of J heads), N slots of a tile, P dimensions of a level padded to 16 (P0: of the first
+level), V value dimensions and DV their power of two.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class DecodeTiles(NamedTuple):
 
 
 class DecodeSizes(NamedTuple):
-    """Compile-time sizes (letters as in the module's docstring; `dims`: score dimensions of all levels), stages and precision."""
+    """Compile-time sizes (letters as in the module's docstring; `dims`: score dimensions of all levels), stages and
+    precision.
+    """
 
     R: Any
     N: Any
@@ -52,8 +55,8 @@ class DecodeSizes(NamedTuple):
 class CacheSlots(NamedTuple):
     """The cache of one head group.
 
-    v: pointer to the values; v_missing: slots before the first one stored (negative: slots stored before the first). biases_R:
-    pointers to each row's biases. slot = position + lead; first: the first position with a token; slots: S.
+    v: pointer to the values; v_missing: slots before the first one stored (negative: slots stored before the first).
+    biases_R: pointers to each row's biases. slot = position + lead; first: the first position with a token; slots: S.
     """
 
     v: Any
@@ -99,7 +102,9 @@ def add_level(score, q_RP, k, missing, s_N, t_R, level: tl.constexpr, cache, lev
 def process_tiles(
     acc_RV, top_R, sum_R, start, stop, q, ok_R, t_R, keys, missing, cache, SEEN: tl.constexpr, levels, sizes
 ):  # fmt: skip
-    """Return (acc, top, sum) of a running softmax in base 2 after tiles start .. stop, whose slots hold the first SEEN levels."""
+    """Return (acc, top, sum) of a running softmax in base 2 after tiles start .. stop, whose slots hold the first SEEN
+    levels.
+    """
     q0 = load_query_rows(q, ok_R, 0, sizes.P0, levels, sizes)
     q1 = load_query_rows(q, ok_R, 1, sizes.P, levels, sizes) if SEEN > 1 else q0
     q2 = load_query_rows(q, ok_R, 2, sizes.P, levels, sizes) if SEEN > 2 else q0
@@ -171,9 +176,12 @@ def mlr_decode(
     BIASED: tl.constexpr, CAP: tl.constexpr, DIMS: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     P0: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute part (B * G, spans, J * T, V + 2): weighted values, top score and sum of weights of each span. Grid: (B * G, spans).
+    """Compute part (B * G, spans, J * T, V + 2): weighted values, top score and sum of weights of each span.
 
-    k0 .. k7: keys per level; m0 .. m7: slots that a level lacks; g0 .. g7: strides of head groups. span: tiles of a span.
+    Grid: (B * G, spans).
+
+    k0 .. k7: keys per level; m0 .. m7: slots that a level lacks; g0 .. g7: strides of head groups. span: tiles of a
+    span.
     """
     at = tl.program_id(0).to(tl.int64)
     place = tl.num_programs(1) - 1 - tl.program_id(1)  # the last spans hold the most levels: they start first
@@ -202,7 +210,10 @@ def mlr_decode(
 
 @triton.jit
 def mlr_combine(part, out, rows, spans, V: tl.constexpr, DV: tl.constexpr, SP: tl.constexpr):
-    """Combine the spans of one row of the output. Grid: (B * G * rows,), rows = J * T. SP: the power of two of spans."""
+    """Combine the spans of one row of the output.
+
+    Grid: (B * G * rows,), rows = J * T. SP: the power of two of spans.
+    """
     at, row = tl.program_id(0).to(tl.int64) // rows, tl.program_id(0) % rows
     span_S, dim_V = tl.arange(0, SP), tl.arange(0, DV)
     ok_S = span_S < spans
@@ -234,8 +245,9 @@ def launch_decode(
 ) -> Tensor:
     """Return out_BHTV.
 
-    keys: k_BGSR of each level, its last slots. v_BGSV. biases_HZ: per head the bias of each of levels 2 .. L. ends: positions in each
-    row, (B,) or (1,). tiles: None for the default. target: programs to aim at, None for TARGET_PROGRAMS.
+    keys: k_BGSR of each level, its last slots. v_BGSV. biases_HZ: per head the bias of each of levels 2 .. L. ends:
+    positions in each row, (B,) or (1,). tiles: None for the default. target: programs to aim at, None for
+    TARGET_PROGRAMS.
     """
     B, G, J, T, dims = q_BGJTR.shape
     S, V = v.shape[2:]
@@ -266,10 +278,11 @@ def launch_decode(
 
 
 def align_slots(x_BGSX: Tensor) -> tuple[Tensor, int]:
-    """Return x with contiguous slots and one stride over (b, g), and how many slots before its first one the result begins.
+    """Return x with contiguous slots and one stride over (b, g), and how many slots before its first one the result
+    begins.
 
-    It begins at a slot whose index in the buffer is a multiple of 16, so that copies of 16 bytes are aligned and every step runs
-    the same compiled kernel.
+    It begins at a slot whose index in the buffer is a multiple of 16, so that copies of 16 bytes are aligned and every
+    step runs the same compiled kernel.
     """
     B, G, slots, X = x_BGSX.shape
     fits = x_BGSX.stride(3) == 1 and x_BGSX.stride(2) == X and (B == 1 or x_BGSX.stride(0) == G * x_BGSX.stride(1))

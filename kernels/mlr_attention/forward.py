@@ -2,13 +2,14 @@
 
     out[t] = sum_s softmax_s(scaling sum_l [s >= low_l(t)] (q_l[t] . k_l[s] + bias_l)) v[s],    s <= t
 
-kernels/mlr_attention/tiles.py defines low_l, zones and remaining tiles. In a zone, the dimensions of levels that are not near
-are zeros of q, and products have a width of A + B that covers the dimensions of the zone's levels. The remaining tiles and
-those at the diagonal are processed first.
+kernels/mlr_attention/tiles.py defines low_l, zones and remaining tiles. In a zone, the dimensions of levels that are
+not near are zeros of q, and products have a width of A + B that covers the dimensions of the zone's levels. The
+remaining tiles and those at the diagonal are processed first.
 
-A softmax does not depend on the number subtracted from its scores, as long as nothing overflows. After the remaining tiles
-this is each query's largest score so far. Zones, which hold most of the work, keep it: exponents of float32 and bfloat16 hold
-weights up to 2^100. A tile whose sums grow beyond MAX_SUM is computed again, with the largest score of every tile.
+A softmax does not depend on the number subtracted from its scores, as long as nothing overflows. After the remaining
+tiles this is each query's largest score so far. Zones, which hold most of the work, keep it: exponents of float32 and
+bfloat16 hold weights up to 2^100. A tile whose sums grow beyond MAX_SUM is computed again, with the largest score of
+every tile.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ MAX_SUM = tl.constexpr(1e30)
 
 @triton.jit
 def identity_product(x_MD, D: tl.constexpr):
-    """Return x times the identity: x in the register layout of a product's operand, where masking it needs no conversion."""
+    """Return x times the identity: x in the register layout of a product's operand, where masking it needs no
+    conversion.
+    """
     dim_D = tl.arange(0, D)
     if x_MD.dtype == tl.float32:
         return x_MD
@@ -54,8 +57,8 @@ def softmax_update(
     acc_MV, top_M, sum_M, score, bias, seen, v_NV, scale, MASKED: tl.constexpr, FIXED: tl.constexpr, CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (acc, top, sum) of a running softmax in base 2 after one more tile: sum of weighted values (M, V), number subtracted
-    from scores, sum of weights. FIXED: keep `top`, without a look at the tile's largest score."""
+    """Return (acc, top, sum) of a running softmax in base 2 after one more tile: sum of weighted values (M, V), number
+    subtracted from scores, sum of weights. FIXED: keep `top`, without a look at the tile's largest score."""
     log2_e: tl.constexpr = 1.4426950408889634
     if CAP > 0:
         score = softcap((score + bias) * (scale / CAP), CAP)
@@ -83,8 +86,10 @@ def process_zones(
     acc_MV, top_M, sum_M, held_MA, held_MB, row, ok_M, inputs, walk, Z0: tl.constexpr, Z1: tl.constexpr, levels, sizes,
     HELD: tl.constexpr, FIXED: tl.constexpr, MIN_RUN: tl.constexpr,
 ):  # fmt: skip
-    """Return (acc, top, sum) after zones Z0 + 1 .. Z1, whose levels have at most A + B dimensions. HELD: q is in registers, else it
-    is loaded in each zone."""
+    """Return (acc, top, sum) after zones Z0 + 1 ..
+
+    Z1, whose levels have at most A + B dimensions. HELD: q is in registers, else it is loaded in each zone.
+    """
     for zone in tl.range(Z0 + 1, Z1 + 1, num_stages=1):
         start, count, dims = pick_zone(zone, walk, levels, Z0, Z1, sizes.N, MIN_RUN)
         bias = tl.load(inputs.biases + zone) if levels.biased else 0.0
@@ -134,8 +139,10 @@ def forward_tile(
     out, again, lse, out_row, row, ok_M, t_M, inputs, walk, levels, sizes, far_sizes, Z1: tl.constexpr, MASKED: tl.constexpr,
     CROSSING: tl.constexpr, MIN_RUN: tl.constexpr, HOLD: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store a tile of queries. out_row: the head's first row in `out` and `lse`; row: the tile's first row in the head.
-    sizes, far_sizes: of the zones beyond Z1, and of those up to Z1. The other arguments: as in `mlr_forward` and `process_tile`."""
+    """Compute and store a tile of queries. out_row: the head's first row in `out` and `lse`; row: the tile's first row
+    in the head. sizes, far_sizes: of the zones beyond Z1, and of those up to Z1. The other arguments: as in
+    `mlr_forward` and `process_tile`.
+    """
     acc_MV = tl.zeros([sizes.M, sizes.DV], tl.float32)
     top_M = tl.full([sizes.M], MIN_SCORE, tl.float32)
     sum_M = tl.zeros([sizes.M], tl.float32)
@@ -188,11 +195,13 @@ def mlr_forward(
     CROSSING: tl.constexpr, MIN_RUN: tl.constexpr, HOLD: tl.constexpr,
     FIXED: tl.constexpr, REDO: tl.constexpr,
 ):  # fmt: skip
-    """Compute out_BHTV and lse_BHT of q_BHTR, k_BGSR, v_BGSV. Grid: (query tiles, B * H); a program computes one tile of queries.
+    """Compute out_BHTV and lse_BHT of q_BHTR, k_BGSR, v_BGSV.
 
-    Zones up to L1 have at most A1 + B1 dimensions, the others A2 + B2. HOLES: rows end at ends_B. FIXED: zones keep the number
-    that the other tiles subtracted, and `again` (B * H, tiles) tells where it was too small; a second launch, REDO, computes
-    those tiles alone.
+    Grid: (query tiles, B * H); a program computes one tile of queries.
+
+    Zones up to L1 have at most A1 + B1 dimensions, the others A2 + B2. HOLES: rows end at ends_B. FIXED: zones keep the
+    number that the other tiles subtracted, and `again` (B * H, tiles) tells where it was too small; a second launch,
+    REDO, computes those tiles alone.
     """
     batch, head, group, end, lead, first_q, first = head_position(
         ends, stride_end, T, S, heads_per_row, heads_per_group, HOLES

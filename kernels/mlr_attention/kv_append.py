@@ -20,7 +20,10 @@ MAX_TOKENS = 16  # new slots per buffer; PyTorch copies more of them as fast
 
 @triton.jit
 def write_slot(new, buffer, at_BG, token, start, size, first: tl.constexpr, X: tl.constexpr, P: tl.constexpr):
-    """Copy X elements of `new`, from `first` on, into slot start + token of a buffer (B * G, size, X). P: the power of two of X."""
+    """Copy X elements of `new`, from `first` on, into slot start + token of a buffer (B * G, size, X).
+
+    P: the power of two of X.
+    """
     dim_P = tl.arange(0, P)
     x_P = tl.load(new + first + dim_P, mask=dim_P < X)
     tl.store(buffer + (at_BG * size + start + token) * X + dim_P, x_P, mask=dim_P < X)
@@ -35,8 +38,8 @@ def write_all_slots(
 ):  # fmt: skip
     """Append one token of one row and head group. Grid: (B * G * T,).
 
-    keys hold L levels side by side, level l from CUTS[l] on; values go to buffer L. b0 .. b8: buffers; s0 .. s8: their first new
-    slots; n0 .. n8: their slots. k* and v*: strides of rows, groups and tokens of keys and values.
+    keys hold L levels side by side, level l from CUTS[l] on; values go to buffer L. b0 .. b8: buffers; s0 .. s8: their
+    first new slots; n0 .. n8: their slots. k* and v*: strides of rows, groups and tokens of keys and values.
     """
     at_BG, token = (tl.program_id(0) // T).to(tl.int64), (tl.program_id(0) % T).to(tl.int64)
     keys += at_BG // G * kb + at_BG % G * kg + token * kt
@@ -67,7 +70,9 @@ def part_offsets(parts: list[Tensor]) -> tuple[int, ...]:
 
 
 def accepts(new_BGTX: Tensor, buffers: list[Tensor], starts: list[int], news: list[Tensor]) -> bool:
-    """Return whether the new keys are views side by side into one tensor, as mixers make them, with values behind them."""
+    """Return whether the new keys are views side by side into one tensor, as mixers make them, with values behind
+    them.
+    """
     keys = news[:-1]
     beside = all(
         level_keys.untyped_storage().data_ptr() == new_BGTX.untyped_storage().data_ptr()

@@ -13,8 +13,8 @@ from torch import Tensor
 class AttentionTiles(NamedTuple):
     """Tile of M queries and N keys, and how it is compiled.
 
-    registers: the limit per thread, None for the compiler's choice. hold: whether q stays in registers over all zones. run: the
-    fewest key tiles that make a zone; shorter zones are processed with the remaining tiles.
+    registers: the limit per thread, None for the compiler's choice. hold: whether q stays in registers over all zones.
+    run: the fewest key tiles that make a zone; shorter zones are processed with the remaining tiles.
     """
 
     M: int
@@ -27,7 +27,9 @@ class AttentionTiles(NamedTuple):
 
 
 class ZoneWidths(NamedTuple):
-    """Width A + B of the products in the zones up to `last_zone` that no narrower width covers; powers of two, B may be 0."""
+    """Width A + B of the products in the zones up to `last_zone` that no narrower width covers; powers of two, B may be
+    0.
+    """
 
     A: int
     B: int
@@ -35,8 +37,10 @@ class ZoneWidths(NamedTuple):
 
 
 class MLRPlan(NamedTuple):
-    """Compile-time description of a score. ranks: dimensions per level. extents: of levels 2 .. L. nested: the form of the extents.
-    holes: whether rows have padding in front."""
+    """Compile-time description of a score. ranks: dimensions per level. extents: of levels 2 ..
+
+    L. nested: the form of the extents. holes: whether rows have padding in front.
+    """
 
     ranks: tuple[int, ...]
     extents: tuple[int, ...]
@@ -52,8 +56,8 @@ class MLRPlan(NamedTuple):
         return tuple(sum(self.ranks[:level]) for level in range(len(self.ranks) + 1))
 
     def merge_levels(self, slots: int) -> tuple[MLRPlan, int]:
-        """Return the plan with all levels that are near in every pair of so many slots merged into the first one, and how many
-        were merged."""
+        """Return the plan with all levels that are near in every pair of so many slots merged into the first one, and
+        how many were merged."""
         reach = min(slots, self.window or slots)
         if self.nested:  # a block begins at position 0, and with padding any position may be in the first slot
             reach = slots if not self.holes else 1 << 62
@@ -62,8 +66,8 @@ class MLRPlan(NamedTuple):
         return self._replace(ranks=ranks, extents=self.extents[merged:]), merged
 
     def walks(self) -> tuple[ZoneWidths, ZoneWidths]:
-        """Return the forward's two widths: of zones with the first level's dimensions, and of the others with all dimensions. A third
-        width between them was measured to cost more than it saves."""
+        """Return the forward's two widths: of zones with the first level's dimensions, and of the others with all
+        dimensions. A third width between them was measured to cost more than it saves."""
         far, full = split_width(self.cuts[1]), split_width(self.cuts[-1])
         if sum(far) == sum(full):
             return ZoneWidths(0, 0, 0), ZoneWidths(*full, len(self.ranks))
@@ -77,8 +81,8 @@ class MLRPlan(NamedTuple):
         return max((sum(a <= start < b for a, b in spans) for start, _ in spans), default=0)
 
     def halves(self) -> ZoneWidths:
-        """Return the backward's width, whose gradients of A and of B dimensions are computed apart: zones up to `last_zone` need the
-        first A alone. Both are 64 or more, which is faster than narrower products."""
+        """Return the backward's width, whose gradients of A and of B dimensions are computed apart: zones up to
+        `last_zone` need the first A alone. Both are 64 or more, which is faster than narrower products."""
         a = max(16, triton.next_power_of_2(self.cuts[-1]))
         if self.cuts[1] > a // 2 or a < 128 or len(self.ranks) == 1:
             return ZoneWidths(a, 0, 0)
@@ -89,8 +93,8 @@ class MLRPlan(NamedTuple):
 class AttentionInputs:
     """One call of the kernels.
 
-    q_BHTR, k_BGSR, v_BGSV: rows aligned as by `align_rows`. biases_HZ: per head the sum of biases below level z, z = 0 .. L, or None.
-    ends: positions in each row, (B,) or (1,) where rows are alike. plan: the score.
+    q_BHTR, k_BGSR, v_BGSV: rows aligned as by `align_rows`. biases_HZ: per head the sum of biases below level z, z = 0
+    .. L, or None. ends: positions in each row, (B,) or (1,) where rows are alike. plan: the score.
     """
 
     q: Tensor
@@ -149,8 +153,8 @@ def split_width(dims: int) -> tuple[int, int]:
 
 
 def forward_tiles(dtype: torch.dtype, dims: int, plan: MLRPlan) -> AttentionTiles:
-    """Return the forward's tile for keys or values of `dims` dimensions, whichever are wider: the fastest on one H200 (2026-11-21,
-    Triton 3.6, bfloat16) from 1,024 to 16,384 tokens."""
+    """Return the forward's tile for keys or values of `dims` dimensions, whichever are wider: the fastest on one H200
+    (2026-11-21, Triton 3.6, bfloat16) from 1,024 to 16,384 tokens."""
     if dtype == torch.float32:
         return AttentionTiles(64, 32, 4, 1)
     if dims > 64:
@@ -163,8 +167,11 @@ def forward_tiles(dtype: torch.dtype, dims: int, plan: MLRPlan) -> AttentionTile
 
 
 def backward_tiles(dtype: torch.dtype, dims: int, plan: MLRPlan) -> tuple[AttentionTiles, AttentionTiles]:
-    """Return the tiles of `mlr_queries` and of `mlr_keys`. A limit of registers lets more programs run at a time: with one level that is
-    faster, with several levels registers spill."""
+    """Return the tiles of `mlr_queries` and of `mlr_keys`.
+
+    A limit of registers lets more programs run at a time: with one level that is faster, with several levels registers
+    spill.
+    """
     if dtype == torch.float32:
         return (AttentionTiles(32, 32, 4, 1),) * 2
     if dims <= 64:

@@ -1,9 +1,10 @@
-"""PyTorch's scaled_dot_product_attention for scores whose terms all reach every key, such as those of prompts within the window.
+"""PyTorch's scaled_dot_product_attention for scores whose terms all reach every key, such as those of prompts within
+the window.
 
     S = sum_l q_l k_l = [q_1 .. q_L] [k_1 .. k_L]
 
-It replaces `attend` where it was measured to be faster than the kernels of MLR attention. Biases of near scores are the same for all
-keys then, and a softmax does not depend on them.
+It replaces `attend` where it was measured to be faster than the kernels of MLR attention. Biases of near scores are the
+same for all keys then, and a softmax does not depend on them.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def accepts(
     mask: Tensor | None = None,
     p: float = 0.0,
 ) -> bool:
-    """Return whether the call is plain causal softmax attention over the concatenated levels, of sizes that PyTorch has fused kernels
-    for."""
+    """Return whether the call is plain causal softmax attention over the concatenated levels, of sizes that PyTorch has
+    fused kernels for."""
     dims = sum(term.q_BGJTR.shape[-1] for term in terms)
     return (
         mask is None
@@ -54,7 +55,10 @@ def accepts(
 
 
 def reaches_all(term: ScoreTerm, layout: KVLayout) -> bool:
-    """Return whether every pair is near. False for a bias that requires a gradient: the kernels return its gradient, zeros."""
+    """Return whether every pair is near.
+
+    False for a bias that requires a gradient: the kernels return its gradient, zeros.
+    """
     far = term.extent is None or (term.form == "sliding" and term.extent >= layout.slots)
     trained = term.bias_GJ is not None and term.bias_GJ.requires_grad and torch.is_grad_enabled()
     return far and term.k_BGSR.shape[2] == layout.slots and not trained
@@ -89,7 +93,7 @@ def sdpa_attend(
 
 
 def concatenate_levels(parts: tuple[Tensor, ...]) -> Tensor:
-    """Return the levels concatenated along their dimensions; a copy if gradients are needed, because autograd does not see through the
-    view of `join_levels`."""
+    """Return the levels concatenated along their dimensions; a copy if gradients are needed, because autograd does not
+    see through the view of `join_levels`."""
     needs_grad = torch.is_grad_enabled() and any(level_keys.requires_grad for level_keys in parts)
     return torch.cat(parts, -1) if needs_grad and len(parts) > 1 else join_levels(parts)

@@ -1,17 +1,18 @@
-"""Tiles of MLR attention's kernels: which levels are near in a tile, its scores, and their gradients for queries or keys.
+"""Tiles of MLR attention's kernels: which levels are near in a tile, its scores, and their gradients for queries or
+keys.
 
 Level l adds q_l . k_l to the score of query t and key s where s >= low_l(t):
 
     low_l(t) = t - extent_l + 1 (sliding)  or  t // extent_l * extent_l (nested)
 
-The keys near in a level form an interval that ends at the query, and the interval of a level lies in that of the level before it.
-A zone z is a run of tiles in which every pair is near in exactly the first z levels (level 0, which every pair has, among
-them). The tiles between zones, in which a level begins, are called remaining tiles: their levels are multiplied one by
-one, the finest first, and masked.
+The keys near in a level form an interval that ends at the query, and the interval of a level lies in that of the level
+before it. A zone z is a run of tiles in which every pair is near in exactly the first z levels (level 0, which every
+pair has, among them). The tiles between zones, in which a level begins, are called remaining tiles: their levels are
+multiplied one by one, the finest first, and masked.
 
-Positions count the real tokens of a row: key slot = position + lead. Letters: M queries and N keys of a tile, A + B score
-dimensions in two powers of two, R score dimensions of all levels. V: value dimensions, DV: their power of two. X and Y stand for M
-and N in either order.
+Positions count the real tokens of a row: key slot = position + lead. Letters: M queries and N keys of a tile, A + B
+score dimensions in two powers of two, R score dimensions of all levels. V: value dimensions, DV: their power of two. X
+and Y stand for M and N in either order.
 
 Kernels pass their arguments on in the named tuples below. The kernels themselves take numbers and pointers one by one,
 because torch.compile, which traces their launches, takes no tuples of tensors.
@@ -31,9 +32,9 @@ FAR_POSITION = tl.constexpr(-(1 << 30))
 class Levels(NamedTuple):
     """Compile-time constants of the levels.
 
-    extents, cuts: per level, its extent and its first score dimension (and, last, the number of dimensions). count: levels.
-    nested: the form of the extents. windowed: whether a window bounds all levels. biased: whether near scores have biases. cap:
-    the soft cap of scaled scores, 0 for none.
+    extents, cuts: per level, its extent and its first score dimension (and, last, the number of dimensions). count:
+    levels. nested: the form of the extents. windowed: whether a window bounds all levels. biased: whether near scores
+    have biases. cap: the soft cap of scaled scores, 0 for none.
     """
 
     extents: Any
@@ -59,8 +60,8 @@ class TileSizes(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """Inputs of one head: pointers to its first row and strides of rows, the biases of its levels, the scale of scores, and the
-    lead of key slots over positions. dout and stride_d: the output's gradient, None in the forward."""
+    """Inputs of one head: pointers to its first row and strides of rows, the biases of its levels, the scale of scores,
+    and the lead of key slots over positions. dout and stride_d: the output's gradient, None in the forward."""
 
     q: Any
     stride_q: Any
@@ -78,8 +79,9 @@ class HeadInputs(NamedTuple):
 class Walk(NamedTuple):
     """Positions of a tile that stays in registers, and of the rows that are walked past it.
 
-    first, last: positions of the tile's first and last row. low: the first position that is walked. end: behind the last
-    position of all. window: keys that a query sees. over_keys: whether keys are walked past queries, or queries past keys.
+    first, last: positions of the tile's first and last row. low: the first position that is walked. end: behind the
+    last position of all. window: keys that a query sees. over_keys: whether keys are walked past queries, or queries
+    past keys.
     """
 
     first: Any
@@ -95,7 +97,8 @@ class Walk(NamedTuple):
 def head_position(ends, stride_end, T, S, heads_per_row, heads_per_group, HOLES: tl.constexpr):
     """Return (row of the batch, query head, key head, end, lead, first query, first key) of this program.
 
-    end: number of positions in the row. lead: slots before position 0. first query, first key: positions of the first of each.
+    end: number of positions in the row. lead: slots before position 0. first query, first key: positions of the first
+    of each.
     """
     batch = (tl.program_id(1) // heads_per_row).to(tl.int64)
     head = (tl.program_id(1) % heads_per_row).to(tl.int64)
@@ -137,8 +140,10 @@ def last_query(s, end, window, level: tl.constexpr, levels):
 # -- zones -----------------------------------------------------------------------------------------
 @triton.jit
 def zone_tiles(zone: tl.constexpr, walk, levels, SIZE: tl.constexpr, MIN_RUN: tl.constexpr):
-    """Return (first tile, number of tiles) of a zone among the walked tiles of SIZE rows. A zone of fewer than MIN_RUN tiles has
-    none: they are remaining tiles."""
+    """Return (first tile, number of tiles) of a zone among the walked tiles of SIZE rows.
+
+    A zone of fewer than MIN_RUN tiles has none: they are remaining tiles.
+    """
     if walk.over_keys:
         start = (first_position(walk.last, walk.low, walk.window, zone - 1, levels) + SIZE - 1) // SIZE
         if zone < levels.count:
@@ -186,8 +191,8 @@ def remaining_tile(tile, walk, levels, SIZE: tl.constexpr, MIN_RUN: tl.constexpr
 
 @triton.jit
 def tile_levels(s_first, t_first, t_last, levels, N: tl.constexpr):
-    """Return (levels near in all pairs, levels near in some pair, score dimensions of the former) of queries t_first .. t_last and
-    the N keys from s_first on."""
+    """Return (levels near in all pairs, levels near in some pair, score dimensions of the former) of queries t_first ..
+    t_last and the N keys from s_first on."""
     full, reached, dims = 1, 1, levels.cuts[1]
     for z in tl.static_range(1, levels.count):
         has = level_start(t_last, t_last * 0 + FAR_POSITION, z, levels) <= s_first
@@ -221,7 +226,9 @@ def is_within(s, t, extent, NESTED: tl.constexpr):
 def load_rows(
     x, start, stride, ok_N, N: tl.constexpr, D: tl.constexpr, first: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Return x_ND, dimensions first .. first + D of rows start .. start + N; zeros where MASKED and not ok, and from DIMS on."""
+    """Return x_ND, dimensions first .. first + D of rows start .. start + N; zeros where MASKED and not ok, and from
+    DIMS on.
+    """
     dim_D = first + tl.arange(0, D)
     at = x + tl.cast(start, tl.int64) * stride + (tl.arange(0, N) * stride)[:, None] + dim_D[None, :]
     if MASKED:
@@ -317,8 +324,8 @@ def tile_score(
 ):  # fmt: skip
     """Return (score_XY, the bias of all its pairs) of any tile.
 
-    x are queries and y keys or the other way round; s and t: positions of keys and queries, broadcast along the score's axes.
-    full, reached, dims: from `tile_levels`. CROSSING: levels that may begin in one tile, at most.
+    x are queries and y keys or the other way round; s and t: positions of keys and queries, broadcast along the score's
+    axes. full, reached, dims: from `tile_levels`. CROSSING: levels that may begin in one tile, at most.
     """
     score = tl.zeros([x_XA.shape[0], y_YA.shape[0]], tl.float32)
     if CROSSING == 1:  # noqa: SIM102  the outer condition is a compile-time constant
@@ -354,7 +361,9 @@ def score_gradients(score, bias, lse, dweight, delta, seen, scale, MASKED: tl.co
 
 @triton.jit
 def add_zone_gradients(dx_XA, dx_XB, dscore_XY, y_YA, y_YB, sizes):
-    """Return dx + dscore y in all dimensions; those of levels that are not near in the zone are set to zero after it."""
+    """Return dx + dscore y in all dimensions; those of levels that are not near in the zone are set to zero after
+    it.
+    """
     dx_XA = tl.dot(dscore_XY, y_YA, dx_XA, input_precision=sizes.precision)
     if sizes.B > 0:
         dx_XB = tl.dot(dscore_XY, y_YB, dx_XB, input_precision=sizes.precision)
@@ -384,8 +393,8 @@ def tile_gradients(dx_XA, dx_XB, dscore_XY, y_YA, y_YB, s, t, full, reached, dim
 
 @triton.jit
 def add_bias_gradients(dscore_MN, weight_MN, s, t, full, reached, dbiases, masses_M, ok_M, stride, levels):
-    """Add to dbiases[z] the score gradients of the tile's pairs that are near in z levels, and to masses[z] their weights, per
-    query. stride: between masses of one z and the next."""
+    """Add to dbiases[z] the score gradients of the tile's pairs that are near in z levels, and to masses[z] their
+    weights, per query. stride: between masses of one z and the next."""
     total, mass_M = tl.sum(tl.sum(dscore_MN, 1), 0), tl.sum(weight_MN, 1)
     tl.atomic_add(dbiases + full, total)
     tl.atomic_add(masses_M + full * stride, mass_M, ok_M, sem="relaxed")

@@ -2,12 +2,13 @@
 
     S_t = e^(g_t) S_t-1 + k_t v_t^T      o_t = q_t S_t      log-gates g <= 0
 
-Forward: a walk over the chunks stores the state before each (kernels/ssd/states.py), then all chunks compute their outputs in
-parallel (kernels/ssd/output.py). Backward: the states again, the walk back with their gradients, then all chunks in
-parallel (kernels/ssd/backward.py). Only the inputs are saved.
+Forward: a walk over the chunks stores the state before each (kernels/ssd/states.py), then all chunks compute their
+outputs in parallel (kernels/ssd/output.py). Backward: the states again, the walk back with their gradients, then all
+chunks in parallel (kernels/ssd/backward.py). Only the inputs are saved.
 
-Shapes: q (B, G, J, T, F), k (B, G, T, F), v (B, G, T, V), gates (B, G, T), states (S, G, F, V). B rows of the batch, G groups of
-J query heads, T tokens, F features of queries and keys, V values, S sequences: the rows, or sequences packed into one.
+Shapes: q (B, G, J, T, F), k (B, G, T, F), v (B, G, T, V), gates (B, G, T), states (S, G, F, V). B rows of the batch, G
+groups of J query heads, T tokens, F features of queries and keys, V values, S sequences: the rows, or sequences packed
+into one.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def ssd(
 ) -> tuple[Tensor, Tensor]:
     """Return (out_BGJTV in v's dtype, the state behind each sequence's last token in float32).
 
-    q and k may have 1 in place of G: shared by all groups. first: states before the first tokens, None for zeros. cu_seqlens:
-    borders (S + 1,) of S sequences packed into one row (B = 1).
+    q and k may have 1 in place of G: shared by all groups. first: states before the first tokens, None for zeros.
+    cu_seqlens: borders (S + 1,) of S sequences packed into one row (B = 1).
     """
     batch, groups, length, _ = v_BGTV.shape
     gates_BGT = gates_BGT.float().expand(batch, groups, length)

@@ -1,9 +1,10 @@
 """Gradients of kernels/ssd/output.py, one chunk per program.
 
-`read_grad`: gradients of queries and lambdas. `write_grad`: gradients of keys, values and log-gates. The gradient of a log-gate
-is the sum of out * d_out over all pairs of tokens that the gate lies between. It has three parts: pairs inside the chunk, what the
-chunk's tokens read of earlier chunks (`pull`) and write for later ones, and pairs whose decay passes the whole chunk
-(`passing`, `shares`). The parts are summed separately, so that no sum is the small difference of large ones.
+`read_grad`: gradients of queries and lambdas. `write_grad`: gradients of keys, values and log-gates. The gradient of a
+log-gate is the sum of out * d_out over all pairs of tokens that the gate lies between. It has three parts: pairs inside
+the chunk, what the chunk's tokens read of earlier chunks (`pull`) and write for later ones, and pairs whose decay
+passes the whole chunk (`passing`, `shares`). The parts are summed separately, so that no sum is the small difference of
+large ones.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def read_grad(
 ):  # fmt: skip
     """Store d_q, d_level, pull and shares of one chunk and query head. Grid: (M, G, J).
 
-    d_out, d_q (B, G, J, T, ..), pull (B, G, J, T): `HeadTensor`; d_level: `LevelTensor`. pull: sum of out * d_out over what each
-    token reads of earlier chunks. shares (G, J, levels, M): the same for each chunk and the level of the slot. Other arguments
-    as in `read`.
+    d_out, d_q (B, G, J, T, ..), pull (B, G, J, T): `HeadTensor`; d_level: `LevelTensor`. pull: sum of out * d_out over
+    what each token reads of earlier chunks. shares (G, J, levels, M): the same for each chunk and the level of the
+    slot. Other arguments as in `read`.
     """
     m = tl.program_id(0)
     unit, sequence = load_chunk(m, table, count, T, C, VARLEN)
@@ -130,10 +131,10 @@ def write_grad(
 ):  # fmt: skip
     """Store d_k, d_v, d_gate and passing of one chunk, summed over its query heads. Grid: (M, G).
 
-    d_slots (G, M, F, V): for log-linear masks the gradient of each slot from the chunks that read it; for gated masks the
-    gradient of the state behind each chunk. rights (G, M): log-gates of a slot's right sibling. passing (G, M): sum of
-    slot * gradient over what passes beyond the right sibling. d_k, d_v, d_gate: `GroupTensor`. FINAL: slots that end with
-    the last chunk are read too. Other arguments as in `read_grad`.
+    d_slots (G, M, F, V): for log-linear masks the gradient of each slot from the chunks that read it; for gated masks
+    the gradient of the state behind each chunk. rights (G, M): log-gates of a slot's right sibling. passing (G, M): sum
+    of slot * gradient over what passes beyond the right sibling. d_k, d_v, d_gate: `GroupTensor`. FINAL: slots that end
+    with the last chunk are read too. Other arguments as in `read_grad`.
     """
     m = tl.program_id(0)
     unit, sequence = load_chunk(m, table, count, T, C, VARLEN)
@@ -222,8 +223,8 @@ def add_passing_gradients(
 ):  # fmt: skip
     """Add to d_gate of one chunk the pairs whose decay passes the whole chunk. Grid: (M, G).
 
-    They belong to the chunk's left sibling at each level of the tree: its part that goes beyond the right sibling (passing), and
-    what chunks behind this one in the right sibling read of it (shares).
+    They belong to the chunk's left sibling at each level of the tree: its part that goes beyond the right sibling
+    (passing), and what chunks behind this one in the right sibling read of it (shares).
     """
     m = tl.program_id(0)
     unit, sequence = load_chunk(m, table, count, T, C, VARLEN)

@@ -2,13 +2,13 @@
 
     M_ts = lambda_t^(level(t, s)) exp(g_s+1 + .. + g_t)   inside a chunk of C tokens, log-gates g <= 0
 
-Sums of log-gates are stored as a coarse part (multiples of 1/1024, whose sums are exact) and a fine rest, so that differences
-of sums keep small gates behind large ones. No exp has a positive argument. A log-gate below -60 counts as -60: its
-exp is 0 in float32.
+Sums of log-gates are stored as a coarse part (multiples of 1/1024, whose sums are exact) and a fine rest, so that
+differences of sums keep small gates behind large ones. No exp has a positive argument. A log-gate below -60 counts as
+-60: its exp is 0 in float32.
 
-The chunks of all sequences lie in one array of M places, one sequence behind the other. Rows of a batch have `count` places
-each. For sequences packed into one row (VARLEN, with borders cu_seqlens) `seq_of` is the sequence of each place and
-`first_of` the first place of each sequence. Chunks are counted from position 0 of their sequence, so a row that
+The chunks of all sequences lie in one array of M places, one sequence behind the other. Rows of a batch have `count`
+places each. For sequences packed into one row (VARLEN, with borders cu_seqlens) `seq_of` is the sequence of each place
+and `first_of` the first place of each sequence. Chunks are counted from position 0 of their sequence, so a row that
 starts inside a chunk has slots without tokens there.
 
 Suffixes: C tokens of a chunk, K and V a tile of features and values; F, V: how many features and values there are.
@@ -26,8 +26,8 @@ from torch import Tensor
 class ChunkPointers(NamedTuple):
     """Tables of a `ChunkTable` (kernels/ssd/layout.py) as a kernel argument.
 
-    They are, in this order: the position of each row's first token, the borders of packed sequences, the sequence of each place,
-    and the first place of each sequence.
+    They are, in this order: the position of each row's first token, the borders of packed sequences, the sequence of
+    each place, and the first place of each sequence.
     """
 
     start: Tensor
@@ -39,8 +39,8 @@ class ChunkPointers(NamedTuple):
 class Sequence(NamedTuple):
     """Where a sequence lies.
 
-    The fields are, in this order: its row, the index of its first token in the row, its number of tokens, the number of its first
-    chunk, the slot of its first token in that chunk, and the place of that chunk.
+    The fields are, in this order: its row, the index of its first token in the row, its number of tokens, the number of
+    its first chunk, the slot of its first token in that chunk, and the place of that chunk.
     """
 
     row: tl.tensor
@@ -85,7 +85,9 @@ def load_chunk(m, table, count, T, C: tl.constexpr, VARLEN: tl.constexpr):
 
 @triton.jit
 def first_token(unit, sequence, C: tl.constexpr):
-    """Return the token, counted in its sequence, in slot 0 of chunk `unit`: negative if the sequence starts inside the chunk."""
+    """Return the token, counted in its sequence, in slot 0 of chunk `unit`: negative if the sequence starts inside the
+    chunk.
+    """
     return (unit - sequence.first) * C - sequence.off
 
 
@@ -150,8 +152,8 @@ def level_matrix(BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def lambda_matrix(lambdas, at_C, ok_C, stride_t, stride_l, LAST: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
-    """Return lambda_t^(level(t, s)) as [t, s]. lambdas: pointer to the head's lambdas; at_C: tokens; levels from LAST on share
-    the last lambda."""
+    """Return lambda_t^(level(t, s)) as [t, s]. lambdas: pointer to the head's lambdas; at_C: tokens; levels from LAST
+    on share the last lambda."""
     meets_CC = level_matrix(BITS, C)
     out_CC = tl.zeros([C, C], tl.float32)
     for b in tl.static_range(BITS + 1):
@@ -169,8 +171,8 @@ def lowest_bit(x):
 
 @triton.jit
 def program_tile(F: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Return the program's tile of a state, from the third axis of the grid: (features_K, values_V, offsets_KV in an (F, V)
-    matrix, inside_KV)."""
+    """Return the program's tile of a state, from the third axis of the grid: (features_K, values_V, offsets_KV in an
+    (F, V) matrix, inside_KV)."""
     tiles: tl.constexpr = (V + BV - 1) // BV
     kk_K = (tl.program_id(2) // tiles) * BK + tl.arange(0, BK)
     vv_V = (tl.program_id(2) % tiles) * BV + tl.arange(0, BV)
@@ -178,8 +180,8 @@ def program_tile(F: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.cons
 
 
 class StateTile(NamedTuple):
-    """Where the keys and values of one sequence and group lie, and the tile of a state that a program holds: pointers to the
-    first token, strides along tokens, pointer to the gate sums, tokens of the sequence, features_K, values_V."""
+    """Where the keys and values of one sequence and group lie, and the tile of a state that a program holds: pointers
+    to the first token, strides along tokens, pointer to the gate sums, tokens of the sequence, features_K, values_V."""
 
     k: tl.tensor
     v: tl.tensor
@@ -196,8 +198,10 @@ def chunk_state(
     tile, place, inside, t0, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (sum of k v^T over the chunk, decayed to the chunk's end, (K, V); the chunk's summed log-gates). Both are zero unless
-    the place is inside. tile: `StateTile`; t0: the token in slot 0."""
+    """Return (sum of k v^T over the chunk, decayed to the chunk's end, (K, V); the chunk's summed log-gates).
+
+    Both are zero unless the place is inside. tile: `StateTile`; t0: the token in slot 0.
+    """
     x_C = tl.arange(0, C)
     t_C = t0 + x_C
     ok_C = (t_C >= 0) & (t_C < tile.length)

@@ -1,9 +1,10 @@
-"""One token through a linear mixer in two launches: projections of the hidden states, then the states (kernels/ssd/recurrent.py).
+"""One token through a linear mixer in two launches: projections of the hidden states, then the states
+(kernels/ssd/recurrent.py).
 
     gate = -exp(A) softplus(W x + b)      beta = sigmoid(W x + b)      lambda = softplus(W x + b), of the levels in use
 
-For gated and log-linear masks on plain q, k, v: no feature map, convolution, window, norm or output gate. The cost of a decoding
-step is its launches; torch needs about forty for the same step.
+For gated and log-linear masks on plain q, k, v: no feature map, convolution, window, norm or output gate. The cost of a
+decoding step is its launches; torch needs about forty for the same step.
 
 Suffixes: N rows of W, B rows of the batch, D width of the hidden states, H query heads, L levels.
 """
@@ -52,7 +53,9 @@ def affine_rows(
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + e^x). log1p(y) = y log(u) / (u - 1) with the rounded u = 1 + y keeps small results exact (Kahan)."""
+    """Return log(1 + e^x). log1p(y) = y log(u) / (u - 1) with the rounded u = 1 + y keeps small results exact
+    (Kahan).
+    """
     y = tl.exp(-tl.abs(x))
     u = 1.0 + y
     return tl.maximum(x, 0.0) + tl.where(u == 1.0, y, y * tl.log(u) / tl.where(u == 1.0, 1.0, u - 1.0))
@@ -64,10 +67,13 @@ def signals(
     D: tl.constexpr, G: tl.constexpr, H: tl.constexpr, L: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
     LEVELS: tl.constexpr, N: tl.constexpr, B: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Store gates_BG, betas_BG and the first `used` lambdas of levels_BHL. Grid: (blocks of B rows, blocks of N rows of W).
+    """Store gates_BG, betas_BG and the first `used` lambdas of levels_BHL.
 
-    rate, beta, level and their biases: weights (G or H x L, D). GATE: 0 no gates, 1 the constant -exp(scale), 2 the formula of this
-    module. DELTA, LEVELS: whether there are betas and lambdas. The arguments are flat because torch.compile traces this launch.
+    Grid: (blocks of B rows, blocks of N rows of W).
+
+    rate, beta, level and their biases: weights (G or H x L, D). GATE: 0 no gates, 1 the constant -exp(scale), 2 the
+    formula of this module. DELTA, LEVELS: whether there are betas and lambdas. The arguments are flat because
+    torch.compile traces this launch.
     """
     program = tl.program_id(1)
     b_B = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
@@ -102,14 +108,18 @@ def gates_of(mixer: LinearMixer) -> Mask:
 
 
 def knows_mask(mixer: LinearMixer) -> bool:
-    """Return whether the fused kernels compute this mask: gates, decay or ones, or these with standard log-linear levels."""
+    """Return whether the fused kernels compute this mask: gates, decay or ones, or these with standard log-linear
+    levels.
+    """
     mask = mixer.mask
     return type(gates_of(mixer)) in GATES and (not isinstance(mask, HierarchicalMask) or mask.is_standard)
 
 
 def project_signals(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (log-gates_BG, beta_BG, level_BGJL or None), float32. Of the levels the first `used` are filled; beta is not filled
-    for kernel scores."""
+    """Return (log-gates_BG, beta_BG, level_BGJL or None), float32.
+
+    Of the levels the first `used` are filled; beta is not filled for kernel scores.
+    """
     batch, dim = x_BD.shape
     inner, groups, heads = gates_of(mixer), mixer.linear_shape.groups, mixer.shape.heads
     tree = mixer.mask if isinstance(mixer.mask, HierarchicalMask) else None
@@ -224,8 +234,8 @@ def count_states(mixer: LinearMixer, states: Tensor, seen: int) -> int:
 
 
 def count_lambdas(mixer: LinearMixer, states: Tensor) -> int:
-    """Return how many lambdas the step reads: one for the token itself, which the first state shares if the mask has blocks,
-    and one for each state."""
+    """Return how many lambdas the step reads: one for the token itself, which the first state shares if the mask has
+    blocks, and one for each state."""
     if not isinstance(mixer.mask, HierarchicalMask):
         return 0
     return min(states.shape[1] + (block_bits(mixer) == 0), mixer.mask.config.lambdas)

@@ -84,8 +84,10 @@ class ChunkTable:
         return self.ends is not None
 
     def units(self, shift: int) -> int:
-        """Return an upper bound on the segments of 2^shift chunks of all sequences, shift > 0. Segments lie on a grid from position
-        0, so a sequence may begin and end inside one."""
+        """Return an upper bound on the segments of 2^shift chunks of all sequences, shift > 0.
+
+        Segments lie on a grid from position 0, so a sequence may begin and end inside one.
+        """
         if self.varlen:
             return (self.places >> shift) + self.seqs
         return self.seqs * ((self.count >> shift) + 2)
@@ -101,7 +103,10 @@ class ChunkTable:
         return (torch.searchsorted(at, which, right=True) - 1).clamp_min(0).int()
 
     def pointers(self, shift: int = 0) -> ChunkPointers:
-        """Return the tables for a kernel whose programs take segments of 2^shift chunks. Absent tables are `start_B`, unread."""
+        """Return the tables for a kernel whose programs take segments of 2^shift chunks.
+
+        Absent tables are `start_B`, unread.
+        """
         ends, first_of = (self.start_B if x is None else x for x in (self.ends, self.first_of))
         return ChunkPointers(self.start_B, ends, self.owners(shift), first_of)
 
@@ -112,8 +117,10 @@ class ChunkTable:
 
 
 class SlotStates(NamedTuple):
-    """States between chunks. slots_GMFV: for gated masks the state before each chunk; for log-linear masks the slots of a Fenwick
-    tree, with the summed log-gates of each slot's segment (totals_GM) and of its right sibling (rights_GM)."""
+    """States between chunks. slots_GMFV: for gated masks the state before each chunk; for log-linear masks the slots of
+    a Fenwick tree, with the summed log-gates of each slot's segment (totals_GM) and of its right sibling
+    (rights_GM).
+    """
 
     slots_GMFV: Tensor
     totals_GM: Tensor | None = None
@@ -134,8 +141,8 @@ class SlotStates(NamedTuple):
 class ChunkedPlan:
     """Inputs of one call, laid out in chunks, and what its launches share.
 
-    q (B, G, J, T, F), k (B, G, T, F), v (B, G, T, V): unit stride along the last axis, axes of size 1 in place of G expanded.
-    sums (G, M, 2, C): summed log-gates (`sum_gates`). level (B, T, G, J, L): lambdas, None for gated masks.
+    q (B, G, J, T, F), k (B, G, T, F), v (B, G, T, V): unit stride along the last axis, axes of size 1 in place of G
+    expanded. sums (G, M, 2, C): summed log-gates (`sum_gates`). level (B, T, G, J, L): lambdas, None for gated masks.
     """
 
     table: ChunkTable
@@ -193,7 +200,9 @@ class ChunkedPlan:
         return block_k, block_v, triton.cdiv(features, block_k) * triton.cdiv(values, block_v)
 
     def empty_slots(self) -> Tensor:
-        """Return an uninitialized (G, M, F, V) in the dtype of states between kernels: float32 for float32, else bfloat16."""
+        """Return an uninitialized (G, M, F, V) in the dtype of states between kernels: float32 for float32, else
+        bfloat16.
+        """
         groups, _, features, values = self.sizes
         dtype = torch.float32 if self.v.dtype == torch.float32 else torch.bfloat16
         return self.v.new_empty(groups, self.table.places, features, values, dtype=dtype)
@@ -211,8 +220,8 @@ def num_warps(block_k: int, block_v: int, dtype: torch.dtype) -> int:
 
 
 def product_options(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the dtype and precision of matrix products: bfloat16 for half precision, since states need its range, and for float32
-    three products of tf32."""
+    """Return the dtype and precision of matrix products: bfloat16 for half precision, since states need its range, and
+    for float32 three products of tf32."""
     wide = dtype == torch.float32
     return {"DOT": tl.float32 if wide else tl.bfloat16, "PRECISION": "tf32x3" if wide else "tf32"}
 
@@ -240,8 +249,11 @@ def gate_sums(table: ChunkTable, gates_BGT: Tensor) -> Tensor:
 
 
 def reduce_shared(d: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of x from d (B, G, ..), the gradient of x expanded over the groups. It is the sum over the groups if x
-    has one group; if x is a tensor expanded over its groups, each group gets an equal share of that sum."""
+    """Return the gradient of x from d (B, G, ..), the gradient of x expanded over the groups.
+
+    It is the sum over the groups if x has one group; if x is a tensor expanded over its groups, each group gets an
+    equal share of that sum.
+    """
     if x.shape[1] == d.shape[1] and x.stride(1) != 0:
         return d.to(x.dtype)
     total = d.sum(1, keepdim=True, dtype=torch.float32)
@@ -265,10 +277,11 @@ def fits_kernels(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> bool:
 def run_sliced(
     run: Callable[[Tensor, Tensor, Tensor, slice, slice], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (out_BGJTV, states_xFV) from calls of `run` on slices of features and values whose tiles fit into shared memory.
+    """Return (out_BGJTV, states_xFV) from calls of `run` on slices of features and values whose tiles fit into shared
+    memory.
 
-    Values are independent of each other, and scores are sums over features: outputs of slices of features add up, in float32
-    up to rounding.
+    Values are independent of each other, and scores are sums over features: outputs of slices of features add up, in
+    float32 up to rounding.
     """
     features, values = k.shape[-1], v.shape[-1]
     step_F, step_V = MAX_FEATURES, MAX_VALUES

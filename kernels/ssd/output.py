@@ -2,8 +2,9 @@
 
     o_t = sum_s<=t in the chunk M_ts (q_t . k_s) v_s + sum_e lambda_t^(level of e) exp(gates from e's end to t) q_t X_e
 
-Dao and Gu 2024, "Transformers are SSMs", section 6; Guo et al. 2025, "Log-Linear Attention", section 3.3. Log-linear masks
-read the slots X_e of a Fenwick tree (kernels/log_linear/states.py). Gated masks read one state, the one before the chunk.
+Dao and Gu 2024, "Transformers are SSMs", section 6; Guo et al. 2025, "Log-Linear Attention", section 3.3. Log-linear
+masks read the slots X_e of a Fenwick tree (kernels/log_linear/states.py). Gated masks read one state, the one before
+the chunk.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def read(
 ):  # fmt: skip
     """Store out_BGJTV of one chunk, query head and tile of values. Grid: (M, G x tiles of values, J).
 
-    q, out: `HeadTensor`; k, v: `GroupTensor`; level: `LevelTensor`; sums (G, M, 2, C), slots (G, M, F, V), totals (G, M): the
-    slots' log-gates. LAST: the last level with a lambda of its own, -1 for gated masks.
+    q, out: `HeadTensor`; k, v: `GroupTensor`; level: `LevelTensor`; sums (G, M, 2, C), slots (G, M, F, V), totals (G,
+    M): the slots' log-gates. LAST: the last level with a lambda of its own, -1 for gated masks.
     """
     m = tl.program_id(0)
     unit, sequence = load_chunk(m, table, count, T, C, VARLEN)

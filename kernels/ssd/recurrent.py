@@ -2,8 +2,9 @@
 
     S <- e^g (I - beta k k^T) S + beta k v^T      o = w q S      kernel scores: S <- e^g S + k v^T
 
-Log-linear masks do this with the bucket S_l of each level and read o = w sum_l lambda^(l) q S_l (Guo et al. 2025, "Log-Linear
-Attention", section 3.2). Then the buckets below the lowest zero bit of the position, and the token, merge into the bucket of that bit.
+Log-linear masks do this with the bucket S_l of each level and read o = w sum_l lambda^(l) q S_l (Guo et al. 2025,
+"Log-Linear Attention", section 3.2). Then the buckets below the lowest zero bit of the position, and the token, merge
+into the bucket of that bit.
 
 Shapes: q (B, G, J, F), k (B, G, F), v (B, G, V), states (B, L, G, F, V), w (G, J): a weight of each query head.
 """
@@ -31,13 +32,14 @@ def advance_levels(
     F: tl.constexpr, V: tl.constexpr, J: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, DELTA: tl.constexpr,
     MORE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Store the states of one row and group behind the token, and return what it reads of them: sum_l lambda^(l) q S_l of each
-    head, (BJ, BV), and the same of the column of ones, (BJ,).
+    """Store the states of one row and group behind the token, and return what it reads of them: sum_l lambda^(l) q S_l
+    of each head, (BJ, BV), and the same of the column of ones, (BJ,).
 
-    q, level, buckets, left: pointers to the row and group; left may be buckets. write_K: the key, times beta for the delta rule. at, count:
-    position of the token and whether there is one. left_level: numbers between levels of `left`. MORE: the states have a column
-    V of sums of keys, which the program of the first tile stores. BITS: log2 of the mask's block. The first 2^BITS tokens of a tree's
-    leaf share state 0 and the first lambda; state i >= 1 then is bucket BITS + i - 1. LAST, DELTA and strides as in `step`.
+    q, level, buckets, left: pointers to the row and group; left may be buckets. write_K: the key, times beta for the
+    delta rule. at, count: position of the token and whether there is one. left_level: numbers between levels of `left`.
+    MORE: the states have a column V of sums of keys, which the program of the first tile stores. BITS: log2 of the
+    mask's block. The first 2^BITS tokens of a tree's leaf share state 0 and the first lambda; state i >= 1 then is
+    bucket BITS + i - 1. LAST, DELTA and strides as in `step`.
     """
     kk_K = tl.arange(0, BK)
     VS: tl.constexpr = V + 1 if MORE else V
@@ -89,7 +91,8 @@ def advance_levels(
         if i >= 0:
             to_KV = left + (at * 0 + i) * left_level + tile_KV
             if LAST >= 0:
-                # With a block, the shared state 0 also keeps what it holds when the token joins it; other buckets are empty then.
+                # With a block, the shared state 0 also keeps what it holds when the token joins it; other buckets are
+                # empty then.
                 total_KV += tl.where((i < into) | ((i == into) & (BITS > 0)), s_KV, 0.0)
                 s_KV = tl.where(i < into, 0.0, tl.where(i == into, total_KV, s_KV))
             tl.store(to_KV, s_KV, mask=inside_KV)
@@ -119,10 +122,11 @@ def step(
     """Store out (B, G, J, V) and left (B, after, G, F, V), the states behind the token. Grid: (B x G, tiles of values).
 
     buckets (B, before, G, F, V): the states; start_B: position of the token; count_B: 0 in rows without a token; level
-    (B, G, J, L): lambdas; weight (G, J). s and two letters is a stride: of q, k, v, beta (b), gate (g), level (l), buckets (u),
-    count (c) or weight (w) along an axis. root: factor on q and k. LAST: the last level with a lambda of its own, -1 for one
-    state without levels. BITS: log2 of the mask's block. DELTA: delta rule, else kernel scores. UNIT: q and k are normalized after the
-    factor. COUNT: rows may have no token; their states stay. WEIGHT: the output is multiplied by the weight. SEEN: seen_B becomes start + count.
+    (B, G, J, L): lambdas; weight (G, J). s and two letters is a stride: of q, k, v, beta (b), gate (g), level (l),
+    buckets (u), count (c) or weight (w) along an axis. root: factor on q and k. LAST: the last level with a lambda of
+    its own, -1 for one state without levels. BITS: log2 of the mask's block. DELTA: delta rule, else kernel scores.
+    UNIT: q and k are normalized after the factor. COUNT: rows may have no token; their states stay. WEIGHT: the output
+    is multiplied by the weight. SEEN: seen_B becomes start + count.
 
     The arguments are flat because torch.compile traces this launch, which it cannot do with tuples of arguments.
     """
@@ -193,7 +197,10 @@ class StepInputs:
     unit: bool = False
 
     def advance_states(self, buckets: Tensor, after: int, out_BGJV: Tensor, seen_B: Tensor | None = None) -> Tensor:
-        """Return the states behind the token (B, after, G, F, V), float32. Fills `out`, and `seen` with start + count."""
+        """Return the states behind the token (B, after, G, F, V), float32.
+
+        Fills `out`, and `seen` with start + count.
+        """
         q, k, v, gate, level = self.q_BGJF, self.k_BGF, self.v_BGV, self.gate_BG, self.level_BGJL
         (batch, groups, per_group, features), values = q.shape, v.shape[-1]
         left = torch.empty(batch, after, groups, features, values, dtype=torch.float32, device=v.device)
@@ -221,7 +228,10 @@ class StepInputs:
 
 
 def _fits_kernel(operands: tuple[Any, ...], states: Tensor) -> bool:
-    """Return whether the kernel computes this step. It has no backward. operands: q, k, v and others, each a tensor or None."""
+    """Return whether the kernel computes this step.
+
+    It has no backward. operands: q, k, v and others, each a tensor or None.
+    """
     q, k, v, *_ = operands
     tensors = [x for x in (*operands, states) if x is not None]
     return (

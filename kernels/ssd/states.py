@@ -33,9 +33,12 @@ def pass_forward(
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FIRST: tl.constexpr,
     VARLEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Store slots (G, M, F, V), the state before each chunk, and last_state (seqs, G, F, V) in float32. Grid: (seqs, G, tiles).
+    """Store slots (G, M, F, V), the state before each chunk, and last_state (seqs, G, F, V) in float32.
 
-    k, v: `GroupTensor`; sums (G, M, 2, C). FIRST: sequences start from first_state (seqs, G, F, V), float32, else from 0.
+    Grid: (seqs, G, tiles).
+
+    k, v: `GroupTensor`; sums (G, M, 2, C). FIRST: sequences start from first_state (seqs, G, F, V), float32, else from
+    0.
     """
     seq = tl.program_id(0)
     sequence = load_sequence(seq, table, count, T, C, VARLEN)

@@ -1,11 +1,14 @@
-"""One token through a linear mixer with a window in two launches: projections of the hidden states, then everything else.
+"""One token through a linear mixer with a window in two launches: projections of the hidden states, then everything
+else.
 
-The first launch computes gates, step sizes and lambdas (kernels/ssd/fused_token.py). The second updates and reads the states, does the
-softmax over window and sinks, adds both, and writes the token into its slots of the rings (kernels/window_step/step.py). Mixers that
-rotate q and k themselves need a third launch (kernels/window_step/rotate.py). Feature maps, the short convolution, the norm and the
-output gate run in torch before and behind.
+The first launch computes gates, step sizes and lambdas (kernels/ssd/fused_token.py). The second updates and reads the
+states, does the softmax over window and sinks, adds both, and writes the token into its slots of the rings
+(kernels/window_step/step.py). Mixers that rotate q and k themselves need a third launch
+(kernels/window_step/rotate.py). Feature maps, the short convolution, the norm and the output gate run in torch before
+and behind.
 
-The reference takes 151 operations of torch for such a step of SSD and 212 of log-linear GDN (window 64, four sinks), counted without views.
+The reference takes 151 operations of torch for such a step of SSD and 212 of log-linear GDN (window 64, four sinks),
+counted without views.
 
 A state that is donated is updated in place: its rings always, its states unless they get more levels or are normalised.
 """
@@ -55,9 +58,10 @@ RECENT_PER_TILE = 64
 class StepTokens(NamedTuple):
     """The token of each row as the two branches read it.
 
-    q, far_k: (B, H, F) and a key for each group of states, without their factor `root`; far_k is a ring (B, slots, KV, F) if `in_ring`, else
-    (B, G, F). near_q (B, H, K), k (B, KV, K), v (B, KV, V): of the softmax. new_far_k (B, KV, F'): the key that the ring `linear_k`
-    keeps, None without that ring. x: hidden states (B, 1, D). others: the state's tensors that torch has updated.
+    q, far_k: (B, H, F) and a key for each group of states, without their factor `root`; far_k is a ring (B, slots, KV,
+    F) if `in_ring`, else (B, G, F). near_q (B, H, K), k (B, KV, K), v (B, KV, V): of the softmax. new_far_k (B, KV,
+    F'): the key that the ring `linear_k` keeps, None without that ring. x: hidden states (B, 1, D). others: the state's
+    tensors that torch has updated.
     """
 
     q: Tensor
@@ -102,7 +106,9 @@ def prepare_tokens(mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -
 
 
 def writable_tensors(mixer: LinearMixer, state: MixerState, after: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return (rings and sinks that the launch may write to, states before the token, tensor for the states behind it)."""
+    """Return (rings and sinks that the launch may write to, states before the token, tensor for the states behind
+    it).
+    """
     waiting = {name: t for name, t in state.tensors.items() if name.startswith(("ring.", "sink."))}
     before = state.tensors[states_name(mixer)]
     if not state.donated:
@@ -194,7 +200,9 @@ def launch_step(
 
 # -- registration ------------------------------------------------------------------------------------
 def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
-    """Return whether the kernels compute this call: one token behind a window, no gradients, gated or log-linear states."""
+    """Return whether the kernels compute this call: one token behind a window, no gradients, gated or log-linear
+    states.
+    """
     tensors = (q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
     return (
         q_BHTK.shape[2] == 1

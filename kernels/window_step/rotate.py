@@ -19,8 +19,10 @@ def rotate_heads(
     q, k, cos, sin, near, far, sqb, sqh, skb, skg, scb, ssb,
     H: tl.constexpr, KV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BOTH: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Store near (B, H + KV, K), the rotated heads of q and k, and if BOTH far (B, H + KV, 2 K), each head before and after it.
-    Grid: B x (H + KV). q (B, H, K), k (B, KV, K), cos and sin (B, R); s and two letters is a stride along rows (b) or heads."""
+    """Store near (B, H + KV, K), the rotated heads of q and k, and if BOTH far (B, H + KV, 2 K), each head before and
+    after it. Grid: B x (H + KV). q (B, H, K), k (B, KV, K), cos and sin (B, R); s and two letters is a stride along
+    rows (b) or heads.
+    """
     b = (tl.program_id(0) // (H + KV)).to(tl.int64)
     h = tl.program_id(0) % (H + KV)
     kk_K = tl.arange(0, BK)
@@ -46,8 +48,8 @@ def rotate_heads(
 def rotate_token(
     q_BHK: Tensor, k_BGK: Tensor, rope: tuple[Tensor, Tensor], both: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (far_q, far_k, near_q, near_k): the forms that the states and the softmax read, (B, H, F), (B, KV, F), (B, H, K) and
-    (B, KV, K). rope: cos and sin of the token, (1 or B, 1, R)."""
+    """Return (far_q, far_k, near_q, near_k): the forms that the states and the softmax read, (B, H, F), (B, KV, F), (B,
+    H, K) and (B, KV, K). rope: cos and sin of the token, (1 or B, 1, R)."""
     (batch, heads, key), groups = q_BHK.shape, k_BGK.shape[1]
     cos_BR, sin_BR = (unit_last_stride(t[:, 0]).expand(batch, -1) for t in rope)
     near = torch.empty(batch, heads + groups, key, dtype=q_BHK.dtype, device=q_BHK.device)

@@ -3,12 +3,14 @@
     near_t = sum_s exp(score_ts - largest_t) v_s    over the last `window` tokens and the first `sinks` ones
     out_t = far_weight o_t + near_weight near_t / sum_s exp(score_ts - largest_t)
 
-o_t is what the query reads of the states (kernels/ssd/recurrent.py), after the token at position p - window was written to them.
-Normalised mixers have one denominator: out_t = (far_weight o_t + near_weight near_t) / (the same sums of ones).
+o_t is what the query reads of the states (kernels/ssd/recurrent.py), after the token at position p - window was written
+to them. Normalised mixers have one denominator: out_t = (far_weight o_t + near_weight near_t) / (the same sums of
+ones).
 
-A program has one row, one group of states and a tile of values. Programs of a launch run in any order, and the rings are updated in
-place: the new token is written to slot p mod C of C = window + 1, and no program reads that slot, because the token that leaves
-the window lies in slot p - window = p + 1 mod C. The new token itself is read from the projections.
+A program has one row, one group of states and a tile of values. Programs of a launch run in any order, and the rings
+are updated in place: the new token is written to slot p mod C of C = window + 1, and no program reads that slot,
+because the token that leaves the window lies in slot p - window = p + 1 mod C. The new token itself is read from the
+projections.
 
 Shapes: B rows, G groups of states with J query heads each, KV = G / COPIES key/value heads, rings (B, C, KV, ..), sinks
 (B, S, KV, ..), states (B, L, G, F, V), with a column of ones (MORE) if the mixer is normalised.
@@ -30,8 +32,10 @@ def window_softmax(
     KV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, S: tl.constexpr, CAP: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (sum of exp(score - largest) v, (M, BV); sum of exp(score - largest), (M,)) of the token at position p over itself, the
-    W - 1 tokens before it and the sinks. k, v: pointers to the token's key and value. N, BS: recent tokens and sinks of a tile."""
+    """Return (sum of exp(score - largest) v, (M, BV); sum of exp(score - largest), (M,)) of the token at position p
+    over itself, the W - 1 tokens before it and the sinks. k, v: pointers to the token's key and value. N, BS: recent
+    tokens and sinks of a tile.
+    """
     acc_MV = tl.zeros([M, BV], tl.float32)
     top_M = tl.full([M], MIN_SCORE, tl.float32)
     sum_M = tl.zeros([M], tl.float32)
@@ -89,17 +93,17 @@ def window_step(
     MORE: tl.constexpr, RING_GATE: tl.constexpr, COUNT: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, BS: tl.constexpr,
     BF: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store out (B, G, J, V), left (B, after, G, F, V (+ 1)), the states behind the token, the token in its slots of rings and sinks,
-    and seen_after = seen + count. Grid: (B x G, tiles of values).
+    """Store out (B, G, J, V), left (B, after, G, F, V (+ 1)), the states behind the token, the token in its slots of
+    rings and sinks, and seen_after = seen + count. Grid: (B x G, tiles of values).
 
-    q (B, G x J, F), far_k: queries and the key that leaves the window as the states take them; ROOT is a factor on both, UNIT
-    normalizes them after it. far_k has a stride along slots (sfs), 0 if it was taken out of its ring already; FAR_COPIES groups share
-    one of its keys. near_q (B, G x J, K), k (B, KV, K), v (B, KV, V): the softmax's, and what rings keep. new_far_k (B, KV, FAR): the key
-    in the states' form, kept in ring_far, if FAR > 0. gate, beta (B, G): of the token; RING_GATE: gates are kept in a ring, else they
-    are constant. level (B, G, J, LEVELS): lambdas; LEVELS = 0 for one state without levels, BITS: log2 of the mask's block.
-    count: 0 in rows without a token (COUNT).
-    s and two letters is a stride of q, far_k (f), near_q (n), k, v, new_far_k (x) or count (c) along rows (b), heads (h), groups (g).
-    All other tensors are contiguous.
+    q (B, G x J, F), far_k: queries and the key that leaves the window as the states take them; ROOT is a factor on
+    both, UNIT normalizes them after it. far_k has a stride along slots (sfs), 0 if it was taken out of its ring
+    already; FAR_COPIES groups share one of its keys. near_q (B, G x J, K), k (B, KV, K), v (B, KV, V): the softmax's,
+    and what rings keep. new_far_k (B, KV, FAR): the key in the states' form, kept in ring_far, if FAR > 0. gate, beta
+    (B, G): of the token; RING_GATE: gates are kept in a ring, else they are constant. level (B, G, J, LEVELS): lambdas;
+    LEVELS = 0 for one state without levels, BITS: log2 of the mask's block. count: 0 in rows without a token (COUNT). s
+    and two letters is a stride of q, far_k (f), near_q (n), k, v, new_far_k (x) or count (c) along rows (b), heads (h),
+    groups (g). All other tensors are contiguous.
     """
     KV: tl.constexpr = G // COPIES
     b = (tl.program_id(0) // G).to(tl.int64)
@@ -166,7 +170,8 @@ def window_step(
     sum_MV = tl.where(there, sum_MV, 0.0)
     tl.store(to_MV, sum_MV.to(out.dtype.element_ty), mask=(j_M < J)[:, None] & (vv_V < V)[None, :])
 
-    # The token's slots. Groups that share a key/value head leave its slot to the first of them, tiles leave the keys to the first.
+    # The token's slots. Groups that share a key/value head leave its slot to the first of them, tiles leave the keys to
+    # the first.
     first = tile == 0
     owns = there & (g % COPIES == 0)
     new_V = tl.load(at_v + vv_V, mask=(vv_V < V) & owns, other=0.0)

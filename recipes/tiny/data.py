@@ -1,9 +1,9 @@
 """Training data of the embedded checkpoint: settings, tokenizer and batches.
 
-Worker processes generate the text during training; batch i depends on the seed and i only. Small models do not learn retrieval
-from ordinary text, so training has two phases. `drill` has short rows, mostly facts that are repeated or asked for, few at first and
-then more. The second phase is the full mixture at the full context; half of its rows begin with a long story that contains facts at
-any position. B: batch, T: tokens.
+Worker processes generate the text during training; batch i depends on the seed and i only. Small models do not learn
+retrieval from ordinary text, so training has two phases. `drill` has short rows, mostly facts that are repeated or
+asked for, few at first and then more. The second phase is the full mixture at the full context; half of its rows begin
+with a long story that contains facts at any position. B: batch, T: tokens.
 """
 
 import os

@@ -3,9 +3,9 @@
     python -m surgery.recipes.tiny.train --out runs/tiny                  # one GPU, some ten minutes
     python -m surgery.recipes.tiny.train --out runs/smoke --smoke         # a few steps on a CPU
 
-Training data and settings are in recipes/tiny/data.py. One process, AdamW, bfloat16 autocast on a GPU; tokens of answers have a
-higher weight in the loss. All scores of the model card are measured on the saved file.
-B: batch, T: tokens, N: tokens of the flattened batch, v: vocabulary.
+Training data and settings are in recipes/tiny/data.py. One process, AdamW, bfloat16 autocast on a GPU; tokens of
+answers have a higher weight in the loss. All scores of the model card are measured on the saved file. B: batch, T:
+tokens, N: tokens of the flattened batch, v: vocabulary.
 """
 
 import argparse

@@ -18,18 +18,24 @@ from surgery.mixers import AttentionShape
 
 
 def uses_attention_interface(module: nn.Module) -> bool:
-    """Return whether a mixer can be inserted into the module, because it looks its attention function up in transformers' table."""
+    """Return whether a mixer can be inserted into the module, because it looks its attention function up in
+    transformers' table.
+    """
     return isinstance(module, AttentionOutline) or _looks_up_attention(module)
 
 
 def require_architecture(model: Any) -> Architecture:
-    """Return the architecture of a model whose attention can be replaced. Raise SurgeryError, with the reason, for others."""
+    """Return the architecture of a model whose attention can be replaced.
+
+    Raise SurgeryError, with the reason, for others.
+    """
     architecture = _known_architecture(model)
     if architecture is None:
         kind = text_config(model).model_type
         if get_architecture(kind) is not None:
             raise SurgeryError(
-                f"the architecture of {kind!r} leaves its attention to a dry run, so it is not known which linear computes its values"
+                f"the architecture of {kind!r} leaves its attention to a dry run, so it is not known which linear "
+                "computes its values"
             )
         raise SurgeryError(
             f"no architecture of {kind!r}, so it is not known which linear computes its values"
@@ -52,7 +58,10 @@ def _known_architecture(model: Any) -> Architecture | None:
 
 
 def _observed(model: Any) -> dict[str, ObservedAttention]:
-    """Return the self-attention modules that a dry run of a model finds. Raise SurgeryError if none of them can be replaced."""
+    """Return the self-attention modules that a dry run of a model finds.
+
+    Raise SurgeryError if none of them can be replaced.
+    """
     attentions = observe_attention(model)
     if not attentions:
         raise SurgeryError(f"{type(model).__name__} cannot be given mixers: its forward ran no self-attention")
@@ -73,8 +82,8 @@ def _parent_layer(architecture: Architecture, path: str) -> str | None:
 def attention_paths(model: Any) -> list[str]:
     """Return the paths of the self-attention modules, in order.
 
-    Mixers can replace all of them in a family with an Architecture. In others, a dry run decides: `attention_shape` raises SurgeryError
-    for a module that cannot be replaced, and here one is raised if no module can.
+    Mixers can replace all of them in a family with an Architecture. In others, a dry run decides: `attention_shape`
+    raises SurgeryError for a module that cannot be replaced, and here one is raised if no module can.
     """
     architecture = _known_architecture(model)
     if architecture is None:
@@ -89,7 +98,9 @@ def attention_paths(model: Any) -> list[str]:
 
 
 def output_path(model: Any, path: str) -> str:
-    """Return the path of the output projection of the attention at `path`: the first linear that reads the heads' outputs."""
+    """Return the path of the output projection of the attention at `path`: the first linear that reads the heads'
+    outputs.
+    """
     architecture = _known_architecture(model)
     if architecture is None:
         return _observed(model)[path].output
@@ -99,7 +110,9 @@ def output_path(model: Any, path: str) -> str:
 
 
 def key_value_heads(config: Any, architecture: Architecture | None) -> int:
-    """Return the number of key/value heads: that of query heads where the config names none, or the family does not read the name."""
+    """Return the number of key/value heads: that of query heads where the config names none, or the family does not
+    read the name.
+    """
     shared = architecture is None or architecture.grouped_heads
     return int((getattr(config, "num_key_value_heads", None) if shared else None) or config.num_attention_heads)
 
@@ -161,7 +174,8 @@ def _value_width(model: Any, architecture: Architecture, sublayer: str, sizes: t
     ]
     if outputs[0] != heads * key or outputs[1] != groups * key or outputs[2] % groups:
         raise SurgeryError(
-            f"{sublayer}: projections with {outputs} outputs do not match {heads} query heads and {groups} key and value "
+            f"{sublayer}: projections with {outputs} outputs do not match {heads} query heads and {groups} key and "
+            "value "
             f"heads of {key} dimensions"
         )
     return outputs[2]
@@ -173,7 +187,8 @@ def _out_features(linear: Any) -> int:
 
 
 def _window(module: Any, config: Any) -> int | None:
-    """Return the sliding window of the module if it defines one (Qwen, Gemma: None on full layers), else of the config (Mistral, Phi-3).
+    """Return the sliding window of the module if it defines one (Qwen, Gemma: None on full layers), else of the config
+    (Mistral, Phi-3).
 
     Qwen2-MoE sets the attribute on layers with a window only, and the config's window to 0 if there is none.
     """

@@ -33,7 +33,8 @@ ROLES = (
 class FusedLinear:
     """A linear that computes several roles.
 
-    layout "stacked": the rows of the roles follow one another. "per_head": each head has the rows of all roles (GPT-NeoX).
+    layout "stacked": the rows of the roles follow one another. "per_head": each head has the rows of all roles
+    (GPT-NeoX).
     """
 
     path: str
@@ -45,17 +46,18 @@ class FusedLinear:
 class OutlineSpec:
     """The modules of a family's causal language model in transformers, from which `build_outline` makes an outline.
 
-    The model has Llama's modules: model.embed_tokens, model.layers, model.norm and lm_head; in each layer self_attn and mlp with the
-    linears q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj.
+    The model has Llama's modules: model.embed_tokens, model.layers, model.norm and lm_head; in each layer self_attn and
+    mlp with the linears q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj.
 
-    model_type, model_class: key and class of the family in transformers. activation: config key of the MLP's activation.
-    norms: the norms of a layer. head_norms: size of the weights of q_norm and k_norm, "head" for one head and "heads" for all
+    model_type, model_class: key and class of the family in transformers. activation: config key of the MLP's
+    activation. norms: the norms of a layer. head_norms: size of the weights of q_norm and k_norm, "head" for one head
+    and "heads" for all
         heads; "" without these norms.
     qkv_bias, output_bias, mlp_bias: config key that turns on the biases, "always", or "" without biases.
     scale: config key whose value v scales the attention scores by v ** -0.5; "" for the head dimension.
-    window: where the sliding window applies: "model" in every layer, "layers" in those that the config's layer_types name.
-    nested_rope: whether rope_parameters has one entry for each layer type.
-    required, optional: keys that config.json must and may have, besides those of every decoder.
+    window: where the sliding window applies: "model" in every layer, "layers" in those that the config's layer_types
+    name. nested_rope: whether rope_parameters has one entry for each layer type. required, optional: keys that
+    config.json must and may have, besides those of every decoder.
     """
 
     model_type: str
@@ -78,18 +80,22 @@ class Architecture:
     """The layout of a model family.
 
     layers: the last part of the path of each ModuleList of layers.
-    attention, mlp: paths of the sublayers in a layer. query .. down: linears below them, "" if absent, "a|b" for alternatives.
-    residual_attention, residual_mlp: per sublayer, the module whose input is the residual stream to which the output of the
+    attention, mlp: paths of the sublayers in a layer. query .. down: linears below them, "" if absent, "a|b" for
+    alternatives. residual_attention, residual_mlp: per sublayer, the module whose input is the residual stream to which
+    the output of the
         sublayer's last linear is added unchanged; () if a norm comes between.
     head: path of the output projection in the model. qk_norm: whether queries and keys are normalized.
     softcap: config key of the soft cap on the logits.
     core: path, below the first attention sublayer, of the module that computes the scores; "" for the sublayer itself.
-    head_dim: that module's attribute for the head dimension K. rotary: which dimensions of a head RoPE rotates together,
+    head_dim: that module's attribute for the head dimension K. rotary: which dimensions of a head RoPE rotates
+    together,
         "halves" (f, f + half) or "pairs" (2 f, 2 f + 1); "none" without RoPE. How many rotate is read from the config.
-    grouped_heads: whether query heads may share key/value heads, whose number is then the config's num_key_value_heads; False if the
+    grouped_heads: whether query heads may share key/value heads, whose number is then the config's num_key_value_heads;
+    False if the
         family does not read that key, as transformers ignores it too.
     score_softcap: config key of the soft cap on attention scores. unmixable: why its attention cannot be replaced.
-    observed_attention: whether a dry run finds the softmax attention for mixers instead of the fields above, as in a family without
+    observed_attention: whether a dry run finds the softmax attention for mixers instead of the fields above, as in a
+    family without
         an Architecture: for layers of several kinds, or attention with computations of its own.
     outline: the modules of transformers' class for `surgery plan`; None to import that class for every plan.
     """
@@ -121,7 +127,9 @@ class Architecture:
     outline: OutlineSpec | None = None
 
     def linears(self) -> list[tuple[str, tuple[str, ...], FusedLinear | None, str]]:
-        """Return (path in the layer, roles, fused linear or None, module that reads the residual stream or "") of each linear."""
+        """Return (path in the layer, roles, fused linear or None, module that reads the residual stream or "") of each
+        linear.
+        """
         entries: list[tuple[str, tuple[str, ...], FusedLinear | None, str]] = []
         sublayers = (
             ("attention", self.attention, ("query", "key", "value", "output"), self.residual_attention),
@@ -173,8 +181,8 @@ def _builtin_families() -> dict[str, Architecture]:
 def get_architecture(model_type: str) -> Architecture | None:
     """Return the architecture of a model type, or None; without one, linears are matched by path alone.
 
-    The file of that name is read first, and only if it describes another family, or is missing, all files. An unknown model type imports
-    the installed plugins.
+    The file of that name is read first, and only if it describes another family, or is missing, all files. An unknown
+    model type imports the installed plugins.
     """
     if model_type in _plugin_families:
         return _plugin_families[model_type]

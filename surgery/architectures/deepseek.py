@@ -1,4 +1,6 @@
-"""DeepSeek-V2 and V3: experts and shared experts, after some layers with an ordinary MLP; multi-head latent attention (MLA)."""
+"""DeepSeek-V2 and V3: experts and shared experts, after some layers with an ordinary MLP; multi-head latent attention
+(MLA).
+"""
 
 from dataclasses import replace
 
@@ -13,7 +15,8 @@ ARCHITECTURE = replace(
     mlp=("mlp", "mlp.shared_experts"),
     residual_mlp=("post_attention_layernorm", ""),
     unmixable=(
-        "its attention is multi-head latent attention (MLA), whose keys and values come from one latent vector, which is also its "
+        "its attention is multi-head latent attention (MLA), whose keys and values come from one latent vector, which "
+        "is also its "
         "cache; a mixer would need keys and values per head. Its linears can be replaced"
     ),
     outline=None,

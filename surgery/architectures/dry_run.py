@@ -1,12 +1,13 @@
 """Attention modules of a family without an Architecture, observed in a dry run of the model.
 
-The model is built again from its config with placeholders for weights, so that no weight is read and little memory is needed, and is
-called on a few tokens. Its attention modules look their attention function up in transformers' table and find a function here, which
-records what arrives: queries, keys, values, the mask and the options. From that follow the AttentionShape that a mixer needs, the
-output projection, and the property that forbids a mixer, if there is one. See ALL_ATTENTION_FUNCTIONS in
-https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
+The model is built again from its config with placeholders for weights, so that no weight is read and little memory is
+needed, and is called on a few tokens. Its attention modules look their attention function up in transformers' table and
+find a function here, which records what arrives: queries, keys, values, the mask and the options. From that follow the
+AttentionShape that a mixer needs, the output projection, and the property that forbids a mixer, if there is one. See
+ALL_ATTENTION_FUNCTIONS in https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
 
-B batch, T tokens, D model width, H query heads, G key/value heads, K query/key dim, V value dim, R rotating dims, O output size.
+B batch, T tokens, D model width, H query heads, G key/value heads, K query/key dim, V value dim, R rotating dims, O
+output size.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ SCORE_ARGUMENTS = {
 class ObservedAttention:
     """What the dry run found of one self-attention module.
 
-    shape: for a mixer; None if `refusal` is set. output: path of the first linear that reads the heads' outputs. refusal: the property
-    that forbids a mixer, "" if nothing does.
+    shape: for a mixer; None if `refusal` is set. output: path of the first linear that reads the heads' outputs.
+    refusal: the property that forbids a mixer, "" if nothing does.
     """
 
     shape: AttentionShape | None
@@ -80,10 +81,11 @@ class ObservedAttention:
 
 @dataclass
 class RecordedCall:
-    """One call of an attention function. arguments: of the module's forward, by name; options: keyword arguments of the function.
+    """One call of an attention function. arguments: of the module's forward, by name; options: keyword arguments of the
+    function.
 
-    mask_function: of transformers, which made the mask; None if there is no mask, or the model made it. heads_BTO: what the function
-    returned, with the heads joined.
+    mask_function: of transformers, which made the mask; None if there is no mask, or the model made it. heads_BTO: what
+    the function returned, with the heads joined.
     """
 
     path: str
@@ -101,7 +103,9 @@ class RecordedCall:
 
 # -- reasons without a run ----------------------------------------------------------------------------------------
 def uses_attention_interface(module: nn.Module) -> bool:
-    """Return whether the forward looks its attention function up in transformers' table, where a mixer can be inserted."""
+    """Return whether the forward looks its attention function up in transformers' table, where a mixer can be
+    inserted.
+    """
     forwards = [inspect.unwrap(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
     codes = [getattr(forward, "__code__", None) for forward in forwards]
     return any(code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
@@ -151,7 +155,9 @@ class Placeholders:
 
 
 def build_placeholder_model(cls: Any, config: Any) -> tuple[Any, Placeholders]:
-    """Build a model of a class of transformers whose weights are placeholders: every element of a parameter is one number in memory."""
+    """Build a model of a class of transformers whose weights are placeholders: every element of a parameter is one
+    number in memory.
+    """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
@@ -176,7 +182,10 @@ def build_placeholder_model(cls: Any, config: Any) -> tuple[Any, Placeholders]:
 
 
 def dry_run_inputs(model: Any) -> dict[str, Tensor]:
-    """Return the keyword arguments of one call: token ids, images or sound. SurgeryError for models that read anything else."""
+    """Return the keyword arguments of one call: token ids, images or sound.
+
+    SurgeryError for models that read anything else.
+    """
     config, name = model.config, model.main_input_name
     takes = inspect.signature(model.forward).parameters
     if name == "input_ids":
@@ -195,7 +204,8 @@ def dry_run_inputs(model: Any) -> dict[str, Tensor]:
             **({"decoder_input_ids": _token_ids(config)[:, :TOKENS]} if "decoder_input_ids" in takes else {}),
         }
     raise SurgeryError(
-        f"{type(model).__name__} cannot be given mixers: surgery has no description of this family, and a dry run needs a model that "
+        f"{type(model).__name__} cannot be given mixers: surgery has no description of this family, and a dry run "
+        "needs a model that "
         f"reads input_ids, pixel_values, or sound of a length that its config tells (this one reads {name})"
     )
 
@@ -217,7 +227,9 @@ def _picture(config: Any) -> Tensor | None:
 
 
 def _sound(config: Any, name: str) -> Tensor | None:
-    """Return silence for an input of sound, or None: a spectrogram (1, bins, frames) or (1, frames, bins), or a waveform (1, samples)."""
+    """Return silence for an input of sound, or None: a spectrogram (1, bins, frames) or (1, frames, bins), or a
+    waveform (1, samples).
+    """
     bins, positions = (getattr(config, key, None) for key in ("num_mel_bins", "max_source_positions"))
     if name == "input_features" and bins and positions:  # Whisper: two frames a position
         return torch.zeros(1, bins, 2 * positions)
@@ -271,7 +283,9 @@ class DryRun:
             self.waiting = None
 
     def make_mask(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Mask function of the dry run: a whole mask in any case, remembered together with the function that defines it."""
+        """Mask function of the dry run: a whole mask in any case, remembered together with the function that defines
+        it.
+        """
         from transformers.masking_utils import causal_mask_function, sdpa_mask
 
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -280,7 +294,9 @@ class DryRun:
         return mask
 
     def mask_pattern(self, call: RecordedCall) -> tuple[bool, int | None]:
-        """Return (whether attention is causal, size of the sliding window or None); layers that share a mask share the answer."""
+        """Return (whether attention is causal, size of the sliding window or None); layers that share a mask share the
+        answer.
+        """
         if call.mask_function is None:
             return _mask_pattern(call)
         address = call.mask.data_ptr()
@@ -327,10 +343,11 @@ _results: OrderedDict[tuple[Any, str], dict[str, ObservedAttention]] = OrderedDi
 
 
 def observe_attention(model: Any) -> dict[str, ObservedAttention]:
-    """Return what a dry run finds of each self-attention module of a transformers model, by path, in order of execution.
+    """Return what a dry run finds of each self-attention module of a transformers model, by path, in order of
+    execution.
 
-    Only the class and the config of the model are read: its weights may be anywhere, and its attention may be replaced already.
-    Results are kept for the last models. Raises SurgeryError if the model cannot be built or run this way.
+    Only the class and the config of the model are read: its weights may be anywhere, and its attention may be replaced
+    already. Results are kept for the last models. Raises SurgeryError if the model cannot be built or run this way.
     """
     cls = library_class(model)
     settings = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
@@ -372,7 +389,8 @@ def _observe(cls: Any, config: Any) -> dict[str, ObservedAttention]:
             raise
         except Exception as error:  # code of any family
             raise SurgeryError(
-                f"{cls.__name__} cannot be given mixers: surgery has no description of this family, and its forward could not be run on "
+                f"{cls.__name__} cannot be given mixers: surgery has no description of this family, and its forward "
+                "could not be run on "
                 f"placeholder inputs and weights ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
             ) from error
         finally:
@@ -459,7 +477,8 @@ def _check_module(call: RecordedCall) -> None:
         call.q_BHTK.shape[2],
     ):
         raise SurgeryError(
-            f"its hidden states of shape {tuple(call.arguments['hidden_states'].shape)} are rearranged before attention, to "
+            f"its hidden states of shape {tuple(call.arguments['hidden_states'].shape)} are rearranged before "
+            "attention, to "
             f"{B} rows of {call.q_BHTK.shape[2]} tokens"
         )
     if not call.output:
@@ -479,7 +498,9 @@ def _check_cache(call: RecordedCall) -> None:
 
 
 def _mask_pattern(call: RecordedCall) -> tuple[bool, int | None]:
-    """Return (whether attention is causal, size of the sliding window or None), from the mask or, without one, from the options."""
+    """Return (whether attention is causal, size of the sliding window or None), from the mask or, without one, from the
+    options.
+    """
     if call.mask is None:
         causal = call.options.get("is_causal")
         causal = getattr(call.module, "is_causal", False) if causal is None else causal
@@ -527,7 +548,9 @@ def _made_mask_pattern(mask: Any) -> tuple[bool, None]:
 def _again(
     run: DryRun, call: RecordedCall, rotated: bool = True, mode: str = "tokens", scale: float = 1.0
 ) -> RecordedCall:
-    """Return the attention call of the module alone, with other rotary tables (none: cos = 1, sin = 0) or other placeholders."""
+    """Return the attention call of the module alone, with other rotary tables (none: cos = 1, sin = 0) or other
+    placeholders.
+    """
     arguments = dict(call.arguments)
     rope: Any = arguments.get("position_embeddings")
     if not rotated and _is_rope(rope):
@@ -544,7 +567,9 @@ def _is_rope(rope: Any) -> bool:
 
 
 def _rotation(call: RecordedCall, turned: RecordedCall, plain: RecordedCall) -> tuple[int, bool]:
-    """Return (R, whether pairs are (2 f, 2 f + 1)), such that rotating the first R dims of the plain q and k gives the turned ones."""
+    """Return (R, whether pairs are (2 f, 2 f + 1)), such that rotating the first R dims of the plain q and k gives the
+    turned ones.
+    """
     same = [torch.allclose(a, b, atol=1e-5) for a, b in zip(_q_and_k(turned), _q_and_k(plain))]
     if all(same):
         return 0, False
@@ -556,7 +581,8 @@ def _rotation(call: RecordedCall, turned: RecordedCall, plain: RecordedCall) -> 
         if all(torch.allclose(after, rotate(before, *tables, interleaved), atol=1e-4) for after, before in pairs):
             return tables[0].shape[-1], interleaved
     raise SurgeryError(
-        "it rotates queries and keys in a layout that mixers do not know: they know rotations of the first dims of a head, in pairs (f, f + half) "
+        "it rotates queries and keys in a layout that mixers do not know: they know rotations of the first dims of a "
+        "head, in pairs (f, f + half) "
         "or (2 f, 2 f + 1)"
     )
 
@@ -566,9 +592,11 @@ def _q_and_k(call: RecordedCall) -> tuple[Tensor, Tensor]:
 
 
 def _rope_tables(cos: Tensor, sin: Tensor, dims: int) -> list[tuple[tuple[Tensor, Tensor], bool]]:
-    """Return ((cos, sin) of shape (B, 1, T, R), interleaved) of every layout in use, [] if they are not (B, T, R) with R up to `dims`.
+    """Return ((cos, sin) of shape (B, 1, T, R), interleaved) of every layout in use, [] if they are not (B, T, R) with
+    R up to `dims`.
 
-    Tables for pairs (2 f, 2 f + 1) repeat each angle, or are in the order of the other layout and are rearranged by the module.
+    Tables for pairs (2 f, 2 f + 1) repeat each angle, or are in the order of the other layout and are rearranged by the
+    module.
     """
     if cos.dim() != 3 or cos.shape != sin.shape or cos.shape[-1] > dims:
         return []

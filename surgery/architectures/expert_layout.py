@@ -1,11 +1,13 @@
-"""How the merged parameters of experts hold the matrices of each expert, and how an expert joins its gate and up projections.
+"""How the merged parameters of experts hold the matrices of each expert, and how an expert joins its gate and up
+projections.
 
     layout                              gate_up_proj                        down_proj
     of most families                    (E, 2 F, D), gate above up          (E, D, F)
     transposed (Llama 4)                (E, D, 2 F), gate left of up        (E, F, D)
     transposed, interleaved (gpt-oss)   (E, D, 2 F), columns gate, up, ..   (E, F, D)
 
-With biases there are gate_up_proj_bias (E, 2 F) and down_proj_bias (E, D) too. E experts, D model width, F width of an expert.
+With biases there are gate_up_proj_bias (E, 2 F) and down_proj_bias (E, D) too. E experts, D model width, F width of an
+expert.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ class ExpertNames:
 class ExpertLayout:
     """The layout of a family's merged parameters. names: of an expert's linears.
 
-    transposed: the matrices are (in, out). interleaved: the outputs of gate and up alternate. bias: the linears have biases.
-    weighs_inputs: the routing weight multiplies an expert's input, not its output. stored_merged: the files of the family hold the
-    merged tensors, not a tensor for each matrix.
+    transposed: the matrices are (in, out). interleaved: the outputs of gate and up alternate. bias: the linears have
+    biases. weighs_inputs: the routing weight multiplies an expert's input, not its output. stored_merged: the files of
+    the family hold the merged tensors, not a tensor for each matrix.
     """
 
     names: ExpertNames = ExpertNames("gate_proj", "up_proj", "down_proj")
@@ -55,7 +57,8 @@ class ExpertLayout:
         return (MERGED_GATE_UP, MERGED_DOWN, *biases)
 
     def pieces(self, merged: str, outputs: int) -> list[tuple[str, slice]]:
-        """Return (name of a linear's tensor, its outputs) for each piece of an expert's part of the merged parameter `merged`.
+        """Return (name of a linear's tensor, its outputs) for each piece of an expert's part of the merged parameter
+        `merged`.
 
         outputs: length of the output axis, 2 F of gate_up_proj and D of down_proj.
         """
@@ -75,11 +78,15 @@ class ExpertLayout:
         return shape[-1] if self.transposed or len(shape) == 1 else shape[0]
 
     def take(self, stored: Tensor, outputs: slice) -> Tensor:
-        """Return a view of some outputs of an expert's part of a merged parameter, as (out, in), or (out,) of a bias."""
+        """Return a view of some outputs of an expert's part of a merged parameter, as (out, in), or (out,) of a
+        bias.
+        """
         return stored[:, outputs].mT if self.transposed and stored.dim() == 2 else stored[outputs]
 
     def merge(self, merged: str, experts: list[dict[str, Tensor]]) -> Tensor:
-        """Return the merged parameter `merged` of the tensors of each expert by their names, in the dtype of the first."""
+        """Return the merged parameter `merged` of the tensors of each expert by their names, in the dtype of the
+        first.
+        """
         names = [name for name, _ in self.pieces(merged, 2)]
         first = experts[0][names[0]]
         outputs = len(first) * len(names)
@@ -119,7 +126,9 @@ def known_layout(module: Any) -> ExpertLayout | None:
 
 
 def activation_of(module: Any) -> nn.Module:
-    """Return what joins gate and up in a merged experts module: a ClampedGating, or the activation of act(gate) * up."""
+    """Return what joins gate and up in a merged experts module: a ClampedGating, or the activation of act(gate) *
+    up.
+    """
     if type(module).__name__ == "GptOssExperts":
         return ClampedGating(module.alpha, module.limit)
     activation: nn.Module = module.act_fn
@@ -127,9 +136,11 @@ def activation_of(module: Any) -> nn.Module:
 
 
 def stored_layout(model: Any) -> ExpertLayout | None:
-    """Return how the files of a model of transformers hold its experts, read from transformers' conversion rules for its class.
+    """Return how the files of a model of transformers hold its experts, read from transformers' conversion rules for
+    its class.
 
-    A tensor for each matrix, whose names are in the layout, or the merged tensors; None if transformers changes them on loading.
+    A tensor for each matrix, whose names are in the layout, or the merged tensors; None if transformers changes them on
+    loading.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -170,7 +181,8 @@ def is_merge_rule(rule: Any) -> bool:
 
 
 def file_names(model: Any, parameter: str) -> list[str]:
-    """Return the names that a merged parameter of a model's experts may have in files: the one that transformers writes, then others.
+    """Return the names that a merged parameter of a model's experts may have in files: the one that transformers
+    writes, then others.
 
     They follow from transformers' rules that rename tensors (block_sparse_moe.experts.gate_up_proj of granitemoe is
     block_sparse_moe.input_linear.weight in files), and each may lack the prefix of the base model.

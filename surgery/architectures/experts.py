@@ -1,8 +1,8 @@
 """Routed experts as linears: a mixture of experts whose experts have one nn.Linear for each matrix.
 
-transformers merges the experts of a layer into 3-D parameters: gate_up_proj (E, 2 F, D) and down_proj (E, D, F). Most checkpoints
-store a tensor for each matrix of each expert, and transformers' conversion rules name them. Some store the 3-D tensors.
-See _build_checkpoint_conversion_mapping and use_experts_implementation in
+transformers merges the experts of a layer into 3-D parameters: gate_up_proj (E, 2 F, D) and down_proj (E, D, F). Most
+checkpoints store a tensor for each matrix of each expert, and transformers' conversion rules name them. Some store the
+3-D tensors. See _build_checkpoint_conversion_mapping and use_experts_implementation in
 https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/conversion_mapping.py
 https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/moe.py
 
@@ -67,8 +67,9 @@ class ExpertMLP(nn.Module):
 class RoutedExperts(nn.Module):
     """The routed experts of one layer, which are its children "0", "1", .. of class ExpertMLP.
 
-    Takes the place of a merged experts module of transformers and has its arguments: y_n = sum_j weights[n, j] expert_{index[n, j]}(x_n),
-    or, where the layout weighs the inputs, y_n = sum_j expert_{index[n, j]}(weights[n, j] x_n).
+    Takes the place of a merged experts module of transformers and has its arguments: y_n = sum_j weights[n, j]
+    expert_{index[n, j]}(x_n), or, where the layout weighs the inputs, y_n = sum_j expert_{index[n, j]}(weights[n, j]
+    x_n).
     """
 
     def __init__(self, count: int, layout: ExpertLayout, hidden: int, inner: int, act_fn: nn.Module, **factory: Any):
@@ -118,10 +119,11 @@ class RoutedExperts(nn.Module):
 
 
 class InputWeightedBlock(nn.Module):
-    """A mixture of experts that multiplies the inputs of its experts by their scores, with RoutedExperts in it (Llama 4).
+    """A mixture of experts that multiplies the inputs of its experts by their scores, with RoutedExperts in it (Llama
+    4).
 
-    Takes the place of transformers' Llama4TextMoe, which computes every expert on every token, with inputs of zero for those that are
-    not selected.
+    Takes the place of transformers' Llama4TextMoe, which computes every expert on every token, with inputs of zero for
+    those that are not selected.
 
     block: the module of transformers, whose router, shared expert and arguments this one has. experts: its experts.
     """
@@ -132,7 +134,9 @@ class InputWeightedBlock(nn.Module):
         self.top_k, self.hidden_dim, self.block_class = block.top_k, block.hidden_dim, type(block)
 
     def unweighted(self, experts: nn.Module, config: Any) -> nn.Module:
-        """Return a block of transformers' class with the router and the shared expert of this one. experts: merged. config: of the text model."""
+        """Return a block of transformers' class with the router and the shared expert of this one. experts: merged.
+        config: of the text model.
+        """
         with torch.device("meta"):
             block: Any = self.block_class(config)
         block.experts, block.router, block.shared_expert = experts, self.router, self.shared_expert
@@ -152,7 +156,9 @@ class InputWeightedBlock(nn.Module):
 
 @dataclass(frozen=True)
 class MergedExperts:
-    """A merged experts module that stays dense. path, kind: its path and class name. params: its parameters. reason: why it is not split."""
+    """A merged experts module that stays dense. path, kind: its path and class name. params: its parameters. reason:
+    why it is not split.
+    """
 
     path: str
     kind: str
@@ -178,7 +184,9 @@ def has_split_experts(model: nn.Module) -> bool:
 
 
 def merged_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (path, module) of the modules with merged experts: children of a layer with 3-D parameters of their own."""
+    """Return (path, module) of the modules with merged experts: children of a layer with 3-D parameters of their
+    own.
+    """
     return [
         (path, module)
         for path, module in model.named_modules()
@@ -215,7 +223,9 @@ def split_obstacle(module: Any, stored: ExpertLayout | None) -> str:
 
 
 def _layout(module: Any, stored: ExpertLayout) -> ExpertLayout:
-    """Return the layout of a module with merged experts, from its class or the attributes that transformers gives it."""
+    """Return the layout of a module with merged experts, from its class or the attributes that transformers gives
+    it.
+    """
     transposed, bias = (bool(getattr(module, name, False)) for name in ("is_transposed", "has_bias"))
     return known_layout(module) or replace(stored, transposed=transposed, bias=bias)
 
@@ -239,12 +249,13 @@ def _wrong_shapes(module: Any, layout: ExpertLayout) -> str:
 
 
 def split_experts(model: Any) -> list[MergedExperts]:
-    """Replace the merged experts modules of a model by RoutedExperts, in place, or none of them; return those that stay merged.
+    """Replace the merged experts modules of a model by RoutedExperts, in place, or none of them; return those that stay
+    merged.
 
     Raises SurgeryError for more than MAX_EXPERTS experts.
 
-    The parameters of the new linears are rows of the merged parameters and share their memory; those of transposed matrices are copies.
-    On the meta device they are empty.
+    The parameters of the new linears are rows of the merged parameters and share their memory; those of transposed
+    matrices are copies. On the meta device they are empty.
     """
     merged = describe_merged_experts(model)
     if any(
@@ -255,7 +266,8 @@ def split_experts(model: Any) -> list[MergedExperts]:
     count = sum(int(model.get_submodule(experts.path).gate_up_proj.shape[0]) for experts in merged)
     if count > MAX_EXPERTS:
         raise SurgeryError(
-            f"{type(model).__name__} has {count:,} experts in {len(merged)} layers, over {MAX_EXPERTS:,}, which no model has. Check the number of "
+            f"{type(model).__name__} has {count:,} experts in {len(merged)} layers, over {MAX_EXPERTS:,}, which no "
+            "model has. Check the number of "
             "experts in config.json"
         )
     for experts in merged:
@@ -272,7 +284,9 @@ def split_experts(model: Any) -> list[MergedExperts]:
 
 
 def describe_merged_experts(model: Any) -> list[MergedExperts]:
-    """Return the modules with merged experts of a model, each with the reason why it cannot be split ("" if all can be split)."""
+    """Return the modules with merged experts of a model, each with the reason why it cannot be split ("" if all can be
+    split).
+    """
     merged = merged_experts(model)
     stored = stored_layout(model) if merged else None
     reasons = [split_obstacle(module, stored) for _, module in merged]
@@ -302,7 +316,8 @@ def _split(module: Any, layout: ExpertLayout) -> RoutedExperts:
 
 
 def merge_experts(model: Any) -> None:
-    """Undo `split_experts`, in place, in a model whose files hold merged tensors and whose experts are all plain linears.
+    """Undo `split_experts`, in place, in a model whose files hold merged tensors and whose experts are all plain
+    linears.
 
     Other models stay as they are: transformers' rules merge their tensors on loading, or some experts are not linears.
     """

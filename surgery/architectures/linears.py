@@ -1,4 +1,6 @@
-"""Location of a model's linears: their layers and roles, by the architecture of a known family, otherwise by path alone."""
+"""Location of a model's linears: their layers and roles, by the architecture of a known family, otherwise by path
+alone.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,12 @@ from surgery.core.errors import SurgeryError
 
 @dataclass(frozen=True)
 class LinearInfo:
-    """One linear of a model. layer: path of its layer, "" outside the layers; index, count: number of its layer, and of layers in that list.
+    """One linear of a model. layer: path of its layer, "" outside the layers; index, count: number of its layer, and of
+    layers in that list.
 
-    experts, expert: of a routed expert's linear the path of its RoutedExperts and its index there; "" and 0 of other linears.
-    active: fraction of the tokens that the linear computes, k / E for one of E experts, otherwise 1. router: whether the linear
-    decides on experts or scales their outputs; it is replaced only by a rule that names it.
+    experts, expert: of a routed expert's linear the path of its RoutedExperts and its index there; "" and 0 of other
+    linears. active: fraction of the tokens that the linear computes, k / E for one of E experts, otherwise 1. router:
+    whether the linear decides on experts or scales their outputs; it is replaced only by a rule that names it.
     """
 
     path: str
@@ -54,9 +57,9 @@ class LinearInfo:
 class ModelLayout:
     """All linears of a model. layers: paths in order of execution; head: path of the output projection, or "".
 
-    architecture: of the text tower, if the model has towers. towers: the tower of each layer, also of those that a plan leaves out
-    of `layers`; "" in a model without towers. merged: modules with merged experts, whose matrices are not among the linears and
-    stay dense.
+    architecture: of the text tower, if the model has towers. towers: the tower of each layer, also of those that a plan
+    leaves out of `layers`; "" in a model without towers. merged: modules with merged experts, whose matrices are not
+    among the linears and stay dense.
     """
 
     architecture: Architecture | None
@@ -99,7 +102,8 @@ def find_linears(model: Any) -> ModelLayout:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is an nn.Linear, a subclass of it in transformers with the same forward, or transformers' Conv1D.
+    """Return whether a module is an nn.Linear, a subclass of it in transformers with the same forward, or transformers'
+    Conv1D.
 
     Other subclasses, such as those of quantization and of LoRA, compute something else with their weights.
     """
@@ -109,7 +113,9 @@ def is_linear(module: nn.Module) -> bool:
 
 @cache
 def _computes_a_linear(kind: Any) -> bool:
-    """Return whether a subclass of nn.Linear in transformers (FalconLinear, for example) returns x W^T + b, judged by one product."""
+    """Return whether a subclass of nn.Linear in transformers (FalconLinear, for example) returns x W^T + b, judged by
+    one product.
+    """
     if not kind.__module__.startswith("transformers.models."):
         return False
     module = kind.__new__(kind)
@@ -147,7 +153,9 @@ def _layer_linears(
 
 
 def _with_routing(layer: nn.Module, prefix: str, linears: list[LinearInfo], selected: int | None) -> list[LinearInfo]:
-    """Return a layer's linears with the roles of experts and with routers marked. selected: experts of a token, if known."""
+    """Return a layer's linears with the roles of experts and with routers marked. selected: experts of a token, if
+    known.
+    """
     routed = {path: m for path, m in layer.named_modules() if isinstance(m, RoutedExperts)}
     blocks = {path.rpartition(".")[0] for path in routed} | {
         path.rpartition(".")[0] for path, _ in merged_experts(layer)
@@ -205,10 +213,11 @@ def _layer_lists(model: Any) -> list[tuple[str, nn.ModuleList, Architecture | No
 
 
 def _guess_layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Return the outermost ModuleLists that contain linears and whose layers have one class, or are layers of transformers.
+    """Return the outermost ModuleLists that contain linears and whose layers have one class, or are layers of
+    transformers.
 
-    If some are layers of transformers (GradientCheckpointingLayer), the other lists of their tower are parts of another kind, for example
-    projections between towers, and are left out.
+    If some are layers of transformers (GradientCheckpointingLayer), the other lists of their tower are parts of another
+    kind, for example projections between towers, and are left out.
     """
     lists: list[tuple[str, nn.ModuleList]] = []
     for path, module in model.named_modules():

@@ -1,9 +1,11 @@
-"""Outline of a decoder: its linears, its layers and the shapes of its parameters on the meta device, from config.json alone.
+"""Outline of a decoder: its linears, its layers and the shapes of its parameters on the meta device, from config.json
+alone.
 
-Importing a model class of transformers, or only its config class, imports torch._dynamo and takes longer than importing torch. The
-outline has everything that a plan reads of the model: the same module paths in the same order, nn.Linear modules, and the attributes
-of the attention modules. Only families whose Architecture has an OutlineSpec have outlines, and only if every key of config.json
-is known here and has an ordinary value. With any other config, transformers' class may have other modules or raise an error.
+Importing a model class of transformers, or only its config class, imports torch._dynamo and takes longer than importing
+torch. The outline has everything that a plan reads of the model: the same module paths in the same order, nn.Linear
+modules, and the attributes of the attention modules. Only families whose Architecture has an OutlineSpec have outlines,
+and only if every key of config.json is known here and has an ordinary value. With any other config, transformers' class
+may have other modules or raise an error.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def _is_layer_types(value: Any) -> bool:
 
 
 def _is_rope(value: Any) -> bool:
-    """Return whether a table of RoPE parameters has type "default" or "llama3", which rotate all dimensions of a head."""
+    """Return whether a table of RoPE parameters has type "default" or "llama3", which rotate all dimensions of a
+    head.
+    """
     if not isinstance(value, dict):
         return False
     scaling = {key: number for key, number in value.items() if key not in ("rope_type", "rope_theta")}
@@ -153,8 +157,9 @@ class WeightOutline(nn.Module):
 def build_outline(config: Mapping[str, Any]) -> Any | None:
     """Return the outline of a model, or None if its modules are only known to transformers' class.
 
-    The outline is an nn.Module whose class has the name of transformers' class. Its `config` has the keys of config.json, without
-    those of RoPE, as attributes; `all_tied_weights_keys` maps a tied parameter to its twin, as in transformers.
+    The outline is an nn.Module whose class has the name of transformers' class. Its `config` has the keys of
+    config.json, without those of RoPE, as attributes; `all_tied_weights_keys` maps a tied parameter to its twin, as in
+    transformers.
 
     Args:
         config: config.json as a dictionary.
@@ -168,7 +173,9 @@ def build_outline(config: Mapping[str, Any]) -> Any | None:
 
 
 def _read_config(config: Mapping[str, Any], spec: OutlineSpec) -> Any | None:
-    """Return the config's values as attributes of one object, or None if a key is missing or unknown, or a value is unusual."""
+    """Return the config's values as attributes of one object, or None if a key is missing or unknown, or a value is
+    unusual.
+    """
     checks = dict(REQUIRED)
     checks |= {key: FAMILY_KEYS[key] for key in (spec.activation, *spec.required)}
     if checks.keys() - config.keys():

@@ -10,8 +10,8 @@ from torch import nn
 def longest_input(model: Any) -> int | None:
     """Return the tokens of the longest row, or None if the config names no limit.
 
-    This is the config's max_position_embeddings, less the rows of a position table up to its padding index: RoBERTa and its kin
-    count positions from padding_idx + 1, so that 514 rows serve 512 tokens.
+    This is the config's max_position_embeddings, less the rows of a position table up to its padding index: RoBERTa and
+    its kin count positions from padding_idx + 1, so that 514 rows serve 512 tokens.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):

@@ -1,4 +1,6 @@
-"""Qwen3-Next and Qwen3.5-MoE: experts with a gated shared one; most layers have gated delta networks instead of softmax attention."""
+"""Qwen3-Next and Qwen3.5-MoE: experts with a gated shared one; most layers have gated delta networks instead of softmax
+attention.
+"""
 
 from dataclasses import replace
 
@@ -14,6 +16,7 @@ ARCHITECTURE = replace(
     residual_attention=("input_layernorm", "input_layernorm"),
     residual_mlp=("post_attention_layernorm", ""),
     qk_norm=True,
-    observed_attention=True,  # most layers have no softmax attention, and its queries are computed together with a gate of the output
+    # Most layers have no softmax attention, and its queries are computed together with a gate of the output
+    observed_attention=True,
     outline=None,
 )

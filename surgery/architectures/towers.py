@@ -1,4 +1,6 @@
-"""Towers of a model: the parts that read text, images or sound, each with a config of its own (text_config, vision_config, ..)."""
+"""Towers of a model: the parts that read text, images or sound, each with a config of its own (text_config,
+vision_config, ..).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def owner_config(model: Any, path: str) -> Any:
 
 
 def tower_name(model: Any, path: str) -> str:
-    """Return the tower that the module at `path` belongs to: "text" for text_config, "vision" for vision_config and so on.
+    """Return the tower that the module at `path` belongs to: "text" for text_config, "vision" for vision_config and so
+    on.
 
     Returns "" for a model whose config has no configs of parts.
     """
@@ -73,7 +76,8 @@ def text_architecture(model: Any) -> Architecture | None:
 def default_towers(model: Any, towers: Iterable[str]) -> set[str]:
     """Return the towers that a recipe with `towers: auto` converts.
 
-    For a model that generates text from text and images or sound, these are the text tower; for all others, every tower.
+    For a model that generates text from text and images or sound, these are the text tower; for all others, every
+    tower.
     """
     names = set(towers)
     generates = hasattr(model, "can_generate") and model.can_generate()

@@ -1,7 +1,7 @@
 """Samples for initializing a mixer in place of softmax attention, and the temporary swap of an attention module.
 
-A mixer must reproduce the original attention on the outputs of the converted layers below it. So a sample holds the inputs
-from the converted model and, as the target, the outputs of the original heads on inputs from the original model.
+A mixer must reproduce the original attention on the outputs of the converted layers below it. So a sample holds the
+inputs from the converted model and, as the target, the outputs of the original heads on inputs from the original model.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CAPTURE_NAME = "surgery-head-outputs"  # attention function that records the out
 class AttentionSample:
     """One calibration sample of an attention module (B = 1), without padding.
 
-    inputs: of the mixer, with q and k after or before RoPE. teacher: of the original attention, with q and k after RoPE.
-    target_BHTV: the outputs of the original heads, before the output projection.
+    inputs: of the mixer, with q and k after or before RoPE. teacher: of the original attention, with q and k after
+    RoPE. target_BHTV: the outputs of the original heads, before the output projection.
     """
 
     inputs: MixerInputs
@@ -54,7 +54,9 @@ class CapturingMixer(Mixer):
 
 
 def without_padding(inputs: MixerInputs) -> MixerInputs:
-    """Return the inputs of one row with its real tokens alone, in order, and no padding mask. A row of padding alone stays as it is.
+    """Return the inputs of one row with its real tokens alone, in order, and no padding mask.
+
+    A row of padding alone stays as it is.
 
     So no initialization sees padding: not in lengths, positions or means over tokens.
     """
@@ -93,9 +95,9 @@ def all_attention_replaced(meta_model: MetaModel, mixers: dict[str, Mixer]) -> I
 class AttentionSamples:
     """A sequence of AttentionSample, computed on demand from the rows of a layer's call; an index past the end wraps.
 
-    rows: rows of the batch that hold the original model's hidden states. converted_offset: distance from such a row to the
-    row of the same sample in the converted model (0: use the original model's inputs).
-    rotated: whether the mixer reads q and k after RoPE.
+    rows: rows of the batch that hold the original model's hidden states. converted_offset: distance from such a row to
+    the row of the same sample in the converted model (0: use the original model's inputs). rotated: whether the mixer
+    reads q and k after RoPE.
     """
 
     def __init__(
@@ -155,7 +157,8 @@ _captures: list[
 
 @contextmanager
 def head_outputs_captured(module: Any, captured: list[Tensor]) -> Iterator[None]:
-    """Append the output (B, T, H, V) of the module's attention function to `captured` inside the context, and raise StopForward.
+    """Append the output (B, T, H, V) of the module's attention function to `captured` inside the context, and raise
+    StopForward.
 
     The input of the output projection is not always that: some families multiply it by a gate first.
     """

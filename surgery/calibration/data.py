@@ -32,9 +32,10 @@ from surgery.core.hub_errors import explain_hub_error
 class CalibrationSet:
     """Inputs of the model for calibration.
 
-    inputs: keyword arguments of the model's forward, batch axis first. Rows 0:n_fit are fitted to, rows n_fit:rows are held
-    out for measuring the error. packed: names of inputs of which the model takes several entries in sequence for each row, such as the
-    patches of an image; they are stored as (rows, entries, ..) and passed to the model as (rows entries, ..).
+    inputs: keyword arguments of the model's forward, batch axis first. Rows 0:n_fit are fitted to, rows n_fit:rows are
+    held out for measuring the error. packed: names of inputs of which the model takes several entries in sequence for
+    each row, such as the patches of an image; they are stored as (rows, entries, ..) and passed to the model as (rows
+    entries, ..).
     """
 
     inputs: dict[str, Tensor]
@@ -44,7 +45,8 @@ class CalibrationSet:
 
     @classmethod
     def from_inputs(cls, inputs: dict[str, Tensor], holdout: float) -> CalibrationSet:
-        """Return the set with a share `holdout` of the rows held out: at least one row, and at least two if there are four.
+        """Return the set with a share `holdout` of the rows held out: at least one row, and at least two if there are
+        four.
 
         inputs: as the model takes them; see `count_rows` for the number of rows.
         """
@@ -82,7 +84,8 @@ class CalibrationSet:
         return self.inputs.get("attention_mask")
 
     def token_masks(self, tower: str = "") -> tuple[Tensor, ...]:
-        """Return the masks (rows, T) of the tokens that layers of a tower read: of the input, and of the decoder's input.
+        """Return the masks (rows, T) of the tokens that layers of a tower read: of the input, and of the decoder's
+        input.
 
         Layers that read images or sound have none.
         """
@@ -129,7 +132,8 @@ IGNORED_LABEL = -100  # transformers computes no loss there
 def count_rows(inputs: Mapping[str, Tensor], where: str) -> int:
     """Return the number of rows of inputs: that of the token ids, else of all tensors.
 
-    Raises SurgeryError if the first axis of a tensor is not a multiple of it, or empty. where: names the inputs in the message.
+    Raises SurgeryError if the first axis of a tensor is not a multiple of it, or empty. where: names the inputs in the
+    message.
     """
     sizes = {name: len(x) if x.dim() else 0 for name, x in inputs.items()}
     rows = next((sizes[name] for name in TOKEN_INPUTS if name in sizes), None)
@@ -137,7 +141,8 @@ def count_rows(inputs: Mapping[str, Tensor], where: str) -> int:
     several = rows and not any(name in sizes for name in TOKEN_INPUTS) and len(set(sizes.values())) > 1
     if not rows or several or any(size % rows or not size for size in sizes.values()):
         raise SurgeryError(
-            f"{where}: every tensor needs the same number of rows, for example pixel_values (64, 3, 224, 224); beside token ids (rows, "
+            f"{where}: every tensor needs the same number of rows, for example pixel_values (64, 3, 224, 224); beside "
+            "token ids (rows, "
             f"length), the first axis of images may be a multiple of it (got {sizes})"
         )
     return rows
@@ -146,10 +151,11 @@ def count_rows(inputs: Mapping[str, Tensor], where: str) -> int:
 def align_left(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return inputs of a model of transformers with the padding at the start of each row moved to its end.
 
-    Called without position_ids, transformers counts positions from the start of a row, padding included. A converted model counts them from
-    the first real token, as generation does (surgery.modeling.padding_positions). So rows are fitted at the positions of later calls,
-    and rows padded on the left, on the right and not at all give the same conversion. Columns that are padding in every row are left
-    out, except for encoder-decoders, whose masks are told apart by their length. Padding inside of a row keeps its place.
+    Called without position_ids, transformers counts positions from the start of a row, padding included. A converted
+    model counts them from the first real token, as generation does (surgery.modeling.padding_positions). So rows are
+    fitted at the positions of later calls, and rows padded on the left, on the right and not at all give the same
+    conversion. Columns that are padding in every row are left out, except for encoder-decoders, whose masks are told
+    apart by their length. Padding inside of a row keeps its place.
     """
     aligned, has_decoder = dict(inputs), any(name.startswith("decoder_") for name in inputs)
     for prefix in ("", "decoder_"):
@@ -173,8 +179,8 @@ def align_left(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def read_labels(inputs: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """Return the inputs of an encoder-decoder with decoder_input_ids in the place of labels; others unchanged.
 
-    decoder_input_ids are the start token and the labels before each position; padded labels (-100) are masked. If both masks or ids
-    have one length, the last position of the decoder is dropped, because padding is found by length.
+    decoder_input_ids are the start token and the labels before each position; padded labels (-100) are masked. If both
+    masks or ids have one length, the last position of the decoder is dropped, because padding is found by length.
     """
     config = model.config
     if not getattr(config, "is_encoder_decoder", False):
@@ -184,12 +190,15 @@ def read_labels(inputs: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     if "decoder_input_ids" not in inputs:
         if labels_BT is None:
             raise SurgeryError(
-                f"calibration inputs: {type(model).__name__} is an encoder-decoder and needs labels or decoder_input_ids (got "
-                f"{', '.join(sorted(inputs))}). Give pairs of texts (.jsonl with input and target), or add labels (rows, length)"
+                f"calibration inputs: {type(model).__name__} is an encoder-decoder and needs labels or "
+                "decoder_input_ids (got "
+                f"{', '.join(sorted(inputs))}). Give pairs of texts (.jsonl with input and target), or add labels "
+                "(rows, length)"
             )
         if labels_BT.dim() != 2 or labels_BT.is_floating_point():
             raise SurgeryError(
-                f"calibration inputs: labels must hold token ids, (rows, length) int64 (got {labels_BT.dtype} {list(labels_BT.shape)})"
+                f"calibration inputs: labels must hold token ids, (rows, length) int64 (got {labels_BT.dtype} "
+                f"{list(labels_BT.shape)})"
             )
         start, pad = _decoder_token(model, "decoder_start_token_id"), _decoder_token(model, "pad_token_id")
         real_BT = labels_BT != IGNORED_LABEL
@@ -254,7 +263,8 @@ def check_model_inputs(inputs: dict[str, Tensor], model: Any) -> None:
             low, high = (int(real_ids.min()), int(real_ids.max())) if real_ids.numel() else (0, 0)
             if ids.dim() != 2 or ids.is_floating_point() or low < 0 or high >= vocabulary:
                 raise SurgeryError(
-                    f"calibration inputs: {name} holds {ids.dtype} {list(ids.shape)} from {low} to {high}; it must hold "
+                    f"calibration inputs: {name} holds {ids.dtype} {list(ids.shape)} from {low} to {high}; it must "
+                    "hold "
                     f"token ids, (rows, length) int64, from 0 to {vocabulary - 1}"
                 )
 
@@ -272,12 +282,12 @@ def calibration_inputs(
 ) -> dict[str, Tensor]:
     """Return the model's inputs: `tokens` tokens of the text in windows of `length` tokens, special tokens included.
 
-    An encoder-decoder gets the first half of a window as the encoder's input and the second half as the decoder's. Pairs and
-    folders of images are read by surgery.calibration.inputs.
+    An encoder-decoder gets the first half of a window as the encoder's input and the second half as the decoder's.
+    Pairs and folders of images are read by surgery.calibration.inputs.
 
-    text: a file (.txt, .md, .json, .jsonl, .parquet, .csv; .safetensors with ready inputs, for models of images or sound) or
-    a Hub data set, "org/name" or "org/name:config:split:column". notes: list to which notes about the text are appended,
-    such as a converted encoding or too few tokens.
+    text: a file (.txt, .md, .json, .jsonl, .parquet, .csv; .safetensors with ready inputs, for models of images or
+    sound) or a Hub data set, "org/name" or "org/name:config:split:column". notes: list to which notes about the text
+    are appended, such as a converted encoding or too few tokens.
     """
     path = Path(text)
     if path.suffix == ".safetensors":
@@ -297,7 +307,9 @@ def text_inputs(
     where: str,
     notes: list[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the model's inputs for a stream of documents, see `calibration_inputs`. where: names the text in messages."""
+    """Return the model's inputs for a stream of documents, see `calibration_inputs`. where: names the text in
+    messages.
+    """
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or length
     windows_NT = text_windows(documents, tokenizer, tokens, min(length, limit), where)
     if notes is not None and windows_NT.numel() < 0.9 * tokens:
@@ -311,7 +323,9 @@ def text_inputs(
 
 
 def load_input_tensors(path: Path) -> dict[str, Tensor]:
-    """Return ready inputs of the model from a safetensors file, by argument name; all must have the same number of rows."""
+    """Return ready inputs of the model from a safetensors file, by argument name; all must have the same number of
+    rows.
+    """
     from surgery.checkpoint.safetensors_io import read_header, read_tensor
 
     if not path.is_file():
@@ -330,7 +344,8 @@ def _check_masks(inputs: Mapping[str, Tensor], path: Path) -> None:
             continue
         if inputs[mask].shape != inputs[ids].shape:
             raise SurgeryError(
-                f"{path}: {mask} must have the shape of {ids}, {tuple(inputs[ids].shape)} (got {tuple(inputs[mask].shape)})"
+                f"{path}: {mask} must have the shape of {ids}, {tuple(inputs[ids].shape)} (got "
+                f"{tuple(inputs[mask].shape)})"
             )
         empty = (inputs[mask] == 0).all(dim=-1)
         if empty.any():
@@ -367,7 +382,9 @@ HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]*){0,3}")
 
 
 def detect_encoding(start: bytes) -> str | None:
-    """Return UTF-16 or UTF-32, detected by a byte order mark or the positions of zero bytes; None if it may be UTF-8."""
+    """Return UTF-16 or UTF-32, detected by a byte order mark or the positions of zero bytes; None if it may be
+    UTF-8.
+    """
     for mark, name in MARKS:
         if start.startswith(mark):
             return name
@@ -392,7 +409,10 @@ def unify_line_ends(text: str) -> str:
 
 
 def decode_text(path: Path) -> tuple[str, str | None]:
-    """Return (text, note or None) of a text file in UTF-8, UTF-16 or UTF-32, with LF line ends. Raises SurgeryError for other encodings."""
+    """Return (text, note or None) of a text file in UTF-8, UTF-16 or UTF-32, with LF line ends.
+
+    Raises SurgeryError for other encodings.
+    """
     text, note = _decode(path)
     return unify_line_ends(text), note
 
@@ -409,7 +429,10 @@ def _decode(path: Path) -> tuple[str, str | None]:
 
 
 def decode_utf8(path: Path, data: bytes) -> tuple[str, int]:
-    """Return (text, number of replaced characters) of bytes of the file `path`. Raises SurgeryError if more than UNREADABLE are not UTF-8."""
+    """Return (text, number of replaced characters) of bytes of the file `path`.
+
+    Raises SurgeryError if more than UNREADABLE are not UTF-8.
+    """
     text = data.decode("utf-8", errors="replace")
     bad = text.count("\ufffd") - data.count("\ufffd".encode())
     if bad > UNREADABLE * len(text):
@@ -469,8 +492,8 @@ def _stream_texts(
 ) -> Iterator[str]:
     import datasets
 
-    # `datasets` caches the columns of local files by path and mtime, and casts rows of changed files to them, so local files
-    # are read with an empty cache.
+    # `datasets` caches the columns of local files by path and mtime, and casts rows of changed files to them, so local
+    # files are read with an empty cache.
     local = "data_files" in options or Path(name).is_dir()
     if Path(name).is_dir() and not options:
         check_no_outside_files(Path(name))
@@ -515,10 +538,12 @@ def _unreadable_error(where: str, error: Exception) -> SurgeryError:
 def text_windows(
     documents: Iterator[str], tokenizer: Any, tokens: int, length: int, where: str, *, option: str = "--set length="
 ) -> Tensor:
-    """Return token ids (N, length): the documents as one stream, cut into windows, each with the tokenizer's special tokens.
+    """Return token ids (N, length): the documents as one stream, cut into windows, each with the tokenizer's special
+    tokens.
 
-    Between two documents stand the tokens that end and begin a document, see `document_tokens`. Empty documents are skipped.
-    where, option: the text and the caller's option for the length, for the message of a SurgeryError about too short a text.
+    Between two documents stand the tokens that end and begin a document, see `document_tokens`. Empty documents are
+    skipped. where, option: the text and the caller's option for the length, for the message of a SurgeryError about too
+    short a text.
     """
     prefix, suffix = special_tokens(tokenizer)
     before, after = document_tokens(tokenizer)
@@ -535,7 +560,8 @@ def text_windows(
     count = min(windows, len(ids) // body)
     if windows < 2:
         raise SurgeryError(
-            f"{tokens:,} tokens make {windows} window of {length}; at least two are needed. Set more tokens, or a length of "
+            f"{tokens:,} tokens make {windows} window of {length}; at least two are needed. Set more tokens, or a "
+            "length of "
             f"{max(8, tokens // 4)} or less"
         )
     if count < 2:
@@ -573,7 +599,9 @@ def end_token(tokenizer: Any) -> int | None:
 
 
 def document_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the token ids before and after each document of a stream: the special tokens, and the end of text after it."""
+    """Return the token ids before and after each document of a stream: the special tokens, and the end of text after
+    it.
+    """
     before, after = special_tokens(tokenizer)
     end = end_token(tokenizer)
     return before, after if end is None or after[-1:] == [end] else [*after, end]

@@ -25,11 +25,13 @@ IMAGE_TOKENS = 64  # tokens that one image counts for, where the model reads no 
 def image_inputs(
     folder: Path, source_folder: Path, config: Any, tokens: int, *, trust_remote_code: bool = False, notes: list[str]
 ) -> dict[str, Tensor]:
-    """Return the model's inputs for the images of a folder: what the checkpoint's processor returns, one row for each image.
+    """Return the model's inputs for the images of a folder: what the checkpoint's processor returns, one row for each
+    image.
 
-    A model that generates text reads each image in a chat of PROMPT and the caption as answer, if there is one. A model of image and text
-    (CLIP) reads the caption. Images are read in the order of their names until there are `tokens` tokens. config: the model's. notes: list
-    for notes. Raises SurgeryError if the checkpoint has no processor, or a file is not an image.
+    A model that generates text reads each image in a chat of PROMPT and the caption as answer, if there is one. A model
+    of image and text (CLIP) reads the caption. Images are read in the order of their names until there are `tokens`
+    tokens. config: the model's. notes: list for notes. Raises SurgeryError if the checkpoint has no processor, or a
+    file is not an image.
     """
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file())
     if len(files) < 2:
@@ -50,7 +52,10 @@ def image_inputs(
 
 
 def read_captions(path: Path) -> dict[str, str]:
-    """Return the caption of each image by file name; {} without the file. Raises SurgeryError for a line of another form."""
+    """Return the caption of each image by file name; {} without the file.
+
+    Raises SurgeryError for a line of another form.
+    """
     if not path.is_file():
         return {}
     captions: dict[str, str] = {}
@@ -69,7 +74,10 @@ def read_captions(path: Path) -> dict[str, str]:
 
 
 def load_processor(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Return the processor of a checkpoint, or its image processor. Raises SurgeryError if it has none that reads images."""
+    """Return the processor of a checkpoint, or its image processor.
+
+    Raises SurgeryError if it has none that reads images.
+    """
     from transformers import AutoImageProcessor, AutoProcessor
 
     known = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
@@ -86,8 +94,10 @@ def load_processor(folder: Path, trust_remote_code: bool = False) -> Any:
         if hasattr(processor, "image_processor") or hasattr(processor, "image_mean"):
             return processor
     raise SurgeryError(
-        f"{folder} has no processor of images that transformers can load ({'; '.join(reasons) or 'only a tokenizer'}). Put "
-        "preprocessor_config.json or processor_config.json beside the weights, or give model inputs in a .safetensors file"
+        f"{folder} has no processor of images that transformers can load ({'; '.join(reasons) or 'only a tokenizer'}). "
+        "Put "
+        "preprocessor_config.json or processor_config.json beside the weights, or give model inputs in a .safetensors "
+        "file"
     )
 
 
@@ -129,7 +139,8 @@ def _process(processor: Any, config: Any, image: Any, caption: str, path: Path) 
         reads_image = bool(placeholder_tokens(config)) or getattr(processor, "image_token", None) is not None
         if not reads_image and not caption:
             raise SurgeryError(
-                f"{path}: this model reads an image and a text. Write the texts into {CAPTIONS} beside the images, one line each: "
+                f"{path}: this model reads an image and a text. Write the texts into {CAPTIONS} beside the images, one "
+                "line each: "
                 '{"file_name": "..", "text": ".."}'
             )
         arguments["text"] = [_chat(processor, caption) if reads_image else caption]
@@ -140,14 +151,17 @@ def _process(processor: Any, config: Any, image: Any, caption: str, path: Path) 
     except Exception as error:  # processors raise errors of many kinds
         check_environment(error)
         raise SurgeryError(
-            f"{path}: {type(processor).__name__} cannot read it ({type(error).__name__}: {' '.join(str(error).split())[:200]}). Give model "
+            f"{path}: {type(processor).__name__} cannot read it ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}). Give model "
             "inputs in a .safetensors file"
         ) from None
     return {name: value for name, value in features.items() if isinstance(value, Tensor) and value.dim()}
 
 
 def _chat(processor: Any, caption: str) -> str:
-    """Return the text of a chat about one image, by the processor's template; without one, its image token and the caption."""
+    """Return the text of a chat about one image, by the processor's template; without one, its image token and the
+    caption.
+    """
     if getattr(processor, "chat_template", None):
         content = [{"type": "image"}, {"type": "text", "text": PROMPT}]
         answer = [{"role": "assistant", "content": [{"type": "text", "text": caption}]}] if caption else []

@@ -1,11 +1,12 @@
 """Run a meta-device model one layer at a time, with transformers' own forward.
 
-The model is called once on all calibration rows. The forward of each layer instance is replaced by a hook that loads the
-layer's weights, passes the call to a function (`LayerFn`), and unloads the weights. So masks, rotary tables, position biases
-and cross attention are computed by transformers for every family, and only one layer is in memory at a time.
+The model is called once on all calibration rows. The forward of each layer instance is replaced by a hook that loads
+the layer's weights, passes the call to a function (`LayerFn`), and unloads the weights. So masks, rotary tables,
+position biases and cross attention are computed by transformers for every family, and only one layer is in memory at a
+time.
 
-`run_phases` runs groups of rows through one layer, each group inside its own context manager (original weights, or converted
-weights swapped in).
+`run_phases` runs groups of rows through one layer, each group inside its own context manager (original weights, or
+converted weights swapped in).
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}  # tokens in one forward of a layer
 
 
 def default_buffer_limit(device: torch.device) -> int:
-    """Return the bytes of hidden states to hold on the device: 2 GiB, or a quarter of the free GPU memory if that is more."""
+    """Return the bytes of hidden states to hold on the device: 2 GiB, or a quarter of the free GPU memory if that is
+    more.
+    """
     return max(2 << 30, torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 0)
 
 
@@ -53,9 +56,9 @@ class LayerCall:
 
     hidden_BTD may be stored on another device or in a file; rows are moved to `device` for the forward.
 
-    A vision tower may call its layers with several entries of the batch axis for each row: k images (B k, P, D), or the patches of all
-    images in one sequence (B P, D). hidden_BTD then has the entries of a row side by side, (B, k P, D) or (B, P, D). entries: k or P;
-    shape: the axes after the batch axis in the layer's forward, (P, D) or (D,).
+    A vision tower may call its layers with several entries of the batch axis for each row: k images (B k, P, D), or the
+    patches of all images in one sequence (B P, D). hidden_BTD then has the entries of a row side by side, (B, k P, D)
+    or (B, P, D). entries: k or P; shape: the axes after the batch axis in the layer's forward, (P, D) or (D,).
     """
 
     path: str
@@ -116,19 +119,24 @@ class LayerCall:
     def _fold(self, out: Tensor, hidden_BTD: Tensor) -> Tensor:
         if out.numel() != hidden_BTD.numel():
             raise SurgeryError(
-                f"calibration: {self.path} returns hidden states of shape {list(out.shape)} for {list(self.unfold(hidden_BTD).shape)}; a "
-                "layer must keep their shape. Leave its tower as it is (towers), or its list of layers dense (rules), or convert without "
+                f"calibration: {self.path} returns hidden states of shape {list(out.shape)} for "
+                f"{list(self.unfold(hidden_BTD).shape)}; a "
+                "layer must keep their shape. Leave its tower as it is (towers), or its list of layers dense (rules), "
+                "or convert without "
                 "calibration"
             )
         return out.reshape(hidden_BTD.shape) if self.shape else out
 
 
 def _slice_borders(borders: Tensor, first: int, last: int, name: str) -> Tensor:
-    """Return the borders of the sequences in first:last, from 0. borders: cumulative lengths of the sequences in one row of tokens."""
+    """Return the borders of the sequences in first:last, from 0. borders: cumulative lengths of the sequences in one
+    row of tokens.
+    """
     found = borders[(borders >= first) & (borders <= last)]
     if len(found) < 2 or int(found[0]) != first or int(found[-1]) != last:
         raise SurgeryError(
-            f"calibration: {name} {borders[:6].tolist()}.. has no border at {first} and {last}, where rows of the calibration inputs begin and "
+            f"calibration: {name} {borders[:6].tolist()}.. has no border at {first} and {last}, where rows of the "
+            "calibration inputs begin and "
             "end. Give images of one size, the same number in every row"
         )
     return found - first
@@ -142,8 +150,9 @@ class LayerRunner:
 
     layers, head: module paths. limit: bytes of hidden states above which they are kept on the CPU, and there in a
     memory-mapped file in the folder `scratch`. ranks: the processes that share the rows; each runs its own rows, but
-    its buffers hold all rows. Attributes set later: skip: paths of modules that the inputs do not reach, whose weights are not loaded.
-    packed: see CalibrationSet. hidden_bytes, moment_bytes: the peak memory of hidden states and second moments.
+    its buffers hold all rows. Attributes set later: skip: paths of modules that the inputs do not reach, whose weights
+    are not loaded. packed: see CalibrationSet. hidden_bytes, moment_bytes: the peak memory of hidden states and second
+    moments.
     """
 
     def __init__(
@@ -197,8 +206,8 @@ class LayerRunner:
         """Run the model with `visit` in place of each layer's forward, and return the head's input (B, T, D).
 
         Without a head, the model's first output is returned. inputs: keyword arguments of the model, batch axis first.
-        segments, period: how rows are divided over processes (see `surgery.calibration.partition`). Rows of other processes
-        are undefined in the result until `gather_rows` is called.
+        segments, period: how rows are divided over processes (see `surgery.calibration.partition`). Rows of other
+        processes are undefined in the result until `gather_rows` is called.
         """
         check_model_inputs({k: self._unpack(k, v) for k, v in inputs.items()}, self.meta_model.model)
         assert segments or self.ranks.count == 1
@@ -250,7 +259,9 @@ class LayerRunner:
         return self.device if tokens * width * 4 <= self.limit else torch.device("cpu")
 
     def _prepare(self, inputs: dict[str, Tensor]) -> list[Callable[[], None]]:
-        """Load all weights but those of layers, head and large embeddings; load large embeddings with only the rows in use."""
+        """Load all weights but those of layers, head and large embeddings; load large embeddings with only the rows in
+        use.
+        """
         model, meta_model, restore = self.meta_model.model, self.meta_model, []
         tokens = token_embedding(model)
         vocabulary = None if tokens is None else tokens.num_embeddings
@@ -294,7 +305,8 @@ class LayerRunner:
             found = torch.searchsorted(rows, args[0].contiguous()).clamp_max(len(rows) - 1)
             if not torch.equal(rows[found], args[0]):
                 raise SurgeryError(
-                    f"{path}: the model looks up ids that are not in its input, which calibration on text does not support. "
+                    f"{path}: the model looks up ids that are not in its input, which calibration on text does not "
+                    "support. "
                     "Give input tensors (.safetensors) instead of text"
                 )
             return (found, *args[1:])
@@ -341,8 +353,10 @@ class LayerRunner:
             return call
         if len(hidden) % self.count:
             raise SurgeryError(
-                f"calibration: {call.path} gets hidden states of shape {list(hidden.shape)} for {self.count} rows of inputs, whose number must "
-                "divide the first axis. Give the same number of images, of one size, in every row; or leave its tower as it is (towers)"
+                f"calibration: {call.path} gets hidden states of shape {list(hidden.shape)} for {self.count} rows of "
+                "inputs, whose number must "
+                "divide the first axis. Give the same number of images, of one size, in every row; or leave its tower "
+                "as it is (towers)"
             )
         shape, entries = tuple(hidden.shape[1:]), len(hidden) // self.count
         return replace(call, hidden_BTD=hidden.reshape(self.count, -1, shape[-1]), entries=entries, shape=shape)
@@ -352,7 +366,9 @@ class LayerRunner:
         self.moment_bytes = max(self.moment_bytes, sum(t.numel() * t.element_size() for t in tensors if t is not None))
 
     def writable_buffer(self, hidden_BTD: Tensor) -> Tensor:
-        """Return a buffer that may be overwritten: the tensor itself if it is one of this runner's buffers, else a copy."""
+        """Return a buffer that may be overwritten: the tensor itself if it is one of this runner's buffers, else a
+        copy.
+        """
         place = hidden_BTD.data_ptr(), hidden_BTD.shape, hidden_BTD.stride()
         if any(place == (buffer.data_ptr(), buffer.shape, buffer.stride()) for buffer in self._buffers):
             return hidden_BTD
@@ -404,8 +420,8 @@ def capture_input(module: nn.Module, caught: list[Tensor]) -> Callable[[], None]
 def output_features(out: Any) -> Tensor:
     """Return the output that conversions compare, with the rows as first axis: the first tensor of a model's output.
 
-    A model of image and text (CLIP, SigLIP) returns the similarities of all pairs of rows first; its embeddings of images and texts,
-    side by side, are used instead.
+    A model of image and text (CLIP, SigLIP) returns the similarities of all pairs of rows first; its embeddings of
+    images and texts, side by side, are used instead.
     """
     pair = [getattr(out, name, None) for name in ("text_embeds", "image_embeds")]
     if all(isinstance(x, Tensor) and x.dim() == 2 for x in pair) and len(pair[0]) == len(pair[1]):  # type: ignore[arg-type]
@@ -420,10 +436,10 @@ Phase = tuple[int, int, AbstractContextManager[Any]]
 def run_phases(call: LayerCall, phases: list[Phase], runner: LayerRunner, step: int | None = None) -> Any:
     """Run the rows of each phase through the layer inside the phase's context manager, and return the layer's output.
 
-    phases: (first, last, context) for rows first:last. They run in chunks of `step` rows (None: as many as suit the device), and their
-    hidden states are overwritten. If the
-    context yields a function, it is called after each round (see `surgery.calibration.partition`). The output has the form
-    that the layer returns; its further tensors are concatenated along the batch axis if they have one.
+    phases: (first, last, context) for rows first:last. They run in chunks of `step` rows (None: as many as suit the
+    device), and their hidden states are overwritten. If the context yields a function, it is called after each round
+    (see `surgery.calibration.partition`). The output has the form that the layer returns; its further tensors are
+    concatenated along the batch axis if they have one.
     """
     step = step or runner.chunk_rows(call.hidden_BTD.shape[1])
     outputs = LayerOutputs(len(call.hidden_BTD))
@@ -442,7 +458,9 @@ def run_phases(call: LayerCall, phases: list[Phase], runner: LayerRunner, step: 
 
 
 class LayerOutputs:
-    """Outputs of a layer besides the hidden states, collected over chunks of `batch` rows; empty if it returns a tensor."""
+    """Outputs of a layer besides the hidden states, collected over chunks of `batch` rows; empty if it returns a
+    tensor.
+    """
 
     def __init__(self, batch: int):
         self.batch, self.kind = batch, Tensor

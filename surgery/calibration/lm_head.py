@@ -1,4 +1,5 @@
-"""Language-model head in slices of the vocabulary: losses and output gradients without all logits or the full matrix in memory.
+"""Language-model head in slices of the vocabulary: losses and output gradients without all logits or the full matrix in
+memory.
 
 N: tokens   D: hidden size   V: vocabulary, or one slice of it
 """
@@ -55,7 +56,9 @@ class ChunkedLMHead:
 
     @torch.no_grad()
     def losses(self, hidden_ND: Tensor, labels_N: Tensor, linear: nn.Module | None = None) -> Tensor:
-        """Return the negative log likelihood of each label in nats, (N,). linear: a module used instead of the stored head."""
+        """Return the negative log likelihood of each label in nats, (N,). linear: a module used instead of the stored
+        head.
+        """
         out = []
         rows = (
             ROWS_PER_PASS if linear is None else max(1, MAX_LOGITS.get(self.device.type, 2**22) // self.weight.shape[0])
@@ -85,10 +88,11 @@ class ChunkedLMHead:
 
     @torch.no_grad()
     def divergences(self, hidden_ND: Tensor, other_ND: Tensor) -> Tensor:
-        """Return KL(p || q) of each token in nats, (N,), at least 0. p, q: next-token distributions of the two hidden states.
+        """Return KL(p || q) of each token in nats, (N,), at least 0. p, q: next-token distributions of the two hidden
+        states.
 
-        KL(p || q) = sum_v p_v (z_v - z'_v) - log sum_v exp z_v + log sum_v exp z'_v for the logits z of p and z' of q. The sums
-        are accumulated over slices of the vocabulary and rescaled when the maximum of z grows.
+        KL(p || q) = sum_v p_v (z_v - z'_v) - log sum_v exp z_v + log sum_v exp z'_v for the logits z of p and z' of q.
+        The sums are accumulated over slices of the vocabulary and rescaled when the maximum of z grows.
         """
         pairs = zip(torch.split(hidden_ND, ROWS_PER_PASS), torch.split(other_ND, ROWS_PER_PASS))
         return torch.cat([self._divergences(h.to(self.device), other.to(self.device)) for h, other in pairs])
@@ -109,11 +113,13 @@ class ChunkedLMHead:
 
     @torch.no_grad()
     def output_gradient(self, hidden_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Return d loss / d hidden (N, D), the log-sum-exp of the logits (N,), and the labels (N,), sampled from the model.
+        """Return d loss / d hidden (N, D), the log-sum-exp of the logits (N,), and the labels (N,), sampled from the
+        model.
 
         The outer products of these gradients average to the Fisher information. The computation is one pass over the
-        vocabulary: the softmax-weighted sum of rows of W is rescaled when the maximum logit grows. A label sampled from the
-        current slice replaces the earlier one with a probability equal to the slice's share of the probability mass so far.
+        vocabulary: the softmax-weighted sum of rows of W is rescaled when the maximum logit grows. A label sampled from
+        the current slice replaces the earlier one with a probability equal to the slice's share of the probability mass
+        so far.
         """
         rows = len(hidden_ND)
         top_N, mass_N = hidden_ND.new_full((rows,), -torch.inf), hidden_ND.new_zeros(rows)

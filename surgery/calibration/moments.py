@@ -1,12 +1,12 @@
 """Second moments of the inputs and outputs of linear layers, summed over calibration rows. No activation is stored.
 
-For a linear y = W x, x is its input from the layers already converted, and y* the output to reproduce, that of the original
-layer on the original model's input x0:
+For a linear y = W x, x is its input from the layers already converted, and y* the output to reproduce, that of the
+original layer on the original model's input x0:
 
     C = E[x x^T]    K = E[y* x^T]    e = E|y*|^2        error(B) = e - 2 <B, K> + <B C, B>
 
-so the best unconstrained matrix is K C^-1, and the best structured one is its projection in the metric C (the "Hessian" of
-GPTQ, up to a factor).
+so the best unconstrained matrix is K C^-1, and the best structured one is its projection in the metric C (the "Hessian"
+of GPTQ, up to a factor).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from surgery.structures.metric import add_moment_, inner_product
 class OutputMoments:
     """Statistics of one output y*.
 
-    k_OI: K = E[y* x^T] (O, I). If y* = W x0 and O > I, it is None, and K = W E[x0 x^T] is computed on demand from the (I, I)
-    matrix shared by all linears that read x0. residual: whether the gap of the residual stream is added to y*.
+    k_OI: K = E[y* x^T] (O, I). If y* = W x0 and O > I, it is None, and K = W E[x0 x^T] is computed on demand from the
+    (I, I) matrix shared by all linears that read x0. residual: whether the gap of the residual stream is added to y*.
     energy: E|y*|^2.
     """
 
@@ -49,8 +49,8 @@ class OutputMoments:
 class InputMoments:
     """Second moments for the linears that read one input.
 
-    `add` accumulates sums over rows, and `means` divides them by the number of rows, once, in place. weights: name -> (W,
-    whether the gap of the residual stream is added to its output).
+    `add` accumulates sums over rows, and `means` divides them by the number of rows, once, in place. weights: name ->
+    (W, whether the gap of the residual stream is added to its output).
     """
 
     def __init__(self, weights: dict[str, tuple[Tensor, bool]]):
@@ -70,8 +70,8 @@ class InputMoments:
     def add(self, x_NI: Tensor, x0_NI: Tensor, gap_NO: Tensor | None = None) -> None:
         """Add rows of the input.
 
-        x_NI: input in the converted model. x0_NI: input in the original model (the same tensor before the first converted
-        layer). gap_NO: residual stream of the original model minus that of the converted one.
+        x_NI: input in the converted model. x0_NI: input in the original model (the same tensor before the first
+        converted layer). gap_NO: residual stream of the original model minus that of the converted one.
         """
         assert self.summing
         self.count += len(x_NI)
@@ -91,7 +91,9 @@ class InputMoments:
             target.k_OI.addmm_(y_NO.mT, x_NI)
 
     def ordered_reduce(self, addend: InputMoments, round_: Round, ranks: DistContext, first: bool) -> None:
-        """Add the sums of the row shards of a round, in the order of the shards. Each process adds some of the matrix rows.
+        """Add the sums of the row shards of a round, in the order of the shards.
+
+        Each process adds some of the matrix rows.
 
         addend: the sums of this process's shard. first: whether this is the first round.
         """
@@ -129,7 +131,8 @@ class InputMoments:
             total /= self.count
             if not is_finite(total):
                 raise SurgeryError(
-                    f"calibration: the input of {', '.join(self.targets)} holds NaN or Inf, or overflows float32 when it is "
+                    f"calibration: the input of {', '.join(self.targets)} holds NaN or Inf, or overflows float32 when "
+                    "it is "
                     "squared, so this text gives no usable statistics. Check the checkpoint"
                 )
         for target in self.targets.values():

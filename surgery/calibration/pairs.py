@@ -22,7 +22,8 @@ PAIR_KEYS = (
 def read_pairs(path: Path, notes: list[str] | None = None) -> list[tuple[str, str]] | None:
     """Return the pairs of a .jsonl file, or None if its first line has none of PAIR_KEYS.
 
-    notes: list to which a note about the encoding is appended. Raises SurgeryError for a line that is not a pair like the first one.
+    notes: list to which a note about the encoding is appended. Raises SurgeryError for a line that is not a pair like
+    the first one.
     """
     text, note = decode_text(path)
     if note and notes is not None:
@@ -57,7 +58,8 @@ def pair_inputs(
 ) -> dict[str, Tensor]:
     """Return input_ids, attention_mask and labels (rows, T) of pairs, padded at the end; labels are -100 there.
 
-    As many pairs are used as have `tokens` tokens; a text longer than `length` tokens loses its end. where: names the pairs in messages.
+    As many pairs are used as have `tokens` tokens; a text longer than `length` tokens loses its end. where: names the
+    pairs in messages.
     """
     inputs: list[list[int]] = []
     targets: list[list[int]] = []
@@ -71,7 +73,8 @@ def pair_inputs(
             break
     if len(inputs) < 2 or not all(map(len, inputs)) or not all(map(len, targets)):
         raise SurgeryError(
-            f"{where}: at least two pairs of texts are needed, each with a token of input and of target (got {len(inputs)} pairs)"
+            f"{where}: at least two pairs of texts are needed, each with a token of input and of target (got "
+            f"{len(inputs)} pairs)"
         )
     pad = tokenizer.pad_token_id if getattr(tokenizer, "pad_token_id", None) is not None else 0
     inputs_and_labels = {"input_ids": _pad(inputs, pad), "labels": _pad(targets, IGNORED_LABEL)}

@@ -1,7 +1,8 @@
 """Partition calibration rows over processes with bit-reproducible sums.
 
-The division into row shards depends only on the number and length of the rows. One process sums a shard, chunk by chunk, and
-the sums of the shards are added in the order of the shards. So a sum has the same bits for any number of processes.
+The division into row shards depends only on the number and length of the rows. One process sums a shard, chunk by
+chunk, and the sums of the shards are added in the order of the shards. So a sum has the same bits for any number of
+processes.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Round:
 class RowPartition:
     """Division of rows over processes: segments, each divided into row shards.
 
-    The division repeats every `period` rows. Without segments, this process is the only one and any range of rows is one shard.
-    tokens: tokens per row.
+    The division repeats every `period` rows. Without segments, this process is the only one and any range of rows is
+    one shard. tokens: tokens per row.
     """
 
     def __init__(self, ranks: DistContext, tokens: int, segments: Sequence[Segment], period: int):

@@ -1,11 +1,12 @@
 """Calibration rows of routed experts: which tokens an expert computes, and with which weight.
 
-An expert's output is multiplied by its routing weight w and added to the layer's output, so the error of its matrices counts w^2:
+An expert's output is multiplied by its routing weight w and added to the layer's output, so the error of its matrices
+counts w^2:
 
     C = sum w^2 x x^T    K = sum w^2 y* x^T    over the tokens that the router of the converted model sends to the expert
 
-x is the token's vector in the converted model and y* the output of the original matrix on its vector in the original model. Both
-are known for every token, because they are recorded before the tokens are divided among the experts.
+x is the token's vector in the converted model and y* the output of the original matrix on its vector in the original
+model. Both are known for every token, because they are recorded before the tokens are divided among the experts.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from surgery.architectures.linears import LinearInfo
 class RoutedTokens:
     """The arguments of a RoutedExperts module for some tokens, without padding.
 
-    x_ND, x0_ND: input in the converted and in the original model (one tensor before the first converted matrix). index_Nk,
-    weight_Nk: the experts selected for each token in the converted model, and their weights.
+    x_ND, x0_ND: input in the converted and in the original model (one tensor before the first converted matrix).
+    index_Nk, weight_Nk: the experts selected for each token in the converted model, and their weights.
     """
 
     x_ND: Tensor
@@ -42,12 +43,15 @@ class RoutedTokens:
         return x_MD, x_MD if self.x0_ND is self.x_ND else self.x0_ND[chosen_N], weight_M1
 
     def rows_of_all(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (x (N, D), x0 (N, D), sqrt(sum_j w_j^2) (N, 1)): the sums over their rows are those over all experts' rows."""
+        """Return (x (N, D), x0 (N, D), sqrt(sum_j w_j^2) (N, 1)): the sums over their rows are those over all experts'
+        rows.
+        """
         return self.x_ND, self.x0_ND, self.weight_Nk.float().square().sum(1, keepdim=True).sqrt()
 
 
 class RoutingRecord:
-    """Hooks on the RoutedExperts of a layer that keep the last call's selected experts, to find the padding among an expert's rows.
+    """Hooks on the RoutedExperts of a layer that keep the last call's selected experts, to find the padding among an
+    expert's rows.
 
     linears: linears of the layer. Used as a context manager.
     """

@@ -64,8 +64,8 @@ UNMENTIONED = (
 class CompanionFiles(NamedTuple):
     """Files of the subfolders.
 
-    files: relative paths, sorted. left: "name: reason" for files, also of the folder itself, that are not copied although
-    the user may expect it.
+    files: relative paths, sorted. left: "name: reason" for files, also of the folder itself, that are not copied
+    although the user may expect it.
     """
 
     files: list[Path]
@@ -103,7 +103,8 @@ def subfolder_files(folder: Path) -> CompanionFiles:
             files.append(path.relative_to(folder))
     if len(files) > MAX_FILES:
         raise SurgeryError(
-            f"{folder} has {len(files):,} small files in subfolders, more than {MAX_FILES:,}. Move files that are not part of the "
+            f"{folder} has {len(files):,} small files in subfolders, more than {MAX_FILES:,}. Move files that are not "
+            "part of the "
             "model elsewhere"
         )
     return CompanionFiles(sorted(files), left_out)
@@ -122,13 +123,16 @@ def companion_notes(folder: Path, out: Path, *, chats: bool) -> list[str]:
         notes.append(f"not copied to {out}: {', '.join(names[:LISTED])}{more} ({reason})")
     if chats and lacks_chat_template(folder):
         notes.append(
-            f"the tokenizer has no chat template. Text completion works; to chat with the model, put a chat_template.jinja into {out}"
+            "the tokenizer has no chat template. Text completion works; to chat with the model, put a "
+            f"chat_template.jinja into {out}"
         )
     return notes
 
 
 def lacks_chat_template(folder: Path) -> bool:
-    """Return whether a folder has a tokenizer, and no chat template in any of the places where transformers looks for one."""
+    """Return whether a folder has a tokenizer, and no chat template in any of the places where transformers looks for
+    one.
+    """
     settings = folder / "tokenizer_config.json"
     if not settings.is_file() or settings.stat().st_size > MAX_BYTES:
         return False
@@ -154,7 +158,9 @@ def _left_in_folder(folder: Path) -> list[str]:
 
 
 def _why_foreign(path: Path, entries: list[Path]) -> str:
-    """Return why the weights of another format are a problem; empty if the same weights lie beside them as safetensors."""
+    """Return why the weights of another format are a problem; empty if the same weights lie beside them as
+    safetensors.
+    """
     if any(other.suffix == ".safetensors" for other in entries):
         return ""
     return (

@@ -1,8 +1,10 @@
-"""GGUF files as sources: the header is checked here, then transformers' loader expands the file once into a folder of safetensors.
+"""GGUF files as sources: the header is checked here, then transformers' loader expands the file once into a folder of
+safetensors.
 
-The folder lies in a cache, $HF_HOME/surgery/gguf, under a name made of the file's SHA-256, the dtype, and what else determines its
-content: the tokenizer files beside the GGUF file, and the versions of transformers and gguf. It is written under a temporary name and
-renamed, by one process at a time, and its files are compared with their SHA-256 before it is used again.
+The folder lies in a cache, $HF_HOME/surgery/gguf, under a name made of the file's SHA-256, the dtype, and what else
+determines its content: the tokenizer files beside the GGUF file, and the versions of transformers and gguf. It is
+written under a temporary name and renamed, by one process at a time, and its files are compared with their SHA-256
+before it is used again.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -67,7 +69,9 @@ _announced: set[Path] = set()
 
 
 class GgufTensor(NamedTuple):
-    """A tensor of the file. kind: its ggml type by name, such as Q4_K. shape: as in torch, rows first. start: byte in the file."""
+    """A tensor of the file. kind: its ggml type by name, such as Q4_K. shape: as in torch, rows first. start: byte in
+    the file.
+    """
 
     kind: str
     shape: tuple[int, ...]
@@ -95,7 +99,9 @@ class GgufHeader:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the expanded weights: the narrowest one of an unquantized file (norms are float32 in each), else bfloat16."""
+        """The dtype of the expanded weights: the narrowest one of an unquantized file (norms are float32 in each), else
+        bfloat16.
+        """
         kinds = {tensor.kind for tensor in self.tensors.values()}
         if not kinds <= PLAIN.keys():
             return torch.bfloat16
@@ -116,12 +122,12 @@ def is_gguf(name: str | Path) -> bool:
 
 
 def expand_gguf(path: Path, progress: Progress | None = None) -> Path:
-    """Return the folder of safetensors with the model and tokenizer of a GGUF file; it is written if the cache does not hold it.
+    """Return the folder of safetensors with the model and tokenizer of a GGUF file; it is written if the cache does not
+    hold it.
 
-    The tokenizer is that of the files beside the GGUF file, otherwise the one inside it. progress: gets a line that names the folder;
-    None: stderr, once per process.
-    Raises SurgeryError for a file that is damaged, hostile or one of several shards, whose architecture transformers does not load, or if
-    the package gguf is missing.
+    The tokenizer is that of the files beside the GGUF file, otherwise the one inside it. progress: gets a line that
+    names the folder; None: stderr, once per process. Raises SurgeryError for a file that is damaged, hostile or one of
+    several shards, whose architecture transformers does not load, or if the package gguf is missing.
     """
     path = Path(path)
     with _explain_read_errors(path):
@@ -142,10 +148,14 @@ def expand_gguf(path: Path, progress: Progress | None = None) -> Path:
 
 # -- header ------------------------------------------------------------------------------------------
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read and check the header of a GGUF file. Raises SurgeryError, with the rule, before anything is allocated for it."""
+    """Read and check the header of a GGUF file.
+
+    Raises SurgeryError, with the rule, before anything is allocated for it.
+    """
     if SHARD.search(path.name):
         raise SurgeryError(
-            f"{path} is one of several shards. A source is a single GGUF file: merge them with llama.cpp's llama-gguf-split --merge, and "
+            f"{path} is one of several shards. A source is a single GGUF file: merge them with llama.cpp's "
+            "llama-gguf-split --merge, and "
             "give the result"
         )
     size = path.stat().st_size
@@ -164,7 +174,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
         for count, most, what in ((tensors, MAX_TENSORS, "tensors"), (entries, MAX_ENTRIES, "metadata entries")):
             if not count <= most or 12 * count > size:
                 raise SurgeryError(
-                    f"{path} names {count:,} {what} in {size:,} bytes; a GGUF file has at most {most:,}, of at least 12 bytes each. Download it again"
+                    f"{path} names {count:,} {what} in {size:,} bytes; a GGUF file has at most {most:,}, of at least "
+                    "12 bytes each. Download it again"
                 )
         kinds = _quant_sizes(path)
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -214,7 +225,8 @@ class _Cursor:
         item = self.number("I") if kind == ARRAY else None
         if item not in (*NUMBERS, TEXT):
             raise SurgeryError(
-                f"{self.path}: the metadata has a value of type {kind if item is None else f'array of {item}'}, which GGUF does not define "
+                f"{self.path}: the metadata has a value of type {kind if item is None else f'array of {item}'}, which "
+                "GGUF does not define "
                 "or transformers does not read"
             )
         count = self.number("Q")
@@ -246,7 +258,8 @@ def _parse(
     for name, shape, number, offset in infos:
         if number not in kinds:
             raise SurgeryError(
-                f"{path}: tensor {name[:100]!r} has ggml type {number}, which the installed gguf does not know. Upgrade it (pip install -U gguf)"
+                f"{path}: tensor {name[:100]!r} has ggml type {number}, which the installed gguf does not know. "
+                "Upgrade it (pip install -U gguf)"
             )
         kind, block, block_bytes = kinds[number]
         if not shape or 0 in shape or shape[-1] % block or math.prod(shape) > 2**48:
@@ -254,7 +267,8 @@ def _parse(
         tensor = GgufTensor(kind, shape, data_start + offset, math.prod(shape) // block * block_bytes)
         if tensor.start + tensor.nbytes > size:
             raise SurgeryError(
-                f"{path}: tensor {name[:100]!r} ends at byte {tensor.start + tensor.nbytes:,}, beyond the file's {size:,} bytes; the file is "
+                f"{path}: tensor {name[:100]!r} ends at byte {tensor.start + tensor.nbytes:,}, beyond the file's "
+                f"{size:,} bytes; the file is "
                 "truncated. Download it again"
             )
         if name in named:
@@ -277,20 +291,24 @@ def _tensor_info(cursor: _Cursor) -> tuple[tuple[int, ...], int, int]:
 
 
 def _check_model(header: GgufHeader) -> GgufHeader:
-    """Raise SurgeryError unless the file holds the whole of one model whose metadata transformers takes into account."""
+    """Raise SurgeryError unless the file holds the whole of one model whose metadata transformers takes into
+    account.
+    """
     path, metadata = header.path, header.metadata
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or not re.fullmatch(r"[\w.-]{1,64}", architecture):
         raise SurgeryError(f"{path}: the metadata names no general.architecture, such as llama (got {architecture!r})")
     if (metadata.get("split.count") or 1) != 1:
         raise SurgeryError(
-            f"{path} is one of {metadata['split.count']} shards. A source is a single GGUF file: merge them with llama.cpp's "
+            f"{path} is one of {metadata['split.count']} shards. A source is a single GGUF file: merge them with "
+            "llama.cpp's "
             "llama-gguf-split --merge, and give the result"
         )
     layers = metadata.get(f"{architecture}.block_count")
     if not isinstance(layers, int) or not 0 < layers <= len(header.tensors):
         raise SurgeryError(
-            f"{path}: {architecture}.block_count is {layers!r}, and the file has {len(header.tensors):,} tensors; a model has at least one in "
+            f"{path}: {architecture}.block_count is {layers!r}, and the file has {len(header.tensors):,} tensors; a "
+            "model has at least one in "
             "each of its blocks"
         )
     scaling = metadata.get(f"{architecture}.rope.scaling.type")
@@ -305,7 +323,8 @@ def _truncated(path: Path) -> SurgeryError:
 
 def _lost_rope(path: Path, what: str) -> SurgeryError:
     return SurgeryError(
-        f"{path} scales its rotary frequencies ({what}), which transformers does not read from a GGUF file: the model would be "
+        f"{path} scales its rotary frequencies ({what}), which transformers does not read from a GGUF file: the model "
+        "would be "
         "another one. Give the checkpoint that the file was made from"
     )
 
@@ -318,7 +337,8 @@ def _quant_sizes(path: Path) -> dict[int, tuple[str, int, int]]:
         if str(error.name).partition(".")[0] != "gguf":
             check_environment(error)
         raise SurgeryError(
-            f"{path} is a GGUF file, and the package gguf, which reads it, is not installed. Run {install_command('gguf')}, or pip install gguf"
+            f"{path} is a GGUF file, and the package gguf, which reads it, is not installed. Run "
+            f"{install_command('gguf')}, or pip install gguf"
         ) from None
     return {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
 
@@ -388,7 +408,8 @@ def _write(header: GgufHeader, companions: list[Path], expanded: Path) -> None:
     needed, free = header.numel * header.dtype.itemsize, shutil.disk_usage(expanded.parent).free
     if needed > free:
         raise SurgeryError(
-            f"{header.path} needs {size_text(needed)} as {_dtype_name(header)} in {expanded.parent}, whose disk has {size_text(free)} free. Free some "
+            f"{header.path} needs {size_text(needed)} as {_dtype_name(header)} in {expanded.parent}, whose disk has "
+            f"{size_text(free)} free. Free some "
             "space, or set HF_HOME to a folder on another disk"
         )
     partial = Path(tempfile.mkdtemp(prefix=f"{expanded.name}.partial-", dir=expanded.parent))
@@ -418,7 +439,10 @@ def _write(header: GgufHeader, companions: list[Path], expanded: Path) -> None:
 
 
 def _announce(header: GgufHeader, expanded: Path, companions: list[Path], progress: Progress | None) -> None:
-    """Say once where a file is expanded, and whose values the weights have. Of processes started together, the first one says it."""
+    """Say once where a file is expanded, and whose values the weights have.
+
+    Of processes started together, the first one says it.
+    """
     if progress is None and (expanded in _announced or os.environ.get("RANK", "0") != "0"):
         return
     _announced.add(expanded)
@@ -427,14 +451,17 @@ def _announce(header: GgufHeader, expanded: Path, companions: list[Path], progre
         tokenizer = "missing"
     verb = "is expanded" if expanded.exists() else "will be expanded, once,"
     (progress or RichProgress()).say(
-        f"note: {header.path} {verb} to {_dtype_name(header)} in {expanded / 'checkpoint'}; its weights are the file's {header.values}, not the "
+        f"note: {header.path} {verb} to {_dtype_name(header)} in {expanded / 'checkpoint'}; its weights are the file's "
+        f"{header.values}, not the "
         f"original model's. Tokenizer: {tokenizer}"
     )
 
 
 # -- transformers ------------------------------------------------------------------------------------
 def _save_tokenizer(header: GgufHeader, link: Path, folder: Path) -> None:
-    """Save the tokenizer inside the file, without tokens beyond its list: transformers adds <|endoftext|> where the list has none."""
+    """Save the tokenizer inside the file, without tokens beyond its list: transformers adds <|endoftext|> where the
+    list has none.
+    """
     from transformers import AutoTokenizer
 
     with _explain_load_errors(
@@ -450,7 +477,9 @@ def _save_tokenizer(header: GgufHeader, link: Path, folder: Path) -> None:
 
 
 def _save_model(header: GgufHeader, link: Path, folder: Path) -> None:
-    """Load the model in the header's dtype and save it; raises SurgeryError unless the file has a tensor for each parameter."""
+    """Load the model in the header's dtype and save it; raises SurgeryError unless the file has a tensor for each
+    parameter.
+    """
     import transformers
     from transformers import AutoConfig
 
@@ -480,13 +509,16 @@ def _save_model(header: GgufHeader, link: Path, folder: Path) -> None:
 
 
 def _check_config(header: GgufHeader, config: Any) -> None:
-    """Raise SurgeryError if the config describes more values than the file holds: they would be allocated, and drawn at random."""
+    """Raise SurgeryError if the config describes more values than the file holds: they would be allocated, and drawn at
+    random.
+    """
     import transformers
 
     cls: Any = transformers.AutoModelForCausalLM
     if type(config) not in cls._model_mapping:
         raise SurgeryError(
-            f"{header.path} is a {config.model_type} model; of GGUF files, surgery reads models that predict the next token"
+            f"{header.path} is a {config.model_type} model; of GGUF files, surgery reads models that predict the next "
+            "token"
         )
     _restore_rope(header, config)
     with torch.device("meta"):
@@ -500,15 +532,17 @@ def _check_config(header: GgufHeader, config: Any) -> None:
         )
     if described > header.numel:
         raise SurgeryError(
-            f"{header.path}: its metadata describe a model of {described:,} parameters, and its tensors hold {header.numel:,} values. Download it again"
+            f"{header.path}: its metadata describe a model of {described:,} parameters, and its tensors hold "
+            f"{header.numel:,} values. Download it again"
         )
 
 
 def _restore_rope(header: GgufHeader, config: Any) -> None:
-    """Put the frequency scaling of Llama 3.1 to 3.3 into the config. llama.cpp stores it as divisors of the rotary frequencies.
+    """Put the frequency scaling of Llama 3.1 to 3.3 into the config. llama.cpp stores it as divisors of the rotary
+    frequencies.
 
-    The factor is the largest divisor; the other settings are those that all these models have. Raises SurgeryError if the file's divisors
-    (head_dim / 2) are not those of the settings.
+    The factor is the largest divisor; the other settings are those that all these models have. Raises SurgeryError if
+    the file's divisors (head_dim / 2) are not those of the settings.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -22,10 +22,9 @@ def load_config(source: CheckpointSource, trust_remote_code: bool = False) -> An
 def load_model(source: CheckpointSource, dtype: torch.dtype | str, trust_remote_code: bool = False) -> Any:
     """Load the model of a checkpoint on the CPU, in evaluation mode.
 
-    The class is the first one that `architectures` in config.json names and transformers has, otherwise the one that the tensors fit,
-    otherwise an Auto class.
-    dtype: of the parameters; "auto" keeps the dtype of the checkpoint.
-    Raises SurgeryError if tensors are missing or unexpected, or if the checkpoint has remote code that is not trusted.
+    The class is the first one that `architectures` in config.json names and transformers has, otherwise the one that
+    the tensors fit, otherwise an Auto class. dtype: of the parameters; "auto" keeps the dtype of the checkpoint. Raises
+    SurgeryError if tensors are missing or unexpected, or if the checkpoint has remote code that is not trusted.
     """
     config = load_config(source, trust_remote_code)
     cls = class_of_tensors(config, source) or model_class(config, trust_remote_code)

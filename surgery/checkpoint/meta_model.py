@@ -34,8 +34,9 @@ from surgery.core.errors import SurgeryError
 class MetaModel:
     """A model on the meta device, and the tensors of its checkpoint.
 
-    model: parameters on meta, buffers computed; experts as linears (surgery/architectures/experts.py). keys: tensor name in the file by parameter name. tied: tied parameters, as
-    transformers lists them. unused: tensors that the model's class does not use.
+    model: parameters on meta, buffers computed; experts as linears (surgery/architectures/experts.py). keys: tensor
+    name in the file by parameter name. tied: tied parameters, as transformers lists them. unused: tensors that the
+    model's class does not use.
     """
 
     model: Any
@@ -63,7 +64,10 @@ class MetaModel:
 
     @classmethod
     def of_built(cls, model: Any, config: Any, source: CheckpointSource, tied: dict[str, str]) -> MetaModel:
-        """Return the meta model of modules that exist already, with parameters on meta. The source's tensors have their names."""
+        """Return the meta model of modules that exist already, with parameters on meta.
+
+        The source's tensors have their names.
+        """
         meta_model = cls.__new__(cls)
         meta_model.model, meta_model.config, meta_model.source, meta_model.tied = model, config, source, tied
         meta_model.keys = {name: name for name in source.tensors}
@@ -139,14 +143,16 @@ def load_config(source: CheckpointSource, trust_remote_code: bool) -> Any:
     except Exception as error:  # a config from the Hub can fail in any way
         check_environment(error)
         raise SurgeryError(
-            f"{source.name}: transformers cannot use its config.json ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            f"{source.name}: transformers cannot use its config.json ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]})"
         ) from None
 
 
 def split_stored_experts(source: CheckpointSource, model: Any) -> CheckpointSource:
     """Return the source with merged tensors of experts listed as a tensor for each linear of the model's RoutedExperts.
 
-    See ExpertLayout for what they hold. Only the locations are listed; nothing is read. Tensors of other shapes stay as they are.
+    See ExpertLayout for what they hold. Only the locations are listed; nothing is read. Tensors of other shapes stay as
+    they are.
     """
     routed = [(path, m) for path, m in model.named_modules() if isinstance(m, RoutedExperts)]
     tensors = dict(source.tensors)

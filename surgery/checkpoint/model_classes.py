@@ -1,7 +1,9 @@
-"""The class of transformers that a checkpoint is built with: the one that config.json names, or the one that its tensors fit.
+"""The class of transformers that a checkpoint is built with: the one that config.json names, or the one that its
+tensors fit.
 
-Towers that were saved on their own, and some older checkpoints, have a config.json without `architectures`. A class fits if it has no
-parameter without a tensor; of several, the one that uses the most tensors, under the names that they have in the files.
+Towers that were saved on their own, and some older checkpoints, have a config.json without `architectures`. A class
+fits if it has no parameter without a tensor; of several, the one that uses the most tensors, under the names that they
+have in the files.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ def _candidates(config: Any) -> Iterator[Any]:
 
 
 def build_on_meta(cls: Any, config: Any, name: str, trust_remote_code: bool = False) -> Any:
-    """Build a model of a class with parameters on meta and computed buffers (rotary tables), without allocating weights.
+    """Build a model of a class with parameters on meta and computed buffers (rotary tables), without allocating
+    weights.
 
     name: of the checkpoint or the model, for errors.
     """
@@ -105,7 +108,8 @@ def build_on_meta(cls: Any, config: Any, name: str, trust_remote_code: bool = Fa
     except Exception as error:
         check_environment(error)
         raise SurgeryError(
-            f"{name}: transformers cannot build {cls.__name__} from its config ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            f"{name}: transformers cannot build {cls.__name__} from its config ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]})"
         ) from None
     model.eval()
     model.requires_grad_(False)

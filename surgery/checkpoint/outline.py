@@ -1,7 +1,9 @@
-"""The modules and tensors of a checkpoint for `surgery plan` and `surgery inspect`, without transformers' model class if possible.
+"""The modules and tensors of a checkpoint for `surgery plan` and `surgery inspect`, without transformers' model class
+if possible.
 
-An outline (surgery/architectures/outline.py) is used if the checkpoint has exactly the outline's parameters, with their shapes.
-Otherwise MetaModel builds transformers' class, and raises the error for a checkpoint with missing or wrong tensors.
+An outline (surgery/architectures/outline.py) is used if the checkpoint has exactly the outline's parameters, with their
+shapes. Otherwise MetaModel builds transformers' class, and raises the error for a checkpoint with missing or wrong
+tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from surgery.checkpoint.source import CheckpointSource
 class ModelDescription(Protocol):
     """A checkpoint's model on the meta device and its tensors: a CheckpointOutline or a MetaModel.
 
-    source: the checkpoint. config, model: of transformers, or of the outline. keys: tensor name in the file by parameter name.
-    tied: tied parameters, as transformers lists them.
+    source: the checkpoint. config, model: of transformers, or of the outline. keys: tensor name in the file by
+    parameter name. tied: tied parameters, as transformers lists them.
     """
 
     source: CheckpointSource

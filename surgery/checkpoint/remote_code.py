@@ -1,6 +1,7 @@
 """Checks for Python code named by a checkpoint's configs: `auto_map` in any config, and attention kernels on the Hub.
 
-Such code is refused before transformers opens the folder, because transformers would ask for permission on the terminal.
+Such code is refused before transformers opens the folder, because transformers would ask for permission on the
+terminal.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def iter_tables(data: Any) -> Iterator[dict[str, Any]]:
 def named_code(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return the `auto_map` by config file, for files that name code of the checkpoint.
 
-    The shims that surgery writes do not count: they only import surgery, and run only with the user's own `trust_remote_code=True`.
+    The shims that surgery writes do not count: they only import surgery, and run only with the user's own
+    `trust_remote_code=True`.
     """
     named: dict[str, Any] = {}
     for table in iter_tables(config):
@@ -73,7 +75,9 @@ def _table(path: Path) -> Any:
 
 
 def check_code_trusted(folder: Path, name: str, config: dict[str, Any], trust_remote_code: bool) -> None:
-    """Raise SurgeryError if the model, tokenizer or processor is code of the checkpoint and `trust_remote_code` is off."""
+    """Raise SurgeryError if the model, tokenizer or processor is code of the checkpoint and `trust_remote_code` is
+    off.
+    """
     if trust_remote_code:
         return
     refused = [MAIN] if MAIN in named_code(folder, config) else []
@@ -100,7 +104,9 @@ def _needs_code(data: Any, config: dict[str, Any]) -> bool:
 
 
 def _is_own(auto: str, table: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Return whether transformers has the class named by this config (for an unnamed tokenizer: one for its model type)."""
+    """Return whether transformers has the class named by this config (for an unnamed tokenizer: one for its model
+    type).
+    """
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
@@ -129,7 +135,8 @@ def check_no_outside_code(config: dict[str, Any], path: Path) -> None:
                     )
     if config.get("configuration_files"):
         raise SurgeryError(
-            f"{path}: configuration_files names other configs that transformers would read instead of this one. Save the "
+            f"{path}: configuration_files names other configs that transformers would read instead of this one. Save "
+            "the "
             "intended config as config.json, without that key"
         )
 

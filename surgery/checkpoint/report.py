@@ -73,7 +73,9 @@ class MixerReport(ReportModel):
 
 
 class TrialReport(ReportModel):
-    """The held-out score of a trial; for a hybrid softmax: the layers that keep softmax attention, or heads: the key/value heads by layer."""
+    """The held-out score of a trial; for a hybrid softmax: the layers that keep softmax attention, or heads: the
+    key/value heads by layer.
+    """
 
     softmax: list[Text] = []
     heads: dict[str, list[Count]] | None = None
@@ -99,10 +101,12 @@ class AllocationReport(ReportModel):
 class HybridReport(ReportModel):
     """Which layers keep softmax attention, and the scores of the two choices that were compared.
 
-    measured: the choice by measurements; every: evenly spaced ones. Of a choice of layers, order: the layers in the order in which they were
-    chosen; rounds: in each round, the divergence with each candidate restored; aligned: the divergence without softmax layers; alignment: layer -> its error before and after the alignment; weights:
-    of the tokens; repeated_rows: number of scored rows with a repeated part. Of a hybrid by heads, heads: the key/value heads that keep
-    softmax, by layer; head_errors: the error of each head's replacement at the output of its layer; softmax: layers that keep it in all heads.
+    measured: the choice by measurements; every: evenly spaced ones. Of a choice of layers, order: the layers in the
+    order in which they were chosen; rounds: in each round, the divergence with each candidate restored; aligned: the
+    divergence without softmax layers; alignment: layer -> its error before and after the alignment; weights: of the
+    tokens; repeated_rows: number of scored rows with a repeated part. Of a hybrid by heads, heads: the key/value heads
+    that keep softmax, by layer; head_errors: the error of each head's replacement at the output of its layer; softmax:
+    layers that keep it in all heads.
     """
 
     kept: Text
@@ -131,8 +135,8 @@ class TuningReport(ReportModel):
 
 
 class TuneReport(ReportModel):
-    """The tuning of a conversion. layers, model: epochs; norms: whether norms and biases were trained too; by_layer: of each layer; whole:
-    of the model."""
+    """The tuning of a conversion. layers, model: epochs; norms: whether norms and biases were trained too; by_layer: of
+    each layer; whole: of the model."""
 
     layers: Count
     model: Count
@@ -144,8 +148,9 @@ class TuneReport(ReportModel):
 class SpeedReport(ReportModel):
     """Predicted milliseconds of the replaced linears, dense (before) and as converted, from times measured on a device.
 
-    phase: prefill or decode, with tokens. target: the recipe's ratio; ratio: before / after. matrices: replaced by the recipe; dense: of
-    these, how many stay dense. share: time of these linears / time of all linears of the original; None if not all were measured.
+    phase: prefill or decode, with tokens. target: the recipe's ratio; ratio: before / after. matrices: replaced by the
+    recipe; dense: of these, how many stay dense. share: time of these linears / time of all linears of the original;
+    None if not all were measured.
     """
 
     device: Text
@@ -201,7 +206,9 @@ class CalibrationReport(ReportModel):
 
 
 class StorageReport(ReportModel):
-    """Quantization of the linears: how many, bits, inputs that share a scale (None: all of an output), bytes of all tensors."""
+    """Quantization of the linears: how many, bits, inputs that share a scale (None: all of an output), bytes of all
+    tensors.
+    """
 
     linears: Count
     bits: Count
@@ -251,8 +258,8 @@ class TrainingReport(ReportModel):
 class Report(ReportModel):
     """The whole of surgery_report.json.
 
-    unreached: linears left dense, because the calibration inputs do not reach them. files: SHA-256 of every other file that the
-    conversion wrote, by path; those of a checkpoint that was healed or quantized afterwards differ.
+    unreached: linears left dense, because the calibration inputs do not reach them. files: SHA-256 of every other file
+    that the conversion wrote, by path; those of a checkpoint that was healed or quantized afterwards differ.
     """
 
     surgery: Text

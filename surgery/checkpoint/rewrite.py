@@ -35,8 +35,8 @@ def rewrite_checkpoint(
 ) -> None:
     """Write a new version of `source` to `out`.
 
-    write_files(folder): writes all tensors as safetensors files into the folder and returns them in order. config: the new
-    config.json. extra_files: files copied unchanged from the source if it has them.
+    write_files(folder): writes all tensors as safetensors files into the folder and returns them in order. config: the
+    new config.json. extra_files: files copied unchanged from the source if it has them.
     """
     partial = partial_path(out)
     with explain_disk_errors(out):
@@ -62,7 +62,9 @@ def rewrite_checkpoint(
 
 
 def _remove_leftovers(partial: Path, known: list[str]) -> None:
-    """Remove what a killed rewrite left behind; raise SurgeryError if the folder belongs to a conversion or training run."""
+    """Remove what a killed rewrite left behind; raise SurgeryError if the folder belongs to a conversion or training
+    run.
+    """
     check_no_links(partial)
     if not partial.exists():
         return

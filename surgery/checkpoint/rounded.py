@@ -17,8 +17,8 @@ ACCEPTED = ("bfloat16", "float16", "float32")
 def round_checkpoint(source: CheckpointSource, dtype: str | None) -> CheckpointSource:
     """Return the checkpoint with the weights in `dtype`: bfloat16, float16 or float32. None: as stored.
 
-    Tensors of the dtype that most values have are rounded. The others stay as stored, because a checkpoint keeps such tensors (routers,
-    float8 scales) in another dtype on purpose.
+    Tensors of the dtype that most values have are rounded. The others stay as stored, because a checkpoint keeps such
+    tensors (routers, float8 scales) in another dtype on purpose.
 
     Raises SurgeryError for another dtype, and when a tensor is read whose values the dtype cannot hold.
     """

@@ -1,7 +1,7 @@
 """Reading and writing safetensors one tensor at a time, by offset, without memory mapping or pickle.
 
-A header is validated against the file before any tensor is read. Written files are deterministic: names are sorted, and equal
-tensors give equal bytes.
+A header is validated against the file before any tensor is read. Written files are deterministic: names are sorted, and
+equal tensors give equal bytes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class TensorInfo:
 
     @classmethod
     def in_memory(cls, name: str, tensor: Tensor, owner: str) -> TensorInfo:
-        """Return the location of a tensor in memory, which is neither copied nor changed. owner: its model, for messages."""
+        """Return the location of a tensor in memory, which is neither copied nor changed. owner: its model, for
+        messages.
+        """
         dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         size = tensor.numel() * tensor.element_size()
         return cls(name, Path(owner), dtype, tuple(tensor.shape), 0, size, tensor.detach())
@@ -279,7 +281,8 @@ def _read_rounded(
     if check and not is_finite(tensor):
         largest = torch.finfo(tensor.dtype).max
         raise SurgeryError(
-            f"tensor {info.name!r} holds values over {largest:,.0f}, the largest of {info.dtype}. Give --dtype bfloat16, or leave --dtype out"
+            f"tensor {info.name!r} holds values over {largest:,.0f}, the largest of {info.dtype}. Give --dtype "
+            "bfloat16, or leave --dtype out"
         )
     return tensor if dtype is None else tensor.to(dtype)
 

@@ -42,8 +42,8 @@ EXCLUDED_COMPANIONS = ("config.json", SAFE_WEIGHTS_INDEX_NAME, "surgery_report.j
 class CheckpointSource:
     """A checkpoint.
 
-    name: as given by the user. folder: its files. config: config.json. tensors: their locations by name. revision: the Hub
-    commit, None for a local folder.
+    name: as given by the user. folder: its files. config: config.json. tensors: their locations by name. revision: the
+    Hub commit, None for a local folder.
     """
 
     name: str
@@ -92,7 +92,8 @@ class CheckpointSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which transformers loads the model unless told otherwise: that of config.json, else of the first floating tensor.
+        """The dtype in which transformers loads the model unless told otherwise: that of config.json, else of the first
+        floating tensor.
 
         bfloat16 without both.
         """
@@ -110,8 +111,8 @@ def open_checkpoint(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> CheckpointSource:
-    """Open a local folder, a GGUF file or a Hub id for conversion. weights=False downloads only config and headers (for `plan`), and
-    accepts a local folder without weights, which then has no tensors.
+    """Open a local folder, a GGUF file or a Hub id for conversion. weights=False downloads only config and headers (for
+    `plan`), and accepts a local folder without weights, which then has no tensors.
 
     progress: gets a line where a GGUF file is expanded; None: stderr.
     Raises SurgeryError, with the reason, for a missing folder or id, pickled weights only, missing or damaged shards, a
@@ -134,26 +135,35 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _check_no_other_weights(folder: Path, config: dict[str, Any], name: str) -> None:
-    """Raise SurgeryError if from_pretrained would load other weights than model.safetensors or the shards of its index."""
+    """Raise SurgeryError if from_pretrained would load other weights than model.safetensors or the shards of its
+    index.
+    """
     if (folder / ADAPTER_CONFIG).is_file():
         raise SurgeryError(
-            f"{name} holds {ADAPTER_CONFIG}: transformers would load the PEFT adapter and its base model, not the weights in "
-            f"this folder. {_suggest_folder(folder).capitalize()}; or remove {ADAPTER_CONFIG} if the weights here are meant"
+            f"{name} holds {ADAPTER_CONFIG}: transformers would load the PEFT adapter and its base model, not the "
+            "weights in "
+            f"this folder. {_suggest_folder(folder).capitalize()}; or remove {ADAPTER_CONFIG} if the weights here are "
+            "meant"
         )
     if config.get("transformers_weights") is not None:
         raise SurgeryError(
-            f"{name}: config.json names its weights by transformers_weights ({str(config['transformers_weights'])[:100]!r}); "
-            f"surgery reads {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME} only. Rename the file to {SAFE_WEIGHTS_NAME}, then remove transformers_weights"
+            f"{name}: config.json names its weights by transformers_weights "
+            f"({str(config['transformers_weights'])[:100]!r}); "
+            f"surgery reads {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME} only. Rename the file to "
+            f"{SAFE_WEIGHTS_NAME}, then remove transformers_weights"
         )
     if distributed := sorted(path.name for path in folder.glob("shard-*.safetensors") if DISTRIBUTED.match(path.name)):
         raise SurgeryError(
-            f"{name} holds {distributed[0]}, of a distributed checkpoint of torch, which transformers would load in place "
+            f"{name} holds {distributed[0]}, of a distributed checkpoint of torch, which transformers would load in "
+            "place "
             f"of {SAFE_WEIGHTS_NAME}. Remove such files, or load the model and save_pretrained to a new folder"
         )
 
 
 def open_converted_checkpoint(name: str, revision: str | None = None) -> CheckpointSource:
-    """Open a checkpoint written by `surgery convert`, or any other: a folder, a GGUF file, or a Hub id (org/name or org/name@revision)."""
+    """Open a checkpoint written by `surgery convert`, or any other: a folder, a GGUF file, or a Hub id (org/name or
+    org/name@revision).
+    """
     name, folder, commit = _locate(name, True, revision)
     return CheckpointSource(name, folder, read_config(folder, name), _read_headers(folder, name), commit)
 
@@ -161,7 +171,9 @@ def open_converted_checkpoint(name: str, revision: str | None = None) -> Checkpo
 def _locate(
     name: str, weights: bool, revision: str | None, progress: Progress | None = None
 ) -> tuple[str, Path, str | None]:
-    """Return (name without revision, local folder, commit or None), downloading a Hub id and expanding a GGUF file if necessary."""
+    """Return (name without revision, local folder, commit or None), downloading a Hub id and expanding a GGUF file if
+    necessary.
+    """
     if Path(name).exists():
         if revision is not None:
             raise SurgeryError(f"--revision needs a Hub id (got the local path {name}). Leave it out")
@@ -190,12 +202,14 @@ def split_revision(name: str) -> tuple[str, str | None]:
 def read_config(folder: Path, name: str) -> dict[str, Any]:
     """Return a checkpoint's config.json as a dictionary.
 
-    Raises SurgeryError if it is missing or invalid, names code or configs elsewhere, or if transformers would load other weights.
+    Raises SurgeryError if it is missing or invalid, names code or configs elsewhere, or if transformers would load
+    other weights.
     """
     path = folder / "config.json"
     if not folder.is_dir():
         raise SurgeryError(
-            f"{name} is a file; give a checkpoint folder that contains config.json and *.safetensors, or a GGUF file (*.gguf)"
+            f"{name} is a file; give a checkpoint folder that contains config.json and *.safetensors, or a GGUF file "
+            "(*.gguf)"
         )
     _check_links(folder)
     if not path.is_file():
@@ -259,7 +273,8 @@ def _check_not_quantized(config: dict[str, Any], name: str) -> None:
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
     if method == "surgery":
         raise SurgeryError(
-            f"{name} is already converted; start from its source, or multiply its structured linears out: surgery densify {name} --out "
+            f"{name} is already converted; start from its source, or multiply its structured linears out: surgery "
+            f"densify {name} --out "
             "DIR (attention that was replaced stays replaced)"
         )
     advice = "Give the checkpoint that it was made from"
@@ -278,7 +293,8 @@ def _read_headers(folder: Path, name: str) -> dict[str, TensorInfo]:
         single = read_header(folder / SAFE_WEIGHTS_NAME)
         if sharded is not None and sharded != single:
             raise SurgeryError(
-                f"{name} has {SAFE_WEIGHTS_NAME} and an {SAFE_WEIGHTS_INDEX_NAME} that names other weights; transformers would load the first, other "
+                f"{name} has {SAFE_WEIGHTS_NAME} and an {SAFE_WEIGHTS_INDEX_NAME} that names other weights; "
+                "transformers would load the first, other "
                 "programs the second. Remove the one you do not want"
             )
         return single
@@ -334,7 +350,8 @@ def check_float_dtype(info: TensorInfo) -> None:
     if info.dtype not in FLOAT_DTYPES:
         known = "" if info.dtype in DTYPES else " (unknown to surgery)"
         raise SurgeryError(
-            f"tensor {info.name!r} has dtype {info.dtype}{known}; weights to be replaced must be one of {', '.join(FLOAT_DTYPES)}"
+            f"tensor {info.name!r} has dtype {info.dtype}{known}; weights to be replaced must be one of "
+            f"{', '.join(FLOAT_DTYPES)}"
         )
 
 

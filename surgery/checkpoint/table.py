@@ -73,7 +73,9 @@ def is_quantized(modules: dict[str, Any]) -> bool:
 
 
 def stored_size(modules: dict[str, Any], tensors: Mapping[str, Any]) -> tuple[str, int]:
-    """Return ("params", elements of the tensors), or ("bytes", their bytes) if linears are stored as integers, two of 4 bits in an element."""
+    """Return ("params", elements of the tensors), or ("bytes", their bytes) if linears are stored as integers, two of 4
+    bits in an element.
+    """
     if is_quantized(modules):
         return "bytes", sum(tensor.nbytes for tensor in tensors.values())
     return "params", sum(tensor.numel for tensor in tensors.values())

@@ -1,9 +1,9 @@
 """Mapping of checkpoint tensors to parameters, and the refusal of checkpoints with missing or unexpected tensors.
 
-transformers only warns about such tensors: a missing norm weight becomes 1, a missing bias is uninitialized memory. Here missing
-tensors are errors. Unexpected tensors are errors in a converted checkpoint, whose table lists those that its source had
-(`unused`), and a warning in any other. A tied weight may be missing if its twin is present. Tensors that a model's class lists
-as ignorable (_keys_to_ignore_on_load_missing and _unexpected) may be missing or unexpected. See
+transformers only warns about such tensors: a missing norm weight becomes 1, a missing bias is uninitialized memory.
+Here missing tensors are errors. Unexpected tensors are errors in a converted checkpoint, whose table lists those that
+its source had (`unused`), and a warning in any other. A tied weight may be missing if its twin is present. Tensors that
+a model's class lists as ignorable (_keys_to_ignore_on_load_missing and _unexpected) may be missing or unexpected. See
 PreTrainedModel._adjust_missing_and_unexpected_keys in
 https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
 """
@@ -32,8 +32,8 @@ def map_tensor_names(model: Any, tensors: Iterable[str], name: str) -> dict[str,
     """Return parameter name -> tensor name, by transformers' rules for renamed and prefixed checkpoints.
 
     A tensor that the model does not have is listed under the name that the rules give it. name: the checkpoint's, for
-    errors. Linears of RoutedExperts have the names of their tensors. Raises SurgeryError if transformers would merge or split
-    any other tensor.
+    errors. Linears of RoutedExperts have the names of their tensors. Raises SurgeryError if transformers would merge or
+    split any other tensor.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -48,8 +48,10 @@ def map_tensor_names(model: Any, tensors: Iterable[str], name: str) -> dict[str,
         renamed, merged = rename_source_key(tensor, renamings, converters, model.base_model_prefix, state)
         if merged is not None:
             raise SurgeryError(
-                f"{name}: transformers merges or splits tensor {tensor!r} on loading ({merged}), so the checkpoint cannot be read "
-                "layer by layer. Load the model with transformers and convert it in memory: surgery.apply(model, recipe)"
+                f"{name}: transformers merges or splits tensor {tensor!r} on loading ({merged}), so the checkpoint "
+                "cannot be read "
+                "layer by layer. Load the model with transformers and convert it in memory: surgery.apply(model, "
+                "recipe)"
             )
         if renamed not in state and tensor in state:
             renamed = tensor
@@ -79,14 +81,15 @@ def missing_and_unexpected(model: Any, names: Iterable[str]) -> tuple[list[str],
 def check_tensors(model: Any, tensors: Iterable[str], name: str, unused: Iterable[str] = ()) -> None:
     """Raise SurgeryError unless the checkpoint `name` has exactly the tensors of `model`.
 
-    tensors: names, or name -> TensorInfo, whose shapes are then checked too. unused: further tensors that the table of the
-    checkpoint allows, because its source had them.
+    tensors: names, or name -> TensorInfo, whose shapes are then checked too. unused: further tensors that the table of
+    the checkpoint allows, because its source had them.
     """
     keys, unused, class_name = map_tensor_names(model, tensors, name), set(unused), type(model).__name__
     missing, unexpected = missing_and_unexpected(model, keys)
     if wrong := sorted(unused & model.state_dict().keys()):
         raise SurgeryError(
-            f"{name}: the table in config.json lists {format_tensor_names(wrong)} as unused, which {class_name} uses. Download or convert the "
+            f"{name}: the table in config.json lists {format_tensor_names(wrong)} as unused, which {class_name} uses. "
+            "Download or convert the "
             "checkpoint again"
         )
     check_linear_tensors(model, {*unexpected, *unused}, name)
@@ -104,13 +107,15 @@ def check_tensor_shapes(model: Any, tensors: Mapping[str, Any], name: str) -> No
 
 def _shape_error(name: str, tensor: str, stored: Iterable[int], key: str, expected: Iterable[int]) -> SurgeryError:
     return SurgeryError(
-        f"{name}: tensor {tensor!r} has shape {list(stored)}, but config.json makes {key!r} {list(expected)}; the config and "
+        f"{name}: tensor {tensor!r} has shape {list(stored)}, but config.json makes {key!r} {list(expected)}; the "
+        "config and "
         "the weights do not belong together"
     )
 
 
 def check_linear_tensors(model: Any, unexpected: Iterable[str], name: str) -> None:
-    """Raise SurgeryError if an unexpected tensor belongs to a linear of the model, which then computes another function.
+    """Raise SurgeryError if an unexpected tensor belongs to a linear of the model, which then computes another
+    function.
 
     Such tensors are scales of a quantization, factors of a structure, or a bias.
     """
@@ -123,7 +128,8 @@ def check_linear_tensors(model: Any, unexpected: Iterable[str], name: str) -> No
         parents = tensor.split(".")[:-1]
         if any(".".join(parents[:depth]) in linears for depth in range(1, len(parents) + 1)):
             raise SurgeryError(
-                f"{name} has tensor {tensor!r}, which belongs to a linear of {type(model).__name__} and is not used by it: its "
+                f"{name} has tensor {tensor!r}, which belongs to a linear of {type(model).__name__} and is not used by "
+                "it: its "
                 "config.json and its weights do not belong together. Download or convert the checkpoint again"
             )
 
@@ -134,12 +140,14 @@ def check_tensor_names(
     """Raise SurgeryError for missing tensors, or for unexpected ones that are not in `unused`."""
     if missing := sorted(missing):
         raise SurgeryError(
-            f"{name} lacks {format_tensor_names(missing)}, which {class_name} needs; transformers would initialize them randomly. Download or "
+            f"{name} lacks {format_tensor_names(missing)}, which {class_name} needs; transformers would initialize "
+            "them randomly. Download or "
             "convert the checkpoint again"
         )
     if unexpected := sorted(set(unexpected) - set(unused)):
         raise SurgeryError(
-            f"{name} has {format_tensor_names(unexpected)}, which {class_name} does not use: its config.json and its weights do not "
+            f"{name} has {format_tensor_names(unexpected)}, which {class_name} does not use: its config.json and its "
+            "weights do not "
             "belong together. Download or convert the checkpoint again"
         )
 
@@ -147,7 +155,8 @@ def check_tensor_names(
 def load_checked_model(cls: Any, folder: Any, name: str, trust_remote_code: bool = False, **options: Any) -> Any:
     """Return cls.from_pretrained(folder, **options). Raises SurgeryError for missing tensors and for other shapes.
 
-    Unexpected tensors are errors in a converted checkpoint; in any other they are named in a warning, as `convert` does.
+    Unexpected tensors are errors in a converted checkpoint; in any other they are named in a warning, as `convert`
+    does.
     """
     with explain_load_errors(name, cls.__name__):
         model, info = cls.from_pretrained(
@@ -173,7 +182,9 @@ def load_checked_model(cls: Any, folder: Any, name: str, trust_remote_code: bool
 
 @contextmanager
 def explain_load_errors(name: str, class_name: str) -> Iterator[None]:
-    """Turn errors of transformers about a config or weights into a SurgeryError that names the checkpoint and the class."""
+    """Turn errors of transformers about a config or weights into a SurgeryError that names the checkpoint and the
+    class.
+    """
     import torch
 
     try:
@@ -186,7 +197,8 @@ def explain_load_errors(name: str, class_name: str) -> Iterator[None]:
         check_environment(error)
         raise SurgeryError(
             f"{name}: transformers cannot load it as {class_name} ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}). Its config.json and its weights must belong together. Download it again"
+            f"{' '.join(str(error).split())[:300]}). Its config.json and its weights must belong together. Download it "
+            "again"
         ) from None
 
 

@@ -66,7 +66,9 @@ RESULT_FILES = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "config.json", SH
 
 
 def known_work_files(source: CheckpointSource) -> list[str]:
-    """Return patterns of the files that an interrupted command may leave in OUT.partial, for `check_no_unknown_files`."""
+    """Return patterns of the files that an interrupted command may leave in OUT.partial, for
+    `check_no_unknown_files`.
+    """
     return [*WORK_FILES, *RESULT_FILES, *(escape(path.as_posix()) for path in source.companions())]
 
 
@@ -90,13 +92,15 @@ def shard_name(index: int, count: int) -> str:
 def _groups(layer_files: list[Path], journal: Journal) -> list[list[str]]:
     """Return the layer files of each shard.
 
-    Groups in the journal are used only if they hold exactly these files in this order, because files are merged and removed.
+    Groups in the journal are used only if they hold exactly these files in this order, because files are merged and
+    removed.
     """
     names = [file.name for file in layer_files]
     if (planned := journal.find("shards")) is not None:
         if concatenate(planned["groups"]) != names or not all(planned["groups"]):
             raise SurgeryError(
-                f"the journal in {journal.folder} lists other layer files than this conversion has; remove that folder to start again"
+                f"the journal in {journal.folder} lists other layer files than this conversion has; remove that folder "
+                "to start again"
             )
         groups: list[list[str]] = planned["groups"]
         return groups
@@ -158,7 +162,8 @@ def converted_config(
 def _untie_config(config: dict[str, Any], loaded: Any) -> dict[str, Any]:
     """Turn off tie_word_embeddings and keep all else.
 
-    Values that the config's class would derive from it (T5: not to scale the decoder's output) are written out as before.
+    Values that the config's class would derive from it (T5: not to scale the decoder's output) are written out as
+    before.
     """
     config = {**config, "tie_word_embeddings": False}
     before = loaded.to_dict()

@@ -23,7 +23,8 @@ def compare(
         typer.Option(
             "--base",
             metavar="DIR",
-            help="Compare with the model in this results folder. Default: the base that all results name, if there is one.",
+            help="Compare with the model in this results folder. Default: the base that all results name, if there is "
+            "one.",
         ),
     ] = None,
     out: Annotated[
@@ -31,7 +32,8 @@ def compare(
         typer.Option(
             "--out",
             "-o",
-            help="Write tables, figures and comparison.json to this folder; or one table to this file, by its ending: .md, .tex, .csv or .json.",
+            help="Write tables, figures and comparison.json to this folder; or one table to this file, by its ending: "
+            ".md, .tex, .csv or .json.",
         ),
     ] = None,
     form: Format = "table",
@@ -39,7 +41,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Show this task, suite or average in the Pareto charts. Default: perplexity if it was measured, else the first average or task.",
+            help="Show this task, suite or average in the Pareto charts. Default: perplexity if it was measured, else "
+            "the first average or task.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,

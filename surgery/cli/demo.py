@@ -1,4 +1,5 @@
-"""`surgery demo`: plan, convert, inspect, evaluate and densify the embedded checkpoint, and show the command of each step.
+"""`surgery demo`: plan, convert, inspect, evaluate and densify the embedded checkpoint, and show the command of each
+step.
 
 DEMO/original       the embedded checkpoint                     DEMO/calibration.txt   calibration text
 DEMO/converted      the converted checkpoint                    DEMO/heldout.txt       evaluation text
@@ -42,8 +43,8 @@ Show = Callable[[list[Any]], None]
 def demo(out: Path | None, recipe: str, progress: Progress, show: Show) -> dict[str, Any]:
     """Run the demo in `out` and return {"folder", "report", "page", "verdict", "generations", "commands", "rows"}.
 
-    out: None is ./surgery-demo, or the next free ./surgery-demo-N. recipe: name or file of a conversion recipe. show: prints a
-    list of tables and lines.
+    out: None is ./surgery-demo, or the next free ./surgery-demo-N. recipe: name or file of a conversion recipe. show:
+    prints a list of tables and lines.
     """
     choice = load_recipe(recipe)
     folder = _free_folder(out)
@@ -110,7 +111,8 @@ class _Demo:
         fewer = f"--set tokens={tokens} " if tokens < self.recipe.tokens else ""
         self._step(
             "Convert layer by layer, calibrated on text. This step takes longest.",
-            f"convert {original} --recipe {self.name} {self.settings}{fewer}--calibration {self.calibration} --out {converted}",
+            f"convert {original} --recipe {self.name} {self.settings}{fewer}--calibration {self.calibration} --out "
+            f"{converted}",
         )
         recipe = self.recipe.model_copy(update={"calibration": str(self.calibration), "tokens": tokens})
         convert(str(original), recipe, converted, progress=self.progress)

@@ -1,4 +1,7 @@
-"""The command `surgery eval`; imports nothing heavy before it runs. Its options on what is measured are the fields of EvalOptions."""
+"""The command `surgery eval`; imports nothing heavy before it runs.
+
+Its options on what is measured are the fields of EvalOptions.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,8 @@ FailBelow = Annotated[
     typer.Option(
         "--fail-below",
         metavar="NAME=RATIO",
-        help="Exit with code 1 if the score is worse than this ratio of the base's: accuracies at least RATIO, perplexity at most RATIO, e.g. ppl=1.05. Repeatable.",
+        help="Exit with code 1 if the score is worse than this ratio of the base's: accuracies at least RATIO, "
+        "perplexity at most RATIO, e.g. ppl=1.05. Repeatable.",
     ),
 ]
 Verify = Annotated[
@@ -55,7 +59,8 @@ Verify = Annotated[
     typer.Option(
         "--verify",
         metavar="RESULTS",
-        help="Measure nothing: say what differs between the versions, models, data and options of these finished results and those given here. Exit code 1 unless all is the same.",
+        help="Measure nothing: say what differs between the versions, models, data and options of these finished "
+        "results and those given here. Exit code 1 unless all is the same.",
     ),
 ]
 Dtype = Annotated[
@@ -78,7 +83,8 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="MODEL..",
-            help="Checkpoint to measure, converted or not: a local folder, a GGUF file, or a Hub id. Several need --out and are compared at the end.",
+            help="Checkpoint to measure, converted or not: a local folder, a GGUF file, or a Hub id. Several need "
+            "--out and are compared at the end.",
         ),
     ] = None,
     suite: Suites = None,
@@ -95,7 +101,8 @@ def evaluate(
     as_json: options.Json = False,
     **asked: Any,
 ) -> None:
-    """Evaluate a checkpoint, optionally against the original on the same samples; exit code 1 if a --fail-below threshold is missed.
+    """Evaluate a checkpoint, optionally against the original on the same samples; exit code 1 if a --fail-below
+    threshold is missed.
 
     surgery eval OUT --text FILE --suite ppl --suite needle --compare SRC --out RESULTS --fail-below ppl=1.05
     """

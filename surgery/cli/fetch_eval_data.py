@@ -16,7 +16,9 @@ Suites = Annotated[
     typer.Option(
         "--suite",
         "-s",
-        help="Download the data of this suite: niah, ruler, longbench, longbench-e, longbench2, babilong, infinitebench, retrieval, zeroshot, or any lm-eval task. Repeatable. Default: all suites of this package.",
+        help="Download the data of this suite: niah, ruler, longbench, longbench-e, longbench2, babilong, "
+        "infinitebench, retrieval, zeroshot, or any lm-eval task. Repeatable. Default: all suites of this "
+        "package.",
     ),
 ]
 Tasks = Annotated[
@@ -26,7 +28,8 @@ Commits = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Download the commits that this file names: commits.json of another mirror. Default: the mirror's own, else the newest.",
+        help="Download the commits that this file names: commits.json of another mirror. Default: the mirror's own, "
+        "else the newest.",
     ),
 ]
 

@@ -26,7 +26,9 @@ def finetune(
     plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
-    """Train a converted checkpoint to recover its quality (healing = recovery distillation). Several devices: `accelerate launch -m surgery finetune ..`.
+    """Train a converted checkpoint to recover its quality (healing = recovery distillation).
+
+    Several devices: `accelerate launch -m surgery finetune ..`.
 
     surgery finetune OUT --teacher SRC --recipe attention --data corpus.jsonl --out HEALED
     """

@@ -1,6 +1,7 @@
 """The command line `surgery`: a Typer app. Every command prints tables or, with --json, one JSON document on stdout.
 
-Commands import what they need inside their function, so that `surgery --help` and `surgery recipes` start without torch.
+Commands import what they need inside their function, so that `surgery --help` and `surgery recipes` start without
+torch.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help=(
         "Replace the expensive parts of a pretrained Hugging Face transformer by structured ones.\n\n"
-        "[bold]run[/] does everything in one go. [bold]plan[/] shows what a recipe would replace, [bold]convert[/] replaces it, [bold]inspect[/] and [bold]eval[/] measure the "
+        "[bold]run[/] does everything in one go. [bold]plan[/] shows what a recipe would replace, [bold]convert[/] "
+        "replaces it, [bold]inspect[/] and [bold]eval[/] measure the "
         "result, [bold]densify[/] undoes the conversion. Start with [bold]surgery demo[/].\n\n"
-        "    surgery convert Qwen/Qwen3-0.6B --recipe btt-half --calibration Salesforce/wikitext:wikitext-2-raw-v1:train:text --out OUT"
+        "    surgery convert Qwen/Qwen3-0.6B --recipe btt-half --calibration "
+        "Salesforce/wikitext:wikitext-2-raw-v1:train:text --out OUT"
     ),
 )
 error_console = Console(stderr=True)
@@ -282,13 +285,16 @@ def quantize(
     group: Annotated[
         int | None,
         typer.Option(
-            help="Inputs that share a scale: 8 to 256, a power of two. Default: 64 with 4 bits, all of an output with 8."
+            help="Inputs that share a scale: 8 to 256, a power of two. Default: 64 with 4 bits, all of an output with "
+            "8."
         ),
     ] = None,
     plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
-    """Store the linears of a converted checkpoint in 8 or 4 bits: less memory, not less time. OUT loads like any converted checkpoint.
+    """Store the linears of a converted checkpoint in 8 or 4 bits: less memory, not less time.
+
+    OUT loads like any converted checkpoint.
 
     surgery quantize OUT --bits 4 --out SMALL
     """
@@ -310,7 +316,10 @@ def toeplitz(
     plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
-    """Turn block mixing (MHLA) into Toeplitz block mixing (TBM): any length, linear time. `surgery inspect` shows how well it fits."""
+    """Turn block mixing (MHLA) into Toeplitz block mixing (TBM): any length, linear time.
+
+    `surgery inspect` shows how well it fits.
+    """
     from surgery.conversion.toeplitz import convert_to_toeplitz
 
     result = convert_to_toeplitz(str(converted), out, components)
@@ -323,7 +332,9 @@ def demo(
     recipe: options.RecipeName = "btt-half",
     as_json: options.Json = False,
 ) -> None:
-    """Run plan, convert, inspect, eval, densify and report on the embedded tiny checkpoint, in under 90 seconds on two cores."""
+    """Run plan, convert, inspect, eval, densify and report on the embedded tiny checkpoint, in under 90 seconds on two
+    cores.
+    """
     from surgery.cli.demo import demo as run
     from surgery.publish.tables import demo_ending, demo_table
 
@@ -418,7 +429,9 @@ RESUMABLE = ("convert", "finetune", "pretrain", "teacher-cache")  # commands wit
 
 
 def continue_command(words: Sequence[str]) -> str:
-    """Return the command line that continues an interrupted one. words: of the interrupted command, without `surgery`."""
+    """Return the command line that continues an interrupted one. words: of the interrupted command, without
+    `surgery`.
+    """
     words = [
         word for word in words if word != "--overwrite"
     ]  # a resumed conversion replaces what it was begun to replace
@@ -462,7 +475,8 @@ def main(argv: list[str] | None = None) -> None:
             _fail(_interrupted_message(argv), EXIT_INTERRUPTED, settings)
         if isinstance(error, OSError) and error.errno in USER_ERRNOS:
             _fail(
-                f"{error.strerror}: {error.filename or ''}. Finished work is kept; run the same command with --resume to continue.",
+                f"{error.strerror}: {error.filename or ''}. Finished work is kept; run the same command with --resume "
+                "to continue.",
                 2,
                 settings,
             )
@@ -474,7 +488,8 @@ def main(argv: list[str] | None = None) -> None:
         if (unreachable := explain_network_error(error)) is not None:
             _fail(unreachable, 2, settings)
         _fail(
-            f"internal error, {type(error).__name__}: {error} (please report it with the traceback that `surgery --debug ..` shows)",
+            f"internal error, {type(error).__name__}: {error} (please report it with the traceback that `surgery "
+            "--debug ..` shows)",
             1,
             settings,
         )
@@ -500,7 +515,9 @@ def _renamed_words_noted() -> Iterator[None]:
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
-    """Return whether a Ctrl-C caused the error: libraries that import lazily raise errors of their own while they handle it."""
+    """Return whether a Ctrl-C caused the error: libraries that import lazily raise errors of their own while they
+    handle it.
+    """
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -519,8 +536,8 @@ def _fail(message: str, code: int, settings: Settings) -> None:
 def _set_up_libraries() -> None:
     """Set environment variables that libraries read when they are imported.
 
-    Transformers prints no advice and, if stderr is no terminal, huggingface_hub no progress bars. OpenMP threads of torch
-    sleep while they wait, because spinning makes a busy machine several times slower.
+    Transformers prints no advice and, if stderr is no terminal, huggingface_hub no progress bars. OpenMP threads of
+    torch sleep while they wait, because spinning makes a busy machine several times slower.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

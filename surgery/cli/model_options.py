@@ -1,14 +1,16 @@
 """Command-line options from the fields of a pydantic model, so that an option is declared once: in the model.
 
     @options_of(load_eval_options)
-    def evaluate(out: Out = None, *, as_json: Json = False, **asked: Any) -> None:  # asked: value by field, None if not given
+    def evaluate(out: Out = None, *, as_json: Json = False, **asked: Any) -> None: # asked: value by field, None if not
+    given
         ..
 
     app.command(name="eval", cls=ModelCommand)(evaluate)
 
-A field batch_size becomes the option --batch-size: its type, bounds, default and description are the field's. The options stand where
-the function has its `*`. Numbers, paths and switches are parsed by Typer; other values are given to the model as text. Pydantic is
-imported only when the command runs, shows its help or is completed, because `surgery --help` would otherwise take twice as long.
+A field batch_size becomes the option --batch-size: its type, bounds, default and description are the field's. The
+options stand where the function has its `*`. Numbers, paths and switches are parsed by Typer; other values are given to
+the model as text. Pydantic is imported only when the command runs, shows its help or is completed, because `surgery
+--help` would otherwise take twice as long.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ Plugins = Annotated[
         "--plugin",
         metavar="FILE.py",
         callback=_import_plugins,
-        help="Import this Python file of yours, which registers a structure, a mixer or a family (docs/extend.md). Repeatable.",
+        help="Import this Python file of yours, which registers a structure, a mixer or a family (docs/extend.md). "
+        "Repeatable.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of tables.")]
@@ -94,7 +95,8 @@ PlannedContext = Annotated[
         "--context",
         parser=_parse_tokens,
         metavar="TOKENS",
-        help="Show the caches of a sequence of this length, and notes on speed for it, e.g. 32768 or 32k (32 x 1,024). Default: caches at 1K, 8K and 64K, speed at 4K.",
+        help="Show the caches of a sequence of this length, and notes on speed for it, e.g. 32768 or 32k (32 x 1,024). "
+        "Default: caches at 1K, 8K and 64K, speed at 4K.",
     ),
 ]
 
@@ -103,7 +105,8 @@ MeasuredTimes = Annotated[
     typer.Option(
         "--measured",
         metavar="FILE",
-        help="Predict the time of the linears from this file of `surgery bench linear --out`. Default: the times that are included.",
+        help="Predict the time of the linears from this file of `surgery bench linear --out`. Default: the times that "
+        "are included.",
     ),
 ]
 
@@ -111,7 +114,8 @@ EstimateDevice = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="Estimate time and memory for this device: cpu (with as many threads as here) or h200. Default: the kind of this machine.",
+        help="Estimate time and memory for this device: cpu (with as many threads as here) or h200. Default: the kind "
+        "of this machine.",
     ),
 ]
 Processes = Annotated[
@@ -164,7 +168,8 @@ CalibrationLength = Annotated[
 Calibration = Annotated[
     str | None,
     typer.Option(
-        help="Calibrate on this text: a file (.txt, .jsonl, .parquet, or .safetensors with prepared model inputs), a folder of images, or a Hub data set (org/name[:config:split:column]). Default: the recipe's, else none."
+        help="Calibrate on this text: a file (.txt, .jsonl, .parquet, or .safetensors with prepared model inputs), a "
+        "folder of images, or a Hub data set (org/name[:config:split:column]). Default: the recipe's, else none."
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")]
@@ -172,14 +177,16 @@ ResultDtype = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="Store the result in bfloat16, float16 or float32: the weights of SRC are rounded as they are read. Default: as SRC stores them.",
+        help="Store the result in bfloat16, float16 or float32: the weights of SRC are rounded as they are read. "
+        "Default: as SRC stores them.",
     ),
 ]
 Overwrite = Annotated[
     bool,
     typer.Option(
         "--overwrite",
-        help="Replace the result of an earlier conversion in OUT, once the new one is complete. Other files are never deleted.",
+        help="Replace the result of an earlier conversion in OUT, once the new one is complete. Other files are never "
+        "deleted.",
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and the path of the result.")]
@@ -191,7 +198,8 @@ DemoOut = Annotated[
     typer.Option(
         "--out",
         "-o",
-        help="Write the demo's files to this folder, which must not exist. Default: surgery-demo, else surgery-demo-2, and so on.",
+        help="Write the demo's files to this folder, which must not exist. Default: surgery-demo, else surgery-demo-2, "
+        "and so on.",
     ),
 ]
 
@@ -200,14 +208,16 @@ Peers = Annotated[bool, typer.Option("--peers", help="Also benchmark flash-linea
 Sizes = Annotated[
     str | None,
     typer.Option(
-        help="Benchmark these problem sizes: full, main (fewer), compressed (linears at half and a quarter of the parameters) or small (for a CPU). Default: full on a GPU, else small."
+        help="Benchmark these problem sizes: full, main (fewer), compressed (linears at half and a quarter of the "
+        "parameters) or small (for a CPU). Default: full on a GPU, else small."
     ),
 ]
 Only = Annotated[
     str | None,
     typer.Option(
         metavar="WORDS",
-        help="Benchmark only implementations whose name contains one of these words; prefix a word with - to exclude it, e.g. kernel,-mlr.",
+        help="Benchmark only implementations whose name contains one of these words; prefix a word with - to exclude "
+        "it, e.g. kernel,-mlr.",
     ),
 ]
 BenchDtype = Annotated[
@@ -226,14 +236,16 @@ DraftModel = Annotated[
     typer.Option(
         "--model",
         metavar="SRC",
-        help="With draft: the checkpoint, a local folder or a Hub id. With linear: measure the shapes of its linears, from its config alone.",
+        help="With draft: the checkpoint, a local folder or a Hub id. With linear: measure the shapes of its linears, "
+        "from its config alone.",
     ),
 ]
 DrafterName = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        help="With draft: the drafter, a conversion recipe, the folder of a checkpoint, or prompt-lookup. Default: sliding-window, or prompt-lookup for a converted model with mixers.",
+        help="With draft: the drafter, a conversion recipe, the folder of a checkpoint, or prompt-lookup. Default: "
+        "sliding-window, or prompt-lookup for a converted model with mixers.",
     ),
 ]
 DraftText = Annotated[Path | None, typer.Option("--text", help="With draft: take the prompts from this text file.")]
@@ -242,7 +254,8 @@ DraftReplay = Annotated[
     typer.Option(
         "--replay",
         metavar="FILE",
-        help="With draft: time the acceptance of FILE, the --out of an earlier `bench draft`, on random weights of the --sizes, in place of --model and --text.",
+        help="With draft: time the acceptance of FILE, the --out of an earlier `bench draft`, on random weights of the "
+        "--sizes, in place of --model and --text.",
     ),
 ]
 
@@ -260,7 +273,8 @@ TeacherName = Annotated[
     typer.Option(
         "--teacher",
         metavar="SRC",
-        help="Distill from this checkpoint, the one that OUT was converted from: a local folder, a GGUF file, or a Hub id.",
+        help="Distill from this checkpoint, the one that OUT was converted from: a local folder, a GGUF file, or a Hub "
+        "id.",
     ),
 ]
 TrainingData = Annotated[
@@ -303,7 +317,8 @@ NewModel = Annotated[
     typer.Option(
         "--model",
         metavar="CONFIG",
-        help="Take the model's config from here: a config.json, a folder that contains one, or a Hub id. Default: the recipe's.",
+        help="Take the model's config from here: a config.json, a folder that contains one, or a Hub id. Default: the "
+        "recipe's.",
     ),
 ]
 NewTokenizer = Annotated[

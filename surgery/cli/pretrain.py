@@ -24,7 +24,9 @@ def pretrain(
     plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
-    """Train a model with structured layers from scratch, with muP learning rates. Several devices: `accelerate launch -m surgery pretrain ..`.
+    """Train a model with structured layers from scratch, with muP learning rates.
+
+    Several devices: `accelerate launch -m surgery pretrain ..`.
 
     surgery pretrain --recipe gpt2-btt --data corpus.jsonl --out OUT
     """

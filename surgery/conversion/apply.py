@@ -31,8 +31,8 @@ def apply(
 ) -> Any:
     """Convert a model in place and return it; the report is its attribute `surgery_report`.
 
-    calibration: any form that `live_inputs` reads. device: where layers run; None: that of the weights. scratch: folder of temporary
-    files; None: the system's. Raises SurgeryError, and leaves the model as it was.
+    calibration: any form that `live_inputs` reads. device: where layers run; None: that of the weights. scratch: folder
+    of temporary files; None: the system's. Raises SurgeryError, and leaves the model as it was.
     """
     began, device = time.perf_counter(), device or str(model_device(model))
     source, sink = LiveSource(model, calibration, tokenizer), LiveSink(model, tokenizer, scratch)

@@ -1,4 +1,5 @@
-"""Attention between softmax and a mixer, in trials: out[h] = g out_softmax[h] + (1 - g) out_mixer[h], with a gate g for each key/value head.
+"""Attention between softmax and a mixer, in trials: out[h] = g out_softmax[h] + (1 - g) out_mixer[h], with a gate g for
+each key/value head.
 
 The mixer has all heads of the layer. Gates of 0 and 1 give a hybrid by heads without another fit of its mixer.
 """

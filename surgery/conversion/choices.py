@@ -91,7 +91,8 @@ def _stage_line(what: str, layers: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def accepted_stages(errors: Mapping[str, float]) -> list[str]:
-    """Return the stages whose error is below that of all stages before them; without any the first one, the plain start.
+    """Return the stages whose error is below that of all stages before them; without any the first one, the plain
+    start.
 
     errors: by stage, in order.
     """

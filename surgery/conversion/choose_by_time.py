@@ -1,4 +1,6 @@
-"""Choose the structures of a recipe with `speed`: within the time that the target leaves, by error curves, and by trials on held-out text."""
+"""Choose the structures of a recipe with `speed`: within the time that the target leaves, by error curves, and by
+trials on held-out text.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ from surgery.planning.speed import Choice, allocate_time, even_points, with_stru
 
 
 def choose_by_time(ctx: ConversionContext) -> dict[str, Any]:
-    """Return the journal's "budgets" entry: parameters and structure of each target by name, and the report's "allocation" entry.
+    """Return the journal's "budgets" entry: parameters and structure of each target by name, and the report's
+    "allocation" entry.
 
-    "uniform" spends the time evenly, "measured" where it lowers the expected loss most; with `allocate: measured` trials on held-out text
-    choose between them. Both meet the target. Raises SurgeryError if the target cannot be reached.
+    "uniform" spends the time evenly, "measured" where it lowers the expected loss most; with `allocate: measured`
+    trials on held-out text choose between them. Both meet the target. Raises SurgeryError if the target cannot be
+    reached.
     """
     plan, recipe, time = ctx.plan, ctx.recipe, ctx.plan.time
     assert time is not None

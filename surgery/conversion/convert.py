@@ -63,11 +63,11 @@ def convert(
 ) -> dict[str, Any]:
     """Convert a checkpoint and return the report, as written to OUT/surgery_report.json.
 
-    source: a local folder, a GGUF file or a Hub repository; revision: its commit, branch or tag. device: where layers run, such as
-    "cuda"; None chooses one. resume: continue an interrupted conversion from OUT.partial. overwrite: replace conversions in OUT and
-    OUT.partial (surgery.conversion.output). dtype: of the result, into which weights are rounded as they are read; None: as stored.
-    on_plan: called with the plan before anything is computed. If several processes take part (surgery.core.distributed), all of them
-    call this function, and all get the report.
+    source: a local folder, a GGUF file or a Hub repository; revision: its commit, branch or tag. device: where layers
+    run, such as "cuda"; None chooses one. resume: continue an interrupted conversion from OUT.partial. overwrite:
+    replace conversions in OUT and OUT.partial (surgery.conversion.output). dtype: of the result, into which weights are
+    rounded as they are read; None: as stored. on_plan: called with the plan before anything is computed. If several
+    processes take part (surgery.core.distributed), all of them call this function, and all get the report.
 
     Raises SurgeryError. A refused conversion leaves no files; an interrupted one leaves OUT.partial for `resume`.
     """
@@ -90,9 +90,9 @@ def convert(
 class Conversion:
     """The steps of one conversion and their bookkeeping: journal, seconds of each step, report.
 
-    source: where the original is read. sink: where the replacements go. device: where layers run; None chooses one. progress: messages
-    and bars; None: nothing is shown. dist: the processes that share the conversion. on_plan: called with the plan by process 0, before
-    anything is computed.
+    source: where the original is read. sink: where the replacements go. device: where layers run; None chooses one.
+    progress: messages and bars; None: nothing is shown. dist: the processes that share the conversion. on_plan: called
+    with the plan by process 0, before anything is computed.
     """
 
     ctx: ConversionContext  # set by `run`
@@ -116,7 +116,9 @@ class Conversion:
         self.seconds: dict[str, float] = {}
 
     def run(self, began: float | None = None) -> dict[str, Any]:
-        """Convert, deliver the result to the sink, and return the report. began: `time.perf_counter()` at the start of the command."""
+        """Convert, deliver the result to the sink, and return the report. began: `time.perf_counter()` at the start of
+        the command.
+        """
         began = time.perf_counter() if began is None else began
         return_freed_memory()
         self.sink.check()
@@ -258,7 +260,9 @@ class Conversion:
         return choose_by_time(self.ctx)
 
     def convert_layers(self, budgets: dict[str, float], allocation: dict[str, Any]) -> None:
-        """Convert all layers and the head, and store all other tensors. budgets: parameters for each target, by name."""
+        """Convert all layers and the head, and store all other tensors. budgets: parameters for each target, by
+        name.
+        """
         layers = self.ctx.plan.layout.layers
         with self._timer("layers"), self.progress.bar("converting layers", len(layers)) as tick:
             if self.ctx.data is None:
@@ -376,7 +380,10 @@ class Conversion:
         return entry
 
     def _drop_damaged_layers(self) -> None:
-        """Remove the journal's entries of an interrupted run that cannot be reused. Process 0 checks the layers for all."""
+        """Remove the journal's entries of an interrupted run that cannot be reused.
+
+        Process 0 checks the layers for all.
+        """
         entries, steps = self.journal.entries, ("piece", "fitted")
         finished = sum(entry["step"] in steps for entry in entries)
         if not finished:
@@ -384,7 +391,8 @@ class Conversion:
         usable = self.dist.on_main(lambda: self.sink.usable_entries(self.ctx, entries))
         if lost := finished - sum(entry["step"] in steps for entry in usable):
             self.progress.say(
-                f"note: the files of {lost} finished layers are damaged or were made by another plan; these layers are converted again"
+                f"note: the files of {lost} finished layers are damaged or were made by another plan; these layers are "
+                "converted again"
             )
         self.journal.keep(usable)
 
@@ -404,7 +412,9 @@ class Conversion:
         return load_replacement(ctx.model, ctx.plan, entry, locations, ctx.device, self._tuned_originals(layer))
 
     def _layer_tensors(self, layer: str, replacement: LayerReplacement) -> list[TensorSource]:
-        """Return the replaced and the unchanged tensors of a layer, or of all that is outside the layers (NON_LAYER)."""
+        """Return the replaced and the unchanged tensors of a layer, or of all that is outside the layers
+        (NON_LAYER).
+        """
         model = self.ctx.model
         replaced = {f"{stored_module_name(model, path)}.weight" for path in replacement.modules}
         split = {

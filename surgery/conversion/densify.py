@@ -44,7 +44,8 @@ from surgery.structures.shared_basis import SharedBasis, basis_path
 
 
 def densify(converted: str, out: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Write a dense checkpoint of the same function to `out`; return {"out", "modules": number of linears multiplied out}.
+    """Write a dense checkpoint of the same function to `out`; return {"out", "modules": number of linears multiplied
+    out}.
 
     Weights keep their stored dtype, so a bfloat16 checkpoint rounds each product once. Mixers are not undone.
     Raises SurgeryError if `converted` is not a valid converted checkpoint or has mixers only, or if `out` exists.
@@ -75,12 +76,14 @@ def densify_live(model: Any) -> int:
     """
     if not is_converted(model):
         raise SurgeryError(
-            f"{type(model).__name__} is not converted: it has no structured linears to multiply out. Give a model that surgery.apply "
+            f"{type(model).__name__} is not converted: it has no structured linears to multiply out. Give a model that "
+            "surgery.apply "
             "or surgery.load returned"
         )
     if has_adapter(model):
         raise SurgeryError(
-            f"{type(model).__name__} has a PEFT adapter on its linears. Remove the adapter first: model = model.unload()"
+            f"{type(model).__name__} has a PEFT adapter on its linears. Remove the adapter first: model = "
+            "model.unload()"
         )
     model_device(model)
     config = getattr(model, "config", None) if is_library_model(model) else None
@@ -119,7 +122,8 @@ def densify_live(model: Any) -> int:
 
 def _only_mixers(name: str, count: int) -> str:
     return (
-        f"{name} has no structured linears to multiply out: only the attention of {count} layers was replaced, and a mixer has no dense "
+        f"{name} has no structured linears to multiply out: only the attention of {count} layers was replaced, and a "
+        "mixer has no dense "
         "weights of the same function. Start from the original checkpoint"
     )
 
@@ -223,13 +227,17 @@ def _iter_tensors(
 
 
 def _stored_tensor_names(spec: dict[str, Any]) -> list[str]:
-    """Return the names of a module's tensors, without the bias, which is stored as in the source (unless it is split)."""
+    """Return the names of a module's tensors, without the bias, which is stored as in the source (unless it is
+    split).
+    """
     return [name for name in build_module(spec).state_dict() if name != "bias"]
 
 
 @torch.no_grad()
 def joined_entries(source: CheckpointSource, table: dict[str, dict[str, Any]], head: str) -> list[TensorSource]:
-    """Return the dense weights of linears that one matrix replaces, under their original names. head: path of the first."""
+    """Return the dense weights of linears that one matrix replaces, under their original names. head: path of the
+    first.
+    """
     spec, base = table[head]["matrix"], table[head].get("file_name", head)
     (matrix,) = dense_entries(
         source, f"{base}.joined", {**spec, "in_features": table[head]["in_features"], "bias": False}
@@ -251,7 +259,8 @@ def dense_entries(
 ) -> list[TensorSource]:
     """Return the dense weight of one replaced linear, and the bias of a split one, under their original names.
 
-    base: the linear's name in the files. spec: its table entry. folded: store the weight as (1, out, in), see GuardedLinear.
+    base: the linear's name in the files. spec: its table entry. folded: store the weight as (1, out, in), see
+    GuardedLinear.
     """
     module = load_replacement_module(spec, base, source.tensors, torch.device("cpu"))
     stored = DTYPES[

@@ -20,7 +20,8 @@ from surgery.checkpoint.table import has_shims
 class ExpertTensor:
     """The place of an expert's tensor in a merged one.
 
-    module: the experts. merged: the parameter. stored: its name in files. expert: index of the expert. name: of the expert's tensor.
+    module: the experts. merged: the parameter. stored: its name in files. expert: index of the expert. name: of the
+    expert's tensor.
     """
 
     module: RoutedExperts
@@ -33,8 +34,8 @@ class ExpertTensor:
 def merge_expert_tensors(source: CheckpointSource, entries: Iterable[TensorSource]) -> Iterator[TensorSource]:
     """Yield the entries, with the tensors of each expert merged if the original files hold merged ones.
 
-    source: a converted checkpoint, whose files have a tensor for each matrix. The tensors of a layer's experts are in memory together.
-    Entries of a checkpoint whose model class is its own code are yielded as they are.
+    source: a converted checkpoint, whose files have a tensor for each matrix. The tensors of a layer's experts are in
+    memory together. Entries of a checkpoint whose model class is its own code are yielded as they are.
     """
     own_code = bool(source.config.get("auto_map")) and not has_shims(source.config)
     places = {} if own_code else _expert_tensors(build_unconverted_model(source))
@@ -61,7 +62,9 @@ def _tensor_of(entry: TensorSource) -> Tensor:
 
 
 def _expert_tensors(model: Any) -> dict[str, ExpertTensor]:
-    """Return the place of each expert's tensor by its name in files, which may have the base model's prefix or lack it."""
+    """Return the place of each expert's tensor by its name in files, which may have the base model's prefix or lack
+    it.
+    """
     places: dict[str, ExpertTensor] = {}
     prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
     for path, module in model.named_modules():

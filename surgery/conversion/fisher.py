@@ -2,9 +2,9 @@
 
 The unconverted model runs once forward and once backward, one layer at a time (surgery.conversion.gradients). Hooks on
 every linear accumulate the factors of K-FAC (Martens & Grosse 2015): E[x x^T] of its inputs, and E[g g^T] of its output
-gradients. The latter is only a diagonal if there are too few tokens to estimate the full matrix. Labels are sampled from the model, which
-gives the Fisher information and not the empirical Fisher (Kunstner et al. 2019). For models without a language-model head,
-the gradient of the output is random noise, relative to the output's root mean square.
+gradients. The latter is only a diagonal if there are too few tokens to estimate the full matrix. Labels are sampled
+from the model, which gives the Fisher information and not the empirical Fisher (Kunstner et al. 2019). For models
+without a language-model head, the gradient of the output is random noise, relative to the output's root mean square.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 class GradientHooks(LayerBackward):
     """Hooks on the targeted linears of one layer that accumulate input moments and output-gradient Gram matrices.
 
-    Linears that read the same input share one moment. leaves: outputs of linears whose input needs no gradient, such as the keys of an
-    image: the hooks on them get their gradients.
+    Linears that read the same input share one moment. leaves: outputs of linears whose input needs no gradient, such as
+    the keys of an image: the hooks on them get their gradients.
     """
 
     def __init__(self, fisher_pass: FisherPass, call: LayerCall):
@@ -160,7 +160,8 @@ class GradientHooks(LayerBackward):
             if self.rows[path]
         }
         metrics = {path: shared[self.shared_input[path]] for path in seen}
-        # The gradients of an expert's matrix are summed over its rows and divided by all tokens: the loss is a mean over tokens.
+        # The gradients of an expert's matrix are summed over its rows and divided by all tokens: the loss is a mean
+        # over tokens.
         real = self.fisher_pass.real_tokens
         grams = {path: self.grams[path].div_(real if self.linears[path].experts else self.rows[path]) for path in seen}
         self._add_unreached_experts(metrics, grams, real)
@@ -168,7 +169,9 @@ class GradientHooks(LayerBackward):
         self.fisher_pass.store(self.path, metrics, grams, extra)
 
     def _add_unreached_experts(self, metrics: dict[str, Metric], grams: dict[str, Tensor], tokens: int) -> None:
-        """Give an expert that no token reached the statistics of a reached one of the layer, as if one token had reached it."""
+        """Give an expert that no token reached the statistics of a reached one of the layer, as if one token had
+        reached it.
+        """
         for path in self.paths:
             linear = self.linears[path]
             if path in metrics or not linear.experts:
@@ -191,8 +194,8 @@ def add_outer(sums: dict[str, Tensor], key: str, rows_NX: Tensor, full: bool) ->
 class FisherPass(GradientPass):
     """One forward and backward pass of the original model.
 
-    options: target name -> cost points, the result. folder: where the output Gram matrices are written, one file for each
-    layer. done: called after each layer.
+    options: target name -> cost points, the result. folder: where the output Gram matrices are written, one file for
+    each layer. done: called after each layer.
     """
 
     def __init__(
@@ -240,7 +243,9 @@ class FisherPass(GradientPass):
         return GradientHooks(self, call)
 
     def stored_input(self, hidden_BTD: Tensor) -> Tensor:
-        """Return the layer's input in bfloat16: half of the memory, and its relative rounding error of 2^-9 is far below the noise of the estimates."""
+        """Return the layer's input in bfloat16: half of the memory, and its relative rounding error of 2^-9 is far
+        below the noise of the estimates.
+        """
         return self.runner.copy_hidden(hidden_BTD, len(self.runner.layers), torch.bfloat16)
 
     def end_layer(self) -> None:
@@ -294,8 +299,9 @@ class FisherPass(GradientPass):
     ) -> None:
         """Compute the cost points of all targets of a layer and store their output Gram matrices.
 
-        unit: the layer or the head. metrics: linear -> metric of its input. grams: linear -> output Gram matrix (O, O), or its
-        diagonal (O,). extra: further Gram matrices to store: that of the layer's own output, by the layer's path.
+        unit: the layer or the head. metrics: linear -> metric of its input. grams: linear -> output Gram matrix (O, O),
+        or its diagonal (O,). extra: further Gram matrices to store: that of the layer's own output, by the layer's
+        path.
         """
         ranks, targets = (
             self.runner.ranks,
@@ -330,7 +336,8 @@ class FisherPass(GradientPass):
 def cost_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list[CostPoint]:
     """Return the expected increase of the loss (nats per token) at each number of parameters, dense matrix included.
 
-    With `round_ranks` these are the numbers of parameters of the ranks that the target may have. With `speed` see `timed_points`.
+    With `round_ranks` these are the numbers of parameters of the ranks that the target may have. With `speed` see
+    `timed_points`.
     """
     if target.dense_ns:
         return timed_points(target, weight_OI, metric)
@@ -352,7 +359,9 @@ def cost_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list
 
 
 def timed_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list[CostPoint]:
-    """Return (nanoseconds, expected increase of the loss) of the dense matrix and of each option of a target with `speed`."""
+    """Return (nanoseconds, expected increase of the loss) of the dense matrix and of each option of a target with
+    `speed`.
+    """
     errors = [0.0]
     curves = {}
     for config in target.configs if target.options else ():
@@ -372,7 +381,8 @@ def error_at(curve: list[tuple[Any, float]], config: Any) -> float:
 
 
 def round_curve(curve: list[tuple[Any, float]], multiple: int) -> list[tuple[Any, float]]:
-    """Return (config, squared error) at the multiples of `multiple` within the curve's ranks, interpolated between its ranks.
+    """Return (config, squared error) at the multiples of `multiple` within the curve's ranks, interpolated between its
+    ranks.
 
     Ranks below `multiple` and the curve's last rank stay. The error is convex in the rank, so interpolation does not
     underestimate it.

@@ -1,4 +1,6 @@
-"""Fit one matrix by a structure: closed-form projection, then sweeps, each accepted only if the held-out error falls."""
+"""Fit one matrix by a structure: closed-form projection, then sweeps, each accepted only if the held-out error
+falls.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,12 @@ MIN_SWEEP_GAIN = 1e-3  # sweeps stop when one lowers the error of the fit by les
 class FitRecord:
     """The report's entry of one matrix.
 
-    shape: (out, in). error: relative output error on held-out rows, sqrt(E|y* - B x|^2 / E|y*|^2); without calibration the
-    relative error of the weights (Frobenius). start: the error after the closed-form projection. sweeps: sweeps accepted
-    after it. refit: whether the matrix was fitted to the regression K C^-1, which compensates errors of earlier layers.
-    rows: of a routed expert's matrix, how many calibration rows were routed to the expert. shared_rows: how many average rows
-    of all experts of the layer were added, because these were too few. outputs: of joined linears, how many each has.
+    shape: (out, in). error: relative output error on held-out rows, sqrt(E|y* - B x|^2 / E|y*|^2); without calibration
+    the relative error of the weights (Frobenius). start: the error after the closed-form projection. sweeps: sweeps
+    accepted after it. refit: whether the matrix was fitted to the regression K C^-1, which compensates errors of
+    earlier layers. rows: of a routed expert's matrix, how many calibration rows were routed to the expert. shared_rows:
+    how many average rows of all experts of the layer were added, because these were too few. outputs: of joined
+    linears, how many each has.
     """
 
     name: str
@@ -50,7 +53,9 @@ class FitRecord:
     outputs: list[int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as they stand in the report; `rows` and `shared_rows` only of a routed expert, `outputs` of joined linears."""
+        """Return the fields as they stand in the report; `rows` and `shared_rows` only of a routed expert, `outputs` of
+        joined linears.
+        """
         fields = asdict(self)
         left_out = () if self.rows is not None else ("rows", "shared_rows")
         return {k: v for k, v in fields.items() if k not in left_out and (k != "outputs" or v is not None)}
@@ -179,7 +184,8 @@ def candidate_configs(target: LinearTarget, budget: float) -> list[StructureConf
     configs = [c for config in target.configs if (c := fit_config_to_budget(config, target, budget)) is not None]
     if not configs:
         raise SurgeryError(
-            f"convert: no structure of {target.name} ({target.out} x {target.in_}) fits into {int(budget):,} parameters. "
+            f"convert: no structure of {target.name} ({target.out} x {target.in_}) fits into {int(budget):,} "
+            "parameters. "
             "Raise keep"
         )
     return configs
@@ -251,15 +257,20 @@ def _sweep(start: Candidate, metric: Metric, scorer: CandidateScorer, sweeps: in
 
 
 def fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, seconds: float) -> FitResult:
-    """Return the fit of a candidate, rounded to the stored dtype. Raises NumericalError if it holds values that are not finite."""
+    """Return the fit of a candidate, rounded to the stored dtype.
+
+    Raises NumericalError if it holds values that are not finite.
+    """
     linear = None if isinstance(best.b, Tensor) else round_to_dtype(best.b, stored)
     dense_OI = best.b.to(stored).float().contiguous() if isinstance(best.b, Tensor) else None
     for tensor in [*linear.parameters()] if linear is not None else [dense_OI]:
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             largest = float(torch.finfo(stored).max)
             raise NumericalError(
-                f"its fit holds NaN or Inf in {str(stored).removeprefix('torch.')} (numbers up to {largest:.1e}). Leave it "
-                f"dense (a rule {{match: {target.linear.path}, structure: dense}}), or convert from a checkpoint in bfloat16 or float32"
+                f"its fit holds NaN or Inf in {str(stored).removeprefix('torch.')} (numbers up to {largest:.1e}). "
+                "Leave it "
+                f"dense (a rule {{match: {target.linear.path}, structure: dense}}), or convert from a checkpoint in "
+                "bfloat16 or float32"
             )
     params, macs = linear.cost() if linear is not None else (target.numel, target.numel)
     share = {"share": "experts"} if target.basis else {"share": "input"} if target.joined else {}
@@ -283,7 +294,9 @@ def fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, secon
 
 
 def round_to_dtype(linear: StructuredLinear, dtype: torch.dtype) -> StructuredLinear:
-    """Round the parameters in place to values of `dtype`, kept in float32, so that later layers see what will be loaded."""
+    """Round the parameters in place to values of `dtype`, kept in float32, so that later layers see what will be
+    loaded.
+    """
     for parameter in linear.parameters():
         parameter.data = parameter.data.to(dtype).float().contiguous()
     return linear

@@ -1,8 +1,9 @@
 """Fit the matrices of experts that share a basis: jointly, with the statistics of each expert weighted by its rows.
 
-An error of expert e counts with s_e, its number of calibration rows; with output Gram matrices G_e it counts with 1, because they are sums
-over the expert's rows, divided by all tokens. As for one matrix (surgery.conversion.fit), W and the regression K C^-1 are approximated, and
-the regression and the sweeps are accepted only if the held-out error falls, which is here summed over the experts.
+An error of expert e counts with s_e, its number of calibration rows; with output Gram matrices G_e it counts with 1,
+because they are sums over the expert's rows, divided by all tokens. As for one matrix (surgery.conversion.fit), W and
+the regression K C^-1 are approximated, and the regression and the sweeps are accepted only if the held-out error falls,
+which is here summed over the experts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from surgery.structures.shared_basis import SharedBasis, SharedLowRankLinear, sh
 
 @dataclass(frozen=True)
 class SharedFactors:
-    """One joint fit. lefts: left_e (O, R) of each expert. right_RI: the basis. refit: whether it fits the regressions. sweeps: done."""
+    """One joint fit. lefts: left_e (O, R) of each expert. right_RI: the basis. refit: whether it fits the regressions.
+    sweeps: done.
+    """
 
     lefts: list[Tensor]
     right_RI: Tensor
@@ -47,8 +50,8 @@ def fit_shared(
 ) -> dict[str, FitResult]:
     """Return the fits of matrices that share a basis, by name; the results are LowRankLinears with equal right factors.
 
-    targets: with the same `basis`, at the rank of their `preview`. weights: W_e (O, I). contexts: of each expert; their `held_out` is not
-    read. held_out(index): moments of an expert's held-out rows; None to keep the last candidate.
+    targets: with the same `basis`, at the rank of their `preview`. weights: W_e (O, I). contexts: of each expert; their
+    `held_out` is not read. held_out(index): moments of an expert's held-out rows; None to keep the last candidate.
     Raises SurgeryError with the path of the basis if values cannot be fitted or stored.
     """
     began, config = time.perf_counter(), targets[0].preview
@@ -88,7 +91,9 @@ def _wanted_matrices(
     metrics: Sequence[Metric],
     has_choice: bool,
 ) -> list[Sequence[Tensor]]:
-    """Return what is approximated: the weights, and the regressions if the inputs of the two models differ (these alone without a choice)."""
+    """Return what is approximated: the weights, and the regressions if the inputs of the two models differ (these alone
+    without a choice).
+    """
     parts = zip(targets, weights, contexts, metrics)
     moved = [regression_target(target, w_OI, context, metric) for target, w_OI, context, metric in parts]
     if not any(moved):
@@ -107,7 +112,9 @@ def _choose(
     *,
     held_out: Callable[[int], InputMoments] | None,
 ) -> tuple[SharedFactors, list[tuple[float, float]]]:
-    """Return the candidate with the least held-out error, and of each expert the relative errors (of its first candidate, of the chosen one)."""
+    """Return the candidate with the least held-out error, and of each expert the relative errors (of its first
+    candidate, of the chosen one).
+    """
     losses = [0.0] * len(candidates)
     errors: list[list[float]] = [[] for _ in candidates]
     for index, (target, scale) in enumerate(zip(targets, scales)):

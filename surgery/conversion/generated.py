@@ -1,8 +1,10 @@
-"""Calibration rows that the original model writes itself (`generated_tokens`): more text to fit to, where only a little was given.
+"""Calibration rows that the original model writes itself (`generated_tokens`): more text to fit to, where only a little
+was given.
 
-A row begins with a few tokens of the calibration text, and the original samples the rest from its own distribution, at temperature 1. On
-such rows the logits of the original are the exact target of a distillation. Liu et al. 2023, "LLM-QAT: Data-Free Quantization Aware Training"
-(arXiv 2305.17888); Williams et al. 2024, "Self-calibration for Language Model Quantization and Pruning" (arXiv 2410.17170).
+A row begins with a few tokens of the calibration text, and the original samples the rest from its own distribution, at
+temperature 1. On such rows the logits of the original are the exact target of a distillation. Liu et al. 2023,
+"LLM-QAT: Data-Free Quantization Aware Training" (arXiv 2305.17888); Williams et al. 2024, "Self-calibration for
+Language Model Quantization and Pruning" (arXiv 2410.17170).
 
 Held-out rows stay those of the given text. The original is in memory while it samples.
 """
@@ -49,20 +51,23 @@ def check_can_generate(inputs: dict[str, Tensor], meta_model: MetaModel, recipe:
         or not model.can_generate()
     ):
         raise SurgeryError(
-            f"generated_tokens needs a model that continues text, and text to continue (got {name} and the inputs {', '.join(sorted(inputs))}). "
+            f"generated_tokens needs a model that continues text, and text to continue (got {name} and the inputs "
+            f"{', '.join(sorted(inputs))}). "
             "Leave generated_tokens out, and give a longer calibration text"
         )
     length = inputs["input_ids"].shape[1]
     if recipe.generated_tokens < length:
         raise SurgeryError(
-            f"generated_tokens must make at least one window of {length} tokens (got {recipe.generated_tokens:,}). Set more, or a smaller length"
+            f"generated_tokens must make at least one window of {length} tokens (got {recipe.generated_tokens:,}). Set "
+            "more, or a smaller length"
         )
 
 
 def generated_rows(
     ctx: ConversionContext, journal: Journal, original: Callable[[torch.device], AbstractContextManager[Any]]
 ) -> Tensor:
-    """Return the sampled token ids (N, T) of the recipe's `generated_tokens`; those of an interrupted run are read from its files.
+    """Return the sampled token ids (N, T) of the recipe's `generated_tokens`; those of an interrupted run are read from
+    its files.
 
     original: returns a context manager of the original model on a device. Process 0 samples.
     """
@@ -83,14 +88,18 @@ def generated_rows(
         journal.add("generated", sha256=sha256)
     elif entry["sha256"] != sha256:
         raise SurgeryError(
-            f"{file} was lost or changed, and this machine samples other text, so finished steps do not fit it. Remove {ctx.work_dir} "
+            f"{file} was lost or changed, and this machine samples other text, so finished steps do not fit it. Remove "
+            f"{ctx.work_dir} "
             "to start again"
         )
     return rows_NT
 
 
 def read_rows(file: Path, samples: CalibrationSet, tokens: int) -> Tensor:
-    """Return the rows of a file (N, T). Raises SurgeryError if they are not those of a conversion with these samples."""
+    """Return the rows of a file (N, T).
+
+    Raises SurgeryError if they are not those of a conversion with these samples.
+    """
     header = read_header(file)
     length = samples.inputs["input_ids"].shape[1]
     if (
@@ -118,7 +127,9 @@ def with_generated_rows(samples: CalibrationSet, rows_NT: Tensor) -> Calibration
 
 
 def draw_prompts(samples: CalibrationSet, count: int, seed: int) -> Tensor:
-    """Return prompts (count, P): the tokens that begin all windows, such as BOS, and spans from random places of the rows to fit to."""
+    """Return prompts (count, P): the tokens that begin all windows, such as BOS, and spans from random places of the
+    rows to fit to.
+    """
     ids_NT = samples.inputs["input_ids"][: samples.n_fit]
     mask_NT = samples.inputs.get("attention_mask")
     real = [len(row) for row in ids_NT] if mask_NT is None else mask_NT[: samples.n_fit].bool().sum(1).tolist()
@@ -148,7 +159,9 @@ def sample_rows(
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> Tensor:
-    """Return rows (N, T) of token ids that the model samples, on the CPU. The checkpoint's own settings of generation have no effect.
+    """Return rows (N, T) of token ids that the model samples, on the CPU.
+
+    The checkpoint's own settings of generation have no effect.
 
     folder: where rows that were sampled together are stored, and read from if an interrupted run stored them.
     """
@@ -190,8 +203,10 @@ def sample_rows(
                     tick()
     except torch.OutOfMemoryError:
         raise SurgeryError(
-            f"generated_tokens: {type(model).__name__} and the keys of {together} sampled windows of {length} tokens do "
-            f"not fit on {device}. Set a smaller length, or leave generated_tokens out and give a longer calibration text"
+            f"generated_tokens: {type(model).__name__} and the keys of {together} sampled windows of {length} tokens "
+            "do "
+            f"not fit on {device}. Set a smaller length, or leave generated_tokens out and give a longer calibration "
+            "text"
         ) from None
     finally:
         model.generation_config = before
@@ -199,7 +214,9 @@ def sample_rows(
 
 
 def _stored_part(file: Path, prompts_NP: Tensor, length: int, vocabulary: int) -> Tensor | None:
-    """Return the rows (N, T) that an interrupted run sampled from these prompts, None if the file is missing or holds others."""
+    """Return the rows (N, T) that an interrupted run sampled from these prompts, None if the file is missing or holds
+    others.
+    """
     if not file.is_file():
         return None
     try:
@@ -215,7 +232,9 @@ def _stored_part(file: Path, prompts_NP: Tensor, length: int, vocabulary: int) -
 
 
 def rows_together(layers: int, width: int, itemsize: float, length: int, device: str) -> int:
-    """Return how many rows of `length` tokens are sampled together. Counted are keys and values as wide as the hidden states.
+    """Return how many rows of `length` tokens are sampled together.
+
+    Counted are keys and values as wide as the hidden states.
 
     itemsize: bytes of an element. device: `cpu` or `cuda`.
     """

@@ -1,8 +1,9 @@
-"""Passes that go through the layers forward and back: one layer is one autograd function, loaded and run again in the backward pass.
+"""Passes that go through the layers forward and back: one layer is one autograd function, loaded and run again in the
+backward pass.
 
-So memory holds one layer, its gradients and the inputs of all layers. What is done with the gradients is up to the pass: the Fisher
-pass (surgery.conversion.fisher) sums their second moments, the tuning of the whole model (surgery.conversion.tune_model) makes a step
-of Adam.
+So memory holds one layer, its gradients and the inputs of all layers. What is done with the gradients is up to the
+pass: the Fisher pass (surgery.conversion.fisher) sums their second moments, the tuning of the whole model
+(surgery.conversion.tune_model) makes a step of Adam.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from surgery.conversion.streams import Layer
 class LayerBackward:
     """The backward pass of one layer, a context around it.
 
-    leaves: tensors whose gradients are asked for beside those of the layer's inputs; read after the forward of each chunk of rows.
+    leaves: tensors whose gradients are asked for beside those of the layer's inputs; read after the forward of each
+    chunk of rows.
     """
 
     def __init__(self) -> None:
@@ -123,7 +125,9 @@ class _RecomputedLayer(torch.autograd.Function):
 def _backward_rows(
     ctx: Any, backward: LayerBackward, rows: range, grad_BTD: Tensor, out_BTD: Tensor, gradients: list[Tensor | None]
 ) -> None:
-    """Run rows of a layer forward and backward. out_BTD, gradients: of the hidden states and of the other arguments, completed here."""
+    """Run rows of a layer forward and backward. out_BTD, gradients: of the hidden states and of the other arguments,
+    completed here.
+    """
     backward.begin_rows(rows.start, rows.stop)
     args, kwargs = tree_unflatten(ctx.leaves, ctx.spec)
     call = replace(ctx.layer.call, hidden_BTD=ctx.hidden, args=args, kwargs=kwargs)

@@ -1,7 +1,9 @@
-"""Choose the key/value heads that keep softmax in a hybrid model, by sensitivity; layers are chosen by surgery.conversion.restored.
+"""Choose the key/value heads that keep softmax in a hybrid model, by sensitivity; layers are chosen by
+surgery.conversion.restored.
 
-Two choices are compared by held-out loss: the heads that are most sensitive, and as many evenly spaced ones. The sensitivity of a head
-is the relative change of its layer's output, the residual stream y behind the layer, if this head alone gets the mixer:
+Two choices are compared by held-out loss: the heads that are most sensitive, and as many evenly spaced ones. The
+sensitivity of a head is the relative change of its layer's output, the residual stream y behind the layer, if this head
+alone gets the mixer:
 
     e_g = sqrt(mean_t |y_t(g) - y_t|^2 / |y_t|^2)      t: real tokens of the held-out samples
 
@@ -89,13 +91,16 @@ class MixerTrial:
 
 
 def partly_replaced(mixer: Mixer, kept: Sequence[int]) -> Mixer:
-    """Return the attention with softmax in the key/value heads `kept` and the mixer, which has all heads, in the others."""
+    """Return the attention with softmax in the key/value heads `kept` and the mixer, which has all heads, in the
+    others.
+    """
     device = next((tensor.device for tensor in mixer.state_dict().values()), torch.device("cpu"))
     return BlendedAttention(mixer, gates_of(kept, mixer.shape, device)) if kept else mixer
 
 
 def init_trial_mixer(ctx: ConversionContext, call: LayerCall) -> Mixer:
-    """Return the mixer of a layer, initialized on the original's inputs with TRIAL_STEPS_SHARE of the recipe's local steps.
+    """Return the mixer of a layer, initialized on the original's inputs with TRIAL_STEPS_SHARE of the recipe's local
+    steps.
 
     call: with all calibration samples in its first rows, as they leave the original layers below.
     """
@@ -173,7 +178,10 @@ def first_output(out: Any) -> torch.Tensor:
 
 
 def measure_heads(trial: MixerTrial, done: Callable[[], None]) -> dict[str, list[float]]:
-    """Return the errors of all heads by layer, in all processes, which share the layers. Gives the trial its mixers. done: called after each layer."""
+    """Return the errors of all heads by layer, in all processes, which share the layers.
+
+    Gives the trial its mixers. done: called after each layer.
+    """
     layers, dist = list(trial.plan.attention_targets), trial.dist
     measured = HeadErrors(trial.ctx, layers[dist.index :: dist.count])
     errors_of_processes = dist.gather(dist.together_or_raise(lambda: measured.run(done)))
@@ -183,7 +191,9 @@ def measure_heads(trial: MixerTrial, done: Callable[[], None]) -> dict[str, list
 
 
 def choose_heads(ctx: ConversionContext, hybrid: HybridRecipe) -> dict[str, Any]:
-    """Return the report's "hybrid" entry; its "heads" lists the key/value heads of each layer that keep softmax attention."""
+    """Return the report's "hybrid" entry; its "heads" lists the key/value heads of each layer that keep softmax
+    attention.
+    """
     plan, progress, trial = ctx.plan, ctx.progress, MixerTrial(ctx)
     with progress.bar("measuring the error of each head", len(plan.layout.layers)) as tick:
         errors = measure_heads(trial, tick)

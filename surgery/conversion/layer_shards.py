@@ -1,10 +1,10 @@
 """Layer shards of a conversion: which tensors each file must hold, and which steps of an interrupted run can be reused.
 
-A layer shard is the safetensors file of one finished layer; one more shard, NON_LAYER, has all tensors outside the layers.
-Once all are finished, they are merged into the output shards of the checkpoint.
+A layer shard is the safetensors file of one finished layer; one more shard, NON_LAYER, has all tensors outside the
+layers. Once all are finished, they are merged into the output shards of the checkpoint.
 
-A step is reused only if its journal entry is valid and agrees with the plan. Its file must have the entry's SHA-256, and
-exactly the tensors that follow from the plan and the entry's table. Every other step is repeated.
+A step is reused only if its journal entry is valid and agrees with the plan. Its file must have the entry's SHA-256,
+and exactly the tensors that follow from the plan and the entry's table. Every other step is repeated.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ ENTRY_MODELS: dict[str, type[ReportModel]] = {
 class LayerShards:
     """The layer shards of one conversion, and checks of the files that an interrupted run left.
 
-    shard_of: name of the shard of each source parameter, the path of its layer or NON_LAYER. folder: the shards' folder.
+    shard_of: name of the shard of each source parameter, the path of its layer or NON_LAYER. folder: the shards'
+    folder.
     """
 
     meta_model: MetaModel
@@ -199,7 +200,9 @@ class LayerShards:
         return shapes
 
     def has_tensors(self, file: Path, entry: dict[str, Any], *, exact: bool) -> bool:
-        """Return whether `file` has the tensors of an entry's shard, in their shapes and dtypes; exact: and no others."""
+        """Return whether `file` has the tensors of an entry's shard, in their shapes and dtypes; exact: and no
+        others.
+        """
         header = read_header(file)
         found = {name: info.shape for name, info in header.items()}
         expected = self.expected_shapes(entry)
@@ -251,7 +254,9 @@ class LayerShards:
         return _is_true(lambda: self.has_tensors(output_shard, entry, exact=False))
 
     def _groups(self, entries: list[dict[str, Any]]) -> list[list[str]] | None:
-        """Return the layer shards of each output shard as the journal has them; None if it has none, or other layers."""
+        """Return the layer shards of each output shard as the journal has them; None if it has none, or other
+        layers.
+        """
         groups: list[list[str]] | None = next((e["groups"] for e in entries if e["step"] == "shards"), None)
         files = [self.path(name).name for name in self.names()]
         return groups if groups is not None and concatenate(groups) == files and all(groups) else None
@@ -324,7 +329,9 @@ def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
 
 
 def _meets_target(entry: dict[str, Any], plan: Plan) -> bool:
-    """Return whether an entry has structures, if and only if the recipe has `speed`: options of the plan, in its time, with their parameters."""
+    """Return whether an entry has structures, if and only if the recipe has `speed`: options of the plan, in its time,
+    with their parameters.
+    """
     structures = entry.get("structures")
     if plan.time is None or structures is None:
         return plan.time is None and structures is None

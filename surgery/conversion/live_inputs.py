@@ -1,7 +1,7 @@
 """Calibration samples of a live model: texts, a data set, batches of inputs, or a function that runs the model.
 
-Every form becomes keyword arguments of the model's forward with the batch as first axis, as `surgery convert` reads them from a text or
-from a .safetensors file.
+Every form becomes keyword arguments of the model's forward with the batch as first axis, as `surgery convert` reads
+them from a text or from a .safetensors file.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def live_inputs(
 ) -> CalibrationInputs:
     """Return the calibration samples of any form (FORMS). config: the model's.
 
-    A path or Hub id is read as `surgery convert` reads it. A function is called with the model, or without arguments if it takes none;
-    it returns any other form, or nothing: then the inputs that it called the model with are used.
+    A path or Hub id is read as `surgery convert` reads it. A function is called with the model, or without arguments if
+    it takes none; it returns any other form, or nothing: then the inputs that it called the model with are used.
     """
     if isinstance(calibration, (str, os.PathLike)):
         return _from_path(os.fspath(calibration), recipe, config, tokenizer)
@@ -88,7 +88,8 @@ def _from_path(text: str, recipe: ConversionRecipe, config: Any, tokenizer: Any)
         return CalibrationInputs(load_input_tensors(Path(text)), text, False)
     if not is_name or not (Path(text).is_file() or HUB_DATASET.fullmatch(text) or text.endswith(CALIBRATION_SUFFIXES)):
         raise SurgeryError(
-            f"calibration {text[:60]!r} is neither a file nor a Hub data set (org/name). To calibrate on a text itself, put it into a "
+            f"calibration {text[:60]!r} is neither a file nor a Hub data set (org/name). To calibrate on a text "
+            "itself, put it into a "
             "list: calibration=[text]"
         )
     notes: list[str] = []
@@ -112,11 +113,13 @@ def _from_texts(
 ) -> CalibrationInputs:
     if tokenizer is None:
         raise SurgeryError(
-            "calibration texts need the model's tokenizer: surgery.apply(model, recipe, calibration=texts, tokenizer=tokenizer)"
+            "calibration texts need the model's tokenizer: surgery.apply(model, recipe, calibration=texts, "
+            "tokenizer=tokenizer)"
         )
     if not callable(tokenizer):
         raise SurgeryError(
-            f"tokenizer must be a tokenizer of transformers (got a {type(tokenizer).__name__}: {str(tokenizer)[:80]!r}). Load it with "
+            f"tokenizer must be a tokenizer of transformers (got a {type(tokenizer).__name__}: "
+            f"{str(tokenizer)[:80]!r}). Load it with "
             "AutoTokenizer.from_pretrained"
         )
     notes = [] if notes is None else notes
@@ -151,7 +154,8 @@ def _from_dataset(
     names = [name for name in first if name in taken and name not in IGNORED]
     if not names:
         raise SurgeryError(
-            f"calibration: the data set has no column of texts and none that {type(model).__name__} takes; its columns: "
+            f"calibration: the data set has no column of texts and none that {type(model).__name__} takes; its "
+            "columns: "
             f"{', '.join(map(str, first))}"
         )
     batches = ({name: _to_tensor(row[name], name)[None] for name in names} for row in items)
@@ -160,7 +164,9 @@ def _from_dataset(
 
 # -- batches ---------------------------------------------------------------------------------------
 def _read_batches(model: nn.Module, items: Iterable[Any], given: Any, recipe: ConversionRecipe) -> dict[str, Tensor]:
-    """Join batches. Lists and tuples are used whole; of other iterables as many batches as give `tokens` of the recipe."""
+    """Join batches. Lists and tuples are used whole; of other iterables as many batches as give `tokens` of the
+    recipe.
+    """
     batches: list[dict[str, Tensor]] = []
     tokens = 0
     for i, item in enumerate(items):
@@ -173,13 +179,17 @@ def _read_batches(model: nn.Module, items: Iterable[Any], given: Any, recipe: Co
 
 
 def _batch_tensors(model: nn.Module, item: Any, where: str) -> dict[str, Tensor]:
-    """Return one batch by argument name. A tensor, or a tuple of tensors, is passed to the first parameters of the forward."""
+    """Return one batch by argument name.
+
+    A tensor, or a tuple of tensors, is passed to the first parameters of the forward.
+    """
     if isinstance(item, (Tensor, tuple, list)):
         values = [item] if isinstance(item, Tensor) else list(item)
         names = [p.name for p in forward_parameters(model)]
         if len(values) > len(names):
             raise SurgeryError(
-                f"{where} has {len(values)} tensors, the forward of {type(model).__name__} takes {len(names)} arguments by name "
+                f"{where} has {len(values)} tensors, the forward of {type(model).__name__} takes {len(names)} "
+                "arguments by name "
                 f"({', '.join(names) or 'none'}). Give dicts of tensors"
             )
         item = dict(zip(names, values))
@@ -200,7 +210,9 @@ def _batch_tensors(model: nn.Module, item: Any, where: str) -> dict[str, Tensor]
 
 
 def _has_rows(batch: dict[str, Tensor]) -> bool:
-    """Return whether the first axis of every tensor is the batch, or (patches of images beside token ids) a multiple of it."""
+    """Return whether the first axis of every tensor is the batch, or (patches of images beside token ids) a multiple of
+    it.
+    """
     try:
         return count_rows(batch, "") > 0
     except SurgeryError:
@@ -208,14 +220,18 @@ def _has_rows(batch: dict[str, Tensor]) -> bool:
 
 
 def _to_tensor(value: Any, where: str) -> Tensor:
-    """Return a tensor on the CPU: integers as int64, floating point as float32. Raises SurgeryError for other values."""
+    """Return a tensor on the CPU: integers as int64, floating point as float32.
+
+    Raises SurgeryError for other values.
+    """
     if isinstance(value, Tensor) and value.is_meta:
         raise SurgeryError(f"{where} is on the meta device and holds no values")
     try:
         tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise SurgeryError(
-            f"{where} must be a tensor (got a {type(value).__name__}: {str(value)[:80]!r}); tokenizers return tensors with "
+            f"{where} must be a tensor (got a {type(value).__name__}: {str(value)[:80]!r}); tokenizers return tensors "
+            "with "
             "return_tensors='pt', padding=True"
         ) from None
     if tensor.is_floating_point():
@@ -241,7 +257,8 @@ def join_batches(batches: Sequence[dict[str, Tensor]], where: str) -> dict[str, 
     if unequal and not _can_pad(batches[0], unequal):
         name = sorted(unequal)[0]
         raise SurgeryError(
-            f"{where}: {name!r} has rows of shapes {', '.join(map(str, unequal[name][:4]))}; they must be equal, or token ids with "
+            f"{where}: {name!r} has rows of shapes {', '.join(map(str, unequal[name][:4]))}; they must be equal, or "
+            "token ids with "
             "an attention_mask, which are then padded"
         )
     if unequal:

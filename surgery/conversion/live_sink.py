@@ -1,7 +1,7 @@
 """The result of a conversion in the modules of a model in memory.
 
-Fits and mixers are computed from copies, as for a checkpoint. The model changes only after everything was computed and built; an error
-before or while modules are swapped leaves it as it was.
+Fits and mixers are computed from copies, as for a checkpoint. The model changes only after everything was computed and
+built; an error before or while modules are swapped leaves it as it was.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ AGAIN = "free some space, or choose another folder for temporary files (scratch=
 class LiveSink:
     """A model in memory, whose modules are replaced when everything is computed. It cannot be resumed.
 
-    tokenizer: saved with the model. scratch: folder of temporary files; None: the system's. Attributes: tensors: name -> new tensor on the
-    CPU; table, mixers: of the quantization_config, by path in the copy on the meta device.
+    tokenizer: saved with the model. scratch: folder of temporary files; None: the system's. Attributes: tensors: name
+    -> new tensor on the CPU; table, mixers: of the quantization_config, by path in the copy on the meta device.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, scratch: Path | None = None):
@@ -70,18 +70,22 @@ class LiveSink:
             raise SurgeryError(f"scratch={str(self.scratch)!r} is not a folder. Make it first, or leave it out")
 
     def check_plan(self, model: MetaModel, plan: Plan) -> None:
-        """Raise SurgeryError if a linear to be replaced is the module itself, or shares its weight with another parameter."""
+        """Raise SurgeryError if a linear to be replaced is the module itself, or shares its weight with another
+        parameter.
+        """
         if is_library_model(self.model):
             return
         shared = {name for pair in model.tied.items() for name in pair}
         for path in plan.replaced_linears():
             if path == PREFIX.rstrip("."):
                 raise SurgeryError(
-                    f"the model is a single {type(self.model).__name__}, which cannot be replaced in place. Give a module that contains it"
+                    f"the model is a single {type(self.model).__name__}, which cannot be replaced in place. Give a "
+                    "module that contains it"
                 )
             if f"{path}.weight" in shared:
                 raise SurgeryError(
-                    f"{self.live_path(path)} shares its weight with another parameter, which replacing it would untie. Leave it dense: "
+                    f"{self.live_path(path)} shares its weight with another parameter, which replacing it would untie. "
+                    "Leave it dense: "
                     f"rules=[{{'match': '{self.live_path(path)}', 'structure': 'dense'}}]"
                 )
 
@@ -175,7 +179,8 @@ class LiveSink:
 
 
 def _splits_experts(meta_model: MetaModel, plan: Plan) -> bool:
-    """Return whether the live model's experts become linears: some are converted, or only so its files are those of the command.
+    """Return whether the live model's experts become linears: some are converted, or only so its files are those of the
+    command.
 
     Where transformers' rules store experts one by one, the files have the same tensors without that.
     """
@@ -189,7 +194,9 @@ def _refitted(plan: Plan) -> list[LinearTarget]:
 
 
 def _build(sink: LiveSink, meta_model: MetaModel, path: str, spec: dict[str, Any]) -> nn.Module:
-    """Build the module of a table entry with its tensors, on the device of the linear that it replaces, whose bias it shares."""
+    """Build the module of a table entry with its tensors, on the device of the linear that it replaces, whose bias it
+    shares.
+    """
     linear: Any = sink.model.get_submodule(sink.live_path(path))
     weight, base = linear.weight, stored_module_name(meta_model, path)
     module: Any = build_module(spec, device=weight.device, dtype=weight.dtype)
@@ -230,7 +237,9 @@ Undo = list[Callable[[], None]]
 
 @contextmanager
 def _undone_on_error(model: Any) -> Iterator[Undo]:
-    """Yield a list of functions that undo changes; on an error, also classes, attributes and the config are restored."""
+    """Yield a list of functions that undo changes; on an error, also classes, attributes and the config are
+    restored.
+    """
     undo: Undo = []
     states = [(m, type(m), dict(vars(m)), dict(m._modules), dict(m._parameters)) for m in model.modules()]
     config = getattr(model, "config", None)

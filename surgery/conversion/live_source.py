@@ -1,8 +1,10 @@
-"""A model in memory as the source of a conversion: its tensors stay where they are, and are read like those of a checkpoint.
+"""A model in memory as the source of a conversion: its tensors stay where they are, and are read like those of a
+checkpoint.
 
-A transformers model is built once more on the meta device from its config, as `surgery convert` builds it from config.json, so that
-equal weights give equal bits. Any other module, and a transformers model that was changed after it was built, is copied to the
-meta device. A module that is no transformers model becomes one layer (surgery/conversion/whole_module.py).
+A transformers model is built once more on the meta device from its config, as `surgery convert` builds it from
+config.json, so that equal weights give equal bits. Any other module, and a transformers model that was changed after it
+was built, is copied to the meta device. A module that is no transformers model becomes one layer
+(surgery/conversion/whole_module.py).
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ class LiveTensors(CheckpointSource):
 class LiveSource:
     """A model in memory. Reading its tensors copies them; the model itself is not changed.
 
-    calibration: any form that `live_inputs` reads, None for the recipe's. tokenizer: for texts. Attributes: meta_model: the copy on the
-    meta device, set by `open`, whose tensors have the names of the parameters; prefix: what its paths have before those of the model,
-    "" for models of transformers.
+    calibration: any form that `live_inputs` reads, None for the recipe's. tokenizer: for texts. Attributes: meta_model:
+    the copy on the meta device, set by `open`, whose tensors have the names of the parameters; prefix: what its paths
+    have before those of the model, "" for models of transformers.
     """
 
     calibration_hint = PASS_CALIBRATION
@@ -99,7 +101,10 @@ class LiveSource:
         return self.meta_model
 
     def plan(self, recipe: ConversionRecipe) -> Plan:
-        """Return the plan of a recipe. For a module that is not of transformers, rules match the paths that the module has."""
+        """Return the plan of a recipe.
+
+        For a module that is not of transformers, rules match the paths that the module has.
+        """
         recipe, skipped = self._without_tuning(recipe)
         with self.naming_modules():
             plan = make_plan(self.meta_model, _prefixed_rules(recipe, self.prefix))
@@ -110,7 +115,10 @@ class LiveSource:
         return replace(plan, notes=(note, *skipped, *plan.notes[1:]))
 
     def _without_tuning(self, recipe: ConversionRecipe) -> tuple[ConversionRecipe, list[str]]:
-        """Return (the recipe, notes). For a module that is not of transformers, `tune` is left out: it runs the layers of one."""
+        """Return (the recipe, notes).
+
+        For a module that is not of transformers, `tune` is left out: it runs the layers of one.
+        """
         if not self.prefix or not recipe.epochs.is_on:
             return recipe, []
         kind = type(self.model).__name__
@@ -135,7 +143,10 @@ class LiveSource:
         return inputs
 
     def keep_reached(self, plan: Plan, runner: LayerRunner, samples: CalibrationSet) -> tuple[Plan, LayerRunner]:
-        """See `Source.keep_reached`. Of a module that is not of transformers, linears that do not run are left dense."""
+        """See `Source.keep_reached`.
+
+        Of a module that is not of transformers, linears that do not run are left dense.
+        """
         if not self.prefix:
             return keep_reached(plan, runner, samples)
         reached = self._reached_modules()
@@ -143,7 +154,8 @@ class LiveSource:
         lost = [self.public_path(path) for path in plan.targets if path not in reached]
         if not targets:
             raise SurgeryError(
-                f"the calibration inputs reach no linear of the plan ({', '.join(lost[:3])}, ..); give inputs that use them"
+                f"the calibration inputs reach no linear of the plan ({', '.join(lost[:3])}, ..); give inputs that use "
+                "them"
             )
         note = f"left dense, because the calibration inputs do not reach them: {', '.join(lost)}"
         return replace(plan, targets=targets, notes=(*plan.notes, *([note] if lost else []))), runner
@@ -252,8 +264,10 @@ def _empty_copy(model: nn.Module) -> Any:
         copied = copy.deepcopy(model, memo)
     except Exception as error:  # a module may hold anything: locks, files, streams
         raise SurgeryError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {' '.join(str(error).split())[:200]}), which "
-            "its calibration needs. Remove the attribute that cannot be copied, or apply surgery to the submodule with the linears"
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {' '.join(str(error).split())[:200]}), "
+            "which "
+            "its calibration needs. Remove the attribute that cannot be copied, or apply surgery to the submodule with "
+            "the linears"
         ) from None
     for module in copied.modules():
         for hooks in HOOKS:
@@ -267,7 +281,9 @@ def _empty_copy(model: nn.Module) -> Any:
 
 # -- models that cannot be converted ---------------------------------------------------------------
 def check_replaceable(model: Any) -> None:
-    """Raise SurgeryError if modules of the model cannot be replaced: a wrapper, an adapter, quantized or converted weights."""
+    """Raise SurgeryError if modules of the model cannot be replaced: a wrapper, an adapter, quantized or converted
+    weights.
+    """
     kind = type(model).__name__
     inner = next((name for name in ("_orig_mod", "module") if hasattr(model, name) and _is_wrapper(model)), None)
     if inner:
@@ -288,13 +304,15 @@ def check_replaceable(model: Any) -> None:
     if table is not None or getattr(model, "is_quantized", False):
         method = table.get("quant_method") if isinstance(table, dict) else getattr(table, "quant_method", "unknown")
         raise SurgeryError(
-            f"{kind} is quantized ({getattr(method, 'value', method)}); surgery needs full-precision weights. Load it without "
+            f"{kind} is quantized ({getattr(method, 'value', method)}); surgery needs full-precision weights. Load it "
+            "without "
             "quantization, or call model.dequantize()"
         )
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and type(tensor.detach()) is not Tensor:
             raise SurgeryError(
-                f"{kind}: {name} is a {type(tensor.detach()).__name__}, not a plain tensor (sharded or quantized weights). Apply "
+                f"{kind}: {name} is a {type(tensor.detach()).__name__}, not a plain tensor (sharded or quantized "
+                "weights). Apply "
                 "surgery before the model is sharded or quantized"
             )
 

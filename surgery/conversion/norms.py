@@ -1,8 +1,8 @@
 """Norms and biases that are trained beside the new parameters (`tune: {norms: true}`).
 
-These are the parameters of the norms of a converted layer, the biases of its linears, and the norms behind the layers. They keep
-their names and dtypes in the files. Left as they are: tensors that several modules share, and float64 tensors, since training
-is in float32.
+These are the parameters of the norms of a converted layer, the biases of its linears, and the norms behind the layers.
+They keep their names and dtypes in the files. Left as they are: tensors that several modules share, and float64
+tensors, since training is in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ TRAINED_DTYPES = ("F32", "F16", "BF16")
 
 
 def layer_norms_and_biases(meta_model: MetaModel, layer: str) -> dict[str, str]:
-    """Return parameter -> name in the files, for the norms of a layer and the biases of its linears. layer: its path."""
+    """Return parameter -> name in the files, for the norms of a layer and the biases of its linears. layer: its
+    path.
+    """
     found = []
     for path, module in meta_model.module(layer).named_modules(prefix=layer):
         if is_norm(module):
@@ -54,7 +56,9 @@ def _stored_names(meta_model: MetaModel, parameters: list[str]) -> dict[str, str
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm, which is told by the name of its class: LayerNorm, LlamaRMSNorm, T5LayerNorm."""
+    """Return whether a module is a norm, which is told by the name of its class: LayerNorm, LlamaRMSNorm,
+    T5LayerNorm.
+    """
     return "norm" in type(module).__name__.lower() and not is_linear(module)
 
 
@@ -67,7 +71,8 @@ def read_originals(meta_model: MetaModel, parameters: Mapping[str, str], device:
 def weight_offset(norm: nn.Module) -> float:
     """Return c of a norm that multiplies by (c + weight): 1 for Gemma's, 0 for others.
 
-    Measured by two calls on the CPU, with weights of 0 and of 1. 0 for a norm that takes further inputs, and for other modules.
+    Measured by two calls on the CPU, with weights of 0 and of 1. 0 for a norm that takes further inputs, and for other
+    modules.
     """
     parameters = dict(norm.named_parameters())
     weight = parameters.get("weight")
@@ -87,7 +92,9 @@ def weight_offset(norm: nn.Module) -> float:
 
 @contextmanager
 def swapped_parameters(meta_model: MetaModel, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put tensors in the place of the model's parameters inside the context. tensors: by parameter; they may require gradients."""
+    """Put tensors in the place of the model's parameters inside the context. tensors: by parameter; they may require
+    gradients.
+    """
     before = []
     for parameter, tensor in tensors.items():
         path, _, leaf = parameter.rpartition(".")

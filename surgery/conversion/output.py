@@ -1,11 +1,11 @@
 """Where a conversion writes, and what it may replace there: `--resume` and `--overwrite`.
 
-With `--overwrite` OUT is replaced if its surgery_report.json lists the files that the conversion wrote, with their SHA-256, and OUT holds
-exactly these. OUT.partial is replaced if a conversion began its journal, and all of its files are those of an unfinished conversion.
-Anything else is refused by name.
+With `--overwrite` OUT is replaced if its surgery_report.json lists the files that the conversion wrote, with their
+SHA-256, and OUT holds exactly these. OUT.partial is replaced if a conversion began its journal, and all of its files
+are those of an unfinished conversion. Anything else is refused by name.
 
-OUT stays until its successor is complete: it is then renamed to OUT.replaced, and deleted file by file once the successor has its name.
-OUT.partial is deleted when the preflight checks of the new conversion have passed.
+OUT stays until its successor is complete: it is then renamed to OUT.replaced, and deleted file by file once the
+successor has its name. OUT.partial is deleted when the preflight checks of the new conversion have passed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ START_KEYS = {"recipe", "seed", "calibration", "weights_digest"}  # only a conve
 class Output:
     """The folder of a conversion's result.
 
-    path: OUT. resume: whether OUT.partial holds the conversion to continue. overwrite: whether OUT and OUT.partial may hold conversions
-    to be replaced. replaced: SHA-256 of the report of the finished conversion in OUT that will be replaced, None without one.
+    path: OUT. resume: whether OUT.partial holds the conversion to continue. overwrite: whether OUT and OUT.partial may
+    hold conversions to be replaced. replaced: SHA-256 of the report of the finished conversion in OUT that will be
+    replaced, None without one.
     """
 
     path: Path
@@ -55,7 +56,9 @@ class Output:
 
     @classmethod
     def checked(cls, path: Path, resume: bool, overwrite: bool) -> Output:
-        """Return the output; raise SurgeryError, before anything is written or deleted, if a conversion cannot begin there."""
+        """Return the output; raise SurgeryError, before anything is written or deleted, if a conversion cannot begin
+        there.
+        """
         return cls(path, resume, overwrite, find_replaced(path, resume, overwrite))
 
     @property
@@ -80,13 +83,16 @@ class Output:
             check_output_path(self.path, True)
 
     def deliver(self, journal: Journal, delivered: Iterable[str]) -> None:
-        """Rename the finished work folder to OUT, in place of the conversion that is replaced. delivered: names of its files."""
+        """Rename the finished work folder to OUT, in place of the conversion that is replaced. delivered: names of its
+        files.
+        """
         with set_aside(self.path, self.replaced):
             journal.move(self.path, delivered)
 
 
 def find_replaced(out: Path, resume: bool, overwrite: bool) -> str | None:
-    """Return the SHA-256 of the report of the finished conversion in `out` that this conversion will replace, None without one.
+    """Return the SHA-256 of the report of the finished conversion in `out` that this conversion will replace, None
+    without one.
 
     A resumed conversion replaces what it was begun to replace. Raises SurgeryError if the conversion cannot begin.
     """
@@ -107,7 +113,8 @@ def find_replaced(out: Path, resume: bool, overwrite: bool) -> str | None:
             return None
         if check_finished(out) != begun:
             raise SurgeryError(
-                f"{out} is another conversion than the one that {work} was begun to replace. Move {out} elsewhere, then continue with "
+                f"{out} is another conversion than the one that {work} was begun to replace. Move {out} elsewhere, "
+                "then continue with "
                 "--resume"
             )
         return begun
@@ -116,7 +123,8 @@ def find_replaced(out: Path, resume: bool, overwrite: bool) -> str | None:
     check_parent(out)
     if out.exists() and aside_path(out).exists():
         raise SurgeryError(
-            f"{aside_path(out)} exists: an earlier conversion with --overwrite was killed while it deleted that folder. Remove it"
+            f"{aside_path(out)} exists: an earlier conversion with --overwrite was killed while it deleted that "
+            "folder. Remove it"
         )
     if work.exists():
         _check_interrupted(work)
@@ -151,12 +159,15 @@ def _check_not_around(folder: Path, what: str, place: Path) -> None:
     if place.resolve().is_relative_to(folder.resolve()):
         is_same = place.resolve() == folder.resolve()
         raise SurgeryError(
-            f"{folder} {'is' if is_same else 'holds'} {what} ({place}), and --overwrite would delete it. Choose another --out"
+            f"{folder} {'is' if is_same else 'holds'} {what} ({place}), and --overwrite would delete it. Choose "
+            "another --out"
         )
 
 
 def check_finished(out: Path) -> str:
-    """Return the SHA-256 of the report of a finished conversion whose files are all as it wrote them; raise SurgeryError otherwise."""
+    """Return the SHA-256 of the report of a finished conversion whose files are all as it wrote them; raise
+    SurgeryError otherwise.
+    """
     report_path = out / REPORT_NAME
     if not report_path.is_file():
         raise SurgeryError(
@@ -168,7 +179,8 @@ def check_finished(out: Path) -> str:
     written = report.get("files")
     if not written:
         raise SurgeryError(
-            f"{report_path} does not list the files of the conversion: an older version or save_pretrained wrote it. Remove {out} "
+            f"{report_path} does not list the files of the conversion: an older version or save_pretrained wrote it. "
+            f"Remove {out} "
             "yourself, or choose another --out"
         )
     folders = {parent.as_posix() for name in written for parent in Path(name).parents}
@@ -180,7 +192,8 @@ def check_finished(out: Path) -> str:
         name = path.relative_to(out).as_posix()
         if name != REPORT_NAME and hash_file(path) != written[name]:
             raise SurgeryError(
-                f"{path} was changed after the conversion (edited, healed or quantized). {ONLY_OURS}. Move it elsewhere, or choose "
+                f"{path} was changed after the conversion (edited, healed or quantized). {ONLY_OURS}. Move it "
+                "elsewhere, or choose "
                 "another --out"
             )
     return hash_file(report_path)
@@ -211,7 +224,9 @@ def check_leftovers(out: Path, source: CheckpointSource) -> None:
 
 
 def remove_interrupted(out: Path, source: CheckpointSource) -> None:
-    """Delete OUT.partial of an interrupted conversion, after checking it again while no other process can work in it."""
+    """Delete OUT.partial of an interrupted conversion, after checking it again while no other process can work in
+    it.
+    """
     work = partial_path(out)
     _check_interrupted(work)
     lock = acquire_lock(work, "conversion")
@@ -225,9 +240,11 @@ def remove_interrupted(out: Path, source: CheckpointSource) -> None:
 
 @contextmanager
 def set_aside(out: Path, replaced: str | None) -> Iterator[None]:
-    """Give the name `out` to another folder inside the context, and delete the conversion that had it behind the context.
+    """Give the name `out` to another folder inside the context, and delete the conversion that had it behind the
+    context.
 
-    replaced: SHA-256 of its report, as `find_replaced` returned it; None: there was none. After an error `out` is as before.
+    replaced: SHA-256 of its report, as `find_replaced` returned it; None: there was none. After an error `out` is as
+    before.
 
     Raises Interrupted, with nothing changed, if `out` is no longer the conversion that was checked.
     """
@@ -243,7 +260,8 @@ def set_aside(out: Path, replaced: str | None) -> Iterator[None]:
         changed = str(error)
     if changed is not None:
         raise Interrupted(
-            f"{changed}. The new conversion is complete in {partial_path(out)}: move {aside if aside.exists() else out} elsewhere, then run "
+            f"{changed}. The new conversion is complete in {partial_path(out)}: move "
+            f"{aside if aside.exists() else out} elsewhere, then run "
             "the same command with --resume in place of --overwrite"
         )
     os.rename(out, aside)

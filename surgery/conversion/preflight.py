@@ -1,4 +1,6 @@
-"""Preflight checks of a conversion: calibration samples, free disk space, and the fingerprint that a resumed journal must match."""
+"""Preflight checks of a conversion: calibration samples, free disk space, and the fingerprint that a resumed journal
+must match.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,16 @@ from surgery.planning.renamed import changed_choice, renew_recipe
 from surgery.planning.targets import Plan, TimeTarget
 
 GIVE_CALIBRATION = "Give --calibration FILE"  # what to do about missing calibration text, on the command line
-# Keys of recipes that are younger than the first journals: left out at their default, so that conversions begun before them go on.
+# Keys of recipes that are younger than the first journals: left out at their default, so that conversions begun before
+# them go on.
 ADDED_RULE_KEYS = ("order", "levels", "ranks", "cores", "share")
 ADDED_KEYS = ("round_ranks", "towers", "tune", "speed", "generated_tokens", *ADDED_RULE_KEYS)
 
 
 def check_far_context(inputs: dict[str, Tensor], recipe: ConversionRecipe) -> None:
-    """Raise SurgeryError if layers are to be ranked by distant context and the windows of text are too short for any."""
+    """Raise SurgeryError if layers are to be ranked by distant context and the windows of text are too short for
+    any.
+    """
     hybrid = recipe.attention.hybrid if recipe.attention else None
     if hybrid is None or not hybrid.is_measured or hybrid.of_heads:
         return
@@ -36,7 +41,8 @@ def check_far_context(inputs: dict[str, Tensor], recipe: ConversionRecipe) -> No
     length, near = inputs["input_ids"].shape[1] if "input_ids" in inputs else None, NEAR.window + NEAR.sinks
     if length is not None and length <= near:
         raise SurgeryError(
-            f"attention.hybrid choose_by: measured ranks layers by what is more than {NEAR.window} tokens back, and the windows of the "
+            f"attention.hybrid choose_by: measured ranks layers by what is more than {NEAR.window} tokens back, and "
+            "the windows of the "
             f"calibration text have {length} tokens. Set length above {near}, or attention.hybrid.choose_by to every"
         )
 
@@ -45,17 +51,21 @@ def check_needs_no_calibration(recipe: ConversionRecipe, hint: str = GIVE_CALIBR
     """Raise SurgeryError if the recipe measures something on calibration text. hint: how the caller gives the text."""
     if recipe.generated_tokens:
         raise SurgeryError(
-            f"generated_tokens are continuations of the calibration text, and there is none. {hint}, or set generated_tokens to 0"
+            f"generated_tokens are continuations of the calibration text, and there is none. {hint}, or set "
+            "generated_tokens to 0"
         )
     if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
         raise SurgeryError(
-            f"attention.hybrid choose_by: measured needs calibration text, and there is none. {hint}, or set attention.hybrid.choose_by to "
+            f"attention.hybrid choose_by: measured needs calibration text, and there is none. {hint}, or set "
+            "attention.hybrid.choose_by to "
             "every"
         )
 
 
 def _left_out_keys(recipe: ConversionRecipe) -> dict[str, Any]:
-    """Return the keys that a journal leaves out, as pydantic's `exclude`: those added at their default, also in rules."""
+    """Return the keys that a journal leaves out, as pydantic's `exclude`: those added at their default, also in
+    rules.
+    """
     left_out: dict[str, Any] = dict.fromkeys(
         ("description", "aim", "cost", "calibration", *fields_at_default(recipe, ADDED_KEYS)), True
     )
@@ -70,7 +80,9 @@ def _journal_recipe(recipe: ConversionRecipe) -> str:
 def journal_fingerprint(
     source: CheckpointSource, recipe: ConversionRecipe, data: CalibrationSet | None, time: TimeTarget | None = None
 ) -> dict[str, Any]:
-    """Return the values that must be equal when a conversion is resumed. data: the calibration samples. time: the plan's, with `speed`."""
+    """Return the values that must be equal when a conversion is resumed. data: the calibration samples. time: the
+    plan's, with `speed`.
+    """
     return {
         "source": source.fingerprint(),
         "weights_digest": source.weights_digest(),
@@ -85,8 +97,8 @@ def journal_fingerprint(
 def renew_fingerprint(work_dir: Path, start: dict[str, Any]) -> dict[str, Any]:
     """Return the fingerprint of a journal with its recipe in today's words.
 
-    Raises SurgeryError for a conversion in which an older version chose something in another way than this one: what it has finished
-    would not agree with the rest.
+    Raises SurgeryError for a conversion in which an older version chose something in another way than this one: what it
+    has finished would not agree with the rest.
     """
     try:
         written = json.loads(start["recipe"])
@@ -97,14 +109,17 @@ def renew_fingerprint(work_dir: Path, start: dict[str, Any]) -> dict[str, Any]:
     changed = changed_choice(written) if start.get("calibration") is not None else None
     if changed is not None:
         raise SurgeryError(
-            f"{work_dir} was begun by an older version with {changed}, which chose in another way than this version. Remove that folder to "
+            f"{work_dir} was begun by an older version with {changed}, which chose in another way than this version. "
+            "Remove that folder to "
             "start again, or finish it with the older version"
         )
     return {**start, "recipe": _journal_recipe(recipe)}
 
 
 def check_same_inputs(dist: DistContext, fingerprint: dict[str, Any]) -> None:
-    """Raise SurgeryError unless all processes read the same inputs: machines may have different files under one path."""
+    """Raise SurgeryError unless all processes read the same inputs: machines may have different files under one
+    path.
+    """
     fingerprints = dist.gather(fingerprint)
     for rank, theirs in enumerate(fingerprints):
         if unlike := [key for key, value in theirs.items() if value != fingerprints[0][key]]:
@@ -116,8 +131,9 @@ def check_same_inputs(dist: DistContext, fingerprint: dict[str, Any]) -> None:
 def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRecipe, out: Path) -> None:
     """Raise SurgeryError if the conversion would write more bytes than are free, files of an interrupted run included.
 
-    The estimate adds the tensors that stay (in the stored dtype), the structured ones in float32, the Gram matrices, sampled text, and
-    the aligned attention of a hybrid whose layers are chosen by measurements. Tuning of the whole model doubles it.
+    The estimate adds the tensors that stay (in the stored dtype), the structured ones in float32, the Gram matrices,
+    sampled text, and the aligned attention of a hybrid whose layers are chosen by measurements. Tuning of the whole
+    model doubles it.
     """
     unchanged = (
         sum(t.nbytes_read for t in source.tensors.values())

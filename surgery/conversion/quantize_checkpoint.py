@@ -30,10 +30,11 @@ from surgery.structures.quantized import Storage
 def quantize(
     converted: str, out: str | Path, bits: int = 8, group: int | None = None, *, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Write a converted checkpoint with quantized linears to `out`; return {"out", "linears", "bytes_before", "bytes_after", ..}.
+    """Write a converted checkpoint with quantized linears to `out`; return {"out", "linears", "bytes_before",
+    "bytes_after", ..}.
 
-    Memory is that of one linear and one file of results. Raises SurgeryError if `converted` is not a converted checkpoint or quantized
-    already, if weights are not finite, or if `out` exists.
+    Memory is that of one linear and one file of results. Raises SurgeryError if `converted` is not a converted
+    checkpoint or quantized already, if weights are not finite, or if `out` exists.
     """
     progress, out, storage = progress or Progress(), Path(out), make_storage(bits, group)
     check_output_path(out, True)

@@ -1,7 +1,10 @@
-"""Which linears the calibration inputs reach. Those that no input reaches have no statistics: they stay dense and are listed.
+"""Which linears the calibration inputs reach.
 
-Text alone does not reach the vision tower of a model of text and images, nor cross attention that reads images. A layer whose output
-the model does not use is not reached either: LLaVA reads the features before the last layer of its vision tower.
+Those that no input reaches have no statistics: they stay dense and are listed.
+
+Text alone does not reach the vision tower of a model of text and images, nor cross attention that reads images. A layer
+whose output the model does not use is not reached either: LLaVA reads the features before the last layer of its vision
+tower.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ FORWARD_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, Att
 
 
 def needs_probe(plan: Plan, model: Any) -> bool:
-    """Return whether inputs may leave parts of the model out: towers, an encoder and a decoder, or layers of an unknown kind."""
+    """Return whether inputs may leave parts of the model out: towers, an encoder and a decoder, or layers of an unknown
+    kind.
+    """
     layout = plan.layout
     several = len(set(layout.towers.values())) > 1 or bool(getattr(model.config, "is_encoder_decoder", False))
     return several or any(not linear.known for linear in layout.linears if linear.layer in layout.layers)
@@ -33,8 +38,8 @@ def needs_probe(plan: Plan, model: Any) -> bool:
 def keep_reached(plan: Plan, runner: LayerRunner, data: CalibrationSet) -> tuple[Plan, LayerRunner]:
     """Run two rows of the calibration inputs; return the plan without what they do not reach, and a runner for it.
 
-    Layers that are not called leave the layout and stay as they are. Raises SurgeryError if the model does not run on the inputs, or
-    if no linear of the plan is left.
+    Layers that are not called leave the layout and stay as they are. Raises SurgeryError if the model does not run on
+    the inputs, or if no linear of the plan is left.
     """
     model = runner.meta_model.model
     if not needs_probe(plan, model):
@@ -49,13 +54,15 @@ def keep_reached(plan: Plan, runner: LayerRunner, data: CalibrationSet) -> tuple
     mixers = [target.path for layer, target in plan.attention_targets.items() if layer not in layers]
     if mixers:
         raise SurgeryError(
-            f"the calibration inputs ({', '.join(data.inputs)}) do not reach {mixers[0]}, which attention replaces by a mixer. Give inputs "
+            f"the calibration inputs ({', '.join(data.inputs)}) do not reach {mixers[0]}, which attention replaces by "
+            "a mixer. Give inputs "
             "that use it, or leave its layer out (attention.layers)"
         )
     targets = {path: found for path, found in plan.targets.items() if path in reached}
     if lost and not any(target.configs for found in targets.values() for target in found):
         raise SurgeryError(
-            f"the calibration inputs ({', '.join(data.inputs)}) reach no linear of the plan ({lost[0].name}, ..). Give inputs that use "
+            f"the calibration inputs ({', '.join(data.inputs)}) reach no linear of the plan ({lost[0].name}, ..). Give "
+            "inputs that use "
             "them, for example images for a vision tower"
         )
     layout = replace(plan.layout, layers=tuple(path for path in plan.layout.layers if path in layers))
@@ -71,7 +78,9 @@ def unreached_note(names: list[str]) -> str:
 
 
 class _Linked(torch.autograd.Function):
-    """Return a layer's output, whose gradient reaches the layer's inputs as zeros: autograd keeps nothing of the layer."""
+    """Return a layer's output, whose gradient reaches the layer's inputs as zeros: autograd keeps nothing of the
+    layer.
+    """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
@@ -84,7 +93,9 @@ class _Linked(torch.autograd.Function):
 
 
 def _probe(plan: Plan, runner: LayerRunner, inputs: dict[str, Tensor]) -> tuple[set[str], set[str], set[str]]:
-    """Return the linears that ran, with the head; the layers of all towers that ran; and the runner's layers whose output is used."""
+    """Return the linears that ran, with the head; the layers of all towers that ran; and the runner's layers whose
+    output is used.
+    """
     model: Any = runner.meta_model
     layout = plan.layout
     reached, called = {layout.head}, set[str]()
@@ -124,8 +135,10 @@ def _probe(plan: Plan, runner: LayerRunner, inputs: dict[str, Tensor]) -> tuple[
         shapes = {name: list(x.shape) for name, x in inputs.items()}
         takes = [name for name in inspect.signature(model.model.forward).parameters if name != "kwargs"][:12]
         raise SurgeryError(
-            f"{type(model.model).__name__} does not run on two rows of its calibration inputs {shapes} ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}). Give a folder of images, or a .safetensors file with all inputs that its "
+            f"{type(model.model).__name__} does not run on two rows of its calibration inputs {shapes} "
+            f"({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}). Give a folder of images, or a .safetensors file with all inputs "
+            "that its "
             f"forward needs; it takes {', '.join(takes)}"
         ) from None
     finally:

@@ -37,9 +37,10 @@ class LayerReplacement:
     """The replacement of one layer.
 
     modules, mixers: replacement modules and mixers by path. entries: tensors of the layer shard. table, mixer_table:
-    entries of the checkpoint's quantization_config. records, mixer_records: entries of the report. structured: the modules with
-    structured weights as they are stored, where they will be trained (`modules` may hold dense linears with the same weights).
-    tuned: the report's entry of the layer's tuning. originals: trained norms and biases of modules that stay, in float32, by parameter.
+    entries of the checkpoint's quantization_config. records, mixer_records: entries of the report. structured: the
+    modules with structured weights as they are stored, where they will be trained (`modules` may hold dense linears
+    with the same weights). tuned: the report's entry of the layer's tuning. originals: trained norms and biases of
+    modules that stay, in float32, by parameter.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -71,12 +72,15 @@ class LayerReplacement:
                 self.structured[basis_path(path)] = module.basis
 
     def trained_modules(self) -> dict[str, nn.Module]:
-        """Return the modules of `structured` that replace a linear; a shared basis is called by those of the experts."""
+        """Return the modules of `structured` that replace a linear; a shared basis is called by those of the
+        experts.
+        """
         return {path: module for path, module in self.structured.items() if not isinstance(module, SharedBasis)}
 
 
 def densify_module(module: nn.Module) -> nn.Module:
-    """Return a dense linear with the same weight and bias as a structured, split, joined or guarded one; others unchanged.
+    """Return a dense linear with the same weight and bias as a structured, split, joined or guarded one; others
+    unchanged.
 
     All calibration samples run through the module several times, and one dense product is much faster than many blocks.
     """
@@ -217,8 +221,8 @@ def _read_bias(meta_model: MetaModel, linear: LinearInfo, device: torch.device) 
 
 
 def _storage_options(base: str, linear: LinearInfo) -> dict[str, Any]:
-    """Return the options of a table entry that `densify` needs: the name in the files if it is not the path, and whether
-    the source stores the weight as (in, out), as Conv1D does."""
+    """Return the options of a table entry that `densify` needs: the name in the files if it is not the path, and
+    whether the source stores the weight as (in, out), as Conv1D does."""
     name = {"file_name": base} if base != linear.path else {}
     return {**name, **({"transposed": True} if linear.transposed else {})}
 

@@ -42,9 +42,9 @@ from surgery.planning.speed import speed_dict
 class ReportInputs:
     """What a report says beside the context.
 
-    entries: the journal's entries of all layers, NON_LAYER last. stored: the tensors of the result. hybrid: the entry of the choice of
-    layers that keep softmax. seconds: of each step, with their total. calibration_hint: see Source. text_score, text_warnings: of the
-    calibration text.
+    entries: the journal's entries of all layers, NON_LAYER last. stored: the tensors of the result. hybrid: the entry
+    of the choice of layers that keep softmax. seconds: of each step, with their total. calibration_hint: see Source.
+    text_score, text_warnings: of the calibration text.
     """
 
     entries: Sequence[dict[str, Any]]
@@ -166,12 +166,15 @@ def totals(
 
 
 def uncalibrated_warnings(ctx: ConversionContext, hint: str) -> list[str]:
-    """Return what a conversion without calibration text loses: the fit of weights, tuning, the calibrated start of mixers. hint: what to do."""
+    """Return what a conversion without calibration text loses: the fit of weights, tuning, the calibrated start of
+    mixers. hint: what to do.
+    """
     warnings = []
     if ctx.data is None and ctx.plan.replaced_targets():
         untuned = " and not tuned" if ctx.recipe.epochs.is_on else ""
         warnings.append(
-            f"no calibration text: weights are projected in the Frobenius norm{untuned}, which damages a pretrained model badly "
+            f"no calibration text: weights are projected in the Frobenius norm{untuned}, which damages a pretrained "
+            "model badly "
             f"(docs/quality.md). {hint}"
         )
     elif ctx.data is None and ctx.recipe.epochs.is_on:
@@ -179,7 +182,8 @@ def uncalibrated_warnings(ctx: ConversionContext, hint: str) -> list[str]:
     attention, mixers = ctx.recipe.attention, [target.config for target in ctx.plan.attention_targets.values()]
     if ctx.data is None and attention and any(type(select_init(m, attention)) is not MixerInit for m in mixers):
         warnings.append(
-            "no calibration text: the mixers are not fitted to the original attention (as with start: copied), so training takes longer. "
+            "no calibration text: the mixers are not fitted to the original attention (as with start: copied), so "
+            "training takes longer. "
             f"{hint}"
         )
     return warnings
@@ -197,6 +201,7 @@ def short_text_warnings(ctx: ConversionContext) -> list[str]:
     if not nears or length > max(nears):
         return []
     return [
-        f"the calibration windows have {length} tokens, and the mixers attend exactly to the last {max(nears)} tokens: nothing shows what the "
+        f"the calibration windows have {length} tokens, and the mixers attend exactly to the last {max(nears)} tokens: "
+        "nothing shows what the "
         f"mixers lose on tokens farther back. Set length above {max(nears)}"
     ]

@@ -1,5 +1,5 @@
-"""Choices about attention that need calibration data: which layers or heads keep softmax attention, and how an MLR cache budget
-is allocated. Both choices are written to the journal."""
+"""Choices about attention that need calibration data: which layers or heads keep softmax attention, and how an MLR
+cache budget is allocated. Both choices are written to the journal."""
 
 from __future__ import annotations
 

@@ -1,24 +1,27 @@
-"""Choose the attention layers that keep softmax by restoring it: KL-guided layer selection (Li et al. 2025, arXiv 2512.20569).
+"""Choose the attention layers that keep softmax by restoring it: KL-guided layer selection (Li et al. 2025, arXiv
+2512.20569).
 
     D(S) = sum_t w_t KL(p_t || q_t(S)) / sum_t w_t
 
-p_t: the original's distribution at token t of the scored rows. q_t(S): that of the aligned student (surgery.conversion.aligned)
-with softmax and the original's projections in the layers S, and mixers in all others. The first layer to restore is the one
-with the lowest D({l}), the second the one with the lowest D given the first, and so on up to the recipe's share. Li et
-al. distil the student as a whole before they rank its layers; here it is only aligned layer by layer, which takes one layer in memory.
+p_t: the original's distribution at token t of the scored rows. q_t(S): that of the aligned student
+(surgery.conversion.aligned) with softmax and the original's projections in the layers S, and mixers in all others. The
+first layer to restore is the one with the lowest D({l}), the second the one with the lowest D given the first, and so
+on up to the recipe's share. Li et al. distil the student as a whole before they rank its layers; here it is only
+aligned layer by layer, which takes one layer in memory.
 
 Two measures make layers visible that look far back, which an average over all tokens hides:
 
 w_t        KL(p_t || r_t) divided by its mean, where r_t is the original's distribution when its selected
-           layers see only the last 64 tokens and the first 4. A token that needs no distant context has weight 0. If no token
-           needs it, all have weight 1.
+           layers see only the last 64 tokens and the first 4. A token that needs no distant context has weight 0. If no
+           token needs it, all have weight 1.
 repeated   a share of the held-out rows ends with a copy of an earlier part of the same row, more than 64 tokens back. To
-           predict the copy, a model must look up what followed the same words before: the task of induction heads (Olsson et
-           al. 2022). A student without such a layer fails at it, however small its error on plain text is.
+           predict the copy, a model must look up what followed the same words before: the task of induction heads
+           (Olsson et al. 2022). A student without such a layer fails at it, however small its error on plain text is.
 
-Scored rows are the held-out rows of the calibration text, to which neither the mixers nor the projections are fitted. Evenly
-spaced layers are scored in the same way, and the better choice is kept. Every round is one pass through the model. In it, a
-candidate's rows are computed from the restored layer on, because below it the candidate equals the choice so far.
+Scored rows are the held-out rows of the calibration text, to which neither the mixers nor the projections are fitted.
+Evenly spaced layers are scored in the same way, and the better choice is kept. Every round is one pass through the
+model. In it, a candidate's rows are computed from the restored layer on, because below it the candidate equals the
+choice so far.
 
 Weights, repeated parts and the steps of the alignment were compared with others in docs/measurements/quality.md.
 """
@@ -87,7 +90,9 @@ def scored_rows(samples: CalibrationSet, repeated: float, seed: int) -> tuple[Ca
 # -- variants of the model -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Variant:
-    """The model with replaced attention in `layers`. below, first: it equals the variant `below` before the layer `first`."""
+    """The model with replaced attention in `layers`. below, first: it equals the variant `below` before the layer
+    `first`.
+    """
 
     layers: frozenset[str]
     below: str = ""
@@ -97,7 +102,8 @@ class Variant:
 class VariantPass:
     """A pass of the original and of variants of it, each in a stream of its name.
 
-    load(target) returns a function that makes the context in which the target's attention is replaced. It is called once for each layer.
+    load(target) returns a function that makes the context in which the target's attention is replaced. It is called
+    once for each layer.
     """
 
     def __init__(
@@ -107,7 +113,9 @@ class VariantPass:
         self.order = {path: i for i, path in enumerate(ctx.plan.layout.layers)}
 
     def run(self, scored: CalibrationSet, done: Callable[[], None]) -> FinalStates:
-        """Return what reaches the head on the scored rows (B, T, D), of "original" and of each variant. done: called after each layer."""
+        """Return what reaches the head on the scored rows (B, T, D), of "original" and of each variant. done: called
+        after each layer.
+        """
         runner = self.ctx.runner.single_process()
         final = Streams.of_trial(runner, scored, self.variants).run(self, done)
         self.ctx.runner.hidden_bytes = max(self.ctx.runner.hidden_bytes, runner.hidden_bytes)  # for the report
@@ -129,7 +137,10 @@ class VariantPass:
         return contexts
 
     def _waits(self, path: str, variant: Variant) -> bool:
-        """Return whether the variant's rows skip a layer, because they will begin above it. An encoder runs for all: decoders read its output."""
+        """Return whether the variant's rows skip a layer, because they will begin above it.
+
+        An encoder runs for all: decoders read its output.
+        """
         if not variant.first or self.order[path] >= self.order[variant.first]:
             return False
         return self.ctx.plan.layout.tower(path) == self.ctx.plan.layout.tower(variant.first)
@@ -138,7 +149,8 @@ class VariantPass:
 class DivergenceScorer:
     """Divergence of variants from the original on the scored rows, weighted by token.
 
-    Models with a language-model head: KL(p || q) in nats. Others: |f - f0|^2 of each token's output relative to the mean
+    Models with a language-model head: KL(p || q) in nats. Others: |f - f0|^2 of each token's output relative to the
+    mean
     |f0|^2. weight_BT: of each token, with mean 1 over real tokens and 0 at padding.
     """
 
@@ -245,8 +257,10 @@ class Restoration:
         if self.scorer.weight_by_gap(final["original"], final["near"]):
             return "far"
         ctx.progress.say(
-            f"note: attention.hybrid: the original predicts the held-out text from the last {NEAR.window} tokens as well as from all "
-            "tokens, so no token shows which layers need softmax. All tokens get the same weight. Longer windows of calibration text "
+            f"note: attention.hybrid: the original predicts the held-out text from the last {NEAR.window} tokens as "
+            "well as from all "
+            "tokens, so no token shows which layers need softmax. All tokens get the same weight. Longer windows of "
+            "calibration text "
             "(length) may help"
         )
         return "even"
@@ -289,7 +303,9 @@ class Restoration:
         return self._run_distributed("scoring evenly spaced softmax layers", variant, {})["before"]
 
     def _run_distributed(self, what: str, before: Variant, candidates: dict[str, Variant]) -> dict[str, dict[str, Any]]:
-        """Return the scores of the variant "before" and of the candidates, in all processes, which share the candidates."""
+        """Return the scores of the variant "before" and of the candidates, in all processes, which share the
+        candidates.
+        """
         ctx, dist = self.ctx, self.ctx.dist
         own = {name: candidates[name] for name in list(candidates)[dist.index :: dist.count]}
 

@@ -68,9 +68,10 @@ class LinearStage:
     """Linears of one layer that read the same input.
 
     paths: their module paths, in order of execution. residual: path, below the layer, of the module whose input is the
-    residual stream that the linear's output is added to; "" if there is none. experts, expert: of linears of a routed expert
-    the path of its RoutedExperts and its index there; is_inner: whether they read the product of gate and up. members: of linears whose
-    bases are shared by the experts of the layer, which are fitted together, a stage for each expert; () of other stages.
+    residual stream that the linear's output is added to; "" if there is none. experts, expert: of linears of a routed
+    expert the path of its RoutedExperts and its index there; is_inner: whether they read the product of gate and up.
+    members: of linears whose bases are shared by the experts of the layer, which are fitted together, a stage for each
+    expert; () of other stages.
     """
 
     paths: list[str]
@@ -84,8 +85,8 @@ class LinearStage:
 class RoutedCalibration:
     """The tokens that reach the routed experts of one layer, recorded once for all experts.
 
-    fit, held_out: the tokens of the rows to fit and of the held-out rows, by the chunk of rows (first, last). shared: sums over
-    the rows of all experts, by (is_inner, whether of the rows to fit), computed when an expert needs them.
+    fit, held_out: the tokens of the rows to fit and of the held-out rows, by the chunk of rows (first, last). shared:
+    sums over the rows of all experts, by (is_inner, whether of the rows to fit), computed when an expert needs them.
     """
 
     def __init__(self, fit: dict[tuple[int, int], RoutedTokens], held_out: dict[tuple[int, int], RoutedTokens]):
@@ -94,7 +95,9 @@ class RoutedCalibration:
 
 
 def conversion_streams(ctx: ConversionContext) -> Streams:
-    """Return the streams of a conversion: the original, and beside it the converted model, each with the rows to fit and the held-out ones."""
+    """Return the streams of a conversion: the original, and beside it the converted model, each with the rows to fit
+    and the held-out ones.
+    """
     fit, held_out = ctx.samples.fit, ctx.samples.held_out
     streams = {
         "fit": Stream(fit, MAX_SHARDS),
@@ -110,8 +113,8 @@ class SequentialConverter:
 
     budgets: parameters for each target, by name. finished(path): the saved replacement of a layer when resuming, else
     None. write(path, replacement, seconds): store a layer's replacement. validate: whether each matrix is validated on
-    held-out rows (False for trials, which are scored as a whole). tune_epochs: epochs of each layer's tuning; tune_norms:
-    whether it trains norms and biases too.
+    held-out rows (False for trials, which are scored as a whole). tune_epochs: epochs of each layer's tuning;
+    tune_norms: whether it trains norms and biases too.
     """
 
     def __init__(
@@ -135,7 +138,10 @@ class SequentialConverter:
 
     @torch.no_grad()
     def run(self) -> tuple[HeldOutScore, LayerReplacement]:
-        """Convert every layer, then the head. Returns (held-out score of the converted model, the head's replacement)."""
+        """Convert every layer, then the head.
+
+        Returns (held-out score of the converted model, the head's replacement).
+        """
         final = self.streams.run(self)
         self.original_BTD = original_BTD = final.through("fit", "held out")
         converted_BTD = final.through("converted fit", "converted held out")
@@ -144,7 +150,9 @@ class SequentialConverter:
         return held_out_score(self.ctx, final["held out"], final["converted held out"], head_module=module), head
 
     def visit(self, layer: Layer) -> Contexts:
-        """Convert one layer; then the original rows run through it unchanged, and the converted ones through its replacement."""
+        """Convert one layer; then the original rows run through it unchanged, and the converted ones through its
+        replacement.
+        """
         began, call = time.perf_counter(), layer.call
         replacement = self.finished(call.path)
         if replacement is not None:
@@ -153,7 +161,8 @@ class SequentialConverter:
             replacement = self.convert_layer(layer)
             self.write(call.path, replacement, time.perf_counter() - began)
         self.diverged = self.diverged or bool(replacement.modules) or bool(replacement.mixers)
-        # The converted rows run even while they equal the original rows: a later layer may read other outputs of this layer.
+        # The converted rows run even while they equal the original rows: a later layer may read other outputs of this
+        # layer.
         return {
             "fit": nullcontext(),
             "converted fit": self._replaced_modules(call, replacement),
@@ -274,7 +283,10 @@ class SequentialConverter:
         routed: RoutedCalibration,
         grams: dict[str, Tensor],
     ) -> None:
-        """Fit the linears of all experts whose bases are shared, and add them to `replacement`. The statistics of all experts are in memory."""
+        """Fit the linears of all experts whose bases are shared, and add them to `replacement`.
+
+        The statistics of all experts are in memory.
+        """
         targets = {path: self.plan.targets[path][0] for path in stage.paths}
         of_expert = {
             member.expert: partial(
@@ -303,7 +315,10 @@ class SequentialConverter:
         of_expert: Mapping[int, Callable[..., InputMoments]],
         grams: dict[str, Tensor],
     ) -> Callable[[], dict[str, FitResult]]:
-        """Return a function that fits the matrices of one basis. Held-out rows of several processes are counted before it runs."""
+        """Return a function that fits the matrices of one basis.
+
+        Held-out rows of several processes are counted before it runs.
+        """
         recipe, experts = self.recipe, [target.linear.expert for target in members]
 
         def held_out_of(index: int) -> InputMoments:
@@ -368,7 +383,9 @@ class SequentialConverter:
         return x, index, weight
 
     def _streams_differ(self, replacement: LayerReplacement) -> bool:
-        """Return whether the converted model's activations are to be used, and differ from the original's at this point."""
+        """Return whether the converted model's activations are to be used, and differ from the original's at this
+        point.
+        """
         replaced = bool(self.diverged or replacement.modules or replacement.mixers)
         return self.recipe.calibrate == "sequential" and replaced
 
@@ -385,8 +402,8 @@ class SequentialConverter:
     ) -> InputMoments:
         """Return the moments of the linears of one expert over the tokens routed to it.
 
-        An expert with fewer rows than its matrix has inputs gets average rows of all experts of the layer for the rest; of
-        held-out rows it needs fewer, in proportion.
+        An expert with fewer rows than its matrix has inputs gets average rows of all experts of the layer for the rest;
+        of held-out rows it needs fewer, in proportion.
         """
         is_fit = rows == self.fit
         tokens, rounds = routed.fit if is_fit else routed.held_out, self.runner.rounds(rows.start, rows.stop)
@@ -430,7 +447,9 @@ class SequentialConverter:
     def _inner_rows(
         self, experts: Any, prefix: str, x: Tensor, x0: Tensor, replacement: LayerReplacement
     ) -> tuple[Tensor, Tensor]:
-        """Return what the expert at `prefix` passes to its down projection, in the converted and in the original model."""
+        """Return what the expert at `prefix` passes to its down projection, in the converted and in the original
+        model.
+        """
         expert, names = experts.expert(int(prefix.rpartition(".")[2])), experts.names
         original = [expert.get_submodule(name) for name in (names.gate, names.up)]
         inner0 = experts.gating(original[0](x0), original[1](x0))
@@ -543,7 +562,9 @@ def record_rows(result: FitResult, moments: InputMoments) -> None:
 
 
 def find_stages(meta_model: MetaModel, plan: Plan, call: LayerCall) -> list[LinearStage]:
-    """Run one sample through the layer and return its stages: linears that read the same tensor, in order of execution."""
+    """Run one sample through the layer and return its stages: linears that read the same tensor, in order of
+    execution.
+    """
     stages: list[tuple[Tensor, LinearStage]] = []  # with the input of each stage
     handles = []
     targets = plan.targets_in_layer(call.path)
@@ -591,7 +612,8 @@ def _leave_first(target: LinearTarget, stages: list[LinearStage]) -> None:
     found = [stage for stage in stages if set(stage.paths) & set(paths)]
     if len(found) > 1:
         raise SurgeryError(
-            f"{' and '.join(paths)} do not read one input in this model, so that one matrix cannot replace them. Leave share: input out for "
+            f"{' and '.join(paths)} do not read one input in this model, so that one matrix cannot replace them. Leave "
+            "share: input out for "
             f"them: a rule {{match: {paths[0]}, share: none}}"
         )
     for stage in found:
@@ -601,8 +623,8 @@ def _leave_first(target: LinearTarget, stages: list[LinearStage]) -> None:
 def _expert_stages(marker: LinearStage, linears: dict[str, LinearInfo], sharing: set[str]) -> list[LinearStage]:
     """Return the stages of routed experts: gate and up of every expert, then down of every expert.
 
-    A router selects few experts for one sample, so the stages are found by role and not by running the sample. sharing: paths of the
-    linears with a basis that experts share, which come first, in one stage.
+    A router selects few experts for one sample, so the stages are found by role and not by running the sample. sharing:
+    paths of the linears with a basis that experts share, which come first, in one stage.
     """
     found: dict[tuple[bool, bool, int], LinearStage] = {}
     for path, linear in linears.items():
@@ -628,7 +650,8 @@ def convert_head(
     """Return the replacement of the LM head, empty if the plan has no target there.
 
     original_BTD, converted_BTD: what reaches the head for all samples, from the original layers and from the converted
-    ones. If original_BTD is None the head is converted without data; if converted_BTD is None, on the original's states.
+    ones. If original_BTD is None the head is converted without data; if converted_BTD is None, on the original's
+    states.
     """
     replacement = LayerReplacement()
     model, recipe, device = ctx.model, ctx.recipe, ctx.device

@@ -62,15 +62,18 @@ JournalEntry = dict[str, Any]
 class Sink(Protocol):
     """The result of a conversion. The methods are called in this order; those of layers many times.
 
-    Layers have the names of their shards: the path of a layer, or NON_LAYER for all tensors outside the layers. step: `piece` for a
-    layer as it is delivered, `fitted` for one before the whole model is trained.
+    Layers have the names of their shards: the path of a layer, or NON_LAYER for all tensors outside the layers. step:
+    `piece` for a layer as it is delivered, `fitted` for one before the whole model is trained.
     """
 
     def check(self) -> None:
         """Raise SurgeryError if nothing can be put here. Called before the original is read."""
 
     def check_plan(self, model: MetaModel, plan: Plan) -> None:
-        """Raise SurgeryError if what the plan replaces cannot be put here. Called before the calibration samples are read."""
+        """Raise SurgeryError if what the plan replaces cannot be put here.
+
+        Called before the calibration samples are read.
+        """
 
     def notes(self, model: MetaModel) -> list[str]:
         """Return sentences about what the result will lack, or has beside the replacements."""
@@ -94,7 +97,9 @@ class Sink(Protocol):
         """Return the tensors that `write_layer` stored."""
 
     def write_model(self, ctx: ConversionContext, entries: list[JournalEntry]) -> Sequence[TensorInfo | TensorSource]:
-        """Assemble the layers; return the tensors of the result. entries: of all layers, in the order in which they are assembled."""
+        """Assemble the layers; return the tensors of the result. entries: of all layers, in the order in which they are
+        assembled.
+        """
 
     def write_report(self, ctx: ConversionContext, report: dict[str, Any]) -> None:
         """Store the report, and finish what is delivered."""
@@ -103,8 +108,9 @@ class Sink(Protocol):
 class FolderSink:
     """A checkpoint folder that is written resumably.
 
-    out: the folder, which must not exist. resume: whether OUT.partial may exist, whose finished steps are then kept. overwrite: whether
-    conversions in OUT and OUT.partial may be replaced. dist: the processes that share the conversion; process 0 writes what is no layer.
+    out: the folder, which must not exist. resume: whether OUT.partial may exist, whose finished steps are then kept.
+    overwrite: whether conversions in OUT and OUT.partial may be replaced. dist: the processes that share the
+    conversion; process 0 writes what is no layer.
     """
 
     def __init__(self, out: Path, resume: bool = False, overwrite: bool = False, dist: DistContext | None = None):
@@ -220,7 +226,9 @@ class FolderSink:
 
 
 def merged_tables(entries: list[JournalEntry]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (table, mixers) of a converted model's quantization_config, by path. entries: the journal's, of all layers."""
+    """Return (table, mixers) of a converted model's quantization_config, by path. entries: the journal's, of all
+    layers.
+    """
     table = {path: spec for entry in entries for path, spec in entry["table"].items()}
     mixers = {path: renew_mixer(spec) for entry in entries for path, spec in entry.get("mixers", {}).items()}
     return table, mixers

@@ -1,9 +1,9 @@
 """The engine of a conversion: the rows of several versions of the model run through its layers together, once.
 
-A stream is what one version of the model computes on some calibration samples: the original, the model as converted so far, a
-variant on trial. The rows of all streams lie in one batch, one stream behind the other. A pass visits one layer after the other; it
-may fit matrices or measure errors there, and returns the context in which each stream's rows run through the layer: unchanged,
-or with modules replaced.
+A stream is what one version of the model computes on some calibration samples: the original, the model as converted so
+far, a variant on trial. The rows of all streams lie in one batch, one stream behind the other. A pass visits one layer
+after the other; it may fit matrices or measure errors there, and returns the context in which each stream's rows run
+through the layer: unchanged, or with modules replaced.
 
     class Divergence:
         def visit(self, layer):
@@ -12,8 +12,8 @@ or with modules replaced.
     streams = Streams(runner, samples, {"original": Stream(held_out), "converted": Stream(held_out)})
     final = streams.run(Divergence())    # by stream, what reaches the head, (B, T, D)
 
-One layer is in memory at a time, and the rows of all streams between two layers. Passes that need gradients (Fisher information, tuning
-of the whole model) are `surgery.conversion.gradients.GradientPass`es.
+One layer is in memory at a time, and the rows of all streams between two layers. Passes that need gradients (Fisher
+information, tuning of the whole model) are `surgery.conversion.gradients.GradientPass`es.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ Contexts = Mapping[str, AbstractContextManager[Any]]  # of the streams that run 
 class Stream:
     """The rows of one version of the model.
 
-    samples: the calibration samples that it runs. shards: the most row shards that processes divide it into; 0 where each process runs
-    all rows by itself. beside: the stream of the same samples whose rows run in the same processes, row by row; "" if there is none.
+    samples: the calibration samples that it runs. shards: the most row shards that processes divide it into; 0 where
+    each process runs all rows by itself. beside: the stream of the same samples whose rows run in the same processes,
+    row by row; "" if there is none.
     """
 
     samples: range
@@ -53,7 +54,9 @@ class Pass(Protocol):
     """What happens at each layer."""
 
     def visit(self, layer: Layer) -> Contexts:
-        """Return the context in which each stream's rows run through the layer. A stream that is left out does not run there.
+        """Return the context in which each stream's rows run through the layer.
+
+        A stream that is left out does not run there.
 
         If a context yields a function, it is called after each round of rows (see `surgery.calibration.partition`).
         """
@@ -99,8 +102,8 @@ class FinalStates:
 class Streams:
     """Named streams of rows, and their run through the layers.
 
-    rows: the rows of each stream in the batch. offset: the distance of the streams with `beside` from those they stand beside.
-    rows_at_once: rows in one forward of a layer; None for as many as suit the device.
+    rows: the rows of each stream in the batch. offset: the distance of the streams with `beside` from those they stand
+    beside. rows_at_once: rows in one forward of a layer; None for as many as suit the device.
 
     Streams with `beside` come last and stand beside all the others, in the same order.
     """
@@ -129,7 +132,9 @@ class Streams:
     def of_trial(
         cls, runner: LayerRunner, samples: CalibrationSet, variants: Mapping[str, Any] | None = None
     ) -> Streams:
-        """Return the streams of a trial in one process: "original" with all samples, and the held-out ones for each variant."""
+        """Return the streams of a trial in one process: "original" with all samples, and the held-out ones for each
+        variant.
+        """
         variants = variants or {}
         assert "original" not in variants
         held_out = {name: Stream(samples.held_out) for name in variants}
@@ -152,7 +157,9 @@ class Streams:
 
     @torch.no_grad()
     def run(self, visitor: Pass, done: Callable[[], None] = lambda: None) -> FinalStates:
-        """Run all streams through all layers, and return what reaches the head, with the rows of all processes. done: called after each layer."""
+        """Run all streams through all layers, and return what reaches the head, with the rows of all processes. done:
+        called after each layer.
+        """
 
         def visit(call: LayerCall) -> Any:
             call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
@@ -166,7 +173,10 @@ class Streams:
         return FinalStates(final_BTD, self.rows)
 
     def run_with_gradients(self, gradient_pass: GradientPass) -> Tensor:
-        """Return what reaches the head for all rows (B, T, D), connected to the inputs by autograd. Rows of other processes are undefined."""
+        """Return what reaches the head for all rows (B, T, D), connected to the inputs by autograd.
+
+        Rows of other processes are undefined.
+        """
         with torch.enable_grad():
             return self._run_model(lambda call: gradient_pass.run_layer(Layer(call, self)))
 

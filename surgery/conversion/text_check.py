@@ -1,7 +1,8 @@
 """Check that a calibration text suits the model: compare its loss with the loss of samples drawn from the model.
 
 Text like the training data has about the same loss as the model's own samples. Text in a wrong encoding or another
-language has a far higher loss, a repeated letter a far lower one. Matrices fitted to such hidden states fit no other text.
+language has a far higher loss, a repeated letter a far lower one. Matrices fitted to such hidden states fit no other
+text.
 """
 
 from __future__ import annotations

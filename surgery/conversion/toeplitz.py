@@ -1,8 +1,8 @@
 """Replace the mixing matrices of a checkpoint with block mixing (MHLA) by Toeplitz ones (TBM).
 
-Each head's matrix is fitted by a sum of exponentials in the distance of two blocks, so that the model takes inputs of any
-length in linear time. The fit's R^2 says how much of the matrices depends on distance alone (`surgery inspect` shows it).
-Only the mixing matrices change.
+Each head's matrix is fitted by a sum of exponentials in the distance of two blocks, so that the model takes inputs of
+any length in linear time. The fit's R^2 says how much of the matrices depends on distance alone (`surgery inspect`
+shows it). Only the mixing matrices change.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def convert_to_toeplitz(converted: str, out: str | Path, components: int = COMPO
     fits = toeplitz_fits(source, components)
     if not fits:
         raise SurgeryError(
-            f"{converted} has no attention with block mixing (mask: blocks), and only such attention can be made Toeplitz"
+            f"{converted} has no attention with block mixing (mask: blocks), and only such attention can be made "
+            "Toeplitz"
         )
     table, mixers = read_table(source.config, converted), read_mixers(source.config, converted)
     entries = []

@@ -1,9 +1,9 @@
-"""Choose how the parameter budget is allocated over the linears: measure the gain of each rank, try the resulting allocation against the
-uniform one, keep the better one, and report both.
+"""Choose how the parameter budget is allocated over the linears: measure the gain of each rank, try the resulting
+allocation against the uniform one, keep the better one, and report both.
 
-`QuickTrial` scores all contenders (candidate allocations) in one pass. The samples to fit run through the original layers
-once and give E[x x^T] of every linear's input. The held-out samples run through the original layers and through each
-contender's. Matrices are fitted to the original's inputs alone, which ignores the errors of the layers below.
+`QuickTrial` scores all contenders (candidate allocations) in one pass. The samples to fit run through the original
+layers once and give E[x x^T] of every linear's input. The held-out samples run through the original layers and through
+each contender's. Matrices are fitted to the original's inputs alone, which ignores the errors of the layers below.
 `sequential_trial` converts with one contender as the real conversion would, in about three times the time.
 """
 
@@ -66,7 +66,9 @@ class _StageGram:
     of_c: dict[Any, Any] = field(default_factory=dict)  # cache of C's factors, shared by the stage's linears
 
     def ordered_reduce(self, dist: DistContext, round_: Round, like: Tensor) -> None:
-        """Add the parts of all processes to `sum_II`, in a fixed order. like: an empty tensor of the right dtype and device."""
+        """Add the parts of all processes to `sum_II`, in a fixed order. like: an empty tensor of the right dtype and
+        device.
+        """
         part_II = like.new_zeros(self.size, self.size) if self.part_II is None else self.part_II
         self.sum_II = dist.ordered_sum(self.sum_II, part_II, round_.owners)
         per_rank = dist.gather(self.rows[0])
@@ -76,8 +78,8 @@ class _StageGram:
 class QuickTrial:
     """Score several allocations in one pass over the samples.
 
-    contenders: name -> (target name -> parameters). done: called after each layer. plans: the plans of contenders that do not have ctx's,
-    by name; they replace the same matrices by other structures.
+    contenders: name -> (target name -> parameters). done: called after each layer. plans: the plans of contenders that
+    do not have ctx's, by name; they replace the same matrices by other structures.
     """
 
     def __init__(
@@ -234,7 +236,9 @@ def choose_budgets(ctx: ConversionContext) -> tuple[dict[str, float], dict[str, 
 
 
 def budgets_by_gain(options: Mapping[str, list[CostPoint]], free: list[LinearTarget]) -> dict[str, int]:
-    """Return the parameters of each free target where they lower the expected loss most, in total those of the uniform allocation."""
+    """Return the parameters of each free target where they lower the expected loss most, in total those of the uniform
+    allocation.
+    """
     errors = {target.name: options[target.name] for target in free}
     return allocate_budget(errors, sum(target.uniform_budget() for target in free))
 
@@ -248,13 +252,14 @@ def measure_rank_errors(ctx: ConversionContext) -> dict[str, list[CostPoint]]:
 def choose_allocation(
     ctx: ConversionContext, contenders: dict[str, dict[str, float]], plans: Mapping[str, Plan] | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Try the contenders "uniform" and "measured" and return (the better one's budgets, the report's "allocation" entry).
+    """Try the contenders "uniform" and "measured" and return (the better one's budgets, the report's "allocation"
+    entry).
 
     plans: see `QuickTrial`.
 
     Trials fit to a quarter of the samples and are scored on all held-out samples. If the quick trial prefers the
-    uniform allocation, although the Fisher pass predicts otherwise, sequential trials decide: they also account for layers that
-    compensate the errors below them (docs/quality.md).
+    uniform allocation, although the Fisher pass predicts otherwise, sequential trials decide: they also account for
+    layers that compensate the errors below them (docs/quality.md).
     """
     few, layers, how = ctx.samples.subset(TRIAL_SHARE), len(ctx.plan.layout.layers), "quick trials"
     trial = replace(ctx, data=few)

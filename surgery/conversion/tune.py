@@ -3,10 +3,10 @@
     surgery.conversion.tune_layer     one layer, towards the output of the original layer (AA-SVD, arXiv 2604.02119)
     surgery.conversion.tune_model     all layers, towards the original's logits
 
-Trained are the cores of structured linears and the parameters of mixers, and if asked for, norms and biases of the original
-(surgery.conversion.norms). A step of Adam moves a tensor by at most about
-`rate` times its root mean square, so that one scale of rates suits cores of every structure and size. Pivoted low rank makes
-its steps in the coordinates of two balanced factors (`step_coordinates`), since its stored values are badly scaled for them. The rate is found for
+Trained are the cores of structured linears and the parameters of mixers, and if asked for, norms and biases of the
+original (surgery.conversion.norms). A step of Adam moves a tensor by at most about `rate` times its root mean square,
+so that one scale of rates suits cores of every structure and size. Pivoted low rank makes its steps in the coordinates
+of two balanced factors (`step_coordinates`), since its stored values are badly scaled for them. The rate is found for
 each tuning: every rate of RATES runs a short trial, and the one with the lowest loss on the held-out rows is used. It
 falls with a cosine over the epochs. After an epoch that does not lower the held-out loss, the values return to those of
 the best epoch and the rate is halved. If no trial lowers the loss, the values stay as they were.
@@ -37,7 +37,8 @@ from surgery.structures.coordinates import Coordinates
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)  # movement of a tensor per step, relative to its root mean square
 TRIAL_STEPS = 8  # Adam steps of the trial of one rate
 BATCH_TOKENS = 1024  # tokens of one step, in whole rows
-# From so many tokens on, a step has LARGE_FACTOR times as many, and a trial as many more steps: a short one tells little about a long training.
+# From so many tokens on, a step has LARGE_FACTOR times as many, and a trial as many more steps: a short one tells
+# little about a long training.
 LARGE_TEXT, LARGE_FACTOR = 2**16, 4
 MIN_STEPS = 4  # fewest steps of an epoch: a short text is cut into smaller batches
 MIN_SCALE = (
@@ -54,8 +55,9 @@ Allocate = Callable[[Tensor], Tensor]  # returns an uninitialized tensor like it
 class TuningRecord:
     """The report's entry of one tuning.
 
-    unit: of `start` and `end`, the losses on the held-out rows before and after it. rate: the rate of the trial that won,
-    0 if none lowered the loss. epoch: the epoch whose values were kept, 0 for the values before it. epochs: of the training.
+    unit: of `start` and `end`, the losses on the held-out rows before and after it. rate: the rate of the trial that
+    won, 0 if none lowered the loss. epoch: the epoch whose values were kept, 0 for the values before it. epochs: of the
+    training.
     """
 
     unit: str
@@ -72,10 +74,12 @@ class TuningRecord:
 
 @dataclass
 class _TrainedTensor:
-    """One trained tensor. module, leaf: where it belongs. original: its name in the original model, "" if its module is a new one.
-    stored: dtype in the files. value: in float32. saved: the values to return to. coordinates: in which steps are made, None if in the values.
-    first, second: Adam's moments, and scale: root mean square of the values before the training, in the coordinates. parameter: of an
-    original's tensor the parameter that is swapped in, None outside of steps."""
+    """One trained tensor. module, leaf: where it belongs. original: its name in the original model, "" if its module is
+    a new one. stored: dtype in the files. value: in float32. saved: the values to return to. coordinates: in which
+    steps are made, None if in the values. first, second: Adam's moments, and scale: root mean square of the values
+    before the training, in the coordinates. parameter: of an original's tensor the parameter that is swapped in, None
+    outside of steps.
+    """
 
     module: nn.Module
     leaf: str
@@ -93,8 +97,8 @@ class _TrainedTensor:
 class TrainedLayer:
     """The new parameters of one converted layer (or of the head) while they are trained.
 
-    stored: dtype of each tensor in the files, by name; that of the source for others. kept: norms and biases of the original that are trained
-    too, parameter -> name in the files. tensors: by the same names.
+    stored: dtype of each tensor in the files, by name; that of the source for others. kept: norms and biases of the
+    original that are trained too, parameter -> name in the files. tensors: by the same names.
     """
 
     def __init__(
@@ -136,9 +140,12 @@ class TrainedLayer:
         return {name: tensor.stored for name, tensor in self.tensors.items()}
 
     def parameters(self, device: torch.device, *, trained: bool) -> list[Tensor]:
-        """Put the values into the modules, on `device`, and return them as leaves of autograd. Tensors of the original are put there by `swapped_in`.
+        """Put the values into the modules, on `device`, and return them as leaves of autograd.
 
-        trained: whether they require gradients; if not, they are rounded to the dtype of the files, as they will be loaded.
+        Tensors of the original are put there by `swapped_in`.
+
+        trained: whether they require gradients; if not, they are rounded to the dtype of the files, as they will be
+        loaded.
         """
         leaves: list[Tensor] = []
         for tensor in self.tensors.values():
@@ -216,7 +223,9 @@ class TrainedLayer:
             yield
 
     def finish(self, device: torch.device) -> dict[str, Tensor]:
-        """Put the saved values into the modules and the replacement, frozen and on `device`; return them by name, in float32."""
+        """Put the saved values into the modules and the replacement, frozen and on `device`; return them by name, in
+        float32.
+        """
         self.reset()
         leaves = self.parameters(device, trained=False)
         self.replacement.originals |= {name: tensor.detach() for name, tensor in self.originals.items()}
@@ -224,9 +233,11 @@ class TrainedLayer:
 
 
 def step_scale(module: nn.Module, leaf: str, value: Tensor) -> float:
-    """Return the size of a tensor, to which the steps of its training are relative: its root mean square, at least MIN_SCALE.
+    """Return the size of a tensor, to which the steps of its training are relative: its root mean square, at least
+    MIN_SCALE.
 
-    A core of a structured linear has no least size, if it is not zero: cores of a matrix of small weights are small themselves.
+    A core of a structured linear has no least size, if it is not zero: cores of a matrix of small weights are small
+    themselves.
     """
     size = float(value.double().square().mean().sqrt())
     is_core = isinstance(module, StructuredLinear) and leaf != "bias"
@@ -234,7 +245,9 @@ def step_scale(module: nn.Module, leaf: str, value: Tensor) -> float:
 
 
 def _step_coordinates(module: nn.Module, allocate: Allocate) -> dict[str, Coordinates]:
-    """Return the coordinates of a structured linear's cores, by core, in tensors of `allocate`; none for other modules."""
+    """Return the coordinates of a structured linear's cores, by core, in tensors of `allocate`; none for other
+    modules.
+    """
     found = module.step_coordinates() if isinstance(module, StructuredLinear) else {}
     copies: dict[int, Tensor] = {}
     for matrix in (matrix for each in found.values() for matrix in (each.matrix, each.inverse)):
@@ -246,10 +259,11 @@ def _step_coordinates(module: nn.Module, allocate: Allocate) -> dict[str, Coordi
 def trained_parameters(
     meta_model: MetaModel, replacement: LayerReplacement, kept: Mapping[str, str] | None = None
 ) -> dict[str, tuple[nn.Module, str, str]]:
-    """Return the parameters that a tuning trains: name in the files -> (module, name in the module, name in the original model).
+    """Return the parameters that a tuning trains: name in the files -> (module, name in the module, name in the
+    original model).
 
-    kept: norms and biases of the original that are trained too, parameter -> name in the files. The last name is "" for parameters
-    of modules that replace others, biases included.
+    kept: norms and biases of the original that are trained too, parameter -> name in the files. The last name is "" for
+    parameters of modules that replace others, biases included.
     """
     kept = kept or {}
     found: dict[str, tuple[nn.Module, str, str]] = {}
@@ -345,7 +359,9 @@ def _cosine(step: int, steps: int) -> float:
 
 
 def split_rows(rows: range, length: int) -> list[range]:
-    """Return `rows` in batches of about BATCH_TOKENS tokens, of a large text four times as many; at least MIN_STEPS batches if there are as many rows."""
+    """Return `rows` in batches of about BATCH_TOKENS tokens, of a large text four times as many; at least MIN_STEPS
+    batches if there are as many rows.
+    """
     tokens = BATCH_TOKENS * text_factor(len(rows) * length)
     size = max(1, min(tokens // max(1, length), len(rows) // MIN_STEPS))
     return [range(first, min(first + size, rows.stop)) for first in range(rows.start, rows.stop, size)]

@@ -2,9 +2,9 @@
 
     loss = sum_n (y_n - y*_n)^T G (y_n - y*_n)
 
-y*: output of the original layer on the original's inputs. y: output of the converted layer on the outputs of the converted
-layers below. G (D, D), or its diagonal: second moment of the gradient of the loss in the layer's output, measured by the
-Fisher pass; the identity if there is none. n: real tokens.
+y*: output of the original layer on the original's inputs. y: output of the converted layer on the outputs of the
+converted layers below. G (D, D), or its diagonal: second moment of the gradient of the loss in the layer's output,
+measured by the Fisher pass; the identity if there is none. n: real tokens.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def tune_layer(
     epochs: int,
     norms: bool = False,
 ) -> None:
-    """Train the new parameters of one layer in place. gram: of the layer's output, or its diagonal, or None. norms: train its norms and biases too.
+    """Train the new parameters of one layer in place. gram: of the layer's output, or its diagonal, or None. norms:
+    train its norms and biases too.
 
     One process trains and gives the values to all others.
     """

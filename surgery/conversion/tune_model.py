@@ -2,13 +2,14 @@
 
     loss = sum_n KL(p_n || q_n)      p: next-token distribution of the original, q: of the converted model, n: real tokens
 
-A model without a language-model head is trained towards its last hidden state, sum_n |h_n - h*_n|^2. The original is not run
-again: what reaches its head was computed by the conversion (B, T, D), and the head is applied to it batch by batch.
+A model without a language-model head is trained towards its last hidden state, sum_n |h_n - h*_n|^2. The original is
+not run again: what reaches its head was computed by the conversion (B, T, D), and the head is applied to it batch by
+batch.
 
-The graph of a step is held in memory if the model fits there. Otherwise the step is streamed (surgery.conversion.gradients): the
-backward pass of a layer loads it again, repeats the forward pass, and makes the layer's step of Adam at once, so that memory holds
-one layer, its gradients and the inputs of all layers. The trained values and Adam's moments then lie in memory-mapped
-files. Both ways compute the same numbers.
+The graph of a step is held in memory if the model fits there. Otherwise the step is streamed
+(surgery.conversion.gradients): the backward pass of a layer loads it again, repeats the forward pass, and makes the
+layer's step of Adam at once, so that memory holds one layer, its gradients and the inputs of all layers. The trained
+values and Adam's moments then lie in memory-mapped files. Both ways compute the same numbers.
 
 Norms outside the layers are trained if they run behind a converted layer, such as the norm before the head.
 """
@@ -43,9 +44,9 @@ STATES = 4  # copies of each trained tensor: its value, the saved value, Adam's 
 class ModelTuning(Tuning, GradientPass):
     """The tuning of all layers together.
 
-    layers: of the model's layers, in any order, and at path "" that of a replaced head. original_BTD: what reaches the head in
-    the original, for all samples. streamed: whether each step is streamed. outer_norms: parameters of norms outside the layers that are
-    trained too, parameter -> name in the files.
+    layers: of the model's layers, in any order, and at path "" that of a replaced head. original_BTD: what reaches the
+    head in the original, for all samples. streamed: whether each step is streamed. outer_norms: parameters of norms
+    outside the layers that are trained too, parameter -> name in the files.
     """
 
     def __init__(
@@ -217,7 +218,9 @@ class ModelTuning(Tuning, GradientPass):
     def _replaced_head_loss(
         self, found_ND: Tensor, wanted_ND: Tensor, gradient: bool
     ) -> tuple[float, Tensor, list[Tensor | None]]:
-        """Return (summed KL, gradient of the mean (N, D), gradients of the head's cores) with the replacement of the head."""
+        """Return (summed KL, gradient of the mean (N, D), gradients of the head's cores) with the replacement of the
+        head.
+        """
         assert self.head is not None
         layer, head = self.by_path[""], self.head
         module = next(iter({**layer.replacement.modules, **layer.replacement.structured}.values()))
@@ -240,7 +243,9 @@ class ModelTuning(Tuning, GradientPass):
 
 
 class OuterNorms(TrainedLayer):
-    """The norms outside the layers while they are trained: those that run behind a converted layer. parameters: parameter -> name in the files."""
+    """The norms outside the layers while they are trained: those that run behind a converted layer. parameters:
+    parameter -> name in the files.
+    """
 
     def __init__(self, meta_model: MetaModel, parameters: Mapping[str, str], device: torch.device):
         outside = LayerReplacement(originals=read_originals(meta_model, parameters, device))
@@ -252,7 +257,9 @@ class OuterNorms(TrainedLayer):
 
     @contextmanager
     def swapped_in_behind(self, ran: list[str]) -> Iterator[None]:
-        """Swap the parameters into norms that run once `ran`, the paths of the converted layers so far, has any, inside the context."""
+        """Swap the parameters into norms that run once `ran`, the paths of the converted layers so far, has any, inside
+        the context.
+        """
         by_module: dict[str, dict[str, Tensor]] = {}
         for parameter, tensor in self.originals.items():
             path, _, leaf = parameter.rpartition(".")
@@ -292,8 +299,8 @@ class OuterNorms(TrainedLayer):
 def divergence_gradient(head: ChunkedLMHead, found_ND: Tensor, wanted_ND: Tensor) -> tuple[float, Tensor]:
     """Return (sum_n KL(p_n || q_n) in nats, its gradient (N, D) in the hidden states of q).
 
-    found_ND, wanted_ND: hidden states of q and of p. With logits z' = W h + b of q the gradient is (q - p) W, computed in two
-    passes over slices of the vocabulary, or in one if there is one slice.
+    found_ND, wanted_ND: hidden states of q and of p. With logits z' = W h + b of q the gradient is (q - p) W, computed
+    in two passes over slices of the vocabulary, or in one if there is one slice.
     """
     slices = head.slices(len(found_ND))
     first = next(slices)
@@ -323,7 +330,9 @@ def divergence_gradient(head: ChunkedLMHead, found_ND: Tensor, wanted_ND: Tensor
 
 
 class _LayerStep(LayerBackward):
-    """The backward pass of one layer of a streamed step, which updates its parameters. layer: None if nothing is trained in it."""
+    """The backward pass of one layer of a streamed step, which updates its parameters. layer: None if nothing is
+    trained in it.
+    """
 
     def __init__(self, tuning: ModelTuning, layer: TrainedLayer | None):
         super().__init__()
@@ -351,7 +360,9 @@ class _LayerStep(LayerBackward):
 
 
 def resident_bytes(plan: Plan) -> int:
-    """Return the estimated bytes of a step that is not streamed: weights in float32, states of the trained tensors, activations."""
+    """Return the estimated bytes of a step that is not streamed: weights in float32, states of the trained tensors,
+    activations.
+    """
     rows, trained = 0, 0
     for linear in plan.layout.linears:
         rows += linear.in_ + linear.out

@@ -1,7 +1,7 @@
 """A module that is no transformers model, as a model of one layer: its linears are matched by path.
 
-LayerRunner passes hidden states (B, T, D) from layer to layer. The only layer here ignores its hidden states, which have the shape of the
-module's output, and runs the whole module on the model's inputs.
+LayerRunner passes hidden states (B, T, D) from layer to layer. The only layer here ignores its hidden states, which
+have the shape of the module's output, and runs the whole module on the model's inputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class PlainConfig:
 
 
 class WholeModule(nn.Module):
-    """A layer that runs `module` on the inputs given as keywords. flat: names of inputs that were (B,) and are passed as (B, 1)."""
+    """A layer that runs `module` on the inputs given as keywords. flat: names of inputs that were (B,) and are passed
+    as (B, 1).
+    """
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -40,7 +42,9 @@ class WholeModule(nn.Module):
         self.flat: frozenset[str] = frozenset()
 
     def forward(self, hidden_states: Tensor, **inputs: Tensor) -> Tensor:
-        """Return the module's output, (B, T, D). hidden_states: zeros of that shape; gradients reach them with weight zero."""
+        """Return the module's output, (B, T, D). hidden_states: zeros of that shape; gradients reach them with weight
+        zero.
+        """
         inputs = {name: x[:, 0] if name in self.flat else x for name, x in inputs.items()}
         if not hidden_states.requires_grad:
             return output_rows(self.module(**inputs), inputs)
@@ -68,7 +72,8 @@ def _attach(zero: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, .
 def output_rows(out: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return the first floating-point tensor of a module's output as (B, T, D).
 
-    An output (B, D) becomes (B, 1, D), or (B, D, 1) if an input is an image or larger, so that fewer rows run at a time.
+    An output (B, D) becomes (B, 1, D), or (B, D, 1) if an input is an image or larger, so that fewer rows run at a
+    time.
     """
     values = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, (tuple, list)) else [out]
     found = next((x for x in values if isinstance(x, Tensor) and x.is_floating_point()), None)
@@ -76,7 +81,8 @@ def output_rows(out: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     if found is None or found.dim() < 1 or found.shape[0] != rows:
         shape = None if found is None else list(found.shape)
         raise SurgeryError(
-            f"calibration: the module must return a floating-point tensor with the batch of {rows} rows as its first axis (got "
+            f"calibration: the module must return a floating-point tensor with the batch of {rows} rows as its first "
+            "axis (got "
             f"{type(out).__name__}, shape {shape}). Wrap it in a module that does"
         )
     if found.dim() > 2:

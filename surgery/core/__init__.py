@@ -1,1 +1,3 @@
-"""Foundations without model knowledge: errors, configs, registries, kernel dispatch, files, journals, processes, devices, progress."""
+"""Foundations without model knowledge: errors, configs, registries, kernel dispatch, files, journals, processes,
+devices, progress.
+"""

@@ -1,4 +1,5 @@
-"""Validated configuration: strict pydantic models, safe YAML, `--set` overrides, and layer ranges such as "2:-2", ":8" or "3".
+"""Validated configuration: strict pydantic models, safe YAML, `--set` overrides, and layer ranges such as "2:-2", ":8"
+or "3".
 
 Every problem is reported as a SurgeryError before anything runs.
 """
@@ -20,7 +21,9 @@ MAX_BYTES = 1_000_000  # largest recipe file that is read
 
 
 def fields_at_default(data: BaseModel, names: Iterable[str]) -> set[str]:
-    """Return those of `names` whose fields have their default: younger keys that old digests and journals do not hold are left out so."""
+    """Return those of `names` whose fields have their default: younger keys that old digests and journals do not hold
+    are left out so.
+    """
     return {name for name in names if getattr(data, name) == type(data).model_fields[name].default}
 
 
@@ -75,7 +78,9 @@ def check_layer_range(text: Any) -> Any:
 
 
 def is_layer_selected(text: str, index: int, count: int) -> bool:
-    """Return whether layer `index` of `count` lies in a range such as "2:-2" (Python slice semantics; "3" is one layer)."""
+    """Return whether layer `index` of `count` lies in a range such as "2:-2" (Python slice semantics; "3" is one
+    layer).
+    """
     if ":" not in text:
         return int(text) in (index, index - count)
     start, stop = (int(bound) if bound.strip() else None for bound in text.split(":"))
@@ -87,7 +92,8 @@ COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 @dataclass(frozen=True)
 class CommandLine:
-    """How a field of a model is written on the command line, where its type does not say so (surgery/cli/model_options.py).
+    """How a field of a model is written on the command line, where its type does not say so
+    (surgery/cli/model_options.py).
 
     Attributes:
         metavar: name of the value in the help text, e.g. DIR; None: that of the type.
@@ -113,9 +119,12 @@ def parse_count(value: Any) -> Any:
 
 
 def parse_length(value: Any) -> Any:
-    """Return the number of tokens for a length as people write it: 32k or 32K is 32,768, 1M 1,048,576. Return any other value unchanged.
+    """Return the number of tokens for a length as people write it: 32k or 32K is 32,768, 1M 1,048,576.
 
-    Lengths of contexts are powers of two, so a unit is 1,024 here and 1,000 in `parse_count`, for amounts of training text.
+    Return any other value unchanged.
+
+    Lengths of contexts are powers of two, so a unit is 1,024 here and 1,000 in `parse_count`, for amounts of training
+    text.
     """
     match = re.fullmatch(r"(\d{1,15})([km])", value.strip().lower()) if isinstance(value, str) else None
     return int(match[1]) * {"k": 2**10, "m": 2**20}[match[2]] if match else value
@@ -161,7 +170,9 @@ def deep_merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_by_path(data: dict[str, Any], path: str, value: Any) -> None:
-    """Set a nested value in place: the path stages.0.rate sets data["stages"][0]["rate"]; stages.*.rate sets it in every item."""
+    """Set a nested value in place: the path stages.0.rate sets data["stages"][0]["rate"]; stages.*.rate sets it in
+    every item.
+    """
     first, _, rest = path.partition(".")
     container: Any = data
     keys: list[Any] = list(range(len(container))) if first == "*" and isinstance(container, list) else [first]

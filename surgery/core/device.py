@@ -1,8 +1,8 @@
 """Device selection, process memory, and fast float32 matrix products on the CPU.
 
-On processors with AVX-512, oneDNN multiplies float32 matrices twice as fast as the default library. PyTorch uses oneDNN only
-if reduced float32 precision is allowed, although these kernels do not reduce it. A probe detects processors where precision
-would drop (bf16 units); there the default stays.
+On processors with AVX-512, oneDNN multiplies float32 matrices twice as fast as the default library. PyTorch uses oneDNN
+only if reduced float32 precision is allowed, although these kernels do not reduce it. A probe detects processors where
+precision would drop (bf16 units); there the default stays.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 8 * 2**20
 def return_freed_memory() -> None:
     """Make glibc return every freed block of at least 8 MB to the operating system at once.
 
-    By default glibc raises this threshold up to 32 MB as blocks are freed. Freed weights and activations below the threshold
-    then stay in the heap between small live blocks: converting 36 layers of 20 MB holds 400 MB instead of 100 MB. Smaller
-    blocks stay in the heap, because requesting them anew costs more time than a small model's arithmetic.
+    By default glibc raises this threshold up to 32 MB as blocks are freed. Freed weights and activations below the
+    threshold then stay in the heap between small live blocks: converting 36 layers of 20 MB holds 400 MB instead of 100
+    MB. Smaller blocks stay in the heap, because requesting them anew costs more time than a small model's arithmetic.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # not glibc

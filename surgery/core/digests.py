@@ -1,8 +1,9 @@
 """SHA-256 digests of file contents, the keys of caches and saved results that depend on files.
 
-A digest is cached under the file's device, inode, size, mtime and ctime (ctime cannot be set back). Digests of large files are
-also cached on disk under $XDG_CACHE_HOME/surgery/digests, so that a large model is hashed once. The digest of a file modified in the last two
-seconds is not cached: a second write within the resolution of the file system's clock would go unnoticed.
+A digest is cached under the file's device, inode, size, mtime and ctime (ctime cannot be set back). Digests of large
+files are also cached on disk under $XDG_CACHE_HOME/surgery/digests, so that a large model is hashed once. The digest of
+a file modified in the last two seconds is not cached: a second write within the resolution of the file system's clock
+would go unnoticed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def hash_file(path: str | Path) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file as hex digits; a file whose digest is known and that has not changed is not read again."""
+    """Return the SHA-256 of a file as hex digits; a file whose digest is known and that has not changed is not read
+    again.
+    """
     real_path = os.path.realpath(path)
     signature = _signature(real_path)
     cached = _cached_digest(real_path, signature)
@@ -61,7 +64,9 @@ def files_digest(files: Iterable[tuple[str, Path]]) -> str:
 
 
 def files_in(root: Path) -> list[tuple[str, Path]]:
-    """Return (relative name, path) of every regular file below a folder, hidden ones excluded; for a file, the file itself."""
+    """Return (relative name, path) of every regular file below a folder, hidden ones excluded; for a file, the file
+    itself.
+    """
     if not root.is_dir():
         return [(root.name, root)]
     files, seen = [], set()
@@ -82,21 +87,23 @@ def content_digest(path: Path) -> str:
 def check_no_outside_files(folder: Path) -> None:
     """Raise SurgeryError if `datasets` would read files for a folder that its content digest does not cover.
 
-    These are a hidden settings file, links to files outside the folder, and README entries (data_files, data_dir) that name
-    hidden files or paths outside the folder.
+    These are a hidden settings file, links to files outside the folder, and README entries (data_files, data_dir) that
+    name hidden files or paths outside the folder.
     """
     from datasets.config import REPOYAML_FILENAME
     from huggingface_hub import DatasetCard
 
     if (folder / REPOYAML_FILENAME).exists():
         raise SurgeryError(
-            f"{folder / REPOYAML_FILENAME} would choose the data files, but surgery reads that choice only from README.md. Move its configs "
+            f"{folder / REPOYAML_FILENAME} would choose the data files, but surgery reads that choice only from "
+            "README.md. Move its configs "
             "to the head of README.md"
         )
     for name, path in _entries(folder):
         if path.is_symlink() and not any(path.resolve().is_relative_to(home) for home in _homes(folder)):
             raise SurgeryError(
-                f"{folder}: {name} is a link to {path.resolve()}, outside the data set's folder; put the file itself there"
+                f"{folder}: {name} is a link to {path.resolve()}, outside the data set's folder; put the file itself "
+                "there"
             )
     readme = folder / "README.md"
     if not readme.is_file():
@@ -111,7 +118,8 @@ def check_no_outside_files(folder: Path) -> None:
             for value in _texts(config.get(key)):
                 if not _is_inside(value):
                     raise SurgeryError(
-                        f"{readme}: {key} names {value!r}; data files must be relative paths inside the data set's folder, not "
+                        f"{readme}: {key} names {value!r}; data files must be relative paths inside the data set's "
+                        "folder, not "
                         "hidden, absolute, above it, or URLs. Put the file in the folder and name it there"
                     )
 
@@ -136,7 +144,9 @@ def _is_inside(path: str) -> bool:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (relative name, path) of all files and folders below that are not hidden; links to folders are not followed."""
+    """Yield (relative name, path) of all files and folders below that are not hidden; links to folders are not
+    followed.
+    """
     for here, inner, names in os.walk(folder):
         inner[:] = [name for name in inner if not name.startswith(".")]
         for name in (*inner, *names):
@@ -155,8 +165,9 @@ def _homes(folder: Path) -> list[Path]:
 def arrow_cache(places: Sequence[Path]) -> Iterator[Path]:
     """Yield a cache folder for `datasets.load_dataset` whose name depends on the contents of local files or folders.
 
-    `datasets` (5.2) keys its Arrow files by the README header for a folder, and by path and mtime for files, so on its own it can
-    return rows of other files. Raises SurgeryError, and removes the cache, if the files change while they are read.
+    `datasets` (5.2) keys its Arrow files by the README header for a folder, and by path and mtime for files, so on its
+    own it can return rows of other files. Raises SurgeryError, and removes the cache, if the files change while they
+    are read.
     """
     import datasets
 

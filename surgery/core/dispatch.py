@@ -6,10 +6,10 @@
     @register_kernel(btt_linear, accepts=can, is_faster=does)           in kernels/, registered on import
     def btt_linear_triton(x, right_cdbs, left_bcsa, bias, out): ...
 
-A call with a tensor on a GPU runs the first kernel that accepts the arguments and was measured to be faster for them; any other call, and
-every call on a CPU, runs the reference. Kernels also compute gradients. An op with a `call_key` selects once for all calls of one key. The
-modules with references never import kernels: the package is scanned at the first call with a GPU tensor, and has no kernels if Triton is
-not installed.
+A call with a tensor on a GPU runs the first kernel that accepts the arguments and was measured to be faster for them;
+any other call, and every call on a CPU, runs the reference. Kernels also compute gradients. An op with a `call_key`
+selects once for all calls of one key. The modules with references never import kernels: the package is scanned at the
+first call with a GPU tensor, and has no kernels if Triton is not installed.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _recorded_names: set[str] | None = None
 class RegisteredKernel:
     """A kernel and the conditions of its use.
 
-    accepts: returns whether the kernel is correct for the arguments. is_faster: returns whether it was measured to be faster
-    for them than the reference and the op's other kernels. implementation: its name in kernels/tuning.json. bind: returns a function that
-    computes what `run` does for all calls with the `call_key` of its arguments, with less work at each call; None where it is `run`.
+    accepts: returns whether the kernel is correct for the arguments. is_faster: returns whether it was measured to be
+    faster for them than the reference and the op's other kernels. implementation: its name in kernels/tuning.json.
+    bind: returns a function that computes what `run` does for all calls with the `call_key` of its arguments, with less
+    work at each call; None where it is `run`.
     """
 
     run: Callable[..., Any]
@@ -60,8 +61,8 @@ class RegisteredKernel:
 class DispatchedOp:
     """A reference function and the kernels that may replace it. Called like the reference.
 
-    call_key: returns what the selection for a call depends on, or None for a call whose selection is not kept. The keys and what is kept
-    hold no tensors.
+    call_key: returns what the selection for a call depends on, or None for a call whose selection is not kept. The keys
+    and what is kept hold no tensors.
     """
 
     def __init__(self, reference: Callable[..., Any], call_key: Callable[..., Hashable | None] | None = None):
@@ -132,7 +133,10 @@ def dispatched(reference: Callable[P, R]) -> Callable[P, R]:
 
 
 def dispatched_by(call_key: Callable[..., Hashable | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a reference function as replaceable by kernels that are selected once for each key (decorator). See `DispatchedOp`."""
+    """Mark a reference function as replaceable by kernels that are selected once for each key (decorator).
+
+    See `DispatchedOp`.
+    """
     return lambda reference: DispatchedOp(reference, call_key)
 
 

@@ -1,9 +1,10 @@
-"""Processes of one run, started by `accelerate launch -m surgery ..` or torchrun, each with its own GPU or share of the CPU.
+"""Processes of one run, started by `accelerate launch -m surgery ..` or torchrun, each with its own GPU or share of the
+CPU.
 
 With a single process no function here communicates.
 
-No process waits forever for a failed peer. A process that raises writes its error to the TCP store, which waiting processes
-poll. A killed process breaks its connection. A hung process misses its heartbeat (180 s).
+No process waits forever for a failed peer. A process that raises writes its error to the TCP store, which waiting
+processes poll. A killed process breaks its connection. A hung process misses its heartbeat (180 s).
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from torch import Tensor
 from surgery.core.errors import Interrupted, SurgeryError
 
 T = TypeVar("T")
-LOST_PEER_MESSAGE = "another process of this run has ended or stopped responding. Finished work is kept; run the same command with --resume to continue"
+LOST_PEER_MESSAGE = (
+    "another process of this run has ended or stopped responding. Finished work is kept; run the same command with "
+    "--resume to continue"
+)
 HEARTBEAT_SECONDS = 5.0  # seconds between heartbeats
 HEARTBEAT_TIMEOUT = 180.0  # seconds without a heartbeat until a process counts as lost
 ERROR_GRACE_SECONDS = 10.0  # seconds that a failing process waits for the others to read its error
@@ -33,7 +37,9 @@ FAILED_KEY, MESSAGE_KEY, NOTICED_KEY = "failed", "said", "noticed"  # keys of th
 
 @dataclass(frozen=True)
 class DistContext:
-    """This process among those of a run. index: its rank; count: world size; store: the TCP store for errors and heartbeats."""
+    """This process among those of a run. index: its rank; count: world size; store: the TCP store for errors and
+    heartbeats.
+    """
 
     index: int = 0
     count: int = 1
@@ -97,8 +103,8 @@ class DistContext:
     def ordered_reduce_(self, total: Tensor, addend: Tensor, owners: Sequence[int], first: bool) -> None:
         """Add each owner's `addend` to `total` in place, in the order of `owners`, so that the sum is deterministic.
 
-        Each process sums only its slice of the rows; `gather_rows_` then distributes them. first: overwrite `total` instead of
-        adding to it.
+        Each process sums only its slice of the rows; `gather_rows_` then distributes them. first: overwrite `total`
+        instead of adding to it.
         """
         if self.count == 1:
             total.copy_(addend) if first else total.add_(addend)
@@ -114,7 +120,10 @@ class DistContext:
                 first = False
 
     def ordered_sum(self, total: Tensor | None, addend: Tensor, owners: Sequence[int]) -> Tensor:
-        """Return `total` (None: zero) plus each owner's part, as `ordered_reduce_`. A single process returns its first part itself."""
+        """Return `total` (None: zero) plus each owner's part, as `ordered_reduce_`.
+
+        A single process returns its first part itself.
+        """
         if total is None and self.count == 1:
             return addend
         whole = torch.empty_like(addend) if total is None else total

@@ -1,7 +1,8 @@
 """Tell a broken installation from a broken file: which package could not be imported, and why.
 
-transformers imports most of itself when it is used, so a package that does not import (a torchvision built for another torch, a missing
-shared library) raises inside a call that reads a checkpoint, often behind errors that name neither the package nor the reason.
+transformers imports most of itself when it is used, so a package that does not import (a torchvision built for another
+torch, a missing shared library) raises inside a call that reads a checkpoint, often behind errors that name neither the
+package nor the reason.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def _describe(package: str, error: BaseException) -> str:
     said = f"importing {package} failed ({type(error).__name__}: {reason}). "
     if package in BUILT_FOR_TORCH:
         return said + (
-            f"It was built for another torch. Install the {package} of the installed torch, or, as text models need none of it: "
+            f"It was built for another torch. Install the {package} of the installed torch, or, as text models need "
+            "none of it: "
             f"pip uninstall {package}"
         )
     return (
@@ -71,8 +73,9 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def _imported_package(error: BaseException) -> str | None:
     """Return the package whose import raised `error`; None if the error was raised outside an import.
 
-    The traceback of an import has the frame of the module that was being executed, below the frame that caught the error. The last of
-    them counts: a package's import of a broken one is not its own fault. `cannot import name ..` names the package itself.
+    The traceback of an import has the frame of the module that was being executed, below the frame that caught the
+    error. The last of them counts: a package's import of a broken one is not its own fault. `cannot import name ..`
+    names the package itself.
     """
     package = None
     trace: TracebackType | None = error.__traceback__.tb_next if error.__traceback__ is not None else None

@@ -1,7 +1,7 @@
 """Errors that the user can fix. A message names the object, the value, the rule, and what to do.
 
-The command line prints such an error as one message and exits with code 2. Any other exception is a defect and keeps its
-traceback.
+The command line prints such an error as one message and exits with code 2. Any other exception is a defect and keeps
+its traceback.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Atomic file writes, locks, JSON parsing, and readable messages for disk errors.
 
-A lock allows one writer at a time; the operating system releases it when its process ends. On NFS, Linux makes it a server
-lock, which excludes other machines too. A file system without locks excludes nobody.
+A lock allows one writer at a time; the operating system releases it when its process ends. On NFS, Linux makes it a
+server lock, which excludes other machines too. A file system without locks excludes nobody.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ REPORT_NAME = "surgery_report.json"
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ACCESS_DENIED_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
-# How Rust libraries (safetensors, tokenizers) print system errors. ("error code: 30" of torch.linalg is a column, not an errno.)
+# How Rust libraries (safetensors, tokenizers) print system errors. ("error code: 30" of torch.linalg is a column, not
+# an errno.)
 OS_ERROR_NUMBER = re.compile(r"\bos error (\d+)|\bOs \{ code: (\d+)")
 
 
@@ -71,7 +72,8 @@ def check_no_links(folder: Path, skipped: tuple[str, ...] = ()) -> None:
 
 
 def check_no_unknown_files(folder: Path, known: Iterable[str], kind: type[SurgeryError] = SurgeryError) -> None:
-    """Raise an error if a work folder holds files or folders that the command does not write, because all of it is delivered.
+    """Raise an error if a work folder holds files or folders that the command does not write, because all of it is
+    delivered.
 
     known: as in `unknown_files`. kind: the class of the error.
     """
@@ -133,7 +135,9 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[Any]:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path for a library to write; the file is renamed to `path` at the end, or removed after an error."""
+    """Yield a temporary path for a library to write; the file is renamed to `path` at the end, or removed after an
+    error.
+    """
     partial = path.with_name(path.name + ".tmp")
     try:
         partial.unlink(missing_ok=True)
@@ -147,8 +151,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def follow_umask(*paths: Path) -> None:
-    """Give files that only their owner may read the permissions of newly created ones. safetensors (from 0.6 on) and other libraries that write
-    through a temporary name leave such files."""
+    """Give files that only their owner may read the permissions of newly created ones. safetensors (from 0.6 on) and
+    other libraries that write through a temporary name leave such files."""
     private = [path for path in paths if not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o600]
     for path in private:
         path.chmod(0o666 & ~_umask())
@@ -211,14 +215,17 @@ def _disk_error_message(number: int, path: Path, again: str) -> str:
     usage = shutil.disk_usage(existing)
     return (
         f"{path} cannot be written: {os.strerror(number)}; its disk has {size_text(usage.free)} free of "
-        f"{size_text(usage.total)}. Free some space, then {again}. Finished work is kept; no partly written file is left"
+        f"{size_text(usage.total)}. Free some space, then {again}. Finished work is kept; no partly written file is "
+        "left"
     )
 
 
 def explain_path_error(error: BaseException, words: Iterable[str]) -> str | None:
-    """Return the message of a SurgeryError if an operating system error is about a path that one of `words` names; None for others.
+    """Return the message of a SurgeryError if an operating system error is about a path that one of `words` names; None
+    for others.
 
-    words: of the command line. The error may be about the file beside the path that is renamed to it, or about a folder above it.
+    words: of the command line. The error may be about the file beside the path that is renamed to it, or about a folder
+    above it.
     """
     where = (
         os.fsdecode(error.filename) if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) else ""
@@ -269,7 +276,9 @@ def parse_json(text: str, **hooks: Any) -> Any:
 
 
 def check_surrogates(data: Any) -> None:
-    """Raise ValueError for a lone UTF-16 surrogate: JSON and YAML escapes can write one, but no file or terminal can store it."""
+    """Raise ValueError for a lone UTF-16 surrogate: JSON and YAML escapes can write one, but no file or terminal can
+    store it.
+    """
     values = [data]
     while values:
         value = values.pop()

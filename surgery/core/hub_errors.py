@@ -1,7 +1,9 @@
-"""Tell why the Hub could not be read, for every command that reads it: one place that knows the exceptions of its libraries.
+"""Tell why the Hub could not be read, for every command that reads it: one place that knows the exceptions of its
+libraries.
 
-huggingface_hub, datasets, requests, httpx and aiohttp raise errors of their own for the same mishap, and wrap each other's. They are told by
-their names, because none of these libraries is imported before it is needed and httpx has other names in other releases of huggingface_hub.
+huggingface_hub, datasets, requests, httpx and aiohttp raise errors of their own for the same mishap, and wrap each
+other's. They are told by their names, because none of these libraries is imported before it is needed and httpx has
+other names in other releases of huggingface_hub.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ def explain_network_error(error: BaseException) -> str | None:
         "unreachable": "Try again with a network connection, or give local files and folders",
     }.get(failure, "Try again later, or give local files and folders")
     return (
-        f"the Hub or another server could not be read ({type(error).__name__}: {first_line(error)}). {advice}; data sets of evaluations are "
+        f"the Hub or another server could not be read ({type(error).__name__}: {first_line(error)}). {advice}; data "
+        "sets of evaluations are "
         "downloaded by `surgery fetch-eval-data DIR` and read with --data-root DIR"
     )
 

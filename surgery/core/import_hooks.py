@@ -1,6 +1,7 @@
 """Callbacks that run when another package imports a heavy module.
 
-`import surgery` must stay light, but transformers and peft must know this package's classes as soon as they are imported.
+`import surgery` must stay light, but transformers and peft must know this package's classes as soon as they are
+imported.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The journal of an unfinished conversion: OUT.partial/journal.jsonl, one JSON entry per finished step, flushed to disk.
+"""The journal of an unfinished conversion: OUT.partial/journal.jsonl, one JSON entry per finished step, flushed to
+disk.
 
-An entry is written after the files of its step are on disk, so every recorded step is complete. An entry that is truncated
-or damaged is dropped together with all later ones. Resuming requires the same source, recipe, version, seed and calibration
-text. Checksums detect accidents, not tampering: anyone who can write to the folder can write an entry. Every entry is
-therefore checked against the plan before use, and no path is taken from an entry.
+An entry is written after the files of its step are on disk, so every recorded step is complete. An entry that is
+truncated or damaged is dropped together with all later ones. Resuming requires the same source, recipe, version, seed
+and calibration text. Checksums detect accidents, not tampering: anyone who can write to the folder can write an entry.
+Every entry is therefore checked against the plan before use, and no path is taken from an entry.
 
-With several processes, each records the files it writes (OWN_STEPS) in its own journal file (journal-1.jsonl ..). Rank 0
-records all other steps, and reads all files.
+With several processes, each records the files it writes (OWN_STEPS) in its own journal file (journal-1.jsonl ..). Rank
+0 records all other steps, and reads all files.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ FOREIGN = ("wandb",)  # subfolders of a work folder in which other programs crea
 class Journal:
     """The journal of a work folder. As a context manager it also locks the folder against a second process.
 
-    folder: the work folder, created unless it exists. fingerprint: values that must be equal on resuming. resume: whether
-    the folder may exist already. ranks: the processes of the run. what: the kind of work, for messages. renew: returns the fingerprint of
-    a journal that an older version began in the words of this one.
+    folder: the work folder, created unless it exists. fingerprint: values that must be equal on resuming. resume:
+    whether the folder may exist already. ranks: the processes of the run. what: the kind of work, for messages. renew:
+    returns the fingerprint of a journal that an older version began in the words of this one.
     """
 
     def __init__(
@@ -109,7 +110,8 @@ class Journal:
     def _check_shared_folder(self) -> None:
         if not (self.folder / JOURNAL_NAME).is_file():
             raise SurgeryError(
-                f"{self.folder}: process {self.ranks.index} does not see the files that process 0 writes there. Choose an --out on "
+                f"{self.folder}: process {self.ranks.index} does not see the files that process 0 writes there. Choose "
+                "an --out on "
                 "a file system that all machines of the run share, under the same path on all of them"
             )
 
@@ -138,12 +140,15 @@ class Journal:
         for key, value in self.fingerprint.items():
             if start and start.get(key) != value and not (key in ADDED and key not in start):
                 raise SurgeryError(
-                    f"{self.folder} was begun with another {key.replace('_', ' ')} ({_difference(start.get(key), value)}). "
+                    f"{self.folder} was begun with another {key.replace('_', ' ')} "
+                    f"({_difference(start.get(key), value)}). "
                     "Resume with the original settings, or remove that folder to start again"
                 )
 
     def add(self, step: str, **what: Any) -> None:
-        """Append an entry. Called by all processes; rank 0 writes it to disk, except OWN_STEPS, which the rank that calls this writes."""
+        """Append an entry. Called by all processes; rank 0 writes it to disk, except OWN_STEPS, which the rank that
+        calls this writes.
+        """
         line = {"step": step, **what}
         if not (self.ranks.main or step in OWN_STEPS):
             self.entries.append(line)
@@ -205,7 +210,9 @@ def _parse_entry(raw: bytes) -> dict[str, Any] | None:
 
 
 def read_start(folder: Path) -> dict[str, Any] | None:
-    """Return the first entry of the journal in a work folder, with the values that it was begun with; None without a valid one."""
+    """Return the first entry of the journal in a work folder, with the values that it was begun with; None without a
+    valid one.
+    """
     try:
         with open(folder / JOURNAL_NAME, "rb", opener=no_link) as file:
             line = _parse_entry(file.readline(MAX_START_BYTES))
@@ -215,7 +222,9 @@ def read_start(folder: Path) -> dict[str, Any] | None:
 
 
 def check_output_path(out: Path, resume: bool, what: str = "conversion") -> None:
-    """Raise SurgeryError unless work that ends in `out` can begin: `out` is absent, and its parent is a folder and no checkpoint."""
+    """Raise SurgeryError unless work that ends in `out` can begin: `out` is absent, and its parent is a folder and no
+    checkpoint.
+    """
     check_absent(out)
     check_no_links(partial_path(out), FOREIGN)
     if partial_path(out).exists() and not resume:
@@ -229,7 +238,8 @@ def check_parent(out: Path) -> None:
         raise SurgeryError(f"{out.parent} is not a folder; make it first")
     if (out.parent / "config.json").is_file() and any(out.parent.glob("*.safetensors")):
         raise SurgeryError(
-            f"{out.parent} is a checkpoint, and {out} would lie inside it, where programs that copy or upload the checkpoint would take it "
+            f"{out.parent} is a checkpoint, and {out} would lie inside it, where programs that copy or upload the "
+            "checkpoint would take it "
             f"along. Choose an --out beside it, for example {out.parent}-{out.name}"
         )
 
@@ -242,7 +252,9 @@ def check_absent(out: Path) -> None:
 
 
 def raise_unfinished(folder: Path, what: str = "conversion") -> NoReturn:
-    """Raise the SurgeryError for an existing work folder: wait if a process is running there, resume if it was interrupted."""
+    """Raise the SurgeryError for an existing work folder: wait if a process is running there, resume if it was
+    interrupted.
+    """
     if (folder / LOCK_NAME).is_file():
         acquire_lock(folder, what).close()
     raise SurgeryError(

@@ -1,11 +1,12 @@
-"""Users' own structures, mixers, masks, feature maps and model families: classes that register themselves when their module is imported.
+"""Users' own structures, mixers, masks, feature maps and model families: classes that register themselves when their
+module is imported.
 
     surgery convert SRC --recipe r.yaml --plugin mine.py --out OUT     a file, named on the command line, for one run
     [project.entry-points."surgery.plugins"]                           a module of an installed package, for every program
     mine = "mypackage.parts"
 
-Entry points are imported when a name is asked for that surgery does not have, so that `import surgery` imports none of them. Code
-is never taken from a recipe or from the folder of a checkpoint.
+Entry points are imported when a name is asked for that surgery does not have, so that `import surgery` imports none of
+them. Code is never taken from a recipe or from the folder of a checkpoint.
 """
 
 from __future__ import annotations
@@ -56,13 +57,16 @@ def load_plugin_file(path: Path) -> None:
     if len(REGISTERED) == before:
         del sys.modules[name]
         raise SurgeryError(
-            f"--plugin {path} registers nothing. A plugin registers a structure, mixer, mask, feature map or family when it is imported. "
+            f"--plugin {path} registers nothing. A plugin registers a structure, mixer, mask, feature map or family "
+            "when it is imported. "
             "Put a decorator before the class, such as @STRUCTURES.register(Config) or @MIXERS.register(Config)"
         )
 
 
 def _place(error: BaseException, path: Path) -> str:
-    """Return ", line 7 (`raise ValueError()`)" for the last line of the file that led to the error, "" if there is none."""
+    """Return ", line 7 (`raise ValueError()`)" for the last line of the file that led to the error, "" if there is
+    none.
+    """
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines = [error.lineno or 0]
     else:
@@ -83,7 +87,10 @@ def _describe(error: BaseException) -> str:
 
 @cache
 def load_entry_points() -> tuple[str, ...]:
-    """Import the modules of the entry points `surgery.plugins`, once. Return one sentence for each that cannot be imported."""
+    """Import the modules of the entry points `surgery.plugins`, once.
+
+    Return one sentence for each that cannot be imported.
+    """
     broken = []
     for point in importlib.metadata.entry_points(group=PLUGINS):
         try:
@@ -91,7 +98,8 @@ def load_entry_points() -> tuple[str, ...]:
         except (Exception, SystemExit) as error:
             package = f" of the package {point.dist.name}" if point.dist is not None else ""
             broken.append(
-                f"the plugin {point.name} ({point.value}){package} cannot be imported, {_describe(error)}; mend or uninstall it"
+                f"the plugin {point.name} ({point.value}){package} cannot be imported, {_describe(error)}; mend or "
+                "uninstall it"
             )
     return tuple(broken)
 

@@ -1,4 +1,6 @@
-"""Progress output on stderr: one line for each step; while a step runs a bar on a terminal, a line now and then elsewhere."""
+"""Progress output on stderr: one line for each step; while a step runs a bar on a terminal, a line now and then
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +80,11 @@ class _Count:
         self.first = self.first or (self.done, time.monotonic())
 
     def seconds_each(self) -> float | None:
-        """Return the seconds of one count. The first tick is left out if there are more: it is slower than the others, or
-        counts what an interrupted run had finished."""
+        """Return the seconds of one count.
+
+        The first tick is left out if there are more: it is slower than the others, or counts what an interrupted run
+        had finished.
+        """
         now = time.monotonic()
         if self.first is not None and self.done > self.first[0]:
             return (now - self.first[1]) / (self.done - self.first[0])
@@ -127,8 +132,10 @@ class RichProgress(Progress):
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Tick]:
-        """Show a counted step: a bar on a terminal, elsewhere its title and lines with rate and time left. Yield a function
-        to call after each count."""
+        """Show a counted step: a bar on a terminal, elsewhere its title and lines with rate and time left.
+
+        Yield a function to call after each count.
+        """
         count = _Count(title, total)
         if not self.is_terminal:
             yield from self._lines(count)

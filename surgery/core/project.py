@@ -11,7 +11,9 @@ PACKAGE_IS_PUBLISHED = False  # whether `pip install transformer-surgery` finds 
 
 
 def install_command(extra: str = "") -> str:
-    """Return how a reader of a model card or message installs surgery: the released package, the repository, or a clone. extra: "vllm", "eval"."""
+    """Return how a reader of a model card or message installs surgery: the released package, the repository, or a
+    clone. extra: "vllm", "eval".
+    """
     if extra:
         return (
             f"pip install '{PACKAGE_NAME}[{extra}]'"

@@ -1,9 +1,9 @@
 """Registries that map a frozen config's type to the class that implements it.
 
-A name is looked for in the module of that name first (`low_rank` in surgery/structures/low_rank.py), and only then in the whole package:
-a conversion imports the structures that its recipe names, and adding a structure or a mixer takes one new file. Modules are imported
-by a string here, because a registry cannot know the files that are added to its package; only files that lie in the package are
-imported. Classes of users' own register from outside: see plugins.py.
+A name is looked for in the module of that name first (`low_rank` in surgery/structures/low_rank.py), and only then in
+the whole package: a conversion imports the structures that its recipe names, and adding a structure or a mixer takes
+one new file. Modules are imported by a string here, because a registry cannot know the files that are added to its
+package; only files that lie in the package are imported. Classes of users' own register from outside: see plugins.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MAX_OPTION = 2**31  # largest absolute value of a numeric option
 def validate_config(config_type: Any, options: dict[str, Any]) -> Any:
     """Build a config from JSON or YAML options, checking each against the type of its field.
 
-    Raises SurgeryError with the name of the option. Options that are configs themselves (typed Any) are checked by the config.
+    Raises SurgeryError with the name of the option. Options that are configs themselves (typed Any) are checked by the
+    config.
     """
     from pydantic import ValidationError
 
@@ -64,7 +65,9 @@ def _validate_by_constructor(config_type: Any, options: dict[str, Any]) -> None:
 
 @cache
 def _field_adapters(config_type: Any) -> dict[str, Any]:
-    """Return a pydantic validator per field; {} for a config defined inside a function, whose annotations cannot be resolved."""
+    """Return a pydantic validator per field; {} for a config defined inside a function, whose annotations cannot be
+    resolved.
+    """
     from pydantic import TypeAdapter
 
     try:
@@ -90,15 +93,16 @@ class Registry(Generic[T]):
     def register(self, config_type: type) -> Callable[[type[T]], type[T]]:
         """Register a class under its config type (decorator).
 
-        A module may register a name again, as a cell of a notebook does that is run twice. Raises SurgeryError for a name that another
-        module has registered, and for a config type without a name.
+        A module may register a name again, as a cell of a notebook does that is run twice. Raises SurgeryError for a
+        name that another module has registered, and for a config type without a name.
         """
 
         def add(cls: type[T]) -> type[T]:
             name = getattr(config_type, "name", None)
             if not isinstance(name, str) or not name:
                 raise SurgeryError(
-                    f'the config {config_type.__name__} of a {self.what} must have a name (got {name!r}). Add name: ClassVar[str] = ".."'
+                    f"the config {config_type.__name__} of a {self.what} must have a name (got {name!r}). Add name: "
+                    'ClassVar[str] = ".."'
                 )
             is_own = not self._is_built_in(cls)
             if is_own:
@@ -108,7 +112,8 @@ class Registry(Generic[T]):
                 module = self._by_config[earlier].__module__
                 if module != cls.__module__:
                     raise SurgeryError(
-                        f"the name {name!r} of the {self.what} {cls.__name__} is taken: {module} has registered it. Choose another name"
+                        f"the name {name!r} of the {self.what} {cls.__name__} is taken: {module} has registered it. "
+                        "Choose another name"
                     )
                 del self._by_config[earlier]
             self._by_config[config_type] = cls
@@ -175,7 +180,8 @@ class Registry(Generic[T]):
                 stop = "" if near.endswith("?") else "."
                 failures = "".join(f". Besides, {sentence}" for sentence in broken)
                 raise UnknownNameError(
-                    f"unknown {self.what} {name!r}{near}{stop} For a {self.what} of your own, {HOW_TO_REGISTER}{failures}"
+                    f"unknown {self.what} {name!r}{near}{stop} For a {self.what} of your own, "
+                    f"{HOW_TO_REGISTER}{failures}"
                 )
             warn_of_broken_entry_points()
         return self._by_name[name]

@@ -5,7 +5,8 @@ A fit of many equal sweeps runs one of them on the meta device, and says how man
     with repeated(80):
         fit.sweep(ranks)
 
-`surgery.conversion.estimation.counting` multiplies what it counts inside by that number. Outside an estimate the block changes nothing.
+`surgery.conversion.estimation.counting` multiplies what it counts inside by that number. Outside an estimate the block
+changes nothing.
 """
 
 from __future__ import annotations

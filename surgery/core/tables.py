@@ -1,4 +1,6 @@
-"""Rich tables in one style; counts with a unit, measured values, commands, and lengths in tokens as people write them."""
+"""Rich tables in one style; counts with a unit, measured values, commands, and lengths in tokens as people write
+them.
+"""
 
 from __future__ import annotations
 

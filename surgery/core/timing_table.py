@@ -1,7 +1,8 @@
-"""Tables of measured times, the format of kernels/tuning.json: the fields that rows have, and the distance between sizes.
+"""Tables of measured times, the format of kernels/tuning.json: the fields that rows have, and the distance between
+sizes.
 
-{"device": .., "capability": [9, 0], "dtype": .., "rows": [{"op", "pass", "sizes": {name: integer}, "kernel", "reference", "dense",
-"products", "original"}]}; times are milliseconds.
+{"device": .., "capability": [9, 0], "dtype": .., "rows": [{"op", "pass", "sizes": {name: integer}, "kernel",
+"reference", "dense", "products", "original"}]}; times are milliseconds.
 """
 
 from __future__ import annotations
@@ -35,5 +36,8 @@ def _is_time(ms: Any) -> bool:
 
 
 def distance(one: dict[str, int], other: dict[str, int]) -> float:
-    """Return the Euclidean distance of log sizes: 0.7 is a factor of two in one size. Sizes that only one of the two has are ignored."""
+    """Return the Euclidean distance of log sizes: 0.7 is a factor of two in one size.
+
+    Sizes that only one of the two has are ignored.
+    """
     return math.hypot(*(math.log(max(n, 1) / max(other[name], 1)) for name, n in one.items() if name in other))

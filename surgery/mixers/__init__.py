@@ -1,4 +1,7 @@
-"""Sequence mixers, one file each, with their masks and feature maps. `MIXERS[config]` is the mixer class of a config."""
+"""Sequence mixers, one file each, with their masks and feature maps.
+
+`MIXERS[config]` is the mixer class of a config.
+"""
 
 from surgery.mixers.base import (
     MIXERS,

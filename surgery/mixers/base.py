@@ -6,9 +6,9 @@
     out_BHTV, _ = mixer.mix(inputs)                                          training: no state is kept
     mixer.dense(inputs)                                                      the definition, quadratic
 
-States are immutable values: `mix` returns a new state, so a cache can return to an earlier one. Only a state that its holder donates
-(`MixerState.donate`) may be overwritten by a call.
-B batch, T tokens, D model width, H query heads, G key/value heads, J = H / G, K key dim, V value dim.
+States are immutable values: `mix` returns a new state, so a cache can return to an earlier one. Only a state that its
+holder donates (`MixerState.donate`) may be overwritten by a call. B batch, T tokens, D model width, H query heads, G
+key/value heads, J = H / G, K key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class MixerInputs:
 
     q_BHTK, k_BGTK: after RoPE if the mixer's `rotated` is True, before it otherwise. x_BTD: the hidden states that the
     projections read. valid_BT: False at padding; None: no padding. mask_BHTS: the additive or boolean mask that
-    transformers made, in causal attention also for earlier tokens; None: only causality, if any. dropout: probability of
-    dropping an attention weight. rope: (cos, sin) of this call's tokens, (1 or B, T, rotary) each, for mixers that rotate q and k
-    themselves; None: the module passes none.
+    transformers made, in causal attention also for earlier tokens; None: only causality, if any. dropout: probability
+    of dropping an attention weight. rope: (cos, sin) of this call's tokens, (1 or B, T, rotary) each, for mixers that
+    rotate q and k themselves; None: the module passes none.
     """
 
     q_BHTK: Tensor
@@ -88,8 +88,8 @@ class MixerState:
     """State of a mixer: tensors by name, batch first, and seen_B, the number of real tokens of each row.
 
     max_seen: upper bound of seen_B that needs no device synchronization, or None if no bound is known.
-    donated: whether a call may overwrite the tensors, because nothing reads them after the call. The state that the call returns
-    is not donated.
+    donated: whether a call may overwrite the tensors, because nothing reads them after the call. The state that the
+    call returns is not donated.
     """
 
     seen_B: Tensor
@@ -98,7 +98,10 @@ class MixerState:
     donated: bool = False
 
     def donate(self) -> MixerState:
-        """Return the state as one that the next call may overwrite. It and the states that share its tensors are not read again."""
+        """Return the state as one that the next call may overwrite.
+
+        It and the states that share its tensors are not read again.
+        """
         return replace(self, donated=True)
 
     def rows(self, index_B: Tensor) -> MixerState:
@@ -120,9 +123,9 @@ class MixerState:
 class MixerCost(NamedTuple):
     """Cost of one layer and sequence at a context of T tokens.
 
-    cache: elements of the state after these tokens. macs: multiply-accumulates for the next token. params: stored parameters.
-    float32: how many elements of the state are float32 in a model of 16 bits too, such as recurrent sums; the others have the model's
-    dtype. `surgery.mixers.cache_size.cache_bytes` counts the bytes.
+    cache: elements of the state after these tokens. macs: multiply-accumulates for the next token. params: stored
+    parameters. float32: how many elements of the state are float32 in a model of 16 bits too, such as recurrent sums;
+    the others have the model's dtype. `surgery.mixers.cache_size.cache_bytes` counts the bytes.
     """
 
     cache: int
@@ -199,11 +202,16 @@ class Mixer(nn.Module):
         return self.mix(inputs, state)
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
-        """Return (out_BHTV, the state after these tokens, or None without a state). Outputs of padding are arbitrary."""
+        """Return (out_BHTV, the state after these tokens, or None without a state).
+
+        Outputs of padding are arbitrary.
+        """
         raise NotImplementedError
 
     def next_state(self, inputs: MixerInputs, state: MixerState) -> MixerState:
-        """Return the state after these tokens, without their outputs. A cache recomputes states with it after tokens were removed.
+        """Return the state after these tokens, without their outputs.
+
+        A cache recomputes states with it after tokens were removed.
 
         Mixers whose state holds keys and values need no scores for it.
         """

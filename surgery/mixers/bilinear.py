@@ -25,9 +25,9 @@ Without RoPE (gpt2, bert, vit), `fit_bilinear` projects W_Q W_K^T onto M:
 
     min E (x^T (scaling W_Q W_K^T - M) x')^2 = ||A^(1/2) (scaling W_Q W_K^T - M) C^(1/2)||^2
 
-A = E[x x^T] of queries, C = Cov[x'] of keys (softmax ignores what all keys have in common). Each block is initialised by
-the SVD of its target, whitened by the block's own moments, level by level on the residual of the other levels. That is
-optimal if one block is the whole matrix. L-BFGS then minimises the objective over all factors.
+A = E[x x^T] of queries, C = Cov[x'] of keys (softmax ignores what all keys have in common). Each block is initialised
+by the SVD of its target, whitened by the block's own moments, level by level on the residual of the other levels. That
+is optimal if one block is the whole matrix. L-BFGS then minimises the objective over all factors.
 
 B batch, T tokens, H = G J heads, K key dim, D features, F score dims of a head.
 """
@@ -61,10 +61,12 @@ def fit_bilinear(
     *,
     steps: int = 30,
 ) -> float:
-    """Set the factors of a mixer with base 'own' from W_Q and W_K, in place. Return the relative squared error of all heads.
+    """Set the factors of a mixer with base 'own' from W_Q and W_K, in place.
 
-    second_moment_DD: E[x x^T]; mean_D: E[x], None: zero. steps: L-BFGS iterations. SurgeryError if the base, the norm or
-    RoPE make the projection impossible.
+    Return the relative squared error of all heads.
+
+    second_moment_DD: E[x x^T]; mean_D: E[x], None: zero. steps: L-BFGS iterations. SurgeryError if the base, the norm
+    or RoPE make the projection impossible.
     """
     if mixer.config.base != "own" or mixer.config.norm != "none" or mixer.shape.rotary:
         raise SurgeryError(
@@ -154,7 +156,8 @@ def check_choices(config: BilinearConfig) -> None:
         raise ValueError(f"scale must be a positive number (got {config.scale}); for example scale: {SCALE}")
     if config.norm != "qk" and config.scale != SCALE:
         raise ValueError(
-            f"scale is the constant C of norm 'qk'; norm {config.norm!r} has none (got scale {config.scale}). Leave scale "
+            f"scale is the constant C of norm 'qk'; norm {config.norm!r} has none (got scale {config.scale}). Leave "
+            "scale "
             "out or use norm: qk"
         )
 
@@ -172,8 +175,8 @@ class FactorMuP(MuP):
 class Bilinear(Mixer):
     """Base class of both structures: score terms, caches and norms.
 
-    left* (H, ..): factors of the queries. right* (G, ..): factors of the keys. bias (H, F): query features of W_Q's bias.
-    norms_features: whether layer norms act on features (MLR) or on vectors of D dims (BTT).
+    left* (H, ..): factors of the queries. right* (G, ..): factors of the keys. bias (H, F): query features of W_Q's
+    bias. norms_features: whether layer norms act on features (MLR) or on vectors of D dims (BTT).
     """
 
     config: BilinearConfig
@@ -240,8 +243,8 @@ class Bilinear(Mixer):
     # -- the same for all structures ---------------------------------------------------------------------------------
     @classmethod
     def contraction(cls, config: BilinearConfig, shape: AttentionShape) -> str:
-        """Return the order of contraction, 'split' or 'query'. 'auto': the only one that the norm allows; without a norm, the
-        one with the smaller cache."""
+        """Return the order of contraction, 'split' or 'query'. 'auto': the only one that the norm allows; without a
+        norm, the one with the smaller cache."""
         if config.contraction != "auto":
             return config.contraction
         if config.norm != "none":
@@ -263,8 +266,11 @@ class Bilinear(Mixer):
             nn.init.constant_(self.key_gain, 0.0 if self.config.base == "kept" else 1.0)
 
     def queries(self, inputs: MixerInputs) -> list[Tensor]:
-        """Return q_BGJTR of each term. Scores are divided by the number of summed dims (muP), and by the module's scaling,
-        because `attend` multiplies by it."""
+        """Return q_BGJTR of each term.
+
+        Scores are divided by the number of summed dims (muP), and by the module's scaling, because `attend` multiplies
+        by it.
+        """
         if self.config.norm == "qk":
             side = self.qk_queries(upcast(inputs.x_BTD)) / self.shape.scaling
         else:
@@ -288,8 +294,8 @@ class Bilinear(Mixer):
         return side
 
     def cache_entries(self, inputs: MixerInputs) -> dict[str, Tensor]:
-        """Return the tensors to cache (B, heads, T, ..): `keys<i>` of term i, `values`, and for eq. 40 `scale`, the factor
-        on each head's scores with the key."""
+        """Return the tensors to cache (B, heads, T, ..): `keys<i>` of term i, `values`, and for eq. 40 `scale`, the
+        factor on each head's scores with the key."""
         keys, scale = self.keys(inputs)
         scales = {} if scale is None else {"scale": scale}
         return {**{f"keys{i}": k for i, k in enumerate(keys)}, **scales, "values": inputs.v_BGTV}
@@ -302,7 +308,9 @@ class Bilinear(Mixer):
         return terms
 
     def keys(self, inputs: MixerInputs) -> tuple[list[Tensor], Tensor | None]:
-        """Return the keys (B, G or 1, T, R) of each term, and the factor on the last term's scores (B, H, T, 1) or None."""
+        """Return the keys (B, G or 1, T, R) of each term, and the factor on the last term's scores (B, H, T, 1) or
+        None.
+        """
         scale = None
         if self.config.norm == "qk":
             side, scale = self.qk_keys(upcast(inputs.x_BTD))

@@ -24,8 +24,8 @@ EPS = 1e-5  # default of F.layer_norm
 class BilinearBTT(BilinearConfig):
     """Config of bilinear BTT.
 
-    blocks: the grid (b, c) over D x D; "sqrt": b = c, the largest divisor of D up to its square root. rank: s of each block.
-    base, norm, contraction: see bilinear.py. scale: C of norm 'qk', eq. 40.
+    blocks: the grid (b, c) over D x D; "sqrt": b = c, the largest divisor of D up to its square root. rank: s of each
+    block. base, norm, contraction: see bilinear.py. scale: C of norm 'qk', eq. 40.
     """
 
     name: ClassVar[str] = "bilinear_btt"
@@ -50,7 +50,8 @@ class BilinearBTT(BilinearConfig):
 class BilinearBTTAttention(Bilinear):
     """Bilinear attention with BTT matrices. left (H, b, c, a, s), right (G, b, c, d, s): D = b a = c d.
 
-    The rows of M are in the order (b, a); with norm `qk`, in the order of the paper, (a, b), the permutation P_L of eq. 5.
+    The rows of M are in the order (b, a); with norm `qk`, in the order of the paper, (a, b), the permutation P_L of eq.
+    5.
     """
 
     config: BilinearBTT
@@ -111,8 +112,8 @@ class BilinearBTTAttention(Bilinear):
     def qk_queries(self, x_BTD: Tensor) -> Tensor:
         """Return the queries M^T (gain LN(x)) C / D, (B, H, T, D), with gain LN(x) centred.
 
-        With y = M x', q . (y - mean(y)) = (q - mean(q)) . y. So the cached keys are x' itself, and their layer norm needs
-        only the standard deviation of y, one factor per head and token (`qk_keys`).
+        With y = M x', q . (y - mean(y)) = (q - mean(q)) . y. So the cached keys are x' itself, and their layer norm
+        needs only the standard deviation of y, one factor per head and token (`qk_keys`).
         """
         x_BTD = F.layer_norm(x_BTD, x_BTD.shape[-1:]) * self.key_gain.to(x_BTD.dtype)
         x_BTD = (x_BTD - x_BTD.mean(-1, keepdim=True)) * (self.config.scale / self.shape.dim)
@@ -129,8 +130,8 @@ class BilinearBTTAttention(Bilinear):
     def mup(self) -> dict[str, MuP]:
         """Return fan-in and fan-out of the factors, which depend on the order in which they are applied.
 
-        `qk`: M x', right and then left (eqs. 37, 38; their a is the fan-in d for square grids). `layer`: x^T M, left and
-        then right. `none`: features of both sides, whose products are summed and divided by their number.
+        `qk`: M x', right and then left (eqs. 37, 38; their a is the fan-in d for square grids). `layer`: x^T M, left
+        and then right. `none`: features of both sides, whose products are summed and divided by their number.
         """
         (heads, b, c, a, s), (groups, _, _, d, _) = self.left.shape, self.right.shape
         if self.config.norm == "qk":

@@ -1,4 +1,5 @@
-"""Bilinear MLR: the score matrix M is a sum of block-diagonal low-rank matrices, M = sum_l (+)_p left[l,p] right[l,p]^T.
+"""Bilinear MLR: the score matrix M is a sum of block-diagonal low-rank matrices, M = sum_l (+)_p left[l,p]
+right[l,p]^T.
 
 See bilinear.py.
 """
@@ -40,7 +41,8 @@ class BilinearMLR(BilinearConfig):
         base_levels = 1 if self.base == "kept" else 0
         if len(self.ranks) < 1 + base_levels or min(self.ranks[base_levels:]) < 1 or min(self.ranks) < 0:
             raise ValueError(
-                f"ranks must be 1 or more for every level (got {list(self.ranks)}); base 'kept' needs two levels or more, "
+                f"ranks must be 1 or more for every level (got {list(self.ranks)}); base 'kept' needs two levels or "
+                "more, "
                 "and the rank of the first, the head's own score, may be written 0. For example ranks: [64, 8, 4]"
             )
         if self.norm != "none" and self.contraction == "query":
@@ -49,7 +51,8 @@ class BilinearMLR(BilinearConfig):
             )
         if self.norm == "qk" and self.base == "own" and self.ranks[0] == 1:
             raise ValueError(
-                "norm 'qk' normalises each level separately, and level 1 with rank 1 has a single feature, whose layer norm "
+                "norm 'qk' normalises each level separately, and level 1 with rank 1 has a single feature, whose layer "
+                "norm "
                 "is always 0; use a higher rank, for example ranks: [2, 1]"
             )
 
@@ -73,13 +76,15 @@ class BilinearMLRAttention(Bilinear):
         """Raise SurgeryError if the config does not fit the attention shape."""
         if config.base == "kept" and config.ranks[0] not in (0, shape.key):
             raise SurgeryError(
-                f"bilinear_mlr: with base 'kept', level 1 is the head's own score, so ranks[0] must be {shape.key} or 0 "
+                f"bilinear_mlr: with base 'kept', level 1 is the head's own score, so ranks[0] must be {shape.key} or "
+                "0 "
                 f"(got {config.ranks[0]}); for example ranks: [{shape.key}, {max(1, shape.key // 8)}]"
             )
         blocks = 2 ** (len(config.ranks) - 1)
         if shape.dim % blocks:
             raise SurgeryError(
-                f"bilinear_mlr: {len(config.ranks)} levels split {shape.dim} features into {blocks} blocks, and {blocks} does "
+                f"bilinear_mlr: {len(config.ranks)} levels split {shape.dim} features into {blocks} blocks, and "
+                f"{blocks} does "
                 f"not divide {shape.dim}; use fewer levels"
             )
 

@@ -2,8 +2,9 @@
 
     bytes(T) = itemsize (cache(T) - float32(T)) + max(4, itemsize) float32(T)
 
-cache, float32: elements of the state after T tokens (`MixerCost`). itemsize: bytes of an element of the model's dtype. Keys and values have the
-model's dtype; recurrent sums and other computed tensors have float32, or float64 in a float64 model.
+cache, float32: elements of the state after T tokens (`MixerCost`). itemsize: bytes of an element of the model's dtype.
+Keys and values have the model's dtype; recurrent sums and other computed tensors have float32, or float64 in a float64
+model.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from surgery.mixers.softmax import Softmax
 
 
 def cache_bytes(config: MixerConfig | None, shape: AttentionShape, length: int, dtype: torch.dtype) -> int:
-    """Return the bytes that the cache of one sequence holds for one attention module after `length` tokens, as `generate` fills it.
+    """Return the bytes that the cache of one sequence holds for one attention module after `length` tokens, as
+    `generate` fills it.
 
-    config: of its mixer; None: softmax attention. dtype: of the model. The count equals the bytes of the live cache: of MixerCacheLayer.nbytes(),
-    or of the keys and values of a DynamicCache. Bidirectional attention caches nothing.
+    config: of its mixer; None: softmax attention. dtype: of the model. The count equals the bytes of the live cache: of
+    MixerCacheLayer.nbytes(), or of the keys and values of a DynamicCache. Bidirectional attention caches nothing.
     """
     if not shape.causal:
         return 0

@@ -1,15 +1,18 @@
-"""Hybrid of softmax and another mixer inside one layer: some key/value heads keep softmax attention, the others get the mixer.
+"""Hybrid of softmax and another mixer inside one layer: some key/value heads keep softmax attention, the others get the
+mixer.
 
     out[h] = softmax attention of head h      if the key/value head that h reads is in `softmax_heads`
              others(q, k, v of the other heads)[h]      otherwise
 
-HydraHead (Tan et al. 2026, arXiv 2606.20097): heads of one layer differ more in what they do than layers do, so the head is the unit of the
-choice. With grouped queries the unit is a key/value head together with its J query heads: a query head cannot keep softmax without
-the keys and values that its group shares. The outputs are put side by side in the model's order of heads, before the output projection.
-HydraHead's normalization of the two kinds of outputs is not used here: the mixer is fitted to the outputs of the original heads,
-and the output projection is refitted to the outputs of all heads.
+HydraHead (Tan et al. 2026, arXiv 2606.20097): heads of one layer differ more in what they do than layers do, so the
+head is the unit of the choice. With grouped queries the unit is a key/value head together with its J query heads: a
+query head cannot keep softmax without the keys and values that its group shares. The outputs are put side by side in
+the model's order of heads, before the output projection. HydraHead's normalization of the two kinds of outputs is not
+used here: the mixer is fitted to the outputs of the original heads, and the output projection is refitted to the
+outputs of all heads.
 
-The state holds `softmax.keys` and `softmax.values` of the kept heads, and the state of the other mixer under its own names.
+The state holds `softmax.keys` and `softmax.values` of the kept heads, and the state of the other mixer under its own
+names.
 
 B batch, T tokens, H = G J query heads, G key/value heads, K key dim, V value dim, N heads of one part.
 """
@@ -49,8 +52,9 @@ PREFIX = "softmax."  # of the names of the kept heads' keys and values in the st
 class HeadHybrid(MixerConfig):
     """Config of a hybrid by heads.
 
-    softmax_heads: numbers of the key/value heads that keep softmax attention. others: the mixer of all other heads, a config or a mapping
-    {"mixer": "linear", ..}. softmax: options of the kept heads, a config or a mapping {"rope": "drop", ..}.
+    softmax_heads: numbers of the key/value heads that keep softmax attention. others: the mixer of all other heads, a
+    config or a mapping {"mixer": "linear", ..}. softmax: options of the kept heads, a config or a mapping {"rope":
+    "drop", ..}.
     """
 
     name: ClassVar[str] = "head_hybrid"
@@ -63,14 +67,16 @@ class HeadHybrid(MixerConfig):
         object.__setattr__(self, "softmax", _nested_config("softmax", self.softmax or {}, "softmax"))
         if self.others.name not in OTHER_MIXERS:
             raise SurgeryError(
-                f"head_hybrid: the other heads can have the mixers {' and '.join(OTHER_MIXERS)} (got {self.others.name!r})"
+                f"head_hybrid: the other heads can have the mixers {' and '.join(OTHER_MIXERS)} (got "
+                f"{self.others.name!r})"
             )
         if not isinstance(self.softmax, Softmax):
             raise SurgeryError(f"head_hybrid: softmax must have options of mixer softmax (got {self.softmax.name!r})")
         numbers = list(self.softmax_heads)
         if not numbers or numbers != sorted(set(numbers)) or numbers[0] < 0:
             raise SurgeryError(
-                f"head_hybrid: softmax_heads must be numbers of key/value heads, from 0, in order and without repeats (got {numbers}); for "
+                "head_hybrid: softmax_heads must be numbers of key/value heads, from 0, in order and without repeats "
+                f"(got {numbers}); for "
                 "example softmax_heads: [0, 2]"
             )
 
@@ -86,7 +92,8 @@ def _nested_config(option: str, value: Any, default: str | None) -> MixerConfig:
         return value
     if not isinstance(value, Mapping) or ("mixer" not in value and default is None):
         raise SurgeryError(
-            f"head_hybrid: {option} must be the options of a mixer with its name, for example {{mixer: linear}} (got {value!r})"
+            f"head_hybrid: {option} must be the options of a mixer with its name, for example {{mixer: linear}} (got "
+            f"{value!r})"
         )
     if value.get("mixer") == HeadHybrid.name:
         raise SurgeryError(f"head_hybrid: {option} cannot be a head_hybrid itself")
@@ -109,16 +116,19 @@ def check_rotation(name: str, shape: AttentionShape, softmax: MixerConfig, other
     """Raise SurgeryError if two mixers read different forms of q and k, and the rotation cannot be repeated here."""
     if reads_rotated(softmax, shape) != reads_rotated(other, shape) and shape.interleaved:
         raise SurgeryError(
-            f"{name}: one part reads queries and keys after RoPE and the other before it, and this attention rotates interleaved "
+            f"{name}: one part reads queries and keys after RoPE and the other before it, and this attention rotates "
+            "interleaved "
             "pairs of dims, which can only be kept or dropped for both. Use the same rope in both parts"
         )
 
 
 @MIXERS.register(HeadHybrid)
 class HeadHybridAttention(Mixer):
-    """Softmax attention in some key/value heads and another mixer in the others. softmax, others: the mixers of the two parts.
+    """Softmax attention in some key/value heads and another mixer in the others. softmax, others: the mixers of the two
+    parts.
 
-    kept_N, rest_N: key/value heads of each part. order_H: for each query head of the model its place in the joined outputs.
+    kept_N, rest_N: key/value heads of each part. order_H: for each query head of the model its place in the joined
+    outputs.
     """
 
     config: HeadHybrid
@@ -213,16 +223,19 @@ def check_heads(config: HeadHybrid, shape: AttentionShape) -> None:
     """Raise SurgeryError if the layer has no key/value heads to choose from, or other ones than the config names."""
     if shape.groups == 1:
         raise SurgeryError(
-            f"head_hybrid: this layer has one key/value head, which all its {shape.heads} query heads share (multi-query attention): "
+            f"head_hybrid: this layer has one key/value head, which all its {shape.heads} query heads share "
+            "(multi-query attention): "
             "softmax in any of them keeps the whole cache. Choose whole layers (attention.hybrid of: layers)"
         )
     if config.softmax_heads[-1] >= shape.groups:
         raise SurgeryError(
-            f"head_hybrid: softmax_heads names key/value head {config.softmax_heads[-1]}, and this layer has heads 0 to {shape.groups - 1}"
+            f"head_hybrid: softmax_heads names key/value head {config.softmax_heads[-1]}, and this layer has heads 0 "
+            f"to {shape.groups - 1}"
         )
     if len(config.softmax_heads) == shape.groups:
         raise SurgeryError(
-            f"head_hybrid: softmax_heads names all {shape.groups} key/value heads, so nothing would be replaced. Leave the layer out instead"
+            f"head_hybrid: softmax_heads names all {shape.groups} key/value heads, so nothing would be replaced. Leave "
+            "the layer out instead"
         )
 
 

@@ -1,6 +1,7 @@
 """Optional layers of the linear attention mixer: short convolution of its inputs, norm and gate of its outputs.
 
-The convolution and the gate are initialised as the identity: adding them to a converted model does not change its outputs.
+The convolution and the gate are initialised as the identity: adding them to a converted model does not change its
+outputs.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from surgery.mixers.projections import InputDtypeLinear
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution, y_t = sum_w weight[w] x_(t - width + 1 + w), per channel.
 
-    As in Mamba-2 and Gated DeltaNet, but without their activation, which would prevent an initialisation as the identity.
-    The state is the last width - 1 inputs.
+    As in Mamba-2 and Gated DeltaNet, but without their activation, which would prevent an initialisation as the
+    identity. The state is the last width - 1 inputs.
     """
 
     def __init__(self, channels: int, width: int):
@@ -52,7 +53,10 @@ class HeadNorm(nn.Module):
 
 
 class OutputGate(nn.Module):
-    """Output gate, y <- 2 sigmoid(W x) y, per head (values=1) or per dim (values=V). Initially W = 0, which multiplies by 1."""
+    """Output gate, y <- 2 sigmoid(W x) y, per head (values=1) or per dim (values=V).
+
+    Initially W = 0, which multiplies by 1.
+    """
 
     def __init__(self, dim: int, heads: int, values: int):
         super().__init__()

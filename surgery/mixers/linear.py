@@ -8,12 +8,13 @@
     window, sinks    softmax branch over the last `window` and the first `sinks` tokens, linear branch over the tokens
                      between them (common/window_hybrid.py)
     near_tokens: chunks
-                     softmax branch over the query's aligned block of `window` tokens and the one before it, linear branch
-                     over the blocks before these (common/near_chunks.py)
+                     softmax branch over the query's aligned block of `window` tokens and the one before it, linear
+                     branch over the blocks before these (common/near_chunks.py)
 
-Differences from softmax attention: padding (valid_BT) is the only mask applied. A row holds one document: the attention module
-splits packed rows before it calls the mixer (common/packed_documents.py). A sliding window of the original module is dropped: the linear branch sees all tokens. Attention dropout
-is ignored. Bidirectional attention runs a causal mask forwards and backwards (common/bidirectional.py).
+Differences from softmax attention: padding (valid_BT) is the only mask applied. A row holds one document: the attention
+module splits packed rows before it calls the mixer (common/packed_documents.py). A sliding window of the original
+module is dropped: the linear branch sees all tokens. Attention dropout is ignored. Bidirectional attention runs a
+causal mask forwards and backwards (common/bidirectional.py).
 """
 
 from __future__ import annotations
@@ -260,7 +261,8 @@ class LinearMixer(Mixer):
     def _are_first_tokens(self, inputs: MixerInputs, past: MixerState | None) -> bool:
         """Return whether all rows begin with this call, have no padding, and go on behind window and sinks.
 
-        The first token written and the first query that reads it are then the same in all rows: slices take the place of tables.
+        The first token written and the first query that reads it are then the same in all rows: slices take the place
+        of tables.
         """
         buffer = self.window_buffer
         if buffer is None or isinstance(buffer, ChunkBuffer) or inputs.valid_BT is not None:
@@ -327,8 +329,11 @@ class LinearMixer(Mixer):
         return replace(tokens, q_BTHK=both_q, k_BTGK=both_k)
 
     def _mask_inputs(self, tokens: ProjectedTokens, written: Tensors, signals: Signals, seen_B: Tensor) -> MaskInputs:
-        """Return the inputs of the mask. Entry i holds query i and the key and value written just before query i reads: those of
-        token i, or of token i - window if there is a softmax branch."""
+        """Return the inputs of the mask.
+
+        Entry i holds query i and the key and value written just before query i reads: those of token i, or of token i -
+        window if there is a softmax branch.
+        """
         position_BT = token_positions(tokens, seen_B)
         return self._assemble_inputs(tokens, written, signals, seen_B, position_BT - self.config.window)
 
@@ -374,7 +379,9 @@ class LinearMixer(Mixer):
         max_seen: int | None,
         apply: MaskFn,
     ) -> tuple[Tensor, Tensors | None]:
-        """Return (out_BGJTV of the linear branch of `near_tokens: chunks`, state of the mask). queue: see `ChunkBuffer.queue`."""
+        """Return (out_BGJTV of the linear branch of `near_tokens: chunks`, state of the mask). queue: see
+        `ChunkBuffer.queue`.
+        """
         buffer, seen_B, length = self.window_buffer, past.seen_B, tokens.x_BTD.shape[1]
         assert isinstance(buffer, ChunkBuffer)
         before = {n.removeprefix("mask."): t for n, t in past.tensors.items() if n.startswith("mask.")}
@@ -530,7 +537,7 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 
 def branch_weight(weight_H: Tensor, out_BTHV: Tensor, normalise: bool) -> Tensor:
-    """Return the weight of a branch (H, 1) to multiply (B, T, H, V) with; clamped to >= 0 in normalised attention, where
-    the branches share a denominator."""
+    """Return the weight of a branch (H, 1) to multiply (B, T, H, V) with; clamped to >= 0 in normalised attention,
+    where the branches share a denominator."""
     weight_H1 = weight_H.to(out_BTHV.dtype).unsqueeze(-1)
     return weight_H1.clamp_min(0) if normalise else weight_H1

@@ -32,11 +32,10 @@ class LinearAttention(MixerConfig):
         window  the softmax branch after RoPE, the linear branch before it
         both    the softmax branch after RoPE, the linear branch both forms side by side, with twice the key dims
         Attention without RoPE, or with RoPE of interleaved pairs, treats `window` and `both` as `keep`.
-    states: one state per key/value head ("shared"), or a copy of k and v, a state and gates per query head ("per_head").
-    chunk: tokens per chunk in training and prefill.
-    convolution: width in tokens of a causal convolution on q, k and v (0: none).
-    output_gate: a sigmoid gate on the output per head or per value dim (None: none). norm: RMS norm of each head's output.
-    window, sinks: number of last and of first tokens in the softmax branch (0: none).
+    states: one state per key/value head ("shared"), or a copy of k and v, a state and gates per query head
+    ("per_head"). chunk: tokens per chunk in training and prefill. convolution: width in tokens of a causal convolution
+    on q, k and v (0: none). output_gate: a sigmoid gate on the output per head or per value dim (None: none). norm: RMS
+    norm of each head's output. window, sinks: number of last and of first tokens in the softmax branch (0: none).
     near_tokens: which last tokens are in the softmax branch.
         sliding  the last `window` tokens
         chunks   the query's block of `window` tokens, counted from the first token behind the sinks, up to the query, and the
@@ -95,22 +94,23 @@ def parse_nested_config(registry: Registry[Any], value: Any) -> Any:
     options = dict(value)
     if "name" not in options:
         raise SurgeryError(
-            f"linear: the options of a {registry.what} need its name (got {value}); for example {{name: {registry.names()[0]}}}"
+            f"linear: the options of a {registry.what} need its name (got {value}); for example {{name: "
+            f"{registry.names()[0]}}}"
         )
     return from_options(registry.config_type(str(options.pop("name"))), options)
 
 
 def linear_shape(config: LinearAttention, shape: AttentionShape) -> AttentionShape:
-    """Return the shape of the linear branch: with states: per_head every query head has a key/value head of its own, and
-    with rope: both the keys have two forms."""
+    """Return the shape of the linear branch: with states: per_head every query head has a key/value head of its own,
+    and with rope: both the keys have two forms."""
     groups = shape.heads if config.states == "per_head" else shape.groups
     both = resolve_rope(config, shape) == "both"
     return replace(shape, groups=groups, key=2 * shape.key if both else shape.key)
 
 
 def mask_shape(config: LinearAttention, shape: AttentionShape) -> AttentionShape:
-    """Return the shape for the mask: its keys are features, and it is always causal, unless the mask itself supports bidirectional
-    attention."""
+    """Return the shape for the mask: its keys are features, and it is always causal, unless the mask itself supports
+    bidirectional attention."""
     shape = linear_shape(config, shape)
     shape = replace(shape, key=FEATURES[config.features].features(config.features, shape))
     return shape if config.mask.name in BIDIRECTIONAL_MASKS else replace(shape, causal=True)
@@ -152,7 +152,8 @@ def check_config(config: LinearAttention, shape: AttentionShape) -> None:
         )
     if config.normalise and has_signed_lambdas(config.mask):
         raise SurgeryError(
-            f"linear: log-linear weights with form: {config.mask.form} and matrix: {config.mask.matrix} may be negative and cannot be "
+            f"linear: log-linear weights with form: {config.mask.form} and matrix: {config.mask.matrix} may be "
+            "negative and cannot be "
             "normalised; use normalise: false, or form: positive and matrix: scalar"
         )
     if config.normalise and config.mask.name in SIGNED_MASKS:
@@ -167,17 +168,20 @@ def check_config(config: LinearAttention, shape: AttentionShape) -> None:
         )
     if config.near_tokens == "chunks" and not config.window:
         raise SurgeryError(
-            "linear: near_tokens: chunks needs the number of tokens of a block, and window is 0; set window, for example window: 64, or "
+            "linear: near_tokens: chunks needs the number of tokens of a block, and window is 0; set window, for "
+            "example window: 64, or "
             "use near_tokens: sliding"
         )
     if config.near_tokens == "chunks" and config.mask.name == "hierarchical" and config.window & (config.window - 1):
         raise SurgeryError(
-            f"linear: near_tokens: chunks with a hierarchical mask needs a window that is a power of two (got {config.window}), so that "
+            "linear: near_tokens: chunks with a hierarchical mask needs a window that is a power of two (got "
+            f"{config.window}), so that "
             f"the blocks are nodes of the tree; for example window: {1 << (config.window.bit_length() - 1)}"
         )
     if config.rope in TWO_FORMS and not config.window + config.sinks:
         raise SurgeryError(
-            f"linear: rope: {config.rope} gives the window and the linear branch different q and k, and there is no window; "
+            f"linear: rope: {config.rope} gives the window and the linear branch different q and k, and there is no "
+            "window; "
             "set window, or use rope: keep or rope: drop"
         )
     MASKS[config.mask].check_config(config.mask, mask_shape(config, shape), config.scores == "delta")

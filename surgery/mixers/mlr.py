@@ -3,16 +3,16 @@
     S = sum_l (+)_k Q[l,k] K[l,k]^T      ranks r_1|r_2|..|r_L; level 1 applies to all pairs, level l within its extent
 
 Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", section 3.4, eq. 9. There extents are
-T / 2^(l-1) and the form is nested. Here extents are numbers of tokens, so that the score of a pair depends only on its two
-positions, and prefill, chunks and single steps agree exactly. Beyond eq. 9, each level and head adds a learned bias,
-initially zero, to scores within its extent.
+T / 2^(l-1) and the form is nested. Here extents are numbers of tokens, so that the score of a pair depends only on its
+two positions, and prefill, chunks and single steps agree exactly. Beyond eq. 9, each level and head adds a learned
+bias, initially zero, to scores within its extent.
 
     nested    t // extent = s // extent     key cache of a level: the current block, n mod extent keys after n tokens
     sliding   t - s < extent                key cache of a level: the last extent - 1 keys
 
 After n tokens the state has G (sum_l r_l live_l(n) + V n) elements. With the paper's extents, the keys take the share
-sum_l r_l / 2^(l-1) / K of a full key cache: for sliding at length T, for nested on average over lengths up to T. Keys of a
-complete block are dropped at once, as no later query reads them.
+sum_l r_l / 2^(l-1) / K of a full key cache: for sliding at length T, for nested on average over lengths up to T. Keys
+of a complete block are dropped at once, as no later query reads them.
 """
 
 from __future__ import annotations
@@ -117,14 +117,19 @@ class LeveledConfig(Protocol):
 
 
 def cached_keys(config: LeveledConfig, length: int, window: int | None) -> list[int]:
-    """Return the number of cached keys of each level after `length` tokens. Nested blocks are empty at multiples of their extent."""
+    """Return the number of cached keys of each level after `length` tokens.
+
+    Nested blocks are empty at multiples of their extent.
+    """
     bound = length if window is None else min(length, window - 1)
     nested = config.form == "nested"
     return [bound, *(min(bound, length % extent if nested else extent - 1) for extent in config.extents)]
 
 
 def scored_keys(config: LeveledConfig, length: int, window: int | None) -> list[int]:
-    """Return the largest number of keys that a query scores at each level after `length` tokens; nested blocks count in full."""
+    """Return the largest number of keys that a query scores at each level after `length` tokens; nested blocks count in
+    full.
+    """
     bound = length if window is None else min(length, window - 1)
     past = 0 if config.form == "nested" else 1
     return [bound, *(min(bound, extent - past) for extent in config.extents)]
@@ -163,12 +168,14 @@ class MLRAttention(Mixer):
         """Raise SurgeryError if the config does not fit the attention shape."""
         if sum(config.ranks) > shape.key:
             raise SurgeryError(
-                f"{config.name}: ranks {list(config.ranks)} take {sum(config.ranks)} score dims and a head has {shape.key}; "
+                f"{config.name}: ranks {list(config.ranks)} take {sum(config.ranks)} score dims and a head has "
+                f"{shape.key}; "
                 f"use a sum of at most {shape.key}, for example ranks: [{shape.key // 2}, {shape.key - shape.key // 2}]"
             )
         if config.basis == "turned" and shape.rotary:
             raise SurgeryError(
-                f"{config.name}: basis 'turned' mixes the dims of a head, which RoPE rotates by {shape.rotary // 2} different "
+                f"{config.name}: basis 'turned' mixes the dims of a head, which RoPE rotates by {shape.rotary // 2} "
+                "different "
                 "angles; use basis: own"
             )
 

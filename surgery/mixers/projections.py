@@ -1,4 +1,6 @@
-"""Linear layers of mixers, computed in float32 or in the dtype of their input, and two checks of how they may be called."""
+"""Linear layers of mixers, computed in float32 or in the dtype of their input, and two checks of how they may be
+called.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ MM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # torch.mm(bfloat16, bfl
 
 
 def autocast_disabled(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context without autocast, so that sums over thousands of tokens stay in float32 in mixed-precision training."""
+    """Return a context without autocast, so that sums over thousands of tokens stay in float32 in mixed-precision
+    training.
+    """
     is_common = device.type in ("cpu", "cuda")  # torch.compile cannot trace is_autocast_available, so it is called last
     has_autocast = is_common or torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if has_autocast else nullcontext()
@@ -60,8 +64,8 @@ class InputDtypeLinear(nn.Linear):
 def is_hooked(module: nn.Module) -> bool:
     """Return whether a call of the module does more than its class's `forward`.
 
-    That is so with forward hooks, with a replaced `forward` (accelerate's offloading), or with parameters that are not in
-    memory now (on the meta device). A fused kernel that reads parameters directly must not bypass such a module.
+    That is so with forward hooks, with a replaced `forward` (accelerate's offloading), or with parameters that are not
+    in memory now (on the meta device). A fused kernel that reads parameters directly must not bypass such a module.
     """
     return bool(
         module._forward_hooks

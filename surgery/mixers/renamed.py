@@ -28,7 +28,10 @@ def renamed_options(mixer: object, options: Iterable[str]) -> dict[str, str]:
 
 
 def renew_options(mixer: object, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mixer's options under today's names. Raises SurgeryError for an option that is given under both names."""
+    """Return a mixer's options under today's names.
+
+    Raises SurgeryError for an option that is given under both names.
+    """
     names = renamed_options(mixer, options)
     for old, new in names.items():
         if new in options:
@@ -37,7 +40,8 @@ def renew_options(mixer: object, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renew_mixer(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored mixer, {"mixer": its name, option: value}, under today's names, as well as the mixers inside of it.
+    """Return a stored mixer, {"mixer": its name, option: value}, under today's names, as well as the mixers inside of
+    it.
 
     Raises SurgeryError for an option that is given under both names.
     """
@@ -50,7 +54,9 @@ def renew_mixer(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accept_old_options(config_type: type[T]) -> type[T]:
-    """Let the constructor of a mixer's config take old names as keywords, with a warning of the new ones (decorator)."""
+    """Let the constructor of a mixer's config take old names as keywords, with a warning of the new ones
+    (decorator).
+    """
     made: Any = config_type
     construct = made.__init__
 

@@ -139,8 +139,10 @@ class WindowAttention(Mixer):
     def _prepend_sinks(
         self, state: MixerState, keys: Tensor, values: Tensor, s_BS: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (keys, values, positions) with the cached sinks before the recent tokens. Position -1 marks empty slots
-        and recent tokens that are sinks themselves."""
+        """Return (keys, values, positions) with the cached sinks before the recent tokens.
+
+        Position -1 marks empty slots and recent tokens that are sinks themselves.
+        """
         seen_B1 = state.seen_B[:, None]
         sink_BS = torch.arange(self.config.sinks, device=s_BS.device).expand(seen_B1.shape[0], -1)
         s_BS = torch.cat(
@@ -166,7 +168,9 @@ class WindowAttention(Mixer):
     def _attend_with_sinks(
         self, q: Tensor, k: Tensor, v: Tensor, s_BS: Tensor, *, t_BT: Tensor, mask: Tensor | None, p: float
     ) -> Tensor:
-        """Return out_BHTV of attention within window and sinks. s_BS, t_BT: positions of keys and queries; p: dropout."""
+        """Return out_BHTV of attention within window and sinks. s_BS, t_BT: positions of keys and queries; p:
+        dropout.
+        """
         q, k, values = upcast(q), upcast(k), upcast(v)
 
         def attend_pass(start: int, stop: int) -> Tensor:

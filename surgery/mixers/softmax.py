@@ -5,12 +5,13 @@
     rope: drop      q and k before RoPE (NoPE). h, learned per query head and initially 1, sets how sharp the scores without positions are
     scale: length   f_t = max(1, log(t + 1) / log(L))      t: number of tokens before the query; L: the trained length
 
-Both from HypeNet (Chen et al. 2026, arXiv 2601.22156), which drops RoPE in the softmax layers of a hybrid, where the linear layers keep the
-order of tokens, and lets the scores grow with the logarithm of the position, so that the softmax over many more tokens than in training
-stays as sharp. Its factor is log_a(t + a) with a constant a found by search. Here the factor is 1 up to the trained length, so that
-a model within that length is unchanged.
+Both from HypeNet (Chen et al. 2026, arXiv 2601.22156), which drops RoPE in the softmax layers of a hybrid, where the
+linear layers keep the order of tokens, and lets the scores grow with the logarithm of the position, so that the softmax
+over many more tokens than in training stays as sharp. Its factor is log_a(t + a) with a constant a found by search.
+Here the factor is 1 up to the trained length, so that a model within that length is unchanged.
 
-Without options this is the model's own attention. The state holds all keys and values, or those of the module's own window.
+Without options this is the model's own attention. The state holds all keys and values, or those of the module's own
+window.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ MIN_TRAINED = 2  # tokens: the logarithm of the trained length must be positive
 
 @dataclass(frozen=True)
 class Softmax(MixerConfig):
-    """Config of softmax attention. rope, scale: see the module's docstring. trained_length: L in tokens, read by scale: length only."""
+    """Config of softmax attention. rope, scale: see the module's docstring. trained_length: L in tokens, read by scale:
+    length only.
+    """
 
     name: ClassVar[str] = "softmax"
     rope: Literal["keep", "drop"] = "keep"
@@ -61,12 +64,14 @@ class Softmax(MixerConfig):
             raise SurgeryError(f"softmax: scale must be none or length (got {self.scale!r})")
         if self.scale == "length" and self.trained_length < MIN_TRAINED:
             raise SurgeryError(
-                f"softmax: scale: length needs the length of the sequences that the model was trained on, {MIN_TRAINED} or more "
+                "softmax: scale: length needs the length of the sequences that the model was trained on, "
+                f"{MIN_TRAINED} or more "
                 f"tokens (got trained_length: {self.trained_length})"
             )
         if self.scale == "none" and self.trained_length:
             raise SurgeryError(
-                f"softmax: trained_length is read by scale: length only (got trained_length: {self.trained_length}, scale: none)"
+                f"softmax: trained_length is read by scale: length only (got trained_length: {self.trained_length}, "
+                "scale: none)"
             )
 
     @property
@@ -106,7 +111,8 @@ class SoftmaxAttention(Mixer):
         """Raise SurgeryError if the config does not fit the attention shape."""
         if config.scale == "length" and not shape.causal:
             raise SurgeryError(
-                "softmax: scale: length counts the tokens before the query, and this module is bidirectional; use scale: none"
+                "softmax: scale: length counts the tokens before the query, and this module is bidirectional; use "
+                "scale: none"
             )
 
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:

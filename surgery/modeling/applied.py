@@ -25,15 +25,16 @@ class LoadedModelMixin(ConvertedModelMixin):
 class AppliedModelMixin(ConvertedModelMixin):
     """Mixin of a model class whose instance was converted in memory.
 
-    surgery_report: the report of the conversion. surgery_companions: (the tokenizer or None, the folder of the original checkpoint
-    or None), whose files are saved beside the weights.
+    surgery_report: the report of the conversion. surgery_companions: (the tokenizer or None, the folder of the original
+    checkpoint or None), whose files are saved beside the weights.
     """
 
     surgery_report: dict[str, Any]
     surgery_companions: tuple[Any, Path | None] = (None, None)
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> Any:
-        """Save the model as transformers does, and beside it the report, the shim, and the tokenizer or the original's files.
+        """Save the model as transformers does, and beside it the report, the shim, and the tokenizer or the original's
+        files.
 
         Args:
             save_directory: folder to write to.
@@ -42,7 +43,8 @@ class AppliedModelMixin(ConvertedModelMixin):
         """
         if kwargs.get("push_to_hub"):
             raise SurgeryError(
-                "save_pretrained(push_to_hub=True) would upload the weights without the report and the model card. Save the model, "
+                "save_pretrained(push_to_hub=True) would upload the weights without the report and the model card. "
+                "Save the model, "
                 "then surgery.push(folder, 'user/name')"
             )
         adapter = bool(getattr(self, "_hf_peft_config_loaded", False))
@@ -98,7 +100,9 @@ def remove_table(model: Any, folded: dict[str, Any]) -> None:
 
 
 def _write_companions(folder: Path, tokenizer: Any, original: Path | None) -> None:
-    """Save the tokenizer, then copy files of the original checkpoint's folder that are not there yet (license, processor)."""
+    """Save the tokenizer, then copy files of the original checkpoint's folder that are not there yet (license,
+    processor).
+    """
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if original is None or original.resolve() == folder.resolve() or not (original / "config.json").is_file():
@@ -111,7 +115,9 @@ def _write_companions(folder: Path, tokenizer: Any, original: Path | None) -> No
 
 
 def original_folder(model: Any) -> Path | None:
-    """Return the local folder that a model was loaded from, in the cache for a Hub id; None if it was not loaded or moved."""
+    """Return the local folder that a model was loaded from, in the cache for a Hub id; None if it was not loaded or
+    moved.
+    """
     name = str(getattr(model.config, "name_or_path", "") or "")
     if not name:
         return None

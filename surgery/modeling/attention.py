@@ -2,9 +2,9 @@
 
     install(model, {"model.layers.0.self_attn": LinearAttention(...)})
 
-The module becomes an instance of a subclass of its own class. The subclass passes the mixer's inputs through the library's
-own forward to the attention function registered here. Parameter names stay the same; the mixer's own parameters are
-`<path>.mixer.*`.
+The module becomes an instance of a subclass of its own class. The subclass passes the mixer's inputs through the
+library's own forward to the attention function registered here. Parameter names stay the same; the mixer's own
+parameters are `<path>.mixer.*`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ PACKED_ARGUMENTS = ("cu_seq_lens_q", "cu_seqlens_q", "block_table")
 
 @dataclass
 class AttentionCall:
-    """Inputs of the attention function that transformers does not pass: see MixerInputs. layer: the cache layer, or None."""
+    """Inputs of the attention function that transformers does not pass: see MixerInputs. layer: the cache layer, or
+    None.
+    """
 
     x_BTD: Tensor
     valid_BT: Tensor | None
@@ -69,8 +71,9 @@ class AttentionCall:
 class MixerAttention:
     """Mixin of an attention class with a mixer.
 
-    host: the model's config, which determines how masks are made. arguments: names of the forward's arguments. passes_options: whether
-    the forward hands its keyword arguments on to the attention function; if not (SigLIP), the function finds the call in the module.
+    host: the model's config, which determines how masks are made. arguments: names of the forward's arguments.
+    passes_options: whether the forward hands its keyword arguments on to the attention function; if not (SigLIP), the
+    function finds the call in the module.
     """
 
     mixer: Mixer
@@ -84,13 +87,15 @@ class MixerAttention:
         for name, value in bound.items():
             if is_paged_cache(value):
                 raise SurgeryError(
-                    f"{type(self).__name__} has a mixer and was called with a {type(value).__name__} ({name!r}), that is, for continuous "
+                    f"{type(self).__name__} has a mixer and was called with a {type(value).__name__} ({name!r}), that "
+                    "is, for continuous "
                     "batching, whose pages cannot hold a mixer's state. Use generate() on padded batches"
                 )
             if name in PACKED_ARGUMENTS and value is not None:
                 raise SurgeryError(
                     f"{type(self).__name__} has a mixer and was called with {name!r}, that is, with several sequences "
-                    "in one row. Mixers find their borders from position_ids that restart at 0: pass position_ids only, or pad "
+                    "in one row. Mixers find their borders from position_ids that restart at 0: pass position_ids "
+                    "only, or pad "
                     "the batch"
                 )
         name = next((n for n in CACHE_ARGUMENTS if n in self.arguments), "")
@@ -128,7 +133,8 @@ class MixerAttention:
         implementation = self.host._attn_implementation
         if mask is None and implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise SurgeryError(
-                f"attention implementation {implementation!r} makes no masks, so padding cannot be distinguished from text; "
+                f"attention implementation {implementation!r} makes no masks, so padding cannot be distinguished from "
+                "text; "
                 "use model.set_attn_implementation('sdpa')"
             )
         if has_one_document_per_row() and not seen:
@@ -158,7 +164,8 @@ class MixerAttention:
             )
         if mask_BHTS is None or valid_BT is None:
             return memo.documents
-        # Only calls without a state apply masks, and only those of mixers to which it does not matter where a document begins.
+        # Only calls without a state apply masks, and only those of mixers to which it does not matter where a document
+        # begins.
         reads_mask = self.mixer.reads_mask and layer is None and not self.mixer.counts_tokens
         if reads_mask and memo.documents is None:
             self._check_order(memo, mask_BHTS, valid_BT)
@@ -177,7 +184,8 @@ class MixerAttention:
             raise SurgeryError(
                 f"the attention mask is not {'causal' if self.mixer.shape.causal else 'full'} over the real tokens (a "
                 f"prefix, a custom mask, or packed documents whose position_ids do not restart), and "
-                f"{type(self.mixer).__name__} takes one sequence per row{' with a cache' if layer is not None else ''}; {advice}"
+                f"{type(self.mixer).__name__} takes one sequence per "
+                f"row{' with a cache' if layer is not None else ''}; {advice}"
             )
         return memo.documents if memo.is_plain else None
 
@@ -187,8 +195,10 @@ class MixerAttention:
             memo.shows_later = shows_later_tokens(mask_BHTS, valid_BT)
         if memo.shows_later and self.mixer.shape.causal:
             raise SurgeryError(
-                "the attention mask lets tokens see later ones (a prefix, or the tokens of one image in Gemma 3), and a mixer here takes the "
-                "place of causal attention. Calibrate and run the model on text alone, or leave its softmax attention as it is"
+                "the attention mask lets tokens see later ones (a prefix, or the tokens of one image in Gemma 3), and "
+                "a mixer here takes the "
+                "place of causal attention. Calibrate and run the model on text alone, or leave its softmax attention "
+                "as it is"
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -213,9 +223,9 @@ class MixerModelMixin(ConvertedModelMixin, MixerGenerationMixin):
 def split_attention_mask(mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | None, Tensor | None]:
     """Return (valid_BT, mask_BHTS) of any mask the library makes for T new tokens after `seen` earlier ones.
 
-    A real token attends to itself and padding does not, so validity is the mask's diagonal at the columns of the new tokens.
-    Those columns are the last, except with static caches, which have columns for future tokens. Sliding-window layers drop
-    columns at the front.
+    A real token attends to itself and padding does not, so validity is the mask's diagonal at the columns of the new
+    tokens. Those columns are the last, except with static caches, which have columns for future tokens. Sliding-window
+    layers drop columns at the front.
     """
     B, T = x_BTD.shape[:2]
     if mask is None:
@@ -235,8 +245,9 @@ def split_attention_mask(mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | 
 def drop_mask_without_padding(mask: Any, valid_BT: Tensor | None, seen: int) -> Tensor | None:
     """Return None if none of the T new tokens after `seen` earlier ones is padding, else valid_BT (B, T).
 
-    Static caches have a mask in every step, and mixers are slower with one. The first layer of a call compares, which synchronizes with the
-    device, and leaves the answer on the mask for the others. Where the answer cannot be read or kept, valid_BT stays.
+    Static caches have a mask in every step, and mixers are slower with one. The first layer of a call compares, which
+    synchronizes with the device, and leaves the answer on the mask for the others. Where the answer cannot be read or
+    kept, valid_BT stays.
     """
     if valid_BT is None or torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.is_inference():
         return valid_BT
@@ -281,11 +292,14 @@ def documents_shown(mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape) 
 def mixer_attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> Any:
-    """Attention function of modules with a mixer; returns (output (B, T, H, V), None or a placeholder for the weights)."""
+    """Attention function of modules with a mixer; returns (output (B, T, H, V), None or a placeholder for the
+    weights).
+    """
     call = kwargs.get("surgery") or getattr(module, "_surgery_call", None)
     if call is None:
         raise SurgeryError(
-            f"attention implementation {ATTENTION_NAME!r} is for modules that surgery.modeling.attention.install has given a mixer; "
+            f"attention implementation {ATTENTION_NAME!r} is for modules that surgery.modeling.attention.install has "
+            "given a mixer; "
             f"{type(module).__name__} has none. Use attn_implementation='sdpa'"
         )
     dropout = kwargs.get("dropout", 0.0)
@@ -343,7 +357,9 @@ def _new_mixin(base: type, mixin: type) -> Any:
 
 # -- installing ------------------------------------------------------------------------------------
 def replace_attention(model: Any, path: str, config: MixerConfig) -> None:
-    """Replace the attention at `path` by a mixer, initialized from its config, with the device and dtype of the module's weights."""
+    """Replace the attention at `path` by a mixer, initialized from its config, with the device and dtype of the
+    module's weights.
+    """
     module = model.get_submodule(path)
     shape = attention_shape(model, path)
     kind = MIXERS[config]

@@ -1,7 +1,8 @@
-"""`output_attentions=True` for models with mixers: one entry for each layer, None where a mixer has no attention weights.
+"""`output_attentions=True` for models with mixers: one entry for each layer, None where a mixer has no attention
+weights.
 
-transformers leaves layers without weights out of the list, so that entries no longer belong to their layers. Assisted decoding slices every
-entry; during it a mixer returns empty weights (B, H, T, 0), which become None at the end.
+transformers leaves layers without weights out of the list, so that entries no longer belong to their layers. Assisted
+decoding slices every entry; during it a mixer returns empty weights (B, H, T, 0), which become None at the end.
 """
 
 from __future__ import annotations

@@ -32,7 +32,10 @@ def auto_class(name: str) -> Any:
 
 
 class Shim:
-    """An Auto class that loads without remote code. Importing this module has imported `surgery`, which registers with transformers."""
+    """An Auto class that loads without remote code.
+
+    Importing this module has imported `surgery`, which registers with transformers.
+    """
 
     auto: str
 
@@ -66,7 +69,8 @@ SHIM_TEXTS = (SHIM_TEXT, SHIM_TEXT.replace("surgery.modeling.auto_classes", "sur
 
 
 def write_shims(folder: Path, config: dict[str, Any], model: Any) -> None:
-    """Write the shim file and the config's auto_map, so that `trust_remote_code=True` opens the checkpoint without `import surgery`.
+    """Write the shim file and the config's auto_map, so that `trust_remote_code=True` opens the checkpoint without
+    `import surgery`.
 
     A remote-code model keeps its own auto_map, and needs both.
     """

@@ -10,11 +10,11 @@ would be made for nothing. See Cache.is_compileable and create_causal_mask in
 https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/cache_utils.py
 https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/masking_utils.py
 
-A layer holds the only reference to its state and donates it to the next call, which may overwrite it. Beam search selects rows,
-which copies them. To remove tokens, an old state is needed: while past recording is on, no state is donated, the layer holds a
-state and the inputs since then, and `crop` recomputes the state from the inputs that remain. Of a prompt the last tokens are recorded,
-later calls whole. In assisted decoding, where every draft is followed by `crop`, these are the tokens of one draft: the cost
-does not depend on the context.
+A layer holds the only reference to its state and donates it to the next call, which may overwrite it. Beam search
+selects rows, which copies them. To remove tokens, an old state is needed: while past recording is on, no state is
+donated, the layer holds a state and the inputs since then, and `crop` recomputes the state from the inputs that remain.
+Of a prompt the last tokens are recorded, later calls whole. In assisted decoding, where every draft is followed by
+`crop`, these are the tokens of one draft: the cost does not depend on the context.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from surgery.core.errors import SurgeryError
 from surgery.mixers import Mixer, MixerInputs, MixerState
 from surgery.mixers.common.kv_layout import drop_later_slots
 
-# The argument of a model's forward that takes the cache, and the field of its output that returns it: past_key_values until transformers 5.23.
+# The argument of a model's forward that takes the cache, and the field of its output that returns it: past_key_values
+# until transformers 5.23.
 CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 MAX_RECORDED = 64  # tokens that can always be removed while past recording is on, unless a draft is longer
 
@@ -42,8 +43,9 @@ MAX_RECORDED = 64  # tokens that can always be removed while past recording is o
 class MixerCacheLayer(CacheLayerMixin):
     """The state of one layer's mixer.
 
-    seen: number of tokens processed, padding included. decoder: the model that filled the layer, if it is known. beside_static: whether softmax layers of the same cache are static;
-    static_length: columns of their masks over all tokens, 0 if they all have windows.
+    seen: number of tokens processed, padding included. decoder: the model that filled the layer, if it is known.
+    beside_static: whether softmax layers of the same cache are static; static_length: columns of their masks over all
+    tokens, 0 if they all have windows.
     """
 
     is_croppable = True
@@ -67,7 +69,9 @@ class MixerCacheLayer(CacheLayerMixin):
 
     @property
     def decoder(self) -> nn.Module | None:
-        """The model that filled the layer; None before its first call, in a compiled call, and in a cache that was unpickled."""
+        """The model that filled the layer; None before its first call, in a compiled call, and in a cache that was
+        unpickled.
+        """
         return None if self._decoder is None else self._decoder()
 
     # -- one call of the model ---------------------------------------------------------------------
@@ -115,7 +119,10 @@ class MixerCacheLayer(CacheLayerMixin):
     # -- interface of CacheLayerMixin ---------------------------------------------------------------------
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether transformers must make masks as for a static cache. Its decoding step is not compiled: see MixerGenerationMixin."""
+        """Whether transformers must make masks as for a static cache.
+
+        Its decoding step is not compiled: see MixerGenerationMixin.
+        """
         return self.beside_static
 
     def get_seq_length(self) -> int:
@@ -166,8 +173,10 @@ class MixerCacheLayer(CacheLayerMixin):
             self.reset()
         elif count > self._num_recorded():
             raise SurgeryError(
-                f"a mixer's state cannot go back {count} tokens: it recorded {self._num_recorded()}. Call surgery.modeling.cache."
-                f"record_past(cache, model, tokens) before the tokens that may be removed (of a prompt the last {self.max_recorded})"
+                f"a mixer's state cannot go back {count} tokens: it recorded {self._num_recorded()}. Call "
+                "surgery.modeling.cache."
+                "record_past(cache, model, tokens) before the tokens that may be removed (of a prompt the last "
+                f"{self.max_recorded})"
             )
         elif count:
             self._replay(self._num_recorded() - count)
@@ -192,7 +201,10 @@ class MixerCacheLayer(CacheLayerMixin):
         return self.state, self.seen
 
     def go_back(self, held: tuple[MixerState | None, int]) -> None:
-        """Return to a held state; the states since then are dropped. It stays held, so that it can be returned to again."""
+        """Return to a held state; the states since then are dropped.
+
+        It stays held, so that it can be returned to again.
+        """
         state, seen = held
         if state is not None and self.state is not None and state is not self.state:
             drop_later_slots(state, self.state)
@@ -256,7 +268,10 @@ def _mix_eager(mixer: Mixer, inputs: MixerInputs, state: MixerState) -> tuple[Te
 
 
 def _next_state(mixer: Mixer, inputs: MixerInputs, state: MixerState) -> MixerState:
-    """Return the state after the inputs. Mixers with hooks (offloading, sharding) are called, because hooks act on calls only."""
+    """Return the state after the inputs.
+
+    Mixers with hooks (offloading, sharding) are called, because hooks act on calls only.
+    """
     if hasattr(mixer, "_hf_hook") or mixer._forward_pre_hooks or mixer._forward_hooks:
         return _mix_eager(mixer, inputs, state)[1]
     return mixer.next_state(inputs, state)
@@ -275,7 +290,9 @@ def slice_inputs(inputs: MixerInputs, start: int, stop: int) -> MixerInputs:
 
 # -- putting layers into caches --------------------------------------------------------------------
 def is_paged_cache(value: Any) -> bool:
-    """Return whether a value is a cache of continuous batching: one that gives the blocks of its pages to requests and takes them back."""
+    """Return whether a value is a cache of continuous batching: one that gives the blocks of its pages to requests and
+    takes them back.
+    """
     return not isinstance(value, (Tensor, Cache)) and callable(getattr(value, "free_blocks", None))
 
 
@@ -308,7 +325,10 @@ def mixer_cache_layer(cache: Any, index: int) -> MixerCacheLayer:
 
 
 def _find_static_layers(layers: list[Any]) -> None:
-    """Tell the mixers' layers of a cache which static layers are beside them. The last layer to be inserted tells them all."""
+    """Tell the mixers' layers of a cache which static layers are beside them.
+
+    The last layer to be inserted tells them all.
+    """
     ours = [layer for layer in layers if isinstance(layer, MixerCacheLayer)]
     static = [layer for layer in layers if hasattr(layer, "max_cache_len")]
     full = next((layer.max_cache_len for layer in static if not layer.is_sliding), 0)
@@ -317,7 +337,9 @@ def _find_static_layers(layers: list[Any]) -> None:
 
 
 def innermost_model(model: nn.Module, path: str) -> nn.Module:
-    """Return the innermost transformers model around the attention at `path`: the decoder with its embeddings, without a head."""
+    """Return the innermost transformers model around the attention at `path`: the decoder with its embeddings, without
+    a head.
+    """
     parts = path.split(".")
     around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts) - 1, -1, -1))
     return next((module for module in around if isinstance(module, PreTrainedModel)), model)

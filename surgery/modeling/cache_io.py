@@ -1,7 +1,7 @@
 """Saving a cache to disk: mixer states, and the keys and values of softmax layers.
 
-A file holds the rings of linear mixers with a window in order of position (`rings_to_queues`), and a digest of the decoder whose
-calls filled the cache: states of other weights have the same shapes and mean nothing.
+A file holds the rings of linear mixers with a window in order of position (`rings_to_queues`), and a digest of the
+decoder whose calls filled the cache: states of other weights have the same shapes and mean nothing.
 
 save_cache(output.past_key_values, "prompt.safetensors")
 cache = load_cache("prompt.safetensors", model)             generate(..., past_key_values=cache) continues from it
@@ -74,11 +74,11 @@ def save_cache(cache: Cache, path: str | Path) -> None:
 
 @torch.no_grad()
 def decoder_digest(decoder: nn.Module) -> str | None:
-    """Return a SHA-256 of a decoder: options of its config, and of every tensor of a checkpoint of it, the sum of all values' bits and
-    SAMPLED values in their order, in bfloat16.
+    """Return a SHA-256 of a decoder: options of its config, and of every tensor of a checkpoint of it, the sum of all
+    values' bits and SAMPLED values in their order, in bfloat16.
 
-    A model and its copy in bfloat16 have the same digest. None: some weights cannot be read here (they are offloaded, or quantized to a type
-    without values).
+    A model and its copy in bfloat16 have the same digest. None: some weights cannot be read here (they are offloaded,
+    or quantized to a type without values).
     """
     config: Any = getattr(decoder, "config", None)
     options = {name: value for name in CONFIG_OPTIONS if (value := getattr(config, name, None)) is not None}
@@ -116,7 +116,10 @@ def _stored_tensors(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_decoder(path: str | Path, saved: str | None, model: Any) -> nn.Module | None:
-    """Return the model's decoder if it filled the cache. Raises SurgeryError if other weights did; warns and returns None if that is unknown."""
+    """Return the model's decoder if it filled the cache.
+
+    Raises SurgeryError if other weights did; warns and returns None if that is unknown.
+    """
     attentions = (attention for attention, module in mixer_modules(model) if module.mixer.shape.causal)
     decoder = next((innermost_model(model, attention) for attention in attentions), None)
     if decoder is None:
@@ -130,7 +133,8 @@ def _check_decoder(path: str | Path, saved: str | None, model: Any) -> nn.Module
         return None
     if digest != saved:
         raise SurgeryError(
-            f"{path} was filled by a model with other weights or options than this {type(decoder).__name__}, whose states it does not hold. Load "
+            f"{path} was filled by a model with other weights or options than this {type(decoder).__name__}, whose "
+            "states it does not hold. Load "
             "it with the model that wrote it, or run the prompt again"
         )
     return decoder
@@ -149,7 +153,8 @@ def load_cache(path: str | Path, model: Any) -> DynamicCache:
         mixer = mixers.get(i)
         if (entry["kind"] == "mixer") != (mixer is not None) or i >= len(cache.layers):
             raise SurgeryError(
-                f"layer {i} of this cache holds the state of {'a mixer' if entry['kind'] == 'mixer' else 'softmax attention'}, "
+                f"layer {i} of this cache holds the state of "
+                f"{'a mixer' if entry['kind'] == 'mixer' else 'softmax attention'}, "
                 f"which the model's layer {i} is not; load it with the model that wrote it"
             )
         device = next((p.device for p in homes[i].parameters()), model.device) if i in homes else model.device
@@ -198,7 +203,8 @@ def _check_seen(index: int, seen_B: Tensor, seen: int) -> None:
     """Raise SurgeryError unless seen_B counts the tokens of rows, at most `seen` in each."""
     if seen_B.dtype != torch.int64 or bool(((seen_B < 0) | (seen_B > seen)).any()):
         raise SurgeryError(
-            f"layer {index} of this cache is damaged: seen_B must be int64, from 0 to {seen} (got {seen_B.tolist()[:8]})"
+            f"layer {index} of this cache is damaged: seen_B must be int64, from 0 to {seen} (got "
+            f"{seen_B.tolist()[:8]})"
         )
 
 
@@ -208,7 +214,8 @@ def _check_waiting_tokens(index: int, held: dict[str, Tensor], fresh: dict[str, 
         shape = (rows, *tensor.shape[1:])
         if name.startswith(("ring.", "sink.")) and held[name].shape != shape:
             raise SurgeryError(
-                f"layer {index} of this cache is damaged: {name} must have the shape {shape} (got {tuple(held[name].shape)})"
+                f"layer {index} of this cache is damaged: {name} must have the shape {shape} (got "
+                f"{tuple(held[name].shape)})"
             )
     keys = [name for name in held if name.startswith(PREFIX)]
     for name in keys:  # keys and values of softmax heads, of as many tokens as were seen

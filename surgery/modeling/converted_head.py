@@ -1,6 +1,7 @@
 """Library calls that would replace or resize a converted head, refused before they change anything.
 
-transformers resizes the input embedding in place, then reads the head's weight as a matrix, which a structured head does not hold.
+transformers resizes the input embedding in place, then reads the head's weight as a matrix, which a structured head
+does not hold.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from surgery.modeling.modules import REPLACED
 
 
 def converted_head(model: Any) -> nn.Module | None:
-    """Return the head of a model if it was converted, also inside an adapter or a copy that PEFT trains (`modules_to_save`), else None."""
+    """Return the head of a model if it was converted, also inside an adapter or a copy that PEFT trains
+    (`modules_to_save`), else None.
+    """
     head = model.get_output_embeddings()
     return head if head is not None and any(isinstance(submodule, REPLACED) for submodule in head.modules()) else None
 
@@ -25,7 +28,9 @@ class ConvertedModelMixin:
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Resize the embeddings as transformers does. Raises SurgeryError, with the model unchanged, if the head is converted.
+        """Resize the embeddings as transformers does.
+
+        Raises SurgeryError, with the model unchanged, if the head is converted.
 
         A call that would change no size does nothing: libraries make it for every tokenizer.
         """
@@ -40,8 +45,10 @@ class ConvertedModelMixin:
         if after == before:
             return embedding
         raise SurgeryError(
-            f"{_name(model, head)} is structured, and rows for other tokens cannot be added to its factors or removed: resize_token_embeddings "
-            f"would change {before} tokens to {after}. Resize the original model and convert it again, or multiply the structures "
+            f"{_name(model, head)} is structured, and rows for other tokens cannot be added to its factors or removed: "
+            "resize_token_embeddings "
+            f"would change {before} tokens to {after}. Resize the original model and convert it again, or multiply the "
+            "structures "
             "out first (surgery.densify(model)), resize, and convert"
         )
 
@@ -51,7 +58,8 @@ class ConvertedModelMixin:
         head = converted_head(model)
         if head is not None and new_embeddings is not head:
             raise SurgeryError(
-                f"{_name(model, head)} is structured, and the checkpoint's table would still say so of the module that takes its place "
+                f"{_name(model, head)} is structured, and the checkpoint's table would still say so of the module that "
+                "takes its place "
                 f"(got a {type(new_embeddings).__name__}). Multiply the structures out first: surgery.densify(model)"
             )
         super().set_output_embeddings(new_embeddings)  # type: ignore[misc]

@@ -3,8 +3,8 @@
     model.generate(**prompt, cache_implementation="static", max_new_tokens=500)
 
 This needs one GPU, and a linear mixer with a bounded state in every attention module, with or without a sliding window:
-state shapes stay constant, and no value is read back to the CPU. (With `near_tokens: chunks` a step reads back whether a
-block is complete.) transformers calls `capture_decode_step` where it would compile a model for a static cache;
+state shapes stay constant, and no value is read back to the CPU. (With `near_tokens: chunks` a step reads back whether
+a block is complete.) transformers calls `capture_decode_step` where it would compile a model for a static cache;
 disable_compile=True turns the graph off too. All other steps call the model itself. See GenerationMixin._sample in
 https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/generation/utils.py
 """
@@ -50,7 +50,9 @@ def capture_decode_step(model: Any, cache: Any, generation_config: Any) -> Captu
 
 
 def can_capture(mixer: Mixer) -> bool:
-    """Return whether a decoding step of the mixer reads no value back to the CPU and leaves a state of the same size."""
+    """Return whether a decoding step of the mixer reads no value back to the CPU and leaves a state of the same
+    size.
+    """
     return isinstance(mixer, LinearMixer) and mixer.mask.has_bounded_state and mixer.config.near_tokens == "sliding"
 
 

@@ -19,10 +19,13 @@ CROSS_ATTENTION = ("cross", "encoder_attn", "encdec")  # in the path of attentio
 
 
 def fuse_projections(model: nn.Module) -> int:
-    """Compute q, k and v together, and gate and up, in decoding steps of up to four tokens. Return the number of groups.
+    """Compute q, k and v together, and gate and up, in decoding steps of up to four tokens.
 
-    Low-rank linears are grouped. Parameters, their names and what is saved stay as they are. Groups compute together without gradients, and
-    outside of inference mode unless torch.compile traces them. A group whose linears turn out to read different tensors dissolves.
+    Return the number of groups.
+
+    Low-rank linears are grouped. Parameters, their names and what is saved stay as they are. Groups compute together
+    without gradients, and outside of inference mode unless torch.compile traces them. A group whose linears turn out to
+    read different tensors dissolves.
     """
     groups = list(_siblings(model))
     for linears in groups:

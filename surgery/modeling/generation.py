@@ -32,7 +32,8 @@ class MixerGenerationMixin:
         return done
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        """Return whether generate() takes its steps from `get_compiled_call`: with mixers only if they are captured in a CUDA graph.
+        """Return whether generate() takes its steps from `get_compiled_call`: with mixers only if they are captured in
+        a CUDA graph.
 
         A compiled step would be compiled again whenever the states of mixers grow.
         """

@@ -2,9 +2,9 @@
 
     W = [W_q; W_k; W_v] ~ B (sum of O, I),  q(x) = rows of B x,  k(x) = the next rows, ..
 
-The first linear of a group holds B; the others refer to it. A model calls them one after another with one tensor, so B x is computed
-for the first that is called and kept until the others have taken their rows (of low rank, right x), at most for the time of one call of
-the module that holds them: see `surgery.structures.call_scope`.
+The first linear of a group holds B; the others refer to it. A model calls them one after another with one tensor, so B
+x is computed for the first that is called and kept until the others have taken their rows (of low rank, right x), at
+most for the time of one call of the module that holds them: see `surgery.structures.call_scope`.
 """
 
 from __future__ import annotations
@@ -99,8 +99,10 @@ class JoinedLinear(nn.Module):
 
 
 class _Kept(threading.local):
-    """What a thread keeps of the last output of a group. calling: whether the module that holds the linears is being called. read: x and
-    the tensors of the matrix. parts: those not taken yet, by first row. misses: outputs in a row of which parts were left."""
+    """What a thread keeps of the last output of a group. calling: whether the module that holds the linears is being
+    called. read: x and the tensors of the matrix. parts: those not taken yet, by first row. misses: outputs in a row of
+    which parts were left.
+    """
 
     def __init__(self) -> None:
         self.read: tuple[Tensor, ...] = ()
@@ -111,9 +113,10 @@ class _Kept(threading.local):
 class _Group:
     """The linears of one matrix, and the parts of its last output that were not taken yet, for each thread.
 
-    Parts are kept during a call of the module that holds the linears. A part is taken for the same tensor only, in the same mode of autograd
-    and autocast, if neither it nor the matrix was written in between. If parts are left again and again, the linears do not read one tensor, and nothing is kept any more. Nor is anything in
-    inference mode, whose tensors do not tell whether they were written.
+    Parts are kept during a call of the module that holds the linears. A part is taken for the same tensor only, in the
+    same mode of autograd and autocast, if neither it nor the matrix was written in between. If parts are left again and
+    again, the linears do not read one tensor, and nothing is kept any more. Nor is anything in inference mode, whose
+    tensors do not tell whether they were written.
     """
 
     def __init__(self, linears: list[JoinedLinear]):
@@ -173,7 +176,9 @@ def _is_unwritten(held: _Kept, now: tuple[Tensor, ...]) -> bool:
 
 
 class _Part(NamedTuple):
-    """The rows of one linear: y (..., O); or of low rank z = right x and its rows of left (O, R), which are multiplied when they are taken."""
+    """The rows of one linear: y (..., O); or of low rank z = right x and its rows of left (O, R), which are multiplied
+    when they are taken.
+    """
 
     y: Tensor
     left: Tensor | None = None
@@ -186,8 +191,8 @@ class _Part(NamedTuple):
 def _compute(matrix: Any, x: Tensor, sizes: list[int], traced: bool) -> list[_Part]:
     """Return the parts of B x for linears of these numbers of outputs.
 
-    Low rank of many tokens keeps z instead of the outputs, which are then contiguous and need no memory before they are taken. Modules
-    with hooks are called as a whole: accelerate brings the weights of offloaded ones for a call.
+    Low rank of many tokens keeps z instead of the outputs, which are then contiguous and need no memory before they are
+    taken. Modules with hooks are called as a whole: accelerate brings the weights of offloaded ones for a call.
     """
     hooked = matrix._forward_pre_hooks or matrix._forward_hooks or hasattr(matrix, "_hf_hook")
     plain = type(matrix) is LowRankLinear and not (hooked or traced or is_exporting())
@@ -207,12 +212,16 @@ def _tensors(matrix: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _version(tensors: tuple[Tensor, ...]) -> int:
-    """Return a number that grows whenever one of the tensors is written in place; tensors of inference mode do not tell."""
+    """Return a number that grows whenever one of the tensors is written in place; tensors of inference mode do not
+    tell.
+    """
     return sum([t._version for t in tensors if not t.is_inference()])
 
 
 def connect_joined(modules: Mapping[str, nn.Module]) -> None:
-    """Connect the JoinedLinears among modules, by path, with those of their group. The model needs `hold_groups`, or computes B x for each.
+    """Connect the JoinedLinears among modules, by path, with those of their group.
+
+    The model needs `hold_groups`, or computes B x for each.
 
     Raises SurgeryError if one lacks its first linear, or if the rows of a group do not cover its matrix.
     """
@@ -245,7 +254,9 @@ def connect_joined(modules: Mapping[str, nn.Module]) -> None:
 
 
 def group_entries(in_features: int, outs: Mapping[str, int], config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the table entries of a group without biases, by name. outs: outputs by name, in the order of rows. config: of the matrix."""
+    """Return the table entries of a group without biases, by name. outs: outputs by name, in the order of rows. config:
+    of the matrix.
+    """
     sizes = {"structure": "joined", "in_features": in_features, "bias": False}
     first, start, entries = next(iter(outs)), 0, {}
     for name, out in outs.items():

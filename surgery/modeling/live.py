@@ -1,4 +1,6 @@
-"""A model in memory: whether it is one of transformers, what was replaced in it, its adapters, the device of its weights, and the hooks of its modules."""
+"""A model in memory: whether it is one of transformers, what was replaced in it, its adapters, the device of its
+weights, and the hooks of its modules.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ HOOKS = (
 
 
 def copy_hooks(before: Any, after: Any) -> None:
-    """Give a module the forward and backward hooks of another: the same dicts, so that the handles of hooks keep working."""
+    """Give a module the forward and backward hooks of another: the same dicts, so that the handles of hooks keep
+    working.
+    """
     for name in HOOKS:
         setattr(after, name, getattr(before, name))
 
@@ -50,13 +54,17 @@ def check_is_module(model: Any, function: str) -> None:
     """Raise SurgeryError unless `model` is a module. function: its caller, for the message."""
     if not isinstance(model, nn.Module):
         raise SurgeryError(
-            f"surgery.{function} takes a model in memory (got a {type(model).__name__}: {str(model)[:80]!r}). Load it first, or "
+            f"surgery.{function} takes a model in memory (got a {type(model).__name__}: {str(model)[:80]!r}). Load it "
+            "first, or "
             "use surgery.convert(source, recipe, out) on a checkpoint"
         )
 
 
 def model_device(model: Any) -> torch.device:
-    """Return the device of all weights. Raise SurgeryError if they are on meta, on several devices, or moved by accelerate."""
+    """Return the device of all weights.
+
+    Raise SurgeryError if they are on meta, on several devices, or moved by accelerate.
+    """
     kind = type(model).__name__
     places: dict[torch.device, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -66,13 +74,16 @@ def model_device(model: Any) -> torch.device:
         raise SurgeryError(f"{kind} has no parameters, so there is nothing to replace")
     if (meta := places.get(torch.device("meta"))) is not None:
         raise SurgeryError(
-            f"{kind}: {meta} is on the meta device and holds no values (offloaded, or not loaded). Load the weights first; "
+            f"{kind}: {meta} is on the meta device and holds no values (offloaded, or not loaded). Load the weights "
+            "first; "
             "surgery.plan(model, recipe) needs none"
         )
     if len(places) > 1 or any("_hf_hook" in vars(module) for module in model.modules()):
         where = ", ".join(f"{name} on {device}" for device, name in list(places.items())[:3])
         raise SurgeryError(
-            f"{kind} is dispatched over devices ({where}, hf_device_map {getattr(model, 'hf_device_map', None)}), and replaced "
-            "modules would not be. Load it without device_map, apply surgery, then dispatch it (accelerate.dispatch_model)"
+            f"{kind} is dispatched over devices ({where}, hf_device_map {getattr(model, 'hf_device_map', None)}), and "
+            "replaced "
+            "modules would not be. Load it without device_map, apply surgery, then dispatch it "
+            "(accelerate.dispatch_model)"
         )
     return next(iter(places))

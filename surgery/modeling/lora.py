@@ -1,8 +1,8 @@
 """PEFT LoRA on structured linears: y = B x + scaling * up(down(x)), with the structured weight B frozen.
 
 The last of PEFT's dispatchers is wrapped, so that both get_peft_model and PeftModel.from_pretrained support structured
-linears; a registration in one config would not survive saving. PEFT's list of `target_modules="all-linear"`, which holds classes of torch, is
-extended by structured and split linears; linears inside mixers (gates) are not adapted.
+linears; a registration in one config would not survive saving. PEFT's list of `target_modules="all-linear"`, which
+holds classes of torch, is extended by structured and split linears; linears inside mixers (gates) are not adapted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class StructuredLora(Linear):
         """Raise ValueError: the sum of a structured matrix and an update does not have the structure."""
         base = type(self.get_base_layer()).__name__
         raise ValueError(
-            f"a LoRA update cannot be merged into a {base}: the sum is no longer that structure. Keep the adapter, or undo "
+            f"a LoRA update cannot be merged into a {base}: the sum is no longer that structure. Keep the adapter, or "
+            "undo "
             "the structure first: surgery densify OUT --out DIR"
         )
 
@@ -50,7 +51,8 @@ def _check_lora_config(config: Any) -> None:
         raise ValueError("use_dora needs the dense weight, which a structured linear does not hold; use plain LoRA")
     if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
         raise ValueError(
-            f"init_lora_weights={config.init_lora_weights!r} factors the dense weight, which a structured linear does not hold; "
+            f"init_lora_weights={config.init_lora_weights!r} factors the dense weight, which a structured linear does "
+            "not hold; "
             "use True, 'gaussian' or 'orthogonal'"
         )
 
@@ -86,7 +88,8 @@ def register_lora() -> None:
 
 
 def all_linears(model: Any, dense: set[str]) -> set[str]:
-    """Return the linears that "all-linear" adapts: PEFT's choice of dense ones, structured and split ones, and none inside a mixer.
+    """Return the linears that "all-linear" adapts: PEFT's choice of dense ones, structured and split ones, and none
+    inside a mixer.
 
     A structured head is left out, as PEFT leaves out a dense one.
     """

@@ -1,4 +1,7 @@
-"""The modules that replace linears, built from the entries of a checkpoint's table. Loading a converted checkpoint needs only this."""
+"""The modules that replace linears, built from the entries of a checkpoint's table.
+
+Loading a converted checkpoint needs only this.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from surgery.structures.shared_basis import SharedBasis, SharedLowRankLinear, ba
 class GuardedLinear(nn.Linear):
     """A dense linear whose weight is stored as (1, out, in).
 
-    Checkpoints store the output projection of a mixer this way. A library that does not know this package then fails with a
-    shape mismatch instead of running softmax attention on these weights.
+    Checkpoints store the output projection of a mixer this way. A library that does not know this package then fails
+    with a shape mismatch instead of running softmax attention on these weights.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **factory: Any):
@@ -92,15 +95,16 @@ def build_module(
 ) -> nn.Module:
     """Build the module of a table entry.
 
-    The entry is {"structure": .., "in_features": .., "out_features": .., "bias": ..}, where the structure may be "dense" or
-    "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads": ..}. The
-    order of the parts is a list because transformers sorts the keys of config.json (PreTrainedConfig.to_json_string in
-    https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/configuration_utils.py).
-    With `bits`, and `group` if scales have groups, the weights are stored as integers: QuantizedLinear; `scales`:
-    "inputs" tells tensor trains from older ones, see `Storage`. With `share`: "experts", it is a SharedLowRankLinear,
-    which needs `connect_bases` or `connect`.
-    The structure "joined" is a JoinedLinear, which needs `connect_joined`: {"structure": "joined", sizes, "matrix": entry of B, "members": names
-    of the group in the order of their rows} of the first linear of a group, {"structure": "joined", sizes, "first": name of the first, "start": first row in B} of the others.
+    The entry is {"structure": .., "in_features": .., "out_features": .., "bias": ..}, where the structure may be
+    "dense" or "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads":
+    ..}. The order of the parts is a list because transformers sorts the keys of config.json
+    (PreTrainedConfig.to_json_string in
+    https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/configuration_utils.py). With `bits`, and
+    `group` if scales have groups, the weights are stored as integers: QuantizedLinear; `scales`: "inputs" tells tensor
+    trains from older ones, see `Storage`. With `share`: "experts", it is a SharedLowRankLinear, which needs
+    `connect_bases` or `connect`. The structure "joined" is a JoinedLinear, which needs `connect_joined`: {"structure":
+    "joined", sizes, "matrix": entry of B, "members": names of the group in the order of their rows} of the first linear
+    of a group, {"structure": "joined", sizes, "first": name of the first, "start": first row in B} of the others.
     Raises SurgeryError if the entry is invalid.
     """
     spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
@@ -180,9 +184,11 @@ def shares_basis(spec: dict[str, Any]) -> bool:
 
 
 def connect_bases(model: nn.Module, paths: Iterable[str], bases: Mapping[str, SharedBasis] | None = None) -> None:
-    """Give the experts at these paths, which are SharedLowRankLinears, the bases of their layers, which become modules of the model.
+    """Give the experts at these paths, which are SharedLowRankLinears, the bases of their layers, which become modules
+    of the model.
 
-    bases: by path; new ones on the meta device if None. Raises SurgeryError if the experts of a layer differ in rank or inputs.
+    bases: by path; new ones on the meta device if None. Raises SurgeryError if the experts of a layer differ in rank or
+    inputs.
     """
     for path in paths:
         linear: Any = model.get_submodule(path)
@@ -200,7 +206,10 @@ def connect_bases(model: nn.Module, paths: Iterable[str], bases: Mapping[str, Sh
 
 
 def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: torch.dtype | None) -> QuantizedLinear:
-    """Build the module of an entry with `bits`. A dense weight is stored as (1, out, in), as GuardedLinear stores it."""
+    """Build the module of an entry with `bits`.
+
+    A dense weight is stored as (1, out, in), as GuardedLinear stores it.
+    """
     plain = {k: v for k, v in spec.items() if k not in ("bits", "group", "scales")}
     if shares_basis(plain):
         raise SurgeryError(f"{DAMAGED_TABLE}: a linear whose basis is shared by experts is not stored as integers")

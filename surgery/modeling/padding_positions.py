@@ -1,11 +1,11 @@
 """Positions of left-padded rows, for models called with an attention mask and no position_ids.
 
-transformers then counts positions from the first padding token. Softmax attention with RoPE depends only on distances, so its
-outputs do not change; features of a rotated query (Hedgehog, Toeplitz exponentials) depend on the position itself. Generation
-passes positions that begin at the first real token; here every other call gets the same. Calibration moves real tokens to the start of
-their rows (surgery.calibration.data.align_left), so that they have these positions too. Models with learned positions (GPT-2, BERT)
-are left alone: there a call without positions means other inputs to the original as well. See LlamaModel.forward, and
-GenerationMixin._prepare_position_ids_for_generation, in
+transformers then counts positions from the first padding token. Softmax attention with RoPE depends only on distances,
+so its outputs do not change; features of a rotated query (Hedgehog, Toeplitz exponentials) depend on the position
+itself. Generation passes positions that begin at the first real token; here every other call gets the same. Calibration
+moves real tokens to the start of their rows (surgery.calibration.data.align_left), so that they have these positions
+too. Models with learned positions (GPT-2, BERT) are left alone: there a call without positions means other inputs to
+the original as well. See LlamaModel.forward, and GenerationMixin._prepare_position_ids_for_generation, in
 https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/llama/modeling_llama.py
 https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/generation/utils.py
 """
@@ -29,7 +29,8 @@ def _argument_names(cls: type) -> tuple[str, ...]:
 
 
 def mask_positions(mask_BS: Tensor, tokens: int) -> Tensor:
-    """Return the positions of the last `tokens` tokens, (B, T), counted from each row's first real token; 0 for those before it.
+    """Return the positions of the last `tokens` tokens, (B, T), counted from each row's first real token; 0 for those
+    before it.
 
     Padding elsewhere in a row keeps its place, as it does without this.
     """
@@ -62,8 +63,8 @@ def add_positions(
 def derive_positions(model: Any, path: str, causal: bool) -> None:
     """Add the hook to the innermost transformers model around the attention at `path` that takes a mask and positions.
 
-    causal: whether the attention is. For other attention only the innermost model counts: around a vision tower lie models whose positions
-    are those of text.
+    causal: whether the attention is. For other attention only the innermost model counts: around a vision tower lie
+    models whose positions are those of text.
     """
     parts = path.split(".")
     for end in range(len(parts) - 1, -1, -1):

@@ -18,8 +18,8 @@ FORMAT = 1
 class SurgeryConfig(QuantizationConfigMixin):
     """The table of replaced modules.
 
-    modules: path -> {"structure": .., its options, in_features, out_features, bias}. mixers: path of an attention module ->
-    {"mixer": .., its options}. unused: source tensors that the model's class does not use, kept unchanged.
+    modules: path -> {"structure": .., its options, in_features, out_features, bias}. mixers: path of an attention
+    module -> {"mixer": .., its options}. unused: source tensors that the model's class does not use, kept unchanged.
     """
 
     def __init__(
@@ -33,7 +33,8 @@ class SurgeryConfig(QuantizationConfigMixin):
     ):
         if format != FORMAT:
             raise SurgeryError(
-                f"this checkpoint has table format {format} (written by surgery {surgery_version}); this version reads {FORMAT}: "
+                f"this checkpoint has table format {format} (written by surgery {surgery_version}); this version reads "
+                f"{FORMAT}: "
                 f"install a newer one ({install_command()})"
             )
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]

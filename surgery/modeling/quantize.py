@@ -1,7 +1,8 @@
-"""Weight-only quantization of a converted model: all linears of its layers, structured and dense, stored in 8 or 4 bits.
+"""Weight-only quantization of a converted model: all linears of its layers, structured and dense, stored in 8 or 4
+bits.
 
-The head, embeddings, norms, routers and the parameters of mixers keep their dtype. See surgery.structures.quantized, and
-surgery.conversion.quantize_checkpoint for checkpoints.
+The head, embeddings, norms, routers and the parameters of mixers keep their dtype. See surgery.structures.quantized,
+and surgery.conversion.quantize_checkpoint for checkpoints.
 """
 
 from __future__ import annotations
@@ -41,16 +42,18 @@ def make_storage(bits: int, group: int | None = None) -> Storage:
 # -- a model in memory ---------------------------------------------------------------------------------
 @torch.no_grad()
 def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[str, Any]:
-    """Quantize the linears of a converted model in memory, in place; return {"linears", "bits", "group", "bytes_before", "bytes_after"}.
+    """Quantize the linears of a converted model in memory, in place; return {"linears", "bits", "group",
+    "bytes_before", "bytes_after"}.
 
-    `model.save_pretrained` writes the integers. Raises SurgeryError, with the model unchanged, if it is not a converted transformers model,
-    is quantized already or has an adapter, or if weights are not finite.
+    `model.save_pretrained` writes the integers. Raises SurgeryError, with the model unchanged, if it is not a converted
+    transformers model, is quantized already or has an adapter, or if weights are not finite.
     """
     storage, kind = make_storage(bits, group), type(model).__name__
     table = getattr(getattr(model, "config", None), "quantization_config", None)
     if not isinstance(model, PreTrainedModel) or not is_converted(model) or not isinstance(table, SurgeryConfig):
         raise SurgeryError(
-            f"{kind} is not a converted transformers model. Convert it first (surgery.apply, or surgery.load of a converted folder); of "
+            f"{kind} is not a converted transformers model. Convert it first (surgery.apply, or surgery.load of a "
+            "converted folder); of "
             "such a model give the whole, not a part"
         )
     if has_adapter(model):
@@ -98,7 +101,10 @@ def stored_bytes(model: nn.Module) -> int:
 
 # -- tables and modules --------------------------------------------------------------------------------
 def dense_linears(model: Any, table: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return entries of the linears in the layers of an unconverted model that a table does not list. Routers are left out."""
+    """Return entries of the linears in the layers of an unconverted model that a table does not list.
+
+    Routers are left out.
+    """
     return {
         linear.path: {
             "structure": "dense",
@@ -113,11 +119,15 @@ def dense_linears(model: Any, table: dict[str, Any]) -> dict[str, dict[str, Any]
 
 
 def quantized_table(table: dict[str, Any], storage: Storage) -> dict[str, Any]:
-    """Return a table with the storage in each entry. Raises SurgeryError, with the path, for experts that share a basis."""
+    """Return a table with the storage in each entry.
+
+    Raises SurgeryError, with the path, for experts that share a basis.
+    """
     for path, entry in table.items():
         if shares_basis(entry):
             raise SurgeryError(
-                f"{path} shares its basis with the other experts of its layer, and such linears are not stored as integers. Convert with "
+                f"{path} shares its basis with the other experts of its layer, and such linears are not stored as "
+                "integers. Convert with "
                 "share: none, or multiply the structures out first: surgery densify"
             )
     return {path: _with_storage(entry, storage) for path, entry in table.items()}

@@ -60,8 +60,8 @@ class SurgeryQuantizer(HfQuantizer):
     ) -> None:
         """Put replacement linears and mixers into the model, on meta, in its dtype.
 
-        The files must hold exactly the tensors of the class that the checkpoint was written from. A model of another class may
-        lack some of them, and may have a head of its own.
+        The files must hold exactly the tensors of the class that the checkpoint was written from. A model of another
+        class may lack some of them, and may have a head of its own.
         """
         if not self.pre_quantized:
             raise SurgeryError("models are converted with `surgery convert`, not on loading")
@@ -91,7 +91,8 @@ class SurgeryQuantizer(HfQuantizer):
     def postprocess_model(self, model: Any, **_: Any) -> Any:
         """Make the loaded model an ordinary one that keeps only its table: the entries of the modules that it has.
 
-        A model of another class than the checkpoint's lacks some, such as a converted language model's head, and is saved without them.
+        A model of another class than the checkpoint's lacks some, such as a converted language model's head, and is
+        saved without them.
         """
         from surgery.modeling.attention import restore_buffers
 
@@ -114,7 +115,9 @@ class SurgeryQuantizer(HfQuantizer):
 
 
 def _dtypes_to_load(model: Any, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtype of each floating tensor of a model on meta that is loaded with `dtype`: that of the class's exceptions, else its own."""
+    """Return the dtype of each floating tensor of a model on meta that is loaded with `dtype`: that of the class's
+    exceptions, else its own.
+    """
     exceptions = model._get_dtype_plan(dtype)  # keys are regular expressions in which * stands for any text
     return {
         name: next((d for key, d in exceptions.items() if re.search(key.replace("*", ".*"), name)), tensor.dtype)
@@ -126,8 +129,8 @@ def _dtypes_to_load(model: Any, dtype: torch.dtype | None) -> dict[str, torch.dt
 def _cast(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
     """Cast the loaded tensors that have another dtype, in place.
 
-    transformers before 5.21 leaves the tensors of a quantized model that it renames or merges on loading in the dtype of the file.
-    Offloaded tensors are on meta here; accelerate casts each one to the dtype of its tensor on meta.
+    transformers before 5.21 leaves the tensors of a quantized model that it renames or merges on loading in the dtype
+    of the file. Offloaded tensors are on meta here; accelerate casts each one to the dtype of its tensor on meta.
     """
     for name, tensor in model.state_dict(keep_vars=True).items():
         dtype = dtypes.get(name, tensor.dtype)
@@ -179,7 +182,9 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
 
 
 def split_named_experts(model: Any, paths: Iterable[str]) -> None:
-    """Split the experts of a model into linears if paths, of modules or of stored tensors, name a linear of an expert."""
+    """Split the experts of a model into linears if paths, of modules or of stored tensors, name a linear of an
+    expert.
+    """
     names = "|".join({re.escape(path.rpartition(".")[2]) for path, _ in merged_experts(model)})
     if names and any(re.search(rf"(^|\.)({names})\.\d+\.", path) for path in paths):
         split_experts(model)
@@ -191,13 +196,15 @@ def _check_sizes(linear: Any, replacement: Any, path: str) -> None:
     if weight is None or sorted(weight.shape) != sizes:
         here = "no linear" if weight is None else f"a weight of shape {list(weight.shape)}"
         raise SurgeryError(
-            f"{DAMAGED_TABLE}: its entry for {path!r} maps {replacement.in_features} features to {replacement.out_features}, where the "
+            f"{DAMAGED_TABLE}: its entry for {path!r} maps {replacement.in_features} features to "
+            f"{replacement.out_features}, where the "
             f"model has {here}"
         )
 
 
 def _written_as(model: Any) -> Any:
-    """Return a model of the class that the checkpoint was written from: the model itself if it has that class, else one on meta.
+    """Return a model of the class that the checkpoint was written from: the model itself if it has that class, else one
+    on meta.
 
     Returns None if a remote-code class opens a checkpoint written by another class.
     """

@@ -1,8 +1,8 @@
 """Registration with transformers and peft, which makes converted checkpoints native Hugging Face checkpoints.
 
-The table of replaced modules is the config's `quantization_config`. A registered quantizer replaces the modules on the meta
-device before transformers loads the weights. After loading, only the table remains of it, so half(), float(), Trainer,
-save_pretrained and deepcopy treat the model as an ordinary one. See HfQuantizer in
+The table of replaced modules is the config's `quantization_config`. A registered quantizer replaces the modules on the
+meta device before transformers loads the weights. After loading, only the table remains of it, so half(), float(),
+Trainer, save_pretrained and deepcopy treat the model as an ordinary one. See HfQuantizer in
 https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py
 """
 

@@ -1,7 +1,8 @@
 """torchao's `quantize_` on converted models: weight-only int8 and int4 store the linears as `surgery quantize` does.
 
-`quantize_` looks for nn.Linear and would skip structured linears without a word. Its default filter is replaced by one that also accepts a
-whole converted model, and the handlers of its configs, in torchao's registry, by ones that know such a model. Everything else is passed on.
+`quantize_` looks for nn.Linear and would skip structured linears without a word. Its default filter is replaced by one
+that also accepts a whole converted model, and the handlers of its configs, in torchao's registry, by ones that know
+such a model. Everything else is passed on.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ def has_replaced_linears(module: nn.Module) -> bool:
 
 
 def storage_options(config: Any) -> dict[str, Any]:
-    """Return {"bits", "group"} of a torchao config. Raises SurgeryError if structured linears cannot be stored as it says."""
+    """Return {"bits", "group"} of a torchao config.
+
+    Raises SurgeryError if structured linears cannot be stored as it says.
+    """
     kind, granularity = type(config).__name__, getattr(config, "granularity", None)
     if kind == "Int8WeightOnlyConfig" and type(granularity).__name__ in ("PerRow", "PerGroup"):
         return {"bits": 8, "group": getattr(granularity, "group_size", None)}

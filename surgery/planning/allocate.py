@@ -1,9 +1,10 @@
 """Allocation of a parameter budget over modules (continuous multiple-choice knapsack).
 
-Every module offers options (stored parameters, remaining error), the dense weight among them. Allocation starts from the
-smallest option of each module, then takes the step with the largest error reduction per parameter while the budget lasts.
-On the lower convex hulls of the options this greedy choice is optimal up to the last step (Sinha & Zoltners 1979). Errors of
-different modules must have one unit: the expected increase of the loss, 1/2 E[g^2] ||(W - B) C^(1/2)||^2.
+Every module offers options (stored parameters, remaining error), the dense weight among them. Allocation starts from
+the smallest option of each module, then takes the step with the largest error reduction per parameter while the budget
+lasts. On the lower convex hulls of the options this greedy choice is optimal up to the last step (Sinha & Zoltners
+1979). Errors of different modules must have one unit: the expected increase of the loss, 1/2 E[g^2] ||(W - B)
+C^(1/2)||^2.
 """
 
 from __future__ import annotations

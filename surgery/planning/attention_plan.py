@@ -25,8 +25,8 @@ class AttentionTarget:
     """A self-attention module that will be replaced by a mixer.
 
     path, layer: paths of the module and of its layer. index, count: position among the layers with attention, and their
-    number. output: path of the output projection. config: the mixer's config from the recipe, before fitting. fixed: mixer
-    tensors chosen together with the config. softmax: options of softmax where a hybrid keeps it.
+    number. output: path of the output projection. config: the mixer's config from the recipe, before fitting. fixed:
+    mixer tensors chosen together with the config. softmax: options of softmax where a hybrid keeps it.
     """
 
     path: str
@@ -108,11 +108,15 @@ def _without_softmax(targets: dict[str, AttentionTarget], hybrid: HybridRecipe |
 
 
 def check_has_heads(target: AttentionTarget) -> None:
-    """Raise SurgeryError if a layer has no key/value heads to choose from, or its mixer cannot stand beside softmax heads."""
+    """Raise SurgeryError if a layer has no key/value heads to choose from, or its mixer cannot stand beside softmax
+    heads.
+    """
     if target.shape.groups == 1:
         raise SurgeryError(
-            f"plan: {target.path}: attention.hybrid unit: heads keeps softmax in some of a layer's key/value heads, and this layer has one, "
-            f"which all its {target.shape.heads} query heads share (multi-query attention): softmax in any of them keeps the whole cache. "
+            f"plan: {target.path}: attention.hybrid unit: heads keeps softmax in some of a layer's key/value heads, "
+            "and this layer has one, "
+            f"which all its {target.shape.heads} query heads share (multi-query attention): softmax in any of them "
+            "keeps the whole cache. "
             "Use unit: layers"
         )
     try:
@@ -130,12 +134,16 @@ def check_kept_softmax(target: AttentionTarget) -> None:
         raise SurgeryError(f"plan: {target.path}: attention.hybrid: {error}") from None
     if target.softmax.rope == "drop" and not target.shape.rotary:
         raise SurgeryError(
-            f"plan: {target.path}: attention.hybrid rope: drop takes away rotary embedding, and this attention has none. Use rope: keep"
+            f"plan: {target.path}: attention.hybrid rope: drop takes away rotary embedding, and this attention has "
+            "none. Use rope: keep"
         )
 
 
 def keep_layers(targets: dict[str, AttentionTarget], layers: Sequence[str]) -> dict[str, AttentionTarget]:
-    """Return the targets with softmax in some layers. Softmax without options is the model's own attention, which is no target."""
+    """Return the targets with softmax in some layers.
+
+    Softmax without options is the model's own attention, which is no target.
+    """
     found = {}
     for layer, target in targets.items():
         if layer not in layers:
@@ -148,7 +156,8 @@ def keep_layers(targets: dict[str, AttentionTarget], layers: Sequence[str]) -> d
 def keep_heads(targets: dict[str, AttentionTarget], heads: Mapping[str, Sequence[int]]) -> dict[str, AttentionTarget]:
     """Return the targets with softmax in some key/value heads, by path of their layer.
 
-    A layer without such heads gets the mixer in all heads, and one with all of them is a softmax layer (see `keep_layers`).
+    A layer without such heads gets the mixer in all heads, and one with all of them is a softmax layer (see
+    `keep_layers`).
     """
     found = keep_layers(targets, [n for n, target in targets.items() if len(heads.get(n, ())) == target.shape.groups])
     for layer, target in found.items():

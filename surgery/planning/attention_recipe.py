@@ -29,15 +29,17 @@ from surgery.planning.renamed import renew_attention, warn_renamed
 class HybridRecipe(BaseModel):
     """Which layers, or which key/value heads of all layers, keep softmax attention.
 
-    softmax: fraction of the units that keep it. unit: "layers" or "heads"; a key/value head comes with the query heads that read it.
-    choose_by: "measured" tries on the calibration text which units matter, and evenly spaced ones as well, and keeps the better choice:
-    of layers those whose softmax attention lowers the KL divergence of a briefly aligned student most (surgery.conversion.restored), of
-    heads those whose own replacement changes their layer's output most (surgery.conversion.hybrid). "every" keeps evenly spaced layers,
-    or heads in the order of layers and heads. layers: numbers of the layers that keep softmax, instead of softmax and choose_by. heads:
-    layer -> numbers of its key/value heads that keep it, instead of them.
+    softmax: fraction of the units that keep it. unit: "layers" or "heads"; a key/value head comes with the query heads
+    that read it. choose_by: "measured" tries on the calibration text which units matter, and evenly spaced ones as
+    well, and keeps the better choice: of layers those whose softmax attention lowers the KL divergence of a briefly
+    aligned student most (surgery.conversion.restored), of heads those whose own replacement changes their layer's
+    output most (surgery.conversion.hybrid). "every" keeps evenly spaced layers, or heads in the order of layers and
+    heads. layers: numbers of the layers that keep softmax, instead of softmax and choose_by. heads: layer -> numbers of
+    its key/value heads that keep it, instead of them.
 
-    rope, scale, trained_length: options of the softmax that is kept (surgery.mixers.softmax). rope: "drop" uses q and k before RoPE. scale: "length"
-    scales the logits of queries beyond the trained length, which is `trained_length` tokens, by default the config's max_position_embeddings.
+    rope, scale, trained_length: options of the softmax that is kept (surgery.mixers.softmax). rope: "drop" uses q and k
+    before RoPE. scale: "length" scales the logits of queries beyond the trained length, which is `trained_length`
+    tokens, by default the config's max_position_embeddings.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,16 +58,19 @@ class HybridRecipe(BaseModel):
         given = [name for name in ("softmax", "layers", "heads") if getattr(self, name) is not None]
         if len(given) != 1:
             raise SurgeryError(
-                "attention.hybrid: give softmax, for example {softmax: 0.25}, or layers, for example {layers: [0, 8]}, or heads, for example "
+                "attention.hybrid: give softmax, for example {softmax: 0.25}, or layers, for example {layers: [0, 8]}, "
+                "or heads, for example "
                 f"{{heads: {{0: [1, 3]}}}} (got {' and '.join(given) or 'none of them'})"
             )
         if self.layers is not None and not self.layers:
             raise SurgeryError(
-                "attention.hybrid.layers names no layer; leave hybrid out, or name layers that keep softmax, for example [0, 8]"
+                "attention.hybrid.layers names no layer; leave hybrid out, or name layers that keep softmax, for "
+                "example [0, 8]"
             )
         if self.of_heads and self.layers is not None:
             raise SurgeryError(
-                "attention.hybrid: layers names whole layers and unit: heads asks for a choice of heads. Give heads, for example "
+                "attention.hybrid: layers names whole layers and unit: heads asks for a choice of heads. Give heads, "
+                "for example "
                 "{heads: {0: [1, 3]}}, or set unit: layers"
             )
         if self.heads is not None and "unit" in self.model_fields_set and self.unit == "layers":
@@ -75,7 +80,8 @@ class HybridRecipe(BaseModel):
         for layer, heads in (self.heads or {}).items():
             if list(heads) != sorted(set(heads)):
                 raise SurgeryError(
-                    f"attention.hybrid.heads: layer {layer} must have numbers of key/value heads in order and without repeats (got {list(heads)})"
+                    f"attention.hybrid.heads: layer {layer} must have numbers of key/value heads in order and without "
+                    f"repeats (got {list(heads)})"
                 )
         if self.trained_length is not None and self.scale == "none":
             raise SurgeryError(
@@ -85,7 +91,9 @@ class HybridRecipe(BaseModel):
 
     @model_serializer(mode="wrap")
     def _omit_defaults(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the fields without these at their defaults: `unit: layers` beside `heads` would be refused when it is read again."""
+        """Return the fields without these at their defaults: `unit: layers` beside `heads` would be refused when it is
+        read again.
+        """
         left = fields_at_default(self, ("unit", "heads", "rope", "scale", "trained_length"))
         values: dict[str, Any] = to_dict(self)
         return {name: value for name, value in values.items() if name not in left}
@@ -107,7 +115,8 @@ class HybridRecipe(BaseModel):
         trained = self.trained_length or max_positions
         if trained is None or trained < MIN_TRAINED:
             raise SurgeryError(
-                f"attention.hybrid scale: length needs the length of the sequences that the model was trained on, and its config has no "
+                "attention.hybrid scale: length needs the length of the sequences that the model was trained on, and "
+                "its config has no "
                 f"max_position_embeddings (got {trained}). Set attention.hybrid.trained_length, for example to 4096"
             )
         return Softmax(self.rope, "length", trained)
@@ -131,7 +140,8 @@ class HybridRecipe(BaseModel):
         return min(units - 1, max(1, round(self.softmax * units)))
 
     def fixed_heads(self, targets: list[Any]) -> dict[int, tuple[int, ...]]:
-        """Return the key/value heads that keep softmax, by layer number, without a measurement: those of `heads`, or evenly spaced ones.
+        """Return the key/value heads that keep softmax, by layer number, without a measurement: those of `heads`, or
+        evenly spaced ones.
 
         Raises SurgeryError for heads that the selected layers do not have.
         """
@@ -148,7 +158,8 @@ class HybridRecipe(BaseModel):
                 )
             if heads and heads[-1] >= groups[layer]:
                 raise SurgeryError(
-                    f"attention.hybrid.heads: layer {layer} has key/value heads 0 to {groups[layer] - 1} (got {heads[-1]})"
+                    f"attention.hybrid.heads: layer {layer} has key/value heads 0 to {groups[layer] - 1} (got "
+                    f"{heads[-1]})"
                 )
         if not any(self.heads.values()):
             raise SurgeryError(
@@ -160,9 +171,9 @@ class HybridRecipe(BaseModel):
 class AttentionRule(BaseModel):
     """Mixer options of some layers, put over those of the recipe.
 
-    layers: range of layer numbers, counted among the layers with attention. mixer: another mixer, which has none of the recipe's
-    options; None: the recipe's. All other keys are options of the mixer. A mask or feature map given by a mapping or name replaces the
-    recipe's as a whole.
+    layers: range of layer numbers, counted among the layers with attention. mixer: another mixer, which has none of the
+    recipe's options; None: the recipe's. All other keys are options of the mixer. A mask or feature map given by a
+    mapping or name replaces the recipe's as a whole.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -181,11 +192,11 @@ class AttentionRule(BaseModel):
 class AttentionRecipe(BaseModel):
     """The mixer that replaces attention. Keys other than these are the mixer's options (docs/attention.md).
 
-    start: "calibrated" fits the mixer to the original's outputs on the calibration text in `steps` local steps; "copied" takes
-    the model's own projections and an untrained mixer. cache (MLR attention): fraction of the key cache kept for a sequence of
-    `context` tokens (default: the length of a calibration sample). Ranks, extents and the order of dimensions are then
-    chosen by measurement. ladder: candidate extents in tokens, by default the powers of two from 8. rules: other options in
-    some layers; of two rules for a layer the later one wins.
+    start: "calibrated" fits the mixer to the original's outputs on the calibration text in `steps` local steps;
+    "copied" takes the model's own projections and an untrained mixer. cache (MLR attention): fraction of the key cache
+    kept for a sequence of `context` tokens (default: the length of a calibration sample). Ranks, extents and the order
+    of dimensions are then chosen by measurement. ladder: candidate extents in tokens, by default the powers of two from
+    8. rules: other options in some layers; of two rules for a layer the later one wins.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -222,7 +233,8 @@ class AttentionRecipe(BaseModel):
             mixer_config({"mixer": self.mixer, **(self.model_extra or {})})
         elif self.rules:
             raise SurgeryError(
-                "attention: `cache` chooses the ranks of every layer, so `rules` cannot give layers other options. Leave one of them out"
+                "attention: `cache` chooses the ranks of every layer, so `rules` cannot give layers other options. "
+                "Leave one of them out"
             )
         if self.hybrid is not None and self.hybrid.of_heads:
             check_head_mixer("attention", self.mixer)
@@ -244,7 +256,9 @@ class AttentionRecipe(BaseModel):
 
     @model_serializer(mode="wrap")
     def _omit_empty_rules(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the fields without `rules` if there are none, which keeps recipes in reports and journals as they were."""
+        """Return the fields without `rules` if there are none, which keeps recipes in reports and journals as they
+        were.
+        """
         values: dict[str, Any] = to_dict(self)
         return {name: value for name, value in values.items() if name != "rules" or value}
 
@@ -266,7 +280,9 @@ class AttentionRecipe(BaseModel):
 
 
 def check_mixer_options(where: str, mixer: str, options: dict[str, Any], model: type[BaseModel]) -> None:
-    """Raise SurgeryError for an option that the mixer lacks. where: the place in the recipe; model: its class, with the other keys."""
+    """Raise SurgeryError for an option that the mixer lacks. where: the place in the recipe; model: its class, with the
+    other keys.
+    """
     config_type: Any = MIXERS.config_type(mixer)
     known = {*config_type.__dataclass_fields__, *model.model_fields}
     for key in options:
@@ -275,9 +291,12 @@ def check_mixer_options(where: str, mixer: str, options: dict[str, Any], model: 
 
 
 def check_head_mixer(where: str, mixer: str) -> None:
-    """Raise SurgeryError if the mixer cannot stand beside softmax heads in one layer. where: the place in the recipe."""
+    """Raise SurgeryError if the mixer cannot stand beside softmax heads in one layer. where: the place in the
+    recipe.
+    """
     if mixer not in OTHER_MIXERS:
         raise SurgeryError(
-            f"{where}: hybrid unit: heads needs mixer {' or '.join(OTHER_MIXERS)} for the heads without softmax (got {mixer!r}). Use one of "
+            f"{where}: hybrid unit: heads needs mixer {' or '.join(OTHER_MIXERS)} for the heads without softmax (got "
+            f"{mixer!r}). Use one of "
             "these, or hybrid unit: layers"
         )

@@ -1,7 +1,8 @@
 """Linears of one input that one matrix replaces (`share: input`): which ones are joined.
 
-Query, key and value of an attention read one input, and so do gate and up of an MLP. [W_q; W_k; W_v] is fitted as one matrix, so that its
-right factor is stored once and its parameters go to the rows that need them. Fused linears are one matrix already (`fused: whole`).
+Query, key and value of an attention read one input, and so do gate and up of an MLP. [W_q; W_k; W_v] is fitted as one
+matrix, so that its right factor is stored once and its parameters go to the rows that need them. Fused linears are one
+matrix already (`fused: whole`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ CROSS_ATTENTION = re.compile(
 def group_by_input(wanted: Mapping[str, tuple[LinearInfo, LinearSettings]]) -> list[list[LinearInfo]]:
     """Return the linears that one matrix replaces, in groups of two or more.
 
-    wanted: the linears with `share: input` that are replaced, by path, with their settings. Those of a group have one parent, one number
-    of inputs and the same settings up to `keep`.
+    wanted: the linears with `share: input` that are replaced, by path, with their settings. Those of a group have one
+    parent, one number of inputs and the same settings up to `keep`.
     """
     groups: dict[object, list[LinearInfo]] = {}
     for linear, settings in wanted.values():
@@ -48,18 +49,23 @@ def check_joins(
     wanted: Mapping[str, tuple[LinearInfo, LinearSettings]],
     linears: tuple[LinearInfo, ...],
 ) -> list[str]:
-    """Return notes for the user. wanted: as for `group_by_input`. Raise SurgeryError if the recipe has `share: input` and no linears are joined."""
+    """Return notes for the user. wanted: as for `group_by_input`.
+
+    Raise SurgeryError if the recipe has `share: input` and no linears are joined.
+    """
     if recipe.share != "input" and not any(rule.share == "input" for rule in recipe.rules):
         return []
     if not groups:
         if not any(linear.roles for linear in linears):
             raise SurgeryError(
-                "plan: share: input joins query, key and value, and gate and up, and no architecture names the linears of this model_type. Leave "
+                "plan: share: input joins query, key and value, and gate and up, and no architecture names the linears "
+                "of this model_type. Leave "
                 "share out, or set it to none"
             )
         fused = " (its fused linears are one matrix already)" if any(linear.fused for linear in linears) else ""
         raise SurgeryError(
-            "plan: share: input has nothing to join in this model: no two linears of their own that read one input (query, key and value; gate "
+            "plan: share: input has nothing to join in this model: no two linears of their own that read one input "
+            "(query, key and value; gate "
             f"and up) are replaced with the same settings{fused}. Leave share out, or set it to none"
         )
     kinds = dict.fromkeys(

@@ -1,4 +1,6 @@
-"""Measured times of linears: tables from kernels/tuning.json or from files of `surgery bench linear`, and times between measured sizes."""
+"""Measured times of linears: tables from kernels/tuning.json or from files of `surgery bench linear`, and times between
+measured sizes.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ class Predicted(NamedTuple):
 class MeasuredTimes:
     """Times of linears on the GPU of one table, in the format of kernels/tuning.json.
 
-    Between measured sizes, a time is its lower bound times the mean ratio of time and lower bound of the measured rows, weighted by
-    distance^-4 in log sizes. Ranks whose rows of memory fill whole 16-byte words, which GPUs read fastest, are predicted from such ranks
-    alone where one was measured. The lower bound is the largest of operations / rate, bytes / bandwidth and the shortest measured time; rate
-    and bandwidth are the highest that the table's dense linears reached.
+    Between measured sizes, a time is its lower bound times the mean ratio of time and lower bound of the measured rows,
+    weighted by distance^-4 in log sizes. Ranks whose rows of memory fill whole 16-byte words, which GPUs read fastest,
+    are predicted from such ranks alone where one was measured. The lower bound is the largest of operations / rate,
+    bytes / bandwidth and the shortest measured time; rate and bandwidth are the highest that the table's dense linears
+    reached.
     """
 
     def __init__(self, table: dict[str, Any]):
@@ -65,7 +68,9 @@ class MeasuredTimes:
     def _nearby(
         self, ops: tuple[str, ...], phase: str, at: dict[str, int], farthest: float = MAX_DISTANCE
     ) -> list[tuple[float, dict[str, Any]]]:
-        """Return (weight, row) of every row of the ops; an empty list if all are more than eight times away, or than `farthest`."""
+        """Return (weight, row) of every row of the ops; an empty list if all are more than eight times away, or than
+        `farthest`.
+        """
         rows = self._rows_of(ops, phase)
         apart = [distance(row["sizes"], at) for row in rows]
         return [((d * d + 1e-6) ** -2, row) for d, row in zip(apart, rows)] if rows and min(apart) <= farthest else []
@@ -77,7 +82,8 @@ class MeasuredTimes:
         return self._predict(phase, (tokens, in_, out), in_ * out, [(w, ms, s, s[1] * s[2]) for w, ms, s in known])
 
     def structured(self, phase: str, tokens: int, config: dict[str, Any], shape: tuple[int, int]) -> Predicted | None:
-        """Return the time of a structured linear by its fastest implementation; None if its structure or no nearby size was measured.
+        """Return the time of a structured linear by its fastest implementation; None if its structure or no nearby size
+        was measured.
 
         Tables hold contiguous order. In strided order the copy of the outputs is added, at the bandwidth of the table.
         """
@@ -137,13 +143,16 @@ def _is_aligned(sizes: dict[str, int], dtype: str) -> bool:
 def same_alignment(
     rows: list[tuple[float, dict[str, Any]]], at: dict[str, int], dtype: str
 ) -> list[tuple[float, dict[str, Any]]]:
-    """Return the (weight, row) whose rank fills whole 16-byte words if and only if that of `at` does; all rows if there are none."""
+    """Return the (weight, row) whose rank fills whole 16-byte words if and only if that of `at` does; all rows if there
+    are none.
+    """
     aligned = _is_aligned(at, dtype)
     return [(weight, row) for weight, row in rows if _is_aligned(row["sizes"], dtype) == aligned] or rows
 
 
 def _table_terms(config: dict[str, Any], shape: Sequence[int], tokens: int) -> tuple[str, dict[str, int]] | None:
-    """Return (op, sizes) of a structured linear in the terms of kernels/tuning.json; None for one that tables do not have.
+    """Return (op, sizes) of a structured linear in the terms of kernels/tuning.json; None for one that tables do not
+    have.
 
     config: a structure as plain data, possibly from a report that anyone may have written.
     """
@@ -183,7 +192,10 @@ def _times(row: dict[str, Any]) -> list[float]:
 # -- reading tables --------------------------------------------------------------------------------------
 @cache
 def included_tables() -> tuple[dict[str, Any], ...]:
-    """Return the tables of kernels/tuning.json, their rows of linears alone. Raises SurgeryError if the file is damaged."""
+    """Return the tables of kernels/tuning.json, their rows of linears alone.
+
+    Raises SurgeryError if the file is damaged.
+    """
     path = Path(str(importlib.resources.files("surgery.kernels").joinpath("tuning.json")))
     try:
         tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
@@ -191,14 +203,18 @@ def included_tables() -> tuple[dict[str, Any], ...]:
         found = [{**table, "rows": of_linears} for table, of_linears in zip(tables, rows) if of_linears]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SurgeryError(
-            f"{path} cannot be read ({type(error).__name__}: {str(error)[:100]}). Install the package again, or give a file of "
+            f"{path} cannot be read ({type(error).__name__}: {str(error)[:100]}). Install the package again, or give a "
+            "file of "
             "`surgery bench linear --out` as `measured`"
         ) from None
     return tuple(check_measured_times(table, str(path)) for table in found)
 
 
 def read_measured_times(path: Path) -> dict[str, Any]:
-    """Return the times of linears in a file of `surgery bench linear --out`, as a table of kernels/tuning.py. Raises SurgeryError if it is damaged."""
+    """Return the times of linears in a file of `surgery bench linear --out`, as a table of kernels/tuning.py.
+
+    Raises SurgeryError if it is damaged.
+    """
     if not path.is_file():
         raise SurgeryError(f"{path} does not exist. Measure this machine with: surgery bench linear --out {path.name}")
     if path.stat().st_size > MAX_FILE_BYTES:
@@ -210,13 +226,17 @@ def read_measured_times(path: Path) -> dict[str, Any]:
         return check_measured_times(table and {**table, "rows": linears}, str(path))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
         raise SurgeryError(
-            f"{path} is no file of `surgery bench linear --out` ({type(error).__name__}: {str(error)[:100]}). Write it again"
+            f"{path} is no file of `surgery bench linear --out` ({type(error).__name__}: {str(error)[:100]}). Write it "
+            "again"
         ) from None
 
 
 def check_measured_times(table: Any, where: str) -> dict[str, Any]:
-    """Return a table of times from a file. Raises SurgeryError unless its device and dtype are plain text, and its at most
-    MAX_ROWS rows of linears have whole sizes over 0 and times over 0."""
+    """Return a table of times from a file.
+
+    Raises SurgeryError unless its device and dtype are plain text, and its at most MAX_ROWS rows of linears have whole
+    sizes over 0 and times over 0.
+    """
     if not isinstance(table, dict) or not has_names(table):
         raise SurgeryError(f"{where} has no measured times of linears. Write it with: surgery bench linear --out FILE")
     for name in ("device", "dtype"):
@@ -235,7 +255,8 @@ def check_measured_times(table: Any, where: str) -> dict[str, Any]:
         )
         if not whole or not is_complete_row(row) or not _times(row):
             raise SurgeryError(
-                f"{where}: a row of times reads {str(row)[:200]}; sizes must be whole numbers over 0 and times numbers over 0. Measure again"
+                f"{where}: a row of times reads {str(row)[:200]}; sizes must be whole numbers over 0 and times numbers "
+                "over 0. Measure again"
             )
     if not table["rows"]:
         raise SurgeryError(
@@ -246,7 +267,9 @@ def check_measured_times(table: Any, where: str) -> dict[str, Any]:
 
 # -- tables of results of `surgery bench` ----------------------------------------------------------------
 def tuning_tables(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tables of kernels/tuning.py, one per dtype: times of each op's implementations and of what it replaces."""
+    """Return the tables of kernels/tuning.py, one per dtype: times of each op's implementations and of what it
+    replaces.
+    """
     tables: dict[str, dict[str, Any]] = {}
     for result in results:
         head = {name: result[name] for name in ("device", "capability", "dtype", "date", "versions")}

@@ -58,21 +58,25 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             units, where = "key/value heads", f" in {count} layers"
             count = sum(target.shape.groups for target in attention_targets.values())
         notes.append(
-            f"{hybrid.softmax_count(count)} of these {count} {units}{where} keep softmax attention, chosen by measurements on the calibration text"
+            f"{hybrid.softmax_count(count)} of these {count} {units}{where} keep softmax attention, chosen by "
+            "measurements on the calibration text"
         )
     if attention_targets and recipe.attention and recipe.attention.hybrid:
         softmax = next(iter(attention_targets.values())).softmax
         if not softmax.is_plain:
             notes.append(
-                f"softmax that stays gets these options: {describe_softmax(softmax)}. The heads or layers with softmax are chosen without them"
+                f"softmax that stays gets these options: {describe_softmax(softmax)}. The heads or layers with softmax "
+                "are chosen without them"
             )
     if attention_targets and recipe.attention and recipe.attention.cache is not None:
         notes.append(
-            "attention.cache: a conversion with --calibration chooses the ranks of each layer; a plan shows the same ranks in all layers"
+            "attention.cache: a conversion with --calibration chooses the ranks of each layer; a plan shows the same "
+            "ranks in all layers"
         )
     if attention_targets and _reads_images_both_ways(meta_model.model, whole):
         notes.append(
-            "the tokens of one image attend to each other in both directions here (token_type_ids), which mixers do not: the converted "
+            "the tokens of one image attend to each other in both directions here (token_type_ids), which mixers do "
+            "not: the converted "
             "model reads text, and raises an error for images"
         )
     targets: dict[str, tuple[LinearTarget, ...]] = {}
@@ -93,13 +97,15 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             targets[linear.path] = found
     if not attention_targets and not any(target.configs for found in targets.values() for target in found):
         raise SurgeryError(
-            "plan: the recipe replaces nothing; give a structure other than dense and keep below 1, or attention: a mixer"
+            "plan: the recipe replaces nothing; give a structure other than dense and keep below 1, or attention: a "
+            "mixer"
         )
     targets, sharing_notes = share_bases(targets, recipe, layout)
     notes += sharing_notes
     if layout.head in targets and f"{layout.head}.weight" in _tied_names(meta_model):
         notes.append(
-            f"{layout.head} is tied to the input embedding: it gets weights of its own, and the embedding stays as it is"
+            f"{layout.head} is tied to the input embedding: it gets weights of its own, and the embedding stays as it "
+            "is"
         )
     time = None
     if recipe.speed is not None:
@@ -146,30 +152,37 @@ def _rounding_note(multiple: int, targets: dict[str, tuple[LinearTarget, ...]]) 
 
 
 def _reads_images_both_ways(model: Any, layout: ModelLayout) -> bool:
-    """Return whether a model of text and images is told which tokens are of an image, which it masks differently (Gemma 3)."""
+    """Return whether a model of text and images is told which tokens are of an image, which it masks differently (Gemma
+    3).
+    """
     return len(set(layout.towers.values())) > 1 and "token_type_ids" in inspect.signature(model.forward).parameters
 
 
 def _layout_notes(meta_model: ModelDescription, whole: ModelLayout, layout: ModelLayout) -> list[str]:
-    """Return what the user should know of towers, and of layers without an architecture. whole: with the layers of all towers."""
+    """Return what the user should know of towers, and of layers without an architecture. whole: with the layers of all
+    towers.
+    """
     notes = []
     unknown = sorted({linear.layer for linear in layout.linears if linear.layer in layout.layers and not linear.known})
     if unknown:
         towers = sorted({layout.towers[path] for path in unknown})
         place = f"tower {' and '.join(towers)}, model_type" if any(towers) else "model_type"
         notes.append(
-            f"no architecture for {place} {meta_model.config.model_type!r}: every nn.Linear of its {len(unknown)} layers is "
+            f"no architecture for {place} {meta_model.config.model_type!r}: every nn.Linear of its {len(unknown)} "
+            "layers is "
             f"replaced and matched by its path; {_role_limits(layout)}"
         )
     left = sorted({whole.towers[path] for path in whole.layers} - {layout.towers[path] for path in layout.layers})
     if left:
         notes.append(
-            f"tower {' and '.join(left)} stays as it is; to replace its linears too, set towers=all and calibrate with its inputs (a "
+            f"tower {' and '.join(left)} stays as it is; to replace its linears too, set towers=all and calibrate with "
+            "its inputs (a "
             "folder of images, or model inputs in a .safetensors file)"
         )
     elif len(set(whole.towers.values())) > 1:
         notes.append(
-            "calibrate with inputs of every tower: linears that the calibration inputs do not reach are not replaced, and the report lists them"
+            "calibrate with inputs of every tower: linears that the calibration inputs do not reach are not replaced, "
+            "and the report lists them"
         )
     return notes
 
@@ -187,7 +200,8 @@ def _merged_notes(model: Any, layout: ModelLayout) -> list[str]:
     first, count = layout.merged[0], len(layout.merged)
     params, total = sum(m.params for m in layout.merged), sum(p.numel() for p in model.parameters())
     return [
-        f"the experts of {count} layers stay dense ({first.kind}: {first.reason}): {params:,} parameters, {params / total:.1%} of the "
+        f"the experts of {count} layers stay dense ({first.kind}: {first.reason}): {params:,} parameters, "
+        f"{params / total:.1%} of the "
         f"model, {', '.join(m.path for m in layout.merged[:2])}{', ..' if count > 2 else ''}"
     ]
 
@@ -219,7 +233,10 @@ def _linear_targets(
 def _joined_targets(
     recipe: ConversionRecipe, layout: ModelLayout
 ) -> tuple[dict[str, tuple[LinearTarget, ...]], list[str]]:
-    """Return (for each linear that is joined with others its targets, notes for the user). Only the first of a group has one."""
+    """Return (for each linear that is joined with others its targets, notes for the user).
+
+    Only the first of a group has one.
+    """
     wanted = {}
     for linear in layout.linears:
         if len(linear.roles) == 1 and not linear.experts and not (linear.layer and linear.layer not in layout.layers):
@@ -280,7 +297,9 @@ def _fitted_config(config: StructureConfig, shape: tuple[int, int], budget: floa
 
 
 def _structure_config(name: str, settings: LinearSettings, auto: bool) -> StructureConfig:
-    """Return the structure's config with the recipe's options; with structure: auto, options that do not apply are ignored."""
+    """Return the structure's config with the recipe's options; with structure: auto, options that do not apply are
+    ignored.
+    """
     config_type = STRUCTURES.config_type(name)
     options = {field.name for field in dataclasses.fields(config_type)}
     given = {k: getattr(settings, k) for k in STRUCTURE_KEYS if getattr(settings, k) is not None}
@@ -299,7 +318,9 @@ def _structure_config(name: str, settings: LinearSettings, auto: bool) -> Struct
 
 
 def fused_sizes(linear: LinearInfo, config: Any) -> tuple[tuple[int, ...], int]:
-    """Return the output rows of each role of a fused linear, and the number of heads that interleave them (0: stacked)."""
+    """Return the output rows of each role of a fused linear, and the number of heads that interleave them (0:
+    stacked).
+    """
     config = config.get_text_config()
     assert linear.fused is not None
     if linear.roles[0].startswith("mlp"):
@@ -309,7 +330,8 @@ def fused_sizes(linear: LinearInfo, config: Any) -> tuple[tuple[int, ...], int]:
     head_dim = linear.out // (heads + 2 * groups)
     if head_dim * (heads + 2 * groups) != linear.out:
         raise SurgeryError(
-            f"plan: {linear.path} has {linear.out} rows, not a multiple of {heads} query + 2 x {groups} key/value heads; "
+            f"plan: {linear.path} has {linear.out} rows, not a multiple of {heads} query + 2 x {groups} key/value "
+            "heads; "
             "it can be replaced whole (fused: whole)"
         )
     sizes = (heads * head_dim, groups * head_dim, groups * head_dim)
@@ -319,7 +341,8 @@ def fused_sizes(linear: LinearInfo, config: Any) -> tuple[tuple[int, ...], int]:
 def _check_reachable(linear: LinearInfo, layout: ModelLayout) -> None:
     if linear.index is None and linear.path != layout.head:
         raise SurgeryError(
-            f"plan: {linear.path} lies outside the layers; only linears of the layers and the head ({layout.head or 'this model has none'}) "
+            f"plan: {linear.path} lies outside the layers; only linears of the layers and the head "
+            f"({layout.head or 'this model has none'}) "
             "can be replaced"
         )
 
@@ -330,26 +353,32 @@ def _check_continues_text(recipe: ConversionRecipe, config: Any) -> None:
     continues = any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
     if recipe.generated_tokens and ((names and not continues) or getattr(config, "is_encoder_decoder", False) is True):
         raise SurgeryError(
-            f"plan: generated_tokens needs a model that continues text (got {', '.join(names) or config.model_type}). Leave generated_tokens out, "
+            f"plan: generated_tokens needs a model that continues text (got {', '.join(names) or config.model_type}). "
+            "Leave generated_tokens out, "
             "and give a longer calibration text"
         )
 
 
 def _check_dtypes(meta_model: ModelDescription, target: LinearTarget) -> None:
-    """Raise SurgeryError if a weight is not of floating point, or if those that one matrix would replace differ in dtype."""
+    """Raise SurgeryError if a weight is not of floating point, or if those that one matrix would replace differ in
+    dtype.
+    """
     found = [meta_model.tensor_info(f"{linear.path}.weight") for linear in target.linears]
     for info in found:
         check_float_dtype(info)
     if len({info.dtype for info in found}) > 1:
         kinds = ", ".join(f"{linear.path} {info.dtype}" for linear, info in zip(target.linears, found))
         raise SurgeryError(
-            f"plan: share: input stores one matrix in one dtype, and these weights differ ({kinds}). Add a rule {{match: "
+            f"plan: share: input stores one matrix in one dtype, and these weights differ ({kinds}). Add a rule "
+            f"{{match: "
             f"{target.linear.path}, share: none}}"
         )
 
 
 def _check_grouped_heads(config: Any, layout: ModelLayout) -> None:
-    """Raise SurgeryError if query heads cannot share the key/value heads evenly, in a model whose linears have that many: it cannot run."""
+    """Raise SurgeryError if query heads cannot share the key/value heads evenly, in a model whose linears have that
+    many: it cannot run.
+    """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads, groups = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
     if type(heads) is not int or type(groups) is not int or min(heads, groups) < 1 or heads % groups == 0:
@@ -357,7 +386,8 @@ def _check_grouped_heads(config: Any, layout: ModelLayout) -> None:
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
     if any(linear.out in (groups * size, (heads + 2 * groups) * size) for linear in layout.linears):
         raise SurgeryError(
-            f"plan: num_attention_heads ({heads}) in config.json must be a multiple of num_key_value_heads ({groups}): each key/value head "
+            f"plan: num_attention_heads ({heads}) in config.json must be a multiple of num_key_value_heads ({groups}): "
+            "each key/value head "
             "serves the same number of query heads, so this model cannot run. Correct config.json"
         )
 
@@ -372,7 +402,8 @@ def _check_patterns(recipe: ConversionRecipe, layout: ModelLayout, model_type: s
         ]
         if matched and all(linear.layer and linear.layer not in layout.layers for linear in matched):
             raise SurgeryError(
-                f"plan: pattern {rule.match!r} matches only modules of tower {matched[0].tower!r} ({matched[0].path}), which the recipe "
+                f"plan: pattern {rule.match!r} matches only modules of tower {matched[0].tower!r} ({matched[0].path}), "
+                "which the recipe "
                 f"leaves as it is. Set towers=all, or towers={matched[0].tower}"
             )
         if not matched:
@@ -397,8 +428,8 @@ def fit_config_to_budget(config: Any, target: LinearTarget, budget: float) -> An
 def fit_rounded(config: Any, shape: tuple[int, int], budget: float, multiple: int) -> Any:
     """Return the config of the largest rank within `budget` stored elements, rounded down to a multiple of `multiple`.
 
-    shape: (out, in). Ranks below `multiple` and full rank are not rounded, nor are ranks that the recipe or the structure gives.
-    Raises SurgeryError if rank 1 exceeds the budget.
+    shape: (out, in). Ranks below `multiple` and full rank are not rounded, nor are ranks that the recipe or the
+    structure gives. Raises SurgeryError if rank 1 exceeds the budget.
     """
     cls = STRUCTURES[config]
     fitted = cls.fit(replace(config), *shape, budget)

@@ -102,8 +102,8 @@ class LinearSettings(BaseModel):
 class TuneRecipe(_StrictModel):
     """Epochs of training on the calibration text after the fit; 0 switches a part off.
 
-    layers: each converted layer, towards the output of the original layer. model: all converted layers together, towards
-    the original's logits. norms: whether norms and the biases of linears are trained beside the new parameters.
+    layers: each converted layer, towards the output of the original layer. model: all converted layers together,
+    towards the original's logits. norms: whether norms and the biases of linears are trained beside the new parameters.
     """
 
     layers: Epochs = 0
@@ -212,7 +212,8 @@ class ConversionRecipe(_StrictModel):
         given += [name for rule in self.rules for name in sizes if getattr(rule, name) is not None]
         if given:
             raise SurgeryError(
-                f"speed chooses ranks by time, so {given[0]} has no effect beside it. Leave {given[0]} out, in rules too; a rule "
+                f"speed chooses ranks by time, so {given[0]} has no effect beside it. Leave {given[0]} out, in rules "
+                "too; a rule "
                 "{match: .., structure: dense} leaves matrices dense"
             )
         return self
@@ -283,7 +284,8 @@ def load_recipe(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Conve
         healing = recipes_folder() / "healing" / f"{Path(name).name}.yaml"
         if not path.is_file() and (healing.is_file() or name in OLD_HEALING_RECIPES):
             raise SurgeryError(
-                f"{name} is a healing recipe, for `surgery finetune`. Give a conversion recipe (`surgery recipes` lists them)"
+                f"{name} is a healing recipe, for `surgery finetune`. Give a conversion recipe (`surgery recipes` "
+                "lists them)"
             )
         if not path.is_file():
             raise SurgeryError(

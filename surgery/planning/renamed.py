@@ -177,8 +177,8 @@ def renew_recipe(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return (a conversion recipe in today's words, a line for each old word in it).
 
-    is_whole: whether a `refine` mapping had its old defaults; a single epoch of an override leaves the other one to the recipe.
-    base: the recipe that `data` is put over, which names the mixer if `data` does not.
+    is_whole: whether a `refine` mapping had its old defaults; a single epoch of an override leaves the other one to the
+    recipe. base: the recipe that `data` is put over, which names the mixer if `data` does not.
 
     Raises SurgeryError for a key that is given under both names.
     """
@@ -292,7 +292,9 @@ def warn_renamed(notes: Sequence[str]) -> None:
 
 
 def changed_choice(data: Mapping[str, Any]) -> str | None:
-    """Return the setting of an old recipe whose choice today's conversion would make in another way, None if there is none."""
+    """Return the setting of an old recipe whose choice today's conversion would make in another way, None if there is
+    none.
+    """
     if data.get("refine") == "auto":
         return "refine: auto"
     if data.get("allocate") in OLD_ALLOCATIONS:
@@ -383,6 +385,8 @@ def _add(renewed: dict[str, Any], key: str, value: Any, old: str, where: str) ->
 
 
 def _chosen(entry: dict[str, Any], old: Sequence[str], gone: Sequence[str]) -> dict[str, Any]:
-    """Return a report's entry of a choice. old: names of ways that are `measured` today. gone: keys that are left out."""
+    """Return a report's entry of a choice. old: names of ways that are `measured` today. gone: keys that are left
+    out.
+    """
     renewed = {("measured" if key in old else key): value for key, value in entry.items() if key not in gone}
     return {**renewed, "kept": "measured"} if renewed.get("kept") in old else renewed

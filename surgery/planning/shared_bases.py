@@ -1,7 +1,8 @@
 """Bases shared by the experts of a layer (`share: experts`): which matrices share one, its rank, and what cannot share.
 
-The gate matrices of all experts of a layer get one right factor, and the up matrices another: all of them read the layer's input. Down
-matrices read what their own expert computes, so each keeps a basis of its own. See surgery/structures/shared_basis.py.
+The gate matrices of all experts of a layer get one right factor, and the up matrices another: all of them read the
+layer's input. Down matrices read what their own expert computes, so each keeps a basis of its own. See
+surgery/structures/shared_basis.py.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ def check_can_share(linear: LinearInfo, settings: LinearSettings, recipe: Conver
         return False
     if settings.structure != "low_rank":
         raise SurgeryError(
-            f"plan: {linear.path} ({linear.roles[0]}): share: experts stores one right factor for the experts of a layer, which only structure "
-            f"low_rank has (got structure: {settings.structure}). Set structure: low_rank for {' and '.join(SHARING_ROLES)}, or share: none"
+            f"plan: {linear.path} ({linear.roles[0]}): share: experts stores one right factor for the experts of a "
+            "layer, which only structure "
+            f"low_rank has (got structure: {settings.structure}). Set structure: low_rank for "
+            f"{' and '.join(SHARING_ROLES)}, or share: none"
         )
     return True
 
@@ -38,8 +41,8 @@ def check_can_share(linear: LinearInfo, settings: LinearSettings, recipe: Conver
 def share_bases(targets: Targets, recipe: ConversionRecipe, layout: ModelLayout) -> tuple[Targets, list[str]]:
     """Return (the targets, those with `share` with the path and the rank of their basis, notes for the user).
 
-    One expert alone shares with no other and is an ordinary low-rank matrix. Raises SurgeryError if the recipe has `share: experts` and
-    no experts can share, if ranks within a layer differ, or if rank 1 exceeds the budget.
+    One expert alone shares with no other and is an ordinary low-rank matrix. Raises SurgeryError if the recipe has
+    `share: experts` and no experts can share, if ranks within a layer differ, or if rank 1 exceeds the budget.
     """
     if recipe.share != "experts" and not any(rule.share == "experts" for rule in recipe.rules):
         return targets, []
@@ -63,13 +66,15 @@ def share_bases(targets: Targets, recipe: ConversionRecipe, layout: ModelLayout)
     each = sum(target.linear.roles == ("expert.down",) and bool(target.configs) for (target, *_) in targets.values())
     rest = f"; {each} matrices of role expert.down, which read no common input, have bases of their own" if each else ""
     return targets, [
-        f"share: experts: {members} matrices of {' and '.join(SHARING_ROLES)} share {len(groups)} bases, one for each layer and role, and take no "
+        f"share: experts: {members} matrices of {' and '.join(SHARING_ROLES)} share {len(groups)} bases, one for each "
+        "layer and role, and take no "
         f"part in the allocation of ranks{rest}"
     ]
 
 
 def group_rank(path: str, group: list[LinearTarget], multiple: int) -> int:
-    """Return the rank of the matrices that share the basis at `path`: the given one, or the largest within the sum of their budgets.
+    """Return the rank of the matrices that share the basis at `path`: the given one, or the largest within the sum of
+    their budgets.
 
     Ranks that the budget chooses are rounded down to multiples of `multiple`, unless they are smaller or full.
     """
@@ -80,7 +85,8 @@ def group_rank(path: str, group: list[LinearTarget], multiple: int) -> int:
     if len(given) > 1:
         ranks = ", ".join(sorted(map(str, given)))
         raise SurgeryError(
-            f"plan: {path}: experts that share a basis must have one rank (got {ranks}). Give all experts of a layer the same rank, or set "
+            f"plan: {path}: experts that share a basis must have one rank (got {ranks}). Give all experts of a layer "
+            "the same rank, or set "
             "share: none for some"
         )
     if (rank := given.pop()) is not None:
@@ -90,7 +96,8 @@ def group_rank(path: str, group: list[LinearTarget], multiple: int) -> int:
     if rank < 1:
         least = min_keep(count * first.out + first.in_, count * first.out, first.in_)
         raise SurgeryError(
-            f"plan: {path}: {count} matrices of {first.out} x {first.in_} with one basis cannot be stored in {int(budget):,} parameters; rank 1 "
+            f"plan: {path}: {count} matrices of {first.out} x {first.in_} with one basis cannot be stored in "
+            f"{int(budget):,} parameters; rank 1 "
             f"already stores {count * first.out + first.in_:,}. Raise keep to {least} or more"
         )
     return rank if rank < multiple or rank == full else rank // multiple * multiple

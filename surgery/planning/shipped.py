@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.resources
 from pathlib import Path
 
-# The conversion recipes that most people need, in the order in which they are listed. Their aims and costs stand in their files.
+# The conversion recipes that most people need, in the order in which they are listed. Their aims and costs stand in
+# their files.
 COMMON = (
     *("auto-half", "low-rank-half", "btt-half", "fast-half"),
     *("hybrid-25", "log-linear", "mlr-cache-60", "gated-deltanet"),
@@ -14,10 +15,11 @@ SHOWN_KEYS = ("description", "aim", "cost")
 
 
 def read_recipes(healing: bool = False, every: bool = False) -> dict[str, dict[str, str]]:
-    """Return name -> {description, aim, cost} of shipped recipes; keys that a file lacks are left out, and nothing is validated.
+    """Return name -> {description, aim, cost} of shipped recipes; keys that a file lacks are left out, and nothing is
+    validated.
 
-    healing: the healing recipes, in alphabetical order, instead of the COMMON conversion recipes. every: behind the COMMON ones
-    also the other conversion recipes, in alphabetical order.
+    healing: the healing recipes, in alphabetical order, instead of the COMMON conversion recipes. every: behind the
+    COMMON ones also the other conversion recipes, in alphabetical order.
     """
     folder = Path(str(importlib.resources.files("surgery.recipes").joinpath("healing" if healing else "convert")))
     names = sorted(path.stem for path in folder.glob("*.yaml"))

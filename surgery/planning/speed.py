@@ -1,8 +1,10 @@
-"""Structures chosen by time: the candidates of each matrix with their predicted nanoseconds, and the allocation of a time over matrices.
+"""Structures chosen by time: the candidates of each matrix with their predicted nanoseconds, and the allocation of a
+time over matrices.
 
-A recipe's `speed` asks for a ratio of the time of the replaced linears, dense / structured. Candidates have ranks that GPUs like and that
-the table of measured times covers, and take less time than the dense matrix. Allocation spends the time that the ratio leaves as
-`allocate_budget` spends parameters: where a nanosecond lowers the error most. A matrix that no candidate serves stays dense.
+A recipe's `speed` asks for a ratio of the time of the replaced linears, dense / structured. Candidates have ranks that
+GPUs like and that the table of measured times covers, and take less time than the dense matrix. Allocation spends the
+time that the ratio leaves as `allocate_budget` spends parameters: where a nanosecond lowers the error most. A matrix
+that no candidate serves stays dense.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def find_table(speed: SpeedRecipe) -> dict[str, Any]:
 
 
 def named_table(recipe: ConversionRecipe, measured: Path | None) -> dict[str, Any] | None:
-    """Return the table that predictions use: that of the file `measured`, else of the recipe's `speed`; None if neither names one."""
+    """Return the table that predictions use: that of the file `measured`, else of the recipe's `speed`; None if neither
+    names one.
+    """
     if measured is not None:
         return read_measured_times(measured)
     return None if recipe.speed is None else find_table(recipe.speed)
@@ -76,7 +80,8 @@ class TimedCandidates:
         found = self.times.dense(target.phase, target.tokens, *shape)
         if found is None or not self.times.covers_dense(target.phase, target.tokens, *shape):
             raise SurgeryError(
-                f"speed: a linear of {shape[1]:,} -> {shape[0]:,} ({name}) was not measured for {target.describe_call()}, nor were widths "
+                f"speed: a linear of {shape[1]:,} -> {shape[0]:,} ({name}) was not measured for "
+                f"{target.describe_call()}, nor were widths "
                 f"within a factor of 2 and tokens within a factor of 4. {MEASURE}; or leave it dense"
             )
         return _nanoseconds(found.ms)
@@ -96,8 +101,10 @@ class TimedCandidates:
             if not timed:
                 names = " or ".join(dict.fromkeys(config.name for config in configs))
                 raise SurgeryError(
-                    f"speed: {names} for {shape[1]:,} -> {shape[0]:,} ({name}) was not measured for {self.target.describe_call()} at a rank that "
-                    f"is a multiple of {self.multiple} and stores less than the dense matrix. {MEASURE}; or leave it dense"
+                    f"speed: {names} for {shape[1]:,} -> {shape[0]:,} ({name}) was not measured for "
+                    f"{self.target.describe_call()} at a rank that "
+                    f"is a multiple of {self.multiple} and stores less than the dense matrix. {MEASURE}; or leave it "
+                    "dense"
                 )
             self.known[key] = dense, tuple(option for option in timed if option.ns < dense)
         return self.known[key]
@@ -139,8 +146,8 @@ def plan_by_time(
 ) -> tuple[Targets, TimeTarget, list[str]]:
     """Return (the targets with their options, the target of time, notes for the user).
 
-    The structures shown spend the time evenly (`even_points`). Raises SurgeryError if a matrix was not measured, or if the target cannot
-    be reached.
+    The structures shown spend the time evenly (`even_points`). Raises SurgeryError if a matrix was not measured, or if
+    the target cannot be reached.
     """
     table = find_table(speed)
     time, multiple = time_target(speed, table), round_ranks if round_ranks > 1 else RANK_MULTIPLE
@@ -149,7 +156,8 @@ def plan_by_time(
     for path, found in targets.items():
         if found[0].linear.experts and any(target.configs for target in found):
             raise SurgeryError(
-                f"speed: {path} belongs to routed experts, of which few compute a token, so its time is not known. Leave experts dense with "
+                f"speed: {path} belongs to routed experts, of which few compute a token, so its time is not known. "
+                "Leave experts dense with "
                 "rules: [{match: 'expert.*', structure: dense}], or give keep"
             )
         timed[path] = tuple(_timed_target(target, candidates) if target.configs else target for target in found)
@@ -162,7 +170,8 @@ def plan_by_time(
     notes = []
     if unmeasured:
         notes.append(
-            f"speed: {', '.join(unmeasured)} left out of the candidates: near these shapes no measured time is shorter than that of dense"
+            f"speed: {', '.join(unmeasured)} left out of the candidates: near these shapes no measured time is shorter "
+            "than that of dense"
         )
     time = replace(time, share=_share_of_linears(replaced, timed, layout, candidates))
     return _previewed(timed, choice), time, notes
@@ -179,7 +188,9 @@ def _timed_target(target: LinearTarget, candidates: TimedCandidates) -> LinearTa
 def _share_of_linears(
     replaced: Sequence[LinearTarget], targets: Targets, layout: ModelLayout, candidates: TimedCandidates
 ) -> float | None:
-    """Return time of the replaced linears / time of all, all dense; None if one was not measured or belongs to routed experts."""
+    """Return time of the replaced linears / time of all, all dense; None if one was not measured or belongs to routed
+    experts.
+    """
     rest = [(target.out, target.in_) for found in targets.values() for target in found if not target.configs]
     covered = {linear.path for found in targets.values() for linear in found[0].linears}
     linears = [linear for linear in layout.linears if linear.path not in covered]
@@ -201,7 +212,9 @@ Targets = dict[str, tuple["LinearTarget", ...]]
 
 
 def even_points(target: LinearTarget) -> list[CostPoint]:
-    """Return cost points without knowledge of the weights: the error falls with the square of the share of dropped parameters."""
+    """Return cost points without knowledge of the weights: the error falls with the square of the share of dropped
+    parameters.
+    """
     kept = [target.numel, *(option.params for option in target.options)]
     return [
         CostPoint(ns, target.numel * (1 - params / target.numel) ** 2) for ns, params in zip(option_times(target), kept)
@@ -218,8 +231,8 @@ def allocate_time(
 ) -> Choice:
     """Return the structure of each target, so that all take at most the time of the dense matrices / ratio.
 
-    points: for each target by name (nanoseconds, error) of the dense matrix and of each option. Raises SurgeryError, with the best ratio
-    that is reachable, if the fastest options take longer.
+    points: for each target by name (nanoseconds, error) of the dense matrix and of each option. Raises SurgeryError,
+    with the best ratio that is reachable, if the fastest options take longer.
     """
     budget = int(sum(target.dense_ns for target in targets) / time.ratio)
     chosen = spend({target.name: points[target.name] for target in targets}, budget)
@@ -237,10 +250,16 @@ def _unreachable(targets: Sequence[LinearTarget], time: TimeTarget) -> str:
     best = math.floor(100 * before / least) / 100
     said = f"speed: {time.phase} {time.ratio:g} cannot be reached for {time.describe_call()}"
     if best <= 1:
-        return f"{said}: none of the structures is faster than the dense matrices. Choose other structures, blocks or a longer prompt"
+        return (
+            f"{said}: none of the structures is faster than the dense matrices. Choose other structures, blocks or a "
+            "longer prompt"
+        )
     dense = sum(not target.options for target in targets)
     stay = f"; {dense} of {len(targets)} matrices have no faster structure and stay dense" if dense else ""
-    return f"{said}: the fastest structures of these matrices reach {best:g}{stay}. Set speed.{time.phase} to {best:g} or less"
+    return (
+        f"{said}: the fastest structures of these matrices reach {best:g}{stay}. Set speed.{time.phase} to {best:g} or "
+        "less"
+    )
 
 
 def option_of(target: LinearTarget, structure: Any) -> TimedOption | None:

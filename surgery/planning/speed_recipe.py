@@ -18,9 +18,9 @@ Ratio = Annotated[float, Field(gt=1, le=1000)]
 class SpeedRecipe(BaseModel):
     """How much faster the replaced linears shall be, and on which GPU.
 
-    prefill, decode: time of the dense linears / time of the replaced ones, for a prompt of `tokens` tokens or for a decoding step of one
-    token in a CUDA graph. device, dtype: of the measured times; None where only one was measured. measured: a file of `surgery bench
-    linear --out`; None: the times of kernels/tuning.json.
+    prefill, decode: time of the dense linears / time of the replaced ones, for a prompt of `tokens` tokens or for a
+    decoding step of one token in a CUDA graph. device, dtype: of the measured times; None where only one was measured.
+    measured: a file of `surgery bench linear --out`; None: the times of kernels/tuning.json.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,11 +36,13 @@ class SpeedRecipe(BaseModel):
     def _check_target(self) -> SpeedRecipe:
         if (self.prefill is None) == (self.decode is None):
             raise SurgeryError(
-                "speed: give either prefill or decode, a ratio over 1, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}"
+                "speed: give either prefill or decode, a ratio over 1, for example {prefill: 1.4, tokens: 8192, "
+                "device: NVIDIA H200}"
             )
         if self.device is None and self.measured is None:
             raise SurgeryError(
-                "speed: name the device whose included times count, for example device: NVIDIA H200, or a file of `surgery bench linear "
+                "speed: name the device whose included times count, for example device: NVIDIA H200, or a file of "
+                "`surgery bench linear "
                 "--out` as measured"
             )
         return self

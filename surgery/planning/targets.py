@@ -1,4 +1,5 @@
-"""What a plan consists of: matrices to be replaced, slices of fused linears, structures chosen by time, and the plan itself.
+"""What a plan consists of: matrices to be replaced, slices of fused linears, structures chosen by time, and the plan
+itself.
 
 surgery/planning/plan.py makes plans.
 """
@@ -20,8 +21,8 @@ from surgery.structures import STRUCTURES, StructureConfig
 class FusedSlice:
     """The output rows of one role in a fused linear.
 
-    role: its name. index: its position in `sizes`. sizes: output rows of each role. heads: 0 if the roles' rows follow one
-    another; otherwise each of the `heads` heads holds size // heads rows of every role.
+    role: its name. index: its position in `sizes`. sizes: output rows of each role. heads: 0 if the roles' rows follow
+    one another; otherwise each of the `heads` heads holds size // heads rows of every role.
     """
 
     role: str
@@ -32,7 +33,9 @@ class FusedSlice:
 
 @dataclass(frozen=True)
 class TimedOption:
-    """A structure that a matrix may get: its config with a rank, its predicted nanoseconds, and its stored parameters."""
+    """A structure that a matrix may get: its config with a rank, its predicted nanoseconds, and its stored
+    parameters.
+    """
 
     config: StructureConfig
     ns: int
@@ -41,15 +44,17 @@ class TimedOption:
 
 @dataclass(frozen=True)
 class LinearTarget:
-    """A weight matrix to be replaced: a whole linear, one role of a fused linear, or several linears of one input together.
+    """A weight matrix to be replaced: a whole linear, one role of a fused linear, or several linears of one input
+    together.
 
-    linear: the module. out: output rows. configs: candidate structures, not yet resolved to a budget; () keeps the matrix dense
-    (in a split linear). keep: fraction of its parameters to keep. part: its rows in a fused linear, or None. preview: the
-    structure shown in the plan, fitted to a uniform budget. round_ranks: ranks chosen by the budget are multiples of it. With `speed`,
-    options: the structures that it may get, dense_ns: predicted nanoseconds of the dense matrix; a preview of None stays dense.
-    share: whether the recipe asks for a basis shared by the experts of the layer. basis: path of that basis, "" if the matrix has none;
-    stores_basis: whether the numbers of the basis count with this matrix, the first that uses it. joined: the linears that the matrix
-    replaces, whose rows follow one another in it; () if it is `linear` alone, which is the first of them.
+    linear: the module. out: output rows. configs: candidate structures, not yet resolved to a budget; () keeps the
+    matrix dense (in a split linear). keep: fraction of its parameters to keep. part: its rows in a fused linear, or
+    None. preview: the structure shown in the plan, fitted to a uniform budget. round_ranks: ranks chosen by the budget
+    are multiples of it. With `speed`, options: the structures that it may get, dense_ns: predicted nanoseconds of the
+    dense matrix; a preview of None stays dense. share: whether the recipe asks for a basis shared by the experts of the
+    layer. basis: path of that basis, "" if the matrix has none; stores_basis: whether the numbers of the basis count
+    with this matrix, the first that uses it. joined: the linears that the matrix replaces, whose rows follow one
+    another in it; () if it is `linear` alone, which is the first of them.
     """
 
     linear: LinearInfo
@@ -97,7 +102,9 @@ class LinearTarget:
 
     @property
     def has_fixed_rank(self) -> bool:
-        """Whether the recipe fixes the rank, or the experts of the layer have one, so that the matrix takes no part in budget allocation."""
+        """Whether the recipe fixes the rank, or the experts of the layer have one, so that the matrix takes no part in
+        budget allocation.
+        """
         return bool(self.basis) or any(
             getattr(config, key, None) is not None for config in self.configs for key in ("rank", "ranks")
         )
@@ -107,7 +114,10 @@ class LinearTarget:
         return self.keep * self.numel if self.configs else self.numel
 
     def params(self, config: StructureConfig) -> int:
-        """Return the stored elements of a structure in place of this matrix. A shared basis counts with the first matrix that uses it."""
+        """Return the stored elements of a structure in place of this matrix.
+
+        A shared basis counts with the first matrix that uses it.
+        """
         stored: int = STRUCTURES[config].params(config, self.out, self.in_)
         if self.basis and not self.stores_basis:
             stored -= config.rank * self.in_  # type: ignore[attr-defined]
@@ -127,8 +137,9 @@ class LinearTarget:
 class TimeTarget:
     """The time that a plan's replaced linears may take.
 
-    phase, tokens, ratio: of the recipe. device, dtype: of the table of measured times. digest: SHA-256 of the table. share: time of the
-    replaced linears / time of all linears of the model, while all are dense; None if some were not measured.
+    phase, tokens, ratio: of the recipe. device, dtype: of the table of measured times. digest: SHA-256 of the table.
+    share: time of the replaced linears / time of all linears of the model, while all are dense; None if some were not
+    measured.
     """
 
     phase: str
@@ -149,12 +160,12 @@ class TimeTarget:
 class Plan:
     """All replacements of a conversion.
 
-    targets: linear targets by path of the linear, in model order. attention_targets: attention modules to be replaced by
-    mixers, by path of their layer. softmax_shapes: shapes of all other attention modules, if there are targets. notes: messages
-    for the user. unreached: names of linears that the recipe would replace and that stay dense, because the calibration inputs do not
-    reach them. model_params: parameters of the whole model, a tied pair counted once. untied_params: those that are stored twice
-    after the conversion, because a tied weight is replaced. time: what the replaced linears may take, with `speed`. dtype: in which
-    the model loads.
+    targets: linear targets by path of the linear, in model order. attention_targets: attention modules to be replaced
+    by mixers, by path of their layer. softmax_shapes: shapes of all other attention modules, if there are targets.
+    notes: messages for the user. unreached: names of linears that the recipe would replace and that stay dense, because
+    the calibration inputs do not reach them. model_params: parameters of the whole model, a tied pair counted once.
+    untied_params: those that are stored twice after the conversion, because a tied weight is replaced. time: what the
+    replaced linears may take, with `speed`. dtype: in which the model loads.
     """
 
     source: str
@@ -173,14 +184,18 @@ class Plan:
 
     @property
     def measured_softmax_count(self) -> int:
-        """How many of the attention targets will keep softmax attention, chosen by measurements on text during the conversion."""
+        """How many of the attention targets will keep softmax attention, chosen by measurements on text during the
+        conversion.
+        """
         hybrid = self.recipe.attention.hybrid if self.recipe.attention else None
         if hybrid is None or not hybrid.is_measured or hybrid.of_heads:
             return 0
         return hybrid.softmax_count(len(self.attention_targets))
 
     def expected_targets(self) -> dict[str, AttentionTarget]:
-        """Return the attention targets as costs count them: if heads that keep softmax will be measured, evenly spaced ones instead."""
+        """Return the attention targets as costs count them: if heads that keep softmax will be measured, evenly spaced
+        ones instead.
+        """
         hybrid, targets = self.recipe.attention.hybrid if self.recipe.attention else None, self.attention_targets
         if hybrid is None or not hybrid.is_measured or not hybrid.of_heads or not targets:
             return targets
@@ -188,7 +203,8 @@ class Plan:
         return keep_heads(targets, {layer: heads[target.index] for layer, target in targets.items()})
 
     def attention_after(self) -> tuple[list[AttentionTarget], list[AttentionShape], int]:
-        """Return (targets that get mixers, shapes of the modules that keep softmax attention, how many targets will keep softmax too).
+        """Return (targets that get mixers, shapes of the modules that keep softmax attention, how many targets will
+        keep softmax too).
 
         Which targets keep it is known after measurements on text. Both lists are empty without attention targets.
         """
@@ -201,7 +217,9 @@ class Plan:
         return {path: targets for path, targets in self.targets.items() if targets[0].linear.layer == layer}
 
     def replaced_linears(self, layer: str | None = None) -> dict[str, LinearTarget]:
-        """Return the first target of each linear that is replaced or refitted, by its path. layer: of this layer alone."""
+        """Return the first target of each linear that is replaced or refitted, by its path. layer: of this layer
+        alone.
+        """
         targets = (found[0] for found in self.targets.values())
         return {linear.path: t for t in targets for linear in t.linears if layer is None or linear.layer == layer}
 
@@ -210,10 +228,11 @@ class Plan:
         return [target for targets in self.targets.values() for target in targets if target.configs]
 
     def totals(self) -> dict[str, int]:
-        """Return the number of replaced matrices, and numbers of parameters before and, under a uniform allocation, after.
+        """Return the number of replaced matrices, and numbers of parameters before and, under a uniform allocation,
+        after.
 
-        params_*: of the replaced matrices. model_*: of the whole model, without parameters of mixers. active_*: of the whole model
-        for one token, which few of the routed experts compute; only if the model has such experts.
+        params_*: of the replaced matrices. model_*: of the whole model, without parameters of mixers. active_*: of the
+        whole model for one token, which few of the routed experts compute; only if the model has such experts.
         """
         targets = self.replaced_targets()
         after = [t.params(t.preview) if t.preview else t.numel for t in targets]

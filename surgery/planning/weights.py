@@ -1,4 +1,6 @@
-"""Weight matrices of the targets: slices of fused linears, transposed Conv1D weights, and entries of the checkpoint's table."""
+"""Weight matrices of the targets: slices of fused linears, transposed Conv1D weights, and entries of the checkpoint's
+table.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,10 @@ def target_weight(meta_model: MetaModel, target: LinearTarget, device: torch.dev
         if not largest <= LARGEST:
             name = target.name if target.part else linear.path
             raise SurgeryError(
-                f"{name} holds values up to {largest:.1e}; sums of their squares overflow float32, so only values up to "
-                f"{LARGEST:.0e} can be fitted. Check the checkpoint, or leave it dense: a rule {{match: {linear.path}, structure: dense}}"
+                f"{name} holds values up to {largest:.1e}; sums of their squares overflow float32, so only values up "
+                "to "
+                f"{LARGEST:.0e} can be fitted. Check the checkpoint, or leave it dense: a rule {{match: {linear.path}, "
+                f"structure: dense}}"
             )
         found.append(rows)
     return (found[0] if len(found) == 1 else torch.cat(found)).contiguous()
@@ -80,14 +84,18 @@ def slice_name(role: str) -> str:
 
 
 def table_entry(target: LinearTarget, config: StructureConfig | None) -> dict[str, Any]:
-    """Return the entry of a fitted target (or fused slice) in the checkpoint's table. config None: the matrix stays dense."""
+    """Return the entry of a fitted target (or fused slice) in the checkpoint's table. config None: the matrix stays
+    dense.
+    """
     structure = config.to_dict() if config is not None else {"structure": "dense"}
     share = {"share": "experts"} if target.basis else {}
     return {**structure, **share, "in_features": target.in_, "out_features": target.out, "bias": target.linear.bias}
 
 
 def joined_entries(target: LinearTarget, config: StructureConfig) -> dict[str, dict[str, Any]]:
-    """Return the table entries of the joined linears of a target by path, in the order of their rows. config: of the matrix."""
+    """Return the table entries of the joined linears of a target by path, in the order of their rows. config: of the
+    matrix.
+    """
     linears = {linear.path.rpartition(".")[2]: linear for linear in target.joined}
     outs = {name: linear.out for name, linear in linears.items()}
     entries = group_entries(target.in_, outs, config.to_dict())
@@ -95,7 +103,9 @@ def joined_entries(target: LinearTarget, config: StructureConfig) -> dict[str, d
 
 
 def role_weight(meta_model: MetaModel, layer: str, role: str) -> tuple[Tensor, Tensor | None]:
-    """Return (weight (out, in), bias (out,) or None) of a role in one layer, sliced out of a fused linear if necessary."""
+    """Return (weight (out, in), bias (out,) or None) of a role in one layer, sliced out of a fused linear if
+    necessary.
+    """
     layout = find_linears(meta_model.model)
     linear = next(found for found in layout.linears if found.layer == layer and role in found.roles)
     part = None

@@ -20,11 +20,14 @@ from surgery.structures.shared_basis import SharedBasis
 
 
 def inspect_model(model: Any) -> dict[str, Any]:
-    """Return the report of a model that `surgery.apply` converted, compared with its tensors and extended by costs, as `inspect` does."""
+    """Return the report of a model that `surgery.apply` converted, compared with its tensors and extended by costs, as
+    `inspect` does.
+    """
     report = copy.deepcopy(getattr(model, "surgery_report", None))
     if report is None:
         raise SurgeryError(
-            f"{type(model).__name__} has no surgery_report, which surgery.apply sets. Of a model loaded from a converted checkpoint, "
+            f"{type(model).__name__} has no surgery_report, which surgery.apply sets. Of a model loaded from a "
+            "converted checkpoint, "
             "inspect the folder: surgery.inspect(folder)"
         )
     tensors = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}

@@ -1,6 +1,7 @@
 """Find the results of one checkpoint among those in a folder of `surgery eval --out` or `surgery compare --out`.
 
-Results name every model by its fingerprint, the SHA-256 over all files that determine its output (`CheckpointSource.digest`). A folder may hold
+Results name every model by its fingerprint, the SHA-256 over all files that determine its output
+(`CheckpointSource.digest`). A folder may hold
     results.json              one model, beside the original
     OUT-1a2b3c4d/             the same of each of several models, with the first eight digits of its fingerprint
     comparison.json           the comparison of several models
@@ -26,9 +27,9 @@ MAX_BYTES = 64 * 2**20  # largest results file that is read
 class Measurements:
     """The results in a folder, as those of one checkpoint.
 
-    results: results.json of the checkpoint; None without. comparison: comparison.json. own: the checkpoint's name in the comparison; None if it
-    is not there. others: names of the models in the folder if none of them is the checkpoint. remark: what a reader must know of
-    whose results these are, "" if nothing.
+    results: results.json of the checkpoint; None without. comparison: comparison.json. own: the checkpoint's name in
+    the comparison; None if it is not there. others: names of the models in the folder if none of them is the
+    checkpoint. remark: what a reader must know of whose results these are, "" if nothing.
     """
 
     results: dict[str, Any] | None = None
@@ -38,7 +39,9 @@ class Measurements:
     remark: str = ""
 
     def beside_original(self) -> dict[str, Any] | None:
-        """Return the checkpoint's rows beside the base as in results.json, from the comparison if there is no results.json; None without."""
+        """Return the checkpoint's rows beside the base as in results.json, from the comparison if there is no
+        results.json; None without.
+        """
         base = None if self.comparison is None else self.comparison["base"]
         if self.results is not None or self.comparison is None or None in (self.own, base) or self.own == base:
             return self.results
@@ -55,7 +58,10 @@ class Measurements:
 
 
 def load_measurements(source: CheckpointSource, folder: Path) -> Measurements:
-    """Return the results in a folder that are of a checkpoint. Raises SurgeryError for a file that is none of `surgery eval`."""
+    """Return the results in a folder that are of a checkpoint.
+
+    Raises SurgeryError for a file that is none of `surgery eval`.
+    """
     measurements, others, top, several = (
         Measurements(),
         dict[str, None](),
@@ -83,7 +89,8 @@ def load_measurements(source: CheckpointSource, folder: Path) -> Measurements:
     if measurements.results is None and measurements.own is None and others and not unnamed:
         measurements.others = tuple(others)
         measurements.remark = (
-            f"The results in {folder.name} are of {in_words(others)}. None of them is this checkpoint with its present files, so its quality is "
+            f"The results in {folder.name} are of {in_words(others)}. None of them is this checkpoint with its present "
+            "files, so its quality is "
             "not shown here."
         )
     elif unnamed:
@@ -117,7 +124,9 @@ def is_of(results: Mapping[str, Any], source: CheckpointSource) -> bool | None:
 
 
 def other_base(report: Mapping[str, Any], results: Mapping[str, Any] | None) -> str:
-    """Return the name of the model that results compare with, if it is another than the original of the report; else ""."""
+    """Return the name of the model that results compare with, if it is another than the original of the report; else
+    "".
+    """
     name = measured_model(results or {}, "base")["name"]
     original = str((report.get("source") or {}).get("name") or "")
     return "" if not name or not original or last_part(name) == last_part(original) else last_part(name)

@@ -18,7 +18,9 @@ def format_ratio(ratio: float) -> str:
 
 
 def before_storage(report: Mapping[str, Any]) -> str:
-    """Return ", before its linears were stored in 4 bits" for values of a report that were measured before `surgery quantize`, else ""."""
+    """Return ", before its linears were stored in 4 bits" for values of a report that were measured before `surgery
+    quantize`, else "".
+    """
     storage = report.get("storage")
     bits = storage.get("bits") if isinstance(storage, Mapping) else None
     return f", before its linears were stored in {bits} bits" if bits in (8, 4) else ""

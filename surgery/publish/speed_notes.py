@@ -37,8 +37,8 @@ PASS_LABELS: dict[Pass, str] = {"forward": "prefill", "backward": "training", "s
 def speed_notes(
     structures: Iterable[tuple[dict[str, Any], list[int]]], mixers: Iterable[str], context: int | None
 ) -> list[str]:
-    """Return one line per kind of linear (config, (out, in)) and per mixer (as `describe_mixer` formats it) that was measured to
-    be slower than the original. context: tokens; None: DEFAULT_CONTEXT."""
+    """Return one line per kind of linear (config, (out, in)) and per mixer (as `describe_mixer` formats it) that was
+    measured to be slower than the original. context: tokens; None: DEFAULT_CONTEXT."""
     if not any(table["rows"] for table in tables()):
         return []
     # Once for each kind: a mixture of experts has thousands of equal linears.
@@ -62,13 +62,14 @@ def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
 def predict_linears(
     plan: dict[str, Any], context: int | None = None, table: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Return the predicted milliseconds of all linears of a planned model, before and after, for a prompt of `context` tokens and for a
-    decoding step of one token in a CUDA graph; None without measurements or with routed experts.
+    """Return the predicted milliseconds of all linears of a planned model, before and after, for a prompt of `context`
+    tokens and for a decoding step of one token in a CUDA graph; None without measurements or with routed experts.
 
     table: measured times, as `read_measured_times` returns them; None: those of kernels/tuning.json.
-    {"device", "dtype", "prefill": {"tokens", "before", "after", "measured", "interpolated"}, "decode": {..}}. A linear that stays as it is,
-    such as a large head, may be far from all measured sizes: its time is then extrapolated, and "extrapolated" names its shape. A phase
-    with a replaced linear that was not measured has {"tokens", "unknown": the linear} instead.
+    {"device", "dtype", "prefill": {"tokens", "before", "after", "measured", "interpolated"}, "decode": {..}}. A linear
+    that stays as it is, such as a large head, may be far from all measured sizes: its time is then extrapolated, and
+    "extrapolated" names its shape. A phase with a replaced linear that was not measured has {"tokens", "unknown": the
+    linear} instead.
     """
     table = table or next((known for known in tables() if known["rows"]), None)
     if table is None or plan.get("unchanged") is None or not plan["targets"]:
@@ -132,11 +133,13 @@ def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
         what = f"{PREDICTION}{name.format(**one)}, {where}"
         if "unknown" in one:
             lines.append(
-                f"{what}: no prediction, {one['unknown']} was not measured. Measure it: surgery bench linear --model SRC --out FILE"
+                f"{what}: no prediction, {one['unknown']} was not measured. Measure it: surgery bench linear --model "
+                "SRC --out FILE"
             )
             continue
         lines.append(
-            f"{what}, predicted: {one['before']:.3g} -> {one['after']:.3g} ms, {speed_in_words(one['before'], one['after'])} (of the times of "
+            f"{what}, predicted: {one['before']:.3g} -> {one['after']:.3g} ms, "
+            f"{speed_in_words(one['before'], one['after'])} (of the times of "
             f"each shape, {one['measured']} measured and {one['interpolated']} interpolated{_extrapolated(one)})"
         )
     return lines
@@ -148,8 +151,10 @@ def _extrapolated(phase: dict[str, Any]) -> str:
 
 
 def report_notes(report: dict[str, Any], context: int | None = None) -> list[str]:
-    """Return the notes for a report, after the predicted times of all linears where these were measured. Kinds of linears whose
-    ranks differ are noted at their median rank."""
+    """Return the notes for a report, after the predicted times of all linears where these were measured.
+
+    Kinds of linears whose ranks differ are noted at their median rank.
+    """
     kinds: dict[str, list[dict[str, Any]]] = {}
     for module in report.get("modules", ()):
         if "shape" in module and module["structure"]["structure"] != "dense":
@@ -162,7 +167,8 @@ def report_notes(report: dict[str, Any], context: int | None = None) -> list[str
 
 
 def report_times(linears: dict[str, Any] | None, context: int | None = None) -> list[str]:
-    """Return the predicted times of all linears of a converted checkpoint, as `predicted_lines` of a plan; [] where one was not measured.
+    """Return the predicted times of all linears of a converted checkpoint, as `predicted_lines` of a plan; [] where one
+    was not measured.
 
     linears: as `surgery.publish.summary.report_linears` returns them.
     """
@@ -181,15 +187,16 @@ def report_times(linears: dict[str, Any] | None, context: int | None = None) -> 
 def notes_for_device(notes: Iterable[str], device: str, asked: bool = False) -> list[str]:
     """Return notes without advice on a GPU's speed if `device` ("cpu", "cuda:1") is a CPU.
 
-    asked: whether a prediction of times was asked for, by a file of measured times or the recipe's `speed`; it stays then.
+    asked: whether a prediction of times was asked for, by a file of measured times or the recipe's `speed`; it stays
+    then.
     """
     left_out = (NOTE_ON_SPEED,) if asked else (NOTE_ON_SPEED, PREDICTION)
     return [note for note in notes if not (device.startswith("cpu") and note.startswith(left_out))]
 
 
 def speed_ratio(op: str, pass_: Pass, at: NamedSizes) -> float | None:
-    """Return time of the original / time of the fastest implementation, interpolated between measured sizes; None if no nearby
-    size was measured."""
+    """Return time of the original / time of the fastest implementation, interpolated between measured sizes; None if no
+    nearby size was measured."""
     table = tables()[0]
     rows = nearby_rows(op, pass_, at, DeviceKey(tuple(table["capability"]), table["dtype"]))
     if "rank" in (sizes := dict(at)):
@@ -250,7 +257,10 @@ def _attention_note(mixer: str, context: int) -> str:
         f"{PASS_LABELS[pass_]} {_break_even(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1
     )
     without = ", measured without window and sinks," if op != "mlr" and {"window", "sinks"} & set(words[1:]) else ""
-    return f"{mixer}{without} compared with SDPA at a context of {context:,} tokens: {ratios}; faster than SDPA: {ahead}; this is attention alone, not the whole model"
+    return (
+        f"{mixer}{without} compared with SDPA at a context of {context:,} tokens: {ratios}; faster than SDPA: {ahead}; "
+        "this is attention alone, not the whole model"
+    )
 
 
 def _ratio_to_softmax(op: str, pass_: Pass, length: int, levels: dict[str, int]) -> float | None:

@@ -91,7 +91,9 @@ def _path_in_layer(linear: LinearInfo) -> str:
 
 
 def describe_structure(structure: dict[str, Any]) -> str:
-    """Format a structure: {"structure": "btt", "blocks": [4, 4], "rank": 8} -> btt 4x4 rank 8, and with levels mlbtc 1+4x4 ranks 16+2."""
+    """Format a structure: {"structure": "btt", "blocks": [4, 4], "rank": 8} -> btt 4x4 rank 8, and with levels mlbtc
+    1+4x4 ranks 16+2.
+    """
     if structure["structure"] == "split":
         return "split: " + ", ".join(f"{k} {describe_structure(v)}" for k, v in structure["parts"].items())
     if structure["structure"] == "joined":
@@ -117,8 +119,8 @@ def describe_structure(structure: dict[str, Any]) -> str:
 
 
 def plan_dict(plan: Plan, context: int | None = None, estimate: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the plan as JSON data, for --json and notebooks. context: as in `cost_lengths`. estimate: of the conversion, with the
-    time of its tuning."""
+    """Return the plan as JSON data, for --json and notebooks. context: as in `cost_lengths`. estimate: of the
+    conversion, with the time of its tuning."""
     targets = [
         {"name": t.name, "shape": [t.out, t.in_], "keep": t.keep, "first": _preview_dict(t), **_outputs(t)}
         for t in plan.replaced_targets()
@@ -146,8 +148,8 @@ def plan_dict(plan: Plan, context: int | None = None, estimate: dict[str, Any] |
 
 
 def unchanged_linears(plan: Plan) -> list[dict[str, Any]] | None:
-    """Return the linears that stay dense, as [{"shape": [out, in], "count"}], with "last": True for the head, which reads only the last
-    token of a prompt; None with routed experts, of which few compute a token.
+    """Return the linears that stay dense, as [{"shape": [out, in], "count"}], with "last": True for the head, which
+    reads only the last token of a prompt; None with routed experts, of which few compute a token.
     """
     if any(linear.experts for linear in plan.layout.linears):
         return None
@@ -196,7 +198,8 @@ def inspect(name: str) -> dict[str, Any]:
 
 
 def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """Return `attention_costs` of a converted checkpoint, its rows under "mixer_rows". lengths: in tokens; None: CONTEXTS.
+    """Return `attention_costs` of a converted checkpoint, its rows under "mixer_rows". lengths: in tokens; None:
+    CONTEXTS.
 
     Raises SurgeryError for models of remote code.
     """
@@ -208,8 +211,11 @@ def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None =
 
 
 def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str, int] | None:
-    """Return multiply-accumulates per token of all linears, before and after; FLOPs are twice that. Attention scores, which
-    depend on the context, are not counted. Of routed experts those count that compute a token. None for models of remote code."""
+    """Return multiply-accumulates per token of all linears, before and after; FLOPs are twice that.
+
+    Attention scores, which depend on the context, are not counted. Of routed experts those count that compute a token.
+    None for models of remote code.
+    """
     try:
         layout: ModelLayout = find_linears(describe_unconverted_model(source))
     except SurgeryError:  # a model of remote code
@@ -222,9 +228,11 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
 
 
 def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str, Any] | None:
-    """Return the linears of a converted checkpoint as {"replaced": [{"structure", "shape", "count"}], "unchanged": [{"shape", "count"}]}.
+    """Return the linears of a converted checkpoint as {"replaced": [{"structure", "shape", "count"}], "unchanged":
+    [{"shape", "count"}]}.
 
-    None if their time is not that of their structures: with integers, with routed experts, and for models of remote code.
+    None if their time is not that of their structures: with integers, with routed experts, and for models of remote
+    code.
     """
     try:
         layout: ModelLayout = find_linears(describe_unconverted_model(source))
@@ -294,7 +302,9 @@ CONTEXTS = (1024, 8192, 65536)
 
 
 def cost_lengths(context: int | None) -> tuple[int, ...]:
-    """Return the lengths in tokens at which costs of attention are shown: CONTEXTS, with `context` in place of the nearest of them."""
+    """Return the lengths in tokens at which costs of attention are shown: CONTEXTS, with `context` in place of the
+    nearest of them.
+    """
     if context is None:
         return CONTEXTS
     nearest = min(CONTEXTS, key=lambda length: max(length, context) / min(length, context))
@@ -314,14 +324,15 @@ def attention_costs(
     chosen: int = 0,
     lengths: tuple[int, ...] = CONTEXTS,
 ) -> dict[str, Any]:
-    """Return {rows_key: one row per mixer, "attention_totals": the costs of all attention modules, None without mixers, "cache_dtype":
-    the name of `dtype`}.
+    """Return {rows_key: one row per mixer, "attention_totals": the costs of all attention modules, None without mixers,
+    "cache_dtype": the name of `dtype`}.
 
-    Costs are `cache_bytes`, bytes in the cache of one sequence, and `macs`, multiply-accumulates of the next token: [before, after] at each of
-    `lengths`, in tokens. A row sums over the layers of its mixer.
-    with_mixers: (path, config, shape) of every mixer. softmax: shapes of the modules that keep softmax attention. dtype: of the model, and so of
-    keys and values. chosen: how many of the `with_mixers` will keep softmax too, chosen by measurements. Which is not known, so every mixer counts by
-    the share of those that remain: exactly, if the mixers are equal, and the mean over all choices otherwise.
+    Costs are `cache_bytes`, bytes in the cache of one sequence, and `macs`, multiply-accumulates of the next token:
+    [before, after] at each of `lengths`, in tokens. A row sums over the layers of its mixer. with_mixers: (path,
+    config, shape) of every mixer. softmax: shapes of the modules that keep softmax attention. dtype: of the model, and
+    so of keys and values. chosen: how many of the `with_mixers` will keep softmax too, chosen by measurements. Which is
+    not known, so every mixer counts by the share of those that remain: exactly, if the mixers are equal, and the mean
+    over all choices otherwise.
     """
     modules = list(with_mixers)
     share = Fraction(len(modules) - chosen, len(modules)) if modules else Fraction(1)
@@ -376,7 +387,9 @@ def _add_costs(
     lengths: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
-    """Add `share` of the costs of an attention module at each of `lengths`. config: of its mixer; None: softmax attention."""
+    """Add `share` of the costs of an attention module at each of `lengths`. config: of its mixer; None: softmax
+    attention.
+    """
     for length in lengths:
         for name, costs in compare_costs(config, shape, length, dtype).items():
             sums = row[name].setdefault(str(length), [Fraction(0), Fraction(0)])
@@ -387,8 +400,10 @@ def _add_costs(
 def compare_costs(
     config: MixerConfig | None, shape: AttentionShape, length: int, dtype: torch.dtype
 ) -> dict[str, tuple[int, int]]:
-    """Return the costs of one attention module by name, as (softmax attention, its mixer): `cache_bytes` of one sequence after `length`
-    tokens, and `macs` of the next token. config: of the mixer; None: softmax attention stays."""
+    """Return the costs of one attention module by name, as (softmax attention, its mixer): `cache_bytes` of one
+    sequence after `length` tokens, and `macs` of the next token. config: of the mixer; None: softmax attention
+    stays.
+    """
     softmax = cache_bytes(None, shape, length, dtype), softmax_macs(shape, length)
     if config is None:
         return {"cache_bytes": (softmax[0],) * 2, "macs": (softmax[1],) * 2}
@@ -397,7 +412,9 @@ def compare_costs(
 
 
 def _rounded(value: Any) -> Any:
-    """Return nested data with fractions as whole numbers, or, if they are none, as floats with one digit after the point."""
+    """Return nested data with fractions as whole numbers, or, if they are none, as floats with one digit after the
+    point.
+    """
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -433,14 +450,18 @@ def describe_mixer(config: Any) -> str:
 
 
 def describe_log_linear(mask: Any) -> list[str]:
-    """Return the options of a log-linear mask for which no fused kernel was measured, for example ["strong admissibility"]."""
+    """Return the options of a log-linear mask for which no fused kernel was measured, for example ["strong
+    admissibility"].
+    """
     words = ["strong admissibility"] if mask.strong else []
     words += [f"{mask.form} lambda"] if mask.form != "softplus" else []
     return words + ([f"{mask.matrix.replace('_', ' ')} Lambda"] if mask.matrix != "scalar" else [])
 
 
 def mixer_notes(config: Any) -> list[str]:
-    """Return warnings about the size of a mixer's state, and about what has no fused kernel: options, or MLR attention on a CPU."""
+    """Return warnings about the size of a mixer's state, and about what has no fused kernel: options, or MLR attention
+    on a CPU.
+    """
     if getattr(config, "others", config).name == "mlr":
         return ["on a CPU MLR attention runs in plain PyTorch, several times slower than softmax (docs/performance.md)"]
     mask = getattr(getattr(config, "others", config), "mask", None)

@@ -48,7 +48,8 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
         )  # fmt: skip
     total = plan["totals"]
     lines = [
-        f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} parameters ({format_share(total['params_after'], total['params_before'])})"
+        f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} parameters "
+        f"({format_share(total['params_after'], total['params_before'])})"
     ]
     whole = [f"whole model: {_model_shares(total, _mixer_params(plan))}"] if total.get("model_before") else []
     lines += whole
@@ -61,11 +62,13 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
     if speed:
         lines += speed_lines(speed)
         lines.append(
-            "the structures shown give every matrix the same share of the time; a conversion with --calibration chooses those that save most error"
+            "the structures shown give every matrix the same share of the time; a conversion with --calibration "
+            "chooses those that save most error"
         )
     elif plan["recipe"]["allocate"] != "uniform" and total["modules"]:
         lines.append(
-            "the ranks shown keep the same share of every matrix; a conversion with --calibration gives more to matrices whose errors fall most "
+            "the ranks shown keep the same share of every matrix; a conversion with --calibration gives more to "
+            "matrices whose errors fall most "
             "with rank"
         )
     linears = [table, *lines] if total["modules"] else []
@@ -87,7 +90,8 @@ def speed_lines(speed: dict[str, Any] | None) -> list[str]:
     )
     return [
         f"replaced linears, {call}, {where}, predicted: {speed['before']:.3g} -> {speed['after']:.3g} ms, "
-        f"{speed_in_words(speed['before'], speed['after'])} (target: {speed['target']:g}x); {speed['dense']} of {speed['matrices']} "
+        f"{speed_in_words(speed['before'], speed['after'])} (target: {speed['target']:g}x); {speed['dense']} of "
+        f"{speed['matrices']} "
         f"matrices are not replaced{share}"
     ]
 
@@ -101,25 +105,31 @@ def speed_in_words(before: float, after: float) -> str:
 
 
 def tuning_lines(tuning: dict[str, Any] | None) -> list[str]:
-    """Return a sentence on the epochs of a tuning and their estimated time, and one more if that is over an hour. tuning: of surgery.conversion.estimation.tuning.tuning_dict."""
+    """Return a sentence on the epochs of a tuning and their estimated time, and one more if that is over an hour.
+    tuning: of surgery.conversion.estimation.tuning.tuning_dict.
+    """
     if tuning is None:
         return []
     parts = (("layers", "of each layer"), ("model", "of the whole model"))
     epochs = [f"{tuning[key]} epoch{'s' if tuning[key] > 1 else ''} {of}" for key, of in parts if tuning[key]]
     norms = ", norms and biases too" if tuning.get("norms") else ""
     line = (
-        f"tune: at most {' and '.join(epochs)} over the calibration text{norms}, estimated at {_time_in_words(tuning['seconds'])} on "
+        f"tune: at most {' and '.join(epochs)} over the calibration text{norms}, estimated at "
+        f"{_time_in_words(tuning['seconds'])} on "
         f"{tuning['where']} (needs --calibration)"
     )
     return [line, *long_tuning_lines(tuning)]
 
 
 def long_tuning_lines(tuning: dict[str, Any] | None) -> list[str]:
-    """Return a note on how to shorten a tuning that is estimated at over an hour. tuning: of surgery.conversion.estimation.tuning.tuning_dict."""
+    """Return a note on how to shorten a tuning that is estimated at over an hour. tuning: of
+    surgery.conversion.estimation.tuning.tuning_dict.
+    """
     if tuning is None or tuning["seconds"] <= LONG_TUNING:
         return []
     return [
-        f"note: tuning is estimated at {_time_in_words(tuning['seconds'])} on {tuning['where']}. Fewer epochs take less time, for example "
+        f"note: tuning is estimated at {_time_in_words(tuning['seconds'])} on {tuning['where']}. Fewer epochs take "
+        "less time, for example "
         "--set tune.model=2; --set tune=false leaves tuning out"
     ]
 
@@ -139,7 +149,8 @@ def tune_lines(tune: dict[str, Any] | None) -> list[str]:
     if layers:
         better = [r for r in layers if r["epoch"]]
         lines.append(
-            f"tuning of each layer ({tune['layers']} epochs{norms}): on held-out text {len(better)} of {len(layers)} layers came closer to the "
+            f"tuning of each layer ({tune['layers']} epochs{norms}): on held-out text {len(better)} of {len(layers)} "
+            "layers came closer to the "
             "original; kept: the tuned values of these layers"
         )
     if whole:
@@ -149,7 +160,8 @@ def tune_lines(tune: dict[str, Any] | None) -> list[str]:
             else "the values before tuning, which no epoch improved"
         )
         lines.append(
-            f"tuning of the whole model ({tune['model']} epochs{norms}), {escape(str(whole['unit']))} on held-out text: before {whole['start']:.4f}; "
+            f"tuning of the whole model ({tune['model']} epochs{norms}), {escape(str(whole['unit']))} on held-out "
+            f"text: before {whole['start']:.4f}; "
             f"kept: {kept}"
         )
     return lines
@@ -160,7 +172,9 @@ def _mixer_params(plan: dict[str, Any]) -> int:
 
 
 def _model_shares(total: dict[str, Any], mixers: int) -> str:
-    """Format the parameters of the whole model, and with routed experts those of one token, before and after. mixers: those of mixers."""
+    """Format the parameters of the whole model, and with routed experts those of one token, before and after. mixers:
+    those of mixers.
+    """
     before, after = total["model_before"], total["model_after"] + mixers
     text = f"{before:,} -> {after:,} parameters ({format_share(after, before)})"
     if mixers:
@@ -179,7 +193,8 @@ def expert_lines(records: list[dict[str, Any]]) -> list[str]:
     rows = sorted(record["rows"] for record in routed)
     few = [record for record in routed if record.get("shared_rows")]
     lines = [
-        f"experts: each of {len(routed)} matrices was fitted to the {rows[0]:,} to {rows[-1]:,} calibration rows that were routed to it, median "
+        f"experts: each of {len(routed)} matrices was fitted to the {rows[0]:,} to {rows[-1]:,} calibration rows that "
+        "were routed to it, median "
         f"{rows[len(rows) // 2]:,}"
     ]
     lines.append(
@@ -188,15 +203,17 @@ def expert_lines(records: list[dict[str, Any]]) -> list[str]:
     if few:
         fewest = min(few, key=lambda record: record["rows"])
         lines.append(
-            f"experts: {len(few)} matrices had fewer rows than inputs, so average rows of all experts of their layer were added (fewest rows of its "
-            f"own: {fewest['name']}, {fewest['rows']:,} of {fewest['rows'] + fewest['shared_rows']:,}). More calibration text makes such matrices fewer"
+            f"experts: {len(few)} matrices had fewer rows than inputs, so average rows of all experts of their layer "
+            "were added (fewest rows of its "
+            f"own: {fewest['name']}, {fewest['rows']:,} of {fewest['rows'] + fewest['shared_rows']:,}). More "
+            "calibration text makes such matrices fewer"
         )
     return lines
 
 
 def mixer_tables(rows: list[dict[str, Any]], costs: dict[str, Any]) -> list[Any]:
-    """Return the table of cache sizes (bytes of one sequence, summed over the layers of a row) at several contexts. rows, costs: rows and
-    all that `attention_costs` returns."""
+    """Return the table of cache sizes (bytes of one sequence, summed over the layers of a row) at several contexts.
+    rows, costs: rows and all that `attention_costs` returns."""
     if not rows:
         return []
     totals, contexts = costs["attention_totals"], list(rows[0]["cache_bytes"])
@@ -216,13 +233,18 @@ def mixer_tables(rows: list[dict[str, Any]], costs: dict[str, Any]) -> list[Any]
         add_row("softmax, not replaced", str(totals["softmax_layers"]), "", totals["softmax"]["cache_bytes"])
     if totals is not None and (totals["softmax_layers"] or len(rows) > 1):
         add_row("all layers", str(totals["layers"]), "", totals["cache_bytes"])
-    unit = f"cache: bytes of one sequence, with keys and values in {costs['cache_dtype']} (the model's dtype) and recurrent states in float32"
+    unit = (
+        f"cache: bytes of one sequence, with keys and values in {costs['cache_dtype']} (the model's dtype) and "
+        "recurrent states in float32"
+    )
     notes = dict.fromkeys(note for row in rows for note in row["notes"])
     return [table, unit, *(f"note: {note}" for note in notes)]
 
 
 def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:
-    """Return for each layer the R^2 of its block-mixing matrix against the best Toeplitz matrix (1: depends on distance only)."""
+    """Return for each layer the R^2 of its block-mixing matrix against the best Toeplitz matrix (1: depends on distance
+    only).
+    """
     return [
         f"{path}: Toeplitzness R^2 {sum(heads) / len(heads):.4f} (worst head {min(heads):.4f})"
         for path, heads in (r2 or {}).items()
@@ -276,15 +298,19 @@ def structure_lines(report: dict[str, Any]) -> list[str]:
 
 
 def attention_output_lines(report: dict[str, Any]) -> list[str]:
-    """Return a line on the outputs of attention with mixers: their output projections stay dense, fitted to the mixers."""
+    """Return a line on the outputs of attention with mixers: their output projections stay dense, fitted to the
+    mixers.
+    """
     records = [r for r in report["modules"] if is_behind_mixer(r, report) and r["error"] is not None]
     if not records:
         return []
     records.sort(key=lambda record: float(record["error"]))
     median, worst = records[len(records) // 2], records[-1]
     return [
-        f"attention.output is not replaced: these {len(records)} matrices stay dense and are fitted to the mixers. Relative error of the outputs "
-        f"of attention on held-out text: median {median['error']:.3f}, worst {worst['error']:.3f} ({escape(worst['name'])})"
+        f"attention.output is not replaced: these {len(records)} matrices stay dense and are fitted to the mixers. "
+        "Relative error of the outputs "
+        f"of attention on held-out text: median {median['error']:.3f}, worst {worst['error']:.3f} "
+        f"({escape(worst['name'])})"
     ]
 
 
@@ -309,7 +335,9 @@ STEPS = {
 def _total_lines(report: dict[str, Any]) -> list[str]:
     t = report["totals"]
     lines = [
-        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} parameters ({format_share(t['params_after'], t['params_before'])}), {size_text(t['bytes_before'])} -> {size_text(t['bytes_after'])}",
+        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} parameters "
+        f"({format_share(t['params_after'], t['params_before'])}), {size_text(t['bytes_before'])} -> "
+        f"{size_text(t['bytes_after'])}",
     ]
     if t["replaced_params_before"]:
         before, after = t["replaced_params_before"], t["replaced_params_after"]
@@ -317,20 +345,25 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
     if storage := report.get("storage"):
         groups = f"scales of groups of {storage['group']}" if storage["group"] else "one scale per output"
         lines.append(
-            f"{storage['linears']} linears stored in {storage['bits']} bits ({groups}): {size_text(storage['bytes_before'])} -> "
+            f"{storage['linears']} linears stored in {storage['bits']} bits ({groups}): "
+            f"{size_text(storage['bytes_before'])} -> "
             f"{size_text(storage['bytes_after'])}; errors above were measured before"
         )
     macs = report.get("macs_per_token")
     if macs and macs["before"] != macs["after"]:
         lines.append(
-            f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({format_share(macs['after'], macs['before'])})"
+            f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} "
+            f"({format_share(macs['after'], macs['before'])})"
         )
     lines += speed_lines(report.get("speed"))
     lines += map(escape, allocation_lines(report["allocation"]))
     if held := report["held_out"]:
         se = f" ± {held['difference_se']:.4f}" if held["difference_se"] is not None else ""
         ratio = perplexity_ratio(held["original"], held["converted"], held["unit"])
-        change = f"{held['original']:.4f} -> {held['converted']:.4f} (difference {held['converted'] - held['original']:.4f}{se})"
+        change = (
+            f"{held['original']:.4f} -> {held['converted']:.4f} (difference "
+            f"{held['converted'] - held['original']:.4f}{se})"
+        )
         as_ratio = "" if ratio is None else f"perplexity {format_ratio(ratio)}, "
         lines.append(f"held-out text: {as_ratio}{held['unit']} {change}{before_storage(report)}")
     for line in (report.get("calibration") or {}).get("warnings", []):
@@ -342,7 +375,8 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
     parts = ", ".join(f"{STEPS.get(name, name)} {value:.1f} s" for name, value in steps.items())
     rss = report["memory"]["peak_rss"]
     lines.append(
-        f"time: {seconds['total']:.1f} s on {report['time']['device']}{per_layer} ({parts}); peak memory {size_text(rss)}"
+        f"time: {seconds['total']:.1f} s on {report['time']['device']}{per_layer} ({parts}); peak memory "
+        f"{size_text(rss)}"
         if rss
         else f"time: {seconds['total']:.1f} s"
     )
@@ -400,7 +434,8 @@ def upload_table(upload: dict[str, Any]) -> list[Any]:
     ]
     notes = [upload["note"]] if upload["note"] else []
     notes += [
-        f"the results in {folder} are not uploaded; --eval {folder} would upload their table and plots in place of eval/"
+        f"the results in {folder} are not uploaded; --eval {folder} would upload their table and plots in place of "
+        "eval/"
         for folder in upload.get("left_out", ())
     ]
     return [table, *lines, *(f"note: {escape(note)}" for note in notes)]

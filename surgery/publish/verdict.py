@@ -1,7 +1,8 @@
 """The verdict on a conversion: one sentence of measured values, for the report page, `surgery run` and the demo.
 
-Size is counted in the stored tensors. Perplexity, needles, prefill, decoding and cache are rows of `surgery eval`. Without such rows the perplexity
-is that of the last healing run on its validation text, else that of the conversion on its held-out text. What was not measured is left out.
+Size is counted in the stored tensors. Perplexity, needles, prefill, decoding and cache are rows of `surgery eval`.
+Without such rows the perplexity is that of the last healing run on its validation text, else that of the conversion on
+its held-out text. What was not measured is left out.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ SAME = 0.005  # sizes that differ by less are "the same"
 def verdict(report: Mapping[str, Any], results: Mapping[str, Any] | None = None) -> str:
     """Return the verdict, e.g. "46% smaller, perplexity x 1.02, needles 98 of 100 (original 99); healed on 3M tokens."
 
-    report: surgery_report.json. results: results.json of `surgery eval OUT --compare SRC`; None: not measured. A base that is not the
-    original is named.
+    report: surgery_report.json. results: results.json of `surgery eval OUT --compare SRC`; None: not measured. A base
+    that is not the original is named.
     """
     rows = [row for row in (results or {}).get("rows", ()) if {"base", "converted"} <= row["values"].keys()]
     base = other_base(report, results)

@@ -4,9 +4,9 @@
     tokens(a, k) = (1 - a^(k+1)) / (1 - a)                          expected tokens per round (Leviathan et al. 2023, eq. 1)
     speedup(a, k) <= tokens(a, k) step / (k draft_step + step)      a: probability that a draft is accepted, k: drafts per round
 
-A round is k steps of the drafter and one forward of the original over k + 1 tokens, which reads what one step reads. The bound
-holds where decoding is limited by memory traffic; it leaves out activations, launches and the compute of k + 1 tokens. A drafter
-with the same weights therefore gains only from a shorter cache: at long contexts and large batches.
+A round is k steps of the drafter and one forward of the original over k + 1 tokens, which reads what one step reads.
+The bound holds where decoding is limited by memory traffic; it leaves out activations, launches and the compute of k +
+1 tokens. A drafter with the same weights therefore gains only from a shorter cache: at long contexts and large batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ LONGEST_DRAFT = 16
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of all weights that a step reads; an input embedding that is no output head is looked up, not read."""
+    """Return the bytes of all weights that a step reads; an input embedding that is no output head is looked up, not
+    read.
+    """
     table = model.get_input_embeddings()  # type: ignore[operator]
     head = model.get_output_embeddings()  # type: ignore[operator]
     tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", None)
@@ -33,7 +35,9 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def cache_bytes(model: Any, context: int, sight: Sight | None = None) -> int:
-    """Return the bytes of one row's cache that a step reads at a context of `context` tokens. sight: what a drafter sees of it."""
+    """Return the bytes of one row's cache that a step reads at a context of `context` tokens. sight: what a drafter
+    sees of it.
+    """
     config = model.config.get_text_config(decoder=True)
     mixers = {m.layer_idx: m.mixer for _, m in mixer_modules(model)}
     windows = attention_windows(model)

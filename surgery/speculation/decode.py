@@ -1,7 +1,8 @@
 """The decoding loop: draft k tokens, verify them in one forward of the original, keep what the rule accepts.
 
-`decode` is the decoding method that `generate(custom_generate=..)` of transformers calls, so that configs, processors and stopping
-criteria are those of `generate`. Rows of a batch accept different numbers of drafts and have lengths of their own.
+`decode` is the decoding method that `generate(custom_generate=..)` of transformers calls, so that configs, processors
+and stopping criteria are those of `generate`. Rows of a batch accept different numbers of drafts and have lengths of
+their own.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ KNOWN_INPUTS = ("attention_mask", "position_ids", CACHE_NAME, "use_cache", "logi
 class SpeculativeOutput:
     """Result of `Drafter.generate`.
 
-    sequences: (B, length), as `generate` returns them. drafted, accepted: numbers of draft tokens, summed over rows. tested: drafts up to
-    the first rejection of each round, of which accepted / tested estimates the probability that a draft is accepted. rounds: rounds of
-    the loop, summed over the rows that were not finished. forwards: forwards of the original, the prompt's included. draft_forwards:
-    forwards of the drafter. generated: tokens written, without padding. draft_cache_bytes: cache of the drafter at the end.
-    patterns: for each row, 1 for every draft that was accepted and 0 for every one that was rejected, in the order of the text.
+    sequences: (B, length), as `generate` returns them. drafted, accepted: numbers of draft tokens, summed over rows.
+    tested: drafts up to the first rejection of each round, of which accepted / tested estimates the probability that a
+    draft is accepted. rounds: rounds of the loop, summed over the rows that were not finished. forwards: forwards of
+    the original, the prompt's included. draft_forwards: forwards of the drafter. generated: tokens written, without
+    padding. draft_cache_bytes: cache of the drafter at the end. patterns: for each row, 1 for every draft that was
+    accepted and 0 for every one that was rejected, in the order of the text.
     """
 
     sequences: Tensor
@@ -76,10 +78,12 @@ class SpeculativeOutput:
 
 @dataclass
 class DraftLength:
-    """Number of drafts of the next round: fixed, or that with the highest bound on the speedup at the acceptance seen so far.
+    """Number of drafts of the next round: fixed, or that with the highest bound on the speedup at the acceptance seen
+    so far.
 
-    cost: bytes of a drafter's step over those of the original's. The estimate starts at 0.8, with the weight of ten drafts, and old rounds
-    fade by a tenth a round. If drafting does not pay, one draft in every 16 rounds tests whether it has begun to.
+    cost: bytes of a drafter's step over those of the original's. The estimate starts at 0.8, with the weight of ten
+    drafts, and old rounds fade by a tenth a round. If drafting does not pay, one draft in every 16 rounds tests whether
+    it has begun to.
     """
 
     fixed: int | None
@@ -261,5 +265,6 @@ def check_mask(mask_BL: Tensor) -> None:
     mask_BL = mask_BL.ne(0)
     if not bool(mask_BL[:, -1].all()) or bool((mask_BL[:, 1:] < mask_BL[:, :-1]).any()):
         raise SurgeryError(
-            "the attention mask has padding after tokens, and decoding needs it before them: tokenizer.padding_side = 'left'"
+            "the attention mask has padding after tokens, and decoding needs it before them: tokenizer.padding_side = "
+            "'left'"
         )

@@ -4,8 +4,8 @@
     out = drafter.generate(input_ids, max_new_tokens=100)
     out.sequences, out.acceptance, out.mean_run
 
-A drafter whose layers all have softmax over a window shares weights and cache (the idea of TriForce, Sun et al. 2024, arXiv 2404.11912).
-Any other conversion shares the weights that it leaves as they were, and has a cache of its own.
+A drafter whose layers all have softmax over a window shares weights and cache (the idea of TriForce, Sun et al. 2024,
+arXiv 2404.11912). Any other conversion shares the weights that it leaves as they were, and has a cache of its own.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ DIFFERENT = 0.05  # largest difference of logits, over the largest logit, betwee
 class Drafter:
     """An original and the model that drafts for it. Made by `surgery.drafter`.
 
-    model: the original. draft_model: the drafter, the original itself where they share everything, or None: drafts are looked up in the
-    text. sight: what the drafter sees of the original's cache; None: it has a cache of its own. extra_bytes: memory of the drafter's weights that the original does not have.
+    model: the original. draft_model: the drafter, the original itself where they share everything, or None: drafts are
+    looked up in the text. sight: what the drafter sees of the original's cache; None: it has a cache of its own.
+    extra_bytes: memory of the drafter's weights that the original does not have.
     """
 
     def __init__(self, model: Any, draft_model: Any, sight: Sight | None = None):
@@ -82,7 +83,8 @@ class Drafter:
         return f"Drafter({type(self.model).__name__}{seen}; {size_text(self.extra_bytes)} of extra weights, {cache})"
 
     def cache_bytes(self, context: int, batch: int = 1) -> int:
-        """Return the bytes of the drafter's own cache at a context of `context` tokens per row; 0 if it shares the original's.
+        """Return the bytes of the drafter's own cache at a context of `context` tokens per row; 0 if it shares the
+        original's.
 
         Args:
             context: tokens per row.
@@ -93,7 +95,8 @@ class Drafter:
         )
 
     def step_bytes(self, context: int, batch: int = 1) -> tuple[int, int]:
-        """Return the bytes that one decoding step of the original and of the drafter reads (`surgery.speculation.bound`).
+        """Return the bytes that one decoding step of the original and of the drafter reads
+        (`surgery.speculation.bound`).
 
         Args:
             context: tokens per row.
@@ -116,15 +119,16 @@ class Drafter:
     ) -> SpeculativeOutput:
         """Continue the prompts as `model.generate` does, with drafts. Return the tokens and the statistics.
 
-        Greedy tokens are those of `model.generate` up to ties and rounding; samples have the distribution of the original's.
+        Greedy tokens are those of `model.generate` up to ties and rounding; samples have the distribution of the
+        original's.
 
         Args:
             input_ids: prompts (B, L), padded on the left.
             attention_mask: 0 at padding (B, L); None: as `generate` infers it.
-            draft_tokens: drafts per round; "auto" chooses the number with the highest bound on the speedup, none where drafting does not pay.
-            streamer: receives the tokens of a single prompt, as in `generate`.
-            generation_config: a GenerationConfig; None: the model's.
-            options: arguments of `generate`: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, logits_processor,
+            draft_tokens: drafts per round; "auto" chooses the number with the highest bound on the speedup, none where
+            drafting does not pay. streamer: receives the tokens of a single prompt, as in `generate`.
+            generation_config: a GenerationConfig; None: the model's. options: arguments of `generate`: max_new_tokens,
+            do_sample, temperature, top_k, top_p, eos_token_id, logits_processor,
                 stopping_criteria, stop_strings with tokenizer, ..
         """
         check_options(self.model, generation_config, options)
@@ -197,7 +201,8 @@ def check_options(model: Any, generation_config: Any, options: dict[str, Any]) -
         value = options.get(name, getattr(config, name, None))
         if not any(value is allowed or value == allowed for allowed in harmless):
             raise SurgeryError(
-                f"Drafter.generate decodes greedily or by sampling, and {name}={value!r} asks for another way. Use model.generate, or leave "
+                f"Drafter.generate decodes greedily or by sampling, and {name}={value!r} asks for another way. Use "
+                "model.generate, or leave "
                 f"{name} out"
             )
     for name in (
@@ -212,12 +217,15 @@ def check_options(model: Any, generation_config: Any, options: dict[str, Any]) -
             raise SurgeryError(f"Drafter.generate does not take {name}. Use model.generate")
     if getattr(config, "stop_strings", None) and "stop_strings" not in options:
         raise SurgeryError(
-            "the generation config has stop_strings; pass them with their tokenizer: generate(.., stop_strings=.., tokenizer=..)"
+            "the generation config has stop_strings; pass them with their tokenizer: generate(.., stop_strings=.., "
+            "tokenizer=..)"
         )
 
 
 def check_original(model: Any) -> None:
-    """Raise SurgeryError unless the model is a decoder whose layers keep keys and values, with masks that we can pass."""
+    """Raise SurgeryError unless the model is a decoder whose layers keep keys and values, with masks that we can
+    pass.
+    """
     name, is_module = type(model).__name__, isinstance(model, nn.Module)
     if not is_module or not hasattr(model, "generate") or not hasattr(model, "config"):
         raise SurgeryError(f"surgery.drafter needs a causal language model of transformers (got a {name})")
@@ -226,13 +234,15 @@ def check_original(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     if (kind := changing_rope(getattr(config, "rope_parameters", None))) is not None:
         raise SurgeryError(
-            f"{name} has RoPE of type {kind!r}, whose frequencies change with the length of the text, so that tokens verified together differ from "
+            f"{name} has RoPE of type {kind!r}, whose frequencies change with the length of the text, so that tokens "
+            "verified together differ from "
             "single steps. Use model.generate"
         )
     attention = config._attn_implementation
     if attention not in ("sdpa", "eager"):
         raise SurgeryError(
-            f"attention implementation {attention!r} does not take the masks that verify drafts. Use model.set_attn_implementation('sdpa')"
+            f"attention implementation {attention!r} does not take the masks that verify drafts. Use "
+            "model.set_attn_implementation('sdpa')"
         )
 
 
@@ -242,13 +252,16 @@ def has_mixers(model: nn.Module) -> bool:
 
 
 def check_mixers_verify(model: Any, windows: list[int | None], sight: Sight | None) -> None:
-    """Raise SurgeryError if a layer without a mixer has a window, or the drafter would read the cache of a model with mixers."""
+    """Raise SurgeryError if a layer without a mixer has a window, or the drafter would read the cache of a model with
+    mixers.
+    """
     name = type(model).__name__
     converted = {module.layer_idx for _, module in mixer_modules(model)}
     layer = next((i for i, window in enumerate(windows) if window is not None and i not in converted), None)
     if layer is not None:
         raise SurgeryError(
-            f"layer {layer} of {name} has softmax with a window of {windows[layer]} tokens beside mixers, and rows of different lengths leave "
+            f"layer {layer} of {name} has softmax with a window of {windows[layer]} tokens beside mixers, and rows of "
+            "different lengths leave "
             "gaps in its cache. Use model.generate(.., assistant_model=..) for one prompt at a time"
         )
     if sight is not None:
@@ -256,13 +269,16 @@ def check_mixers_verify(model: Any, windows: list[int | None], sight: Sight | No
 
 
 NO_RECIPE = (
-    "no drafter can read. Pass another model with the same vocabulary, the folder of a converted checkpoint, or 'prompt-lookup', as in "
+    "no drafter can read. Pass another model with the same vocabulary, the folder of a converted checkpoint, or "
+    "'prompt-lookup', as in "
     "surgery.drafter(model, 'prompt-lookup')"
 )
 
 
 def changing_rope(parameters: Any) -> str | None:
-    """Return the type of RoPE if its frequencies depend on the length; parameters may be given for each type of layer."""
+    """Return the type of RoPE if its frequencies depend on the length; parameters may be given for each type of
+    layer.
+    """
     if not isinstance(parameters, dict):
         return None
     kinds = [parameters.get("rope_type"), *(p.get("rope_type") for p in parameters.values() if isinstance(p, dict))]
@@ -283,13 +299,16 @@ def check_verifies(model: Any, target: Verifier) -> None:
         model.train(training)
     if problem:
         raise SurgeryError(
-            f"{type(model).__name__} cannot verify drafts, which come in pieces with a 4-D mask and positions of their own ({problem}). "
+            f"{type(model).__name__} cannot verify drafts, which come in pieces with a 4-D mask and positions of their "
+            f"own ({problem}). "
             "Use model.generate(.., assistant_model=..)"
         )
 
 
 def check_fits(model: Any, draft_model: Any, sight: Sight | None) -> None:
-    """Raise SurgeryError unless both have one vocabulary and device, and keys of one shape where they share the cache."""
+    """Raise SurgeryError unless both have one vocabulary and device, and keys of one shape where they share the
+    cache.
+    """
     sizes = [m.get_input_embeddings().weight.shape[0] for m in (model, draft_model)]
     if sizes[0] != sizes[1]:
         raise SurgeryError(
@@ -335,7 +354,9 @@ def share_equal_weights(model: nn.Module, draft_model: nn.Module) -> None:
 
 # -- making one ---------------------------------------------------------------------------------------------
 def window_sight(recipe: ConversionRecipe) -> Sight | None:
-    """Return the window of a recipe that changes nothing but the attention of all layers to one window; None for others."""
+    """Return the window of a recipe that changes nothing but the attention of all layers to one window; None for
+    others.
+    """
     attention = recipe.attention
     if attention is None or attention.mixer != Window.name or recipe.structure != "dense" or recipe.rules:
         return None
@@ -355,7 +376,9 @@ def make_drafter(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> Drafter:
-    """Return a drafter of `model`. recipe: of the conversion, another model, or the folder of one; None: drafts from the text."""
+    """Return a drafter of `model`. recipe: of the conversion, another model, or the folder of one; None: drafts from
+    the text.
+    """
     check_original(model)
     if recipe is None or isinstance(recipe, nn.Module):
         return Drafter(model, recipe)

@@ -1,4 +1,6 @@
-"""Drafts looked up in the text so far, without a model (prompt lookup, Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding)."""
+"""Drafts looked up in the text so far, without a model (prompt lookup, Saxena 2023,
+github.com/apoorvumang/prompt-lookup-decoding).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ UNLIKELY = -1e4  # logit of the tokens that were not found
 
 
 class LookupRunner:
-    """Drafts the token that followed the last earlier place where the row's last three tokens stand, or else its last two, or one.
+    """Drafts the token that followed the last earlier place where the row's last three tokens stand, or else its last
+    two, or one.
 
     Without such a place it drafts the row's last token. B rows, L columns, V vocabulary.
     """
@@ -37,7 +40,9 @@ class LookupRunner:
 
 
 def find_next(ids_BL: Tensor, length_B: Tensor, pad_B: Tensor) -> Tensor:
-    """Return the token (B,) that followed the last earlier match of the end of each row, tokens pad_B to length_B of ids (B, L)."""
+    """Return the token (B,) that followed the last earlier match of the end of each row, tokens pad_B to length_B of
+    ids (B, L).
+    """
     next_B1 = length_B[:, None] - 1
     for size in range(1, LONGEST_MATCH + 1):
         if ids_BL.shape[1] < size:

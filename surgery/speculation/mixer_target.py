@@ -1,8 +1,8 @@
 """A converted model that verifies drafts: mixer states go back to the last token that all rows accepted.
 
-A cache with mixers has one length for all rows. After a round it is cropped by the largest number of rejected drafts of a row; rows that
-accepted more take those tokens in again, with the next round's drafts and in the same forward. Shorter rows are padded on the left of it,
-and the padding is masked. One row takes in no token twice.
+A cache with mixers has one length for all rows. After a round it is cropped by the largest number of rejected drafts of
+a row; rows that accepted more take those tokens in again, with the next round's drafts and in the same forward. Shorter
+rows are padded on the left of it, and the padding is masked. One row takes in no token twice.
 
 B rows, T tokens, V vocabulary. Slots as in `surgery.speculation.runners`.
 """
@@ -20,7 +20,9 @@ from surgery.speculation.runners import NO_LIMIT, last_logits
 
 
 class MixerTarget:
-    """A converted model on one batch. pad_B, limit: as in `Target`. taken_B: slots of each row's text that are in the cache."""
+    """A converted model on one batch. pad_B, limit: as in `Target`. taken_B: slots of each row's text that are in the
+    cache.
+    """
 
     def __init__(self, model: Any):
         self.model, self.cache, self.limit = model, DynamicCache(config=model.config), NO_LIMIT
@@ -38,7 +40,10 @@ class MixerTarget:
         return self._feed(ids_BL, position_BL, **last_logits(self.model))[:, -1]
 
     def verify(self, tokens_BT: Tensor, start_B: Tensor, done_B: Tensor | None = None) -> Tensor:
-        """Run tokens that follow each row's first start_B ones; return their logits (B, T, V). Rows in done_B are padding."""
+        """Run tokens that follow each row's first start_B ones; return their logits (B, T, V).
+
+        Rows in done_B are padding.
+        """
         going_B = torch.ones_like(start_B, dtype=torch.bool) if done_B is None else ~done_B
         self._crop(int(((self.taken_B - start_B) * going_B).max()))
         behind = int(((start_B - self.taken_B) * going_B).max())

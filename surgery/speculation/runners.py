@@ -5,7 +5,8 @@
     draft.begin(ids, mask)                        the prompt, where the drafter has a cache of its own
     draft.step(tokens_B, start_B)                 logits of the next draft; the first step of a round also takes the new tokens in
 
-B rows, T tokens, V vocabulary. A token's slot is its column in the left-padded text; its position counts from the row's first token.
+B rows, T tokens, V vocabulary. A token's slot is its column in the left-padded text; its position counts from the row's
+first token.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ NO_LIMIT = 2**62
 class Target:
     """The original on one batch, with the cache that drafters may share.
 
-    pad_B: padding tokens before each row. limit: length at which every row ends; tokens behind it, which the longer rows of a round may
-    have, are not kept, and get the last position before it.
+    pad_B: padding tokens before each row. limit: length at which every row ends; tokens behind it, which the longer
+    rows of a round may have, are not kept, and get the last position before it.
     """
 
     def __init__(self, model: Any, windows: list[int | None]):
@@ -50,7 +51,10 @@ class Target:
         return out.logits[:, -1]
 
     def verify(self, tokens_BT: Tensor, start_B: Tensor, done_B: Tensor | None = None) -> Tensor:
-        """Run tokens that follow each row's first start_B ones; return their logits (B, T, V). Rows in done_B (B,) are not read."""
+        """Run tokens that follow each row's first start_B ones; return their logits (B, T, V).
+
+        Rows in done_B (B,) are not read.
+        """
         return self._run(self.model, tokens_BT, start_B, Sight())
 
     def run_drafter(self, model: Any, tokens_B1: Tensor, start_B: Tensor, sight: Sight) -> Tensor:
@@ -96,7 +100,10 @@ class Verifier(Protocol):
         """Run the prompt; return the logits of its last token (B, V)."""
 
     def verify(self, tokens_BT: Tensor, start_B: Tensor, done_B: Tensor | None = None) -> Tensor:
-        """Run tokens that follow each row's first start_B ones; return their logits (B, T, V). Rows in done_B (B,) are not read."""
+        """Run tokens that follow each row's first start_B ones; return their logits (B, T, V).
+
+        Rows in done_B (B,) are not read.
+        """
 
 
 class DraftRunner(Protocol):
@@ -109,7 +116,9 @@ class DraftRunner(Protocol):
         """Take in the prompt."""
 
     def step(self, ids_BL: Tensor, length_B: Tensor, draft: int) -> Tensor:
-        """Return the logits (B, V) after the first length_B + draft tokens of each row; draft counts up from 0 in a round."""
+        """Return the logits (B, V) after the first length_B + draft tokens of each row; draft counts up from 0 in a
+        round.
+        """
 
     def nbytes(self) -> int:
         """Return the bytes of the drafter's own cache."""
@@ -140,8 +149,8 @@ class SharedCacheRunner:
 class OwnCacheRunner:
     """A drafter with a cache of its own: keys and values of softmax layers, states of mixers.
 
-    At the start of a round the cache goes back to the last verified text and takes in the tokens since then, those of shorter rows
-    padded on the right; the holes are masked. Drafted tokens follow one by one.
+    At the start of a round the cache goes back to the last verified text and takes in the tokens since then, those of
+    shorter rows padded on the right; the holes are masked. Drafted tokens follow one by one.
     """
 
     def __init__(self, model: Any):
@@ -213,7 +222,8 @@ class OwnCacheRunner:
 
 
 def check_runs(model: Any, target: Verifier) -> float:
-    """Return the largest difference between the logits of one forward and those of pieces at per-row slots, over the largest logit.
+    """Return the largest difference between the logits of one forward and those of pieces at per-row slots, over the
+    largest logit.
 
     Two rows of six and four tokens, the second left-padded; then two and one more tokens.
     """

@@ -1,9 +1,9 @@
 """The rejection rule of speculative decoding, and logits processors for rows of different lengths.
 
-A draft token d drawn from q is accepted with probability min(1, p(d) / q(d)); at the first rejection the token is drawn from
-max(p - q, 0), normalized, and after k accepted drafts from the model's next distribution. The tokens are then distributed as p.
-Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192, Algorithm 1 and Appendix A.1.
-Greedy decoding accepts drafts while they are the argmax.
+A draft token d drawn from q is accepted with probability min(1, p(d) / q(d)); at the first rejection the token is drawn
+from max(p - q, 0), normalized, and after k accepted drafts from the model's next distribution. The tokens are then
+distributed as p. Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192,
+Algorithm 1 and Appendix A.1. Greedy decoding accepts drafts while they are the argmax.
 
 B rows, k drafts, V vocabulary.
 """
@@ -28,9 +28,11 @@ FREE_OF_TEXT = tuple(
 
 
 def process_scores(processors: Any, ids_BL: Tensor, length_B: list[int], scores_BKV: Tensor) -> Tensor:
-    """Return scores (B, K, V) after the processors; scores i of a row belong to the token after its first length + i tokens.
+    """Return scores (B, K, V) after the processors; scores i of a row belong to the token after its first length + i
+    tokens.
 
-    Each call sees whole rows of one length, in the order of the batch; the results of rows of other lengths are dropped.
+    Each call sees whole rows of one length, in the order of the batch; the results of rows of other lengths are
+    dropped.
     """
     if len(processors) == 0:
         return scores_BKV
@@ -55,7 +57,9 @@ def choose_token(scores_BV: Tensor, sample: bool) -> tuple[Tensor, Tensor | None
 
 
 def accept_greedy(scores_BKV: Tensor, drafts_Bk: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (number of accepted drafts (B,), the token after them (B,)). scores: of the k drafts and the token after them."""
+    """Return (number of accepted drafts (B,), the token after them (B,)). scores: of the k drafts and the token after
+    them.
+    """
     best_BK = scores_BKV.argmax(-1)
     accepted_B = (best_BK[:, :-1] == drafts_Bk).long().cumprod(1).sum(1)
     return accepted_B, best_BK.gather(1, accepted_B[:, None])[:, 0]
@@ -72,7 +76,9 @@ def accept_sampled(scores_BKV: Tensor, drafts_Bk: Tensor, q_BkV: Tensor) -> tupl
 
 
 def next_distribution(p_BKV: Tensor, q_BkV: Tensor, accepted_B: Tensor) -> Tensor:
-    """Return the distribution (B, V) of the token after the accepted drafts: the residual, or p after the last draft."""
+    """Return the distribution (B, V) of the token after the accepted drafts: the residual, or p after the last
+    draft.
+    """
     row_B = torch.arange(len(accepted_B), device=accepted_B.device)
     p_BV = p_BKV[row_B, accepted_B]
     q_BV = torch.cat([q_BkV, torch.zeros_like(p_BKV[:, :1])], 1)[row_B, accepted_B]

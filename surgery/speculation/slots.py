@@ -1,8 +1,8 @@
 """Key/value cache with slots laid out in advance, which the original and a drafter with the same weights share.
 
-Slot s of a row holds the token of column s of the (left-padded) text. Rows may have different lengths: each call says at which
-slots its tokens lie (`SlotCache.at`), so that rejected tokens are simply written over. Growing copies the buffers only when they
-are full, by an eighth of their size.
+Slot s of a row holds the token of column s of the (left-padded) text. Rows may have different lengths: each call says
+at which slots its tokens lie (`SlotCache.at`), so that rejected tokens are simply written over. Growing copies the
+buffers only when they are full, by an eighth of their size.
 
 B rows, T tokens of a call, S slots read, G key/value heads, K head dim.
 """
@@ -27,8 +27,8 @@ MIN_FREE = 64  # slots that a new buffer has beyond those in use
 class SlotCall:
     """Where one call writes and what it reads.
 
-    start: slot of the call's first token, if all rows have the same; otherwise start_B, one per row. stop: slots below it are read,
-    unless columns_BS lists the slots.
+    start: slot of the call's first token, if all rows have the same; otherwise start_B, one per row. stop: slots below
+    it are read, unless columns_BS lists the slots.
     """
 
     start: int
@@ -98,7 +98,9 @@ class SlotCache(Cache):
 
     @contextmanager
     def at(self, start_B: Tensor, tokens: int, columns_BS: Tensor | None = None) -> Iterator[int]:
-        """Let calls inside write `tokens` tokens per row from the slots start_B (B,) on; yields the slots that they read."""
+        """Let calls inside write `tokens` tokens per row from the slots start_B (B,) on; yields the slots that they
+        read.
+        """
         starts = start_B.tolist()
         stop = max(starts) + tokens
         same = min(starts) == max(starts)
@@ -111,7 +113,10 @@ class SlotCache(Cache):
 
 
 def _grown(buffer: Tensor, slots: int) -> Tensor:
-    """Return the buffer, or a larger copy if it has fewer than `slots` slots. New slots are zero, because masked values must be finite."""
+    """Return the buffer, or a larger copy if it has fewer than `slots` slots.
+
+    New slots are zero, because masked values must be finite.
+    """
     used = buffer.shape[2]
     if slots <= used:
         return buffer
@@ -152,7 +157,8 @@ def attention_windows(model: Any) -> list[int | None]:
         kind = type(layer)
         if kind not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise SurgeryError(
-                f"layer {index} of {type(model).__name__} keeps a {kind.__name__}, not keys and values of its own; drafts are verified "
+                f"layer {index} of {type(model).__name__} keeps a {kind.__name__}, not keys and values of its own; "
+                "drafts are verified "
                 "with per-row slots of keys and values. Use model.generate(.., assistant_model=..)"
             )
         windows.append(getattr(layer, "sliding_window", None))
@@ -164,13 +170,18 @@ def attention_windows(model: Any) -> list[int | None]:
 # -- masks ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Sight:
-    """Which earlier tokens a query sees besides itself: the last `window` tokens (None: all) and the first `sinks` of its row."""
+    """Which earlier tokens a query sees besides itself: the last `window` tokens (None: all) and the first `sinks` of
+    its row.
+    """
 
     window: int | None = None
     sinks: int = 0
 
     def columns(self, slot_B: Tensor, pad_B: Tensor) -> Tensor | None:
-        """Return the slots that one query per row at slot_B reads, (B, sinks + window); None: all. Slots may repeat or not exist."""
+        """Return the slots that one query per row at slot_B reads, (B, sinks + window); None: all.
+
+        Slots may repeat or not exist.
+        """
         if self.window is None:
             return None
         near_BW = slot_B[:, None] + torch.arange(1 - self.window, 1, device=slot_B.device)
@@ -187,7 +198,9 @@ class Sight:
         return allowed & ((slot_BT1 - column_B1S < self.window) | (column_B1S - first_B11 < self.sinks))
 
     def once(self, slot_B: Tensor, pad_B: Tensor) -> Tensor:
-        """Return which entries of `columns` count, (B, sinks + window): not those before the row, nor a sink within the window again."""
+        """Return which entries of `columns` count, (B, sinks + window): not those before the row, nor a sink within the
+        window again.
+        """
         assert self.window is not None
         first_B1, low_B1 = pad_B[:, None], slot_B[:, None] + 1 - self.window
         near_BW = low_B1 + torch.arange(self.window, device=slot_B.device) >= first_B1

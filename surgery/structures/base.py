@@ -40,8 +40,8 @@ class Cost(NamedTuple):
 class MuP(NamedTuple):
     """Fan-in and fan-out of a core, seen as a block-diagonal dense layer.
 
-    Initial standard deviation sqrt(min(1, out/in) / in) (the spectral condition); Adam's learning rate (training/optim.py) scales as
-    1 / fan_in. Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2.
+    Initial standard deviation sqrt(min(1, out/in) / in) (the spectral condition); Adam's learning rate
+    (training/optim.py) scales as 1 / fan_in. Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2.
     """
 
     fan_in: int
@@ -63,7 +63,10 @@ class StructureConfig:
     name: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as plain data, for recipes and checkpoints. An `order` of contiguous is left out, as readers assume it."""
+        """Return the config as plain data, for recipes and checkpoints.
+
+        An `order` of contiguous is left out, as readers assume it.
+        """
         data = {"structure": self.name, **{k: _to_plain(v) for k, v in asdict(self).items()}}
         if data.get("order") == "contiguous":
             del data["order"]
@@ -154,7 +157,10 @@ class StructuredLinear(nn.Module):
         raise NotImplementedError
 
     def step_coordinates(self) -> dict[str, Coordinates]:
-        """Return, by core, the coordinates in which tuning trains it. Cores that it lacks are trained as they are stored."""
+        """Return, by core, the coordinates in which tuning trains it.
+
+        Cores that it lacks are trained as they are stored.
+        """
         return {}
 
     @classmethod
@@ -177,7 +183,10 @@ class StructuredLinear(nn.Module):
 
     @classmethod
     def fit(cls, config: Any, out: int, in_: int, budget: float) -> Any:
-        """Return the config with the largest rank within `budget` stored elements. SurgeryError if rank 1 exceeds it."""
+        """Return the config with the largest rank within `budget` stored elements.
+
+        SurgeryError if rank 1 exceeds it.
+        """
         config = cls.resolve(config, out, in_)
         if config.rank == "full":
             return replace(config, rank=cls.full_rank(config, out, in_))
@@ -210,8 +219,9 @@ class StructuredLinear(nn.Module):
     def right_and_left(self) -> tuple[Tensor, Tensor]:
         """Return the cores `right` and `weight`.
 
-        They are read where nn.Module keeps parameters, because an attribute that is a parameter takes several times as long to find. A
-        library may have put something else in their place (a parametrization, say); then they are read as attributes.
+        They are read where nn.Module keeps parameters, because an attribute that is a parameter takes several times as
+        long to find. A library may have put something else in their place (a parametrization, say); then they are read
+        as attributes.
         """
         parameters: Any = self._parameters
         if "right" in parameters and "weight" in parameters:
@@ -266,7 +276,8 @@ class StructuredLinear(nn.Module):
 def is_exporting() -> bool:
     """Return whether torch.export is tracing the caller; False before PyTorch 2.7, which cannot tell.
 
-    The flag is read itself where there is one: traced by torch.compile, `torch.compiler.is_exporting` returns True in PyTorch 2.11.
+    The flag is read itself where there is one: traced by torch.compile, `torch.compiler.is_exporting` returns True in
+    PyTorch 2.11.
     """
     flag: Any = getattr(torch.compiler, "_is_exporting_flag", None)
     if flag is not None:
@@ -296,8 +307,9 @@ def curve_ranks(full: int, steps: int) -> list[int]:
 def balance_factors(left_OR: Tensor, right_RI: Tensor) -> tuple[Tensor, Tensor]:
     """Rescale column r of left and row r of right to about equal norms, for rounding and training.
 
-    If one of the two is zero, the other gets a norm of about 1. The factors are powers of two, so no precision is lost. Norms are
-    in float64, where no square of a float32 underflows: G^-1/2 of a matrix on which the loss hardly depends is large, 1e15 say.
+    If one of the two is zero, the other gets a norm of about 1. The factors are powers of two, so no precision is lost.
+    Norms are in float64, where no square of a float32 underflows: G^-1/2 of a matrix on which the loss hardly depends
+    is large, 1e15 say.
     """
     left, right = (torch.linalg.vector_norm(m, dim=d, dtype=torch.float64) for m, d in ((left_OR, -2), (right_RI, -1)))
     log_left, log_right = (torch.where(norm > 0, norm, 1.0).log2() for norm in (left, right))

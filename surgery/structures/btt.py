@@ -5,9 +5,9 @@
 Low rank, block by block; b = c = 1 is low rank, s = 1 is Monarch (Dao et al. 2022). Qiu et al. 2024,
 "Compute Better Spent", section 2, eq. 2. The product is two batched matrix products (`btt_products.py`).
 
-`order` says which output y[b, a] is: contiguous, row b * |a| + a, so that a block is a slice of the matrix; or strided, row
-a * |b| + b as printed in eq. 2, so that block b holds rows b, b + |b|, b + 2 |b|, ... In strided order, and only there, rank 1
-includes every Kronecker product of a (a x c) and a (b x d) matrix.
+`order` says which output y[b, a] is: contiguous, row b * |a| + a, so that a block is a slice of the matrix; or strided,
+row a * |b| + b as printed in eq. 2, so that block b holds rows b, b + |b|, b + 2 |b|, ... In strided order, and only
+there, rank 1 includes every Kronecker product of a (a x c) and a (b x d) matrix.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def btt_dense(right_cdbs: Tensor, left_bcsa: Tensor) -> Tensor:
 
 
 def is_dense_cheaper(rows: int, right_cdbs: Tensor, left_bcsa: Tensor, numel: int) -> bool:
-    """Return whether the dense matrix, of `numel` elements, and one product are expected to cost less than two products."""
+    """Return whether the dense matrix, of `numel` elements, and one product are expected to cost less than two
+    products.
+    """
     (_, _, b, s), c = right_cdbs.shape, left_bcsa.shape[1]
     gain = right_cdbs.numel() + left_bcsa.numel() + LAUNCH_MACS * b * c * s - numel
     return rows * gain > numel * (s + LAUNCH_MACS)
@@ -90,9 +92,9 @@ def btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | 
     """Return B x + bias (..., out) for x (..., in), in <= c d and out <= b a.
 
     x is padded with zeros up to c d, and rows past `out` are dropped. Computes two batched products, or one product
-    with the dense matrix if there are several rows of x and the intermediate z (b c s elements per row) would cost more. On a CPU
-    the products are those of `btt_products`, which use x and y in place. In an exported program, whose number of rows is not known,
-    they are always two products.
+    with the dense matrix if there are several rows of x and the intermediate z (b c s elements per row) would cost
+    more. On a CPU the products are those of `btt_products`, which use x and y in place. In an exported program, whose
+    number of rows is not known, they are always two products.
     """
     in_ = x.shape[-1]
     if not is_exporting():
@@ -247,9 +249,9 @@ class BTTLinear(StructuredLinear):
     def sweep(self, weight_OI: Tensor, metric: Metric) -> float | None:
         """Run one sweep of alternating least squares, in place, with the full C and G.
 
-        It solves (a) for all left cores jointly, given right, then (b) for the right cores of each block column given the others. Without G,
-        and with a diagonal one, row blocks do not depend on each other, and each solution is exact; else see `joint_sweep`.
-        Returns the squared error that is left, or None if `project` is already optimal.
+        It solves (a) for all left cores jointly, given right, then (b) for the right cores of each block column given
+        the others. Without G, and with a diagonal one, row blocks do not depend on each other, and each solution is
+        exact; else see `joint_sweep`. Returns the squared error that is left, or None if `project` is already optimal.
         """
         (b, c), s = self.config.blocks, self.config.rank
         a, d = self.block_shape(self.config, self.out_features, self.in_features)
@@ -329,7 +331,9 @@ def diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:
 
 
 def gram_blocks(g_OO: Tensor, b: int, a: int, order: Order) -> Tensor:
-    """Return G_bb (b, a, a) of the rows of each block, of G (O, O) or its diagonal (O,), padded as in `diagonal_blocks`."""
+    """Return G_bb (b, a, a) of the rows of each block, of G (O, O) or its diagonal (O,), padded as in
+    `diagonal_blocks`.
+    """
     if order == "contiguous":
         return diagonal_blocks(g_OO, b, a)
     parts = [g_OO[j::b] if g_OO.dim() == 1 else g_OO[j::b, j::b] for j in range(b)]
@@ -337,7 +341,10 @@ def gram_blocks(g_OO: Tensor, b: int, a: int, order: Order) -> Tensor:
 
 
 def gram_by_block(g_OO: Tensor, b: int, a: int, order: Order) -> Tensor:
-    """Return G (b a, b a) with rows and columns one block after another. Positions past O hold the mean of the diagonal."""
+    """Return G (b a, b a) with rows and columns one block after another.
+
+    Positions past O hold the mean of the diagonal.
+    """
     n = len(g_OO)
     if n != b * a:
         mean = g_OO.diagonal().mean()
@@ -384,7 +391,8 @@ def sweep(
 ) -> float:
     """Run one alternation over a group of row blocks, in place, and return the squared error that is left.
 
-    For row blocks that do not depend on each other. wc_baI: W C. inverses_cdd: inverse of each C_cc. g_baa: G_bb of each row block.
+    For row blocks that do not depend on each other. wc_baI: W C. inverses_cdd: inverse of each C_cc. g_baa: G_bb of
+    each row block.
 
     (a) left_b = (W C R^T)(R C R^T)^-1 with R the block-diagonal right of row block b; G drops out.
     (b) right += X C_cc^-1, X = (L^T G L)^-1 L^T G (E C)[:, c], with E the residual. That lowers the squared error by
@@ -422,10 +430,10 @@ def joint_sweep(
 
     inverses_cdd: inverse of each C_cc. g_XX: G (b a, b a), block after block.
 
-    Both halves of `sweep` become steps of conjugate gradients, with the solution of `sweep` for each row block alone as preconditioner:
-    (a) LEFT_STEPS steps for all left cores, with the gradient G E C R^T, E the residual;
-    (b) one step for the right cores of each block column in turn, with the gradient L^T (G E C)[:, c].
-    Their lengths are exact, so none raises the error, and each lowers its square by length <gradient, direction>.
+    Both halves of `sweep` become steps of conjugate gradients, with the solution of `sweep` for each row block alone as
+    preconditioner: (a) LEFT_STEPS steps for all left cores, with the gradient G E C R^T, E the residual; (b) one step
+    for the right cores of each block column in turn, with the gradient L^T (G E C)[:, c]. Their lengths are exact, so
+    none raises the error, and each lowers its square by length <gradient, direction>.
     """
     b, c, s, a = left_bcsa.shape
     d = right_cdbs.shape[1]

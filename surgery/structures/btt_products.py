@@ -3,18 +3,19 @@
     z[n,b,c,s] = sum_d x[n,c,d] right[c,d,b,s]        one product for each column block c: (N, d) times (d, b s)
     y[n,b,a] = sum_cs z[n,b,c,s] left[b,c,s,a]        one product for each row block b: (N, c s) times (c s, a)
 
-x, y, dx and dy are read and written as views: column block c of x is a matrix (N, d) whose rows lie c d elements apart, which
-BLAS and cuBLAS take as a leading dimension. Only z has two orders: the first product has (b, s) in its columns, the second one
-(c, s) in its rows. There are two layouts of z:
+x, y, dx and dy are read and written as views: column block c of x is a matrix (N, d) whose rows lie c d elements apart,
+which BLAS and cuBLAS take as a leading dimension. Only z has two orders: the first product has (b, s) in its columns,
+the second one (c, s) in its rows. There are two layouts of z:
 
     tokens last, (b, s, c, N)     rows (b, s) of a column block and rows (s, c) of a row block both have one stride, so both
                                   products use z in place; left is copied into the order (b, s, c, a)
     tokens first, (b, N, c, s)    z is copied between the products, and the cores are used in place
 
-A copy of z moves N b c s elements and a copy of left a b c s elements, so tokens last is for many tokens. The backward pass consists of
-four products on the same views. Source: Qiu et al. 2024, Compute Better Spent, section 2, eq. 2 (BTT).
+A copy of z moves N b c s elements and a copy of left a b c s elements, so tokens last is for many tokens. The backward
+pass consists of four products on the same views. Source: Qiu et al. 2024, Compute Better Spent, section 2, eq. 2 (BTT).
 
-n, N: tokens; b, c: row and column blocks; a, d: their sizes; s: rank; J = (b, s); K = (s, c) with tokens last, else (c, s).
+n, N: tokens; b, c: row and column blocks; a, d: their sizes; s: rank; J = (b, s); K = (s, c) with tokens last, else (c,
+s).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-# z has its tokens last if there are more than this many tokens per row of a block. On a GPU the number of copied elements decides. On a
-# CPU, where products of transposed matrices are slower, it saved time for blocks of up to 64 rows (one thread of an AMD EPYC, float32 and
-# bfloat16, dimensions 384 to 2,048).
+# z has its tokens last if there are more than this many tokens per row of a block. On a GPU the number of copied
+# elements decides. On a CPU, where products of transposed matrices are slower, it saved time for blocks of up to 64
+# rows (one thread of an AMD EPYC, float32 and bfloat16, dimensions 384 to 2,048).
 TOKENS_LAST_CPU, TOKENS_LAST_GPU, LARGEST_BLOCK_CPU = 3, 1, 64
 
 PLAIN = (Tensor, nn.Parameter)  # types of tensors: subclasses compute in their own way
@@ -38,8 +39,8 @@ PLAIN = (Tensor, nn.Parameter)  # types of tensors: subclasses compute in their 
 def supports_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> bool:
     """Return whether `btt_products` computes this call.
 
-    The tensors are plain ones of one floating-point dtype, or autocast casts them. No function transform or forward-mode
-    differentiation is active, and no graph is being traced.
+    The tensors are plain ones of one floating-point dtype, or autocast casts them. No function transform or
+    forward-mode differentiation is active, and no graph is being traced.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
@@ -71,8 +72,8 @@ def needs_gradients(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tens
 def btt_call_key(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Hashable | None:
     """Return what the selection of a kernel for `btt_linear` depends on; None for a call whose selection is not kept.
 
-    Those are calls that `supports_products` refuses, under autocast or torch.jit.trace (whose sizes are tensors), with operands of several
-    dtypes or devices, with cores that are not contiguous, and on other devices than CPUs and GPUs.
+    Those are calls that `supports_products` refuses, under autocast or torch.jit.trace (whose sizes are tensors), with
+    operands of several dtypes or devices, with cores that are not contiguous, and on other devices than CPUs and GPUs.
     """
     dtype, device, on_gpu = x.dtype, x.get_device(), x.is_cuda
     if not (
@@ -142,8 +143,8 @@ def forward_products(
 
 
 def row_products(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y (..., b a) and z (b, 1, K) of one row x (..., c d) in as few operations as possible: here each of them takes longer to start
-    than to compute."""
+    """Return y (..., b a) and z (b, 1, K) of one row x (..., c d) in as few operations as possible: here each of them
+    takes longer to start than to compute."""
     (c, d, b, s), a = right_cdbs.shape, left_bcsa.shape[3]
     J, K = b * s, c * s
     z_c1J = torch.bmm(x.reshape(c, 1, d), right_cdbs.reshape(c, d, J))

@@ -3,8 +3,9 @@
     q(x)     computes the outputs of q, k and v, and keeps two of them
     k(x)     takes its own
 
-Nothing tells whether a tensor was written through `.data` or a NumPy view, so an output that outlives the call of the attention or MLP
-that holds the linears may be stale. Hooks of that module begin and end its calls; `LinearGroup` and joined linears keep nothing outside.
+Nothing tells whether a tensor was written through `.data` or a NumPy view, so an output that outlives the call of the
+attention or MLP that holds the linears may be stale. Hooks of that module begin and end its calls; `LinearGroup` and
+joined linears keep nothing outside.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ class CallGroup(Protocol):
         """Forget what is kept, and keep outputs from now on, in this thread."""
 
     def end_call(self, finished: bool) -> None:
-        """Forget what is kept, and keep nothing any more, in this thread. finished: whether the call raised no exception."""
+        """Forget what is kept, and keep nothing any more, in this thread. finished: whether the call raised no
+        exception.
+        """
 
 
 def hold_groups(model: nn.Module) -> None:
-    """Let each module inside `model` begin and end the calls of the groups of its linears: of those that it holds now, and no others."""
+    """Let each module inside `model` begin and end the calls of the groups of its linears: of those that it holds now,
+    and no others.
+    """
     for module in list(model.modules()):
         children = [
             getattr(child, "base_layer", child) for child in module.children()

@@ -38,10 +38,12 @@ class Coordinates(NamedTuple):
 
 @torch.no_grad()
 def balanced_pivots(coefficients_NR: Tensor, right_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A = left[pivots] (R, R) and its inverse, for B = left @ (A^-1 right) with singular vectors as balanced factors.
+    """Return A = left[pivots] (R, R) and its inverse, for B = left @ (A^-1 right) with singular vectors as balanced
+    factors.
 
-    B = [I; coefficients] right is U s V^T, and left = U sqrt(s): the columns of `left` are orthogonal, and column r has the norm of row r of
-    A^-1 right. Computed in float64 from [I; coefficients] = Q S, S right = U' s V^T: A = S^-1 U' sqrt(s).
+    B = [I; coefficients] right is U s V^T, and left = U sqrt(s): the columns of `left` are orthogonal, and column r has
+    the norm of row r of A^-1 right. Computed in float64 from [I; coefficients] = Q S, S right = U' s V^T: A = S^-1 U'
+    sqrt(s).
     """
     right, eye = right_RI.double(), torch.eye(len(right_RI), dtype=torch.float64, device=right_RI.device)
     upper_RR = linalg.qr(torch.cat([eye, coefficients_NR.double()]))[1]

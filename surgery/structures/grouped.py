@@ -1,13 +1,13 @@
 """Low-rank linears that read the same input, computed in one call: q, k and v of an attention, gate and up of an MLP.
 
-At a few tokens the launches of small kernels take longer than reading the factors. Three linears need six launches; together they need
-two: one multiplies the input with all right factors, one their results with all left factors.
+At a few tokens the launches of small kernels take longer than reading the factors. Three linears need six launches;
+together they need two: one multiplies the input with all right factors, one their results with all left factors.
 
     group_linears([attention.q_proj, attention.k_proj, attention.v_proj])
 
-The first linear that is called computes the outputs of all, and the others return theirs if they are called with the same tensor. In a
-model they do so during a call of the module that holds them (`surgery.structures.call_scope`). The modules, their parameters and their
-names stay as they are.
+The first linear that is called computes the outputs of all, and the others return theirs if they are called with the
+same tensor. In a model they do so during a call of the module that holds them (`surgery.structures.call_scope`). The
+modules, their parameters and their names stay as they are.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def low_rank_group(x: Tensor, rights: Tensors, lefts: Tensors, biases: Biases) -
 
 
 class _Kept(threading.local):
-    """What a thread keeps. outputs: those that were not taken yet, by place. read: x and the factors that they were computed from. version: of
-    these tensors. calling: whether the module that holds the linears is being called."""
+    """What a thread keeps. outputs: those that were not taken yet, by place. read: x and the factors that they were
+    computed from. version: of these tensors. calling: whether the module that holds the linears is being called."""
 
     def __init__(self) -> None:
         self.outputs: dict[int, Tensor] = {}
@@ -54,11 +54,12 @@ class _Kept(threading.local):
 class LinearGroup:
     """Low-rank linears that read the same input.
 
-    Between the calls of its linears it keeps the outputs that were computed and not yet taken. A linear takes its output once, for the
-    same tensor, if neither it nor a factor was written in between. A group whose outputs are not taken dissolves: its linears do not
-    read the same input.
+    Between the calls of its linears it keeps the outputs that were computed and not yet taken. A linear takes its
+    output once, for the same tensor, if neither it nor a factor was written in between. A group whose outputs are not
+    taken dissolves: its linears do not read the same input.
 
-    is_held: whether a module begins and ends its calls (`hold_groups`). Linears without one must not be written between their calls.
+    is_held: whether a module begins and ends its calls (`hold_groups`). Linears without one must not be written between
+    their calls.
     """
 
     def __init__(self, linears: Sequence[LowRankLinear], is_held: bool = False):
@@ -76,7 +77,10 @@ class LinearGroup:
         self.kept.outputs, self.kept.read, self.kept.calling = {}, (), True
 
     def end_call(self, finished: bool) -> None:
-        """Forget the outputs, and keep none any more, in this thread. A group of which some are left after a whole call dissolves."""
+        """Forget the outputs, and keep none any more, in this thread.
+
+        A group of which some are left after a whole call dissolves.
+        """
         remains = bool(self.kept.outputs)
         self.kept.outputs, self.kept.read, self.kept.calling = {}, (), False
         if remains and finished and not torch.compiler.is_compiling():
@@ -119,16 +123,19 @@ def _version(tensors: Tensors) -> int:
 
 
 def _can_keep(tensors: Tensors) -> bool:
-    """Return whether the tensors lie on one device (accelerate brings offloaded ones there for a single call) and tell whether they are
-    written (those of inference mode do not)."""
+    """Return whether the tensors lie on one device (accelerate brings offloaded ones there for a single call) and tell
+    whether they are written (those of inference mode do not)."""
     device = tensors[0].get_device()
     return not any(t.is_inference() or t.is_meta or t.get_device() != device for t in tensors)
 
 
 def group_linears(linears: Sequence[LowRankLinear], is_held: bool = False) -> None:
-    """Compute these linears together for a few tokens without gradients. They read the same input, and all have biases or none has.
+    """Compute these linears together for a few tokens without gradients.
 
-    is_held: see LinearGroup. Raises ValueError for fewer than two linears, or linears of different input widths or with and without biases.
+    They read the same input, and all have biases or none has.
+
+    is_held: see LinearGroup. Raises ValueError for fewer than two linears, or linears of different input widths or with
+    and without biases.
     """
     kinds = {(linear.in_features, linear.bias is None) for linear in linears}
     if len(linears) < 2 or len(kinds) > 1:

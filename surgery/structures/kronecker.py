@@ -2,9 +2,9 @@
 
     b,c: block grid (shape of A)   a,d: block shape (shape of B)   r: terms        out = b*a, in = c*d
 
-Rearranged with one row per block, W becomes a matrix of rank r, so one SVD gives the best fit in the Frobenius norm (Van
-Loan & Pitsianis 1993, "Approximation with Kronecker Products"). A product with a vector costs min(r (c d a + b c a),
-r (b c d + b d a)) multiplications, more than the r (b c + a d) stored elements.
+Rearranged with one row per block, W becomes a matrix of rank r, so one SVD gives the best fit in the Frobenius norm
+(Van Loan & Pitsianis 1993, "Approximation with Kronecker Products"). A product with a vector costs min(r (c d a + b c
+a), r (b c d + b d a)) multiplications, more than the r (b c + a d) stored elements.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ RESIDUAL_ROUNDING = (
 class Kronecker(StructureConfig):
     """Config of a sum of Kronecker products.
 
-    blocks: shape (b, c) of the left factors, where b divides out and c divides in; "sqrt": the largest divisors up to the
-    square roots of out and in. rank: number of terms r.
+    blocks: shape (b, c) of the left factors, where b divides out and c divides in; "sqrt": the largest divisors up to
+    the square roots of out and in. rank: number of terms r.
     """
 
     name: ClassVar[str] = "kronecker"
@@ -99,7 +99,8 @@ class KroneckerLinear(StructuredLinear):
             )
         if blocks in ((1, 1), (out, in_)):
             raise SurgeryError(
-                f"{config} cannot tile a matrix of out={out}, in={in_}: one of the Kronecker factors would be a single number. "
+                f"{config} cannot tile a matrix of out={out}, in={in_}: one of the Kronecker factors would be a single "
+                "number. "
                 "Use btt or low_rank"
             )
         return replace(config, blocks=blocks)
@@ -126,7 +127,8 @@ class KroneckerLinear(StructuredLinear):
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
         """Return the closest sum of Kronecker products in the Frobenius norm. Exact at full rank.
 
-        The metric is ignored, because C does not commute with the rearrangement; `sweep` reduces the error in the metric.
+        The metric is ignored, because C does not commute with the rearrangement; `sweep` reduces the error in the
+        metric.
         """
         rows_XY = cls._block_rows(weight_OI, config)
         if config.rank >= min(rows_XY.shape):
@@ -200,7 +202,9 @@ class KroneckerLinear(StructuredLinear):
         return c * a * (d + b) <= b * d * (c + a)
 
     def macs(self) -> int:
-        """Return multiply-accumulates per token of the factored product; `product` uses the dense matrix where it is cheaper."""
+        """Return multiply-accumulates per token of the factored product; `product` uses the dense matrix where it is
+        cheaper.
+        """
         (r, b, c), (_, a, d) = self.weight.shape, self.right.shape
         return r * (c * a * (d + b) if self._right_first() else b * d * (c + a))
 

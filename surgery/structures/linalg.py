@@ -1,9 +1,10 @@
 """Matrix factorizations with fallbacks: batched, then in parts of the batch, then on the CPU in float64.
 
 cuSOLVER's batched routines fail for many matrices (98,304 of 2 x 2) and if GPU memory for the workspace is short
-(CUSOLVER_STATUS_INTERNAL_ERROR), and float32 routines fail on some matrices that float64 can factor. Each function returns the result of the first attempt that
-succeeds, in the dtype and on the device of its argument. The first fallback of each function emits a RuntimeWarning.
-NumericalError if the input holds NaN or Inf, or if every attempt fails.
+(CUSOLVER_STATUS_INTERNAL_ERROR), and float32 routines fail on some matrices that float64 can factor. Each function
+returns the result of the first attempt that succeeds, in the dtype and on the device of its argument. The first
+fallback of each function emits a RuntimeWarning. NumericalError if the input holds NaN or Inf, or if every attempt
+fails.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cholesky_ex(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the Cholesky factor L and info, which is not 0 for each matrix that is not positive definite or holds NaN."""
+    """Return the Cholesky factor L and info, which is not 0 for each matrix that is not positive definite or holds
+    NaN.
+    """
     factor, info = _first_that_works("cholesky_ex", lambda m: torch.linalg.cholesky_ex(m), matrix, finite=False)
     return factor, info
 
@@ -83,7 +86,8 @@ def _first_that_works(name: str, compute: Callable[..., Any], *operands: Tensor,
         reason = str(error).strip().splitlines()[0][:200]
     if finite and not all(bool(torch.isfinite(tensor).all()) for tensor in operands):
         raise NumericalError(
-            f"{name} of a matrix of shape {tuple(operands[0].shape)}: the matrix holds NaN or Inf, so weights or activations "
+            f"{name} of a matrix of shape {tuple(operands[0].shape)}: the matrix holds NaN or Inf, so weights or "
+            "activations "
             "overflow float32. Check the checkpoint, or leave this matrix dense (a rule with structure: dense)"
         )
     single = all(tensor.dim() <= 2 for tensor in operands)
@@ -99,14 +103,16 @@ def _first_that_works(name: str, compute: Callable[..., Any], *operands: Tensor,
         if name not in _warned:
             _warned.add(name)
             warnings.warn(
-                f"torch.linalg.{name} failed on {operands[0].device} for a matrix of shape {tuple(operands[0].shape)} ({reason}); "
+                f"torch.linalg.{name} failed on {operands[0].device} for a matrix of shape {tuple(operands[0].shape)} "
+                f"({reason}); "
                 f"computed {way}, which is slower",
                 RuntimeWarning,
                 stacklevel=3,
             )
         return result
     raise NumericalError(
-        f"{name} of a matrix of shape {tuple(operands[0].shape)} fails on {operands[0].device} and on the CPU ({reason}): the matrix is "
+        f"{name} of a matrix of shape {tuple(operands[0].shape)} fails on {operands[0].device} and on the CPU "
+        f"({reason}): the matrix is "
         "singular or too badly conditioned. Give more calibration text, or leave this matrix dense"
     )
 
@@ -123,7 +129,10 @@ def _in_parts(compute: Callable[..., Any], operands: tuple[Tensor, ...]) -> Any:
 
 
 def _computed_parts(compute: Callable[..., Any], flat: list[Tensor]) -> Iterator[Any]:
-    """Yield the results of both halves of a batch that failed. A half that fails is halved again, down to one matrix."""
+    """Yield the results of both halves of a batch that failed.
+
+    A half that fails is halved again, down to one matrix.
+    """
     middle = -(-len(flat[0]) // 2)
     for half in ([tensor[:middle] for tensor in flat], [tensor[middle:] for tensor in flat]):
         if len(half[0]) == 0:

@@ -57,8 +57,8 @@ def leading_directions(m_OI: Tensor, rank: int) -> Tensor:
 def orthonormalize(y_OR: Tensor) -> Tensor:
     """Return orthonormal columns (..., O, R) with the span of nearly orthogonal columns.
 
-    Runs CholeskyQR twice (Yamamoto et al. 2015, CholeskyQR2), which is many times as fast as Householder QR; the latter is
-    used if the columns are linearly dependent.
+    Runs CholeskyQR twice (Yamamoto et al. 2015, CholeskyQR2), which is many times as fast as Householder QR; the latter
+    is used if the columns are linearly dependent.
     """
     norm_1R = torch.linalg.vector_norm(y_OR, dim=-2, keepdim=True)
     q_OR: Tensor = y_OR / torch.where(norm_1R > 0, norm_1R, 1.0)
@@ -101,7 +101,9 @@ def gram_tails(gram: Tensor) -> Tensor:
 
 
 def low_rank_call_key(x: Tensor, right_RI: Tensor, left_1OR: Tensor, bias: Tensor | None) -> Hashable | None:
-    """Return what the selection of a kernel for `low_rank_linear` depends on; None for a call whose selection is not kept."""
+    """Return what the selection of a kernel for `low_rank_linear` depends on; None for a call whose selection is not
+    kept.
+    """
     return btt_call_key(x, right_RI, left_1OR, bias, 0)
 
 

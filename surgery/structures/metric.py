@@ -1,9 +1,9 @@
 """The metric of a projection: min tr(G (W - B) C (W - B)^T).
 
-C_II is the second moment of the inputs, E[x x^T]. G_OO weighs output directions: E[g g^T] with g the gradient of the loss at
-the output, the Fisher (or Gauss-Newton) factor of K-FAC (Martens & Grosse 2015, eq. 13). With both, half the value is the
-expected rise of the loss in nats per token, to second order. With C alone it is the mean squared output error. Without C and
-G it is the squared Frobenius norm.
+C_II is the second moment of the inputs, E[x x^T]. G_OO weighs output directions: E[g g^T] with g the gradient of the
+loss at the output, the Fisher (or Gauss-Newton) factor of K-FAC (Martens & Grosse 2015, eq. 13). With both, half the
+value is the expected rise of the loss in nats per token, to second order. With C alone it is the mean squared output
+error. Without C and G it is the squared Frobenius norm.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 from surgery.core.errors import NumericalError
 from surgery.structures import linalg
 
-# Diagonal of the damped C of an input that is always zero, and of the damped G of an output on which the loss does not depend. Every
-# direction has a weight, so the matrix is fitted as by the identity, and its errors cost next to nothing beside those of others (in nats).
+# Diagonal of the damped C of an input that is always zero, and of the damped G of an output on which the loss does not
+# depend. Every direction has a weight, so the matrix is fitted as by the identity, and its errors cost next to nothing
+# beside those of others (in nats).
 DEAD_MOMENT = 1e-12
 
 
@@ -35,7 +36,8 @@ def damp_(moment_II: Tensor, damping: float) -> float:
     return ridge
 
 
-# Columns per block of a symmetric product. Only blocks on and above the diagonal are computed, so small blocks save more.
+# Columns per block of a symmetric product. Only blocks on and above the diagonal are computed, so small blocks save
+# more.
 MOMENT_BLOCK = {"cpu": 1024, "cuda": 4096}
 
 
@@ -69,7 +71,8 @@ def inverse_size(matrix: Tensor) -> Tensor:
 def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return C^(1/2) and C^(-1/2) of (a batch of) positive semidefinite matrices, by `eigh`.
 
-    Eigenvalues below 1e-7 of the largest, the rounding error of float32, are raised to that bound. A matrix of zeros counts as one of 1e-30.
+    Eigenvalues below 1e-7 of the largest, the rounding error of float32, are raised to that bound. A matrix of zeros
+    counts as one of 1e-30.
     """
     values, vectors = linalg.eigh(matrix)
     largest = torch.where(values[..., -1:] > 0, values[..., -1:], 1e-30)
@@ -99,8 +102,8 @@ def output_roots(gram_OO: Tensor) -> tuple[Tensor, Tensor]:
 def spd_factor(matrix: Tensor, ridges: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-2)) -> Tensor:
     """Return the Cholesky factor of (a batch of) positive semidefinite matrices.
 
-    ridges: values added to the diagonal, relative to its mean; they are tried in order until the factorization succeeds. With a ridge
-    each matrix is divided by its size while it is factored: of a batch, one may be of 1e-38.
+    ridges: values added to the diagonal, relative to its mean; they are tried in order until the factorization
+    succeeds. With a ridge each matrix is divided by its size while it is factored: of a batch, one may be of 1e-38.
     """
     for ridge in ridges:
         ridged, root = matrix, None
@@ -113,7 +116,8 @@ def spd_factor(matrix: Tensor, ridges: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-
         if not bool(failed.any()):
             return factor if root is None else factor.div_(root)
     raise NumericalError(
-        "a second moment is not positive semidefinite: activations hold NaN or Inf, or overflow float32 when squared. Check "
+        "a second moment is not positive semidefinite: activations hold NaN or Inf, or overflow float32 when squared. "
+        "Check "
         "the checkpoint and the calibration text"
     )
 
@@ -143,8 +147,8 @@ def inner_product(a_OI: Tensor, b_OI: Tensor) -> float:
 class Metric:
     """The weights of a projection error, tr(G E C E^T) for an error E (O, I).
 
-    c_II: damped input second moment C, or None for the identity. g_OO: damped output Gram matrix G, or only its diagonal
-    (O,), or None for the identity. c_cache: results of `compute_once`, shared by metrics with one C.
+    c_II: damped input second moment C, or None for the identity. g_OO: damped output Gram matrix G, or only its
+    diagonal (O,), or None for the identity. c_cache: results of `compute_once`, shared by metrics with one C.
     """
 
     c_II: Tensor | None = None

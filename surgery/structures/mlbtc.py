@@ -1,12 +1,12 @@
 """MLBTC, multi-level block tensor contraction: W = sum_l alpha_l P_L (+)_k' L[l,k'] P_R (+)_k R[l,k]^T.
 
-A level is p blocks along the diagonal, each of rank r (P_L and P_R are the identity), or a b x c grid of blocks of rank s, which is BTT. MLR
-is all levels of the first kind, with 1, 2, 4, .. blocks; BTT is one level of the second. Kuang et al. 2025, "Customizing the Inductive Biases
-of Softmax Attention", definition 3.1, eq. 8, and appendix C.
+A level is p blocks along the diagonal, each of rank r (P_L and P_R are the identity), or a b x c grid of blocks of rank
+s, which is BTT. MLR is all levels of the first kind, with 1, 2, 4, .. blocks; BTT is one level of the second. Kuang et
+al. 2025, "Customizing the Inductive Biases of Softmax Attention", definition 3.1, eq. 8, and appendix C.
 
-A rank of 1 stores O + I elements in a level of blocks, and b c (a + d) in a grid of blocks of a x d, so levels share a number of elements
-and not a number of ranks. alpha_l is part of the left factor of its level; `weight_norm: cores` trains a scale of its own for each core,
-1 at first, which is folded into the core when the training ends.
+A rank of 1 stores O + I elements in a level of blocks, and b c (a + d) in a grid of blocks of a x d, so levels share a
+number of elements and not a number of ranks. alpha_l is part of the left factor of its level; `weight_norm: cores`
+trains a scale of its own for each core, 1 at first, which is folded into the core when the training ends.
 
 The fit is in `mlbtc_fit.py`.
 """
@@ -41,9 +41,9 @@ class MLBTC(StructureConfig):
         (b, c, s)      the same with a block rank of at most s
         "sqrt"         a grid of about the square root of each dimension
         "monarch"      the same with a block rank of at most 1
-    ranks: rank of each level, 0 allowed; None: `project` chooses them, and a matrix without a fit spreads its size evenly over the levels.
-    rank: size R; all levels together store about R (O + I) elements, as low rank of rank R does. order: order of the outputs of grids,
-    as in BTT.
+    ranks: rank of each level, 0 allowed; None: `project` chooses them, and a matrix without a fit spreads its size
+    evenly over the levels. rank: size R; all levels together store about R (O + I) elements, as low rank of rank R
+    does. order: order of the outputs of grids, as in BTT.
     """
 
     name: ClassVar[str] = "mlbtc"
@@ -62,10 +62,11 @@ def resolve_level(level: Any, out: int, in_: int) -> Any:
 
 
 def spread_cost(budget: int, costs: Sequence[int], limits: Sequence[int], least: int = 1) -> tuple[int, ...]:
-    """Return ranks that cost at most `budget`, about the same on each level; if none fits, `least` ranks of the cheapest level.
+    """Return ranks that cost at most `budget`, about the same on each level; if none fits, `least` ranks of the
+    cheapest level.
 
-    costs, limits: cost of one rank and largest rank of each level. The remainder goes to the cheapest levels. A larger budget never gives
-    a smaller total cost.
+    costs, limits: cost of one rank and largest rank of each level. The remainder goes to the cheapest levels. A larger
+    budget never gives a smaller total cost.
     """
 
     def even(share: int) -> list[int]:
@@ -86,8 +87,8 @@ def spread_cost(budget: int, costs: Sequence[int], limits: Sequence[int], least:
 
 @STRUCTURES.register(MLBTC)
 class MLBTCLinear(StructuredLinear):
-    """MLBTC linear layer. Cores of level l: `left<l>` and `right<l>`, with the shapes of its kind (`mlbtc_fit.py`); the left core of the
-    first level that has a rank is `weight`. Levels of rank 0 have no cores."""
+    """MLBTC linear layer. Cores of level l: `left<l>` and `right<l>`, with the shapes of its kind (`mlbtc_fit.py`); the
+    left core of the first level that has a rank is `weight`. Levels of rank 0 have no cores."""
 
     weight: Tensor
 
@@ -101,7 +102,10 @@ class MLBTCLinear(StructuredLinear):
     # -- sizes ---------------------------------------------------------------------------------------------
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
-        """Return the config with `levels` as numbers and `rank` as the size of given `ranks`. SurgeryError if they do not fit."""
+        """Return the config with `levels` as numbers and `rank` as the size of given `ranks`.
+
+        SurgeryError if they do not fit.
+        """
         entries = (1, (min(4, out), min(4, in_))) if config.levels is None else config.levels
         if not 1 <= len(entries) <= MOST_LEVELS:
             raise SurgeryError(
@@ -111,7 +115,8 @@ class MLBTCLinear(StructuredLinear):
         levels = cls.levels(config, out, in_)
         if not any(level.is_complete for level in levels):
             raise SurgeryError(
-                f"mlbtc, levels {list(config.levels)}: no combination of ranks holds every matrix. Add a level of one block, 1, or a grid "
+                f"mlbtc, levels {list(config.levels)}: no combination of ranks holds every matrix. Add a level of one "
+                "block, 1, or a grid "
                 "without a largest rank, such as [4, 4]"
             )
         if config.ranks is None:
@@ -119,13 +124,15 @@ class MLBTCLinear(StructuredLinear):
         limits = [level.limit for level in levels]
         if len(config.ranks) != len(levels) or not all(0 <= r <= most for r, most in zip(config.ranks, limits)):
             raise SurgeryError(
-                f"mlbtc, out={out}, in={in_}: ranks must be {len(levels)} numbers from 0 to {limits}, one for each level (got "
+                f"mlbtc, out={out}, in={in_}: ranks must be {len(levels)} numbers from 0 to {limits}, one for each "
+                "level (got "
                 f"{list(config.ranks)})"
             )
         sized, full = cls.with_ranks(config, config.ranks, out, in_), cls.full_rank(config, out, in_)
         if not any(config.ranks) or sized.rank > full or config.rank not in (None, sized.rank):
             raise SurgeryError(
-                f"mlbtc, out={out}, in={in_}: ranks {list(config.ranks)} store as many elements as a rank of {sized.rank}. The rank must be "
+                f"mlbtc, out={out}, in={in_}: ranks {list(config.ranks)} store as many elements as a rank of "
+                f"{sized.rank}. The rank must be "
                 f"that or left out (got {config.rank}), and from 1 to {full}"
             )
         return sized
@@ -190,9 +197,9 @@ class MLBTCLinear(StructuredLinear):
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
         """Return the best fit that block descent over the levels in the metric finds; exact at full rank.
 
-        There is no closed form beyond one level. Without given `ranks`, the descent starts from an even spread of the elements and from each
-        level alone, and exchanges rank between levels while that lowers the error. The result stores no more than the even spread, and is
-        never worse than one of its levels alone that stores as much.
+        There is no closed form beyond one level. Without given `ranks`, the descent starts from an even spread of the
+        elements and from each level alone, and exchanges rank between levels while that lowers the error. The result
+        stores no more than the even spread, and is never worse than one of its levels alone that stores as much.
         """
         out, in_ = weight_OI.shape
         config = cls.resolve(config, out, in_)
@@ -208,7 +215,9 @@ class MLBTCLinear(StructuredLinear):
 
     @classmethod
     def _starts(cls, config: Any, ranks: tuple[int, ...], out: int, in_: int) -> list[tuple[int, ...]]:
-        """Return the ranks from which the exchange starts: an even spread, and each level alone as far as its limit allows."""
+        """Return the ranks from which the exchange starts: an even spread, and each level alone as far as its limit
+        allows.
+        """
         levels = cls.levels(config, out, in_)
         costs, limits = [level.unit for level in levels], [level.limit for level in levels]
         budget, starts = total_cost(ranks, costs), [ranks]
@@ -233,8 +242,8 @@ class MLBTCLinear(StructuredLinear):
     ) -> list[tuple[Any, float]]:
         """Return (config, squared error in the metric) at about `steps` ranks, cheapest first.
 
-        Ranks that store more than the dense matrix are left out, except for the full rank. Each point is a fit from the best of the
-        starting ranks, without exchange; the configs name these ranks.
+        Ranks that store more than the dense matrix are left out, except for the full rank. Each point is a fit from the
+        best of the starting ranks, without exchange; the configs name these ranks.
         """
         out, in_ = weight_OI.shape
         config = cls.resolve(config, out, in_)
@@ -253,7 +262,8 @@ class MLBTCLinear(StructuredLinear):
 
     @torch.no_grad()
     def sweep(self, weight_OI: Tensor, metric: Metric) -> float | None:
-        """Run one sweep in the metric, in place: all left factors of diagonal blocks by least squares, then each level in turn.
+        """Run one sweep in the metric, in place: all left factors of diagonal blocks by least squares, then each level
+        in turn.
 
         Returns the squared error that is left, or None if `project` is already optimal.
         """
@@ -311,7 +321,9 @@ class MLBTCLinear(StructuredLinear):
 
 
 def present_levels(config: Any, out: int, in_: int) -> tuple[tuple[int, Level, tuple[str, str]], ...]:
-    """Return (index, level, names of its left and right core) of each level whose rank is not 0, of a config with ranks."""
+    """Return (index, level, names of its left and right core) of each level whose rank is not 0, of a config with
+    ranks.
+    """
     levels: list[tuple[int, Level, tuple[str, str]]] = []
     for at, level in enumerate(make_levels(config.levels, out, in_, config.order)):
         if config.ranks[at]:

@@ -3,8 +3,9 @@
     levels = make_levels((1, 2, (4, 4)), out, in_)
     fit = best_fit(lambda: LevelDescent(weight_OI, metric, levels), starts, limits, costs, exchange=True)
 
-Each step fits one level and keeps the others fixed. A block along the diagonal gets its exact minimum, as in `mlr_fit.py`. A grid is projected
-like a BTT matrix, and afterwards improved by its alternating least squares, with what the other levels leave as its target.
+Each step fits one level and keeps the others fixed. A block along the diagonal gets its exact minimum, as in
+`mlr_fit.py`. A grid is projected like a BTT matrix, and afterwards improved by its alternating least squares, with what
+the other levels leave as its target.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class DiagonalLevel:
         p = self.blocks
         if not 1 <= p <= min(self.out, self.in_) or any((p - 1) * block_size(n, p) >= n for n in (self.out, self.in_)):
             raise SurgeryError(
-                f"mlbtc, out={self.out}, in={self.in_}: a level of {p} blocks would have an empty block. Use fewer blocks"
+                f"mlbtc, out={self.out}, in={self.in_}: a level of {p} blocks would have an empty block. Use fewer "
+                "blocks"
             )
 
     @property
@@ -78,9 +80,11 @@ class DiagonalLevel:
 
 @dataclass(frozen=True)
 class GridLevel:
-    """A b x c grid of blocks of rank s, as in BTT: p = c, p' = b, r = b s, r' = c s, and P_R swaps the indices of b and c.
+    """A b x c grid of blocks of rank s, as in BTT: p = c, p' = b, r = b s, r' = c s, and P_R swaps the indices of b and
+    c.
 
-    P_L is the identity, or the order of the outputs if `order` is strided. most: largest s. Cores: left (b, c, s, a), right (c, d, b, s).
+    P_L is the identity, or the order of the outputs if `order` is strided. most: largest s. Cores: left (b, c, s, a),
+    right (c, d, b, s).
     """
 
     grid: tuple[int, int]
@@ -92,7 +96,8 @@ class GridLevel:
     def __post_init__(self) -> None:
         if self.most is not None and self.most < 1:
             raise SurgeryError(
-                f"mlbtc: the largest rank of the grid {list(self.grid)} must be 1 or more (got {self.most}). Leave it out, or use 1"
+                f"mlbtc: the largest rank of the grid {list(self.grid)} must be 1 or more (got {self.most}). Leave it "
+                "out, or use 1"
             )
         BTTLinear.resolve(self.config(1), self.out, self.in_)
 
@@ -143,8 +148,8 @@ Level = DiagonalLevel | GridLevel
 def make_levels(specs: Sequence[LevelSpec], out: int, in_: int, order: Order) -> tuple[Level, ...]:
     """Return the levels of an (out, in_) matrix.
 
-    specs: of each level the number of blocks p, a grid (b, c), or (b, c, s) with the largest rank s. Raises SurgeryError if a level does not
-    fit the matrix.
+    specs: of each level the number of blocks p, a grid (b, c), or (b, c, s) with the largest rank s. Raises
+    SurgeryError if a level does not fit the matrix.
     """
     levels: list[Level] = []
     for spec in specs:
@@ -156,7 +161,10 @@ def make_levels(specs: Sequence[LevelSpec], out: int, in_: int, order: Order) ->
 
 
 class LevelDescent(Descent):
-    """An MLBTC matrix during its fit; see Descent. grids: level -> its BTT matrix. Modules are replaced, never changed."""
+    """An MLBTC matrix during its fit; see Descent. grids: level -> its BTT matrix.
+
+    Modules are replaced, never changed.
+    """
 
     def __init__(self, weight_OI: Tensor, metric: Metric, levels: Sequence[Level]):
         super().__init__(weight_OI, metric, len(levels))
@@ -213,7 +221,9 @@ class LevelDescent(Descent):
             self.gap_c_OI -= change_OI @ self.metric.c_II
 
     def tails(self, level: int) -> list[float]:
-        """Return tail[r], the part of the squared error that a level of rank r leaves if all other levels stay as they are."""
+        """Return tail[r], the part of the squared error that a level of rank r leaves if all other levels stay as they
+        are.
+        """
         kind = self.kinds[level]
         if isinstance(kind, DiagonalLevel):
             return super().tails(level)

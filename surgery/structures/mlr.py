@@ -2,9 +2,9 @@
 
     o,i: one block, ceil(O / p) x ceil(I / p) (the last one may be smaller)   r_l: rank of the blocks of level l, 0 allowed
 
-Level 1 is low rank, and every further level adds pairs of low-rank blocks along the diagonal. A unit of rank stores O + I
-elements on every level. Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", eq. 4, after Parshakova et al.
-2023, "Factor fitting, rank allocation, and partitioning in multilevel low rank matrices".
+Level 1 is low rank, and every further level adds pairs of low-rank blocks along the diagonal. A unit of rank stores O +
+I elements on every level. Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", eq. 4, after
+Parshakova et al. 2023, "Factor fitting, rank allocation, and partitioning in multilevel low rank matrices".
 
 The fit, with exact steps for single blocks and an exchange of rank between levels, is in `mlr_fit.py`.
 """
@@ -32,8 +32,8 @@ CURVE_POINTS = 6  # ranks of `rank_error_curve`, which fits the matrix at each o
 class MLR(StructureConfig):
     """Config of a multi-level low-rank matrix.
 
-    levels: number of levels L; None: 4, or as many as the matrix has rows and columns for. ranks: r_1 .. r_L; None: `project`
-    chooses them, and a matrix without a fit spreads the rank evenly. rank: the sum of `ranks`.
+    levels: number of levels L; None: 4, or as many as the matrix has rows and columns for. ranks: r_1 .. r_L; None:
+    `project` chooses them, and a matrix without a fit spreads the rank evenly. rank: the sum of `ranks`.
     """
 
     name: ClassVar[str] = "mlr"
@@ -68,14 +68,17 @@ def spread_evenly(rank: int, limits: list[int]) -> tuple[int, ...]:
 
 @STRUCTURES.register(MLR)
 class MLRLinear(StructuredLinear):
-    """MLR linear layer. Cores: `weight` (1, O, R) holds the left factors of all levels side by side, `right<l>` (r_l, I) the right
-    factors of level l; R is the sum of the ranks. Levels of rank 0 have no core."""
+    """MLR linear layer. Cores: `weight` (1, O, R) holds the left factors of all levels side by side, `right<l>` (r_l,
+    I) the right factors of level l; R is the sum of the ranks. Levels of rank 0 have no core."""
 
     weight: Tensor
 
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
-        """Return the config with `levels` as a number and `rank` as the sum of given `ranks`. SurgeryError if they do not fit."""
+        """Return the config with `levels` as a number and `rank` as the sum of given `ranks`.
+
+        SurgeryError if they do not fit.
+        """
         most = most_levels(out, in_)
         level_count = len(config.ranks) if config.ranks and config.levels is None else config.levels
         levels = min(DEFAULT_LEVELS, most) if level_count is None else level_count
@@ -94,7 +97,8 @@ class MLRLinear(StructuredLinear):
         total = sum(config.ranks)
         if total < 1 or config.rank not in (None, total) or total > min(out, in_):
             raise SurgeryError(
-                f"{config}, out={out}, in={in_}: the sum of ranks is {total}; it must be the rank, and 1 to {min(out, in_)}"
+                f"{config}, out={out}, in={in_}: the sum of ranks is {total}; it must be the rank, and 1 to "
+                f"{min(out, in_)}"
             )
         return replace(config, levels=levels, rank=total, ranks=tuple(config.ranks))
 
@@ -127,8 +131,9 @@ class MLRLinear(StructuredLinear):
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
         """Return the best fit that block descent in the metric finds; exact at full rank.
 
-        There is no closed form beyond one level. Without given `ranks`, the descent starts from an even spread and from each
-        level alone, and exchanges rank between levels while that lowers the error. The result is never worse than low rank.
+        There is no closed form beyond one level. Without given `ranks`, the descent starts from an even spread and from
+        each level alone, and exchanges rank between levels while that lowers the error. The result is never worse than
+        low rank.
         """
         out, in_ = weight_OI.shape
         metric, config = metric or Metric(), cls.resolve(config, out, in_)
@@ -153,8 +158,8 @@ class MLRLinear(StructuredLinear):
     ) -> list[tuple[Any, float]]:
         """Return (config, squared error in the metric) at about `steps` ranks, cheapest first.
 
-        Ranks that store more than the dense matrix are left out, except for the full rank. Each point is a fit from the best of the
-        starting ranks, without exchange; the configs name these ranks.
+        Ranks that store more than the dense matrix are left out, except for the full rank. Each point is a fit from the
+        best of the starting ranks, without exchange; the configs name these ranks.
         """
         out, in_ = weight_OI.shape
         config = cls.resolve(config, out, in_)
@@ -254,7 +259,9 @@ def level_product(x: Tensor, blocks: int, left_Or: Tensor, right_rI: Tensor) -> 
 
 
 def starting_ranks(rank: int, limits: list[int]) -> list[tuple[int, ...]]:
-    """Return the ranks from which the exchange starts: an even spread, and each level alone as far as its limit allows."""
+    """Return the ranks from which the exchange starts: an even spread, and each level alone as far as its limit
+    allows.
+    """
     starts = [spread_evenly(rank, limits)]
     for level, limit in enumerate(limits):
         level_rank = min(rank, limit)

@@ -3,13 +3,14 @@
     descent = best_descent(weight_OI, metric, [(3, 2, 1)], limits=[32, 16, 8], exchange=True)
     descent.ranks, descent.error()
 
-Block descent fits one block at a time and keeps the others fixed. With E the remaining error, (k, k) the place of the block and
-a metric (C, G), the squared error tr(G (E - X) C (E - X)^T) of a block X depends on E only by
+Block descent fits one block at a time and keeps the others fixed. With E the remaining error, (k, k) the place of the
+block and a metric (C, G), the squared error tr(G (E - X) C (E - X)^T) of a block X depends on E only by
 
     T = G_kk^-1 (G E C)_kk C_kk^-1
 
-and the best block of rank r is the best approximation of T in the metric (C_kk, G_kk). Parshakova et al. 2023, "Factor fitting,
-rank allocation, and partitioning in multilevel low rank matrices", name both problems, the fit and the allocation of rank.
+and the best block of rank r is the best approximation of T in the metric (C_kk, G_kk). Parshakova et al. 2023, "Factor
+fitting, rank allocation, and partitioning in multilevel low rank matrices", name both problems, the fit and the
+allocation of rank.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def block_size(n: int, blocks: int) -> int:
 class Descent:
     """An MLR matrix during its fit. weight_OI: the target. ranks: current rank of each level, at first 0.
 
-    gap_OI: W - B. gap_c_OI: (W - B) C. counts: number of blocks of each level. blocks: (level, k) -> left (o, r) and right (r, i)
-    factors; r is less than the level's rank where the block is smaller.
+    gap_OI: W - B. gap_c_OI: (W - B) C. counts: number of blocks of each level. blocks: (level, k) -> left (o, r) and
+    right (r, i) factors; r is less than the level's rank where the block is smaller.
     """
 
     def __init__(self, weight_OI: Tensor, metric: Metric, levels: int):
@@ -152,7 +153,9 @@ class Descent:
         self.place(level, k, factors)
 
     def tails(self, level: int) -> list[float]:
-        """Return tail[r], the part of the squared error that a level of rank r leaves if all other levels stay as they are."""
+        """Return tail[r], the part of the squared error that a level of rank r leaves if all other levels stay as they
+        are.
+        """
         squares: list[float] = []
         for k in range(self.counts[level]):
             target, metric = self.target(level, k)
@@ -199,7 +202,9 @@ class Descent:
             self.place(level, k, (left_Or[rows].clone(), right_rI[:, columns].clone()))
 
     def level_factors(self, level: int) -> tuple[Tensor, Tensor]:
-        """Return the factors left (O, r) and right (r, I) of a level; blocks of a smaller rank are filled up with zeros."""
+        """Return the factors left (O, r) and right (r, I) of a level; blocks of a smaller rank are filled up with
+        zeros.
+        """
         (out, in_), rank = self.gap_OI.shape, self.ranks[level]
         left_Or, right_rI = self.gap_OI.new_zeros(out, rank), self.gap_OI.new_zeros(rank, in_)
         for k in range(self.counts[level]):
@@ -210,7 +215,10 @@ class Descent:
 
 
 def expected_sweeps(starts: Sequence[Sequence[int]], exchange: bool) -> int:
-    """Return the number of sweeps of a fit whose exchanges are each accepted at the first try. The gains cost one sweep."""
+    """Return the number of sweeps of a fit whose exchanges are each accepted at the first try.
+
+    The gains cost one sweep.
+    """
     exchanges = 2 * EXCHANGES * (TRIAL_SWEEPS + 1) if exchange else 0
     return START_SWEEPS * len(starts) + exchanges + LAST_SWEEPS
 
@@ -232,8 +240,9 @@ def best_fit(
 ) -> DescentT:
     """Return the best fit found from the starting ranks.
 
-    begin: returns a new fit, whose ranks are 0. limits, costs: largest rank of each level, and stored elements of a unit of it, in any
-    unit. exchange: move rank between levels while that lowers the error. The result costs no more than the first start.
+    begin: returns a new fit, whose ranks are 0. limits, costs: largest rank of each level, and stored elements of a
+    unit of it, in any unit. exchange: move rank between levels while that lowers the error. The result costs no more
+    than the first start.
 
     On the meta device, where there is no error to go by, one sweep of the first start stands for all sweeps of a fit.
     """
@@ -250,7 +259,8 @@ def best_fit(
             fits[-1].sweep(ranks)
     best = min(fits, key=lambda fit: fit.error())
     if exchange:
-        # From the first start, an even spread, as well: from rank on level 1 alone the exchange often ends in a local minimum.
+        # From the first start, an even spread, as well: from rank on level 1 alone the exchange often ends in a local
+        # minimum.
         fits = [best] if best is fits[0] else [fits[0], best]
         budget = total_cost(starts[0], costs)
         best = min((exchange_ranks(fit, limits, costs, budget) for fit in fits), key=lambda fit: fit.error())
@@ -274,9 +284,9 @@ def exchange_ranks(
 ) -> DescentT:
     """Return the fit after exchanges of rank between two levels, each accepted only if the refitted error falls.
 
-    limits, costs: as in `best_fit`; by default every unit of rank costs 1. budget: most that all ranks may cost, by default what they cost.
-    Pairs are tried in the order of estimated gain minus loss. The amount that is moved begins at a sixteenth of the cost and is halved
-    when none of the best pairs lowers the error.
+    limits, costs: as in `best_fit`; by default every unit of rank costs 1. budget: most that all ranks may cost, by
+    default what they cost. Pairs are tried in the order of estimated gain minus loss. The amount that is moved begins
+    at a sixteenth of the cost and is halved when none of the best pairs lowers the error.
     """
     costs = [1] * len(limits) if costs is None else costs
     total = total_cost(fit.ranks, costs)
@@ -297,10 +307,11 @@ def exchange_ranks(
 def _exchanges(
     fit: Descent, limits: Sequence[int], costs: Sequence[int], budget: int, amount: int
 ) -> list[tuple[int, ...]]:
-    """Return the ranks after each exchange of about `amount` between two levels that is possible, the most promising first.
+    """Return the ranks after each exchange of about `amount` between two levels that is possible, the most promising
+    first.
 
-    One level gets ranks of that cost, at least one, and another gives as many as the budget then lacks. Gain and loss are estimates,
-    because other levels stay as they are.
+    One level gets ranks of that cost, at least one, and another gives as many as the budget then lacks. Gain and loss
+    are estimates, because other levels stay as they are.
     """
     total, ranks, tails = total_cost(fit.ranks, costs), fit.ranks, [fit.tails(level) for level in range(len(limits))]
 
@@ -322,7 +333,10 @@ def _exchanges(
 
 
 def _first_better(fit: DescentT, exchanges: list[tuple[int, ...]], failed: set[tuple[int, ...]]) -> DescentT | None:
-    """Return a refitted copy with the first ranks that lower the error, or None. Ranks that do not are added to `failed`."""
+    """Return a refitted copy with the first ranks that lower the error, or None.
+
+    Ranks that do not are added to `failed`.
+    """
     before = fit.error()
     for ranks in exchanges[:TRIES]:
         if ranks in failed:

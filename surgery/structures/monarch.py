@@ -3,9 +3,9 @@
 A Monarch matrix is a block-diagonal matrix times a permutation times another block-diagonal matrix. In block form every
 a x d block is an outer product, so it stores (1/a + 1/d) O I elements, and the budget determines the block grid.
 
-Published Monarch matrices have b blocks in each factor, with small b (b = 4 in Dao et al. and in Qiu et al. 2024, appendix
-E.2). The intermediate vector has m = min(O, I) elements, m / b^2 for each pair of blocks, so such a matrix is BTT on the
-grid b x b of rank m / b^2. It stores m (O + I) / b elements, 2 / b of those of a square matrix.
+Published Monarch matrices have b blocks in each factor, with small b (b = 4 in Dao et al. and in Qiu et al. 2024,
+appendix E.2). The intermediate vector has m = min(O, I) elements, m / b^2 for each pair of blocks, so such a matrix is
+BTT on the grid b x b of rank m / b^2. It stores m (O + I) / b elements, 2 / b of those of a square matrix.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class MonarchLinear(BTTLinear):
 
     @classmethod
     def fit(cls, config: Any, out: int, in_: int, budget: float) -> Any:
-        """Return the config of the largest grid within `budget` stored elements. SurgeryError if the smallest exceeds it."""
+        """Return the config of the largest grid within `budget` stored elements.
+
+        SurgeryError if the smallest exceeds it.
+        """
         config = cls.resolve(config, out, in_)
         if config.blocks != "budget":
             return config
@@ -109,7 +112,10 @@ def is_published(config: Any, out: int, in_: int) -> bool:
 
 
 def block_sizes(n: int) -> list[int]:
-    """Return the divisors of n from 2 on. If none is 8 or less (n is prime, say), sizes 2 to 16 that need padding come first."""
+    """Return the divisors of n from 2 on.
+
+    If none is 8 or less (n is prime, say), sizes 2 to 16 that need padding come first.
+    """
     sizes = [k for k in range(2, n + 1) if n % k == 0]
     return sizes if sizes and sizes[0] <= 8 else [*range(2, min(n, 17)), *sizes]
 

@@ -2,9 +2,10 @@
 
     B[pivots] = right (R, I),  B[others] = weight (O - R, R) @ right      stored: R (O + I - R) elements, O indices
 
-A rank-R matrix has R (O + I - R) degrees of freedom, and two factors left (O, R) and right (R, I) store R^2 more than that.
-This is "Pivoting Factorization" (PIFA, Zhao et al. 2025): an interpolative decomposition of the best low-rank approximation
-in the metric. The pivots are rows of nearly maximal volume (Goreinov et al. 2010), so that no coefficient is large.
+A rank-R matrix has R (O + I - R) degrees of freedom, and two factors left (O, R) and right (R, I) store R^2 more than
+that. This is "Pivoting Factorization" (PIFA, Zhao et al. 2025): an interpolative decomposition of the best low-rank
+approximation in the metric. The pivots are rows of nearly maximal volume (Goreinov et al. 2010), so that no coefficient
+is large.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class PivotedLowRankLinear(StructuredLinear):
         rows = torch.arange(self.out_features).to(self.place)
         if not self.place.is_meta and not torch.equal(self.place.sort().values, rows):
             raise SurgeryError(
-                f"place of a pivoted_low_rank matrix must be a permutation of its {self.out_features} rows: the checkpoint is "
+                f"place of a pivoted_low_rank matrix must be a permutation of its {self.out_features} rows: the "
+                "checkpoint is "
                 "damaged. Download or convert it again"
             )
 
@@ -100,7 +102,9 @@ class PivotedLowRankLinear(StructuredLinear):
 
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
-        """Return the best rank-R approximation in the metric, as low_rank does; pivoting only changes how it is stored."""
+        """Return the best rank-R approximation in the metric, as low_rank does; pivoting only changes how it is
+        stored.
+        """
         left_OR, right_RI = low_rank_factors(weight_OI, config.rank, metric or Metric())
         pivots, coefficients_OR = maximal_volume_rows(left_OR)
         others = torch.ones(len(left_OR), dtype=torch.bool, device=pivots.device)
@@ -128,9 +132,11 @@ class PivotedLowRankLinear(StructuredLinear):
 
     @torch.no_grad()
     def step_coordinates(self) -> dict[str, Coordinates]:
-        """Return the coordinates of both cores: those of the two balanced factors of B, whose rows at the pivots do not change.
+        """Return the coordinates of both cores: those of the two balanced factors of B, whose rows at the pivots do not
+        change.
 
-        Pivot rows of B resemble each other, so steps of equal size in `weight` and `right` change B mostly along its leading directions.
+        Pivot rows of B resemble each other, so steps of equal size in `weight` and `right` change B mostly along its
+        leading directions.
         """
         pivots_RR, inverse_RR = balanced_pivots(self.weight[0].detach(), self.right.detach())
         return {

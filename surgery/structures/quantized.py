@@ -3,8 +3,9 @@
     core[.., k] = scale[.., k // g] * integer[.., k]        k: the inputs that an output of the core sums over, in groups of g, the last
                                                             of which may be smaller
 
-Rounding is to the nearest integer, without zero points. With 4 bits the scale of a group is the one of SCALES with the least squared error.
-This is weight-only quantization: it saves memory, and each call multiplies the integers out before the product of the structure.
+Rounding is to the nearest integer, without zero points. With 4 bits the scale of a group is the one of SCALES with the
+least squared error. This is weight-only quantization: it saves memory, and each call multiplies the integers out before
+the product of the structure.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ SCALES = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
 class Storage:
     """How cores are stored. bits: 8 or 4. group: inputs that share a scale; None: all inputs of an output.
 
-    last_axis: whether groups are along the last axis of every core, as in files with tensor trains that lack the key `scales`.
+    last_axis: whether groups are along the last axis of every core, as in files with tensor trains that lack the key
+    `scales`.
     """
 
     bits: int
@@ -55,7 +57,9 @@ class Storage:
 
 
 def quantize_rows(rows_XK: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
-    """Return (integers (.., K) int8, or (.., ceil(K / 2)) uint8 with two of 4 bits in a byte; scales (.., ceil(K / g)) in the dtype of the rows)."""
+    """Return (integers (.., K) int8, or (.., ceil(K / 2)) uint8 with two of 4 bits in a byte; scales (.., ceil(K / g))
+    in the dtype of the rows).
+    """
     inputs = rows_XK.shape[-1]
     blocks = _in_groups(rows_XK.float(), storage)
     extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
@@ -90,8 +94,8 @@ def _in_groups(rows_XK: Tensor, storage: Storage) -> Tensor:
 def _rounded_scale(scale: Tensor, dtype: torch.dtype, most: int) -> Tensor:
     """Return scales in float32 with values of `dtype`; 1 for groups of zeros and for scales too small for the dtype.
 
-    Scales are at most the largest value of the dtype divided by `most`, the largest integer, so that no product overflows: rounded to
-    the nearest, the scale of 65504 in 8 bits is 516 in float16, and 127 * 516 is infinite there.
+    Scales are at most the largest value of the dtype divided by `most`, the largest integer, so that no product
+    overflows: rounded to the nearest, the scale of 65504 in 8 bits is 516 in float16, and 127 * 516 is infinite there.
     """
     info = torch.finfo(dtype)
     largest = float(torch.tensor(info.max / most * (1 - info.eps), dtype=torch.float32).to(dtype))
@@ -123,13 +127,15 @@ def rows_to_core(rows: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Ten
 
 
 class QuantizedLinear(nn.Module):
-    """A structured or dense linear with integer cores. Buffers: each core's integers under its own name, and `<name>_scale`.
+    """A structured or dense linear with integer cores.
+
+    Buffers: each core's integers under its own name, and `<name>_scale`.
 
     As in StructuredLinear, `weight` is never 2-D. The integers cannot be trained; a PEFT adapter over the linear can.
 
     Args:
-        linear: a StructuredLinear, or a linear whose weight is (1, O, I). Its values are quantized, unless they are on meta.
-        storage: bits and groups.
+        linear: a StructuredLinear, or a linear whose weight is (1, O, I). Its values are quantized, unless they are on
+        meta. storage: bits and groups.
 
     Raises SurgeryError if values are not finite.
     """
@@ -162,7 +168,9 @@ class QuantizedLinear(nn.Module):
         return rows.new_empty(*rows.shape[:-1], width, dtype=dtype), rows.new_empty(*rows.shape[:-1], groups)
 
     def check_loaded(self) -> None:
-        """Raise SurgeryError if loaded values are invalid: no integers, scales that are not finite, indices out of range."""
+        """Raise SurgeryError if loaded values are invalid: no integers, scales that are not finite, indices out of
+        range.
+        """
         dtype = torch.int8 if self.storage.bits == 8 else torch.uint8
         for name in self.shapes:
             integers, scale = self._buffers[name], self._buffers[f"{name}_scale"]
@@ -172,7 +180,8 @@ class QuantizedLinear(nn.Module):
                 wrong = "has scales that are not finite"
             if wrong:
                 raise SurgeryError(
-                    f"a quantized linear ({self.config or 'dense'}): {name} {wrong}. The checkpoint is damaged. Download or quantize it again"
+                    f"a quantized linear ({self.config or 'dense'}): {name} {wrong}. The checkpoint is damaged. "
+                    "Download or quantize it again"
                 )
         check = getattr(self._template[0], "check_loaded", None)
         if check is not None and not any(table.is_meta for table in self.buffers()):

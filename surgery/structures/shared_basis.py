@@ -1,12 +1,13 @@
 """Low rank with one right factor for the experts of a layer: B_e = left_e @ basis, left_e (O, R), basis (R, I).
 
-The experts of a layer read one input, so their right singular vectors span nearly the same space. E experts store R (E O + I) numbers,
-where E low-rank matrices of their own store E R (O + I): at equal storage the rank is larger.
+The experts of a layer read one input, so their right singular vectors span nearly the same space. E experts store R (E
+O + I) numbers, where E low-rank matrices of their own store E R (O + I): at equal storage the rank is larger.
 
     min sum_e s_e tr(G_e (W_e - left_e basis) C_e (W_e - left_e basis)^T)      s_e: weight of expert e, e.g. its number of rows
 
-has no closed form, unless all C_e are equal. `shared_factors` starts with the optimum for the metric sum_e s_e C_e, and alternates least
-squares: left_e = W_e C_e basis^T (basis C_e basis^T)^-1, then the basis for given left factors, by conjugate gradients.
+has no closed form, unless all C_e are equal. `shared_factors` starts with the optimum for the metric sum_e s_e C_e, and
+alternates least squares: left_e = W_e C_e basis^T (basis C_e basis^T)^-1, then the basis for given left factors, by
+conjugate gradients.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class SharedBasis(StructuredLinear):
 class SharedLowRankLinear(StructuredLinear):
     """Low-rank linear layer of an expert, y = left basis(x). Core: `weight` = left, stored as (1, O, R).
 
-    The basis is a module of the experts of the layer, which `connect` gives; it is no submodule of this one, and stored once.
+    The basis is a module of the experts of the layer, which `connect` gives; it is no submodule of this one, and stored
+    once.
     """
 
     weight: Tensor
@@ -88,7 +90,8 @@ class SharedLowRankLinear(StructuredLinear):
         """Use this basis. Raises SurgeryError if its sizes do not fit."""
         if (basis.in_features, basis.out_features) != (self.in_features, self.config.rank):
             raise SurgeryError(
-                f"a basis of rank {basis.out_features} for {basis.in_features} inputs does not fit an expert of rank {self.config.rank} with "
+                f"a basis of rank {basis.out_features} for {basis.in_features} inputs does not fit an expert of rank "
+                f"{self.config.rank} with "
                 f"{self.in_features} inputs; the experts of a layer must have one rank"
             )
         self._basis = (basis,)
@@ -128,7 +131,8 @@ class SharedLowRankLinear(StructuredLinear):
 
 
 def basis_path(path: str) -> str:
-    """Return the path of the basis that an expert's linear shares: mlp.experts.3.gate_proj -> mlp.experts.gate_proj_basis.
+    """Return the path of the basis that an expert's linear shares: mlp.experts.3.gate_proj ->
+    mlp.experts.gate_proj_basis.
 
     Raises SurgeryError if the path is not that of an expert's linear.
     """
@@ -145,7 +149,9 @@ def first_expert(path: str) -> str:
 
 
 def shared_rank(budget: float, experts: int, shape: tuple[int, int]) -> int:
-    """Return the largest rank at which `experts` matrices of a shape (O, I) with one basis store at most `budget` numbers, 0 if none does."""
+    """Return the largest rank at which `experts` matrices of a shape (O, I) with one basis store at most `budget`
+    numbers, 0 if none does.
+    """
     out, in_ = shape
     return int(min(full_shared_rank(experts, shape), budget // (experts * out + in_)))
 
@@ -165,10 +171,11 @@ def shared_factors(
     sweeps: int,
     min_gain: float = MIN_GAIN,
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Yield (left_e (O, R) of each expert, basis (R, I)): the start, then the end of `sweeps` sweeps, none of which increases the error.
+    """Yield (left_e (O, R) of each expert, basis (R, I)): the start, then the end of `sweeps` sweeps, none of which
+    increases the error.
 
-    weights: W_e (O, I). metrics: their C_e, damped, and G_e. scales: s_e >= 0. min_gain: sweeps stop when one lowers the squared
-    error by less than this fraction. Yields the start alone if it is optimal.
+    weights: W_e (O, I). metrics: their C_e, damped, and G_e. scales: s_e >= 0. min_gain: sweeps stop when one lowers
+    the squared error by less than this fraction. Yields the start alone if it is optimal.
     """
     in_ = weights[0].shape[1]
     if rank >= in_:
@@ -221,10 +228,12 @@ def solve_basis(
     lefts: Sequence[Tensor],
     right_RI: Tensor,
 ) -> Tensor:
-    """Return the basis (R, I) for given left factors after at most STEPS steps of conjugate gradients from the given basis.
+    """Return the basis (R, I) for given left factors after at most STEPS steps of conjugate gradients from the given
+    basis.
 
-    It solves sum_e s_e left_e^T G_e left_e basis C_e = sum_e s_e left_e^T G_e W_e C_e. The preconditioner is the inverse of
-    (sum_e s_e left_e^T G_e left_e) basis (sum_e s_e C_e), which is the operator itself, up to a factor, if all C_e are equal.
+    It solves sum_e s_e left_e^T G_e left_e basis C_e = sum_e s_e left_e^T G_e W_e C_e. The preconditioner is the
+    inverse of (sum_e s_e left_e^T G_e left_e) basis (sum_e s_e C_e), which is the operator itself, up to a factor, if
+    all C_e are equal.
     """
     heavy = [weighed_left(left_OR, metric).mul(scale) for left_OR, metric, scale in zip(lefts, metrics, scales)]
     grams = [heavy_OR.mT @ left_OR for heavy_OR, left_OR in zip(heavy, lefts)]
@@ -285,7 +294,9 @@ def squared_error(
 
 
 def balanced(lefts: Sequence[Tensor], right_RI: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return the factors, rescaled by powers of two so that column r of all left factors and row r of the basis have about equal norms."""
+    """Return the factors, rescaled by powers of two so that column r of all left factors and row r of the basis have
+    about equal norms.
+    """
     sizes = [len(left_OR) for left_OR in lefts]
     left_XR, right_RI = balance_factors(torch.cat(list(lefts)), right_RI)
     starts = [0, *itertools.accumulate(sizes)]

@@ -7,9 +7,10 @@
 
     m_t, n_t: factors of out and in, the first index slowest   r_t: ranks, r_0 = r_c = 1
 
-A block tensor train of two cores is the structure `btt` without a free grid. A product takes the cores from the last to the first;
-both kinds need equally many multiplications, and a tensor train stores fewer numbers. Qiu et al. 2024, "Compute Better Spent",
-appendix C (definitions and products) and appendix D (projection of a block tensor train, largest ranks).
+A block tensor train of two cores is the structure `btt` without a free grid. A product takes the cores from the last to
+the first; both kinds need equally many multiplications, and a tensor train stores fewer numbers. Qiu et al. 2024,
+"Compute Better Spent", appendix C (definitions and products) and appendix D (projection of a block tensor train,
+largest ranks).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ STEPS = 4  # conjugate-gradient steps for each core in a sweep
 class TensorTrain(StructureConfig):
     """Config of a tensor train.
 
-    cores: number of cores c; None: 3, or 2 for a matrix with fewer than 8 rows or columns. rank: every r_t, as far as a larger one
-    adds anything.
+    cores: number of cores c; None: 3, or 2 for a matrix with fewer than 8 rows or columns. rank: every r_t, as far as a
+    larger one adds anything.
     """
 
     name: ClassVar[str] = "tensor_train"
@@ -76,7 +77,10 @@ def most_cores(out: int, in_: int) -> int:
 
 @STRUCTURES.register(TensorTrain)
 class TensorTrainLinear(StructuredLinear):
-    """Tensor-train linear layer. Cores: `weight` = G_1 and `core<t>` = G_t, each (J, L, n_t, r_t, r_(t-1), m_t) with J = L = 1."""
+    """Tensor-train linear layer.
+
+    Cores: `weight` = G_1 and `core<t>` = G_t, each (J, L, n_t, r_t, r_(t-1), m_t) with J = L = 1.
+    """
 
     weight: Tensor
     scales_named = True
@@ -101,7 +105,10 @@ class TensorTrainLinear(StructuredLinear):
 
     @classmethod
     def factors(cls, config: Any, out: int, in_: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return m_1 .. m_c and n_1 .. n_c. A tensor train cut to a smaller matrix has a higher rank, so it is not padded."""
+        """Return m_1 .. m_c and n_1 .. n_c.
+
+        A tensor train cut to a smaller matrix has a higher rank, so it is not padded.
+        """
         padded = not cls.shared
         return near_equal_factors(out, config.cores, padded), near_equal_factors(in_, config.cores, padded)
 
@@ -134,10 +141,11 @@ class TensorTrainLinear(StructuredLinear):
     # -- fit -----------------------------------------------------------------------------------------------
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
-        """Return the approximation that splits off one core at a time, from the last, each by a singular value decomposition.
+        """Return the approximation that splits off one core at a time, from the last, each by a singular value
+        decomposition.
 
-        Each split is optimal in the Frobenius norm; all of them together are optimal for two cores, and exact at full rank. The
-        metric is ignored; `sweep` reduces the error in it. Block tensor train: Qiu et al. 2024, appendix D.
+        Each split is optimal in the Frobenius norm; all of them together are optimal for two cores, and exact at full
+        rank. The metric is ignored; `sweep` reduces the error in it. Block tensor train: Qiu et al. 2024, appendix D.
         """
         out, in_ = weight_OI.shape
         config = cls.resolve(config, out, in_)
@@ -173,7 +181,9 @@ class TensorTrainLinear(StructuredLinear):
     def _split_blocks(
         rest: Tensor, before: tuple[int, int], here: tuple[int, int], ranks: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Return what is left of the tensor, (A, B, J, s), and the core (J, L, n, r, s, m), with B = m L, one split for each (B, J)."""
+        """Return what is left of the tensor, (A, B, J, s), and the core (J, L, n, r, s, m), with B = m L, one split for
+        each (B, J).
+        """
         (m, n), (s, r), (A, J) = here, ranks, before
         x_BJAK = rest.reshape(A, -1, J, n * r).permute(1, 2, 0, 3)
         left_BJAs, right_BJsK = split_matrix(x_BJAK, s)
@@ -231,8 +241,8 @@ class TensorTrainLinear(StructuredLinear):
     def product(self, x: Tensor) -> Tensor:
         """Return B x (..., O) without the bias, for x (..., I).
 
-        Multiplies by the dense matrix if x has so many rows that this costs less, which happens at ranks where the cores need more
-        multiplications than the dense matrix. An exported program always multiplies by the cores.
+        Multiplies by the dense matrix if x has so many rows that this costs less, which happens at ranks where the
+        cores need more multiplications than the dense matrix. An exported program always multiplies by the cores.
         """
         gain = self.macs() - self.out_features * self.in_features
         if not is_exporting() and x.numel() // self.in_features * gain > self._dense_macs():
@@ -295,8 +305,8 @@ class TensorTrainLinear(StructuredLinear):
     def mup(self) -> dict[str, MuP]:
         """Return fan-in and fan-out of each core: n_t r_t numbers in, m_t r_(t-1) out (Qiu et al. 2024, section 3.2).
 
-        A core of a tensor train has the fan-out m_t max(r_t, r_(t-1)): its r_t terms share the scale of their sum, as in
-        `kronecker`.
+        A core of a tensor train has the fan-out m_t max(r_t, r_(t-1)): its r_t terms share the scale of their sum, as
+        in `kronecker`.
         """
         fans = {}
         for name in self.core_names():
@@ -307,13 +317,18 @@ class TensorTrainLinear(StructuredLinear):
 
 @STRUCTURES.register(BlockTensorTrain)
 class BlockTensorTrainLinear(TensorTrainLinear):
-    """Block tensor-train linear layer. Cores as in TensorTrainLinear, with J = n_1 .. n_(t-1) and L = m_(t+1) .. m_c."""
+    """Block tensor-train linear layer.
+
+    Cores as in TensorTrainLinear, with J = n_1 .. n_(t-1) and L = m_(t+1) .. m_c.
+    """
 
     shared = False
 
 
 def split_matrix(x_AK: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the best left (..., A, rank) and right (..., rank, K) in the Frobenius norm, right with orthonormal rows."""
+    """Return the best left (..., A, rank) and right (..., rank, K) in the Frobenius norm, right with orthonormal
+    rows.
+    """
     A, K = x_AK.shape[-2:]
     if rank >= K:
         return x_AK, torch.eye(K, dtype=x_AK.dtype, device=x_AK.device).expand(*x_AK.shape[:-2], K, K)
@@ -322,7 +337,10 @@ def split_matrix(x_AK: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def balance_cores(cores: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rescale the cores to about equal root mean squares, by powers of two, so that no precision is lost. Cores of zeros count as 1."""
+    """Rescale the cores to about equal root mean squares, by powers of two, so that no precision is lost.
+
+    Cores of zeros count as 1.
+    """
     norms = [torch.linalg.vector_norm(core, dtype=torch.float64) / core.numel() ** 0.5 for core in cores.values()]
     logs = torch.stack([torch.where(norm > 0, norm, 1.0).log2() for norm in norms])
     shifts = (logs.mean() - logs).round()

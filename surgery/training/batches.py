@@ -1,7 +1,7 @@
 """Group examples into steps: each process's rows of every global batch.
 
-Every process iterates over all examples of a batch and runs its own, so that all processes know without communication how
-many positions count in the global batch: the loss is the same mean for any number of processes.
+Every process iterates over all examples of a batch and runs its own, so that all processes know without communication
+how many positions count in the global batch: the loss is the same mean for any number of processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How a global batch of `batch` rows is divided: `rows` per forward, over `world` processes; this process is `rank`."""
+    """How a global batch of `batch` rows is divided: `rows` per forward, over `world` processes; this process is
+    `rank`.
+    """
 
     batch: int
     rows: int
@@ -53,7 +55,8 @@ class BatchLayout:
         rows = min(rows, rows_per_process)
         if rows_per_process % rows:
             raise SurgeryError(
-                f"rows must divide {rows_per_process}, the rows of a batch of {batch} on each of {world} processes (got {rows}). "
+                f"rows must divide {rows_per_process}, the rows of a batch of {batch} on each of {world} processes "
+                f"(got {rows}). "
                 f"Set rows to a divisor of {rows_per_process}."
             )
         return cls(batch, rows, rank, world)
@@ -79,8 +82,8 @@ def iter_steps(
 ) -> Iterator[StepBatch]:
     """Yield steps from example `start` on, until the data has no full batch left.
 
-    count_positions: counts the positions of stacked examples. state: the TrainingData.state at `start`, to avoid reading the
-    data before it again.
+    count_positions: counts the positions of stacked examples. state: the TrainingData.state at `start`, to avoid
+    reading the data before it again.
     """
     if state is not None:
         data.restore(state)

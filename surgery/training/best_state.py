@@ -2,8 +2,8 @@
 
 WORK/best/stage-01-step-0000250/     a checkpoint without optimizer state; its notes: {"validation": nats per token}
 
-At most one is kept: a new one is complete before the previous one is removed, so a kill leaves one of them. The start of a run
-is the source checkpoint and is not saved here.
+At most one is kept: a new one is complete before the previous one is removed, so a kill leaves one of them. The start
+of a run is the source checkpoint and is not saved here.
 """
 
 from __future__ import annotations

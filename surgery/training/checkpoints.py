@@ -66,7 +66,8 @@ class TorchOptimizerState:
             for key, info in stored.get(name, {}).items():
                 if info.shape not in ((), tuple(p.shape)):
                     raise SurgeryError(
-                        f"{info.file}: {info.name!r} must have its parameter's shape {list(p.shape)} (got {list(info.shape)}). "
+                        f"{info.file}: {info.name!r} must have its parameter's shape {list(p.shape)} (got "
+                        f"{list(info.shape)}). "
                         "Remove that folder to resume from the checkpoint before."
                     )
                 self.optimiser.state[p][key] = _state_like(p, read_tensor(info, check=False))
@@ -91,7 +92,9 @@ class TrainState:
 
 
 class CheckpointManager:
-    """Saves and restores checkpoints in `folder`, keeping the latest `keep`. rank: of this process, 0 writes; wait: a barrier."""
+    """Saves and restores checkpoints in `folder`, keeping the latest `keep`. rank: of this process, 0 writes; wait: a
+    barrier.
+    """
 
     def __init__(self, folder: Path, keep: int, rank: int = 0, wait: Any = lambda: None):
         self.folder, self.keep, self.rank, self.wait = folder, keep, rank, wait
@@ -107,7 +110,10 @@ class CheckpointManager:
         return self.list_all()[-1] if self.list_all() else None
 
     def save(self, position: TrainPosition, train_state: TrainState) -> Path:
-        """Save a checkpoint and return its folder. Every process must call; the first writes, each adds its random state."""
+        """Save a checkpoint and return its folder.
+
+        Every process must call; the first writes, each adds its random state.
+        """
         target = self.folder / f"stage-{position.stage:02d}-step-{position.step:07d}"
         partial = target.with_name(target.name + ".tmp")
         try:

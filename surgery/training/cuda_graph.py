@@ -1,7 +1,8 @@
 """Loss and gradients of a micro-batch, captured in one CUDA graph.
 
-Small models are bound by the time that the CPU takes to launch kernels. A graph launches teacher, student, loss and backward pass at
-once; clipping and the optimizer run as always. The captured kernels are those of an ordinary step, on static copies of the batch.
+Small models are bound by the time that the CPU takes to launch kernels. A graph launches teacher, student, loss and
+backward pass at once; clipping and the optimizer run as always. The captured kernels are those of an ordinary step, on
+static copies of the batch.
 
     captured = capture_micro_batch(accelerator, stage, models, optimizer_step)       None where a graph does not apply
     parts = captured(batch, num_counted)                                             as TrainingLoop._losses; gradients in `.grad`
@@ -30,8 +31,9 @@ def capture_micro_batch(
 ) -> CapturedMicroBatch | None:
     """Return the callable that replaces a micro-batch's losses and backward pass, or None if a graph does not apply.
 
-    It needs a `distill` stage, one process, student and teacher on one GPU each with the same device, no loss scale, activations that are kept and a
-    teacher in memory: only then every value that a step reads lies at the same place in each step.
+    It needs a `distill` stage, one process, student and teacher on one GPU each with the same device, no loss scale,
+    activations that are kept and a teacher in memory: only then every value that a step reads lies at the same place in
+    each step.
     """
     known = stage.fits_cuda_graph and type(optimizer_step) is OptimizerStep and not optimizer_step.uses_loss_scale
     single = accelerator.num_processes == 1 and models.run is models.student and models.cache is None
@@ -64,8 +66,8 @@ class CapturedMicroBatch:
     def __call__(self, batch: Batch, num_counted: int) -> dict[str, Tensor] | None:
         """Return this micro-batch's parts of the mean loss over the step, after their backward pass.
 
-        Returns None, with nothing done, if the batch must run without the graph: rows of several documents, another shape, or the
-        first batches.
+        Returns None, with nothing done, if the batch must run without the graph: rows of several documents, another
+        shape, or the first batches.
         """
         if self.disabled or not is_plain_batch(batch):
             return None
@@ -86,7 +88,8 @@ class CapturedMicroBatch:
     def _capture(self, batch: Batch) -> None:
         """Capture the step on static copies of `batch`. If that fails, warn, and train without a graph."""
         on_device = to_device(batch, self.accelerator.device)
-        # Without position_ids transformers counts from 0, and does not look for documents in them, which would wait for the GPU.
+        # Without position_ids transformers counts from 0, and does not look for documents in them, which would wait for
+        # the GPU.
         self.static = {name: t.clone() for name, t in on_device.items() if name not in ("position_ids", "index")}
         self.share = torch.ones((), device=self.accelerator.device)
         parameters = self.optimizer_step.parameters
@@ -98,7 +101,8 @@ class CapturedMicroBatch:
         except RuntimeError as error:
             self.disabled = True
             warnings.warn(
-                f"the steps of stage {self.stage.config.kind} cannot be captured in a CUDA graph, so they run one by one: {error}",
+                f"the steps of stage {self.stage.config.kind} cannot be captured in a CUDA graph, so they run one by "
+                f"one: {error}",
                 stacklevel=2,
             )
         for name, parameter in parameters.items():
@@ -129,7 +133,9 @@ class CapturedMicroBatch:
 
 
 def is_plain_batch(batch: Batch) -> bool:
-    """Return whether every row is one document that begins at position 0, on the CPU or from memory without synchronizing."""
+    """Return whether every row is one document that begins at position 0, on the CPU or from memory without
+    synchronizing.
+    """
     position_BT = batch.get("position_ids")
     if position_BT is None or position_BT.is_cuda:
         return False

@@ -1,7 +1,7 @@
 """Write the healed checkpoint (the student's folder with the trained tensors replaced) and the record of the run.
 
-Trained tensors are read from the run's last checkpoint, never from a model in memory, so that a resumed run writes the same
-files as an uninterrupted one. The result is read back and compared with that checkpoint before it is renamed.
+Trained tensors are read from the run's last checkpoint, never from a model in memory, so that a resumed run writes the
+same files as an uninterrupted one. The result is read back and compared with that checkpoint before it is renamed.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ def tensor_keys(student: Any, source: CheckpointSource, trained: set[str]) -> di
 
 @torch.no_grad()
 def round_to_stored_dtype(trained: dict[str, Tensor], keys: dict[str, str], source: CheckpointSource) -> None:
-    """Round parameters in place to the dtype in which they are stored, so that the final loss is that of the written file."""
+    """Round parameters in place to the dtype in which they are stored, so that the final loss is that of the written
+    file.
+    """
     for name, tensor in trained.items():
         tensor.copy_(tensor.to(DTYPES[source.tensors[keys[name]].dtype]).to(tensor.dtype))
 
@@ -134,7 +136,8 @@ def write_result(
 ) -> Path:
     """Write a complete checkpoint to WORK/healed, in the dtypes of the source, and return its folder.
 
-    new: name of a tensor -> where its trained values are stored; record: of the run; adapter: whether to include WORK/adapter.
+    new: name of a tensor -> where its trained values are stored; record: of the run; adapter: whether to include
+    WORK/adapter.
     """
     target = work / "healed"
     shutil.rmtree(target, ignore_errors=True)
@@ -177,7 +180,9 @@ def _output_entry(info: TensorInfo, trained: TensorInfo | None) -> TensorSource:
 
 
 def check_exported_tensors(target: Path, source: CheckpointSource, new: dict[str, TensorInfo]) -> None:
-    """Raise SurgeryError unless trained tensors equal those of the last checkpoint bit by bit, and all others the source's."""
+    """Raise SurgeryError unless trained tensors equal those of the last checkpoint bit by bit, and all others the
+    source's.
+    """
     written = open_converted_checkpoint(str(target)).tensors
     if strange := sorted(set(written) ^ set(source.tensors)):
         raise _differs(target, strange[0], source, new)

@@ -55,13 +55,14 @@ def finetune(
     progress: Progress | None = None,
     show: Any = lambda parts: None,
 ) -> dict[str, Any]:
-    """Heal the checkpoint `name` (a folder or Hub id) and return the record that OUT/surgery_report.json lists under `training`.
+    """Heal the checkpoint `name` (a folder or Hub id) and return the record that OUT/surgery_report.json lists under
+    `training`.
 
     out: NAME-healed by default. teacher: the original model, for stages that distill. resume: continue from the last
-    checkpoint in OUT.partial. skip_bad_steps: skip steps with NaN or infinite gradients instead of stopping. track: tensorboard,
-    wandb, trackio or none. show: called with the tables to display.
-    Every process of `accelerate launch` calls this function; the first one writes. Raises SurgeryError if recipe, data, model
-    and teacher do not fit together, before any training.
+    checkpoint in OUT.partial. skip_bad_steps: skip steps with NaN or infinite gradients instead of stopping. track:
+    tensorboard, wandb, trackio or none. show: called with the tables to display. Every process of `accelerate launch`
+    calls this function; the first one writes. Raises SurgeryError if recipe, data, model and teacher do not fit
+    together, before any training.
     """
     out = Path(out) if out is not None else Path(name).with_name(Path(name).name + "-healed")
     check_run(out, name, recipe, teacher, resume)
@@ -95,7 +96,9 @@ def finetune(
 
 
 def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, resume: bool) -> None:
-    """Raise SurgeryError for mistakes that show before a model is opened: output path, missing teacher, missing data."""
+    """Raise SurgeryError for mistakes that show before a model is opened: output path, missing teacher, missing
+    data.
+    """
     check_output_path(out, resume, "run")
     for stage in recipe.stages:
         wants = STAGES[stage](stage).needs_teacher
@@ -104,11 +107,13 @@ def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, 
                 " A teacher cache holds logits only, which this stage does not take." if recipe.teacher.cache else ""
             )
             raise SurgeryError(
-                f"stage {stage.kind} needs a teacher. Give the model that {name} was converted from: --teacher SRC.{instead}"
+                f"stage {stage.kind} needs a teacher. Give the model that {name} was converted from: --teacher "
+                f"SRC.{instead}"
             )
         if wants == "logits" and teacher is None and recipe.teacher.cache is None:
             raise SurgeryError(
-                f"stage {stage.kind} needs a teacher. Give --teacher SRC, or --set teacher.cache=DIR for a teacher cache."
+                f"stage {stage.kind} needs a teacher. Give --teacher SRC, or --set teacher.cache=DIR for a teacher "
+                "cache."
             )
         if stage_data_config(recipe, stage) is None:
             raise SurgeryError(
@@ -135,7 +140,9 @@ def _journal_recipe(recipe: HealingRecipe) -> str:
 
 
 def renew_fingerprint(start: dict[str, Any]) -> dict[str, Any]:
-    """Return the fingerprint of a run's journal with its recipe in today's words; unchanged if it has no recipe of any version."""
+    """Return the fingerprint of a run's journal with its recipe in today's words; unchanged if it has no recipe of any
+    version.
+    """
     try:
         renewed, notes = renew_healing_recipe(json.loads(start["recipe"]))
         return {**start, "recipe": _journal_recipe(parse_healing_recipe(renewed))} if notes else start

@@ -1,12 +1,13 @@
 """Guards of the training loop: deferred Ctrl-C, NaN or infinite gradients, and divergence of the loss.
 
-Ctrl-C: the current step finishes and a checkpoint is written, then the run stops; a second Ctrl-C stops immediately. With
-several processes the signal would arrive at different steps, so there the run stops at once and keeps its last checkpoint.
+Ctrl-C: the current step finishes and a checkpoint is written, then the run stops; a second Ctrl-C stops immediately.
+With several processes the signal would arrive at different steps, so there the run stops at once and keeps its last
+checkpoint.
 
-Non-finite gradients: the step changes no parameter. The flag stays on the device (`found_inf`, which fused optimizers read),
-so that no step synchronizes with the host. Unless bad steps are skipped, the flag also disables all later steps: when the
-loop next reads the losses, the model is still the one that produced the bad gradient, and running the batch again shows in
-which module it arose.
+Non-finite gradients: the step changes no parameter. The flag stays on the device (`found_inf`, which fused optimizers
+read), so that no step synchronizes with the host. Unless bad steps are skipped, the flag also disables all later steps:
+when the loop next reads the losses, the model is still the one that produced the bad gradient, and running the batch
+again shows in which module it arose.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from surgery.training.sharded_tensors import any_sharded
 
 @contextmanager
 def defer_interrupt(single_process: bool) -> Iterator[list[int]]:
-    """Yield a list that stays empty until SIGINT arrives; a second SIGINT raises KeyboardInterrupt. A no-op with several processes."""
+    """Yield a list that stays empty until SIGINT arrives; a second SIGINT raises KeyboardInterrupt.
+
+    A no-op with several processes.
+    """
     signals: list[int] = []
     if not single_process or threading.current_thread() is not threading.main_thread():
         yield signals
@@ -93,11 +97,15 @@ class DivergenceDetector:
 def bad_step_error(
     what: str, stage: str, step: int, loss: float, *, blame: str, latest: Any, rate: float
 ) -> SurgeryError:
-    """Return the error that stops a run. blame: diagnosis of the step, or ""; latest: folder of the last good checkpoint."""
+    """Return the error that stops a run. blame: diagnosis of the step, or ""; latest: folder of the last good
+    checkpoint.
+    """
     checkpoint = f"The last good checkpoint is {latest}" if latest else "There is no checkpoint yet"
     return SurgeryError(
-        f"stage {stage}, step {step}: {what} (loss {loss:g}, rate {rate:g}). {blame} {checkpoint}. Lower the rate (--set "
-        f"stages.*.rate={rate / 3:.2g}) and start again, or continue with --resume --skip-bad-steps, which skips such steps."
+        f"stage {stage}, step {step}: {what} (loss {loss:g}, rate {rate:g}). {blame} {checkpoint}. Lower the rate "
+        "(--set "
+        f"stages.*.rate={rate / 3:.2g}) and start again, or continue with --resume --skip-bad-steps, which skips such "
+        "steps."
     )
 
 
@@ -106,8 +114,8 @@ def bad_step_error(
 def record_activations(model: nn.Module) -> Iterator[dict[str, tuple[str, float]]]:
     """Record activations with hooks and yield the record.
 
-    "first": (path, absolute value) of the first module with a NaN or infinite output. "back": the same for the first leaf
-    module with a non-finite input gradient. "largest": (path, absolute value) of the largest finite output.
+    "first": (path, absolute value) of the first module with a NaN or infinite output. "back": the same for the first
+    leaf module with a non-finite input gradient. "largest": (path, absolute value) of the largest finite output.
     """
     seen: dict[str, tuple[str, float]] = {}
     handles = []
@@ -158,7 +166,9 @@ def _max_abs(value: Any) -> float | None:
 
 
 def diagnose_bad_step(model: nn.Module, rerun_batch: Callable[[], None]) -> str:
-    """Run the batch again with hooks and return a sentence that names the module where NaN or infinity first appears."""
+    """Run the batch again with hooks and return a sentence that names the module where NaN or infinity first
+    appears.
+    """
     lost = sorted(n for n, p in model.named_parameters() if not bool(torch.isfinite(p.detach()).all()))
     if lost:
         return f"The parameter {lost[0]} contains NaN or infinity."

@@ -69,7 +69,8 @@ def start_trackers(accelerator: Any, recipe: HealingRecipe, out: Path, at: Train
             raise
         what = " ".join(str(error).split())[:200]
         raise SurgeryError(
-            f"--track {chosen} does not start: {type(error).__name__}: {what}. Try: {TRACKER_HELP[chosen]}, or --track none."
+            f"--track {chosen} does not start: {type(error).__name__}: {what}. Try: {TRACKER_HELP[chosen]}, or --track "
+            "none."
         ) from None
 
 
@@ -90,7 +91,9 @@ def tracker_config(recipe: HealingRecipe) -> dict[str, Any]:
 
 
 def groups_table(title: str, groups: list[ParameterGroup]) -> list[Any]:
-    """Return the table that is shown before a stage: a row for each kind of parameter and decay, with ranges over groups."""
+    """Return the table that is shown before a stage: a row for each kind of parameter and decay, with ranges over
+    groups.
+    """
     table = new_table(title, "trained", "tensors", "parameters", "fan in", "fan out", "learning rate", "decay")
     kinds: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for row in (group.row() for group in groups):
@@ -119,14 +122,18 @@ COMMON_KEYS |= {"tokens_per_second", "waited", "seconds_left", "memory"}
 def format_entry(line: dict[str, Any]) -> str:
     """Return one line of text for a log entry."""
     if "skipped" in line:
-        return f"skipped, because the gradient was NaN or infinite: step {', '.join(str(step) for step in line['skipped'])}"
+        return (
+            "skipped, because the gradient was NaN or infinite: step "
+            f"{', '.join(str(step) for step in line['skipped'])}"
+        )
     if "validation" in line:
         return f"{line['kind']} {line['step']}: validation {line['validation']:.4f} nats per token"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in line.items() if name not in COMMON_KEYS)
     parts = f" ({parts})" if parts else ""
     memory = f", {line['memory'] / 2**30:.1f} GiB" if line["memory"] else ""
     return (
-        f"{line['kind']} {line['step']}/{line['steps']}: loss {line['loss']:.4f}{parts}, learning rate {line['rate']:.2e}, "
+        f"{line['kind']} {line['step']}/{line['steps']}: loss {line['loss']:.4f}{parts}, learning rate "
+        f"{line['rate']:.2e}, "
         f"{line['tokens_per_second']:,.0f} tokens/s{memory}, {format_duration(line['seconds_left'])} left"
     )
 
@@ -138,8 +145,8 @@ def format_duration(seconds: float) -> str:
 
 
 class LogReporter:
-    """Shows log entries during a run: on a terminal a progress bar and a line of text for every tenth entry, elsewhere a
-    line of text now and then; and a line for the last entry."""
+    """Shows log entries during a run: on a terminal a progress bar and a line of text for every tenth entry, elsewhere
+    a line of text now and then; and a line for the last entry."""
 
     def __init__(self, progress: Progress, active: bool):
         self.progress, self.active = progress, active
@@ -179,7 +186,9 @@ class LogReporter:
 
 
 def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | None = None) -> list[Any]:
-    """Return the summary of a run: validation before and after, and one line per stage. labels: (key of the result, label)."""
+    """Return the summary of a run: validation before and after, and one line per stage. labels: (key of the result,
+    label).
+    """
     parts: list[Any] = []
     rows = [(label, result["validation"].get(key)) for key, label in labels or RESULT_LABELS]
     if any(value for _, value in rows):
@@ -198,14 +207,17 @@ def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | N
         )
     for stage in result["stages"]:
         parts.append(
-            f"{stage['kind']}: {stage['steps']:,} step{'' if stage['steps'] == 1 else 's'}, {stage['tokens']:,} tokens, loss {_first_and_last(stage)}, "
+            f"{stage['kind']}: {stage['steps']:,} step{'' if stage['steps'] == 1 else 's'}, {stage['tokens']:,} "
+            f"tokens, loss {_first_and_last(stage)}, "
             f"{stage['tokens_per_second']:,.0f} tokens/s"
         )
     return [*parts, f"delivered: {result['delivered']['says']}"]
 
 
 def _first_and_last(stage: dict[str, Any]) -> str:
-    """Format the first and last logged loss of a stage, "0.5100 -> 0.2766"; a single value if they are one log entry."""
+    """Format the first and last logged loss of a stage, "0.5100 -> 0.2766"; a single value if they are one log
+    entry.
+    """
     first, last = stage["first_loss"], stage["last_loss"]
     return f"{last:.4f}" if first == last else f"{first:.4f} -> {last:.4f}"
 
@@ -280,7 +292,10 @@ def _json_safe(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw_curve(lines: list[dict[str, Any]], path: Path) -> bool:
-    """Plot loss over tokens, one panel per stage, to a PNG file. Return False if matplotlib is missing or the log is empty."""
+    """Plot loss over tokens, one panel per stage, to a PNG file.
+
+    Return False if matplotlib is missing or the log is empty.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

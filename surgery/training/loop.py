@@ -36,10 +36,10 @@ from surgery.training.stages import Batch, Stage, StageModels
 class LoopContext:
     """What all stages of a run share.
 
-    report: called with every log entry. validate: returns the validation loss in nats per token, or None without validation
-    text. skip_bad_steps: skip steps with NaN or infinite gradients. evaluate: steps between two evaluations on validation
-    text, 0 for none. after_evaluation: called with validation loss, position and training state.
-    earlier: parameters that earlier stages trained, by name; they are saved too. steps_before: steps of earlier stages.
+    report: called with every log entry. validate: returns the validation loss in nats per token, or None without
+    validation text. skip_bad_steps: skip steps with NaN or infinite gradients. evaluate: steps between two evaluations
+    on validation text, 0 for none. after_evaluation: called with validation loss, position and training state. earlier:
+    parameters that earlier stages trained, by name; they are saved too. steps_before: steps of earlier stages.
     """
 
     accelerator: Any
@@ -191,8 +191,11 @@ class TrainingLoop:
     def _check_losses(
         self, rows: list[list[float]], norms: list[float], steps: list[StepBatch], total: int
     ) -> list[list[float]]:
-        """Return the rows of steps with finite loss and gradient. Raises SurgeryError at the first other one, unless such
-        steps are skipped, or if MAX_CONSECUTIVE_SKIPS were skipped in a row."""
+        """Return the rows of steps with finite loss and gradient.
+
+        Raises SurgeryError at the first other one, unless such steps are skipped, or if MAX_CONSECUTIVE_SKIPS were
+        skipped in a row.
+        """
         bad = [
             i for i, (row, norm) in enumerate(zip(rows, norms)) if not _is_finite(row[total]) or not _is_finite(norm)
         ]
@@ -310,7 +313,8 @@ class TrainingLoop:
         from surgery.core.errors import SurgeryError
 
         return SurgeryError(
-            f"stage {self.config.kind}: the data ended after {self.at.examples} rows of {self.config.length} tokens, but the "
+            f"stage {self.config.kind}: the data ended after {self.at.examples} rows of {self.config.length} tokens, "
+            "but the "
             f"stage needs {self.config.steps * self.config.batch} rows. Leave out data.epochs, or set "
             f"tokens={self.at.examples * self.config.length}."
         )

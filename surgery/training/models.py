@@ -22,7 +22,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def open_trainable(name: str, trust_remote_code: bool = False) -> CheckpointSource:
-    """Open a checkpoint that can be trained: a decoder in full precision, converted or not. Raises SurgeryError otherwise."""
+    """Open a checkpoint that can be trained: a decoder in full precision, converted or not.
+
+    Raises SurgeryError otherwise.
+    """
     source = open_converted_checkpoint(name)
     check_code_trusted(source.folder, name, source.config, trust_remote_code)
     method = (source.config.get("quantization_config") or {}).get("quant_method", QUANT_METHOD)
@@ -32,7 +35,8 @@ def open_trainable(name: str, trust_remote_code: bool = False) -> CheckpointSour
         )
     if "quantization_config" in source.config and is_quantized(read_table(source.config, name)):
         raise SurgeryError(
-            f"{name} stores its linears as integers, which cannot be trained. Train the checkpoint that `surgery quantize` read, then quantize "
+            f"{name} stores its linears as integers, which cannot be trained. Train the checkpoint that `surgery "
+            "quantize` read, then quantize "
             "the result; or train a PEFT adapter over the integers"
         )
     if source.config.get("is_encoder_decoder"):
@@ -50,7 +54,8 @@ def load_causal_lm(source: CheckpointSource, dtype: torch.dtype, trust_remote_co
     config = load_config(source, trust_remote_code)
     if type(config) not in AutoModelForCausalLM._model_mapping and not config.to_dict().get("auto_map"):
         raise SurgeryError(
-            f"{source.name} is a {config.model_type} model, which predicts no next token. Healing needs a causal language model."
+            f"{source.name} is a {config.model_type} model, which predicts no next token. Healing needs a causal "
+            "language model."
         )
     model = load_model(source, dtype, trust_remote_code)
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
@@ -63,7 +68,8 @@ def load_causal_lm(source: CheckpointSource, dtype: torch.dtype, trust_remote_co
 def load_student(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
     """Load the student, frozen, in float32: bfloat16 would round away updates of relative size 1e-5.
 
-    Experts become linears, which have the names of the tensors in the files, so that trained values can be written back.
+    Experts become linears, which have the names of the tensors in the files, so that trained values can be written
+    back.
     """
     student = load_causal_lm(source, torch.float32, trust_remote_code)
     split_experts(student)
@@ -75,9 +81,9 @@ def load_teacher(
 ) -> Any:
     """Load the teacher, frozen, on its device.
 
-    tokenizer: the student's. settings: TeacherConfig of the recipe; where it names no dtype, float32 on the CPU and bfloat16
-    elsewhere. device: used where the settings name none.
-    Raises SurgeryError if teacher and student differ in tokenizer or vocabulary size, or if the device is not usable.
+    tokenizer: the student's. settings: TeacherConfig of the recipe; where it names no dtype, float32 on the CPU and
+    bfloat16 elsewhere. device: used where the settings name none. Raises SurgeryError if teacher and student differ in
+    tokenizer or vocabulary size, or if the device is not usable.
     """
     source = open_checkpoint(name, trust_remote_code)
     check_same_tokenizer(tokenizer, source, trust_remote_code)
@@ -97,8 +103,10 @@ def load_teacher(
 
 
 def check_same_tokenizer(tokenizer: Any, teacher: CheckpointSource, trust_remote_code: bool = False) -> None:
-    """Raise SurgeryError unless one tokenizer's vocabulary, token ids included, contains the other's. A teacher folder without
-    a tokenizer is accepted unchecked."""
+    """Raise SurgeryError unless one tokenizer's vocabulary, token ids included, contains the other's.
+
+    A teacher folder without a tokenizer is accepted unchecked.
+    """
     try:
         theirs = load_tokenizer(teacher.folder, trust_remote_code).get_vocab().items()
     except SurgeryError:
@@ -106,7 +114,8 @@ def check_same_tokenizer(tokenizer: Any, teacher: CheckpointSource, trust_remote
     ours = tokenizer.get_vocab().items()
     if not (ours <= theirs or theirs <= ours):
         raise SurgeryError(
-            f"--teacher {teacher.name} has another tokenizer than the student: of {len(ours):,} tokens {len(ours & theirs):,} "
+            f"--teacher {teacher.name} has another tokenizer than the student: of {len(ours):,} tokens "
+            f"{len(ours & theirs):,} "
             "have the same id. Give the checkpoint that the student was converted from."
         )
 
@@ -118,7 +127,9 @@ def load_source_tokenizer(source: CheckpointSource, trust_remote_code: bool = Fa
 
 @torch.no_grad()
 def share_frozen_tensors(student: nn.Module, teacher: nn.Module, changing: set[str]) -> int:
-    """Point the teacher's parameters at the student's storage where values, dtype and device are equal. Return the bytes saved.
+    """Point the teacher's parameters at the student's storage where values, dtype and device are equal.
+
+    Return the bytes saved.
 
     changing: names of student parameters that training will change; these are never shared.
     """
@@ -141,11 +152,14 @@ def linear_roles(source: CheckpointSource, model: Any) -> dict[str, tuple[str, .
 
 
 def check_length(model: Any, length: int) -> None:
-    """Raise SurgeryError if `length` (tokens per row) exceeds the model's max_position_embeddings, or the rows that its table has for them."""
+    """Raise SurgeryError if `length` (tokens per row) exceeds the model's max_position_embeddings, or the rows that its
+    table has for them.
+    """
     limit = longest_input(model)
     if limit is not None and length > limit:
         raise SurgeryError(
-            f"stages: length must be at most {limit}, max_position_embeddings of {type(model).__name__} (got {length}). "
+            f"stages: length must be at most {limit}, max_position_embeddings of {type(model).__name__} (got "
+            f"{length}). "
             "Lower it with --set stages.*.length."
         )
 

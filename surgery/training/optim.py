@@ -1,17 +1,17 @@
 """Optimization: learning-rate schedules, weight averaging, parameter groups with structure-aware rates, optimizers.
 
-A core of a structured linear is a (block-diagonal) dense layer with its own fan-in and fan-out (muP). The rate of the dense layer
-that it replaces would be too low for it. For a linear of shape out x in:
+A core of a structured linear is a (block-diagonal) dense layer with its own fan-in and fan-out (muP). The rate of the
+dense layer that it replaces would be too low for it. For a linear of shape out x in:
 
     adamw, sign    rate_core = rate * width / fan_in                      width: the linear's own in, or base_width
     sgd            rate_core = rate * (fan_out / fan_in) / (out / width)
 
 (Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; for SGD and sign descent Yang et al. 2023, "A
 spectral condition for feature learning".) With base_width the rate is that of a dense layer of that width, so that one
-rate transfers across widths. Dense matrices then follow the same rule. Table 2 also divides each rate by the number of cores
-(its delta_i = 1/k, to be tuned); here delta_i is 1, so that `rate` means the same for a core as for a dense matrix.
-The matrices of attention's mixers follow the same rule: factors of bilinear scores by their own fan-in (Kuang et al. 2025,
-eqs. 36 to 38; width: of the hidden states), linears by theirs.
+rate transfers across widths. Dense matrices then follow the same rule. Table 2 also divides each rate by the number of
+cores (its delta_i = 1/k, to be tuned); here delta_i is 1, so that `rate` means the same for a core as for a dense
+matrix. The matrices of attention's mixers follow the same rule: factors of bilinear scores by their own fan-in (Kuang
+et al. 2025, eqs. 36 to 38; width: of the hidden states), linears by theirs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Schedule(StrictModel):
     """A learning-rate schedule: a pure function of the step, so that a resumed run needs no state.
 
     warmup: fraction of the steps with a linear rise from 0. cosine: decays to `floor` times the peak at the last step.
-    constant: no decay. wsd (warm-up, stable, decay): linear decay to `floor` over the last fraction `decay` of the steps.
+    constant: no decay. wsd (warm-up, stable, decay): linear decay to `floor` over the last fraction `decay` of the
+    steps.
     """
 
     name: Literal["cosine", "constant", "wsd"] = "cosine"
@@ -66,7 +67,9 @@ class Schedule(StrictModel):
 
 
 class WeightEMA:
-    """Exponential moving average of the weights: mean = d mean + (1 - d) weights, d = min(decay, (1 + step) / (10 + step))."""
+    """Exponential moving average of the weights: mean = d mean + (1 - d) weights, d = min(decay, (1 + step) / (10 +
+    step)).
+    """
 
     def __init__(self, parameters: dict[str, Tensor], decay: float):
         self.parameters, self.decay = parameters, decay
@@ -103,8 +106,8 @@ DECAYED_KINDS = ("structured", "adapters", "dense", "embeddings")
 class OptimizerConfig(StrictModel):
     """Optimizer settings.
 
-    rates: `mup` (structure-aware), `dense` (a core has the rate of the dense layer that it replaces) or `same` (one rate for all).
-    base_width: width for which `rate` holds, None: each linear's own. momentum: of sgd and sign.
+    rates: `mup` (structure-aware), `dense` (a core has the rate of the dense layer that it replaces) or `same` (one
+    rate for all). base_width: width for which `rate` holds, None: each linear's own. momentum: of sgd and sign.
     """
 
     name: Literal["adamw", "sgd", "sign"] = "adamw"
@@ -213,9 +216,10 @@ def _mixer_fans(module: Any, leaf: str, parameter: Tensor) -> Fans | None:
 def select_parameters(model: nn.Module, trains: Iterable[str], roles: dict[str, tuple[str, ...]]) -> set[str]:
     """Return the names of the parameters that the selectors in `trains` match.
 
-    A selector is "all", "new" (added by the conversion), a kind of PARAMETER_KINDS, a role of a linear, or a path with * and ?.
-    roles: path -> roles. Where a mixer has no parameters (a softmax window), "new" selects the projections of its attention.
-    Raises SurgeryError for a selector that matches nothing, except "mixers" next to others where the mixers have no parameters.
+    A selector is "all", "new" (added by the conversion), a kind of PARAMETER_KINDS, a role of a linear, or a path with
+    * and ?. roles: path -> roles. Where a mixer has no parameters (a softmax window), "new" selects the projections of
+    its attention. Raises SurgeryError for a selector that matches nothing, except "mixers" next to others where the
+    mixers have no parameters.
     """
     known = parameter_infos(model)
     bare = tuple(
@@ -247,7 +251,9 @@ def select_parameters(model: nn.Module, trains: Iterable[str], roles: dict[str, 
 
 
 def _joined_matrix(model: nn.Module, path: str) -> str:
-    """Return the path of the matrix of which the linear at `path` takes rows, "" if it is not one of joined linears or holds the matrix."""
+    """Return the path of the matrix of which the linear at `path` takes rows, "" if it is not one of joined linears or
+    holds the matrix.
+    """
     try:
         linear = model.get_submodule(path)
     except AttributeError:
@@ -264,16 +270,24 @@ def _no_match_message(
     message = f"trains: {word!r} selects no parameter of {type(model).__name__}"
     if word == "mixers" and bare:
         return (
-            f"{message}, whose mixers have no parameters of their own. Use trains: [new], which selects the projections of their "
+            f"{message}, whose mixers have no parameters of their own. Use trains: [new], which selects the "
+            "projections of their "
             "attention (recipe new-modules)."
         )
     if word == "mixers" and "structured" in there:
-        return f"{message}, whose attention was not converted. Use --recipe linears or new-modules, which train its structured linears."
+        return (
+            f"{message}, whose attention was not converted. Use --recipe linears or new-modules, which train its "
+            "structured linears."
+        )
     if word == "structured" and (bare or "mixers" in there):
-        return f"{message}, whose linears were not converted. Use --recipe attention or new-modules, which train its attention."
+        return (
+            f"{message}, whose linears were not converted. Use --recipe attention or new-modules, which train its "
+            "attention."
+        )
     if word in ("structured", "mixers", "new") and not (bare or there & {"structured", "mixers"}):
         return (
-            f"{message}, in which no linear and no attention was replaced: it is not a converted model. Convert it first: "
+            f"{message}, in which no linear and no attention was replaced: it is not a converted model. Convert it "
+            "first: "
             "surgery convert SRC --recipe btt-half --out OUT, then train OUT."
         )
     if word in (*PARAMETER_KINDS, "new"):
@@ -295,7 +309,9 @@ def check_parameter_kinds(rates: Iterable[str]) -> None:
 
 
 def make_groups(model: nn.Module, names: set[str], stage: Any) -> list[ParameterGroup]:
-    """Group the parameters in `names` by kind, rate and decay; parameters of rate 0 are left out. stage: a StageConfig."""
+    """Group the parameters in `names` by kind, rate and decay; parameters of rate 0 are left out. stage: a
+    StageConfig.
+    """
     return group_parameters(model, names, stage.optimiser, stage.rate, stage.rates)
 
 
@@ -328,7 +344,8 @@ def trainable_groups(
 ) -> list[dict[str, Any]]:
     """Return the parameters with requires_grad as groups for a torch optimizer; rate, rates: as for `group_parameters`.
 
-    Raises SurgeryError for rates that are no numbers, if nothing is left to train, and for base_width where experts are merged.
+    Raises SurgeryError for rates that are no numbers, if nothing is left to train, and for base_width where experts are
+    merged.
     """
     for name, value, least in (("rate", rate, "above 0"), *((f"rates: {k}", v, "0 or more") for k, v in rates.items())):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -337,13 +354,15 @@ def trainable_groups(
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if settings.base_width is not None and (merged := merged_experts(model)):
         raise SurgeryError(
-            f"{merged[0][0]} holds the matrices of its experts in one tensor, to which base_width does not apply. Leave base_width out"
+            f"{merged[0][0]} holds the matrices of its experts in one tensor, to which base_width does not apply. "
+            "Leave base_width out"
         )
     groups = group_parameters(model, names, settings, rate, rates)
     if not groups:
         why = "rates has 0 for all of them" if names else "all its parameters have requires_grad=False"
         raise SurgeryError(
-            f"{type(model).__name__} has no parameters to train: {why}. Call requires_grad_(True) on those that shall be trained, "
+            f"{type(model).__name__} has no parameters to train: {why}. Call requires_grad_(True) on those that shall "
+            "be trained, "
             "and give their kinds rates above 0"
         )
     return [

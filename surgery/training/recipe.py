@@ -38,7 +38,8 @@ class TeacherConfig(StrictModel):
     """Settings of the teacher.
 
     device: for example cuda:1; None: the student's device. dtype: of its weights; auto: float32 on the CPU, bfloat16
-    elsewhere. cache: a folder written by `surgery teacher-cache`, used instead of a model by stages that only need logits.
+    elsewhere. cache: a folder written by `surgery teacher-cache`, used instead of a model by stages that only need
+    logits.
     """
 
     device: str | None = None
@@ -60,11 +61,11 @@ class GuardConfig(StrictModel):
 class HealingRecipe(StrictModel):
     """The recipe of `surgery finetune`; docs/finetune.md explains every key.
 
-    precision: autocast precision (weights stay in float32); auto: bf16 on GPUs that support it. log, evaluate, checkpoint:
-    intervals in steps; evaluate: None is a tenth of the run, 0 only after stages. deliver: `best`, the state with the lowest
-    validation loss, the start included, or `last`. checkpoints: number of the latest ones that are kept. cuda_graph:
-    capture loss and backward pass in a CUDA graph, on one GPU with rows of one document each (data.packing: stream); small models
-    train several times as fast. tiny and common: see the module.
+    precision: autocast precision (weights stay in float32); auto: bf16 on GPUs that support it. log, evaluate,
+    checkpoint: intervals in steps; evaluate: None is a tenth of the run, 0 only after stages. deliver: `best`, the
+    state with the lowest validation loss, the start included, or `last`. checkpoints: number of the latest ones that
+    are kept. cuda_graph: capture loss and backward pass in a CUDA graph, on one GPU with rows of one document each
+    (data.packing: stream); small models train several times as fast. tiny and common: see the module.
     """
 
     description: str = ""
@@ -88,7 +89,8 @@ class HealingRecipe(StrictModel):
 
 
 def load_healing_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> HealingRecipe:
-    """Load a shipped recipe by name or a YAML file by path. overrides: texts KEY=VALUE; tiny: apply the recipe's `tiny` block.
+    """Load a shipped recipe by name or a YAML file by path. overrides: texts KEY=VALUE; tiny: apply the recipe's `tiny`
+    block.
 
     Names of version 0.2 are accepted with a RenamedWarning.
     """
@@ -108,7 +110,8 @@ def read_recipe_file(name: str, folder: Path, kind: str) -> tuple[dict[str, Any]
         if not path.is_file():
             names = [p.stem for p in folder.glob("*.yaml")]
             raise SurgeryError(
-                f"no {kind} recipe is named {name!r}{suggestion(name, names)} (a file is given by its path, ending in .yaml)"
+                f"no {kind} recipe is named {name!r}{suggestion(name, names)} (a file is given by its path, ending in "
+                ".yaml)"
             )
     data, notes = renew_healing_recipe(_read_yaml_mapping(path))
     warn_renamed(notes)
@@ -118,7 +121,9 @@ def read_recipe_file(name: str, folder: Path, kind: str) -> tuple[dict[str, Any]
 def apply_settings(
     data: dict[str, Any], where: str, overrides: list[str] | tuple[str, ...], tiny: bool
 ) -> dict[str, Any]:
-    """Return a recipe's keys without its block `tiny`, which is applied if asked for, and with the overrides KEY=VALUE."""
+    """Return a recipe's keys without its block `tiny`, which is applied if asked for, and with the overrides
+    KEY=VALUE.
+    """
     small = data.pop("tiny", None)
     if tiny:
         if not isinstance(small, dict):
@@ -170,14 +175,17 @@ def _check_rows(stage: StageConfig, data: DataConfig | None, where: str) -> None
     if data is not None and rows != reads:
         fitting = " or ".join(new_model_stages(rows))
         raise SurgeryError(
-            f"{where}: stage {stage.kind} reads rows of {reads}, and its data has rows of {rows}. Use a stage of kind {fitting}."
+            f"{where}: stage {stage.kind} reads rows of {reads}, and its data has rows of {rows}. Use a stage of kind "
+            f"{fitting}."
         )
     if data is not None and data.generated is not None:
         data.generated.check_length(stage.length)
 
 
 def new_model_stages(rows: str | None = None) -> list[str]:
-    """Return the kinds of stages that train a new model, without a teacher. rows: only those that read `ids` or `values`."""
+    """Return the kinds of stages that train a new model, without a teacher. rows: only those that read `ids` or
+    `values`.
+    """
     types = {name: STAGES[STAGES.config_type(name)] for name in STAGES.names()}
     return [name for name, stage in types.items() if stage.fits_new_models and rows in (None, stage.reads)]
 

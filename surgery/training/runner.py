@@ -79,7 +79,8 @@ def changed_parameters(recipe: HealingRecipe, models: StageModels, roles: dict[s
         names |= stage.changed_parameters(models, roles)
         if isinstance(stage, LoraStage) and stage.keeps_adapter(models, roles) and number + 1 < len(recipe.stages):
             raise SurgeryError(
-                f"stage {number + 1}, lora, leaves an adapter that is not merged (structured targets, or adapter: keep), which "
+                f"stage {number + 1}, lora, leaves an adapter that is not merged (structured targets, or adapter: "
+                "keep), which "
                 "later stages would not load. Make it the last stage."
             )
     return names
@@ -88,9 +89,9 @@ def changed_parameters(recipe: HealingRecipe, models: StageModels, roles: dict[s
 class StageRunner:
     """Runs a recipe's stages on the model of `source` and writes the healed checkpoint to `out`.
 
-    teacher: folder or Hub id, or None. trust: whether remote code may run. skip: skip steps with NaN or infinite gradients.
-    track: name of an experiment tracker, or None. show: called with the tables to display.
-    After every stage there is a checkpoint; a resumed run continues from the latest one.
+    teacher: folder or Hub id, or None. trust: whether remote code may run. skip: skip steps with NaN or infinite
+    gradients. track: name of an experiment tracker, or None. show: called with the tables to display. After every stage
+    there is a checkpoint; a resumed run continues from the latest one.
     """
 
     def __init__(
@@ -182,7 +183,9 @@ class StageRunner:
         return models
 
     def _changed_parameters(self, models: StageModels) -> set[str]:
-        """Return the names of parameters that any stage will change, after checking that all stages fit model and batch layout."""
+        """Return the names of parameters that any stage will change, after checking that all stages fit model and batch
+        layout.
+        """
         for config in self.recipe.stages:
             batch_layout(self.accelerator, config)
         changed = changed_parameters(self.recipe, models, self.roles)
@@ -198,8 +201,8 @@ class StageRunner:
         return Validation(data.validation(), last.rows, self.accelerator)
 
     def _measure_baseline(self, models: StageModels) -> dict[str, float | None]:
-        """Return the validation losses of the original (the teacher) and of the converted model before training, in nats per
-        token. A resumed run reads them from the journal."""
+        """Return the validation losses of the original (the teacher) and of the converted model before training, in
+        nats per token. A resumed run reads them from the journal."""
         lines = [line for line in self.journal.entries if line["step"] == "measured"] if self.journal else []
         losses: dict[str, float | None] = {"original": None, "before": None}
         for line in lines:
@@ -304,8 +307,8 @@ class StageRunner:
     def _finish_stage(self, models: StageModels, stage: Stage, loop: TrainingLoop) -> None:
         """Unwrap the model and save a checkpoint after the stage.
 
-        After the last stage the checkpoint holds the delivered state, rounded to the dtype in which it is stored. Its notes hold
-        the validation loss and the digests of the adapter's files.
+        After the last stage the checkpoint holds the delivered state, rounded to the dtype in which it is stored. Its
+        notes hold the validation loss and the digests of the adapter's files.
         """
         self.accelerator.wait_for_everyone()
         adapter = isinstance(stage, LoraStage) and stage.keeps_adapter(models, self.roles)
@@ -355,7 +358,8 @@ class StageRunner:
     def _load_state(self, models: StageModels, train_state: TrainState, saved: Path | None) -> float | None:
         """Load a saved best state, or the start (None), into the trained parameters and return its validation loss.
 
-        Values are rounded to the stored dtype. The student is loaded again and restored exactly as when a killed run resumes.
+        Values are rounded to the stored dtype. The student is loaded again and restored exactly as when a killed run
+        resumes.
         """
         student = model_loading.load_student(self.source, self.trust)
         adapter = False
@@ -404,8 +408,8 @@ class StageRunner:
         return {**record, **run_environment(self.recipe, self.accelerator), "seconds": round(seconds, 1)}
 
     def _write_result(self, models: StageModels, record: dict[str, Any], latest: Path, notes: dict[str, Any]) -> None:
-        """Write the result from the last checkpoint, never from the model in memory, and compare both before OUT.partial is
-        removed."""
+        """Write the result from the last checkpoint, never from the model in memory, and compare both before
+        OUT.partial is removed."""
         if self.main:
             draw_curve(self.log.lines(), self.work / CURVE_NAME)
         end_trackers(self.accelerator)
@@ -413,7 +417,8 @@ class StageRunner:
             trained = self.checkpoints.weights(latest)
             if set(trained) != self.trained or adapter_digests(self.work) != notes["adapter"]:
                 raise SurgeryError(
-                    f"{latest} does not match its notes, or {self.work / ADAPTER} was changed after training. Remove that "
+                    f"{latest} does not match its notes, or {self.work / ADAPTER} was changed after training. Remove "
+                    "that "
                     "checkpoint and run the same command with --resume to continue from the one before."
                 )
             keys = tensor_keys(models.student, self.source, set(trained))

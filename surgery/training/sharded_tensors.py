@@ -1,4 +1,7 @@
-"""Gather and scatter tensors that may be sharded (FSDP2's DTensors, ZeRO-3's parameters). Every process must take part."""
+"""Gather and scatter tensors that may be sharded (FSDP2's DTensors, ZeRO-3's parameters).
+
+Every process must take part.
+"""
 
 from __future__ import annotations
 

@@ -23,15 +23,16 @@ def is_converted(model: nn.Module) -> bool:
 def recipe_warnings(name: str, model: nn.Module, stages: Iterable[StageConfig]) -> list[str]:
     """Return warnings about stages that run on the model, but were made for another kind.
 
-    An unconverted model has nothing to recover from a teacher. A recipe that gives mixers a rate of their own and has no stage for
-    whatever is `new` was made for replaced attention. name: of the checkpoint.
+    An unconverted model has nothing to recover from a teacher. A recipe that gives mixers a rate of their own and has
+    no stage for whatever is `new` was made for replaced attention. name: of the checkpoint.
     """
     configs: list[Any] = list(stages)
     if not is_converted(model):
         if all(STAGES[config](config).needs_teacher == "nothing" for config in configs):
             return []
         return [
-            f"{name} is not a converted checkpoint: no linear and no attention in it was replaced, so there is nothing to recover from a "
+            f"{name} is not a converted checkpoint: no linear and no attention in it was replaced, so there is nothing "
+            "to recover from a "
             f"teacher. Convert it first: surgery convert {name} --recipe btt-half --out OUT, then train OUT"
         ]
     has_mixers = any(True for _ in mixer_modules(model))
@@ -39,5 +40,6 @@ def recipe_warnings(name: str, model: nn.Module, stages: Iterable[StageConfig]) 
     if has_mixers or not for_mixers or any("new" in config.trains for config in configs):
         return []
     return [
-        f"this recipe is made for replaced attention, and the attention of {name} is as it was. For replaced linears use the recipe linears"
+        f"this recipe is made for replaced attention, and the attention of {name} is as it was. For replaced linears "
+        "use the recipe linears"
     ]

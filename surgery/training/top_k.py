@@ -14,10 +14,11 @@ MIN_LOG_PROB = -80.0  # finite floor of an exact rest, in nats
 def top_k_log_probs(
     logits_NV: Tensor, k: int, temperature: float = 1.0, *, exact_rest: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the top tokens (N, k), most likely first, their log-probabilities (N, k), and that of the rest (N,), float32.
+    """Return the top tokens (N, k), most likely first, their log-probabilities (N, k), and that of the rest (N,),
+    float32.
 
-    exact_rest: compute the rest as the logsumexp of all other logits, at least MIN_LOG_PROB. This needs a copy of the logits,
-    and is accurate where almost all mass is on the top tokens. False: compute it with `log_remaining_mass`.
+    exact_rest: compute the rest as the logsumexp of all other logits, at least MIN_LOG_PROB. This needs a copy of the
+    logits, and is accurate where almost all mass is on the top tokens. False: compute it with `log_remaining_mass`.
     """
     logits_NV = logits_NV.float() / temperature
     values_NK, tokens_NK = logits_NV.topk(min(k, logits_NV.shape[-1]), dim=-1)

@@ -21,13 +21,16 @@ class Validation:
         self.examples, self.rows, self.accelerator = examples, rows, accelerator
 
     def warning(self) -> str | None:
-        """Return a warning if the validation text is too short to tell which state of a run is best; None otherwise, or without any."""
+        """Return a warning if the validation text is too short to tell which state of a run is best; None otherwise, or
+        without any.
+        """
         counted = sum(int((example["labels"][1:] != IGNORE_INDEX).sum()) for example in self.examples)
         if not self.examples or counted >= MIN_TOKENS:
             return None
         return (
             f"the validation text has {counted:,} tokens, too few to tell which state of the run is best. Give more: "
-            "--set data.validation=FILE, a larger share such as --set data.validation=0.1, or more --set data.validation_examples (surgery run: "
+            "--set data.validation=FILE, a larger share such as --set data.validation=0.1, or more --set "
+            "data.validation_examples (surgery run: "
             "--heal-set)"
         )
 

@@ -2,9 +2,9 @@
 
     core = gamma min(1, size / rms(M)) M                    gamma learnable, one at first
 
-Keeps the root mean square of a core from growing above its initial value, which makes BTT diverge at large rates (Qiu et al.
-2024, section 5.1, where size is that of the muP initialization; here it is the initial root mean square, since calibrated
-cores start elsewhere, and muP's for a core of zeros). Folded into the cores when the stage ends.
+Keeps the root mean square of a core from growing above its initial value, which makes BTT diverge at large rates (Qiu
+et al. 2024, section 5.1, where size is that of the muP initialization; here it is the initial root mean square, since
+calibrated cores start elsewhere, and muP's for a core of zeros). Folded into the cores when the stage ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def rms(core: Tensor) -> Tensor:
 
 
 def structured_cores(model: nn.Module) -> Iterable[tuple[str, Any, str]]:
-    """Yield (path, module, name of the core) for all structured linears and mixers that give muP fans for their cores."""
+    """Yield (path, module, name of the core) for all structured linears and mixers that give muP fans for their
+    cores.
+    """
     for path, module in list(model.named_modules()):
         if isinstance(module, (StructuredLinear, Mixer)):
             yield from ((path, module, name) for name in module.mup())

@@ -1,15 +1,16 @@
 """Plugin of vLLM that serves converted checkpoints: structured linears, and mixers whose state is bounded.
 
-vLLM calls `register` in each of its processes (entry point `vllm.general_plugins` in pyproject.toml); the user passes no option. This
-package imports without vLLM; the modules `linear`, `config_parser`, `mixer_layer` and `model` import it.
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins` in pyproject.toml); the user passes
+no option. This package imports without vLLM; the modules `linear`, `config_parser`, `mixer_layer` and `model` import
+it.
 """
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Register the table of replaced linears, the model class of checkpoints with mixers, and the config parser that chooses
-    the class. Calling it again does nothing."""
+    """Register the table of replaced linears, the model class of checkpoints with mixers, and the config parser that
+    chooses the class. Calling it again does nothing."""
     from vllm import ModelRegistry
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 

@@ -1,7 +1,8 @@
-"""The parser of config.json in vLLM: it checks the table of a converted checkpoint and chooses the class that serves it.
+"""The parser of config.json in vLLM: it checks the table of a converted checkpoint and chooses the class that serves
+it.
 
-vLLM chooses a model class by the `architectures` of a parsed config, before quantization configs are looked at. So the parser of
-Hugging Face's format is replaced by this subclass of it, which leaves all other checkpoints as they are.
+vLLM chooses a model class by the `architectures` of a parsed config, before quantization configs are looked at. So the
+parser of Hugging Face's format is replaced by this subclass of it, which leaves all other checkpoints as they are.
 """
 
 from __future__ import annotations

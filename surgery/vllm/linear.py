@@ -1,4 +1,6 @@
-"""Structured linears in vLLM's models: the table of a checkpoint as a quantization config, and the methods of its layers."""
+"""Structured linears in vLLM's models: the table of a checkpoint as a quantization config, and the methods of its
+layers.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ from surgery.vllm.servable import check_checkpoint
 
 
 class SurgeryTable(QuantizationConfig):
-    """The table of replaced linears. modules: entries by the path of the linear; found: the paths that layers have taken; joined: the
-    methods and layers that hold a matrix of joined linears, by path."""
+    """The table of replaced linears. modules: entries by the path of the linear; found: the paths that layers have
+    taken; joined: the methods and layers that hold a matrix of joined linears, by path."""
 
     def __init__(self, modules: dict[str, Any]):
         super().__init__()
@@ -99,7 +101,8 @@ class SurgeryTable(QuantizationConfig):
         below = [path for path in self.modules if path == prefix or path.startswith(f"{prefix}.")]
         if below and type(layer).__name__ in ("RoutedExperts", "FusedMoE", "VocabParallelEmbedding"):
             raise SurgeryError(
-                f"{below[0]} is structured and lies in a {type(layer).__name__}, which vLLM computes by kernels of its own. Use "
+                f"{below[0]} is structured and lies in a {type(layer).__name__}, which vLLM computes by kernels of its "
+                "own. Use "
                 "`transformers serve`, or densify"
             )
         return None
@@ -108,15 +111,16 @@ class SurgeryTable(QuantizationConfig):
         """Raise SurgeryError if an entry of the table has not become a layer."""
         if unmatched := sorted(self.modules.keys() - self.found):
             raise SurgeryError(
-                f"vLLM's model has no linear for {len(unmatched)} entries of the surgery table, such as {unmatched[0]!r}. Serve it through the "
+                f"vLLM's model has no linear for {len(unmatched)} entries of the surgery table, such as "
+                f"{unmatched[0]!r}. Serve it through the "
                 "Transformers backend (--model-impl transformers), or with `transformers serve`"
             )
 
 
 @contextmanager
 def current_config(hf_config: Any) -> Iterator[None]:
-    """Give vLLM a current config without compilation: classes that an earlier engine's Transformers backend has decorated ask for one
-    when a model is built on meta."""
+    """Give vLLM a current config without compilation: classes that an earlier engine's Transformers backend has
+    decorated ask for one when a model is built on meta."""
     config = VllmConfig()
     config.compilation_config.mode = CompilationMode.NONE
     config.model_config = SimpleNamespace(hf_config=hf_config)
@@ -128,20 +132,22 @@ def check_one_process() -> None:
     """Raise SurgeryError if the model is spread over several processes."""
     if (count := get_tensor_model_parallel_world_size()) > 1:
         raise SurgeryError(
-            f"converted checkpoints are served without tensor parallelism (got {count} processes): it has not been run inside vLLM. "
+            f"converted checkpoints are served without tensor parallelism (got {count} processes): it has not been run "
+            "inside vLLM. "
             "Use --tensor-parallel-size 1"
         )
     if (count := get_pp_group().world_size) > 1:
         raise SurgeryError(
-            f"converted checkpoints are served without pipeline parallelism (got {count} processes). Use --pipeline-parallel-size 1"
+            f"converted checkpoints are served without pipeline parallelism (got {count} processes). Use "
+            "--pipeline-parallel-size 1"
         )
 
 
 class LinearMethod(LinearMethodBase):
     """Method of a linear of which at least one part is structured: its tensors, their loading, and the product.
 
-    Every tensor is a parameter of the layer with a `weight_loader` of its own, under its name in the checkpoint. Names with dots, of
-    fused linears whose roles were replaced apart, become modules.
+    Every tensor is a parameter of the layer with a `weight_loader` of its own, under its name in the checkpoint. Names
+    with dots, of fused linears whose roles were replaced apart, become modules.
     """
 
     def __init__(self, table: SurgeryTable, entries: list[dict[str, Any] | None], path: str):
@@ -201,7 +207,8 @@ class LinearMethod(LinearMethodBase):
         self.packed.check_complete(self.path, self.tensors(layer))
         if self.packed.follows and sibling(self.path, self.packed.follows) not in self.table.joined:
             raise SurgeryError(
-                f"{self.path} takes rows of a matrix of {self.packed.follows}, which vLLM's model computes elsewhere. Use `transformers serve`"
+                f"{self.path} takes rows of a matrix of {self.packed.follows}, which vLLM's model computes elsewhere. "
+                "Use `transformers serve`"
             )
         self.table.check_found()
         if self.packed.has_biases and getattr(layer, "bias", None) is not None:
@@ -233,7 +240,8 @@ class HeadMethod(LinearMethod):
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
         """Raise SurgeryError: the head of this checkpoint has weights of its own."""
         raise SurgeryError(
-            f"{self.path} is structured, and config.json ties it to the embedding (tie_word_embeddings): they do not belong together. "
+            f"{self.path} is structured, and config.json ties it to the embedding (tie_word_embeddings): they do not "
+            "belong together. "
             "Convert the checkpoint again"
         )
 

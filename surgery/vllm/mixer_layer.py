@@ -22,8 +22,9 @@ OPERATOR = "surgery_mixer"
 
 
 class MixerLayer(nn.Module, MambaBase):
-    """The state of one mixer, in vLLM's cache, and its output for vLLM's batches. `row_size`: numbers that the cache has for a request,
-    the same in every layer.
+    """The state of one mixer, in vLLM's cache, and its output for vLLM's batches.
+
+    `row_size`: numbers that the cache has for a request, the same in every layer.
 
     The mixer is a child of the attention module, where the loader finds its parameters, and not of this layer.
     """
@@ -39,8 +40,8 @@ class MixerLayer(nn.Module, MambaBase):
         self.kv_cache: tuple[Tensor, ...] = ()
         config.compilation_config.static_forward_context[prefix] = self
 
-    # One state for all that the mixer remembers: prefix caching copies state by state, and how many there are vLLM asks of the
-    # model's class, before it knows the checkpoint.
+    # One state for all that the mixer remembers: prefix caching copies state by state, and how many there are vLLM asks
+    # of the model's class, before it knows the checkpoint.
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """Return the shape of a request's row."""
         return ((self.row_size,),)
@@ -55,7 +56,10 @@ class MixerLayer(nn.Module, MambaBase):
         return MambaAttentionBackendEnum.LINEAR
 
     def mix(self, tokens: Tokens, out_NHV: Tensor) -> None:
-        """Write the outputs of a call's tokens to `out_NHV`, and the states to the cache. Padding, and profiling runs, get zeros."""
+        """Write the outputs of a call's tokens to `out_NHV`, and the states to the cache.
+
+        Padding, and profiling runs, get zeros.
+        """
         out_NHV.zero_()
         metadata: Any = get_forward_context().attn_metadata
         if metadata is None:
@@ -84,7 +88,9 @@ def surgery_mixer(
     output: Tensor,
     layer_name: str,
 ) -> None:
-    """Run the mixer of a layer: query (N, H, K), key (N, G, K), value (N, G, V), x (N, D), cos and sin (N, rotary); output (N, H, V)."""
+    """Run the mixer of a layer: query (N, H, K), key (N, G, K), value (N, G, V), x (N, D), cos and sin (N, rotary);
+    output (N, H, V).
+    """
     layer = get_forward_context().no_compile_layers[layer_name]
     rope = None if cos is None or sin is None else (cos, sin)
     layer.mix(Tokens(query, key, value, x, rope), output)

@@ -1,14 +1,16 @@
-"""States of linear mixers in a server's cache, and a mixer's output for a batch of tokens of several requests. Needs no vLLM.
+"""States of linear mixers in a server's cache, and a mixer's output for a batch of tokens of several requests.
 
-A server keeps one row of numbers for each request. What a mixer remembers of a sequence (sums, rings, sinks, inputs of a convolution) lies
-side by side in that row, in float32 and in the size of the longest sequence:
+Needs no vLLM.
+
+A server keeps one row of numbers for each request. What a mixer remembers of a sequence (sums, rings, sinks, inputs of
+a convolution) lies side by side in that row, in float32 and in the size of the longest sequence:
 
     layout = StateLayout(mixer, longest=4096)
     rows = torch.zeros(requests, layout.size)
     out_NHV = mix_batch(mixer, layout, rows, batch, tokens)      updates the rows of the batch's requests
 
-How many tokens a row has seen is not stored: the server tells it. A row whose request has seen none is never read, because it holds
-what another request left.
+How many tokens a row has seen is not stored: the server tells it. A row whose request has seen none is never read,
+because it holds what another request left.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ BUCKETS = "mask.buckets"  # the sums of log-linear attention, of which there are
 class StateLayout:
     """Where each tensor of a mixer's state lies in a row. longest: tokens of the longest sequence.
 
-    size: numbers in a row. Raises SurgeryError if the state grows with the sequence in another way than log-linear attention's.
+    size: numbers in a row. Raises SurgeryError if the state grows with the sequence in another way than log-linear
+    attention's.
     """
 
     def __init__(self, mixer: LinearMixer, longest: int):
@@ -84,8 +87,8 @@ class StateLayout:
 class Batch:
     """The requests of one call, those that decode one token first.
 
-    decodes: their number. starts: first token of each request in the call, and the number of all tokens. lengths: tokens of each request,
-    those of this call included. rows_R: the row of each request in the cache.
+    decodes: their number. starts: first token of each request in the call, and the number of all tokens. lengths:
+    tokens of each request, those of this call included. rows_R: the row of each request in the cache.
     """
 
     decodes: int
@@ -117,7 +120,9 @@ class Tokens(NamedTuple):
 
 
 def mix_batch(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch: Batch, tokens: Tokens) -> Tensor:
-    """Return the mixer's output for every token, (N, H, V), and write the states after them to the cache (rows, layout.size)."""
+    """Return the mixer's output for every token, (N, H, V), and write the states after them to the cache (rows,
+    layout.size).
+    """
     shape, n = mixer.shape, batch.decodes
     out_NHV = tokens.v_NGV.new_zeros(len(tokens.x_ND), shape.heads, shape.value)
     rows_R = batch.rows_R.long()

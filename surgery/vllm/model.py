@@ -1,4 +1,6 @@
-"""The model class that serves checkpoints with mixers: vLLM's Transformers backend with states in place of key caches."""
+"""The model class that serves checkpoints with mixers: vLLM's Transformers backend with states in place of key
+caches.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from surgery.vllm.servable import check_mixer
 
 
 class SurgeryForCausalLM(TransformersForCausalLM, IsHybrid):
-    """Any causal model of transformers, with mixers where the checkpoint's table has them. Structured linears are served too."""
+    """Any causal model of transformers, with mixers where the checkpoint's table has them.
+
+    Structured linears are served too.
+    """
 
     is_hybrid = True
 
@@ -72,7 +77,8 @@ def check_engine(vllm_config: Any) -> None:
     """Raise SurgeryError for options of the engine with which mixers would give wrong tokens."""
     if vllm_config.speculative_config is not None:
         raise SurgeryError(
-            "speculative decoding is refused for checkpoints with mixers: vLLM would leave rejected draft tokens in their states, and the "
+            "speculative decoding is refused for checkpoints with mixers: vLLM would leave rejected draft tokens in "
+            "their states, and the "
             "output would be wrong. Leave out --speculative-config"
         )
     if (mode := vllm_config.cache_config.mamba_cache_mode) not in ("none", "align"):
@@ -111,7 +117,9 @@ def build_mixers(vllm_config: Any) -> dict[str, LinearMixer]:
 def pass_mixer_inputs(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before an attention module's forward: hand hidden states and rotation on to the mixer, and withhold RoPE if it wants none."""
+    """Before an attention module's forward: hand hidden states and rotation on to the mixer, and withhold RoPE if it
+    wants none.
+    """
     rope = kwargs.get("position_embeddings")
     hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     kwargs = {**kwargs, "surgery": (hidden_states, rope)}

@@ -6,9 +6,9 @@
     packed.check_complete("model.layers.0.self_attn.qkv_proj", {"weight": .., "right": ..})
     packed({"weight": .., "right": ..}, x)          (.., in) -> (.., sum of out)
 
-Every part is a structure with a rank of its own, or dense. Tensors of all parts that have the same name lie one after another in one
-flat tensor, because vLLM's loaders address a tensor by the name of the fused linear and a part's number. This module does not
-import vLLM.
+Every part is a structure with a rank of its own, or dense. Tensors of all parts that have the same name lie one after
+another in one flat tensor, because vLLM's loaders address a tensor by the name of the fused linear and a part's number.
+This module does not import vLLM.
 
 With tensor parallelism each process holds a slice of every part: see `slice_spec`.
 """
@@ -44,8 +44,9 @@ class Shard:
 class PackedLinear:
     """Parts side by side; see the module's docstring.
 
-    specs: table entries of the parts, None for a dense part. in_features, out_features: sizes of the whole linear, one of out_features
-    for each part. Raises SurgeryError if an entry has other sizes, or cannot be cut into `shard.count` slices.
+    specs: table entries of the parts, None for a dense part. in_features, out_features: sizes of the whole linear, one
+    of out_features for each part. Raises SurgeryError if an entry has other sizes, or cannot be cut into `shard.count`
+    slices.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class PackedLinear:
             sizes = entry["in_features"], entry["out_features"]
             if entry["structure"] != "split" and sizes != (in_features, out):
                 raise SurgeryError(
-                    f"the table in config.json maps {sizes[0]} features to {sizes[1]}, where the model has a linear from {in_features} "
-                    f"to {out}. Its config and its table do not belong together; download or convert the checkpoint again"
+                    f"the table in config.json maps {sizes[0]} features to {sizes[1]}, where the model has a linear "
+                    f"from {in_features} "
+                    f"to {out}. Its config and its table do not belong together; download or convert the checkpoint "
+                    "again"
                 )
             whole = build_module(without_bias(entry), "meta", dtype)
             self.shapes.append({name: tuple(t.shape) for name, t in whole.state_dict().items()})
@@ -111,11 +114,14 @@ class PackedLinear:
         self.missing.discard((part, name))
 
     def check_complete(self, path: str, flats: dict[str, Tensor]) -> None:
-        """Raise SurgeryError if a tensor was not loaded or is invalid, such as an index table that is no permutation."""
+        """Raise SurgeryError if a tensor was not loaded or is invalid, such as an index table that is no
+        permutation.
+        """
         if self.missing:
             part, name = min(self.missing)
             raise SurgeryError(
-                f"{path}: the checkpoint lacks {len(self.missing)} of its tensors, such as {name!r} of part {part}. Download or convert it "
+                f"{path}: the checkpoint lacks {len(self.missing)} of its tensors, such as {name!r} of part {part}. "
+                "Download or convert it "
                 "again"
             )
         for module, tensors in zip(self.modules, self._parts(flats)):
@@ -159,8 +165,8 @@ class PackedLinear:
 def _find_joined(specs: list[dict[str, Any] | None], out_features: tuple[int, ...]) -> range:
     """Return which parts are joined linears, whose rows one matrix computes.
 
-    One may be alone in its layer. Raises SurgeryError if several do not follow one another in the order of their rows, the holder of the
-    matrix first.
+    One may be alone in its layer. Raises SurgeryError if several do not follow one another in the order of their rows,
+    the holder of the matrix first.
     """
     positions = [i for i, spec in enumerate(specs) if spec is not None and is_joined(spec)]
     if len(positions) == 0 or len(specs) == 1:
@@ -176,31 +182,37 @@ def _find_joined(specs: list[dict[str, Any] | None], out_features: tuple[int, ..
         or holds != [True] + [False] * (len(positions) - 1)
     ):
         raise SurgeryError(
-            "the table in config.json joins linears (share: input) in another order than vLLM's model computes them. Use `transformers "
+            "the table in config.json joins linears (share: input) in another order than vLLM's model computes them. "
+            "Use `transformers "
             "serve`, or convert with share: none"
         )
     return parts
 
 
 def without_bias(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the table entry without its bias: vLLM's linears make and add their own. The parts of a split entry keep theirs."""
+    """Return the table entry without its bias: vLLM's linears make and add their own.
+
+    The parts of a split entry keep theirs.
+    """
     return spec if spec.get("structure") == "split" else {**spec, "bias": False}
 
 
 def slice_spec(spec: dict[str, Any], shard: Shard) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
-    """Return (the table entry of one process's slice, tensor -> (axis, slices) of the tensors that are cut; others are copies).
+    """Return (the table entry of one process's slice, tensor -> (axis, slices) of the tensors that are cut; others are
+    copies).
 
-    Column parallel slices own rows of the matrix (outputs), row parallel slices own columns (inputs, whose products are summed over
-    the processes). Low rank W = left right: `out` cuts left and copies right, `in` cuts right and copies left. BTT and Monarch: `out`
-    cuts the b block rows of both cores, `in` the c block columns. Raises SurgeryError where the sizes do not divide, and for `out` of
-    BTT in strided order, whose blocks are no slices of the matrix.
+    Column parallel slices own rows of the matrix (outputs), row parallel slices own columns (inputs, whose products are
+    summed over the processes). Low rank W = left right: `out` cuts left and copies right, `in` cuts right and copies
+    left. BTT and Monarch: `out` cuts the b block rows of both cores, `in` the c block columns. Raises SurgeryError
+    where the sizes do not divide, and for `out` of BTT in strided order, whose blocks are no slices of the matrix.
     """
     structure, count, out = spec["structure"], shard.count, shard.side == "out"
     if count == 1:
         return spec, {}
     if structure not in SLICED:
         raise SurgeryError(
-            f"{structure} matrices are not cut over processes (tensor parallelism is for {', '.join(SLICED)}). Use one process, or densify"
+            f"{structure} matrices are not cut over processes (tensor parallelism is for {', '.join(SLICED)}). Use one "
+            "process, or densify"
         )
     size = "out_features" if out else "in_features"
     if spec[size] % count:
@@ -218,13 +230,16 @@ def slice_spec(spec: dict[str, Any], shard: Shard) -> tuple[dict[str, Any], dict
     which = 0 if out else 1
     if grid[which] % count or spec[size] % grid[which]:
         raise SurgeryError(
-            f"{count} processes must divide the {grid[which]} blocks along {size.split('_')[0]} of a {structure} matrix, which must tile its "
+            f"{count} processes must divide the {grid[which]} blocks along {size.split('_')[0]} of a {structure} "
+            "matrix, which must tile its "
             f"{spec[size]} {size.replace('_', ' ')} without padding. Use one process, or other blocks"
         )
     if out and spec.get("order") == "strided":
         raise SurgeryError(
-            f"order: strided of a {structure} matrix of {spec[size]} outputs: each block holds every {grid[0]}th output, so {count} "
-            "processes cannot take consecutive outputs of it (tensor parallelism). Use one process, or convert with order: contiguous"
+            f"order: strided of a {structure} matrix of {spec[size]} outputs: each block holds every {grid[0]}th "
+            f"output, so {count} "
+            "processes cannot take consecutive outputs of it (tensor parallelism). Use one process, or convert with "
+            "order: contiguous"
         )
     grid[which] //= count
     rank = build_module(without_bias(spec)).state_dict()["weight"].shape[2]

@@ -1,4 +1,5 @@
-"""What can be served from a converted checkpoint, decided from config.json and the tensor headers before anything is allocated.
+"""What can be served from a converted checkpoint, decided from config.json and the tensor headers before anything is
+allocated.
 
     table = check_config(config, "OUT")          the table, or SurgeryError for what vLLM would not run correctly
     check_files(folder, "OUT")                   the tensors are exactly those that config and table describe
@@ -25,8 +26,8 @@ from surgery.modeling.modules import build_module, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import replace_modules, split_named_experts
 
-# Model classes of vLLM that keep the order of rows of Hugging Face's fused linears, tested token for token. Others are served
-# through vLLM's Transformers backend, which runs transformers' own forward.
+# Model classes of vLLM that keep the order of rows of Hugging Face's fused linears, tested token for token. Others are
+# served through vLLM's Transformers backend, which runs transformers' own forward.
 OWN_CLASSES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -53,19 +54,24 @@ def is_converted(config: dict[str, Any]) -> bool:
 
 
 def check_config(config: dict[str, Any], name: str) -> ServedTable:
-    """Return the table of a config.json. Raise SurgeryError if it is damaged, or has an entry that vLLM would not serve correctly."""
+    """Return the table of a config.json.
+
+    Raise SurgeryError if it is damaged, or has an entry that vLLM would not serve correctly.
+    """
     modules, mixers = read_table(config, name), read_mixers(config, name)
     SurgeryConfig(**config["quantization_config"])  # checks the format
     architectures = config.get("architectures")
     classes = architectures if isinstance(architectures, list) else []
     if not any(isinstance(c, str) and c.endswith(("ForCausalLM", "LMHeadModel")) for c in classes):
         raise SurgeryError(
-            f"{name} is a {', '.join(map(str, classes)) or 'model without architectures'}; vLLM serves converted checkpoints of causal language "
+            f"{name} is a {', '.join(map(str, classes)) or 'model without architectures'}; vLLM serves converted "
+            "checkpoints of causal language "
             "models (..ForCausalLM) only. Load it with transformers"
         )
     if "GPTNeoXForCausalLM" in classes:
         raise SurgeryError(
-            f"{name} is a GPTNeoXForCausalLM, whose head has the name embed_out: vLLM's Transformers backend knows lm_head only, and vLLM's own "
+            f"{name} is a GPTNeoXForCausalLM, whose head has the name embed_out: vLLM's Transformers backend knows "
+            "lm_head only, and vLLM's own "
             "class has another order of fused rows. Use `transformers serve`, or `surgery serve`, which chooses it"
         )
     for path, entry in modules.items():
@@ -75,17 +81,20 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
             )
         if entry.get("transposed"):
             raise SurgeryError(
-                f"{name}, {path}: vLLM's classes of models with transposed linears (GPT-2's Conv1D) expect other weights. Use "
+                f"{name}, {path}: vLLM's classes of models with transposed linears (GPT-2's Conv1D) expect other "
+                "weights. Use "
                 "`transformers serve`, or `surgery serve`, which chooses it"
             )
         if is_quantized({path: entry}):
             raise SurgeryError(
-                f"{name}, {path}: the linear is stored as integers, which vLLM's plugin does not serve. Serve the checkpoint that it was "
+                f"{name}, {path}: the linear is stored as integers, which vLLM's plugin does not serve. Serve the "
+                "checkpoint that it was "
                 "made from, or use `transformers serve`"
             )
         if shares_basis(entry):
             raise SurgeryError(
-                f"{name}, {path}: the experts of a layer share a basis, which vLLM's plugin does not serve. Use `transformers serve`, or "
+                f"{name}, {path}: the experts of a layer share a basis, which vLLM's plugin does not serve. Use "
+                "`transformers serve`, or "
                 "`surgery serve`, which chooses it"
             )
         try:
@@ -102,28 +111,34 @@ def check_mixer(config: MixerConfig, where: str) -> MixerConfig:
     MIXERS[config]  # raises for unknown mixers
     if isinstance(config, HeadHybrid):
         raise SurgeryError(
-            f"{where}: this layer keeps softmax in key/value heads {list(config.softmax_heads)} and a state for the others, and vLLM has one kind of cache "
-            "for a layer. Use `transformers serve`, or `surgery serve`, which chooses it; hybrids by whole layers (of: layers) are served"
+            f"{where}: this layer keeps softmax in key/value heads {list(config.softmax_heads)} and a state for the "
+            "others, and vLLM has one kind of cache "
+            "for a layer. Use `transformers serve`, or `surgery serve`, which chooses it; hybrids by whole layers (of: "
+            "layers) are served"
         )
     if isinstance(config, Softmax):
         raise SurgeryError(
-            f"{where}: this layer's softmax attention has other positions or scores than the model's own ({describe_softmax(config)}), which vLLM's "
+            f"{where}: this layer's softmax attention has other positions or scores than the model's own "
+            f"({describe_softmax(config)}), which vLLM's "
             "attention does not compute. Use `transformers serve`, or `surgery serve`, which chooses it"
         )
     if not isinstance(config, LinearAttention):
         raise SurgeryError(
-            f"{where}: mixer {config.name!r} keeps keys or scores of its own, for which vLLM has no cache. vLLM serves linear mixers; "
+            f"{where}: mixer {config.name!r} keeps keys or scores of its own, for which vLLM has no cache. vLLM serves "
+            "linear mixers; "
             "use `transformers serve`, or `surgery serve`, which chooses it"
         )
     if config.near_tokens == "chunks":
         raise SurgeryError(
-            f"{where}: near_tokens: chunks moves a whole block of tokens into the state at once, which vLLM's states are not laid out for. vLLM serves "
+            f"{where}: near_tokens: chunks moves a whole block of tokens into the state at once, which vLLM's states "
+            "are not laid out for. vLLM serves "
             "near_tokens: sliding; use `transformers serve`, or `surgery serve`, which chooses it"
         )
     mask = config.mask.name
     if mask not in BOUNDED_MASKS or not MASKS[config.mask].has_bounded_state:
         raise SurgeryError(
-            f"{where}: the state of mask {mask!r} grows with the context, and vLLM allocates states of one size. Servable masks: "
+            f"{where}: the state of mask {mask!r} grows with the context, and vLLM allocates states of one size. "
+            "Servable masks: "
             f"{', '.join(BOUNDED_MASKS)}. Use `transformers serve`, or for MHLA `surgery toeplitz`"
         )
     return config

@@ -91,7 +91,9 @@ def test_latent_attention_is_refused_by_the_dry_run_too(version, property):
 
 
 def test_some_modules_of_a_model_are_refused():
-    """Six layers, the last two of which read keys of the two before: the first two can have mixers, the others say why not."""
+    """Six layers, the last two of which read keys of the two before: the first two can have mixers, the others say why
+    not.
+    """
     model = gemma4(6, 2)
     paths = attention_paths(model)
     assert (
@@ -123,7 +125,9 @@ def test_encoders_and_decoders_without_their_cross_attention():
 
 
 def test_nothing_is_left_behind():
-    """Defaults, random numbers and the model are as before, also where models are built on meta; a model with mixers is read the same."""
+    """Defaults, random numbers and the model are as before, also where models are built on meta; a model with mixers is
+    read the same.
+    """
     model = TINY_FAMILIES["olmo3"].build()
     paths = attention_paths(model)
     shapes = [attention_shape(model, path) for path in paths]

@@ -37,7 +37,9 @@ def float_dtypes(cls: Any, folder: Path, dtype: torch.dtype) -> dict[str, torch.
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_every_floating_tensor_has_the_asked_dtype(name, tmp_path):
-    """Before 5.21 transformers leaves tensors that it renames on loading a quantized model (embed_out -> lm_head) as they are stored."""
+    """Before 5.21 transformers leaves tensors that it renames on loading a quantized model (embed_out -> lm_head) as
+    they are stored.
+    """
     cls = convert_half(name, tmp_path / "source", tmp_path / "converted")
     found = float_dtypes(cls, tmp_path / "converted", torch.float32)
     assert found and not {tensor: dtype for tensor, dtype in found.items() if dtype != torch.float32}

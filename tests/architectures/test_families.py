@@ -79,7 +79,9 @@ class Workshop:
         return model.generate(**self.inputs, **options)
 
     def check_equal(self, folder: Path, tolerance: float) -> None:
-        """The checkpoint computes what the original computes, before and after it is saved again, and generates the same tokens."""
+        """The checkpoint computes what the original computes, before and after it is saved again, and generates the
+        same tokens.
+        """
         model = load(folder)
         outputs = model_outputs(model, self.inputs)
         assert distance(outputs, self.outputs) < tolerance
@@ -128,7 +130,9 @@ def test_a_mixer(name, tmp_path):
 
 @pytest.mark.parametrize("name", MIXABLE)
 def test_what_mixers_are_told(name):
-    """Exact softmax attention with the shape that was found changes nothing: scaling, windows, soft caps, rotation, padding."""
+    """Exact softmax attention with the shape that was found changes nothing: scaling, windows, soft caps, rotation,
+    padding.
+    """
     family = TINY_FAMILIES[name]
     model = family.build()
     model.set_attn_implementation("eager" if getattr(model.config, "attn_logit_softcapping", None) else "sdpa")

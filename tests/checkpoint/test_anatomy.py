@@ -1,4 +1,6 @@
-"""Conversions of every family: full rank reproduces the original, for whole and split linears, and converted models generate."""
+"""Conversions of every family: full rank reproduces the original, for whole and split linears, and converted models
+generate.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Assisted decoding of converted models: the tokens and logits of plain decoding, at a cost that does not grow with the context."""
+"""Assisted decoding of converted models: the tokens and logits of plain decoding, at a cost that does not grow with the
+context.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ GROWING = ("mlr", "global window", "bilinear", "window", "softmax")  # mixers wh
 
 @functools.cache
 def model_with(name: str) -> Any:
-    """Return a two-layer Llama in float64 with the mixer in both layers; bounded for MHLA, whose longest row is 64 tokens."""
+    """Return a two-layer Llama in float64 with the mixer in both layers; bounded for MHLA, whose longest row is 64
+    tokens.
+    """
     return random_model_with_mixers("llama", mixer_config(MIXER_SPECS[name])).double().eval()
 
 
@@ -119,7 +123,9 @@ def test_drafts_may_be_longer_than_what_is_recorded_of_a_prompt(name, kind):
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*GROWING, "gated deltanet", "ssd"])
 def test_removing_a_draft_costs_what_the_draft_has(name, monkeypatch):
-    """Keys and values stay where they are, no score is computed; a recurrence takes in the accepted tokens of the draft again."""
+    """Keys and values stay where they are, no score is computed; a recurrence takes in the accepted tokens of the draft
+    again.
+    """
     model, ids, long, draft, accepted = wide_model(name), prompt(680), 600, 8, 3
     cache = DynamicCache(config=model.config)
     record_past(cache, model)

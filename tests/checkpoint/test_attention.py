@@ -209,7 +209,9 @@ def tensors_of(folder):
 
 @pytest.mark.parametrize("family", MIXABLE)
 def test_saving_and_loading_is_exact(family, tmp_path):
-    """Outputs, tensors and table are equal, also with several files; so are the integer buffer and the buffer that is not saved."""
+    """Outputs, tensors and table are equal, also with several files; so are the integer buffer and the buffer that is
+    not saved.
+    """
     model, inputs = random_model_with_mixers(family, DecayedConfig(half_life=3), [1]), tiny_inputs(family, 2)
     before = model_outputs(model, inputs)
     model.save_pretrained(tmp_path / "a", max_shard_size="20KB")

@@ -1,9 +1,12 @@
-"""Every cache of transformers with softmax layers beside mixers: the logits of each call are those of one forward without a cache.
+"""Every cache of transformers with softmax layers beside mixers: the logits of each call are those of one forward
+without a cache.
 
-    mask {none, ones, left, right, middle} x attention {eager, sdpa} x cache {dynamic, static, one's own static, offloaded, quantized}
-    x softmax in {the first layer, the middle one, the last, none} x calls {prefill, one token, several}
+    mask {none, ones, left, right, middle} x attention {eager, sdpa} x cache {dynamic, static, one's own static,
+    offloaded, quantized} x softmax in {the first layer, the middle one, the last, none} x calls {prefill, one token,
+    several}
 
-`make test` runs a sample; the tests marked slow run all of it, for every kind of mixer, and for families whose softmax layers have windows.
+`make test` runs a sample; the tests marked slow run all of it, for every kind of mixer, and for families whose softmax
+layers have windows.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ PADDING = {
 SOFTMAX = {"first": 0, "middle": 1, "last": 2, "none": None}
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Name -> (family, changes of its config to three layers). Static layers of a window longer than the text have empty slots, as those without.
+# Name -> (family, changes of its config to three layers). Static layers of a window longer than the text have empty
+# slots, as those without.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_hidden_layers": 3}),
     "gpt2": ("gpt2", {"n_layer": 3}),
@@ -131,8 +135,11 @@ GENERATED = ("dynamic", "static", "offloaded", "offloaded_static")
 
 
 def is_available(name: str, kind: str, softmax: str) -> bool:
-    """Return whether a cache can be made. Softmax layers are offloaded from a GPU only, and torch built for one makes no stream without it.
-    transformers does not quantize layers with windows."""
+    """Return whether a cache can be made.
+
+    Softmax layers are offloaded from a GPU only, and torch built for one makes no stream without it. transformers does
+    not quantize layers with windows.
+    """
     if "offloaded" in kind:
         return torch.cuda.is_available() or (softmax == "none" and torch.version.cuda is None)
     return kind != "quantized" or (quantized_backend() is not None and "sliding_window" not in MODELS[name][1])
@@ -141,7 +148,9 @@ def is_available(name: str, kind: str, softmax: str) -> bool:
 def check(
     name: str, mixer: str, attention: str, softmax: str, kinds=KINDS, generated=GENERATED, paddings=tuple(PADDING)
 ):
-    """Compare every cache of `kinds` in calls of the model, and of `generated` in generate(), which prefills at once and in chunks."""
+    """Compare every cache of `kinds` in calls of the model, and of `generated` in generate(), which prefills at once
+    and in chunks.
+    """
     model, found = hybrid(name, mixer, softmax), {}
     model.set_attn_implementation(attention)
     for kind in (k for k in kinds if is_available(name, k, softmax)):
@@ -189,7 +198,9 @@ def test_every_cache_of_other_families_gives_the_logits_of_one_forward(name, att
 
 @torch.no_grad()
 def test_masks_are_made_for_empty_slots_only():
-    """A mask for every token beside static layers; none in a dynamic cache, and none where mixers have taken all layers."""
+    """A mask for every token beside static layers; none in a dynamic cache, and none where mixers have taken all
+    layers.
+    """
     for softmax in SOFTMAX:
         model, ids = hybrid("llama", "gated deltanet", softmax), tokens_and_mask("none")[0]
         for kind in ("dynamic", "static"):

@@ -364,7 +364,9 @@ class MaskedLogits(torch.nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("names", [("mlr", "window"), ("bilinear", "global window")])
 def test_mixers_that_score_keys_export_with_any_length(names):
-    """One program for rows with and without padding, and for more tokens than one pass over the queries takes otherwise."""
+    """One program for rows with and without padding, and for more tokens than one pass over the queries takes
+    otherwise.
+    """
     from surgery.architectures.attention import attention_paths
     from surgery.modeling.attention import install
 

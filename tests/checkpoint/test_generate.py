@@ -210,7 +210,9 @@ POSITIONAL = {  # mixers whose output depends on positions themselves, not only 
 @pytest.mark.parametrize("config", POSITIONAL.values(), ids=POSITIONAL)
 @pytest.mark.parametrize("family, layers", [("llama", None), ("qwen3", [1]), ("gpt_neox", None)])
 def test_left_padding_without_positions(family, layers, config):
-    """A forward call with a mask alone gives what each row has alone, in one piece and in several, and of embeddings."""
+    """A forward call with a mask alone gives what each row has alone, in one piece and in several, and of
+    embeddings.
+    """
     model, ids = mixed_model(family, config, layers), prompts(3, 14)
     mask = torch.ones_like(ids)
     mask[1, :6], mask[2, :13] = 0, 0
@@ -310,7 +312,9 @@ def test_candidates_are_taken_back(family, layers):
 @torch.no_grad()
 @pytest.mark.parametrize("rope", ["window", "both"])
 def test_candidates_of_a_mixer_that_rotates_itself_are_removed(rope):
-    """Mixers with `rope: window` or `both` get the rotation as an input, which a recording cache cuts like the tokens."""
+    """Mixers with `rope: window` or `both` get the rotation as an input, which a recording cache cuts like the
+    tokens.
+    """
     mixer = LinearAttention(mask="gates", scores="delta", rope=rope, window=6, sinks=2)
     model, ids = mixed_model("llama", mixer), prompts(2, MAX_RECORDED + 40)
     cache = DynamicCache(config=model.config)
@@ -435,7 +439,9 @@ def test_a_saved_window_of_other_sizes_is_refused(tmp_path):
 
 @torch.no_grad()
 def test_a_state_of_other_weights_is_refused(llama, tmp_path):
-    """Of any layer, changed a little; of other options; but not of the same weights in bfloat16, elsewhere in memory or in a model with a head."""
+    """Of any layer, changed a little; of other options; but not of the same weights in bfloat16, elsewhere in memory or
+    in a model with a head.
+    """
     cache, path = DynamicCache(config=llama.config), tmp_path / "state"
     llama(prompts(1, 4), past_key_values=cache)
     save_cache(cache, path)
@@ -551,7 +557,9 @@ def test_continuous_batching_is_refused(llama):
 
 @torch.no_grad()
 def test_a_cache_is_known_by_what_it_is(llama):
-    """Models of transformers up to 5.23 pass `past_key_values` to attention, later ones `cache`; what a name does not promise is not read."""
+    """Models of transformers up to 5.23 pass `past_key_values` to attention, later ones `cache`; what a name does not
+    promise is not read.
+    """
     attention, ids = llama.model.layers[0].self_attn, prompts(2, 7)
     x_BTD = llama.get_input_embeddings()(ids)
     rope = llama.model.rotary_emb(x_BTD, torch.arange(7)[None])

@@ -1,4 +1,6 @@
-"""A GGUF file is a source: it is expanded once, its values are kept, and damaged files are refused before they are expanded."""
+"""A GGUF file is a source: it is expanded once, its values are kept, and damaged files are refused before they are
+expanded.
+"""
 
 from __future__ import annotations
 

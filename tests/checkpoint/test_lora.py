@@ -1,4 +1,6 @@
-"""PEFT LoRA on structured and split linears: an adapter starts at zero, is all that trains, and can be saved and loaded."""
+"""PEFT LoRA on structured and split linears: an adapter starts at zero, is all that trains, and can be saved and
+loaded.
+"""
 
 from __future__ import annotations
 

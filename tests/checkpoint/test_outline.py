@@ -1,4 +1,6 @@
-"""The outline of a decoder against transformers' model class: same modules, attention and plan; no outline if they could differ."""
+"""The outline of a decoder against transformers' model class: same modules, attention and plan; no outline if they
+could differ.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def describe_model(model):
 
 
 def both_ways(folder: Path) -> None:
-    """Check that a checkpoint has an outline, and that every recipe plans the same with it as with transformers' class."""
+    """Check that a checkpoint has an outline, and that every recipe plans the same with it as with transformers'
+    class.
+    """
     source = open_checkpoint(str(folder), weights=False)
     outline, model = read_outline(source), MetaModel(source)
     assert outline is not None
@@ -217,7 +221,9 @@ ODD_VALUES = (
 
 @pytest.mark.parametrize("family", OUTLINED)
 def test_an_outline_of_an_odd_config_is_that_of_the_model_class(family, checkpoints):
-    """Each value of config.json in turn is missing or odd: there is no outline, or transformers builds the same model."""
+    """Each value of config.json in turn is missing or odd: there is no outline, or transformers builds the same
+    model.
+    """
     folder = checkpoints(family)
     plain = json.loads((folder / "config.json").read_text())
     configs = [{key: value for key, value in plain.items() if key != dropped} for dropped in plain]

@@ -1,6 +1,8 @@
-"""Whatever order a server feeds, rejects, copies, reorders and stores tokens in, the logits are those of one forward without a cache.
+"""Whatever order a server feeds, rejects, copies, reorders and stores tokens in, the logits are those of one forward
+without a cache.
 
-A schedule is drawn as a list of steps on one batch; hypothesis shrinks a failing one to the shortest. Everything is float64.
+A schedule is drawn as a list of steps on one batch; hypothesis shrinks a failing one to the shortest. Everything is
+float64.
 
     SURGERY_SCHEDULES=10000 pytest tests/checkpoint/test_schedules.py      more of them, at random; CI takes the same few each time
 """
@@ -46,7 +48,8 @@ class Session:
     def feed(self, tokens: int, pads: list[int], left: bool) -> None:
         """Append tokens to every row, the first or last few of them padding, and compare the logits of the real ones.
 
-        Rows that have had only padding so far join the batch with their first real token; one row has a real token in every feed.
+        Rows that have had only padding so far join the batch with their first real token; one row has a real token in
+        every feed.
         """
         rows, seen = self.ids.shape
         tokens = min(tokens, LIMIT - seen)

@@ -1,7 +1,7 @@
 """Files written by version 0.1 can still be read.
 
-They are a checkpoint, recipes, reports, an interrupted conversion and healing, a saved cache, a teacher cache, and evaluation
-results, in tests/data/written_before.
+They are a checkpoint, recipes, reports, an interrupted conversion and healing, a saved cache, a teacher cache, and
+evaluation results, in tests/data/written_before.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def test_an_interrupted_conversion_goes_on(place):
     others = [name for name in whole if name not in cores]
     assert len(linears[1]) == 14 and cores < whole.keys()
     assert all(torch.allclose(resumed[name].float(), whole[name].float(), atol=0.05) for name in others)
-    # The cores of a matrix are unique up to a basis of each block's rank, which the processor's rounding decides. Their product is compared.
+    # The cores of a matrix are unique up to a basis of each block's rank, which the processor's rounding decides. Their
+    # product is compared.
     with torch.no_grad():
         for path, linear in linears[1].items():
             made, written = linears[0][path].dense().float(), linear.dense().float()

@@ -162,7 +162,9 @@ def test_errors_are_for_people(checkpoints, call, said):
 
 
 def test_every_command_is_a_documented_function():
-    """Every argument stands in the docstring, and every command of the terminal but the demo and the server has its function."""
+    """Every argument stands in the docstring, and every command of the terminal but the demo and the server has its
+    function.
+    """
     from typer.main import get_command
 
     from surgery.cli.main import app

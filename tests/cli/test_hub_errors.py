@@ -1,4 +1,6 @@
-"""Without a network, with HF_HUB_OFFLINE=1, for a gated or an unknown name: every command that reads the Hub says what to do, with exit code 2."""
+"""Without a network, with HF_HUB_OFFLINE=1, for a gated or an unknown name: every command that reads the Hub says what
+to do, with exit code 2.
+"""
 
 from __future__ import annotations
 

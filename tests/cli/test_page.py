@@ -111,7 +111,9 @@ def test_everything_is_on_it(out):
 
 
 def test_the_verdict_comes_before_any_chart_and_numbers_agree(out):
-    """One sentence of measured values; the page and the table of `surgery eval` tell the same change as the same ratio."""
+    """One sentence of measured values; the page and the table of `surgery eval` tell the same change as the same
+    ratio.
+    """
     results = json.loads((out / "eval" / "results.json").read_text())
     first = results["rows"][0]
     first |= {"suite": "ppl", "ratio": {"change": 1.2161, "low": 1.1, "high": 1.4}}
@@ -348,7 +350,9 @@ def verdict_of(text: str) -> str:
 
 @pytest.fixture
 def several(out, tmp_path) -> Path:
-    """A folder of `surgery eval OUT OTHER --compare SRC --out`, in which OUT has 1.5 times its original's perplexity and OTHER 3 times."""
+    """A folder of `surgery eval OUT OTHER --compare SRC --out`, in which OUT has 1.5 times its original's perplexity
+    and OTHER 3 times.
+    """
     own, folder = open_converted_checkpoint(str(out)).digest(), tmp_path / "RESULTS"
     shutil.rmtree(out / "eval")
     for name, print_, value in (("OUT", own, 3.0), ("OTHER", "f" * 64, 6.0)):

@@ -171,7 +171,9 @@ def broken_package(folder: Path, name: str, error: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_broken_torchvision_is_named_and_not_the_config(out, tmp_path):
-    """torchvision of another torch: transformers imports it with the model's config, and says only that LlamaConfig is missing."""
+    """torchvision of another torch: transformers imports it with the model's config, and says only that LlamaConfig is
+    missing.
+    """
     environment = broken_package(tmp_path, "torchvision", f"RuntimeError({TORCHVISION!r})")
     command = [sys.executable, "-m", "surgery", "serve", str(out / "btt")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -269,7 +271,10 @@ except KeyboardInterrupt:
     print("stopped", flush=True)
     sys.exit(3)
 """
-PARENT = "import sys; from surgery.cli.serve import run_until_interrupted; sys.exit(run_until_interrupted([sys.executable, '-c', {child!r}]))"
+PARENT = (
+    "import sys; from surgery.cli.serve import run_until_interrupted; sys.exit(run_until_interrupted([sys.executable, "
+    "'-c', {child!r}]))"
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -31,7 +31,9 @@ def test_a_densified_checkpoint_has_the_files_of_the_original(family, checkpoint
 
 @pytest.mark.parametrize("recipe", ["low-rank-half", "btt-half", "monarch-half", "mlr-half", "tensor-train-half"])
 def test_onnx_keeps_the_factors_of_structured_linears(recipe):
-    """The whole model is exported with torch.onnx: each factor stays a tensor of its own, and the graph computes the same."""
+    """The whole model is exported with torch.onnx: each factor stays a tensor of its own, and the graph computes the
+    same.
+    """
     pytest.importorskip("onnxscript")
     onnx_reference = pytest.importorskip("onnx.reference")
     torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""Accelerate's offloading of every shipped recipe: weights come from the CPU or the disk as modules run, and no bit of the output differs."""
+"""Accelerate's offloading of every shipped recipe: weights come from the CPU or the disk as modules run, and no bit of
+the output differs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ PLACES |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
 
 
 def tiny(recipe: str):
-    """A random Llama of two layers, converted without calibration text. A measured hybrid keeps every n-th layer instead."""
+    """A random Llama of two layers, converted without calibration text.
+
+    A measured hybrid keeps every n-th layer instead.
+    """
     torch.manual_seed(0)
     cls, config = tiny_config("llama")
     attention = load_recipe(recipe, ["calibration=null"]).attention

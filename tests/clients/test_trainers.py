@@ -1,4 +1,6 @@
-"""transformers' Trainer and TRL's SFTTrainer over converted models: 20 steps, and the same weights after a run that was resumed at step 10."""
+"""transformers' Trainer and TRL's SFTTrainer over converted models: 20 steps, and the same weights after a run that was
+resumed at step 10.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def word_tokenizer():
 
 
 def check_resumed(make, tmp_path) -> None:
-    """make(folder) -> trainer of the same model. Train 20 steps, then again from the checkpoint of step 10; compare every tensor."""
+    """make(folder) -> trainer of the same model.
+
+    Train 20 steps, then again from the checkpoint of step 10; compare every tensor.
+    """
     trainer = make(str(tmp_path / "whole"))
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

@@ -1,4 +1,6 @@
-"""Programs that never import surgery load converted checkpoints where it is installed: transformers, peft, lm-eval's command."""
+"""Programs that never import surgery load converted checkpoints where it is installed: transformers, peft, lm-eval's
+command.
+"""
 
 from __future__ import annotations
 

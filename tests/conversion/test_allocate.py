@@ -122,7 +122,9 @@ def test_modules_get_what_they_need():
 
 
 def test_the_allocations_of_the_table_of_measurements():
-    """recipes/papers/quality/allocations.py: the factor of LEMS falls from 1 + gamma in the first layer to 1 in the last."""
+    """recipes/papers/quality/allocations.py: the factor of LEMS falls from 1 + gamma in the first layer to 1 in the
+    last.
+    """
     factors = [lems_factor(layer, 4, 1.0, 5.0) for layer in range(4)]
     assert factors[0] == pytest.approx(6) and factors[-1] == pytest.approx(1) and factors == sorted(factors)[::-1]
     assert [lems_factor(layer, 3, 0.0, 2.0) for layer in range(3)] == pytest.approx([3, 2, 1])

@@ -158,7 +158,9 @@ def test_sharded_bfloat16_without_calibration(checkpoints, tmp_path):
 
 
 def test_a_checkpoint_is_converted_into_a_live_model(checkpoints, calibration):
-    """A conversion has any source and any sink: here the tensors are read from files, and put into a model in memory."""
+    """A conversion has any source and any sink: here the tensors are read from files, and put into a model in
+    memory.
+    """
     recipe = make_recipe(structure="low_rank", **QUICK, calibration=calibration("llama"))
     model = load_original(checkpoints("llama"))
     report = Conversion(FolderSource(str(checkpoints("llama"))), LiveSink(model), recipe, device="cpu").run()

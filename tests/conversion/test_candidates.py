@@ -1,4 +1,6 @@
-"""Candidates for `auto` at equal bytes (recipes/papers/quality/candidates.py): sizes, fits of matrices that they represent, the script."""
+"""Candidates for `auto` at equal bytes (recipes/papers/quality/candidates.py): sizes, fits of matrices that they
+represent, the script.
+"""
 
 from __future__ import annotations
 

@@ -393,8 +393,10 @@ curvature: diagonal
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path, monkeypatch):
-    """Converting 24 layers takes hardly more memory than converting 4 of the same size. Only the keys are replaced: everything
-    else passes through just the same, and costs less time."""
+    """Converting 24 layers takes hardly more memory than converting 4 of the same size.
+
+    Only the keys are replaced: everything else passes through just the same, and costs less time.
+    """
     draw = functools.cache(functools.partial(random_llama.random_weight, generator=None))
     monkeypatch.setattr(random_llama, "random_weight", lambda shape, _: draw(shape))  # drawing takes longest
     weights = {}
@@ -429,7 +431,9 @@ def test_hidden_states_spill_to_disk_with_the_same_result(deep, tmp_path, monkey
 def interrupt_conversion(
     source: Path, recipe, out: Path, monkeypatch, before: str = "assemble", shard_bytes: int = 0
 ) -> list[dict]:
-    """OUT.partial of a conversion killed when all pieces were written, or after its first shard; its journal's lines."""
+    """OUT.partial of a conversion killed when all pieces were written, or after its first shard; its journal's
+    lines.
+    """
     from surgery.checkpoint import writer as assemble
     from surgery.conversion import convert as conversion
 

@@ -1,5 +1,5 @@
-"""Error curves corrected by probes (recipes/papers/quality/curve_probes.py), over all structures: they never rise, meet the fits at
-the probes, and closed forms keep theirs."""
+"""Error curves corrected by probes (recipes/papers/quality/curve_probes.py), over all structures: they never rise, meet
+the fits at the probes, and closed forms keep theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Full and read-only disks, and two commands in one folder: old files stay, no partly written file gets a final name."""
+"""Full and read-only disks, and two commands in one folder: old files stay, no partly written file gets a final
+name.
+"""
 
 from __future__ import annotations
 

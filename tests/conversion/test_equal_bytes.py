@@ -1,4 +1,6 @@
-"""Scripts behind the tables at equal bytes and by file: recipes/papers/quality/quantized.py, quantized_times.py, equal_bytes.py, by_file.py."""
+"""Scripts behind the tables at equal bytes and by file: recipes/papers/quality/quantized.py, quantized_times.py,
+equal_bytes.py, by_file.py.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,10 @@ def test_kernels_compute_the_same_integers(bits):
 
 # -- by file -------------------------------------------------------------------------------------------
 def test_texts_are_split_into_their_files():
-    first = '"""One."""\n\nimport os\n\n\ndef f():\n    return os\n\n\n# a comment of the second function\ndef g():\n    pass\n'
+    first = (
+        '"""One."""\n\nimport os\n\n\ndef f():\n    return os\n\n\n# a comment of the second function\ndef g():\n    '
+        "pass\n"
+    )
     second = "# Copyright\n# of somebody\n\nfrom os import path\n\n\nclass A:\n    pass\n"
     third = 'import re\n\nX = re.compile("a")\n'
     assert by_file.split_files(f"{first}\n\n{second}\n\n{third}") == [first, second, third]

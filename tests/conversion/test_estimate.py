@@ -1,4 +1,6 @@
-"""Estimates: counts on the meta device equal counts on real tensors, follow the recipe, and agree with the memory of a conversion."""
+"""Estimates: counts on the meta device equal counts on real tensors, follow the recipe, and agree with the memory of a
+conversion.
+"""
 
 from __future__ import annotations
 

@@ -195,7 +195,9 @@ def test_rows_of_experts_divide_the_tokens():
 
 
 def test_merged_tensors_on_disk_are_read_expert_by_expert(experts, tmp_path):
-    """A checkpoint that stores 3-D tensors gives the same converted checkpoint as one that stores a tensor for each matrix."""
+    """A checkpoint that stores 3-D tensors gives the same converted checkpoint as one that stores a tensor for each
+    matrix.
+    """
     source, merged = experts("qwen3_moe"), tmp_path / "merged"
     shutil.copytree(source, merged)
     model, state = AutoModelForCausalLM.from_pretrained(source), load_file(source / "model.safetensors")
@@ -263,7 +265,9 @@ def test_a_model_in_memory_gets_the_bits_of_the_command(experts, inputs, tmp_pat
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe"])
 def test_mixers_and_experts_together(kind, experts, tmp_path):
-    """A window that covers the text equals softmax attention; experts at full rank beside it stay exact, also step by step."""
+    """A window that covers the text equals softmax attention; experts at full rank beside it stay exact, also step by
+    step.
+    """
     recipe = {
         "structure": "low_rank",
         "rank": "full",
@@ -312,7 +316,9 @@ def test_mixers_beside_dense_experts(kind, live, experts, tmp_path):
 
 @pytest.mark.parametrize("kind", STORED_MERGED)
 def test_experts_of_merged_files_in_memory_and_in_the_command(kind, experts, inputs, tmp_path):
-    """Calibrated, both give the same bits, closer than without data; the live model, multiplied out, is saved as merged tensors."""
+    """Calibrated, both give the same bits, closer than without data; the live model, multiplied out, is saved as merged
+    tensors.
+    """
     source, recipe = experts(kind), {**ONLY_EXPERTS, **QUICK}
     surgery.convert(str(source), recipe, tmp_path / "command", calibration=inputs)
     surgery.convert(str(source), recipe, tmp_path / "free")

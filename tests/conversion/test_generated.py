@@ -97,7 +97,8 @@ def test_rows_follow_the_model_and_not_its_generation_config(checkpoints):
     kept = model.generation_config
     assert torch.equal(rows, sample_rows(model, samples(ids), recipe, torch.device("cpu")))
     assert model.generation_config is kept
-    # Of the model's own samples the mean loss is the mean entropy of its predictions; tokens of any other distribution have another loss.
+    # Of the model's own samples the mean loss is the mean entropy of its predictions; tokens of any other distribution
+    # have another loss.
     with torch.no_grad():
         logs = model(rows[:2000]).logits[:, 10:-1].log_softmax(-1)
     loss = -logs.gather(2, rows[:2000, 11:, None]).mean()

@@ -117,7 +117,9 @@ IDS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module")
 def with_head(tmp_path_factory):
-    """with_head(tied, structure) -> (a model converted in memory, head included; the folder that it saved), each made once."""
+    """with_head(tied, structure) -> (a model converted in memory, head included; the folder that it saved), each made
+    once.
+    """
     made = {}
 
     def make(tied: bool, structure: str):

@@ -438,7 +438,9 @@ def test_modules_without_a_group_have_no_hooks(converted):
 
 
 def test_kept_outputs_are_never_stale():
-    """During a call they are taken for the same tensor, in the same mode, unless it or the matrix was written in place."""
+    """During a call they are taken for the same tensor, in the same mode, unless it or the matrix was written in
+    place.
+    """
     q, k, v = make_group()
     x = torch.randn(3, 8)
     with during_a_call([q]):
@@ -541,7 +543,9 @@ def test_a_forward_that_was_interrupted_once_changes_nothing():
 
 
 def test_what_trains(converted):
-    """A role of a joined linear selects the matrix; its requires_grad is that of any of the linears that it replaced."""
+    """A role of a joined linear selects the matrix; its requires_grad is that of any of the linears that it
+    replaced.
+    """
     from surgery.training.optim import select_parameters
 
     model = AutoModelForCausalLM.from_pretrained(converted[1])

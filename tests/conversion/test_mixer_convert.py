@@ -1,4 +1,6 @@
-"""`convert` with mixers, every shipped recipe and family: checkpoints load, run, generate and agree with their report."""
+"""`convert` with mixers, every shipped recipe and family: checkpoints load, run, generate and agree with their
+report.
+"""
 
 from __future__ import annotations
 
@@ -110,8 +112,11 @@ LINEAR = [name for name in ATTENTION if load_recipe(name).attention.mixer == "li
 
 
 def pairs():
-    """Llama has had every recipe. BERT, which sees both ways, has them too; of linear attention, where a family only says
-    what goes in, the others have some in turns: every recipe in two of them or more."""
+    """Llama has had every recipe.
+
+    BERT, which sees both ways, has them too; of linear attention, where a family only says what goes in, the others
+    have some in turns: every recipe in two of them or more.
+    """
     yield from (("bert", name) for name in ATTENTION)
     for n, family in enumerate(("qwen3", "gemma2", "phi3", "gpt2", "gpt_neox", "vit")):
         in_turn = [LINEAR[(4 * n + k) % len(LINEAR)] for k in range(4)]

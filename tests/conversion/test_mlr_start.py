@@ -171,7 +171,9 @@ def test_windows_of_layers_may_differ():
 
 
 def test_the_expected_rise_is_of_the_arrangement():
-    """By the derivatives of the loss: 1/2 E (what the orders and ranks leave out - near biases)^2, at the best biases."""
+    """By the derivatives of the loss: 1/2 E (what the orders and ranks leave out - near biases)^2, at the best
+    biases.
+    """
     inputs, grad = random_inputs(3, 24)
     damage = ScoreSensitivity(SHAPE, EXTENTS)
     damage.member_KU = damage.member_KU.double()

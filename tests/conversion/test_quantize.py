@@ -1,4 +1,6 @@
-"""Quantized linears: integers within half a step, the same bits in memory and from files, and everything that is refused."""
+"""Quantized linears: integers within half a step, the same bits in memory and from files, and everything that is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +197,10 @@ def test_four_bits(family, rounded, tmp_path):
 
 @pytest.mark.parametrize("bits, group", [(4, 64), (4, 32), (8, 16)])
 def test_groups_need_not_divide_the_inputs(bits, group, checkpoints, tmp_path):
-    """Ranks of shipped recipes are any numbers. Files and memory have the same bits, and one scale for each group that is begun."""
+    """Ranks of shipped recipes are any numbers.
+
+    Files and memory have the same bits, and one scale for each group that is begun.
+    """
     recipe = make_recipe(structure="low_rank", keep=0.83)
     convert(str(checkpoints("llama")), recipe, tmp_path / "out")
     live, inputs = load("llama", tmp_path / "out"), tiny_inputs("llama", 2)

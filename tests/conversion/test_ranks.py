@@ -1,4 +1,6 @@
-"""Conversions by several processes: the bytes of a single process, also after resuming; an error of one process ends all."""
+"""Conversions by several processes: the bytes of a single process, also after resuming; an error of one process ends
+all.
+"""
 
 from __future__ import annotations
 

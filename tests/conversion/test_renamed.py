@@ -1,4 +1,6 @@
-"""Old words of recipes are accepted wherever recipes are: each is translated once, with a line that names the new word."""
+"""Old words of recipes are accepted wherever recipes are: each is translated once, with a line that names the new
+word.
+"""
 
 from __future__ import annotations
 
@@ -265,7 +267,9 @@ BASE = {"structure": "low_rank", "keep": 0.5, "sweeps": 1, "holdout": 0.25}
 
 
 def begun_before(source: Path, out: Path, old: dict, new: dict, monkeypatch) -> None:
-    """Begin a conversion with `new`, stop it behind the first layer, and let its journal name `old`, as an older version did."""
+    """Begin a conversion with `new`, stop it behind the first layer, and let its journal name `old`, as an older
+    version did.
+    """
     add = Journal.add
 
     def crash(self, step, **what):

@@ -1,4 +1,6 @@
-"""Hybrids whose layers are chosen by measurements: the divergences that rank layers, the rows they are measured on, and whole conversions."""
+"""Hybrids whose layers are chosen by measurements: the divergences that rank layers, the rows they are measured on, and
+whole conversions.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +206,9 @@ def local_copy(folder, layer):
 
 @pytest.mark.parametrize("weights", ["far", "even"])
 def test_a_layer_that_is_local_already_is_restored_last(weights, stories, tmp_path, monkeypatch):
-    """Layer 3 comes first in the whole model; once it sees 8 tokens only, the student's window of 16 does all it does."""
+    """Layer 3 comes first in the whole model; once it sees 8 tokens only, the student's window of 16 does all it
+    does.
+    """
     monkeypatch.setattr(aligned, "ALIGN_STEPS", 0)
     if weights == "even":
         monkeypatch.setattr(restored, "MIN_GAP", 1e9)
@@ -219,7 +223,9 @@ def test_a_layer_that_is_local_already_is_restored_last(weights, stories, tmp_pa
 
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "bert", "vit"])
 def test_families(family, checkpoints, calibration, tmp_path, monkeypatch):
-    """Sliding windows and soft caps, fused projections, an output projection outside of the attention module, images."""
+    """Sliding windows and soft caps, fused projections, an output projection outside of the attention module,
+    images.
+    """
     choose_layers_quickly(monkeypatch)
     attention = {"mixer": "linear", "mask": "decay", "steps": 4, "hybrid": {"softmax": 0.5}}
     recipe = make_recipe(structure="dense", attention=attention, calibration=calibration(family))

@@ -71,7 +71,9 @@ def test_a_conversion_with_multiples(checkpoints, calibration, tmp_path, monkeyp
 
 
 def test_the_plan_says_so(checkpoints):
-    """Ranks in the plan are multiples; a note says what is rounded, and for how many matrices the budget is too small."""
+    """Ranks in the plan are multiples; a note says what is rounded, and for how many matrices the budget is too
+    small.
+    """
     found = plan(str(checkpoints("llama")), "low-rank-half", round_ranks=4)
     ranks = [target["first"]["rank"] for target in found["targets"]]
     assert all(rank % 4 == 0 for rank in ranks)

@@ -1,4 +1,6 @@
-"""Fits of experts with one basis for all (recipes/papers/quality/shared_experts.py): optimal where a closed form exists, never worse otherwise."""
+"""Fits of experts with one basis for all (recipes/papers/quality/shared_experts.py): optimal where a closed form
+exists, never worse otherwise.
+"""
 
 from __future__ import annotations
 

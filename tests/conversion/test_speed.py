@@ -117,7 +117,9 @@ def test_matrices_that_no_structure_makes_faster_stay_dense(checkpoints, times, 
 
 
 def test_several_structures_and_what_was_not_measured(checkpoints, times):
-    """BTT has candidates at measured ranks below the multiple; structures without times are no candidates, and the plan says so."""
+    """BTT has candidates at measured ranks below the multiple; structures without times are no candidates, and the plan
+    says so.
+    """
     keys = {
         **BASE,
         "structure": "auto",
@@ -304,7 +306,9 @@ def test_other_times_are_not_resumed_with(checkpoints, calibration, times, tmp_p
 
 
 def test_journal_entries_are_checked_against_the_plan(checkpoints, times):
-    """Only options of the plan, of every target, with their parameters and within the target, are taken from a journal."""
+    """Only options of the plan, of every target, with their parameters and within the target, are taken from a
+    journal.
+    """
     plan = planned(checkpoints("llama"), **BASE, speed={"decode": 1.2, "measured": times()})
     structures = {t.name: t.preview.to_dict() if t.preview else None for t in plan.replaced_targets()}
     budgets = {t.name: t.uniform_budget() for t in plan.replaced_targets()}

@@ -38,7 +38,9 @@ def samples(family):
 
 
 class Zeroed:
-    """A pass that leaves the stream `original` unchanged and zeroes a linear of the layers `paths` in `other`, which begins at `first`."""
+    """A pass that leaves the stream `original` unchanged and zeroes a linear of the layers `paths` in `other`, which
+    begins at `first`.
+    """
 
     def __init__(self, paths, first=""):
         self.paths, self.first, self.begun = paths, first, not first

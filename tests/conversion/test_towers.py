@@ -1,4 +1,6 @@
-"""Models of text and images, of sound, and encoder-decoders: every law over all families of helpers/tiny_multimodal.py."""
+"""Models of text and images, of sound, and encoder-decoders: every law over all families of
+helpers/tiny_multimodal.py.
+"""
 
 from __future__ import annotations
 

@@ -74,7 +74,10 @@ def test_on_all_the_text_a_quick_trial_is_an_independent_conversion(family, chec
 def test_sequential_trials_decide_where_the_quick_one_contradicts_the_survey(
     better, calibrate, kind, rise, checkpoints, tmp_path, monkeypatch
 ):
-    """However small the rise of the loss is. Matrices that are fitted independently have no other trial than the quick one."""
+    """However small the rise of the loss is.
+
+    Matrices that are fitted independently have no other trial than the quick one.
+    """
 
     def run(self):
         return {
@@ -102,10 +105,12 @@ def test_the_kept_allocation_is_shown_with_its_reason():
     assert allocation_lines({"kept": "uniform", "why": "recipe"}) == []
     without_text = allocation_lines({"kept": "uniform", "why": "no calibration text"})  # whatever `allocate` asks for
     assert without_text == [
-        "allocation of ranks: not measured, because there is no calibration text; kept: uniform (the same share of every matrix)"
+        "allocation of ranks: not measured, because there is no calibration text; kept: uniform (the same share of "
+        "every matrix)"
     ]
     tried = allocation_lines({"kept": "uniform", "why": "held-out loss of trials", "uniform": score, "measured": worse})
     assert tried == [
-        "allocation of ranks, held-out loss of trials: uniform 2.0000, measured 2.5000 nats per token; kept: uniform (the same share of every "
+        "allocation of ranks, held-out loss of trials: uniform 2.0000, measured 2.5000 nats per token; kept: uniform "
+        "(the same share of every "
         "matrix)"
     ]

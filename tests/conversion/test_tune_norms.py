@@ -1,4 +1,6 @@
-"""Tuning with `norms: true`: norms and biases of the original, trained beside the new parameters, under their own names."""
+"""Tuning with `norms: true`: norms and biases of the original, trained beside the new parameters, under their own
+names.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def short_trials(monkeypatch):
 
 @pytest.fixture
 def every_epoch_helps(monkeypatch):
-    """Make held-out losses fall with every call, for tests of what is trained: whether a real one falls depends on the processor's rounding."""
+    """Make held-out losses fall with every call, for tests of what is trained: whether a real one falls depends on the
+    processor's rounding.
+    """
     calls = itertools.count()
     for kind in (tune_layer.LayerTuning, tune_model.ModelTuning):
         real = kind.held_out_loss
@@ -49,7 +53,9 @@ def every_epoch_helps(monkeypatch):
 
 @pytest.fixture
 def with_values(checkpoints, tmp_path):
-    """Return a function that copies a tiny checkpoint with norms that are not 1 and biases that are not 0, in a dtype."""
+    """Return a function that copies a tiny checkpoint with norms that are not 1 and biases that are not 0, in a
+    dtype.
+    """
 
     def build(family, dtype=torch.float32):
         folder = tmp_path / f"{family}-{dtype}"

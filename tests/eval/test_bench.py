@@ -192,7 +192,9 @@ def test_only_some():
 
 
 def test_compressed_linears_become_rows_of_the_table(tmp_path, monkeypatch):
-    """Half and a quarter of the parameters, with and without ranks of whole multiples; their rows join the table by --add."""
+    """Half and a quarter of the parameters, with and without ranks of whole multiples; their rows join the table by
+    --add.
+    """
     monkeypatch.setitem(linear.SHAPES, "compressed", ((256, 256), (256, 320)))
     monkeypatch.setitem(linear.TOKENS, "compressed", (1, 8))
     out, table, page = tmp_path / "compressed.json", tmp_path / "tuning.json", tmp_path / "performance.md"
@@ -403,7 +405,9 @@ def test_the_linears_of_a_plan_have_predicted_times(linear_table):
 
 
 def test_times_between_measured_sizes_follow_operations_and_bytes(linear_table):
-    """Twice the tokens, or a matrix of twice the size, takes twice as long where operations bind; no time is below the shortest measured."""
+    """Twice the tokens, or a matrix of twice the size, takes twice as long where operations bind; no time is below the
+    shortest measured.
+    """
     plan = linears_plan((LOW_RANK, (4096, 4096)), unchanged=[((8192, 4096), 1)])
     found = predict_linears(plan, 16384)["prefill"]
     assert found == {
@@ -582,8 +586,8 @@ def test_what_is_slower_is_said(table):
         "slower at 512 tokens, 3.0x faster at 8,192 tokens"
     )
     assert (
-        "features compared with SDPA at a context of 1,024 tokens: prefill 7.8x slower; faster than SDPA: prefill from 8,192 tokens on"
-        in attention
+        "features compared with SDPA at a context of 1,024 tokens: prefill 7.8x slower; faster than SDPA: prefill from "
+        "8,192 tokens on" in attention
     )
     assert attention.endswith("; this is attention alone, not the whole model")
     assert report_notes({"mixer_rows": mixers}, 1024) == [attention] and report_notes({}) == []
@@ -591,8 +595,8 @@ def test_what_is_slower_is_said(table):
     mixers[0]["mixer"] += ", window 64, sinks 4"  # the table has no row with a window, and the note says so
     (attention,) = report_notes({"mixer_rows": mixers}, 1024)
     assert (
-        "sinks 4, measured without window and sinks, compared with SDPA at a context of 1,024 tokens: prefill 7.8x slower"
-        in attention
+        "sinks 4, measured without window and sinks, compared with SDPA at a context of 1,024 tokens: prefill 7.8x "
+        "slower" in attention
     )
     ranks = [{"structure": {**first, "rank": rank}, "shape": [4096, 4096]} for rank in (4, 3, 1000)]
     assert report_notes({"modules": [*ranks, {"structure": {"structure": "dense"}, "shape": [4096, 4096]}]}) == [linear]

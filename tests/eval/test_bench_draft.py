@@ -127,7 +127,9 @@ def test_a_text_within_the_window_is_said(short):
 
 
 def test_a_pattern_is_replayed_on_random_weights(short, tmp_path, monkeypatch):
-    """The file of one benchmark gives the accepted drafts of the other; each row of a batch begins at another place of it."""
+    """The file of one benchmark gives the accepted drafts of the other; each row of a batch begins at another place of
+    it.
+    """
     recipe = tmp_path / "near.yaml"
     recipe.write_text("structure: dense\nattention: {mixer: window, window: 8, sinks: 1}\n")
     asked = {"model": EMBEDDED, "text": EMBEDDED / "heldout.txt", "sizes": "small", "device": "cpu"}
@@ -175,7 +177,9 @@ def test_rows_of_a_pattern_go_on_where_a_round_stopped():
 
 
 def test_a_replayed_round_drafts_what_the_drafter_drafts():
-    """Drafts of a round in the preallocated cache are the drafter's greedy tokens, and the comparison counts those that the original chooses."""
+    """Drafts of a round in the preallocated cache are the drafter's greedy tokens, and the comparison counts those that
+    the original chooses.
+    """
     model, sight = random_model("llama").double().eval(), Sight(4, 1)
     ids = torch.arange(3, 23)[None]
     with torch.inference_mode():

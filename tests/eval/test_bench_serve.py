@@ -128,7 +128,9 @@ def test_repeated_rows_decode_as_each_row_alone(mixers):
     "mixer", [None, MLR(ranks=(4, 4), extents=(6,)), LinearAttention(mask="hierarchical")], ids=str
 )
 def test_a_repeated_step_leaves_the_context_as_it_is(mixer):
-    """Steps at one length: softmax and MLR attention answer the same token alike each time, and a recurrent state moves on."""
+    """Steps at one length: softmax and MLR attention answer the same token alike each time, and a recurrent state moves
+    on.
+    """
     model = random_model("llama").double().eval()
     if mixer is not None:
         install_mixers(model, mixer)

@@ -1,4 +1,6 @@
-"""`surgery bench speed` and the suite `speed`: models in turns, rows of JSON, going on after a kill, tables and the figure."""
+"""`surgery bench speed` and the suite `speed`: models in turns, rows of JSON, going on after a kill, tables and the
+figure.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def test_a_killed_run_goes_on_at_the_missing_context(small, tmp_path, monkeypatc
 
 
 def test_the_live_cache_is_what_it_holds(small):
-    """Keys and values of 8 + 3 tokens in 2 layers of 2 heads with 16 dimensions, in float32; without room for further tokens."""
+    """Keys and values of 8 + 3 tokens in 2 layers of 2 heads with 16 dimensions, in float32; without room for further
+    tokens.
+    """
     assert run(None)["rows"][0]["cache_bytes"] == 2 * 2 * 2 * 16 * (8 + contexts.STEPS["small"]) * 4
 
 

@@ -361,7 +361,9 @@ def test_a_stranger_s_results_are_checked(tmp_path, name, harm, says):
 
 
 def test_a_damaged_suite_is_left_out_and_the_others_are_compared(three, tmp_path):
-    """Of one model a suite, of another everything: the tables have what is whole, and say what is not in them and why."""
+    """Of one model a suite, of another everything: the tables have what is whole, and say what is not in them and
+    why.
+    """
     from surgery.cli.main import app
 
     (path,) = three[1].rglob("needle/samples.jsonl")

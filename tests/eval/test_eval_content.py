@@ -177,7 +177,9 @@ def accuracy(place: Path, out: Path, answers: Path | None = None) -> float:
 
 
 def test_3_2_changed_labels_are_scored_again(tmp_path, monkeypatch):
-    """Neither the kept result nor the kept answers bring the old score back, and a mirror elsewhere is the same data."""
+    """Neither the kept result nor the kept answers bring the old score back, and a mirror elsewhere is the same
+    data.
+    """
     place, out, answers = tmp_path / "mirror", tmp_path / "out", tmp_path / "answers"
     first = accuracy(questions(place, 0), out, answers)
     assert first in (0, 1)

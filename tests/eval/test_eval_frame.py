@@ -138,7 +138,9 @@ def test_several_models_share_the_base_and_are_compared(models, tmp_path):
 
 
 def test_several_models_take_turns(models, tmp_path, monkeypatch):
-    """Suites that time load all models together, once; the same command again measures nothing, and differences are given."""
+    """Suites that time load all models together, once; the same command again measures nothing, and differences are
+    given.
+    """
     monkeypatch.setattr("surgery.eval.results.models.SUITES", suites.SUITES)
     done = evaluate_models(["worse", "other"], ["both"], OPTIONS, out=tmp_path / "out", compare="good")
     assert models == [("both", "good worse other")]

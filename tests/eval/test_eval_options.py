@@ -1,4 +1,6 @@
-"""EvalOptions is the one declaration of the options of an evaluation: the command line, Python and the types follow it."""
+"""EvalOptions is the one declaration of the options of an evaluation: the command line, Python and the types follow
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An evaluation that was killed continues without losing a finished sample, and gives the results of one that was not."""
+"""An evaluation that was killed continues without losing a finished sample, and gives the results of one that was
+not.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def measure_and_log(
     before_batch: Callable[[int], None] = lambda n: None,
     asked: EvalOptions | None = None,
 ) -> None:
-    """Run a suite, or several with the options `asked`; every scored item is a line of `log`. before_batch is called before each batch is written to the journal."""
+    """Run a suite, or several with the options `asked`; every scored item is a line of `log`. before_batch is called
+    before each batch is written to the journal.
+    """
     score, append, batches = batching._BatchRunner._score_batch, SampleJournal.append, [0]
 
     def scored(self, made, batch):
@@ -116,7 +120,9 @@ def kill_at(last: int) -> Callable[[int], None]:
     [pytest.param(suite, marks=pytest.mark.slow if suite not in QUICK else ()) for suite in SUITES],
 )
 def test_a_killed_suite_continues_after_its_last_finished_sample(tmp_path, whole, suite):
-    """Killed twice, each time before a batch is written: only that batch is scored again, and the results are those of a whole run."""
+    """Killed twice, each time before a batch is written: only that batch is scored again, and the results are those of
+    a whole run.
+    """
     out, log = tmp_path / "out", tmp_path / "log"
     lost = 0
     for last in (3, 2):
@@ -213,7 +219,9 @@ def test_other_data_is_scored_again(tmp_path, whole):
 
 
 def test_two_processes_exclude_each_other(tmp_path):
-    """While one evaluates one or several models into a folder, another is refused, and the first one's results are whole."""
+    """While one evaluates one or several models into a folder, another is refused, and the first one's results are
+    whole.
+    """
     out = tmp_path / "out"
     reader, writer = os.pipe()
     answer, go = os.pipe()

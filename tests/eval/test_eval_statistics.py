@@ -177,7 +177,9 @@ def test_wilson_counts_units():
 
 
 def test_wilson_never_counts_more_samples_than_there_are():
-    """Seven documents of unequal size with one right answer, in the largest: its residual is small, which is no evidence of 450 samples."""
+    """Seven documents of unequal size with one right answer, in the largest: its residual is small, which is no
+    evidence of 450 samples.
+    """
     sizes = [16, 16, 32, 32, 64, 64, 112]
     samples = [
         Sample("t", f"{i} {j}", {"m": float(i == 6 and j == 0)}, unit=str(i))

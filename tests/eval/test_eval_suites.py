@@ -50,7 +50,9 @@ def near(tmp_path_factory) -> str:
 
 # -- perplexity --------------------------------------------------------------------------------------
 def test_3_3_perplexity_is_that_of_windows_side_by_side(model, tokenizer):
-    """One estimator: the command's and the scripts' numbers are equal, and those of the formula, computed here in full."""
+    """One estimator: the command's and the scripts' numbers are equal, and those of the formula, computed here in
+    full.
+    """
     options = EvalOptions(text=TEXT, tokens=2048, length=256)
     row = evaluate(str(TINY), ["ppl"], options).row("ppl")
     found = ppl.summarize(ppl.measure(model, tokenizer, options))

@@ -23,7 +23,9 @@ MIRROR = Path(__file__).resolve().parents[2] / "eval" / "mirror"
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A stand-in for the Hub that holds what the small mirror holds; `asked` says what was loaded, `broken` what fails."""
+    """A stand-in for the Hub that holds what the small mirror holds; `asked` says what was loaded, `broken` what
+    fails.
+    """
     import datasets
     import huggingface_hub
 
@@ -102,7 +104,9 @@ def test_splits_that_lack_are_added(hub, tmp_path):
 
 
 def test_3_1_a_folder_of_that_name_here_is_not_taken_for_the_hub(hub, tmp_path, monkeypatch):
-    """`datasets` prefers a folder org/name in the working directory: a fetch from within a mirror would copy that one."""
+    """`datasets` prefers a folder org/name in the working directory: a fetch from within a mirror would copy that
+    one.
+    """
     monkeypatch.chdir(MIRROR)
     fetch(tmp_path, [DatasetSource("baber/piqa", None, ("validation",))], Progress())
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,6 @@
-"""`--prompts jrt`: the prompts and the truncation of the Just-Read-Twice harness, compared with a transcription of its code."""
+"""`--prompts jrt`: the prompts and the truncation of the Just-Read-Twice harness, compared with a transcription of its
+code.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def tokenizer(request):
 
 
 def upstream_cut(doc, tokenizer, context_length, answer_key, answer_length=50, context_key="text"):
-    """Task.truncate_context, HazyResearch/prefix-linear-attention 7490f22, without its requests; None where it returns none."""
+    """Task.truncate_context, HazyResearch/prefix-linear-attention 7490f22, without its requests; None where it returns
+    none.
+    """
     desired_length = context_length - answer_length
     context = doc[context_key].strip()
     doc_tokens = tokenizer([context], return_tensors="pt", truncation=False)["input_ids"][0]

@@ -1,4 +1,6 @@
-"""Records of lm-eval's tasks in local JSONL files (`surgery eval --data TASK=FILE`): lm-eval's own scores, and an error for every wrong line."""
+"""Records of lm-eval's tasks in local JSONL files (`surgery eval --data TASK=FILE`): lm-eval's own scores, and an error
+for every wrong line.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from surgery.eval.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, MIRROR = ROOT / "recipes" / "tiny" / "checkpoint", ROOT / "eval" / "mirror"
-# Task -> (data set, configuration, split, records in the form of in-context learning, the same in the columns of the data set).
+# Task -> (data set, configuration, split, records in the form of in-context learning, the same in the columns of the
+# data set).
 TASKS = {
     "piqa": (
         "baber/piqa", None, "validation",

@@ -1,4 +1,6 @@
-"""`surgery eval` gives the numbers of plain lm-eval (simple_evaluate, --model hf) on the same task, model and batch size, offline."""
+"""`surgery eval` gives the numbers of plain lm-eval (simple_evaluate, --model hf) on the same task, model and batch
+size, offline.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from surgery.eval.suite import EvalOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, MIRROR = ROOT / "recipes" / "tiny" / "checkpoint", ROOT / "eval" / "mirror"
-# One task of each kind of request: likelihoods of choices, rolling likelihood of a text, generated answers after two examples.
+# One task of each kind of request: likelihoods of choices, rolling likelihood of a text, generated answers after two
+# examples.
 TASKS = ("piqa", "wikitext", "babilong_qa6")
 FOLDERS = ("piqa", "wikitext", "babilong")
 BATCH = 2

@@ -83,8 +83,11 @@ def room(texts):
 # -- the fill ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("length", [512, 1024, 4096, 16384])
 def test_prompts_are_as_long_as_they_say(tokenizer, texts, length):
-    """Within 1% of the nominal length, prefix and answer counted, never above it. What does not fit says how much it needs,
-    and that is more than there is: templates alone are, with the smallest vocabularies, at 512."""
+    """Within 1% of the nominal length, prefix and answer counted, never above it.
+
+    What does not fit says how much it needs, and that is more than there is: templates alone are, with the smallest
+    vocabularies, at 512.
+    """
     count = prompt_counter(tokenizer)
     for task in TASKS.values():
         try:
@@ -108,8 +111,10 @@ def test_ids_are_the_tokenizers_own(tokenizer):
 
 
 def test_few_counts_fill_a_prompt(texts, monkeypatch):
-    """Tokenizing is what it costs: little more than once for a needle's whole text, some ten times where units are mixed anew. Prompts of
-    a task are equally long, so that batches need no padding. In one thread: prompts that are made at once cannot use each other's counts."""
+    """Tokenizing is what it costs: little more than once for a needle's whole text, some ten times where units are
+    mixed anew. Prompts of a task are equally long, so that batches need no padding. In one thread: prompts that are
+    made at once cannot use each other's counts.
+    """
     calls = Counter()
     monkeypatch.setattr("surgery.eval.long_context.ruler.base.os.cpu_count", lambda: 1)
 

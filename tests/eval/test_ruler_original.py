@@ -45,7 +45,9 @@ def texts():
 
 
 def upstream_search(total, max_seq_length: int, incremental: int, per: float, slack: int = 3) -> int:
-    """The search of the generators of needles, vt and qa (NVIDIA/RULER c3f5e3b). total: units -> tokens with the answer."""
+    """The search of the generators of needles, vt and qa (NVIDIA/RULER c3f5e3b). total: units -> tokens with the
+    answer.
+    """
     lower_bound, upper_bound = incremental, max(int((max_seq_length / per) * slack), incremental * 2)
     optimal = None
     while lower_bound <= upper_bound:

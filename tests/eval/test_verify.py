@@ -1,4 +1,6 @@
-"""`surgery eval --verify`: what differs from a finished evaluation, and that a stranger's results choose nothing that is read."""
+"""`surgery eval --verify`: what differs from a finished evaluation, and that a stranger's results choose nothing that
+is read.
+"""
 
 from __future__ import annotations
 

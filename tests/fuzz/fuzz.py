@@ -3,8 +3,8 @@
     python tests/fuzz/fuzz.py recipe --seconds 600          or `all`, each for that long; --list names the targets
     python tests/fuzz/fuzz.py recipe --input crash-recipe-0123abcd
 
-With atheris installed (`pip install atheris`, on Linux) coverage guides the mutations; without it they are random. A document on
-which the parser fails is written to the working directory as crash-TARGET-HASH, and the exit code is 1.
+With atheris installed (`pip install atheris`, on Linux) coverage guides the mutations; without it they are random. A
+document on which the parser fails is written to the working directory as crash-TARGET-HASH, and the exit code is 1.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
         out = kernel(buffers.copy(x))       # new_empty, empty_like, zeros and the like come from guarded memory
     buffers.check()                         # raises Overrun: which tensor, on which side, how far
 
-A buffer is [guard | tensor | guard]. Guards are bytes of 0xFF, which are NaN as floating-point numbers and -1 as integers, and
-so is memory that nobody asked to be zeros: a kernel that reads beside a tensor, or reads what it never wrote, gives NaN.
+A buffer is [guard | tensor | guard]. Guards are bytes of 0xFF, which are NaN as floating-point numbers and -1 as
+integers, and so is memory that nobody asked to be zeros: a kernel that reads beside a tensor, or reads what it never
+wrote, gives NaN.
 """
 
 from __future__ import annotations

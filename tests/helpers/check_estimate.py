@@ -3,9 +3,10 @@
 python tests/helpers/check_estimate.py FOLDER 50m 150m 500m --tokens 4096 --length 256
 python tests/helpers/check_estimate.py FOLDER 1b 7b --device cuda --tokens 8192 --length 1024
 
-Memory is the sum of the tensors that the process holds, at its peak, as PyTorch's profiler records it; --rss: the peak of the process's
-resident memory instead, without the profiler, which takes memory itself and does not see the thread of a conversion without text. Seconds are processor seconds of the conversion, without imports.
-On a GPU (--device cuda) seconds are wall time, and memory is the peak that PyTorch allocated on the GPU.
+Memory is the sum of the tensors that the process holds, at its peak, as PyTorch's profiler records it; --rss: the peak
+of the process's resident memory instead, without the profiler, which takes memory itself and does not see the thread of
+a conversion without text. Seconds are processor seconds of the conversion, without imports. On a GPU (--device cuda)
+seconds are wall time, and memory is the peak that PyTorch allocated on the GPU.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ def main() -> None:
         print(json.dumps(convert(*arguments.convert)))
         return
     print(
-        f"| model | recipe | {'processor ' if arguments.device == 'cpu' else ''}seconds | estimated | sweeps | peak memory, MB | estimated | result, MB | estimated |"
+        f"| model | recipe | {'processor ' if arguments.device == 'cpu' else ''}seconds | estimated | sweeps | peak "
+        "memory, MB | estimated | result, MB | estimated |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for name in arguments.names:

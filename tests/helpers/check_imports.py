@@ -1,7 +1,7 @@
 """Check the import contract of pyproject.toml with import-linter: `python tests/helpers/check_imports.py`.
 
-`surgery.kernels`, `surgery.eval` and `surgery.recipes` lie beside the package in the repository, where import-linter does not
-look. The contract is therefore checked on a copy of the Python files, laid out as they are installed.
+`surgery.kernels`, `surgery.eval` and `surgery.recipes` lie beside the package in the repository, where import-linter
+does not look. The contract is therefore checked on a copy of the Python files, laid out as they are installed.
 """
 
 from __future__ import annotations

@@ -9,9 +9,12 @@ DIM, INNER, VOCAB, HEADS, KV_HEADS = 64, 128, 300, 4, 2
 
 
 def write_gguf(gguf, path, kind="Q8_0", layers=1, values=None, rope_divisors=None, skip=(), **metadata):
-    """Write a Llama with four heads, its linears in a ggml type, and a tokenizer of bytes. Returns the values of its tensors.
+    """Write a Llama with four heads, its linears in a ggml type, and a tokenizer of bytes.
 
-    values: tensor name -> array, instead of random ones. skip: names of tensors to leave out. metadata: further entries, a dot in a key written as __.
+    Returns the values of its tensors.
+
+    values: tensor name -> array, instead of random ones. skip: names of tensors to leave out. metadata: further
+    entries, a dot in a key written as __.
     """
     writer, generator = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
     for add, value in (

@@ -1,7 +1,8 @@
-"""An environment in which this checkout is installed, .pth files included: programs in it find surgery without importing it.
+"""An environment in which this checkout is installed, .pth files included: programs in it find surgery without
+importing it.
 
-The environment of the tests may have an older install, or none at all (PYTHONPATH), so a new one is made beside it, which takes no download:
-the packages are those of the running interpreter.
+The environment of the tests may have an older install, or none at all (PYTHONPATH), so a new one is made beside it,
+which takes no download: the packages are those of the running interpreter.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Installed:
         self.bin = folder / "bin"
         site = Path(sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})["purelib"])
         paths = [str(ROOT), *(path for path in sys.path if Path(path).name.endswith("-packages"))]
-        # Python does not read the .pth files of folders that a .pth file names, so an install of surgery there has no effect.
+        # Python does not read the .pth files of folders that a .pth file names, so an install of surgery there has no
+        # effect.
         (site / "__paths__.pth").write_text("\n".join([*paths, ""]))
         for name, content in build_backend.STARTUP.items():
             (site / name).write_bytes(content)

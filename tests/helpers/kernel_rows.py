@@ -36,7 +36,10 @@ def patch_tensor_loops(monkeypatch) -> None:
 
 
 def patch_bfloat16_products(monkeypatch) -> None:
-    """Let Triton 3.6's interpreter multiply bfloat16 matrices. It holds them as 16-bit integers and multiplies those."""
+    """Let Triton 3.6's interpreter multiply bfloat16 matrices.
+
+    It holds them as 16-bit integers and multiplies those.
+    """
     import numpy as np
     from triton.runtime import interpreter
 

@@ -30,8 +30,9 @@ def _fork(work: Callable[[], object]) -> int:
 def run_child(work: Callable[[], object], cpu_seconds: float = 0.0, killed_by: int = 0) -> tuple[bool, float]:
     """Run `work` in a child process; return (whether it ended by itself, seconds of processor time that it took).
 
-    killed_by: the signal by which `work` kills itself; 0: it does not. cpu_seconds: when the child is killed, in seconds of its own processor time, which does not depend on what else runs on the
-    machine; 0: never. The kernel ends the process at that moment (SIGPROF without a handler), as it does with SIGKILL.
+    killed_by: the signal by which `work` kills itself; 0: it does not. cpu_seconds: when the child is killed, in
+    seconds of its own processor time, which does not depend on what else runs on the machine; 0: never. The kernel ends
+    the process at that moment (SIGPROF without a handler), as it does with SIGKILL.
     """
 
     def limited() -> None:
@@ -50,8 +51,8 @@ def run_child(work: Callable[[], object], cpu_seconds: float = 0.0, killed_by: i
 def convert_with_kills(
     convert: Callable[[Path, bool], None], folder: Path, kills: int = 10, seed: int = 0
 ) -> list[Path]:
-    """Convert repeatedly and return every finished output; the first run is uninterrupted, the others are killed `kills`
-    times in all.
+    """Convert repeatedly and return every finished output; the first run is uninterrupted, the others are killed
+    `kills` times in all.
     """
     chance = random.Random(seed)
     outs = [folder / "whole"]
@@ -80,8 +81,8 @@ CHANGING = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os
 def copy_states(work: Callable[[], object], home: Path, folder: Path, since: str = "") -> list[Path]:
     """Copy the states that a SIGKILL would leave of `home` before each of its file operations into `folder`.
 
-    A state is copied only if it differs from the previous one. `work` runs once, in a child process. since: ending of the path whose
-    renaming starts the recording.
+    A state is copied only if it differs from the previous one. `work` runs once, in a child process. since: ending of
+    the path whose renaming starts the recording.
     """
     run_child(lambda: record_states(work, home, folder, since))
     return sorted(folder.iterdir())

@@ -19,7 +19,9 @@ def row(shape: tuple[int, int], tokens: int, op: str, ms: float, **options: Any)
 
 
 def bench_result(shapes: Any = SHAPES, tokens: Any = (1, 64), slowness: Any = None, **changes: Any) -> dict[str, Any]:
-    """Return the data of a file: milliseconds are parameters x tokens, times how much slower a structure's parameter is."""
+    """Return the data of a file: milliseconds are parameters x tokens, times how much slower a structure's parameter
+    is.
+    """
     slow, rows = slowness or SLOWNESS, []
     for out, in_ in shapes:
         for count in tokens:

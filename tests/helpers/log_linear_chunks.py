@@ -21,8 +21,8 @@ def log_linear_chunks(
 ) -> Tensor:
     """Return out_BGJTV in v's dtype, for rows from position 0 on, without a past.
 
-    q and k may have 1 in place of G: shared by all groups. cu_seqlens: borders (S + 1,) of S sequences packed into one row
-    (B = 1), each from position 0 on.
+    q and k may have 1 in place of G: shared by all groups. cu_seqlens: borders (S + 1,) of S sequences packed into one
+    row (B = 1), each from position 0 on.
     """
     start = torch.zeros(len(v_BGTV), dtype=torch.int32, device=v_BGTV.device)
     closing, start = (start, start) if cu_seqlens is None else (cu_seqlens[:-1], cu_seqlens)

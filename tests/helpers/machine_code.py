@@ -1,10 +1,11 @@
-"""Compile kernels for a Hopper GPU on a machine without one, and search the machine code for reads of unwritten registers.
+"""Compile kernels for a Hopper GPU on a machine without one, and search the machine code for reads of unwritten
+registers.
 
     python tests/helpers/machine_code.py two                  the least kernel that ptxas 12.8 compiles wrongly, by that ptxas
     python tests/helpers/machine_code.py mixing mlr local window     surgery's kernels, forward and backward, by the ptxas that surgery takes
 
-prints a line for each kernel that reads a uniform register, which may hold an operand's address, before it is written. Run it as a
-process of its own, because Triton's interpreter must be off.
+prints a line for each kernel that reads a uniform register, which may hold an operand's address, before it is written.
+Run it as a process of its own, because Triton's interpreter must be off.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ def disassemble(cubin: bytes) -> str:
 
 
 class FakeHopperDriver:
-    """Triton driver that pretends to have a Hopper GPU: it compiles and keeps the machine code, but launches nothing."""
+    """Triton driver that pretends to have a Hopper GPU: it compiles and keeps the machine code, but launches
+    nothing.
+    """
 
     def __init__(self) -> None:
         self.binaries: list[tuple[str, bytes]] = []

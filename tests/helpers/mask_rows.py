@@ -1,4 +1,6 @@
-"""Masks with perturbed parameters, random packed rows, and the dense definition that implementations are compared with."""
+"""Masks with perturbed parameters, random packed rows, and the dense definition that implementations are compared
+with.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Measure how the cost of masks grows with the sequence length, on one thread: `python tests/helpers/mask_slopes.py [mask ..]`.
+"""Measure how the cost of masks grows with the sequence length, on one thread: `python tests/helpers/mask_slopes.py
+[mask ..]`.
 
 Prints seconds of `chunked` at T = 2K .. 64K with the slope of log time over log T, and for the hierarchical mask
 the time of a step and the bytes of the state after 2^10 .. 2^20 tokens. One head of 16 features and 16 values.

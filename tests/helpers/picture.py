@@ -1,6 +1,7 @@
 """The picture of README.md: what is replaced by what, for light and dark pages.
 
-Write docs/img/surgery-light.svg and surgery-dark.svg again after a change: `python tests/helpers/picture.py`. tests/repo/test_docs.py compares them.
+Write docs/img/surgery-light.svg and surgery-dark.svg again after a change: `python tests/helpers/picture.py`.
+tests/repo/test_docs.py compares them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def label(
     x: float, y: float, text: str, fill: str, size: int = 14, anchor: str = "middle", weight: str = "normal"
 ) -> str:
     """Return a line of text."""
-    return f'<text x="{x:g}" y="{y:g}" fill="{fill}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}">{text}</text>'
+    return (
+        f'<text x="{x:g}" y="{y:g}" fill="{fill}" font-size="{size}" text-anchor="{anchor}" '
+        f'font-weight="{weight}">{text}</text>'
+    )
 
 
 def arrow(x: float, y: float, fill: str) -> str:
@@ -48,7 +52,9 @@ def softmax_scores(x: float, y: float, colors: Palette) -> list[str]:
 
 
 def hybrid_scores(x: float, y: float, colors: Palette) -> list[str]:
-    """Return the mask of log-linear attention beside a window: exact near tokens, blocks that double with the distance."""
+    """Return the mask of log-linear attention beside a window: exact near tokens, blocks that double with the
+    distance.
+    """
     cell, drawn = SIDE / TOKENS, []
     for t in range(TOKENS):
         start = max(0, t - WINDOW + 1)
@@ -129,7 +135,8 @@ def draw(theme: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="-apple-system, Segoe UI, Helvetica, Arial, sans-serif" role="img" '
-        'aria-label="Softmax attention is replaced by exact attention to near tokens and few states for distant ones; dense weights '
+        'aria-label="Softmax attention is replaced by exact attention to near tokens and few states for distant ones; '
+        "dense weights "
         'by structured factors">\n' + "\n".join(parts) + "\n</svg>\n"
     )
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def reserved_port() -> Iterator[int]:
     """Reserve a free TCP port: inside the context the system gives it to nobody who asks for any port.
 
-    A server can listen on it all the same if it sets SO_REUSEADDR, as most do (Python's http.server, uvicorn, torch's TCPStore):
-    Linux lets two such sockets have one port while only one of them listens.
+    A server can listen on it all the same if it sets SO_REUSEADDR, as most do (Python's http.server, uvicorn, torch's
+    TCPStore): Linux lets two such sockets have one port while only one of them listens.
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

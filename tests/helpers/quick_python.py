@@ -2,8 +2,8 @@
 
     QuickPython(environment).write(folder / "python")      an executable that takes what `python` takes: -m, -c or a file
 
-The command runs in the caller's directory with its environment and its standard streams, and exits as it would alone. For
-tests that run many commands, each of which would import for seconds.
+The command runs in the caller's directory with its environment and its standard streams, and exits as it would alone.
+For tests that run many commands, each of which would import for seconds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The pages of docs/reference/: every option of every command and every key of every recipe, generated from the command line and the schemas.
+"""The pages of docs/reference/: every option of every command and every key of every recipe, generated from the command
+line and the schemas.
 
-Write them again after a change: `python tests/helpers/reference_pages.py`. tests/repo/test_reference_pages.py compares them.
+Write them again after a change: `python tests/helpers/reference_pages.py`. tests/repo/test_reference_pages.py compares
+them.
 """
 
 from __future__ import annotations
@@ -105,15 +107,18 @@ def keys_page() -> str:
     """Return docs/reference/keys.md: keys of conversion and healing recipes with types and defaults."""
     parts = ["# Keys of recipes\n", NOTE, "```bash\nsurgery recipes\n```\n"]
     parts.append(
-        "What the keys mean: [recipes](../recipes.md), [attention](../attention.md), [finetune](../finetune.md), [data](../data.md). Types are\n"
-        "those after a recipe is read; some keys also take the short forms that these pages show, such as `3M` for a count or a mapping for `keep`.\n"
+        "What the keys mean: [recipes](../recipes.md), [attention](../attention.md), [finetune](../finetune.md), "
+        "[data](../data.md). Types are\n"
+        "those after a recipe is read; some keys also take the short forms that these pages show, such as `3M` for a "
+        "count or a mapping for `keep`.\n"
     )
     for heading, model in sections().items():
         parts.append(f"## {heading}\n\n```text\n{inspect.cleandoc(model.__doc__ or '')}\n```\n")
         rows = [_key_row(name, field) for name, field in model.model_fields.items()]
         parts.append("\n".join(["| key | type | default |", "| --- | --- | --- |", *rows]) + "\n")
     parts.append(
-        "## Keys that nothing here sets\n\nNo shipped recipe, page or experiment of the repository sets these keys. They stay because:\n"
+        "## Keys that nothing here sets\n\nNo shipped recipe, page or experiment of the repository sets these keys. "
+        "They stay because:\n"
     )
     unset = [
         f"- {heading.replace('A conversion recipe', 'conversion')}: `{key}`: {why}"

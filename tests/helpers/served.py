@@ -12,7 +12,9 @@ WIDTH, HEADS, GROUPS, HEAD, MLP, LAYERS, VOCABULARY = 128, 4, 2, 32, 256, 3, 160
 
 
 def random_checkpoint(folder: Path, family: str = "llama", **changes) -> Path:
-    """Write a random float32 model of a family whose layers change the next token, with a tokenizer of single characters."""
+    """Write a random float32 model of a family whose layers change the next token, with a tokenizer of single
+    characters.
+    """
     import transformers as t
 
     sizes = {"hidden_size": WIDTH, "intermediate_size": MLP, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
@@ -74,7 +76,9 @@ def ragged_prompts(count: int = 8, shared: int = 0, longest: int = 120) -> list[
 
 
 def expected(folder: Path, prompts: list[list[int]], tokens: int) -> list[tuple[list[int], list[float]]]:
-    """Return what transformers generates greedily for each prompt alone, in float32: (tokens, their log probabilities)."""
+    """Return what transformers generates greedily for each prompt alone, in float32: (tokens, their log
+    probabilities).
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

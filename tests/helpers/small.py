@@ -137,7 +137,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def choose_layers_quickly(monkeypatch) -> None:
-    """Let `choose_by: measured` of layers work on windows of over 10 tokens, in place of 68, with two steps of alignment, in place of 100."""
+    """Let `choose_by: measured` of layers work on windows of over 10 tokens, in place of 68, with two steps of
+    alignment, in place of 100.
+    """
     from surgery.conversion import aligned, restored
     from surgery.mixers.sliding_window import Window
 

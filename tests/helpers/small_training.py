@@ -20,7 +20,9 @@ EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")
 
 
 def copy_first_layers(folder: Path, layers: int, **config: Any) -> None:
-    """Write to `folder` the embedded checkpoint with its first layers only and with changed config entries, and its texts."""
+    """Write to `folder` the embedded checkpoint with its first layers only and with changed config entries, and its
+    texts.
+    """
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "training_log.json"))
@@ -40,7 +42,8 @@ def _temporary_copy(layers: int) -> Path:
     return Path(place) / "tiny"
 
 
-# A trained model at half of the embedded checkpoint's cost. It predicts worse than all six layers, but far better than chance.
+# A trained model at half of the embedded checkpoint's cost. It predicts worse than all six layers, but far better than
+# chance.
 LAYERS = 3
 TINY_CHECKPOINT = _temporary_copy(LAYERS)
 LM = {"kind": "lm", "trains": ["all"], "length": 16, "tokens": 128, "batch": 4, "rows": 2, "rate": 1e-2}

@@ -1,4 +1,5 @@
-"""Tiny random models of the families of transformers, made from configs: the table of the shared suite (tests/architectures).
+"""Tiny random models of the families of transformers, made from configs: the table of the shared suite
+(tests/architectures).
 
 A family is one entry of TINY_FAMILIES. To add one, write its model class, its config and what is expected of it:
 
@@ -139,11 +140,12 @@ class TinyFamily:
     """One family.
 
     model_class, config_class: names in transformers. options: of the config. inputs: function (rows, length, seed) that
-    returns the model's keyword arguments, batch first. linears, mixers: "" if linears can be replaced, and attention by a
-    mixer; otherwise a part of the error message that says which property forbids it. generates: whether the model has
-    generate(). named: whether config.json of its checkpoint has `architectures`. resized: vocabulary to which the embeddings are resized after the model was built, 0: unchanged. note: a sentence
-    for docs/models.md. in_ci: whether CI runs this family (all others only run with -m slow). mixer_inputs: the inputs that a model with
-    mixers reads, if it does not read all.
+    returns the model's keyword arguments, batch first. linears, mixers: "" if linears can be replaced, and attention by
+    a mixer; otherwise a part of the error message that says which property forbids it. generates: whether the model has
+    generate(). named: whether config.json of its checkpoint has `architectures`. resized: vocabulary to which the
+    embeddings are resized after the model was built, 0: unchanged. note: a sentence for docs/models.md. in_ci: whether
+    CI runs this family (all others only run with -m slow). mixer_inputs: the inputs that a model with mixers reads, if
+    it does not read all.
     """
 
     model_class: str

@@ -1,4 +1,6 @@
-"""Tiny random models of images, of sound, and of pairs of texts: name -> class, config, Auto class, and inputs of the forward."""
+"""Tiny random models of images, of sound, and of pairs of texts: name -> class, config, Auto class, and inputs of the
+forward.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_star
 
 @dataclass(frozen=True)
 class TinyFamily:
-    """One family. make: returns (model class, config). auto: the Auto class that loads it. inputs: which inputs its forward takes.
+    """One family. make: returns (model class, config). auto: the Auto class that loads it. inputs: which inputs its
+    forward takes.
 
     towers: the towers that its layers belong to. generates: whether it has `generate`.
     """

@@ -1,4 +1,5 @@
-"""Every kernel at many lanes: forward, backward and step, each call against the same rows in small calls and the reference.
+"""Every kernel at many lanes: forward, backward and step, each call against the same rows in small calls and the
+reference.
 
     python tests/kernels/kernel_sweep.py                      # every case, about four minutes on one H200
     python tests/kernels/kernel_sweep.py --reduced            # smaller cases, for compute-sanitizer, which is 10 to 100 times slower
@@ -6,11 +7,11 @@
     python tests/kernels/kernel_sweep.py --far                # a few rows, laid out beyond what 32 bits count
     python tests/kernels/kernel_sweep.py --tiny               # a few rows, under Triton's interpreter where there is no GPU
 
-A lane is what one program or a few of them work on: a row of the batch, a group of heads, a chunk of tokens. Each case is one
-batched call, outputs and gradients, with guard bands around all that it allocates (canaries.py). Then
-(a) its rows one by one, or, where they are many, a few at a time, by the same kernel: no row may depend on its neighbours;
-(b) some of its rows by the reference in float64.
-Differences are taken row by row, |ours - exact| / |exact|, and the largest counts: one wrong row among thousands is seen.
+A lane is what one program or a few of them work on: a row of the batch, a group of heads, a chunk of tokens. Each case
+is one batched call, outputs and gradients, with guard bands around all that it allocates (canaries.py). Then (a) its
+rows one by one, or, where they are many, a few at a time, by the same kernel: no row may depend on its neighbours; (b)
+some of its rows by the reference in float64. Differences are taken row by row, |ours - exact| / |exact|, and the
+largest counts: one wrong row among thousands is seen.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ Leaves = dict[str, torch.Tensor]
 F32, BF16 = torch.float32, torch.bfloat16
 # Of one row, where the kernels' own tests have 1e-5 and 1e-2 to 2e-2 of all rows together.
 TOLERANCE = {F32: 5e-5, BF16: 4e-2, torch.float16: 2e-2}
-# Gradients that are small differences of large sums: of a rate's in 257 tokens, 1/240 to 1/1,200 of the terms' sizes is left.
+# Gradients that are small differences of large sums: of a rate's in 257 tokens, 1/240 to 1/1,200 of the terms' sizes is
+# left.
 LOOSER = {"gates": 10, "bias": 10, "rate": 10}
 GRIDS = ("full", "reduced", "tiny", "far")
 
@@ -286,7 +288,9 @@ LINEAR = {
 
 
 def tokens(B: int, G: int, J: int, T: int, F: int, V: int, dtype: torch.dtype, delta: bool, levels: int = 0) -> Leaves:
-    """Draw inputs laid out as mixers pass them, tokens before heads: q_BTGJF, k_BTGF, v_BTGV, gates_BTG, beta_BTG, level_BTGJL."""
+    """Draw inputs laid out as mixers pass them, tokens before heads: q_BTGJF, k_BTGF, v_BTGV, gates_BTG, beta_BTG,
+    level_BTGJL.
+    """
     torch.manual_seed(B + T)
     k = torch.nn.functional.normalize(normal(B, T, G, F) + 0.5, dim=-1) if delta else normal(B, T, G, F) / F**0.5
     made = {
@@ -386,7 +390,9 @@ PACKED = {
 
 
 def packed_cases(grid: str, kind: str) -> Iterator[Case]:
-    """Yield cases whose rows are sequences of different lengths, some empty, packed into one row; padding is ignored."""
+    """Yield cases whose rows are sequences of different lengths, some empty, packed into one row; padding is
+    ignored.
+    """
     from helpers.log_linear_chunks import log_linear_chunks
 
     from surgery.kernels.gated_delta import gated_delta
@@ -953,7 +959,10 @@ def linears(grid: str, way: str) -> Iterator[Case]:
             return lambda leaves: [function(*(leaves[name] for name in ("x", "right", "left", "offset")), out)]
 
         for training in (True, False):
-            name = f"{N} tokens, {c} x {d} to {b} x {a} blocks of rank {s}, {'with gradients' if training else 'inference'}"
+            name = (
+                f"{N} tokens, {c} x {d} to {b} x {a} blocks of rank {s}, "
+                f"{'with gradients' if training else 'inference'}"
+            )
             yield Case(name, dtype, N, {"x": normal(N, width, dtype=dtype)}, of(op.reference), shared, of(stand_in.run),
                        gradients=training, step=step, sample=64)  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""Decoding steps captured in a CUDA graph generate what single calls do. Without a GPU the graph is the recorded function itself."""
+"""Decoding steps captured in a CUDA graph generate what single calls do.
+
+Without a GPU the graph is the recorded function itself.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ def relative(x, expected):
 
 def check_kernels(run, inputs, dtype, kept=(), rounding=0.0):
     """run(*inputs) by kernels against the reference in float64: outputs and gradients of every input that has one.
-    kept: positions of inputs that stay float32 (parameters, states). rounding: what exponents miss by, being float32."""
+    kept: positions of inputs that stay float32 (parameters, states). rounding: what exponents miss by, being
+    float32.
+    """
     exact, quick = [], []
     for n, x in enumerate(inputs):
         if x is None or not x.is_floating_point():

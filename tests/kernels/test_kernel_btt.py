@@ -171,8 +171,8 @@ def test_autocast():
 
 
 def test_high_ranks_are_multiplied_out():
-    """By the rule for what was not measured (such as a CPU): a kernel for few tokens or low ranks, the dense product for
-    many tokens and high ranks."""
+    """By the rule for what was not measured (such as a CPU): a kernel for few tokens or low ranks, the dense product
+    for many tokens and high ranks."""
 
     def choose_implementation(N, d, s):
         x, right, left = (
@@ -317,7 +317,9 @@ class Hooks:
 
 
 def test_a_launch_passes_hooks_only_when_there_are_some(monkeypatch):
-    """Without hooks the compiled kernel's own `run` is called directly; with hooks Triton's launcher builds what they read."""
+    """Without hooks the compiled kernel's own `run` is called directly; with hooks Triton's launcher builds what they
+    read.
+    """
     from types import SimpleNamespace
 
     from surgery.kernels import launch

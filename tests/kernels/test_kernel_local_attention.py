@@ -38,7 +38,9 @@ def small_tiles(monkeypatch):
 
 
 class Case:
-    """Random q, k, v and sinks of one call. seen: tokens of each row before it; slots before the first token hold noise."""
+    """Random q, k, v and sinks of one call. seen: tokens of each row before it; slots before the first token hold
+    noise.
+    """
 
     def __init__(self, G, J, T, window, sinks, K=16, V=16, seen=(0,), softcap=None, largest=True):
         torch.manual_seed(0)

@@ -109,8 +109,8 @@ def test_sequences_in_one_row():
 
 
 def test_log_linear_rows_keep_to_their_places():
-    """Issue 17, 1: rows whose number of chunks is no multiple of 8 shared places with the next group's first rows, and the last
-    group's ran past the end."""
+    """Issue 17, 1: rows whose number of chunks is no multiple of 8 shared places with the next group's first rows, and
+    the last group's ran past the end."""
     from surgery.kernels.log_linear.states import launch_build_slots
 
     B, G, T, F, chunk = 5, 1, 225, 16, 16  # at most 15 chunks, so that rows would drift by 7 places in 8
@@ -134,8 +134,8 @@ def test_log_linear_rows_keep_to_their_places():
 
 
 def test_log_linear_places_are_one_sequence_s_own():
-    """For any rows, starts, lengths and chunks: the places of whole eights, in the tree's buffers and in its grids, as the
-    kernel counts them. Another sequence has none of them, and none lies outside."""
+    """For any rows, starts, lengths and chunks: the places of whole eights, in the tree's buffers and in its grids, as
+    the kernel counts them. Another sequence has none of them, and none lies outside."""
     from surgery.kernels.log_linear.states import tops_of
 
     draw, tops_of = random.Random(0), tops_of.fn

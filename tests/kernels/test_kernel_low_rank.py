@@ -1,4 +1,6 @@
-"""Low-rank linears by two matrix-vector products, on a GPU or under Triton's interpreter: against float64, and where they run."""
+"""Low-rank linears by two matrix-vector products, on a GPU or under Triton's interpreter: against float64, and where
+they run.
+"""
 
 from __future__ import annotations
 

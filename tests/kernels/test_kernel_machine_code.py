@@ -1,4 +1,6 @@
-"""Machine code of the kernels for a Hopper GPU, compiled on any machine: no read of unwritten registers (kernels/ptxas.py)."""
+"""Machine code of the kernels for a Hopper GPU, compiled on any machine: no read of unwritten registers
+(kernels/ptxas.py).
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def test_the_sweep_itself():
     DEVICE == "cuda", reason="takes 8 GiB a tensor on a GPU: python tests/kernels/kernel_sweep.py --far --jobs 1"
 )
 def test_tokens_that_lie_far_apart():
-    """Rows of 2^31 numbers from the first to the last: an offset that does not fit 32 bits is an error of the interpreter."""
+    """Rows of 2^31 numbers from the first to the last: an offset that does not fit 32 bits is an error of the
+    interpreter.
+    """
     lines: list[str] = []
     total = sweep("far", ["btt"], say=lines.append)
     assert total.calls and not total.failures, "\n".join(lines)

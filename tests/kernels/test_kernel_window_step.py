@@ -94,7 +94,10 @@ def miss(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def check_steps(mixer, state: MixerState, dtype: torch.dtype, steps, tolerance: float, donate: bool, **sizes) -> None:
-    """Compare steps of the kernels with the reference in float64, from the same rounded numbers. Both continue from their own state."""
+    """Compare steps of the kernels with the reference in float64, from the same rounded numbers.
+
+    Both continue from their own state.
+    """
     ours = rounded(state, dtype)
     exact = MixerState(ours.seen_B, {n: t.double() for n, t in ours.tensors.items()}, ours.max_seen)
     narrow = copy.deepcopy(mixer).float()
@@ -120,8 +123,8 @@ def check_steps(mixer, state: MixerState, dtype: torch.dtype, steps, tolerance: 
 @pytest.mark.parametrize("options", CONFIGS, ids=str)
 @torch.no_grad()
 def test_steps_behind_a_prompt(options):
-    """Past the sinks, through the window's end and powers of two, with rows of different lengths and steps without a token in
-    some of them. Every other config's states are donated; the others stay as they are."""
+    """Past the sinks, through the window's end and powers of two, with rows of different lengths and steps without a
+    token in some of them. Every other config's states are donated; the others stay as they are."""
     mixer = mixer_of(LinearAttention(**options))
     state = mixer.mix(tokens(11, PROMPT), mixer.empty_state(3, DEVICE))[1]
     check_steps(mixer, state, torch.float32, STEPS, 5e-6, CONFIGS.index(options) % 2 == 1)
@@ -274,7 +277,10 @@ def model():
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Let the kernels compute the steps, and only them: under the interpreter prompts would take long. Counts the steps."""
+    """Let the kernels compute the steps, and only them: under the interpreter prompts would take long.
+
+    Counts the steps.
+    """
     load_kernels()
     from surgery.kernels import window_step
     from surgery.mixers import linear
@@ -298,7 +304,9 @@ def steps(monkeypatch):
 )
 @torch.no_grad()
 def test_generated_tokens(options, model, steps, monkeypatch):
-    """In place or by value: left padding, beams, tokens that are taken back, and a captured step, which is a function on a CPU."""
+    """In place or by value: left padding, beams, tokens that are taken back, and a captured step, which is a function
+    on a CPU.
+    """
     from surgery.mixers import linear
     from surgery.modeling import cuda_graph
 

@@ -88,7 +88,8 @@ def test_products_are_taken_where_there_are_some(monkeypatch):
 def test_the_environment_names_the_choice():
     """A word that is no choice is refused at the first call."""
     code = (
-        "import torch\nfrom surgery.structures.btt import btt_linear\nx, core = torch.ones(1, 4), torch.ones(2, 2, 2, 2)\n"
+        "import torch\nfrom surgery.structures.btt import btt_linear\nx, core = torch.ones(1, 4), torch.ones(2, 2, 2, "
+        "2)\n"
         "btt_linear(x, core, core, None, 4)"
     )
     environment = {**os.environ, "SURGERY_KERNELS": "product"}

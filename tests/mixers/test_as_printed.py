@@ -1,4 +1,5 @@
-"""Equations of the papers as printed, in float64, against the implementation, and the differences that docs/papers.md lists.
+"""Equations of the papers as printed, in float64, against the implementation, and the differences that docs/papers.md
+lists.
 
 Oracles are written from the formula of the paper and call no function of this project.
 """
@@ -60,7 +61,9 @@ def test_btt_is_eq_2():
 
 @pytest.mark.parametrize("d, b", [(32, 4), (36, 3), (16, 4)])
 def test_published_monarch_is_btt(d, b):
-    """P L P^T R, L and R of b blocks of d / b x d / b each: block rank d / b^2, 2 d^2 / b numbers, rates times b / 2."""
+    """P L P^T R, L and R of b blocks of d / b x d / b each: block rank d / b^2, 2 d^2 / b numbers, rates times b /
+    2.
+    """
     left, right, x = random(b, d // b, d // b, seed=1), random(b, d // b, d // b, seed=2), random(d)
     swap = torch.arange(d).view(b, d // b).T.flatten()  # rows to columns
     printed = torch.block_diag(*left) @ (torch.block_diag(*right) @ x)[swap]
@@ -128,7 +131,9 @@ def test_costs_are_table_1_of_compute_better_spent():
 @torch.no_grad()
 @pytest.mark.parametrize("config", [LowRank(rank=3), BTT(rank=2), BlockTensorTrain(cores=3, rank=2)], ids=str)
 def test_updates_add_up_to_first_order(config):
-    """Eq. 3: the change of the output is the sum over cores of the product with that core's change in its place, up to squares."""
+    """Eq. 3: the change of the output is the sum over cores of the product with that core's change in its place, up to
+    squares.
+    """
     config = STRUCTURES[config].fit(config, 24, 36, 0.0)
     linear, x = STRUCTURES[config](36, 24, config, bias=False).double(), random(5, 36)
     cores = {name: random(*core.shape, seed=i) for i, (name, core) in enumerate(linear.named_parameters())}

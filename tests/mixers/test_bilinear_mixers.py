@@ -1,4 +1,6 @@
-"""Bilinear scores x^T M x': both orders of contraction, exact initialization with RoPE, calibrated initialization without."""
+"""Bilinear scores x^T M x': both orders of contraction, exact initialization with RoPE, calibrated initialization
+without.
+"""
 
 from __future__ import annotations
 
@@ -197,7 +199,9 @@ def test_the_score_of_eq_39_is_a_sum_over_levels_of_at_most_c_each():
 
 
 def test_eq_40_is_bounded_by_c_and_ignores_the_size_of_factors():
-    """Both sides are normalised: scores are at most C, and twice the factors of W_Q or W_K change nothing, up to the norm's epsilon."""
+    """Both sides are normalised: scores are at most C, and twice the factors of W_Q or W_K change nothing, up to the
+    norm's epsilon.
+    """
     shape, inputs = replace(SHAPE, groups=4), random_inputs(shape=replace(SHAPE, groups=4))
     mixer = make_mixer(BilinearBTT((4, 6), 2, base="own", norm="qk", scale=5.0), shape)
     torch.nn.init.ones_(mixer.key_gain)
@@ -257,7 +261,9 @@ def test_both_orders_of_contraction_agree(config):
 
 
 def test_costs_are_those_of_tables_2_and_3():
-    """One head, T tokens, values left out: 2 T D r + T^2 sum 2^(l-1) r_l for eq. 32, T^2 D + 2 s T D^(3/2) for eq. 35."""
+    """One head, T tokens, values left out: 2 T D r + T^2 sum 2^(l-1) r_l for eq. 32, T^2 D + 2 s T D^(3/2) for eq.
+    35.
+    """
     tokens, dims, ranks, s = 50, 64, (4, 2, 3), 2
     shape = AttentionShape(dim=dims, heads=1, groups=1, key=8, value=6, scaling=1.0)
 
@@ -339,8 +345,8 @@ def test_item_4_6_initial_weights_follow_equations_36_to_38(kind, norm):
 
 
 def test_item_4_6_fans_are_those_of_the_paper():
-    """D / p_l of eq. 36; c s and d of eqs. 37 and 38, in the order of X (P_L L P_R R^T X^T). x^T M, which norm `layer` takes
-    the layer norm of, has a and b s."""
+    """D / p_l of eq. 36; c s and d of eqs. 37 and 38, in the order of X (P_L L P_R R^T X^T). x^T M, which norm `layer`
+    takes the layer norm of, has a and b s."""
     shape = replace(SHAPE, dim=40, heads=10, groups=5)
     fans = lambda config: {n: m.fan_in for n, m in MIXERS[config](config, shape).mup().items()}  # noqa: E731
     assert fans(BilinearMLR((3, 2, 1), base="own")) == {"left1": 40, "right1": 40, "left2": 20, "right2": 20, "left3": 10, "right3": 10}  # fmt: skip
@@ -410,7 +416,9 @@ def test_norms_are_compared_from_scratch():
 
 
 def test_kernels_of_mlr_attention_leave_shared_and_scaled_keys_alone():
-    """Keys that all groups share have one group in memory: a kernel that steps through groups would read behind them."""
+    """Keys that all groups share have one group in memory: a kernel that steps through groups would read behind
+    them.
+    """
     pytest.importorskip("triton")
     from surgery.kernels import mlr_attention
     from surgery.kernels.mlr_attention import sdpa as attend_library

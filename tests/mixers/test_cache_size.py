@@ -1,4 +1,6 @@
-"""Counted bytes of a cache are the bytes of the live cache, for every mixer, mask and feature map, and for whole models."""
+"""Counted bytes of a cache are the bytes of the live cache, for every mixer, mask and feature map, and for whole
+models.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ def live_bytes(model, length: int) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_plan_inspect_page_card_and_estimate_count_the_live_cache(family, dtype, tmp_path, monkeypatch):
-    """Of a hybrid with softmax layers, sliding ones in Gemma 2: before the conversion from the config, after it from the checkpoint."""
+    """Of a hybrid with softmax layers, sliding ones in Gemma 2: before the conversion from the config, after it from
+    the checkpoint.
+    """
     from surgery.publish import summary
     from surgery.publish.html import data as page
     from surgery.publish.hub import model_card

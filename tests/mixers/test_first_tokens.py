@@ -1,4 +1,6 @@
-"""Rows that begin with the call: slices in place of tables give the outputs, gradients and states of the general path."""
+"""Rows that begin with the call: slices in place of tables give the outputs, gradients and states of the general
+path.
+"""
 
 from __future__ import annotations
 

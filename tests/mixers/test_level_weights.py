@@ -1,4 +1,6 @@
-"""Forms of lambda and matrix-valued Lambda of log-linear attention: the equations token by token in float64, and the mixer's laws."""
+"""Forms of lambda and matrix-valued Lambda of log-linear attention: the equations token by token in float64, and the
+mixer's laws.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +226,9 @@ def test_the_default_is_the_softplus_of_scalars():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_fitted_weights_of_levels_are_the_lambdas(form):
-    """What the conversion solves for: levels outside the sample share the nearest, and a bounded lambda keeps its ratio to the others."""
+    """What the conversion solves for: levels outside the sample share the nearest, and a bounded lambda keeps its ratio
+    to the others.
+    """
     mixer = mixer_with(form=form).float()
     config = mixer.config
     mixer = MIXERS[config](config, SHAPE).requires_grad_(False)

@@ -207,8 +207,8 @@ def scores_by_loops(mixer: LinearMixer, q_HTF: Tensor, k_GTF: Tensor, beta_TG: T
 def read_by_loops(
     mixer: LinearMixer, q_HF: Tensor, k_GnF: Tensor, x_1TD: Tensor, beta_TG: Tensor | None, t: int
 ) -> Tensor:
-    """Weights (H, n) with which query t reads the state after the n tokens behind the sinks: M's row of the last of them, and of
-    the hierarchical mask the row of a token that would follow without a gate."""
+    """Weights (H, n) with which query t reads the state after the n tokens behind the sinks: M's row of the last of
+    them, and of the hierarchical mask the row of a token that would follow without a gate."""
     groups, n, _ = k_GnF.shape
     sinks, tree = mixer.config.sinks, mixer.config.mask.name == "hierarchical"
     signals = {}
@@ -356,7 +356,9 @@ def test_laws(config):
 @pytest.mark.parametrize("scores", ["kernel", "delta"])
 @pytest.mark.parametrize("mask", MASK_NAMES)
 def test_first_pieces_may_be_shorter_than_window_and_sinks(mask, scores, near):
-    """One, two or three tokens first, of rows that have up to all of them: no token has reached the state of the mask yet."""
+    """One, two or three tokens first, of rows that have up to all of them: no token has reached the state of the mask
+    yet.
+    """
     features = "elu" if scores == "kernel" else "identity"
     mixer, length = make_mixer(config_of(mask, features, scores=scores, window=4, sinks=2, near_tokens=near)), 15
     valid_BT = torch.arange(length) >= torch.tensor([[0], [1], [5]])
@@ -489,7 +491,9 @@ def test_cost_is_the_live_state(config):
 @pytest.mark.parametrize("near", ["sliding", "chunks"])
 @pytest.mark.parametrize("mask", [name for name in MASK_NAMES if name not in SIGNED_MASKS])
 def test_near_and_far_tokens_share_one_normaliser(mask, near):
-    """LoLCATs (Zhang et al. 2025), eq. 6, with scores far beyond the range of exp: the largest near score is subtracted."""
+    """LoLCATs (Zhang et al. 2025), eq. 6, with scores far beyond the range of exp: the largest near score is
+    subtracted.
+    """
     config = config_of(mask, "hedgehog", normalise=True, window=4, sinks=1, near_tokens=near)
     mixer, inputs = make_mixer(config), random_inputs(19, 1)
     inputs.q_BHTK.mul_(500)
@@ -507,8 +511,8 @@ def test_near_and_far_tokens_share_one_normaliser(mask, near):
 
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_chunks_are_the_queries_block_and_the_one_before(sinks):
-    """Exact softmax over 5 to 8 tokens and the sinks; a far token enters the state when its block is two behind, for each length of
-    the prefill."""
+    """Exact softmax over 5 to 8 tokens and the sinks; a far token enters the state when its block is two behind, for
+    each length of the prefill."""
     mixer, inputs = (
         LinearMixer(LinearAttention(window=4, sinks=sinks, near_tokens="chunks"), SHAPE).double(),
         random_inputs(22),
@@ -588,8 +592,8 @@ YARN = {
 
 
 def test_rope_in_the_window_is_the_models_own_rotation():
-    """A window over everything, with the linear branch off, is the model itself: padded on either side, with partial RoPE,
-    scaled cos and sin, and from a cache."""
+    """A window over everything, with the linear branch off, is the model itself: padded on either side, with partial
+    RoPE, scaled cos and sin, and from a cache."""
     for family, changes in (("llama", {}), ("qwen3", {}), ("gpt_neox", {}), ("llama", YARN)):
         for rope in ("window", "both"):
             config = LinearAttention(scores="delta", window=40, rope=rope, linear_weight=0.0)
@@ -639,7 +643,9 @@ def test_extras_start_as_the_identity():
 
 
 def test_linear_attention_and_the_delta_rule_are_their_recurrences():
-    """Katharopoulos et al. 2020, eqs. 16-20; Yang et al. 2024 (DeltaNet), eq. 3, with gates (Gated DeltaNet, eq. 10)."""
+    """Katharopoulos et al. 2020, eqs. 16-20; Yang et al. 2024 (DeltaNet), eq. 3, with gates (Gated DeltaNet, eq.
+    10).
+    """
     inputs, out, out_delta = random_inputs(15, 1), [], []
     kernel = make_mixer(config_of("ones", "elu"))
     delta = make_mixer(config_of("gates", scores="delta"))

@@ -138,7 +138,9 @@ def test_item_4_4_a_start_is_never_worse_than_its_own_window(config):
 
 @pytest.mark.parametrize("window, block", [(0, 1), (6, 1), (0, 4)])
 def test_levels_that_the_text_does_not_reach_get_the_last_fitted_lambda(window, block):
-    """A level without a pair of tokens gives a term of rounding errors, and its weight was any number (1e5 and more)."""
+    """A level without a pair of tokens gives a term of rounding errors, and its weight was any number (1e5 and
+    more).
+    """
     mask = {"name": "hierarchical", "block": block}
     config = LinearAttention(mask=mask, scores="delta", window=window, chunk=8)
     torch.manual_seed(0)
@@ -172,7 +174,9 @@ def test_samples_of_several_lengths_are_each_fitted_as_far_as_they_reach(mask):
 
 @pytest.mark.parametrize("block", [1, 4, 8])
 def test_only_levels_that_chunks_have_are_fitted(block):
-    """States behind chunks of 4 tokens have no level below 3 (weights of these were fitted to rounding), which gets the first weight."""
+    """States behind chunks of 4 tokens have no level below 3 (weights of these were fitted to rounding), which gets the
+    first weight.
+    """
     mask = {"name": "hierarchical", "block": block}
     config = LinearAttention(mask=mask, scores="delta", window=4, chunk=8, near_tokens="chunks")
     torch.manual_seed(0)

@@ -200,8 +200,8 @@ def test_strong_levels_of_distant_chunks_are_those_of_the_chunks(chunk):
 @torch.no_grad()
 @EITHER
 def test_strong_log_linear_is_a_recurrence_over_buckets(scores):
-    """At token t the states of t - 1 pass into the level of their tokens, all pass the gate and the transition, and the token is
-    level 0; o_t = sum_l lambda_t^(l) q_t S_t^(l)."""
+    """At token t the states of t - 1 pass into the level of their tokens, all pass the gate and the transition, and the
+    token is level 0; o_t = sum_l lambda_t^(l) q_t S_t^(l)."""
     mask = mask_of("hierarchical", levels=5, admissibility="strong")
     rows = random_rows(mask, scores, LENGTH, [0, 0], [LENGTH, 30])
     expected = torch.zeros(*rows.q_BGJTF.shape[:4], 3, dtype=torch.float64)

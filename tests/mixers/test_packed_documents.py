@@ -83,7 +83,9 @@ def packed_ids(lengths=LENGTHS, seed=3):
 
 
 def one_by_one(model, ids_BT, lengths, restart=True):
-    """The logits of every document in a call of its own, side by side again; at positions from 0, or at those of the row."""
+    """The logits of every document in a call of its own, side by side again; at positions from 0, or at those of the
+    row.
+    """
     rows, places_T = [], torch.arange(ids_BT.shape[1])
     for ids_T, row in zip(ids_BT, lengths):
         parts = zip(ids_T.split(list(row)), places_T.split(list(row)))
@@ -315,7 +317,9 @@ def test_compiled_models_say_what_they_cannot():
 
 
 def test_a_mask_that_is_kept_from_call_to_call():
-    """What is known of it without a cache is nothing for a call with one, which has no packed rows, and the other way."""
+    """What is known of it without a cache is nothing for a call with one, which has no packed rows, and the other
+    way.
+    """
     model, (ids, positions) = model_of(CONFIGS["ssd"]), packed_ids(LENGTHS[1:2])
     mask = torch.ones(1, 1, 32, 32).tril().bool()
     mask[..., 20:, :20] = False

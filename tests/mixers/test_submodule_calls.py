@@ -1,4 +1,6 @@
-"""Mixers call their submodules, so that offloading and LoRA, which act on the call of a module, reach every parameter."""
+"""Mixers call their submodules, so that offloading and LoRA, which act on the call of a module, reach every
+parameter.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def plain_options(name: str) -> dict:
 
 
 def recipe_options(path: Path) -> dict:
-    """The mixer's options of a shipped recipe; ranks that depend on the size of the heads are those of the tiny model."""
+    """The mixer's options of a shipped recipe; ranks that depend on the size of the heads are those of the tiny
+    model.
+    """
     attention = read_yaml(path.read_text())["attention"]
     options = {key: value for key, value in attention.items() if key in known_options(attention["mixer"])}
     ranks = {"mlr": {"ranks": [4, 4], "extents": [8]}, "bilinear_mlr": {"ranks": [0, 2]}}

@@ -1,16 +1,17 @@
-"""Take the test mixins out of the source distribution of the installed transformers, into the folder `build/mixins/transformers_mixins`.
+"""Take the test mixins out of the source distribution of the installed transformers, into the folder
+`build/mixins/transformers_mixins`.
 
     python tests/mixins/fetch.py        (make test-mixins runs it)
 
-The distribution holds the modules of its folder tests, and no folder in it. The module test_modeling_common imports two mixins from such folders,
-the tests of generation and of export. They are taken from a checkout of transformers at the same version, if the environment variable
-TRANSFORMERS_CHECKOUT names one:
+The distribution holds the modules of its folder tests, and no folder in it. The module test_modeling_common imports two
+mixins from such folders, the tests of generation and of export. They are taken from a checkout of transformers at the
+same version, if the environment variable TRANSFORMERS_CHECKOUT names one:
 
     git clone --depth 1 --branch vVERSION https://github.com/huggingface/transformers CHECKOUT
     TRANSFORMERS_CHECKOUT=CHECKOUT make test-mixins
 
-TRANSFORMERS_CHECKOUT_VERSION names the version of a checkout of another version, whose tests may be of other behavior than the installed one's.
-Without a checkout an empty class takes the place of each, and their tests are not run.
+TRANSFORMERS_CHECKOUT_VERSION names the version of a checkout of another version, whose tests may be of other behavior
+than the installed one's. Without a checkout an empty class takes the place of each, and their tests are not run.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def fetch() -> Path:
     for name, mixin in STAND_INS.items():
         if not (PACKAGE / name).exists():
             print(
-                f"transformers-{version}.tar.gz has no tests/{name}: the tests of {mixin} are not run (set TRANSFORMERS_CHECKOUT)"
+                f"transformers-{version}.tar.gz has no tests/{name}: the tests of {mixin} are not run (set "
+                "TRANSFORMERS_CHECKOUT)"
             )
             write(name, f"class {mixin}:\n    pass\n".encode())
     made.write_text(wanted)
@@ -71,7 +73,8 @@ def check_version(checkout: Path, version: str) -> None:
     source = checkout / "src" / "transformers" / "__init__.py"
     if not source.is_file() or f'__version__ = "{version}"' not in source.read_text(encoding="utf-8"):
         raise SystemExit(
-            f"TRANSFORMERS_CHECKOUT={checkout} must be a checkout of transformers {version}, the installed version (or, if it is set, that of "
+            f"TRANSFORMERS_CHECKOUT={checkout} must be a checkout of transformers {version}, the installed version "
+            "(or, if it is set, that of "
             "TRANSFORMERS_CHECKOUT_VERSION)"
         )
 

@@ -1,8 +1,10 @@
 """transformers' own ModelTesterMixin and GenerationTesterMixin over converted models: llama and qwen3, six recipes.
 
-`make test-mixins` fetches the mixins and runs this file; without them it is skipped. Every class of a run converts itself as it is made from
-a config, and is otherwise the library's class. A test that fails is listed in EXPECTED with its reason; any other failure is a defect.
-One run takes about half a minute of one core, a minute with the tests of generation, which need a checkout (see fetch.py). `python tests/mixins/table.py` makes the table of docs/models.md from the results.
+`make test-mixins` fetches the mixins and runs this file; without them it is skipped. Every class of a run converts
+itself as it is made from a config, and is otherwise the library's class. A test that fails is listed in EXPECTED with
+its reason; any other failure is a defect. One run takes about half a minute of one core, a minute with the tests of
+generation, which need a checkout (see fetch.py). `python tests/mixins/table.py` makes the table of docs/models.md from
+the results.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ GENERATED_WEIGHTS = (  # tests of GenerationTesterMixin that ask for attention w
 EXPECTED: dict[str, tuple[tuple[str, ...], str]] = {
     "test_from_pretrained_no_checkpoint": (
         RECIPES,
-        "it gives from_pretrained the converted model's state dict with the config from before the conversion, which has no table",
+        "it gives from_pretrained the converted model's state dict with the config from before the conversion, which "
+        "has no table",
     ),
     "test_model_weights_reload_no_missing_tied_weights": (
         RECIPES,
@@ -63,18 +66,21 @@ EXPECTED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "test_can_init_all_missing_weights": (
         RECIPES,
-        "it compares with a model that from_pretrained makes from the config from before the conversion, which is not converted (skipped for llama)",
+        "it compares with a model that from_pretrained makes from the config from before the conversion, which is not "
+        "converted (skipped for llama)",
     ),
     "test_sliding_window_mask": (MIXERS, f"{NO_WEIGHTS} (skipped for llama)"),
     "test_attention_outputs": (MIXERS, NO_WEIGHTS),
     "test_retain_grad_hidden_states_attentions": (MIXERS, NO_WEIGHTS),
     "test_init_weights_can_init_buffers": (
         ("mlr-cache-60",),
-        "it compares with a model made from a config without values, which the classes of this file cannot convert: mixers' buffers are missing",
+        "it compares with a model made from a config without values, which the classes of this file cannot convert: "
+        "mixers' buffers are missing",
     ),
     "test_sdpa_can_dispatch_non_composite_models": (
         ("mlr-cache-60",),
-        "it reads `config._attn_implementation` of modules named ..Attention; the config of MLRAttention is the mixer's own",
+        "it reads `config._attn_implementation` of modules named ..Attention; the config of MLRAttention is the "
+        "mixer's own",
     ),
     **dict.fromkeys(GENERATED_WEIGHTS, (MIXERS, NO_WEIGHTS)),
     "test_past_key_values_format": (MIXERS, NO_KEYS),
@@ -89,10 +95,13 @@ EXPECTED: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-# Tests of GenerationTesterMixin that compare a static cache with a dynamic one after they have read the shapes of keys and values, or asked for
-# a compiled step, neither of which mixers have: what they compare would stay untested behind an expected failure. These take their place.
+# Tests of GenerationTesterMixin that compare a static cache with a dynamic one after they have read the shapes of keys
+# and values, or asked for a compiled step, neither of which mixers have: what they compare would stay untested behind
+# an expected failure. These take their place.
 def static_cache_cases(self):
-    """Yield (model, ids, mask) of every class that generates: a batch, with and without padding on the left, and one row."""
+    """Yield (model, ids, mask) of every class that generates: a batch, with and without padding on the left, and one
+    row.
+    """
     for cls in self.all_model_classes:
         if issubclass(cls, transformers.GenerationMixin):
             config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
@@ -162,7 +171,9 @@ IN_PLACE = (
 
 
 def converting(cls: type, recipe: str) -> type:
-    """Return a class of the same name whose instances are converted without calibration text when they are made from a config."""
+    """Return a class of the same name whose instances are converted without calibration text when they are made from a
+    config.
+    """
 
     def __init__(self, config, *args, **kwargs):
         if torch.empty(0).is_meta:  # from_pretrained: surgery's quantizer replaces the modules

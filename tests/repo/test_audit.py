@@ -199,8 +199,10 @@ def test_every_import_is_declared():
 
 
 def test_what_is_imported_at_once_is_no_extra():
-    """Outside eval/ and the kernels, a module's own imports are there after a plain `pip install`. Subclasses of vLLM's classes, in
-    surgery/vllm, are imported by vLLM alone."""
+    """Outside eval/ and the kernels, a module's own imports are there after a plain `pip install`.
+
+    Subclasses of vLLM's classes, in surgery/vllm, are imported by vLLM alone.
+    """
     named, plain = (
         metadata.packages_distributions(),
         {canonicalize_name(r.name) for r in declared_requirements("dependencies")},

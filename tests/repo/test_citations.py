@@ -1,4 +1,6 @@
-"""Papers of model cards and CITATION.cff: each registered part has its papers or is listed without one, and a paper has one year everywhere."""
+"""Papers of model cards and CITATION.cff: each registered part has its papers or is listed without one, and a paper has
+one year everywhere.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def text_files() -> list[Path]:
 
 
 def test_a_paper_has_one_year_everywhere():
-    """By its authors and the first words of its title; the year is that of the publication, if it was published after arXiv."""
+    """By its authors and the first words of its title; the year is that of the publication, if it was published after
+    arXiv.
+    """
     years = defaultdict(lambda: defaultdict(set))
     for path in text_files():
         for authors, year, title in CITATION.findall(path.read_text(encoding="utf-8")):

@@ -1,4 +1,6 @@
-"""Commands of the docs that no test runs (```console blocks and code within sentences) name commands, options and recipes that exist."""
+"""Commands of the docs that no test runs (```console blocks and code within sentences) name commands, options and
+recipes that exist.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ FOLDERS = {
 
 
 def quoted_commands(text: str) -> list[str]:
-    """Return every command in a page's console blocks and inline code that begins with `surgery`, without comments, one line each."""
+    """Return every command in a page's console blocks and inline code that begins with `surgery`, without comments, one
+    line each.
+    """
     blocks = re.findall(r"^```console\n(.*?)^```$", text, re.M | re.S)
     lines = [line for block in blocks for line in re.sub(r"\\\n", " ", block).splitlines()]
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)

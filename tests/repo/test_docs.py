@@ -1,7 +1,9 @@
 """Tests of the documentation: the ```bash and ```python blocks of every page run in order, in a folder per page.
 
-A python block whose first line is `# NAME.py` is a file: it is saved in that folder instead. In that folder `SRC` is the first layers of the embedded checkpoint, `DATA` is the miniature mirror of data sets, and calibration.txt and
-heldout.txt are the first characters of the embedded texts. Pages in NEED_OUT also find a converted checkpoint, `OUT`. Blocks marked
+A python block whose first line is `# NAME.py` is a file: it is saved in that folder instead. In that folder `SRC` is
+the first layers of the embedded checkpoint, `DATA` is the miniature mirror of data sets, and calibration.txt and
+heldout.txt are the first characters of the embedded texts. Pages in NEED_OUT also find a converted checkpoint, `OUT`.
+Blocks marked
 ```console are not run; the pages of docs/measurements/ contain no others.
 """
 
@@ -58,7 +60,9 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def without_tuning(text: str) -> str:
-    """A block whose calibrated `surgery convert` commands have `--set tune=false`, unless they set tune: 20 epochs take minutes."""
+    """A block whose calibrated `surgery convert` commands have `--set tune=false`, unless they set tune: 20 epochs take
+    minutes.
+    """
 
     def untuned(command: re.Match[str]) -> str:
         is_short = "tune" in command[0] or "--calibration" not in command[0]

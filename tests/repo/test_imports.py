@@ -1,4 +1,5 @@
-"""Modules of `surgery.modeling` that run while transformers or peft is imported can be the first of the package to be imported.
+"""Modules of `surgery.modeling` that run while transformers or peft is imported can be the first of the package to be
+imported.
 
 A test over all modules of the package would take minutes.
 """

@@ -1,4 +1,7 @@
-"""docs/reference/ is what the command line and the schemas say. Write it again with `python tests/helpers/reference_pages.py`."""
+"""docs/reference/ is what the command line and the schemas say.
+
+Write it again with `python tests/helpers/reference_pages.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Files, modules and names cited in docstrings, comments, messages and pages exist.
 
-A path is relative to the root, to the folder of the citing file, or to a folder above that. A name without a folder is that of any
-file of the repository. The last part of a module's name may be a function, a class or a constant of the module.
+A path is relative to the root, to the folder of the citing file, or to a folder above that. A name without a folder is
+that of any file of the repository. The last part of a module's name may be a function, a class or a constant of the
+module.
 """
 
 from __future__ import annotations

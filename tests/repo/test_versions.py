@@ -1,4 +1,6 @@
-"""The promised versions: constraints at both ends fit pyproject.toml, the table of tests/versions, and what .ci/run prints and returns."""
+"""The promised versions: constraints at both ends fit pyproject.toml, the table of tests/versions, and what .ci/run
+prints and returns.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 
 def pins(text: str, python: str) -> dict[str, str]:
-    """Return the pinned version of each distribution for a Python. Raise AssertionError if a line is no pin or a name has two."""
+    """Return the pinned version of each distribution for a Python.
+
+    Raise AssertionError if a line is no pin or a name has two.
+    """
     found: dict[str, str] = {}
     for line in text.splitlines():
         requirement = None if line.startswith("#") else Requirement(line)

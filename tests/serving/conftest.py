@@ -17,8 +17,11 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def hybrid(source, tmp_path_factory) -> Path:
-    """Gated DeltaNet with a window in two of three layers, softmax in the other, and BTT linears. The state is small, so that blocks of
-    the key cache, which vLLM makes as large, are shorter than the shared prefix."""
+    """Gated DeltaNet with a window in two of three layers, softmax in the other, and BTT linears.
+
+    The state is small, so that blocks of the key cache, which vLLM makes as large, are shorter than the shared
+    prefix.
+    """
     keys = {"mixer": "linear", "mask": "gates", "scores": "delta", "output_gate": "value", "window": 16, "sinks": 4}
     keys |= {"hybrid": {"softmax": 0.34, "choose_by": "every"}}
     out = tmp_path_factory.mktemp("hybrid") / "OUT"

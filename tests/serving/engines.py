@@ -29,7 +29,9 @@ LARGEST_GAP = 1e-3  # nats between log probabilities of the same token in float3
 
 @cache
 def worker() -> ProcessPoolExecutor:
-    """Return a process without vLLM, whose Transformers backend changes the classes of transformers in the process that it runs in."""
+    """Return a process without vLLM, whose Transformers backend changes the classes of transformers in the process that
+    it runs in.
+    """
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 
@@ -47,8 +49,9 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
     from vllm.platforms import current_platform
 
     if ENGINES:
-        # Without Triton, vLLM puts Python functions in the place of kernels by going through all objects of all modules. Once is enough, and
-        # after an engine with n-gram speculation it meets an object of llvmlite that it cannot read.
+        # Without Triton, vLLM puts Python functions in the place of kernels by going through all objects of all
+        # modules. Once is enough, and after an engine with n-gram speculation it meets an object of llvmlite that it
+        # cannot read.
         current_platform.register_triton_kernel_overrides = lambda: None
     ENGINES.append(folder)
     defaults = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "enforce_eager": True}
@@ -72,7 +75,8 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
     """Return vLLM's greedy outputs, with the log probability of each token."""
     from vllm import SamplingParams
 
-    # ignore_eos alone would let the end of text be chosen, which min_tokens forbids, as transformers' min_new_tokens does
+    # ignore_eos alone would let the end of text be chosen, which min_tokens forbids, as transformers' min_new_tokens
+    # does
     sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, logprobs=0)
     return llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
 

@@ -1,4 +1,7 @@
-"""Mixers in a server's cache: any schedule of pieces and steps, in any row, gives the output of the whole sequence. Needs no vLLM."""
+"""Mixers in a server's cache: any schedule of pieces and steps, in any row, gives the output of the whole sequence.
+
+Needs no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ SMALLER = {"window": 6, "sinks": 2}  # than the shortest sequences
 
 
 def recipe_mixer(name: str):
-    """Return the mixer of a shipped recipe, with random parameters and a window and blocks that short sequences leave."""
+    """Return the mixer of a shipped recipe, with random parameters and a window and blocks that short sequences
+    leave.
+    """
     data = load_recipe(name, []).attention.config_for(SHAPE, 0, 1).to_dict()
     data |= {k: v for k, v in SMALLER.items() if data.get(k)}
     if data["mask"].get("block", 1) > 1:

@@ -1,4 +1,7 @@
-"""Fused linears with parts of different structure: products, loading, and slices for several processes. Needs no vLLM."""
+"""Fused linears with parts of different structure: products, loading, and slices for several processes.
+
+Needs no vLLM.
+"""
 
 from __future__ import annotations
 

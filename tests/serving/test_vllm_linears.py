@@ -1,4 +1,6 @@
-"""Structured linears in vLLM's engine: the same greedy tokens as transformers, and nothing missing or unmatched passes."""
+"""Structured linears in vLLM's engine: the same greedy tokens as transformers, and nothing missing or unmatched
+passes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Mixers in vLLM's engine: the same greedy tokens as transformers in pieces, with cached prefixes, after preemption, and compiled."""
+"""Mixers in vLLM's engine: the same greedy tokens as transformers in pieces, with cached prefixes, after preemption,
+and compiled.
+"""
 
 from __future__ import annotations
 

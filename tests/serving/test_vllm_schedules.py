@@ -1,7 +1,8 @@
-"""Whatever order vLLM's engine runs requests in, each gets the greedy tokens that transformers writes for its prompt alone, in float32.
+"""Whatever order vLLM's engine runs requests in, each gets the greedy tokens that transformers writes for its prompt
+alone, in float32.
 
-A schedule is a list of events: requests join, the engine makes steps, requests are cancelled. A failing schedule is shrunk to one
-from which no event can be left out, and printed.
+A schedule is a list of events: requests join, the engine makes steps, requests are cancelled. A failing schedule is
+shrunk to one from which no event can be left out, and printed.
 
     SURGERY_SCHEDULES=500 .venv-vllm/bin/python -m pytest tests/serving/test_vllm_schedules.py      more of them
 """
@@ -21,7 +22,8 @@ from serving.engines import apart, engine, needs_vllm, preemptions
 
 COUNT = int(os.environ.get("SURGERY_SCHEDULES", "0"))
 TOKENS = 16  # that a request asks for at most
-# With a long prefix in common; of 118 to 125 tokens, which begin a second block of 128 while they are written; short and ragged.
+# With a long prefix in common; of 118 to 125 tokens, which begin a second block of 128 while they are written; short
+# and ragged.
 PROMPTS = [*ragged_prompts(4, shared=280, longest=60), *ragged_prompts(6, shared=112, longest=13), *ragged_prompts(4)]
 BORDER = range(4, 10)
 Event = tuple[Any, ...]  # ("join", prompt, tokens), ("steps", number), ("cancel", which of the running requests)
@@ -39,7 +41,9 @@ def draw_schedule(draw: Random) -> list[Event]:
 
 
 def shrink(schedule: list[Event], fails: Callable[[list[Event]], bool]) -> list[Event]:
-    """Return a failing schedule from which no single event can be left out; runs of events are tried first, long before short."""
+    """Return a failing schedule from which no single event can be left out; runs of events are tried first, long before
+    short.
+    """
     size = len(schedule) // 2
     while size:
         shorter = (schedule[:i] + schedule[i + size :] for i in range(len(schedule) - size + 1))
@@ -56,7 +60,10 @@ class Server:
         self.core, self.llm, self.counts = llm.llm_engine, llm, Counter[str]()
 
     def run(self, schedule: list[Event]) -> list[tuple[int, int, bool, list[int]]]:
-        """Run a schedule to its end. Return for each request its prompt, the tokens asked for, whether it was cancelled, and its tokens."""
+        """Run a schedule to its end.
+
+        Return for each request its prompt, the tokens asked for, whether it was cancelled, and its tokens.
+        """
         from vllm import SamplingParams
 
         asked: dict[str, tuple[int, int]] = {}

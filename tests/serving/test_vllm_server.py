@@ -1,4 +1,6 @@
-"""`surgery serve` with vLLM: its OpenAI endpoint on the loopback address with two clients at once, a cancelled request, and Ctrl-C."""
+"""`surgery serve` with vLLM: its OpenAI endpoint on the loopback address with two clients at once, a cancelled request,
+and Ctrl-C.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A drafter's `generate` writes what its original writes alone: greedily token for token, by sampling with the same distribution."""
+"""A drafter's `generate` writes what its original writes alone: greedily token for token, by sampling with the same
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ WINDOW = {"structure": "dense", "attention": {"mixer": "window", "window": 4, "s
 
 @functools.cache
 def load(family: str) -> Any:
-    """Return a tiny model in float64; Gemma 2 in float32, because its eager attention casts scores to it, even the lowest number."""
+    """Return a tiny model in float64; Gemma 2 in float32, because its eager attention casts scores to it, even the
+    lowest number.
+    """
     model = random_model(family).eval()
     return model if family == "gemma2" else model.double()
 
@@ -111,7 +115,9 @@ FAMILIES = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_verifies_drafts(family):
-    """The same tokens; and a drafter with the same weights that sees everything, in the shared cache or its own, is always right."""
+    """The same tokens; and a drafter with the same weights that sees everything, in the shared cache or its own, is
+    always right.
+    """
     model, (ids, mask) = TINY_FAMILIES[family].build(), batch()
     plain = model.generate(ids, attention_mask=mask, **GREEDY)
     near = Drafter(model, model, Sight(4, 1))
@@ -122,7 +128,9 @@ def test_every_family_verifies_drafts(family):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_precisions(dtype):
-    """In bfloat16 a forward of several tokens rounds differently from single steps: tokens may leave each other at a near tie."""
+    """In bfloat16 a forward of several tokens rounds differently from single steps: tokens may leave each other at a
+    near tie.
+    """
     model = random_model("llama").to(dtype)
     ids, mask = batch()
     plain = model.generate(ids, attention_mask=mask, **GREEDY)
@@ -224,7 +232,9 @@ def test_a_streamer_gets_the_text_in_order():
 
 # -- sampling -----------------------------------------------------------------------------------------------
 def test_the_rejection_rule_gives_the_model_s_distribution():
-    """First and second token of 200,000 rounds against p, within six standard errors; and the residual by its formula."""
+    """First and second token of 200,000 rounds against p, within six standard errors; and the residual by its
+    formula.
+    """
     rows, k, V = 200_000, 2, 4
     generator = torch.Generator().manual_seed(5)
     p = torch.rand(k + 1, V, generator=generator).softmax(-1).double() ** 3
@@ -250,7 +260,9 @@ def test_the_rejection_rule_gives_the_model_s_distribution():
 
 @pytest.mark.parametrize("kind", ["softmax", "ssd"])
 def test_samples_have_the_original_s_distribution(kind):
-    """Four tokens of 3,000 rows, each from the two most likely at temperature 2: sixteen outcomes against their exact chances."""
+    """Four tokens of 3,000 rows, each from the two most likely at temperature 2: sixteen outcomes against their exact
+    chances.
+    """
     ids, rows = batch()[0][:1], 3_000
     model = original() if kind == "softmax" else random_model_with_mixers("llama", mixer_config(MIXER_SPECS[kind]))
     other = drafter("window 3 alone") if kind == "softmax" else Drafter(model, noisy(model, 0.1))
@@ -396,7 +408,9 @@ def test_other_ways_of_decoding_are_refused(options, message):
 
 
 def test_a_call_reads_the_slots_that_its_mask_counts():
-    """transformers makes no mask for a single token of a cache that is not static, so that no empty slot may be read, also after growing."""
+    """transformers makes no mask for a single token of a cache that is not static, so that no empty slot may be read,
+    also after growing.
+    """
     cache, stop = SlotCache(1), 0
     for tokens in (5, 1, 1, 70, 1, 2):
         start, stop = stop, stop + tokens

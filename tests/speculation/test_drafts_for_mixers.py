@@ -1,4 +1,6 @@
-"""Converted models verify drafts: greedy text is that of `model.generate`, in batches whose rows accept different numbers of drafts."""
+"""Converted models verify drafts: greedy text is that of `model.generate`, in batches whose rows accept different
+numbers of drafts.
+"""
 
 from __future__ import annotations
 

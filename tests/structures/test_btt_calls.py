@@ -1,4 +1,6 @@
-"""Calls of one token: how few operations and functions of this package they run, and that what is kept between calls changes no result and holds no tensor."""
+"""Calls of one token: how few operations and functions of this package they run, and that what is kept between calls
+changes no result and holds no tensor.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,10 @@ def low_rank_stand_in(x, right, left, bias):
 
 @pytest.fixture
 def selected(monkeypatch):
-    """Calls select kernels as on a GPU, and run a kernel that stands for Triton's. The list has one entry for each selection."""
+    """Calls select kernels as on a GPU, and run a kernel that stands for Triton's.
+
+    The list has one entry for each selection.
+    """
     found = []
 
     def bind(*args):
@@ -155,7 +160,9 @@ def test_a_bound_launch_hands_addresses_to_tritons_launcher():
     from surgery.kernels.launch import CachedLaunch
 
     class Compiled:
-        """Stands for a kernel of Triton: lists the arguments of launches found anew, and of launches of what was compiled."""
+        """Stands for a kernel of Triton: lists the arguments of launches found anew, and of launches of what was
+        compiled.
+        """
 
         arg_names = ("x", "y", "n")
 
@@ -196,7 +203,9 @@ def test_a_bound_launch_hands_addresses_to_tritons_launcher():
 @pytest.mark.parametrize("leading", [(), (1,), (1, 1)], ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_one_row_is_a_row_of_many(config, leading, bias, dtype, path):
-    """Output and gradients of one row are those of the dense matrix, in calls that select and in calls that find what was selected."""
+    """Output and gradients of one row are those of the dense matrix, in calls that select and in calls that find what
+    was selected.
+    """
     linear = make_linear(config, bias=bias, dtype=dtype)
     x = torch.randn(*leading, 64, dtype=dtype)
     expected = expected_product(linear, x)
@@ -358,7 +367,9 @@ def test_the_bound_decoding_kernel_holds_no_tensor():
 
 
 def test_calls_that_copy_x_are_not_bound():
-    """Rows at several distances, rows so far apart that offsets in a tile exceed 32 bits, and more rows than a program takes."""
+    """Rows at several distances, rows so far apart that offsets in a tile exceed 32 bits, and more rows than a program
+    takes.
+    """
     pytest.importorskip("triton")
     from surgery.kernels.btt import bind_kernel, plan
 
@@ -477,7 +488,9 @@ def test_autocast_and_grad_mode_in_turn(config, path):
 
 @pytest.mark.parametrize("config", CONFIGS[:3], ids=str)
 def test_transforms_after_plain_calls(config, path):
-    """torch.func, torch.compile, torch.export and torch.jit.trace of a linear that was called, and plain calls after them."""
+    """torch.func, torch.compile, torch.export and torch.jit.trace of a linear that was called, and plain calls after
+    them.
+    """
     linear, x = make_linear(config, bias=True), torch.randn(1, 64)
     expected = expected_product(linear, x).detach()
     close = lambda y: torch.allclose(y, expected, atol=1e-5)  # noqa: E731

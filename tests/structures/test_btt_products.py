@@ -1,4 +1,6 @@
-"""BTT as two batched products: outputs and gradients against float64, for any shape, layout, dtype and kind of differentiation."""
+"""BTT as two batched products: outputs and gradients against float64, for any shape, layout, dtype and kind of
+differentiation.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +177,9 @@ def test_meta_and_fake_tensors_have_the_right_shape():
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_any_number_of_rows(strict):
-    """One exported program serves one token and many, without the rule on the number of rows that eager calls follow."""
+    """One exported program serves one token and many, without the rule on the number of rows that eager calls
+    follow.
+    """
     linear = STRUCTURES[BTT](64, 48, BTT(blocks=(4, 4), rank=3))
     rows = torch.export.Dim("rows", min=1, max=4096)
     program = torch.export.export(linear, (torch.randn(2, 7, 64),), dynamic_shapes=({1: rows},), strict=strict)

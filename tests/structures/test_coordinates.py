@@ -1,4 +1,6 @@
-"""Coordinates in which tuning steps: they invert, gradients follow the chain rule, and steps have the size of those of two factors."""
+"""Coordinates in which tuning steps: they invert, gradients follow the chain rule, and steps have the size of those of
+two factors.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_a_matrix_of_smaller_rank_has_finite_coordinates(weight):
 
 
 def relative_step(config, out: int, in_: int) -> float:
-    """Return the change of a matrix, relative to its norm, by one step at the rate 0.01 down the gradient of a random linear function."""
+    """Return the change of a matrix, relative to its norm, by one step at the rate 0.01 down the gradient of a random
+    linear function.
+    """
     linear = project(config, steep_weight(out, in_))
     names = {f"layer.{name}": torch.float32 for name, _ in linear.named_parameters()}
     model = SimpleNamespace(keys={}, module=lambda path: None)

@@ -1,4 +1,6 @@
-"""Low-rank linears that are computed together: same outputs, and separate calls wherever keeping an output would be wrong."""
+"""Low-rank linears that are computed together: same outputs, and separate calls wherever keeping an output would be
+wrong.
+"""
 
 from __future__ import annotations
 

@@ -139,7 +139,10 @@ def test_2_7_what_nobody_can_factor_is_said():
 @pytest.mark.parametrize("code", [13, 28, 30])
 def test_2_7_a_solver_s_error_code_is_not_the_disk_s(code):
     """`error code: 30` of eigh was told as a read-only file system, 28 would have been a full disk."""
-    text = f"linalg.eigh: The algorithm failed to converge because the input matrix is ill-conditioned (error code: {code})."
+    text = (
+        "linalg.eigh: The algorithm failed to converge because the input matrix is ill-conditioned (error code: "
+        f"{code})."
+    )
     assert os_error_number(torch.linalg.LinAlgError(text)) is None
     assert os_error_number(RuntimeError(f'IoError(Os {{ code: {code}, kind: StorageFull, message: "" }})')) == code
 

@@ -1,4 +1,5 @@
-"""MLBTC, and low rank, BTT and MLR as points of this family, written from its definition (Kuang et al. 2025, eq. 8, MLBTC):
+"""MLBTC, and low rank, BTT and MLR as points of this family, written from its definition (Kuang et al. 2025, eq. 8,
+MLBTC):
 
     W = sum_l alpha_l P_L (+)_k' L[l, k'] P_R (+)_k R[l, k]^T
 
@@ -67,7 +68,9 @@ def fill_cores(config, out, in_):
 
 @pytest.mark.parametrize("order", ["contiguous", "strided"])
 def test_the_structure_is_eq_8(order):
-    """Blocks have P = I; a grid has p = c, p' = b, r = b s, r' = c s, P_R swaps b and c, and P_L is the order of the outputs."""
+    """Blocks have P = I; a grid has p = c, p' = b, r = b s, r' = c s, P_R swaps b and c, and P_L is the order of the
+    outputs.
+    """
     b, c, a, d, s, p = 3, 4, 8, 6, 2, 2
     config = MLBTC(levels=(1, p, (b, c)), ranks=(2, 3, s), order=order)
     linear = fill_cores(config, b * a, c * d)

@@ -186,7 +186,10 @@ def test_recipe_refuses(setting, says):
         load_recipe("mlr-half", [setting])
 
 
-ONE_FREE = "rules=[{match: 'attention.*', structure: dense}, {match: 'mlp.*', structure: dense}, {match: mlp.down, structure: mlr}]"
+ONE_FREE = (
+    "rules=[{match: 'attention.*', structure: dense}, {match: 'mlp.*', structure: dense}, {match: mlp.down, structure: "
+    "mlr}]"
+)
 
 
 @pytest.mark.parametrize("given", [["layers=0:1", ONE_FREE], ["ranks=[4, 2, 1]", "levels=3"]])

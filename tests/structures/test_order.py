@@ -63,7 +63,9 @@ def test_forward_is_the_dense_product(out, in_, rows):
 
 @pytest.mark.parametrize("how", ["plain", "inputs", "both", "diagonal"])
 def test_fits_are_those_of_the_permuted_matrix(how):
-    """Projection, error curve and alternating least squares of W in strided order: those of W with its rows permuted."""
+    """Projection, error curve and alternating least squares of W in strided order: those of W with its rows
+    permuted.
+    """
     out, in_, config = 24, 20, BTT(blocks=(4, 5), rank=2)
     weight, metric = torch.randn(out, in_).double(), random_metric(out, in_, how)
     rows = strided_rows(4, 6)

@@ -38,7 +38,9 @@ METRICS = {
 
 
 def fit_config(name: str, out: int, in_: int, keep: float):
-    """Return the default config fitted to keep * out * in_ parameters; None where the shape or the budget is refused."""
+    """Return the default config fitted to keep * out * in_ parameters; None where the shape or the budget is
+    refused.
+    """
     config_type = STRUCTURES.config_type(name)
     try:
         return STRUCTURES[config_type].fit(config_type(), out, in_, keep * out * in_)
@@ -184,7 +186,9 @@ def test_a_sweep_returns_the_error_of_what_it_leaves(name, dims, keep, seed, how
 @pytest.mark.parametrize("order", ["contiguous", "strided"])
 @pytest.mark.parametrize("dims", [(48, 64), (37, 53)])
 def test_sweeps_of_btt_use_the_whole_of_g(dims, order):
-    """Sweeps end in the minimum of the metric, where its gradients in both cores vanish, and not in that of blocks of G."""
+    """Sweeps end in the minimum of the metric, where its gradients in both cores vanish, and not in that of blocks of
+    G.
+    """
     weight, metric = moments(*dims, 0)
     linear = BTTLinear.project(weight, BTT(blocks=(4, 3), rank=3, order=order), metric)
     for _ in range(400):
@@ -204,7 +208,9 @@ UNITS = [(-40, 0, 0), (24, 0, 0), (0, 0, -100), (0, -60, 0), (-20, 0, -60), (0, 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", ["both", "diagonal"])
 def test_a_fit_does_not_depend_on_the_units(name, how):
-    """In other units of the weight, of inputs and of the loss a fit is the same, and its error as much larger or smaller."""
+    """In other units of the weight, of inputs and of the loss a fit is the same, and its error as much larger or
+    smaller.
+    """
     config = fit_config(name, 48, 64, 0.4)
     weight, metric = moments(48, 64, 0)
     metric = METRICS[how](metric)

@@ -1,4 +1,6 @@
-"""Drivers of recipes/papers/experiments: smoke runs, resumed sweeps, statistics, verdicts, and the table in docs/papers.md."""
+"""Drivers of recipes/papers/experiments: smoke runs, resumed sweeps, statistics, verdicts, and the table in
+docs/papers.md.
+"""
 
 from __future__ import annotations
 

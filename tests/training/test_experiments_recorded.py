@@ -1,4 +1,6 @@
-"""Training steps of recipes/papers/experiments can be recorded as CUDA graphs: they read no value of a tensor on the host."""
+"""Training steps of recipes/papers/experiments can be recorded as CUDA graphs: they read no value of a tensor on the
+host.
+"""
 
 from __future__ import annotations
 

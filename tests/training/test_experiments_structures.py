@@ -1,4 +1,6 @@
-"""Experiments of recipes/papers/experiments on structures in ViTs, MLPs and GPT-2, and on the best rate by width: models, counts, verdicts."""
+"""Experiments of recipes/papers/experiments on structures in ViTs, MLPs and GPT-2, and on the best rate by width:
+models, counts, verdicts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Verdicts of recipes/papers/experiments follow from the rows; parts of a sweep; rows of text; how matrices are compared."""
+"""Verdicts of recipes/papers/experiments follow from the rows; parts of a sweep; rows of text; how matrices are
+compared.
+"""
 
 from __future__ import annotations
 

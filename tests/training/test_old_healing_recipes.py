@@ -1,4 +1,6 @@
-"""The healing recipes of version 0.2 (tests/data/healing_0_2) are settings of today's, by name and by the commands in docs/finetune.md."""
+"""The healing recipes of version 0.2 (tests/data/healing_0_2) are settings of today's, by name and by the commands in
+docs/finetune.md.
+"""
 
 from __future__ import annotations
 

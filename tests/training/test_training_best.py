@@ -111,8 +111,8 @@ def test_4_2_two_processes_deliver_the_best_state(student, words, tmp_path):
 
 
 def test_4_2_a_rate_that_ruins_the_model_is_said(words, tmp_path, capsys):
-    """rate 3e-3 takes the embedded model from 1.1 to over 1.6 nats per token: the start is handed back; with deliver: last
-    the last line says what was done to it."""
+    """rate 3e-3 takes the embedded model from 1.1 to over 1.6 nats per token: the start is handed back; with deliver:
+    last the last line says what was done to it."""
     stage = {"kind": "lm", "trains": ["all"], "length": 32, "tokens": 512, "batch": 4, "rows": 4, "rate": 3e-3, **FLAT}
     told: dict[str, Any] = {"stages": [stage], "precision": "float32"}
     told["data"] = {"sources": [{"path": str(words)}], "validation": 0.1, "validation_examples": 4}

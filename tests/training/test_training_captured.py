@@ -1,4 +1,7 @@
-"""Micro-batches captured in a CUDA graph train as ordinary ones. Without a GPU the graph is the captured function itself."""
+"""Micro-batches captured in a CUDA graph train as ordinary ones.
+
+Without a GPU the graph is the captured function itself.
+"""
 
 from __future__ import annotations
 

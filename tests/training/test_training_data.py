@@ -184,7 +184,10 @@ LINE_ENDS = {"LF": "\n", "CRLF": "\r\n", "CR": "\r"}
 
 @pytest.mark.parametrize("end", LINE_ENDS)
 def test_line_ends_and_separators_are_those_of_python_s_open(tmp_path, monkeypatch, end):
-    """Calibration, evaluation and healing read one text. A chunk ends inside no CRLF, and a separator inside none begins."""
+    """Calibration, evaluation and healing read one text.
+
+    A chunk ends inside no CRLF, and a separator inside none begins.
+    """
     monkeypatch.setattr(documents, "CHUNK_BYTES", 16)
     lines = "".join(
         random.Random(0).choices(["words of a line", "x" * 40, "", "ß", "---"], k=300)[i] + "\n" for i in range(300)

@@ -72,7 +72,9 @@ def test_1b_pretrain(words, tmp_path):
 
 
 def test_1b_sharded(student, words, tmp_path):
-    """Weights spread over two processes; gone on with by one, which takes the same whole tensors up, and once by two."""
+    """Weights spread over two processes; gone on with by one, which takes the same whole tensors up, and once by
+    two.
+    """
     home, told = tmp_path / "home", healing_recipe(words, LM, checkpoint=1)
     home.mkdir()
 

@@ -1,4 +1,6 @@
-"""Healing on a GPU: half precision, the loss scaler, bad steps, resuming, and how often the loop waits for the device."""
+"""Healing on a GPU: half precision, the loss scaler, bad steps, resuming, and how often the loop waits for the
+device.
+"""
 
 from __future__ import annotations
 

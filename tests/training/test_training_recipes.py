@@ -113,8 +113,8 @@ def test_mup_rates_of_sgd_and_of_other_widths():
 
 
 def test_item_4_6_rates_of_mixers_follow_their_fans():
-    """Factors of bilinear scores by their own fan-in, with base_width or in the D x D matrix that they are part of; linears
-    that read the hidden states by the width alone; gains and biases at the rate of their kind."""
+    """Factors of bilinear scores by their own fan-in, with base_width or in the D x D matrix that they are part of;
+    linears that read the hidden states by the width alone; gains and biases at the rate of their kind."""
     shape = AttentionShape(dim=64, heads=4, groups=2, key=16, value=16, scaling=0.25)
     configs = (
         BilinearMLR((4, 2, 1), base="own", norm="qk"),

@@ -1,4 +1,6 @@
-"""DeepSpeed's ZeRO gives the losses of one process without it, also after a kill and with another number of processes."""
+"""DeepSpeed's ZeRO gives the losses of one process without it, also after a kill and with another number of
+processes.
+"""
 
 from __future__ import annotations
 

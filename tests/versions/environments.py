@@ -1,11 +1,13 @@
-"""Run tests/versions in environments at both ends of the versions that pyproject.toml promises, and print a table of the results.
+"""Run tests/versions in environments at both ends of the versions that pyproject.toml promises, and print a table of
+the results.
 
     python tests/versions/environments.py                              (make test-versions)
     python tests/versions/environments.py --end newest --python python3     (make test-newest)
 
-An end is `lowest`, the lowest version of each direct requirement, or `newest`, the newest tested versions: constraints-newest.txt. Each
-runs with the oldest and the newest Python of this machine, or with the one that --python names, in a folder .venvs/END-pyX.Y. An
-environment is made again when its requirements change. Only the standard library is used here.
+An end is `lowest`, the lowest version of each direct requirement, or `newest`, the newest tested versions:
+constraints-newest.txt. Each runs with the oldest and the newest Python of this machine, or with the one that --python
+names, in a folder .venvs/END-pyX.Y. An environment is made again when its requirements change. Only the standard
+library is used here.
 """
 
 from __future__ import annotations
@@ -133,7 +135,9 @@ def table(results: list[Result]) -> str:
 
 
 def newer_releases(python: str) -> list[str]:
-    """Return "name version" of each direct requirement that has a newer release than the environment; [] without a network."""
+    """Return "name version" of each direct requirement that has a newer release than the environment; [] without a
+    network.
+    """
     direct = {name.lower().replace("_", "-") for name, _, _ in REQUIREMENT.findall(direct_requirements())}
     command = [python, "-m", "pip", "list", "--outdated", "--format=json"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -1,4 +1,5 @@
-"""One step of everything with the embedded checkpoint, in environments at both ends of the promised versions: `make test-versions`.
+"""One step of everything with the embedded checkpoint, in environments at both ends of the promised versions: `make
+test-versions`.
 
 Marked slow: in the environment of `make test` other tests cover these steps.
 """

@@ -89,7 +89,8 @@ def _make_task(name: str, eval_model: EvalModel, options: EvalOptions, length: i
     most = length - task.answer_tokens
     if most < 32:
         raise SurgeryError(
-            f"longbench's {name} needs {task.answer_tokens} tokens for its answer, so {length} leave no room for a prompt. "
+            f"longbench's {name} needs {task.answer_tokens} tokens for its answer, so {length} leave no room for a "
+            "prompt. "
             f"Use --lengths {task.answer_tokens + 512}."
         )
     docs = []

@@ -28,13 +28,17 @@ class LongBenchTask:
 
 
 _PASSAGES = (
-    "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\nThe "
-    "following are given passages.\n{context}\n\nAnswer the question based on the given passages. Only give me the answer and "
+    "Answer the question based on the given passages. Only give me the answer and do not output any other "
+    "words.\n\nThe "
+    "following are given passages.\n{context}\n\nAnswer the question based on the given passages. Only give me the "
+    "answer and "
     "do not output any other words.\n\nQuestion: {input}\nAnswer:"
 )
 _SINGLE = (
-    "Answer the question as concisely as you can, using a single phrase or sentence if possible. If the question cannot be "
-    'answered based on the information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", '
+    "Answer the question as concisely as you can, using a single phrase or sentence if possible. If the question "
+    "cannot be "
+    'answered based on the information in the article, write "unanswerable". If the question is a yes/no question, '
+    'answer "yes", '
     '"no", or "unanswerable". Do not provide any explanation.'
 )
 # "asconcisely" is LongBench's own, in this task only; published scores were measured with it.
@@ -43,7 +47,8 @@ _CONCISE = "asconcisely as you can, using a single phrase if possible. Do not pr
 TASKS: dict[str, LongBenchTask] = {
     "narrativeqa": LongBenchTask(
         "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
-        f"{_CONCISE}\n\nStory: {{context}}\n\nNow, answer the question based on the story {_CONCISE}\n\nQuestion: {{input}}"
+        f"{_CONCISE}\n\nStory: {{context}}\n\nNow, answer the question based on the story {_CONCISE}\n\nQuestion: "
+        f"{{input}}"
         "\n\nAnswer:",
         128,
         "qa_f1",
@@ -56,7 +61,8 @@ TASKS: dict[str, LongBenchTask] = {
         "qa_f1",
     ),
     "multifieldqa_en": LongBenchTask(
-        "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the above text, "
+        "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the "
+        "above text, "
         "only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:",
         64,
         "qa_f1",
@@ -77,20 +83,24 @@ TASKS: dict[str, LongBenchTask] = {
         in_paper=False,
     ),
     "gov_report": LongBenchTask(
-        "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}\n\nNow, "
+        "You are given a report by a government agency. Write a one-page summary of the "
+        "report.\n\nReport:\n{context}\n\nNow, "
         "write a one-page summary of the report.\n\nSummary:",
         512,
         "rouge",
     ),
     "qmsum": LongBenchTask(
-        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one or more "
-        "sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript in one or more "
+        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
+        "or more "
+        "sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript in one or "
+        "more "
         "sentences.\n\nQuery: {input}\nAnswer:",
         512,
         "rouge",
     ),
     "multi_news": LongBenchTask(
-        "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\nNow, write a "
+        "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\nNow, write "
+        "a "
         "one-page summary of all the news.\n\nSummary:",
         512,
         "rouge",
@@ -109,7 +119,8 @@ TASKS: dict[str, LongBenchTask] = {
         no_chat_template=True,
     ),
     "triviaqa": LongBenchTask(
-        "Answer the question based on the given passage. Only give me the answer and do not output any other words. The "
+        "Answer the question based on the given passage. Only give me the answer and do not output any other words. "
+        "The "
         "following are some examples.\n\n{context}\n\n{input}",
         32,
         "qa_f1",
@@ -132,18 +143,24 @@ TASKS: dict[str, LongBenchTask] = {
         in_paper=False,
     ),
     "passage_count": LongBenchTask(
-        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read these "
-        "paragraphs and determine how many unique paragraphs there are after removing duplicates. In other words, how many "
-        "non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of unique paragraphs after "
-        "removing duplicates. The output format should only contain the number, such as 1, 2, 3, and so on.\n\nThe final answer "
+        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read "
+        "these "
+        "paragraphs and determine how many unique paragraphs there are after removing duplicates. In other words, how "
+        "many "
+        "non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of unique "
+        "paragraphs after "
+        "removing duplicates. The output format should only contain the number, such as 1, 2, 3, and so on.\n\nThe "
+        "final answer "
         "is: ",
         32,
         "count",
         in_paper=False,
     ),
     "passage_retrieval_en": LongBenchTask(
-        "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract is from."
-        "\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph that the abstract "
+        "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract "
+        "is from."
+        "\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph that "
+        "the abstract "
         'is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
         32,
         "retrieval",

@@ -57,8 +57,8 @@ def rouge_zh(prediction: str, reference: str, classes: Classes = ()) -> float:
 def classification(prediction: str, reference: str, classes: Classes) -> float:
     """Return 1/n if the reference is among the n class names in the prediction, otherwise 0.
 
-    Names contained in the reference do not count. The original removes them from the list while iterating, so of two in a row the
-    second remains.
+    Names contained in the reference do not count. The original removes them from the list while iterating, so of two in
+    a row the second remains.
     """
     named = [name for name in classes if name in prediction]
     for name in named:
@@ -83,7 +83,9 @@ def count(prediction: str, reference: str, classes: Classes = ()) -> float:
 
 
 def code(prediction: str, reference: str, classes: Classes = ()) -> float:
-    """Return the similarity (fuzzywuzzy's ratio, whole percent) of the first line that is neither a comment nor a fence."""
+    """Return the similarity (fuzzywuzzy's ratio, whole percent) of the first line that is neither a comment nor a
+    fence.
+    """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100

@@ -15,13 +15,16 @@ from surgery.eval.long_context.ruler.prompt import FilledPrompt, WholeUnits
 from surgery.eval.long_context.ruler.words import random_letters, vocabulary
 
 COMMON = (
-    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear "
+    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+    "appear "
     "most often.\n{context}\nQuestion: What are the 10 most common words in the above list?"
 )
 COMMON_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 FREQUENT = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded "
-    "words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
+    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
+    "coded "
+    "words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three "
+    "most "
     "frequently appeared words in the above coded text?"
 )
 FREQUENT_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
@@ -30,7 +33,9 @@ TOP = 10
 
 @dataclass(frozen=True)
 class WordRepeats:
-    """How often common and other words are repeated. example: (words, common, other) of the one-shot example, or None."""
+    """How often common and other words are repeated. example: (words, common, other) of the one-shot example, or
+    None.
+    """
 
     common: int
     other: int
@@ -84,7 +89,9 @@ class CommonWords:
     def _fill(
         self, ctx: TaskContext, shape: WordRepeats, words: list[str], before: str, seed: float, rng: Random
     ) -> tuple[FilledPrompt, list[str]]:
-        """Return the prompt and its words in the order of their frequency; of the longer list where `words` are too few, as in RULER."""
+        """Return the prompt and its words in the order of their frequency; of the longer list where `words` are too
+        few, as in RULER.
+        """
         filler, most, short = " ".join(words[-8:]), len(words), words
         longer: list[str] = []
 
@@ -107,7 +114,8 @@ class CommonWords:
         english = english_words(ctx)
         if len(english) <= most:
             raise SurgeryError(
-                f"cwe at {ctx.length:,} tokens needs more than {most:,} words, but the mirror's list has {len(english):,}. Remove its folder "
+                f"cwe at {ctx.length:,} tokens needs more than {most:,} words, but the mirror's list has "
+                f"{len(english):,}. Remove its folder "
                 "NVIDIA/RULER, then run `surgery fetch-eval-data DATA --suite ruler`"
             )
         longer += rng.sample(english, min(len(english), ctx.length // shape.other))
@@ -121,7 +129,8 @@ def english_words(ctx: TaskContext) -> Sequence[str]:
     load = ctx.texts.get("english_words")
     if load is None:
         raise SurgeryError(
-            f"cwe at {ctx.length:,} tokens needs more than the {len(vocabulary()):,} words of wonderwords. Fetch RULER's longer list with "
+            f"cwe at {ctx.length:,} tokens needs more than the {len(vocabulary()):,} words of wonderwords. Fetch "
+            "RULER's longer list with "
             "`surgery fetch-eval-data DATA --suite ruler`, and give --data-root DATA"
         )
     words: Sequence[str] = load()

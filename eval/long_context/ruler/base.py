@@ -1,8 +1,9 @@
 """Question type and shared code of RULER's generators.
 
-Prompts, budgets and one-shot examples are those of RULER (Hsieh et al. 2024, arXiv:2404.06654; NVIDIA, Apache-2.0). There are
-three differences. Prompts are filled to the exact number of tokens (with `fill="ruler"` by whole units, as in the original). Every sample has its own seed. One-shot examples that do not
-fit are shortened or left out, below 4096 tokens, where RULER is not defined.
+Prompts, budgets and one-shot examples are those of RULER (Hsieh et al. 2024, arXiv:2404.06654; NVIDIA, Apache-2.0).
+There are three differences. Prompts are filled to the exact number of tokens (with `fill="ruler"` by whole units, as in
+the original). Every sample has its own seed. One-shot examples that do not fit are shortened or left out, below 4096
+tokens, where RULER is not defined.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class LengthTooShortError(Exception):
 class TaskContext:
     """What generators share: token counter, target length, seed, and texts from the mirror.
 
-    fill: "exact" fills prompts to the exact number of tokens, "ruler" with whole units as the original. units: the number of units that was
-    found for a kind of prompt.
+    fill: "exact" fills prompts to the exact number of tokens, "ruler" with whole units as the original. units: the
+    number of units that was found for a kind of prompt.
     """
 
     count: Count
@@ -95,7 +96,8 @@ class TaskContext:
     ) -> FilledPrompt:
         """Fill a prompt to the target length.
 
-        mixed: the order of the units depends on their number. original: the fill of the original, for prompts of this kind.
+        mixed: the order of the units depends on their number. original: the fill of the original, for prompts of this
+        kind.
         """
         if self.fill == "ruler":
             return self._fill_whole_units(build, answer_tokens, original, kind)
@@ -118,7 +120,8 @@ class TaskContext:
         if filled is None:
             needed = self.count(build(original.size(original.step), "")) + answer_tokens
             raise LengthTooShortError(
-                f"needs {needed:,} tokens with this tokenizer for the {original.step} units that the original begins with"
+                f"needs {needed:,} tokens with this tokenizer for the {original.step} units that the original begins "
+                "with"
             )
         return filled
 
@@ -127,7 +130,10 @@ class TaskContext:
         return units if self.length >= 4096 else 5
 
     def make_each(self, make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """Yield make(item) in order. With the original's fill the first, which finds the number of units, is made before the others."""
+        """Yield make(item) in order.
+
+        With the original's fill the first, which finds the number of units, is made before the others.
+        """
         rest = iter(items)
         if self.fill == "ruler":
             yield from map(make, islice(rest, 1))

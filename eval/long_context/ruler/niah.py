@@ -18,7 +18,8 @@ from surgery.eval.long_context.ruler.words import NOISE, random_compound, random
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 TEMPLATE = (
-    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about the "
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the "
     "{kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
 )
 PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"

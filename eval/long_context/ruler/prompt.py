@@ -2,10 +2,11 @@
 
     fill_prompt(build, count, goal, ..): the longest build(n, rest) with count(build(n, rest)) <= goal
 
-A haystack is n units (characters, words, documents) followed by `rest`, a beginning of the filler, if one more unit would be too
-long. n and the length of rest are found by bracketed secant steps. Tokenizing dominates the cost, so the search uses estimates:
-the sum over sentences, each tokenized once, or, where the order of units depends on n, the difference to the previous text.
-The result is tokenized in full. It depends on the arguments only, not on earlier calls.
+A haystack is n units (characters, words, documents) followed by `rest`, a beginning of the filler, if one more unit
+would be too long. n and the length of rest are found by bracketed secant steps. Tokenizing dominates the cost, so the
+search uses estimates: the sum over sentences, each tokenized once, or, where the order of units depends on n, the
+difference to the previous text. The result is tokenized in full. It depends on the arguments only, not on earlier
+calls.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class FilledPrompt:
 class WholeUnits:
     """How the original of RULER fills a task's prompts: with whole units, as many in every prompt of a task and length.
 
-    Source: the generators in scripts/data/synthetic of NVIDIA/RULER at commit c3f5e3b. The number of units is searched on one
-    prompt, by bisection or, from `start`, step by step. A prompt that is too long with it loses `step` units until it fits.
+    Source: the generators in scripts/data/synthetic of NVIDIA/RULER at commit c3f5e3b. The number of units is searched
+    on one prompt, by bisection or, from `start`, step by step. A prompt that is too long with it loses `step` units
+    until it fits.
 
     Attributes:
         step: smallest number of units, and what a prompt that is too long loses.
@@ -99,7 +101,9 @@ def prompt_counter(tokenizer: Any) -> Count:
 
 
 class SentenceEstimate:
-    """Estimate of count(text) as the sum over its sentences, each counted after a sentence end, plus a known correction."""
+    """Estimate of count(text) as the sum over its sentences, each counted after a sentence end, plus a known
+    correction.
+    """
 
     def __init__(self, count: Count, known: dict[str, int]):
         self.count, self.known, self.correction = count, known, 0
@@ -226,7 +230,8 @@ def search_largest(
 ) -> tuple[int, int]:
     """Return (n, size(n)) for about the largest n in [low, high] with size(n) <= goal.
 
-    The search ends within `slack` of the goal, and with `rough` also within one step. size is nearly monotone, as tokenizers are.
+    The search ends within `slack` of the goal, and with `rough` also within one step. size is nearly monotone, as
+    tokenizers are.
     """
     best, best_size = low, size(low) if at_low is None else at_low
     above, above_size = high + 1, None

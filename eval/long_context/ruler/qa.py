@@ -11,8 +11,10 @@ from surgery.eval.long_context.ruler.base import LengthTooShortError, RulerQuest
 from surgery.eval.long_context.ruler.prompt import WholeUnits
 
 TEMPLATE = (
-    "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\nThe "
-    "following are given documents.\n\n{context}\n\nAnswer the question based on the given documents. Only give me the answer "
+    "Answer the question based on the given documents. Only give me the answer and do not output any other "
+    "words.\n\nThe "
+    "following are given documents.\n\n{context}\n\nAnswer the question based on the given documents. Only give me the "
+    "answer "
     "and do not output any other words.\n\nQuestion: {question}"
 )
 PREFIX = " Answer:"

@@ -13,12 +13,15 @@ from surgery.eval.long_context.ruler.prompt import WholeUnits, fill_prompt
 from surgery.eval.long_context.ruler.words import NOISE, random_letters
 
 TEMPLATE = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all "
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
+    "all "
     "variables that are assigned the value {value} in the text above."
 )
-# RULER wrote "assgined" until its commit 4a216f4 of 2025-05-13, and so does lm-eval; scores before it were measured with that word.
+# RULER wrote "assgined" until its commit 4a216f4 of 2025-05-13, and so does lm-eval; scores before it were measured
+# with that word.
 PREFIX = (
-    " Answer: According to the chain(s) of variable assignment in the text above, {number} variables are assigned the value "
+    " Answer: According to the chain(s) of variable assignment in the text above, {number} variables are assigned the "
+    "value "
     "{value}, they are: "
 )
 EXAMPLE_TOKENS = 500

@@ -1,11 +1,13 @@
-"""Structured masked attention between two sequences (Dao and Gu 2024, sections 4.1 to 4.3), in both orders of contraction.
+"""Structured masked attention between two sequences (Dao and Gu 2024, sections 4.1 to 4.3), in both orders of
+contraction.
 
     Y = contract(TN, SN, SP, TS -> TP)(Q, K, V, L)          eq. 12; T queries, S keys and values, N and P their dims
 
     quadratic   G = Q K^T,  M = G . L,  Y = M V               eq. 13
     linear      Z = V K,    H = L Z,    Y = Q . H             eq. 15; H = L Z by the mask's own product
 
-A mask takes two vectors of positions, one of the queries and one of the keys. With S = T and equal positions it is a mask of self-attention.
+A mask takes two vectors of positions, one of the queries and one of the keys. With S = T and equal positions it is a
+mask of self-attention.
 """
 
 from __future__ import annotations

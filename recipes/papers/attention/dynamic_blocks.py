@@ -1,14 +1,15 @@
-"""MLR attention with blocks that end at separators, such as line ends or the ends of documents (Kuang et al. 2025, footnote 1).
+"""MLR attention with blocks that end at separators, such as line ends or the ends of documents (Kuang et al. 2025,
+footnote 1).
 
     S_ts = scaling sum_l [b_l(t) = b_l(s)] q_t,l . k_s,l      s <= t, softmax over s
 
-Level 1 applies to all pairs. b_l(t) counts the separators of level l that stand before token t. A separator of a coarser level also ends the blocks of
-all finer levels, so that blocks are nested. A separator belongs to the block that it ends. The key cache of a level holds the keys of
-the open block; `extents` bound it as in the sliding form of surgery/mixers/mlr.py. A plain-torch reference that recipes do not offer: the
-inputs of a mixer hold no token ids.
+Level 1 applies to all pairs. b_l(t) counts the separators of level l that stand before token t. A separator of a
+coarser level also ends the blocks of all finer levels, so that blocks are nested. A separator belongs to the block that
+it ends. The key cache of a level holds the keys of the open block; `extents` bound it as in the sliding form of
+surgery/mixers/mlr.py. A plain-torch reference that recipes do not offer: the inputs of a mixer hold no token ids.
 
-B batch, H heads, T queries, S keys, K key dim, V value dim, L levels with separators; ranks r_0, .., r_L sum to at most K, and the first r_0
-dims of a head are level 1.
+B batch, H heads, T queries, S keys, K key dim, V value dim, L levels with separators; ranks r_0, .., r_L sum to at most
+K, and the first r_0 dims of a head are level 1.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from surgery.core.errors import SurgeryError
 
 @dataclass(frozen=True)
 class DynamicBlocks:
-    """Options: ranks of level 1 and of the levels with separators; token ids of the separators of each such level, from the coarsest to the finest;
-    extents in tokens, which bound the distance within these levels (empty: no bound).
+    """Options: ranks of level 1 and of the levels with separators; token ids of the separators of each such level, from
+    the coarsest to the finest; extents in tokens, which bound the distance within these levels (empty: no bound).
 
     Raises SurgeryError if the numbers of levels differ or a rank is negative.
     """
@@ -61,8 +62,10 @@ class DynamicBlocks:
         return end_LBT.cumsum(-1) - end_LBT
 
     def visible(self, query_LBT: Tensor, key_LBS: Tensor) -> Tensor:
-        """Return visible_LBTS: whether a level counts for a query and a key, given their block numbers. The queries are the last T of the
-        S tokens. Causality is not included."""
+        """Return visible_LBTS: whether a level counts for a query and a key, given their block numbers.
+
+        The queries are the last T of the S tokens. Causality is not included.
+        """
         T, S = query_LBT.shape[-1], key_LBS.shape[-1]
         same_LBTS = query_LBT.unsqueeze(-1) == key_LBS.unsqueeze(-2)
         if not self.extents:
@@ -91,7 +94,9 @@ def dense_attention(
 
 
 def mean_macs(config: DynamicBlocks, ids_BT: Tensor) -> float:
-    """Return multiply-accumulates of the scores per token and head, averaged over these tokens: sum_l r_l times the mean number of visible keys."""
+    """Return multiply-accumulates of the scores per token and head, averaged over these tokens: sum_l r_l times the
+    mean number of visible keys.
+    """
     block_LBT = config.block_numbers(ids_BT)
     pairs_LBTT = config.visible(block_LBT, block_LBT).tril()
     tokens = ids_BT.numel()
@@ -101,7 +106,8 @@ def mean_macs(config: DynamicBlocks, ids_BT: Tensor) -> float:
 
 @dataclass
 class DynamicCache:
-    """The cache of one sequence: values (H, n, V), and for each level the keys (H, n_l, r_l) that later queries read, the last n_l ones.
+    """The cache of one sequence: values (H, n, V), and for each level the keys (H, n_l, r_l) that later queries read,
+    the last n_l ones.
 
     `extend` returns a new cache and leaves this one as it is.
     """
@@ -138,7 +144,9 @@ class DynamicCache:
 
     @staticmethod
     def _open_block(config: DynamicBlocks, level: int, keys: Tensor, end_T: Tensor) -> Tensor:
-        """Return the keys that later queries of the level read: those since the last separator, bounded by the extent."""
+        """Return the keys that later queries of the level read: those since the last separator, bounded by the
+        extent.
+        """
         after = len(end_T) - 1 - int(end_T.nonzero().max()) if bool(end_T.any()) else keys.shape[1]
         if config.extents:
             after = min(after, config.extents[level - 1] - 1)
@@ -159,6 +167,7 @@ def separators_of(words: Sequence[str], vocabulary: Sequence[str]) -> list[int]:
     for word, ids in zip(words, found):
         if not ids:
             raise SurgeryError(
-                f"dynamic blocks: no token contains the separator {word!r}, so it would end no block; choose a separator that is a token"
+                f"dynamic blocks: no token contains the separator {word!r}, so it would end no block; choose a "
+                "separator that is a token"
             )
     return sorted({i for ids in found for i in ids})

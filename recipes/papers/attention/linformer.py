@@ -16,15 +16,16 @@ from surgery.core.errors import SurgeryError
 class Linformer(nn.Module):
     """Linformer attention of sequences of `length` tokens with k = `projected` keys. E and F are shared by all heads.
 
-    The entries of E and F begin as N(0, 1 / k), so that E^T E is the identity on average. Raises SurgeryError for causal attention, and in
-    `forward` for other lengths.
+    The entries of E and F begin as N(0, 1 / k), so that E^T E is the identity on average. Raises SurgeryError for
+    causal attention, and in `forward` for other lengths.
     """
 
     def __init__(self, length: int, projected: int, causal: bool = False):
         super().__init__()
         if causal:
             raise SurgeryError(
-                "Linformer: a projected key mixes tokens that come after a query, so the attention cannot be causal; use a "
+                "Linformer: a projected key mixes tokens that come after a query, so the attention cannot be causal; "
+                "use a "
                 "mixer such as ssd"
             )
         if not 1 <= projected <= length:
@@ -37,7 +38,8 @@ class Linformer(nn.Module):
         """Return out_BHTV."""
         if k_BHSK.shape[-2] != self.length:
             raise SurgeryError(
-                f"Linformer: sequences must have {self.length} tokens (got {k_BHSK.shape[-2]}); pad them, or train for that length"
+                f"Linformer: sequences must have {self.length} tokens (got {k_BHSK.shape[-2]}); pad them, or train for "
+                "that length"
             )
         keys_BHkK = self.key_projection.to(k_BHSK.dtype) @ k_BHSK
         values_BHkV = self.value_projection.to(v_BHSV.dtype) @ v_BHSV

@@ -2,8 +2,8 @@
 
     O = softmax(Q K~^T) A^+ softmax(Q~ K^T) V      A = softmax(Q~ K~^T) (m, m); Q~, K~: means of m segments of queries and keys
 
-A^+ is an iteration of third order: Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4, from Z = A^T / (|A|_1 |A|_inf). Six steps in the
-paper. Landmarks mix all tokens, so the attention is bidirectional.
+A^+ is an iteration of third order: Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4, from Z = A^T / (|A|_1 |A|_inf).
+Six steps in the paper. Landmarks mix all tokens, so the attention is bidirectional.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ STEPS = 6
 
 
 def segment_means(x_BHTK: Tensor, count: int) -> Tensor:
-    """Return the means of `count` segments of the tokens, (B, H, count, K); lengths of segments differ by one token at most."""
+    """Return the means of `count` segments of the tokens, (B, H, count, K); lengths of segments differ by one token at
+    most.
+    """
     return torch.stack([part.mean(-2) for part in x_BHTK.tensor_split(count, dim=-2)], dim=-2)
 
 
@@ -42,10 +44,14 @@ def nystrom_attention(
     steps: int = STEPS,
     causal: bool = False,
 ) -> Tensor:
-    """Return out_BHTV. landmarks: m, at most the number of queries and of keys. Raises SurgeryError otherwise, and for causal attention."""
+    """Return out_BHTV. landmarks: m, at most the number of queries and of keys.
+
+    Raises SurgeryError otherwise, and for causal attention.
+    """
     if causal:
         raise SurgeryError(
-            "Nystroem attention: landmarks are means over tokens that come after a query, so the attention cannot be causal; use a "
+            "Nystroem attention: landmarks are means over tokens that come after a query, so the attention cannot be "
+            "causal; use a "
             "mixer such as ssd"
         )
     most = min(q_BHTK.shape[-2], k_BHSK.shape[-2])

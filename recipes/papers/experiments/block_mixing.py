@@ -1,12 +1,12 @@
-"""MQAR with block mixing: does a Toeplitz matrix of blocks recall more than a dense one? (FARS 2026, "Toeplitz Block Mixing for Scalable
-Multi-Head Linear Attention", Tables 2 and 3, Figure 2)
+"""MQAR with block mixing: does a Toeplitz matrix of blocks recall more than a dense one? (FARS 2026, "Toeplitz Block
+Mixing for Scalable Multi-Head Linear Attention", Tables 2 and 3, Figure 2)
 
 python -m recipes.papers.experiments.block_mixing run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.block_mixing show [rows.jsonl ..] [--plot block_mixing.png]
 
 Pairs are scattered among distractors, and every key comes once more at the end of the row (layout `scattered` of
-surgery/training/data/generated.py). Layers have no MLP and a causal convolution of width 3 before every mixer, softmax too. Linear mixers
-have elu features, normalised, without RoPE.
+surgery/training/data/generated.py). Layers have no MLP and a causal convolution of width 3 before every mixer, softmax
+too. Linear mixers have elu features, normalised, without RoPE.
 
     linear                  mask of ones
     retnet, ssd             one decay per head; gates that depend on the input
@@ -16,10 +16,11 @@ have elu features, normalised, without RoPE.
     tbm_8_near              from the exponentials nearest the initial matrix of `mhla`
     tbm_8_frozen            at their initial values
 
-Floors: a value drawn from all values, and one drawn from those in the row. Rows of 2, 4 and 8 times the length of training are scored where
-the mask has no maximum length. R^2 of learned dense matrices is that of a fit by 8 exponentials (surgery/mixers/masks/toeplitz_fit.py), at
-the start and at the end; a high value at the start says nothing about what was learned, so the distance that the matrix moved and the share
-of the movement that is Toeplitz are listed too.
+Floors: a value drawn from all values, and one drawn from those in the row. Rows of 2, 4 and 8 times the length of
+training are scored where the mask has no maximum length. R^2 of learned dense matrices is that of a fit by 8
+exponentials (surgery/mixers/masks/toeplitz_fit.py), at the start and at the end; a high value at the start says nothing
+about what was learned, so the distance that the matrix moved and the share of the movement that is Toeplitz are listed
+too.
 """
 
 from __future__ import annotations
@@ -168,7 +169,8 @@ def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: t
 def compare_matrices(start: RecallModel, stack: Any, run: int) -> dict[str, float]:
     """Return how the dense matrices W of a run changed, as means over heads and layers.
 
-    r2_start, r2_end: of the fit of W by exponentials. moved: |W - W_0| / |W_0|. r2_moved: share of W - W_0 that is Toeplitz.
+    r2_start, r2_end: of the fit of W by exponentials. moved: |W - W_0| / |W_0|. r2_moved: share of W - W_0 that is
+    Toeplitz.
     """
     before = torch.stack([mask.matrix().detach() for mask in masks_of(start, BlocksMask)]).flatten(0, 1)
     trained = trained_model(stack, run, start)
@@ -184,7 +186,9 @@ def compare_matrices(start: RecallModel, stack: Any, run: int) -> dict[str, floa
 
 
 def toeplitz_share(w_XMM: Tensor) -> Tensor:
-    """Return the share (..) of the squares of lower triangular matrices (.., M, M) that the means of their diagonals explain."""
+    """Return the share (..) of the squares of lower triangular matrices (.., M, M) that the means of their diagonals
+    explain.
+    """
     size, explained = w_XMM.shape[-1], torch.zeros(w_XMM.shape[:-2])
     for distance in range(size):
         explained += (size - distance) * w_XMM.diagonal(-distance, -2, -1).mean(-1).square()
@@ -289,8 +293,10 @@ EXPERIMENT = Experiment(
     source="Toeplitz Block Mixing, Tables 2, 3, Figure 2",
     claim="Toeplitz mixing of blocks recalls more than dense mixing, which recalls more than frozen mixing",
     rule=(
-        "reproduced: the intervals of tbm_8 minus mhla and of mhla minus mhla_frozen lie above 0. Refuted: that of tbm_8 minus mhla lies "
-        "below 0. Undecided if neither answers twice the share of a value drawn from the row. The other comparisons (R, frozen exponentials, "
+        "reproduced: the intervals of tbm_8 minus mhla and of mhla minus mhla_frozen lie above 0. Refuted: that of "
+        "tbm_8 minus mhla lies "
+        "below 0. Undecided if neither answers twice the share of a value drawn from the row. The other comparisons "
+        "(R, frozen exponentials, "
         "start, length) are listed with their intervals"
     ),
     settings=SETTINGS,

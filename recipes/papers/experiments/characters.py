@@ -1,14 +1,15 @@
-"""Character language models: does MLR attention match softmax with less compute? (Kuang et al. 2025, "Customizing the Inductive Biases of
-Softmax Attention", Figures 4 and 13)
+"""Character language models: does MLR attention match softmax with less compute? (Kuang et al. 2025, "Customizing the
+Inductive Biases of Softmax Attention", Figures 4 and 13)
 
 python -m recipes.papers.experiments.characters run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.characters show [rows.jsonl ..] [--plot characters.png]
 
-Heads have 64 dimensions. `mlr` is the paper's form, nested blocks of T / 2^(l-1) tokens; `mlr_sliding` has sliding extents of the same
-numbers of tokens. `window` is a sliding window of T / 8 tokens in every layer, `global_window` has full attention in the first layer and
-in the middle one, and windows elsewhere. Differences from the paper: Python source in place of OpenWebText, RoPE, no layer norm of
-queries and keys, rates by muP at base width 64. Losses are compared at equal MACs, on the line between the measured widths of the rival in
-loss against log MACs, for each seed; points outside of the measured range are left out.
+Heads have 64 dimensions. `mlr` is the paper's form, nested blocks of T / 2^(l-1) tokens; `mlr_sliding` has sliding
+extents of the same numbers of tokens. `window` is a sliding window of T / 8 tokens in every layer, `global_window` has
+full attention in the first layer and in the middle one, and windows elsewhere. Differences from the paper: Python
+source in place of OpenWebText, RoPE, no layer norm of queries and keys, rates by muP at base width 64. Losses are
+compared at equal MACs, on the line between the measured widths of the rival in loss against log MACs, for each seed;
+points outside of the measured range are left out.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: t
 def at_equal_macs(
     best: dict[tuple[str, int, int], Row], method: str, rival: str, macs: str = "macs", relative: bool = False
 ) -> Difference | None:
-    """Return loss(method) - loss(rival) at the method's MACs, over seeds and widths; None without a point in the rival's range.
+    """Return loss(method) - loss(rival) at the method's MACs, over seeds and widths; None without a point in the
+    rival's range.
 
     macs: the key of rows that holds the compute. relative: as a share of the rival's loss.
     """
@@ -119,7 +121,9 @@ def at_equal_macs(
 
 
 def loss_at(curve: list[tuple[int, float]], macs: int) -> float | None:
-    """Return the loss at a compute, on the line between neighbors (MACs, loss) in log MACs; None outside of their range."""
+    """Return the loss at a compute, on the line between neighbors (MACs, loss) in log MACs; None outside of their
+    range.
+    """
     for (low, first), (high, last) in pairwise(curve):
         if low <= macs <= high:
             share = math.log(macs / low) / math.log(high / low)
@@ -200,8 +204,10 @@ EXPERIMENT = Experiment(
     source="Customizing, Figures 4, 13",
     claim="MLR attention is below softmax, sliding windows, and global and window layers in turn at equal compute",
     rule=(
-        "differences of the held-out loss at equal MACs, by seed. Reproduced: the interval of mlr minus softmax lies below 0.002 nats per "
-        "character, and those of mlr minus window and minus global_window below 0. Refuted: an interval lies above 0.002"
+        "differences of the held-out loss at equal MACs, by seed. Reproduced: the interval of mlr minus softmax lies "
+        "below 0.002 nats per "
+        "character, and those of mlr minus window and minus global_window below 0. Refuted: an interval lies above "
+        "0.002"
     ),
     settings=SETTINGS,
     smoke=SMOKE,

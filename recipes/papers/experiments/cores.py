@@ -1,12 +1,13 @@
-"""Structures of several cores: is a block tensor train of three or four cores better than BTT, which has two? (Qiu et al. 2024, "Compute
-Better Spent", Figures 11, 12)
+"""Structures of several cores: is a block tensor train of three or four cores better than BTT, which has two? (Qiu et
+al. 2024, "Compute Better Spent", Figures 11, 12)
 
 python -m recipes.papers.experiments.cores run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.cores show [rows.jsonl ..] [--plot cores.png]
 
-The MLPs, the task and the rates of `scaling`. A method's name holds its structure (btt: block tensor train, tt: tensor train), the number
-of cores and the rank. The held-out loss is compared at equal MACs: for each seed, on the line between the measured widths of the
-rival in loss against log MACs, as a share of the rival's loss; points outside of the measured range are left out.
+The MLPs, the task and the rates of `scaling`. A method's name holds its structure (btt: block tensor train, tt: tensor
+train), the number of cores and the rank. The held-out loss is compared at equal MACs: for each seed, on the line
+between the measured widths of the rival in loss against log MACs, as a share of the rival's loss; points outside of the
+measured range are left out.
 """
 
 from __future__ import annotations
@@ -59,10 +60,13 @@ EXPERIMENT = Experiment(
     name="cores",
     title="MLPs with block tensor trains of two, three and four cores",
     source="Compute Better Spent, Figures 11, 12",
-    claim="three or four cores are no better than two at equal compute, and for three cores rank 2 is no better than rank 1",
+    claim="three or four cores are no better than two at equal compute, and for three cores rank 2 is no better than "
+    "rank 1",
     rule=(
-        "differences of the held-out loss at equal MACs, by seed, as a share of the rival's loss. Reproduced: the intervals of three minus two cores, "
-        "of four minus two, and of rank 2 minus rank 1 lie above -2%. Refuted: one lies below -2%. Undecided if a best rate lies at an end of the grid"
+        "differences of the held-out loss at equal MACs, by seed, as a share of the rival's loss. Reproduced: the "
+        "intervals of three minus two cores, "
+        "of four minus two, and of rank 2 minus rank 1 lie above -2%. Refuted: one lies below -2%. Undecided if a best "
+        "rate lies at an end of the grid"
     ),
     settings=SETTINGS,
     smoke=SMOKE,

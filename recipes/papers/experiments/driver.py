@@ -36,8 +36,9 @@ MEMORY = {"cpu": 2.0, "gpu": 60.0}  # GB of a stack of runs
 class Experiment:
     """One experiment of a paper: see its fields in recall.py.
 
-    rule: which rows reproduce and which refute the claim, as docs/papers.md prints it. settings: sweeps of several sizes; smoke: of
-    seconds, for tests. data: help of the option --data, a file that `train` finds as options["data"] of the setting; "": no such option.
+    rule: which rows reproduce and which refute the claim, as docs/papers.md prints it. settings: sweeps of several
+    sizes; smoke: of seconds, for tests. data: help of the option --data, a file that `train` finds as options["data"]
+    of the setting; "": no such option.
     """
 
     name: str

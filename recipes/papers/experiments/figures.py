@@ -1,8 +1,9 @@
-"""Every figure and table of the five papers: what it shows, the command or the tests that show it here, and the verdict.
+"""Every figure and table of the five papers: what it shows, the command or the tests that show it here, and the
+verdict.
 
-Where an experiment names a figure or table in its source, command and verdict are the experiment's. The others stand in PLACES: formulas with
-the tests that check them, drawings, measurements on other pages, and what is not shown here. OUT_OF_REACH lists what takes data or hours of GPU
-that are not here, with the cost counted from the paper's sizes.
+Where an experiment names a figure or table in its source, command and verdict are the experiment's. The others stand in
+PLACES: formulas with the tests that check them, drawings, measurements on other pages, and what is not shown here.
+OUT_OF_REACH lists what takes data or hours of GPU that are not here, with the cost counted from the paper's sizes.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ LARGE = "undecided: GPU time, [counted](#what-no-gpu-hour-here-shows)"
 CUSTOMIZING, BETTER, LOG_LINEAR = "Customizing", "Compute Better Spent", "Log-Linear Attention"
 TBM, SMA = "Toeplitz Block Mixing", "Structured Masked Attention"
 
-CHARACTERS = "surgery pretrain --recipe gpt2 --data TEXT --out MODEL --set 'tokenizer={kind: characters}' --set 'layers={structure: dense, attention: "
+CHARACTERS = (
+    "surgery pretrain --recipe gpt2 --data TEXT --out MODEL --set 'tokenizer={kind: characters}' --set "
+    "'layers={structure: dense, attention: "
+)
 MLR_LAYERS = "{mixer: mlr, form: nested, ranks: [32, 8, 6, 4, 4, 4, 4, 2], extents: [512, 256, 128, 64, 32, 16, 8]}"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A figure or table, or several. name: "Table 1" or "Figures 6 to 12". what: what it shows. how: a command, or tests. verdict: used if no
-    experiment names the place in its source."""
+    """A figure or table, or several. name: "Table 1" or "Figures 6 to 12". what: what it shows. how: a command, or
+    tests. verdict: used if no experiment names the place in its source."""
 
     name: str
     what: str
@@ -97,9 +101,9 @@ FLOPS = 0.4 * 990e12  # of an H200 in bfloat16, as docs/finetune.md counts
 
 @dataclass(frozen=True)
 class Cost:
-    """What no hour of one GPU shows. place: figures and tables. lacks: what is not here. command: a command that trains one of the models, "" if
-    there is none. parameters, tokens: of the largest dense model of the paper, 0 if the paper does not say. models: how many it trains, 0 if it
-    does not say."""
+    """What no hour of one GPU shows. place: figures and tables. lacks: what is not here. command: a command that trains
+    one of the models, "" if there is none. parameters, tokens: of the largest dense model of the paper, 0 if the paper
+    does not say. models: how many it trains, 0 if it does not say."""
 
     place: str
     lacks: str
@@ -114,18 +118,26 @@ class Cost:
 
 
 LLAMA_800M = (
-    "{model_type: llama, hidden_size: 1536, intermediate_size: 4096, num_hidden_layers: 21, num_attention_heads: 24, num_key_value_heads: 24, "
+    "{model_type: llama, hidden_size: 1536, intermediate_size: 4096, num_hidden_layers: 21, num_attention_heads: 24, "
+    "num_key_value_heads: 24, "
     "max_position_embeddings: 16384}"
 )
-TBM_LAYERS = "{structure: dense, attention: {mixer: linear, features: elu, mask: {name: toeplitz_blocks, block: 64, components: 8}}}"
-BTT_HEAD = "{structure: btt, blocks: sqrt, rank: 4, fused: split, rules: [{match: head, structure: btt, blocks: sqrt, rank: 4}]}"
+TBM_LAYERS = (
+    "{structure: dense, attention: {mixer: linear, features: elu, mask: {name: toeplitz_blocks, block: 64, components: "
+    "8}}}"
+)
+BTT_HEAD = (
+    "{structure: btt, blocks: sqrt, rank: 4, fused: split, rules: [{match: head, structure: btt, blocks: sqrt, rank: "
+    "4}]}"
+)
 REGRESSION = "{generated: {task: regression, dims: 128, grow: 1920000}}"
 
 OUT_OF_REACH: tuple[Cost, ...] = (
     Cost(
         f"{LOG_LINEAR}, Tables 3, 4, 6 to 8, Figures 5, 10",
         "50B tokens of long texts; LongBench, SWDE, FDA and NQ",
-        f"surgery pretrain --recipe gpt2 --data TEXTS --set 'model={LLAMA_800M}' --set layers=log-linear-mamba2 --set 'stages.*.length=16384' "
+        f"surgery pretrain --recipe gpt2 --data TEXTS --set 'model={LLAMA_800M}' --set layers=log-linear-mamba2 --set "
+        "'stages.*.length=16384' "
         "--set 'stages.*.tokens=50B' --out LM && surgery eval LM --suite longbench --data-root DATA",
         0.8e9, 50e9, 6,
     ),
@@ -138,7 +150,8 @@ OUT_OF_REACH: tuple[Cost, ...] = (
     Cost(
         f"{BETTER}, Figure 9, at the paper's size",
         "OpenWebText",
-        f"surgery pretrain --recipe gpt2-btt --data OPENWEBTEXT --set model.n_embd=1536 --set model.n_head=6 --set model.n_positions=512 --set 'layers={BTT_HEAD}' "
+        "surgery pretrain --recipe gpt2-btt --data OPENWEBTEXT --set model.n_embd=1536 --set model.n_head=6 --set "
+        f"model.n_positions=512 --set 'layers={BTT_HEAD}' "
         "--set 'stages.*.length=512' --set 'stages.*.batch=480' --set 'stages.*.tokens=147B' --out GPT",
         124e6, 600_000 * 480 * 512, 7,
     ),
@@ -146,34 +159,42 @@ OUT_OF_REACH: tuple[Cost, ...] = (
         f"{CUSTOMIZING}, Figures 4, 13",
         "OpenWebText",
         "surgery pretrain --recipe gpt2 --data OPENWEBTEXT --set 'tokenizer={kind: characters}' --set model.n_layer=6 "
-        f"--set 'layers={{structure: dense, attention: {MLR_LAYERS}}}' --set 'stages.*.batch=4' --set 'stages.*.rows=4' --set 'stages.*.tokens=410M' --out CHARACTERS",
+        f"--set 'layers={{structure: dense, attention: {MLR_LAYERS}}}' --set 'stages.*.batch=4' --set "
+        "'stages.*.rows=4' --set 'stages.*.tokens=410M' --out CHARACTERS",
         42.5e6, 100_000 * 4 * 1024, 16,
     ),
     Cost(
         f"{CUSTOMIZING}, Figures 3, 7 to 11, at the paper's size",
         "hours",
-        "python -m recipes.papers.training.pretrain --recipe gpt2 --set 'model={model_type: llama, hidden_size: 512, intermediate_size: 2048, num_hidden_layers: 6, num_attention_heads: 8, "
-        f"num_key_value_heads: 8}}' --set 'data={REGRESSION}' --set 'stages=[{{kind: regress, inputs: 128, tokens: 16B, rate: 5e-4}}]' --set 'stages.*.length=512' --set 'stages.*.batch=64' "
+        "python -m recipes.papers.training.pretrain --recipe gpt2 --set 'model={model_type: llama, hidden_size: 512, "
+        "intermediate_size: 2048, num_hidden_layers: 6, num_attention_heads: 8, "
+        f"num_key_value_heads: 8}}' --set 'data={REGRESSION}' --set 'stages=[{{kind: regress, inputs: 128, tokens: "
+        f"16B, rate: 5e-4}}]' --set 'stages.*.length=512' --set 'stages.*.batch=64' "
         "--set 'stages.*.rows=64' --out REGRESSION",
         18.9e6, 500_000 * 64 * 512, 96,
     ),
     Cost(
         f"{CUSTOMIZING}, Figure 15, with Chronos itself",
-        "the data of Chronos; T5 has position biases that mixers do not take; the paper does not say the number of tokens",
+        "the data of Chronos; T5 has position biases that mixers do not take; the paper does not say the number of "
+        "tokens",
         "",
     ),
     Cost(
         f"{TBM}, Tables 2, 3, at the paper's size",
         "hours",
-        f"surgery pretrain --recipe gpt2 --set model.n_positions=8192 --set 'layers={TBM_LAYERS}' --set 'data={{generated: {{task: mqar, vocabulary: 8192, pairs: [64], layout: scattered}}, validation: 0.1, "
-        "validation_examples: 64}' --set 'stages.*.length=8192' --set 'stages.*.batch=32' --set 'stages.*.tokens=2.1B' --out RECALL",
+        f"surgery pretrain --recipe gpt2 --set model.n_positions=8192 --set 'layers={TBM_LAYERS}' --set "
+        f"'data={{generated: {{task: mqar, vocabulary: 8192, pairs: [64], layout: scattered}}, validation: 0.1, "
+        "validation_examples: 64}' --set 'stages.*.length=8192' --set 'stages.*.batch=32' --set 'stages.*.tokens=2.1B' "
+        "--out RECALL",
         97e6, 8_000 * 32 * 8192, 7,
     ),
 )  # fmt: skip
 
 
 def places_in(text: str) -> set[str]:
-    """Return the single figures and tables of a source: "Figures 2, 3, 6 to 8" -> {"Figure 2", "Figure 3", "Figure 6", ..}. Panels are left out."""
+    """Return the single figures and tables of a source: "Figures 2, 3, 6 to 8" -> {"Figure 2", "Figure 3", "Figure 6",
+    ..}. Panels are left out.
+    """
     found: set[str] = set()
     for kind, numbers in re.findall(r"(Figure|Table)s? ((?:\d+[a-z]?(?:, (?=\d)| to )?)+)", text):
         for first, last in re.findall(r"(\d+)[a-z]?(?: to (\d+))?", numbers):
@@ -186,8 +207,8 @@ def figures_section(
     judge: Callable[[Experiment], list[tuple[str, str]]],
     measured: Mapping[tuple[str, str], str],
 ) -> str:
-    """Return one Markdown table of all places. judge(experiment): (setting, word of the verdict) of each setting. measured: (paper, name of the
-    place) -> verdicts of measurements on other pages, which follow that of the place."""
+    """Return one Markdown table of all places. judge(experiment): (setting, word of the verdict) of each setting.
+    measured: (paper, name of the place) -> verdicts of measurements on other pages, which follow that of the place."""
     known = [(experiment, places_in(experiment.source)) for experiment in experiments]
     lines = [
         "| paper | figure or table | what it shows | command or test | verdict |",

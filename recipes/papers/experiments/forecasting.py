@@ -1,15 +1,17 @@
-"""ETTh1: does MLR attention forecast better than softmax attention? (Kuang et al. 2025, "Customizing the Inductive Biases of Softmax
-Attention", Figure 14)
+"""ETTh1: does MLR attention forecast better than softmax attention? (Kuang et al. 2025, "Customizing the Inductive
+Biases of Softmax Attention", Figure 14)
 
 python -m recipes.papers.experiments.forecasting run --setting cpu --data ETTh1.csv [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.forecasting show [rows.jsonl ..] [--plot forecasting.png]
 
-The first 8,640 hours train, 2,880 choose and 2,880 test; all columns are standardized by the training hours. A bidirectional encoder of two
-layers reads the last T hours, and its output at hour t is the forecast of hour T + t, all seven columns (the paper does not say how its
-forecasts are read). Inputs and forecasts are relative to the mean of the last input day, because the oil temperature drifts. Positions are learned and added to the inputs, and MLR attention is nested with blocks of T / 2^(l-1) hours. The loss is
-the mean absolute error. A method's name ends with its horizon T. Rates are constant, so that one run gives the errors after every number of
-iterations of the setting. The second part chooses the rate of every method and horizon, and the iterations of every run. Windows of the last two
-parts begin every `stride` hours, and their inputs may reach into the part before. The paper's figure has one run for each point.
+The first 8,640 hours train, 2,880 choose and 2,880 test; all columns are standardized by the training hours. A
+bidirectional encoder of two layers reads the last T hours, and its output at hour t is the forecast of hour T + t, all
+seven columns (the paper does not say how its forecasts are read). Inputs and forecasts are relative to the mean of the
+last input day, because the oil temperature drifts. Positions are learned and added to the inputs, and MLR attention is
+nested with blocks of T / 2^(l-1) hours. The loss is the mean absolute error. A method's name ends with its horizon T.
+Rates are constant, so that one run gives the errors after every number of iterations of the setting. The second part
+chooses the rate of every method and horizon, and the iterations of every run. Windows of the last two parts begin every
+`stride` hours, and their inputs may reach into the part before. The paper's figure has one run for each point.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ def load_series(path: str | None, made: bool, hours: tuple[int, ...]) -> Tensor:
     """Return the series (N, 7), standardized by the hours that train. Raises SurgeryError without a file."""
     if path is None and not made:
         raise SurgeryError(
-            "this setting needs --data with the path of ETTh1.csv, which is in no package. Get it from github.com/zhouhaoyi/ETDataset."
+            "this setting needs --data with the path of ETTh1.csv, which is in no package. Get it from "
+            "github.com/zhouhaoyi/ETDataset."
         )
     series_NC = made_series(sum(hours)) if path is None else read_csv(Path(path), sum(hours))
     training = series_NC[: hours[0]]
@@ -113,7 +116,10 @@ def attention_keys(cell: Cell, setting: Setting) -> dict[str, Any]:
 
 
 def make_encoder(setting: Setting, cell: Cell, seed: int) -> tuple[ValuesModel, int]:
-    """Return the encoder of a method and its MACs per hour, without read-in and read-out. Every hour reads all T hours."""
+    """Return the encoder of a method and its MACs per hour, without read-in and read-out.
+
+    Every hour reads all T hours.
+    """
     horizon, sizes = split_name(cell.method)[1], setting.options
     model = make_decoder(
         attention_keys(cell, setting), width=cell.width, layers=setting.layers, heads=sizes["heads"], length=horizon, vocabulary=1,
@@ -145,7 +151,9 @@ def column_errors(call: Any, batch: Batch) -> Tensor:
 
 
 def windows(series_NC: Tensor, start_B: Tensor, horizon: int) -> Batch:
-    """Return inputs and targets (B, T, 7) of windows whose inputs begin at the given hours, less the mean of the last input day."""
+    """Return inputs and targets (B, T, 7) of windows whose inputs begin at the given hours, less the mean of the last
+    input day.
+    """
     at_BT = start_B[:, None] + torch.arange(horizon, device=start_B.device)
     values, targets = series_NC[at_BT], series_NC[at_BT + horizon]
     level = values[:, -DAY:].mean(1, keepdim=True)
@@ -261,7 +269,9 @@ def verdict(rows: list[Row], setting: Setting) -> Verdict:
 
 
 def table(rows: list[Row], setting: Setting) -> list[list[str]]:
-    """Return the table: errors on the hours that test (mean ± standard error), in standard deviations of the training hours."""
+    """Return the table: errors on the hours that test (mean ± standard error), in standard deviations of the training
+    hours.
+    """
     best = best_rows(rows, setting)
     lines = [
         ["attention", "hours", "MAE, oil temperature", "MAE, all columns", "against softmax, %", "best rate", "iterations", "MACs, all pairs"]
@@ -312,8 +322,10 @@ EXPERIMENT = Experiment(
     source="Customizing, Figure 14",
     claim="MLR attention forecasts the oil temperature about 1% better than softmax, and more so at longer horizons",
     rule=(
-        "ratio of the errors of the oil temperature by seed. Reproduced: for both divisions of the ranks the interval at the longest horizon lies "
-        "below softmax, and the mean ratio falls with the horizon. Refuted: an interval at the longest horizon lies above softmax"
+        "ratio of the errors of the oil temperature by seed. Reproduced: for both divisions of the ranks the interval "
+        "at the longest horizon lies "
+        "below softmax, and the mean ratio falls with the horizon. Refuted: an interval at the longest horizon lies "
+        "above softmax"
     ),
     settings=SETTINGS,
     smoke=SMOKE,

@@ -1,12 +1,13 @@
-"""Language models from scratch: is the log-linear mask better than its linear mask, and more so at late positions? (Guo et al. 2025,
-"Log-Linear Attention", Figure 5, Table 3)
+"""Language models from scratch: is the log-linear mask better than its linear mask, and more so at late positions? (Guo
+et al. 2025, "Log-Linear Attention", Figure 5, Table 3)
 
 python -m recipes.papers.experiments.language run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.language show [rows.jsonl ..] [--plot language.png]
 
-Decoders over the characters of Python source, with heads and states of 32 dimensions, and a causal convolution of width 3 before every
-mixer, softmax too. All methods see the same rows in the same order for each seed. The state of a log-linear model grows with the
-logarithm of the length; `ssd_wide` and `gdn_wide` have heads of twice the size and so twice the state of the linear models.
+Decoders over the characters of Python source, with heads and states of 32 dimensions, and a causal convolution of width
+3 before every mixer, softmax too. All methods see the same rows in the same order for each seed. The state of a
+log-linear model grows with the logarithm of the length; `ssd_wide` and `gdn_wide` have heads of twice the size and so
+twice the state of the linear models.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def verdict(rows: list[Row], setting: Setting) -> Verdict:
 
 
 def table(rows: list[Row], setting: Setting) -> list[list[str]]:
-    """Return the table: held-out loss (mean ± standard error), of the last octave too, perplexity, state and compute."""
+    """Return the table: held-out loss (mean ± standard error), of the last octave too, perplexity, state and
+    compute.
+    """
     best = best_rows(rows, setting)
     half = f"positions {setting.length // 2:,} on"
     lines = [["mixer", "width", "nats per character", "perplexity", half, "best rate", "state", "MACs"]]
@@ -120,8 +123,10 @@ EXPERIMENT = Experiment(
     source="Log-Linear Attention, Figure 5, Table 3",
     claim="the log-linear mask has a lower loss than its linear mask, most at late positions",
     rule=(
-        "reproduced: in both families the interval of log-linear minus linear lies below 0 in every octave of late positions (from 128 on in "
-        "the GPU settings), and the mean is lower in the last of these octaves than in the first. Refuted: an interval of the last octave lies "
+        "reproduced: in both families the interval of log-linear minus linear lies below 0 in every octave of late "
+        "positions (from 128 on in "
+        "the GPU settings), and the mean is lower in the last of these octaves than in the first. Refuted: an interval "
+        "of the last octave lies "
         "above 0"
     ),
     settings=SETTINGS,

@@ -1,4 +1,5 @@
-"""Models of the papers' experiments: small Llama decoders whose attention is a mixer, initialized as by `surgery pretrain`.
+"""Models of the papers' experiments: small Llama decoders whose attention is a mixer, initialized as by `surgery
+pretrain`.
 
 RecallModel      logits at the labelled positions only
 ValuesModel      continuous inputs and outputs, as in the stages `regress` and `classify`
@@ -62,7 +63,8 @@ def make_decoder(
 ) -> Any:
     """Return an initialized Llama in float32. attention: keys of a recipe's `attention`, None: softmax with RoPE.
 
-    structure: keys of a recipe for all linears but the head; None: dense. mlp: hidden units, 0: no MLP. convolution: width in tokens of a convolution before every mixer, 0: none.
+    structure: keys of a recipe for all linears but the head; None: dense. mlp: hidden units, 0: no MLP. convolution:
+    width in tokens of a convolution before every mixer, 0: none.
     """
     from transformers import LlamaConfig
 

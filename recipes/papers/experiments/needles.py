@@ -1,12 +1,13 @@
-"""Needles from scratch: does the log-linear mask find one fact among distractors farther back than its linear mask? (Guo et al. 2025,
-"Log-Linear Attention", Table 4)
+"""Needles from scratch: does the log-linear mask find one fact among distractors farther back than its linear mask?
+(Guo et al. 2025, "Log-Linear Attention", Table 4)
 
 python -m recipes.papers.experiments.needles run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.needles show [rows.jsonl ..] [--plot needles.png]
 
-In place of pretrained models on S-NIAH and MK-NIAH, small models are trained on key-value pairs scattered among distractors, each key asked
-once at the end of the row: one pair is a single needle, several pairs are needles with several keys. Models, heads and states are those of
-`recall`. Rows of 2, 4 and 8 times the length of training have the same number of pairs and more distractors.
+In place of pretrained models on S-NIAH and MK-NIAH, small models are trained on key-value pairs scattered among
+distractors, each key asked once at the end of the row: one pair is a single needle, several pairs are needles with
+several keys. Models, heads and states are those of `recall`. Rows of 2, 4 and 8 times the length of training have the
+same number of pairs and more distractors.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ def verdict(rows: list[Row], setting: Setting) -> Verdict:
 
 
 def table(rows: list[Row], setting: Setting) -> list[list[str]]:
-    """Return the table: accuracy in % (mean ± standard error) by length, single needles at the longest rows, and states."""
+    """Return the table: accuracy in % (mean ± standard error) by length, single needles at the longest rows, and
+    states.
+    """
     best = best_rows(rows, setting)
     single = f"one pair, {setting.length * max(TIMES):,} tokens"
     lines = [["mixer", *(f"{setting.length * t:,} tokens" for t in TIMES), single, "best rate", "state"]]
@@ -166,7 +169,8 @@ EXPERIMENT = Experiment(
     source="Log-Linear Attention, Table 4",
     claim="the log-linear mask finds more needles than its linear mask, over all lengths",
     rule=(
-        "accuracy averaged over rows of 1, 2, 4 and 8 times the length of training. Reproduced: the interval of log-linear minus linear lies "
+        "accuracy averaged over rows of 1, 2, 4 and 8 times the length of training. Reproduced: the interval of "
+        "log-linear minus linear lies "
         "above 0 in both families, and softmax answers 99% at the length of training. Refuted: an interval lies below 0"
     ),
     settings=SETTINGS,

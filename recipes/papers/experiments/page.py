@@ -1,5 +1,5 @@
-"""The generated sections of docs/papers.md: experiments with their verdicts, computed from the rows of the repository, all figures and tables of the
-five papers, and what is out of reach.
+"""The generated sections of docs/papers.md: experiments with their verdicts, computed from the rows of the repository,
+all figures and tables of the five papers, and what is out of reach.
 
 python -m recipes.papers.experiments.page            print the sections
 python -m recipes.papers.experiments.page --write docs/papers.md

@@ -1,13 +1,15 @@
-"""One best rate at all widths for MLR attention and bilinear scores (Kuang et al. 2025, "Customizing the Inductive Biases of Softmax
-Attention", Figure 5)
+"""One best rate at all widths for MLR attention and bilinear scores (Kuang et al. 2025, "Customizing the Inductive
+Biases of Softmax Attention", Figure 5)
 
 python -m recipes.papers.experiments.rate_transfer run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.rate_transfer show [rows.jsonl ..] [--plot rate_transfer.png]
 
-Character-level decoders over Python source with heads of one size, at muP rates of base width 64: W_Q and W_K of MLR attention at the rate of their fan-in,
-the factors of bilinear scores by eqs. 36 to 38. Every width trains all seeds at all rates. The best rate of a seed is the vertex of a
-parabola through its lowest loss and the neighbors, in log2 of the rate; its shift is that of the widest model minus that of the
-narrowest, for each seed, over log2 of the ratio of their widths: -1 for a rate in proportion to 1 / width. The paper shows MLR attention only; it has eight levels, OpenWebText and widths of 512 to 1,024.
+Character-level decoders over Python source with heads of one size, at muP rates of base width 64: W_Q and W_K of MLR
+attention at the rate of their fan-in, the factors of bilinear scores by eqs. 36 to 38. Every width trains all seeds at
+all rates. The best rate of a seed is the vertex of a parabola through its lowest loss and the neighbors, in log2 of the
+rate; its shift is that of the widest model minus that of the narrowest, for each seed, over log2 of the ratio of their
+widths: -1 for a rate in proportion to 1 / width. The paper shows MLR attention only; it has eight levels, OpenWebText
+and widths of 512 to 1,024.
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ def heads(cell: Cell) -> int:
 
 
 def attention_keys(setting: Setting, cell: Cell) -> dict[str, Any] | None:
-    """Return the recipe keys of a method's attention; None: softmax. Levels of MLR: half of what is left of the head for each."""
+    """Return the recipe keys of a method's attention; None: softmax.
+
+    Levels of MLR: half of what is left of the head for each.
+    """
     shared = {"base": "own", "norm": "qk"}
     if cell.method == "softmax":
         return None
@@ -100,7 +105,9 @@ def best_rates(rows: list[Row], setting: Setting, cell: Cell) -> list[float]:
 
 
 def shift(rows: list[Row], setting: Setting, method: str) -> Difference:
-    """Return the shift of the best rate from the narrowest to the widest model over seeds: octaves for each octave of width."""
+    """Return the shift of the best rate from the narrowest to the widest model over seeds: octaves for each octave of
+    width.
+    """
     cells = [cell for cell in setting.cells if cell.method == method]  # ascending widths
     first, last = (best_rates(rows, setting, cell) for cell in (cells[0], cells[-1]))
     octaves = math.log2(cells[-1].width / cells[0].width)
@@ -170,8 +177,10 @@ EXPERIMENT = Experiment(
     source="Customizing, Figure 5",
     claim="the best base rate is the same at all widths",
     rule=(
-        "shift of log2 of the best rate from the narrowest to the widest model, by seed, for each doubling of the width (-1: a rate in proportion to "
-        "1 / width). Reproduced: its interval lies within -0.5 to 0.5 for MLR attention and bilinear scores. Refuted: one lies outside. Undecided if a best rate lies at an end of the grid"
+        "shift of log2 of the best rate from the narrowest to the widest model, by seed, for each doubling of the "
+        "width (-1: a rate in proportion to "
+        "1 / width). Reproduced: its interval lies within -0.5 to 0.5 for MLR attention and bilinear scores. Refuted: "
+        "one lies outside. Undecided if a best rate lies at an end of the grid"
     ),
     settings=SETTINGS,
     smoke=SMOKE,

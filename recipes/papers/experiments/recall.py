@@ -1,13 +1,15 @@
-"""MQAR: does the log-linear mask recall more than its linear mask? (Guo et al. 2025, "Log-Linear Attention", Table 2 and Figure 9)
+"""MQAR: does the log-linear mask recall more than its linear mask? (Guo et al. 2025, "Log-Linear Attention", Table 2
+and Figure 9)
 
 python -m recipes.papers.experiments.recall run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.recall show [rows.jsonl ..] [--plot recall.png]
 
-Two layers without MLP, a causal convolution of width 3 before every mixer (softmax too), states and heads of 16 dimensions for
-Mamba-2 (here `ssd`), two heads for Gated DeltaNet (one at width 16). Rows are drawn afresh at every step: key-value pairs, then random
-tokens among which each key appears once more; its next token is the value. The head is computed at those positions alone. Accuracy is of
-all queries of held-out rows, by number of pairs and by distance. `linear` and `tree` (the hierarchical mask without gates) are controls.
-`ssd_wide` doubles the state of `ssd` in each head, `window` caches as many numbers as `ssd`.
+Two layers without MLP, a causal convolution of width 3 before every mixer (softmax too), states and heads of 16
+dimensions for Mamba-2 (here `ssd`), two heads for Gated DeltaNet (one at width 16). Rows are drawn afresh at every
+step: key-value pairs, then random tokens among which each key appears once more; its next token is the value. The head
+is computed at those positions alone. Accuracy is of all queries of held-out rows, by number of pairs and by distance.
+`linear` and `tree` (the hierarchical mask without gates) are controls. `ssd_wide` doubles the state of `ssd` in each
+head, `window` caches as many numbers as `ssd`.
 """
 
 from __future__ import annotations
@@ -94,8 +96,8 @@ def heads(cell: Cell) -> int:
 
 
 def attention_keys(method: str, levels: int) -> dict[str, Any] | None:
-    """Return the recipe keys of a method. levels: of hierarchical masks; higher ones share the last lambda, so bit_length(T - 1) + 1
-    levels are all trained by rows of T tokens."""
+    """Return the recipe keys of a method. levels: of hierarchical masks; higher ones share the last lambda, so
+    bit_length(T - 1) + 1 levels are all trained by rows of T tokens."""
     keys = ATTENTION[method]
     if keys is None or not isinstance(keys.get("mask"), dict):
         return keys
@@ -139,7 +141,9 @@ def recall_loss(call: Any, batch: Batch) -> Tensor:
 
 
 def query_losses(call: Any, batch: Batch) -> Tensor:
-    """Return (2, B, P): whether the value is the likeliest token, and its cross-entropy in nats; 0 where there is no query."""
+    """Return (2, B, P): whether the value is the likeliest token, and its cross-entropy in nats; 0 where there is no
+    query.
+    """
     logits_BPV, target_BP = logits_of(call, batch).float(), batch["target"]
     right_BP = (logits_BPV.argmax(-1) == target_BP).float()
     nll_BP = -logits_BPV.log_softmax(-1).gather(-1, target_BP.clamp_min(0).unsqueeze(-1))[..., 0]
@@ -188,7 +192,8 @@ def score(
 ) -> list[dict[str, Any]]:
     """Return loss and accuracy of each run over held-out rows: of all queries, by number of pairs and by distance.
 
-    times: length of the rows in lengths of training rows; longer rows are fewer, so that the number of tokens is the same.
+    times: length of the rows in lengths of training rows; longer rows are fewer, so that the number of tokens is the
+    same.
     """
     length, at_once = times * setting.length, max(1, setting.rows // times)
     held_out = max(1, setting.options["held_out"] // times)

@@ -1,14 +1,15 @@
-"""In-context linear regression: do structured scores lift the rank limit of many heads? (Kuang et al. 2025, "Customizing the Inductive
-Biases of Softmax Attention", Figures 2, 3 and 6 to 12)
+"""In-context linear regression: do structured scores lift the rank limit of many heads? (Kuang et al. 2025,
+"Customizing the Inductive Biases of Softmax Attention", Figures 2, 3 and 6 to 12)
 
 python -m recipes.papers.experiments.regression run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.regression show [rows.jsonl ..] [--plot regression.png]
 
-A row is x_1, y_1, .., x_N, y_N with y = w . x and N = 2 dims points; the loss is the squared error of y at all x tokens, and the score is
-the error at the last point, over that of the zero predictor. Softmax with 8 heads has scores of rank D / 8 a head, with one head of rank
-D. The bilinear mixers replace W_Q W_K^T by BTT (rank 1) or MLR matrices of full rank; the projections that they do not read are not
-counted. Positions are learned and added to the inputs, for all scores alike. Dimensions and points grow from half to all over the first 6% of the rows. Least squares on the same rows is exact after `dims`
-points.
+A row is x_1, y_1, .., x_N, y_N with y = w . x and N = 2 dims points; the loss is the squared error of y at all x
+tokens, and the score is the error at the last point, over that of the zero predictor. Softmax with 8 heads has scores
+of rank D / 8 a head, with one head of rank D. The bilinear mixers replace W_Q W_K^T by BTT (rank 1) or MLR matrices of
+full rank; the projections that they do not read are not counted. Positions are learned and added to the inputs, for all
+scores alike. Dimensions and points grow from half to all over the first 6% of the rows. Least squares on the same rows
+is exact after `dims` points.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def heads(cell: Cell) -> int:
 
 
 def attention_keys(cell: Cell) -> dict[str, Any]:
-    """Return the recipe keys of a method. MLR: three levels of ranks in the ratio 2 : 1 : 1 that sum to half the head, at least 1."""
+    """Return the recipe keys of a method.
+
+    MLR: three levels of ranks in the ratio 2 : 1 : 1 that sum to half the head, at least 1.
+    """
     shared = {"base": "own", "norm": "qk"}
     if cell.method == "btt_8":
         return {"mixer": "bilinear_btt", "rank": 1, **shared}
@@ -128,8 +132,8 @@ def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: t
 def score(
     stack: StackedTraining, setting: Setting, runs: int, device: torch.device
 ) -> tuple[list[list[float]], float, float]:
-    """Return (errors of each run [all points, last point], error of the zero predictor and relative error of least squares at the last
-    point), over held-out rows."""
+    """Return (errors of each run [all points, last point], error of the zero predictor and relative error of least
+    squares at the last point), over held-out rows."""
     task, count = RegressionTask(dims=setting.options["dims"]), setting.options["held_out"] // setting.rows
     found, zero, exact = torch.zeros(runs, 2, device=device), 0.0, 0.0
     for i in range(count):

@@ -1,15 +1,16 @@
-"""Scaling laws of MLPs by structure: is the exponent of BTT larger than that of dense layers? (Qiu et al. 2024, "Compute Better Spent",
-Figures 1b, 1c, 4 to 6)
+"""Scaling laws of MLPs by structure: is the exponent of BTT larger than that of dense layers? (Qiu et al. 2024,
+"Compute Better Spent", Figures 1b, 1c, 4 to 6)
 
 python -m recipes.papers.experiments.scaling run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.scaling show [rows.jsonl ..] [--plot scaling.png]
 
-Three residual blocks h + W_2 gelu(W_1 LN(h)) with W_1 (4 d, d), after an input layer (dense for low rank, else of the structure) and
-before a dense classifier. The task is not the paper's CIFAR but the class that a fixed random network gives an input with variance 1 / k
-in dimension k (`teacher` of surgery/training/data/generated.py). Rows never repeat, so the error of held-out rows is that of training.
-Every core has the rate of its fan-in; `btt_naive` has the rate of the dense layer in its place; the input layer's rate is 0.1 times that of
-the others. The error is fitted by E ~ C^-alpha over widths and seeds, C: MACs of all layers for one row.
-The comparison at equal compute interpolates between measured widths and never extrapolates, because the law bends at small widths.
+Three residual blocks h + W_2 gelu(W_1 LN(h)) with W_1 (4 d, d), after an input layer (dense for low rank, else of the
+structure) and before a dense classifier. The task is not the paper's CIFAR but the class that a fixed random network
+gives an input with variance 1 / k in dimension k (`teacher` of surgery/training/data/generated.py). Rows never repeat,
+so the error of held-out rows is that of training. Every core has the rate of its fan-in; `btt_naive` has the rate of
+the dense layer in its place; the input layer's rate is 0.1 times that of the others. The error is fitted by E ~
+C^-alpha over widths and seeds, C: MACs of all layers for one row. The comparison at equal compute interpolates between
+measured widths and never extrapolates, because the law bends at small widths.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ def heads(cell: Cell) -> int:
 
 
 def core_keys(method: str) -> dict[str, Any]:
-    """Return the recipe keys of "btt_c3_r1" (block tensor train of 3 cores and rank 1) or "tt_c2_r16" (tensor train). KeyError for other names."""
+    """Return the recipe keys of "btt_c3_r1" (block tensor train of 3 cores and rank 1) or "tt_c2_r16" (tensor train).
+
+    KeyError for other names.
+    """
     found = re.fullmatch(r"(btt|tt)_c(\d)_r(\d+)", method)
     if found is None:
         raise KeyError(method)
@@ -131,7 +135,9 @@ class ResidualMLP(nn.Module):
 
 
 def rate_factors(model: nn.Module, naive: bool) -> dict[str, float]:
-    """Return parameter -> factor on the base rate: 64 / fan-in of matrices, 1 of others. naive: the fan-in of the dense layer."""
+    """Return parameter -> factor on the base rate: 64 / fan-in of matrices, 1 of others. naive: the fan-in of the dense
+    layer.
+    """
     factors = {name: 1.0 for name, _ in model.named_parameters()}
     for path, module in model.named_modules():
         if isinstance(module, StructuredLinear):
@@ -184,7 +190,8 @@ def train_classifiers(
     *,
     naive: bool = False,
 ) -> list[Row]:
-    """Train runs (rate, seed) of one cell at once and return their rows. make(setting, cell, seed): a model of rows (B, dims) with `macs()`.
+    """Train runs (rate, seed) of one cell at once and return their rows. make(setting, cell, seed): a model of rows (B,
+    dims) with `macs()`.
 
     naive: cores have the rate of the dense layer in their place.
     """
@@ -239,7 +246,9 @@ def power_laws(rows: list[Row], setting: Setting) -> dict[str, PowerLaw]:
 
 
 def verdict(rows: list[Row], setting: Setting) -> Verdict:
-    """Return the verdict on "the exponent of BTT is larger than that of dense layers, and its error lower at equal compute"."""
+    """Return the verdict on "the exponent of BTT is larger than that of dense layers, and its error lower at equal
+    compute".
+    """
     laws = power_laws(rows, setting)
     if not is_complete(rows, setting) or not {"dense", "btt"} <= set(laws):
         return Verdict("undecided", f"the sweep `{setting.name}` is not complete, or has too few widths")
@@ -253,7 +262,10 @@ def verdict(rows: list[Row], setting: Setting) -> Verdict:
         if (ours := interpolate(curves["btt"], macs)) is not None
     ]
     below, count = sum(ours <= theirs for theirs, ours in pairs), len(pairs)
-    text = f"alpha of BTT {btt.alpha:.3f} ± {btt.error:.3f}, dense {dense.alpha:.3f} ± {dense.error:.3f}; BTT at or below dense at "
+    text = (
+        f"alpha of BTT {btt.alpha:.3f} ± {btt.error:.3f}, dense {dense.alpha:.3f} ± {dense.error:.3f}; BTT at or below "
+        "dense at "
+    )
     text += f"{below} of {count} widths whose compute lies within BTT's"
     edges = sum(at_edge(setting, row["rate"]) for (m, _, seed), row in best.items() if m in curves and seed == 0)
     if edges:
@@ -271,7 +283,9 @@ def mean_errors(best: dict[tuple[str, int, int], Row], method: str) -> list[tupl
 
 
 def interpolate(curve: list[tuple[float, float]], macs: float) -> float | None:
-    """Return the error at a compute, on the line between the measured neighbors in log-log; None outside of the measured range."""
+    """Return the error at a compute, on the line between the measured neighbors in log-log; None outside of the
+    measured range.
+    """
     for (low, first), (high, last) in pairwise(curve):
         if low <= macs <= high:
             share = math.log(macs / low) / math.log(high / low)

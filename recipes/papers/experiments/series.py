@@ -4,7 +4,8 @@
     bank_NT = kernel_bank(count=2000, length=256, seed=0)         KernelSynth (Ansari et al. 2024, "Chronos", appendix A), shortened
     ids_BT = tokens(values_BT, context=96, bins=254)              Chronos, section 3.1: divide by the mean |x| of the context, uniform bins
 
-A series of KernelSynth is a draw from a Gaussian process whose kernel joins one to five random kernels by sums and products.
+A series of KernelSynth is a draw from a Gaussian process whose kernel joins one to five random kernels by sums and
+products.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ AT_ONCE = 64  # series whose covariances are decomposed together
 def read_csv(path: Path, rows: int) -> Tensor:
     """Return the numbers (N, 7), float32, of a CSV file with the columns of ETTh1.csv.
 
-    rows: the least number of rows. Raises SurgeryError for a missing, large or short file, another header, and cells that are no
-    finite numbers below a million.
+    rows: the least number of rows. Raises SurgeryError for a missing, large or short file, another header, and cells
+    that are no finite numbers below a million.
     """
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
         raise SurgeryError(
-            f"--data {path} must be a file of at most {MAX_BYTES:,} bytes. Give the path of ETTh1.csv from github.com/zhouhaoyi/ETDataset."
+            f"--data {path} must be a file of at most {MAX_BYTES:,} bytes. Give the path of ETTh1.csv from "
+            "github.com/zhouhaoyi/ETDataset."
         )
     header = ["date", *COLUMNS]
     found: list[list[float]] = []
@@ -104,7 +106,9 @@ def random_covariance(length: int, generator: torch.Generator) -> Tensor:
 
 
 def random_kernel(length: int, generator: torch.Generator) -> Tensor:
-    """Return the covariance (T, T) of a linear, squared exponential, periodic, rational quadratic, or white noise kernel."""
+    """Return the covariance (T, T) of a linear, squared exponential, periodic, rational quadratic, or white noise
+    kernel.
+    """
     kind = int(torch.randint(5, (), generator=generator))
     choice = int(torch.randint(len(PERIODS), (), generator=generator))
     t_T = torch.arange(length, dtype=torch.float64)
@@ -174,14 +178,16 @@ def without_rotation(model: Any) -> Any:
 
 
 def unbiased_levels(model: nn.Module, factors: dict[str, float]) -> dict[str, float]:
-    """Return the factors on the rates, 0 for the biases of levels of MLR attention: the paper has none, and they begin at 0."""
+    """Return the factors on the rates, 0 for the biases of levels of MLR attention: the paper has none, and they begin
+    at 0.
+    """
     own = {f"{path}.mixer.near" for path, _ in mixer_modules(model)}
     return {name: 0.0 if name in own else factor for name, factor in factors.items()}
 
 
 def mlr_keys(ranks: tuple[int, ...], size: int, length: int) -> dict[str, Any]:
-    """Return the recipe keys of nested MLR attention with blocks of T / 2^(l-1) tokens. ranks: for a head of sum(ranks) dims; they are
-    scaled to a head of `size`, at least 1 each."""
+    """Return the recipe keys of nested MLR attention with blocks of T / 2^(l-1) tokens. ranks: for a head of sum(ranks)
+    dims; they are scaled to a head of `size`, at least 1 each."""
     rest = [max(1, rank * size // sum(ranks)) for rank in ranks[1:]]
     extents = [max(1, length >> level) for level in range(1, len(ranks))]
     return {"mixer": "mlr", "form": "nested", "ranks": [size - sum(rest), *rest], "extents": extents}

@@ -1,14 +1,15 @@
-"""Tokenised series: does a decoder with MLR attention reach the loss of softmax with less compute? (Kuang et al. 2025, "Customizing the
-Inductive Biases of Softmax Attention", Figure 15)
+"""Tokenised series: does a decoder with MLR attention reach the loss of softmax with less compute? (Kuang et al. 2025,
+"Customizing the Inductive Biases of Softmax Attention", Figure 15)
 
-python -m recipes.papers.experiments.series_tokens run --setting cpu [--data ETTh1.csv] [--out rows.jsonl] [--minutes 30]
-python -m recipes.papers.experiments.series_tokens show [rows.jsonl ..] [--plot series_tokens.png]
+python -m recipes.papers.experiments.series_tokens run --setting cpu [--data ETTh1.csv] [--out rows.jsonl] [--minutes
+30] python -m recipes.papers.experiments.series_tokens show [rows.jsonl ..] [--plot series_tokens.png]
 
-Rows are series of random kernels (KernelSynth) as tokens: values over the mean |x| of the context, in uniform bins on [-15, 15]. The context is
-the first 8/9 of a row, as in rows of 512 and 64 tokens. With --data, the columns of ETTh1 are scored too; nothing trains on them. The paper
-trains Chronos, an encoder-decoder with the position biases of T5, which mixers do not take. Here the model is a decoder with
-learned positions and next-token loss, which changes the model and not the claim: MLR attention, with its 32 | 10 | 8 | 8 | 4 | 2 score dimensions
-of a head in nested blocks of T / 2^(l-1) tokens, takes fewer MACs. Heads have 64 dimensions, or the whole width if it is smaller.
+Rows are series of random kernels (KernelSynth) as tokens: values over the mean |x| of the context, in uniform bins on
+[-15, 15]. The context is the first 8/9 of a row, as in rows of 512 and 64 tokens. With --data, the columns of ETTh1 are
+scored too; nothing trains on them. The paper trains Chronos, an encoder-decoder with the position biases of T5, which
+mixers do not take. Here the model is a decoder with learned positions and next-token loss, which changes the model and
+not the claim: MLR attention, with its 32 | 10 | 8 | 8 | 4 | 2 score dimensions of a head in nested blocks of T /
+2^(l-1) tokens, takes fewer MACs. Heads have 64 dimensions, or the whole width if it is smaller.
 """
 
 from __future__ import annotations
@@ -249,7 +250,8 @@ EXPERIMENT = Experiment(
     source="Customizing, Figure 15",
     claim="MLR attention reaches the held-out loss of softmax with fewer MACs at every size",
     rule=(
-        "ratio of the losses of held-out series of random kernels, by seed. Reproduced: at every width its interval lies below 1.005, with fewer "
+        "ratio of the losses of held-out series of random kernels, by seed. Reproduced: at every width its interval "
+        "lies below 1.005, with fewer "
         "MACs. Refuted: an interval lies above 1.005. The losses of ETTh1's columns are listed with their intervals"
     ),
     settings=SETTINGS,

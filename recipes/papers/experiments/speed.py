@@ -1,14 +1,14 @@
-"""Speed and slopes: how the times of the attention kernels grow with the length, and where they cross. (Guo et al. 2025, "Log-Linear
-Attention", Figure 4)
+"""Speed and slopes: how the times of the attention kernels grow with the length, and where they cross. (Guo et al.
+2025, "Log-Linear Attention", Figure 4)
 
 The slopes of dense and Toeplitz block mixing are those of FARS 2026, "Toeplitz Block Mixing", Figure 3.
 
 python -m recipes.papers.experiments.speed show [PAGE]
 
-Nothing is measured here: the times are the tables "attention, forward" and "attention, forward + backward" of docs/measurements/performance.md,
-which `surgery bench attention` measured on one H200 (batch 2, 48 heads, bfloat16). A slope is that of log time over log T from
-16,384 tokens on, with its standard error; the last doubling is log2 of the ratio of the last two times. What has no rows is forecast from
-those rows, counted and not measured.
+Nothing is measured here: the times are the tables "attention, forward" and "attention, forward + backward" of
+docs/measurements/performance.md, which `surgery bench attention` measured on one H200 (batch 2, 48 heads, bfloat16). A
+slope is that of log time over log T from 16,384 tokens on, with its standard error; the last doubling is log2 of the
+ratio of the last two times. What has no rows is forecast from those rows, counted and not measured.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ Rivals = dict[str, Times]
 
 
 def read_page(path: Path | None) -> str:
-    """Return the text of the page of measurements, that of the repository by default. Raises SurgeryError for a missing or large file."""
+    """Return the text of the page of measurements, that of the repository by default.
+
+    Raises SurgeryError for a missing or large file.
+    """
     path = path or Path(errors.__file__).parents[2] / PAGE
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
         raise SurgeryError(
@@ -59,7 +62,10 @@ def read_page(path: Path | None) -> str:
 
 
 def read_table(text: str, kind: str) -> Rivals:
-    """Return rival -> length -> milliseconds of the table "attention, KIND". Raises SurgeryError if the page lacks it or a cell is no time."""
+    """Return rival -> length -> milliseconds of the table "attention, KIND".
+
+    Raises SurgeryError if the page lacks it or a cell is no time.
+    """
     title = f"\n### attention, {kind}\n"
     if text.count(title) != 1:
         raise SurgeryError(f"the page must have one table {title.strip()!r}. Give the path of {PAGE}.")
@@ -123,14 +129,16 @@ def claims(tables: dict[str, Rivals]) -> list[Claim]:
     return [
         Claim(
             LOG_LINEAR, "Figure 4", "right: log-linear Mamba-2 against softmax, forward and backward",
-            f"reproduced: faster than the faster of PyTorch's kernels at every length beyond {BEYOND:,}; refuted: slower at the longest",
+            f"reproduced: faster than the faster of PyTorch's kernels at every length beyond {BEYOND:,}; refuted: "
+            "slower at the longest",
             _log_linear(both),
         ),
         Claim(LOG_LINEAR, "Figure 4", "right: scans of single levels (naive)", "needs rows", _naive(both)),
         Claim(LOG_LINEAR, "Figure 4", "left: whole training steps from 4K to 128K tokens", "needs rows", _steps()),
         Claim(
             TBM, "Figure 3", "TBM against MHLA, forward",
-            "reproduced: TBM faster at the longest row, and its slope smaller by two standard errors; refuted: slower at the longest",
+            "reproduced: TBM faster at the longest row, and its slope smaller by two standard errors; refuted: slower "
+            "at the longest",
             _toeplitz(tables[PASSES[0]]),
         ),
     ]  # fmt: skip
@@ -139,7 +147,10 @@ def claims(tables: dict[str, Rivals]) -> list[Claim]:
 def _log_linear(both: Rivals) -> Verdict:
     ours, softmax = both.get(LOG_LINEAR_KERNEL, {}), fastest(both, (FLASH, CUDNN))
     start = faster_from(ours, softmax)
-    why = f"faster {words(start, ours, softmax)}; than SDPA flash alone {words(faster_from(ours, both[FLASH]), ours, both[FLASH])}"
+    why = (
+        f"faster {words(start, ours, softmax)}; than SDPA flash alone "
+        f"{words(faster_from(ours, both[FLASH]), ours, both[FLASH])}"
+    )
     if start is None:
         return Verdict("refuted" if set(ours) & set(softmax) else "undecided", why)
     later = [length for length in set(ours) & set(softmax) if length > BEYOND]

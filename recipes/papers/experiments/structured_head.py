@@ -1,14 +1,16 @@
-"""GPT-2 with BTT in all linears and the head: is it below dense GPT-2 at equal compute, and is the head the reason? (Qiu et al. 2024, "Compute
-Better Spent", Figure 9)
+"""GPT-2 with BTT in all linears and the head: is it below dense GPT-2 at equal compute, and is the head the reason?
+(Qiu et al. 2024, "Compute Better Spent", Figure 9)
 
 python -m recipes.papers.experiments.structured_head run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.structured_head show [rows.jsonl ..] [--plot structured_head.png]
 
-Decoders over Python source. A token is two characters, so that the vocabulary has 97^2 = 9,409 words and the head has a share of the compute
-as in the paper; the setting `cpu` takes the number of a character modulo 32, so that there are 1,024 words. `dense` and `btt` see the same rows for each seed, and are scored on the same held-out rows, in nats per token. Compute is counted with the
-head and without it, embeddings cost nothing; losses are compared at equal MACs, on the line between the measured widths of the dense model in
-loss against log MACs, for each seed. The paper gives its BTT models fewer heads of attention, which have 64 dimensions; here all heads
-have the same dimensions, so wider models have more of them.
+Decoders over Python source. A token is two characters, so that the vocabulary has 97^2 = 9,409 words and the head has a
+share of the compute as in the paper; the setting `cpu` takes the number of a character modulo 32, so that there are
+1,024 words. `dense` and `btt` see the same rows for each seed, and are scored on the same held-out rows, in nats per
+token. Compute is counted with the head and without it, embeddings cost nothing; losses are compared at equal MACs, on
+the line between the measured widths of the dense model in loss against log MACs, for each seed. The paper gives its BTT
+models fewer heads of attention, which have 64 dimensions; here all heads have the same dimensions, so wider models have
+more of them.
 """
 
 from __future__ import annotations
@@ -121,7 +123,10 @@ def verdict(rows: list[Row], setting: Setting) -> Verdict:
     if any(row["loss"] is None for row in best.values()):
         return Verdict("undecided", "a run at the best rate diverged")
     whole, body = (at_equal_macs(best, "btt", "dense", macs) for macs in ("macs_with_head", "macs"))
-    text = f"btt - dense at equal MACs with the head: {whole or 'no common compute'}; without it: {body or 'no common compute'}"
+    text = (
+        f"btt - dense at equal MACs with the head: {whole or 'no common compute'}; without it: "
+        f"{body or 'no common compute'}"
+    )
     if edges := edge_words(best, setting, METHODS):
         return Verdict("undecided", f"{edges}; {text}")
     if whole is not None and whole.low > 0:
@@ -166,8 +171,10 @@ EXPERIMENT = Experiment(
     source="Compute Better Spent, Figure 9",
     claim="BTT is below dense at equal compute with the head, and about equal without it",
     rule=(
-        "differences of the held-out loss at equal MACs, by seed. Reproduced: with the head the interval of btt minus dense lies below 0, and "
-        "without it the mean difference is less than half as large. Refuted: with the head the interval lies above 0. Undecided if a best rate "
+        "differences of the held-out loss at equal MACs, by seed. Reproduced: with the head the interval of btt minus "
+        "dense lies below 0, and "
+        "without it the mean difference is less than half as large. Refuted: with the head the interval lies above 0. "
+        "Undecided if a best rate "
         "lies at an end of the grid"
     ),
     settings=SETTINGS,

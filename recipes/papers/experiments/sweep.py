@@ -4,8 +4,9 @@
     run_sweep(experiment, ..)                          trains what the file lacks; may be killed at any moment
     paired_difference(rows, a, b)                      mean over pairs of equal width and seed, with its 95% interval
 
-A sweep first trains every cell (method, width) with all rates and seed 0, then the other seeds at the best rate, or at all rates (`every_rate`). The best rate has the
-lowest `loss` of its row, which is of held-out examples, for every method alike.
+A sweep first trains every cell (method, width) with all rates and seed 0, then the other seeds at the best rate, or at
+all rates (`every_rate`). The best rate has the lowest `loss` of its row, which is of held-out examples, for every
+method alike.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Cell(NamedTuple):
 class Setting:
     """Size of a sweep.
 
-    where: `cpu` or `gpu`. rates: peak learning rates that every method tries. seeds: runs at the best rate. steps, rows, length: of
-    training. options: what only the experiment reads. graph: whether a GPU records the step as a CUDA graph.
-    every_rate: train all seeds at every rate, for claims about the best rate itself.
+    where: `cpu` or `gpu`. rates: peak learning rates that every method tries. seeds: runs at the best rate. steps,
+    rows, length: of training. options: what only the experiment reads. graph: whether a GPU records the step as a CUDA
+    graph. every_rate: train all seeds at every rate, for claims about the best rate itself.
     """
 
     name: str
@@ -83,7 +84,9 @@ class Verdict(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Mean of paired differences, its standard error and 95% interval (Student's t); the interval is infinite for one pair."""
+    """Mean of paired differences, its standard error and 95% interval (Student's t); the interval is infinite for one
+    pair.
+    """
 
     mean: float
     error: float
@@ -97,7 +100,10 @@ class Difference(NamedTuple):
 
 # -- rows -----------------------------------------------------------------------------------------------
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a file, without a last line that a killed run did not finish. Raises SurgeryError for other damage."""
+    """Return the rows of a file, without a last line that a killed run did not finish.
+
+    Raises SurgeryError for other damage.
+    """
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -124,7 +130,8 @@ def _parse_row(line: str, where: str) -> Row:
     }
     if not isinstance(row, dict) or not all(isinstance(row.get(k, ...), kind) for k, kind in kinds.items()):
         raise SurgeryError(
-            f"{where} is not a result row, which is a JSON object with {', '.join(kinds)}. Remove the line; `run` trains it again."
+            f"{where} is not a result row, which is a JSON object with {', '.join(kinds)}. Remove the line; `run` "
+            "trains it again."
         )
     return row
 
@@ -163,8 +170,8 @@ def run_sweep(
 ) -> bool:
     """Train the runs that `out` lacks and append their rows. Return whether all runs of the cells have rows.
 
-    stack: the largest number of runs at once. cells: those to train; None: all of the setting. minutes: no stack is started whose
-    forecast, from the time of earlier stacks of this call, ends later.
+    stack: the largest number of runs at once. cells: those to train; None: all of the setting. minutes: no stack is
+    started whose forecast, from the time of earlier stacks of this call, ends later.
     """
     chosen = setting.cells if cells is None else cells
     began, slowest = time.monotonic(), 0.0
@@ -186,7 +193,8 @@ def run_sweep(
                 left = missing * slowest / 60
                 best = min((row["loss"] for row in rows if row["loss"] is not None), default=math.nan)
                 say(
-                    f"{setting.name} {cell.method} {cell.width}: {len(runs)} runs, {seconds:.1f} s, lowest loss {best:.4f}; at most {left:.0f} minutes left"
+                    f"{setting.name} {cell.method} {cell.width}: {len(runs)} runs, {seconds:.1f} s, lowest loss "
+                    f"{best:.4f}; at most {left:.0f} minutes left"
                 )
     return True
 
@@ -224,8 +232,9 @@ def finite_or_none(value: float) -> float | None:
 def gpu_minutes(setting: Setting, heads: Callable[[Cell], int], stack: Callable[[Cell], int]) -> float:
     """Return the forecast of a sweep on one H200 in minutes, counted and not measured.
 
-    A step takes at least 1.5 ms (the launches of a CUDA graph), else the time to move its tensors at 4.1 TB/s: 50 kB a token and layer at
-    width 64, in proportion to the width, and 30 float32 matrices T x T for each head, layer and row. Doubled for safety.
+    A step takes at least 1.5 ms (the launches of a CUDA graph), else the time to move its tensors at 4.1 TB/s: 50 kB a
+    token and layer at width 64, in proportion to the width, and 30 float32 matrices T x T for each head, layer and row.
+    Doubled for safety.
     """
     return sum(cell_minutes(setting, cell, heads(cell), stack(cell)) for cell in setting.cells)
 
@@ -241,7 +250,9 @@ def cell_minutes(setting: Setting, cell: Cell, heads: int, stack: int) -> float:
 
 
 def split_cells(setting: Setting, parts: int, minutes: Callable[[Cell], float]) -> list[list[Cell]]:
-    """Return the cells in disjoint parts of similar `minutes` each: longest first, to the part with the least so far."""
+    """Return the cells in disjoint parts of similar `minutes` each: longest first, to the part with the least so
+    far.
+    """
     found: list[list[Cell]] = [[] for _ in range(parts)]
     times = [0.0] * parts
     for cell in sorted(setting.cells, key=minutes, reverse=True):

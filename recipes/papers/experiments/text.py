@@ -3,8 +3,8 @@
     rows = CodeRows("packages", 20_000_000, device)
     batch = rows.batch(seed=0, first=0, rows=16, length=256)      {"ids": (16, 257)}
 
-Row n of training is a pure function of (seed, n): a random place of the text. The last 5% of the text are held out. A character is one of 97
-tokens: printable ASCII, the line end, and one token for all others.
+Row n of training is a pure function of (seed, n): a random place of the text. The last 5% of the text are held out. A
+character is one of 97 tokens: printable ASCII, the line end, and one token for all others.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def code_tokens(source: Source, characters: int) -> Tensor:
             break
     if size < characters:
         raise SurgeryError(
-            f"the Python files in {folder} have {size:,} characters, and {characters:,} are needed. Install more packages."
+            f"the Python files in {folder} have {size:,} characters, and {characters:,} are needed. Install more "
+            "packages."
         )
     text = re.sub("[^\n -~]", "\0", "\0".join(parts)[:characters])
     return token_table()[torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8).long()]

@@ -1,4 +1,6 @@
-"""Times against the sequence length: the slope of their logarithms, and the length from which on one algorithm is faster."""
+"""Times against the sequence length: the slope of their logarithms, and the length from which on one algorithm is
+faster.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ Times = dict[int, float]  # length -> time, in any unit
 
 
 def slope(times: Times, least: int = 0) -> PowerLaw | None:
-    """Return the slope of log time over log length with its standard error, over lengths of `least` tokens or more; None below three."""
+    """Return the slope of log time over log length with its standard error, over lengths of `least` tokens or more;
+    None below three.
+    """
     points = [(float(length), value) for length, value in sorted(times.items()) if length >= least]
     if len(points) < 3:
         return None
@@ -21,7 +25,9 @@ def slope(times: Times, least: int = 0) -> PowerLaw | None:
 
 
 def faster_from(times: Times, rival: Times) -> int | None:
-    """Return the length from which on `times` are below the rival's at every length that both have; None if not at the longest."""
+    """Return the length from which on `times` are below the rival's at every length that both have; None if not at the
+    longest.
+    """
     found = None
     for length in sorted(set(times) & set(rival), reverse=True):
         if times[length] >= rival[length]:

@@ -35,8 +35,9 @@ def train_stack(
 ) -> StackedTraining:
     """Return the trained stack of runs (rate, seed).
 
-    models: seed -> initialized model. row_numbers: random numbers in a row, which bounds the rows that are made together. factors:
-    parameter -> factor on the rate; None: those of a recipe with `base_width`. floor: share of the rate at the last step; 1: no decay. after_step: called with the stack and the step.
+    models: seed -> initialized model. row_numbers: random numbers in a row, which bounds the rows that are made
+    together. factors: parameter -> factor on the rate; None: those of a recipe with `base_width`. floor: share of the
+    rate at the last step; 1: no decay. after_step: called with the stack and the step.
     """
     if device.type == "cuda":  # return what earlier stacks held: other processes may share the GPU
         gc.collect()

@@ -1,11 +1,12 @@
-"""Rates that know the structure, after tuning: a ViT with dense attention and BTT in its MLPs only (Qiu et al. 2024, "Compute Better
-Spent", Figure 3)
+"""Rates that know the structure, after tuning: a ViT with dense attention and BTT in its MLPs only (Qiu et al. 2024,
+"Compute Better Spent", Figure 3)
 
 python -m recipes.papers.experiments.tuned_rates run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.tuned_rates show [rows.jsonl ..] [--plot tuned_rates.png]
 
-The models and the task of `vision`, with one base rate for all parameters. `aware`: each core has the rate of its own fan-in; `naive`: that of the
-dense layer in its place, so that no base rate fits both attention and MLPs. Both start from the same parameters and see the same rows.
+The models and the task of `vision`, with one base rate for all parameters. `aware`: each core has the rate of its own
+fan-in; `naive`: that of the dense layer in its place, so that no base rate fits both attention and MLPs. Both start
+from the same parameters and see the same rows.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ EXPERIMENT = Experiment(
     source="Compute Better Spent, Figure 3",
     claim="rates that know the structure give a lower loss even if each rule has its best base rate",
     rule=(
-        "difference of the held-out loss by seed, each rule at its best base rate. Reproduced: the interval of naive minus aware lies above 0 "
+        "difference of the held-out loss by seed, each rule at its best base rate. Reproduced: the interval of naive "
+        "minus aware lies above 0 "
         "at every width. Refuted: below 0 at one. Undecided if a best rate lies at an end of the grid"
     ),
     settings=SETTINGS,

@@ -1,14 +1,15 @@
-"""One function, two algorithms: do both orders of the contraction of masked attention agree, and where do their times cross? (Dao and Gu
-2024, "Structured Masked Attention", section 4 of "Transformers are SSMs", eqs. 13 and 15, Figure 3)
+"""One function, two algorithms: do both orders of the contraction of masked attention agree, and where do their times
+cross? (Dao and Gu 2024, "Structured Masked Attention", section 4 of "Transformers are SSMs", eqs. 13 and 15, Figure 3)
 
 python -m recipes.papers.experiments.two_orders run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.two_orders show [rows.jsonl ..] [--plot two_orders.png]
 
-One head of N features and P values in float64 on one thread. A cell is a mask at a length T; the seeds draw other numbers. The quadratic order
-is eq. 13 with the mask's dense matrix, the linear one eq. 15, where the mask multiplies the T x (P N) products of values and keys: by cumulative sums
-(causal, decay, gates) or by the FFT (toeplitz, fourier). `chunked` is the mask's own algorithm, quadratic in chunks of 64 tokens. `cross_decay`
-has T keys and T / 4 queries. Times are the least processor times of several calls. `linformer` and `nystrom` are not eq. 12: they are
-timed with 32 projected keys or landmarks against softmax attention, and must equal it on 16 tokens with 16 of them.
+One head of N features and P values in float64 on one thread. A cell is a mask at a length T; the seeds draw other
+numbers. The quadratic order is eq. 13 with the mask's dense matrix, the linear one eq. 15, where the mask multiplies
+the T x (P N) products of values and keys: by cumulative sums (causal, decay, gates) or by the FFT (toeplitz, fourier).
+`chunked` is the mask's own algorithm, quadratic in chunks of 64 tokens. `cross_decay` has T keys and T / 4 queries.
+Times are the least processor times of several calls. `linformer` and `nystrom` are not eq. 12: they are timed with 32
+projected keys or landmarks against softmax attention, and must equal it on 16 tokens with 16 of them.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
 
 
 def reference_calls(method: str, length: int, sizes: dict[str, Any]) -> tuple[dict[str, Call], float]:
-    """Return (algorithm -> call, error at WHOLE tokens with as many projected keys or landmarks) of Linformer or Nystroemformer."""
+    """Return (algorithm -> call, error at WHOLE tokens with as many projected keys or landmarks) of Linformer or
+    Nystroemformer.
+    """
     q, k, v = (torch.randn(1, 1, length, sizes[n], dtype=torch.float64) for n in ("features", "features", "values"))
     scaling, fewer = sizes["features"] ** -0.5, min(PROJECTED, length)
     few_q, few_k, few_v = (x[:, :, :WHOLE] for x in (q, k, v))
@@ -205,7 +208,9 @@ def verdict(rows: list[Row], setting: Setting) -> Verdict:
 
 
 def table(rows: list[Row], setting: Setting) -> list[list[str]]:
-    """Return the table: difference, slopes of the times, the length from which on the linear order is faster, and milliseconds."""
+    """Return the table: difference, slopes of the times, the length from which on the linear order is faster, and
+    milliseconds.
+    """
     best, least = best_rows(rows, setting), setting.options["slope_from"]
     longest = max(setting.widths)
     lines = [
@@ -243,10 +248,13 @@ EXPERIMENT = Experiment(
     name="two_orders",
     title="One function, two algorithms",
     source="Structured Masked Attention, Figure 3, eqs. 13, 15",
-    claim="the quadratic and the linear order of the contraction are one function, and the time of the linear one grows more slowly",
+    claim="the quadratic and the linear order of the contraction are one function, and the time of the linear one "
+    "grows more slowly",
     rule=(
-        "differences in float64, and slopes of log processor time over log T from 256 tokens on, by seed. Reproduced: no difference above 1e-10 of "
-        "the largest output; for every mask and reference the interval of the quadratic slope minus the linear one lies above 0, and the linear "
+        "differences in float64, and slopes of log processor time over log T from 256 tokens on, by seed. Reproduced: "
+        "no difference above 1e-10 of "
+        "the largest output; for every mask and reference the interval of the quadratic slope minus the linear one "
+        "lies above 0, and the linear "
         "order is faster at the longest row. Refuted: a larger difference"
     ),
     settings=SETTINGS,

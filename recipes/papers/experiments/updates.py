@@ -1,12 +1,14 @@
-"""Size of feature updates by width: do structure-aware rates keep it constant? (Qiu et al. 2024, "Compute Better Spent", Figure 2a)
+"""Size of feature updates by width: do structure-aware rates keep it constant? (Qiu et al. 2024, "Compute Better
+Spent", Figure 2a)
 
 python -m recipes.papers.experiments.updates run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.updates show [rows.jsonl ..] [--plot updates.png]
 
-An MLP with two hidden layers of d units (gelu, without biases) and a dense classifier, on the `teacher` task of `scaling`. A method's name is
-that of its structure, at the rates of the fan-in of each core; with `_naive`, at those of the dense layer in its place. The update is the root
-mean square of the change of the last features by one step, on 64 fixed inputs, averaged over all steps of a constant rate. It is fitted by
-update ~ d^slope for each seed. All methods have one base rate, because its only effect is on the size of all updates.
+An MLP with two hidden layers of d units (gelu, without biases) and a dense classifier, on the `teacher` task of
+`scaling`. A method's name is that of its structure, at the rates of the fan-in of each core; with `_naive`, at those of
+the dense layer in its place. The update is the root mean square of the change of the last features by one step, on 64
+fixed inputs, averaged over all steps of a constant rate. It is fitted by update ~ d^slope for each seed. All methods
+have one base rate, because its only effect is on the size of all updates.
 """
 
 from __future__ import annotations
@@ -194,8 +196,10 @@ EXPERIMENT = Experiment(
     source="Compute Better Spent, Figure 2a",
     claim="feature updates are constant over the width at structure-aware rates, and fall at the rates of dense layers",
     rule=(
-        "slopes of log update on log width, means over seeds. Reproduced: BTT's lies within ±0.1 at its own rates and below -0.25 at those of "
-        "dense layers, and the interval of the difference by seed excludes 0. Refuted: beyond ±0.25 at its own, or above -0.1 at those of dense "
+        "slopes of log update on log width, means over seeds. Reproduced: BTT's lies within ±0.1 at its own rates and "
+        "below -0.25 at those of "
+        "dense layers, and the interval of the difference by seed excludes 0. Refuted: beyond ±0.25 at its own, or "
+        "above -0.1 at those of dense "
         "layers"
     ),
     settings=SETTINGS,

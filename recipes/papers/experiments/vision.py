@@ -1,14 +1,15 @@
-"""Scaling of vision transformers by structure: is the exponent of BTT larger than that of dense layers? (Qiu et al. 2024, "Compute Better
-Spent", Figure 4)
+"""Scaling of vision transformers by structure: is the exponent of BTT larger than that of dense layers? (Qiu et al.
+2024, "Compute Better Spent", Figure 4)
 
 python -m recipes.papers.experiments.vision run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.vision show [rows.jsonl ..] [--plot vision.png]
 
-A ViT of three blocks: patches through a dense input layer, learned positions, attention over all patches with layer norms of queries and
-keys and scores divided by the size of a head, mean of the patches, dense classifier. Queries, the outputs of attention and MLP, and the
-classifier are zero at first. All linears of the blocks have the structure. The images are not the paper's CIFAR: an image is a row of the
-`teacher` task of `scaling`, whose values are dealt out to the patches in turn, so that every patch has large and small ones. Rates and
-verdict are those of `scaling`. MACs are those of one image with all pairs of patches, input layer and classifier.
+A ViT of three blocks: patches through a dense input layer, learned positions, attention over all patches with layer
+norms of queries and keys and scores divided by the size of a head, mean of the patches, dense classifier. Queries, the
+outputs of attention and MLP, and the classifier are zero at first. All linears of the blocks have the structure. The
+images are not the paper's CIFAR: an image is a row of the `teacher` task of `scaling`, whose values are dealt out to
+the patches in turn, so that every patch has large and small ones. Rates and verdict are those of `scaling`. MACs are
+those of one image with all pairs of patches, input layer and classifier.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def heads(cell: Cell) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a ViT. attention, mlp: structures of the linears, by the names of `scaling`. patches: number of tokens."""
+    """Sizes of a ViT. attention, mlp: structures of the linears, by the names of `scaling`. patches: number of
+    tokens.
+    """
 
     attention: str
     mlp: str

@@ -1,12 +1,13 @@
-"""Norms of structured cores: do they keep the features of a deep BTT decoder bounded? (Qiu et al. 2024, "Compute Better Spent", section 5.1,
-Figure 7)
+"""Norms of structured cores: do they keep the features of a deep BTT decoder bounded? (Qiu et al. 2024, "Compute Better
+Spent", section 5.1, Figure 7)
 
 python -m recipes.papers.experiments.weight_norm run --setting cpu [--out rows.jsonl] [--minutes 30]
 python -m recipes.papers.experiments.weight_norm show [rows.jsonl ..] [--plot weight_norm.png]
 
-A character-level decoder over Python source, all linears but the head BTT of rank 4, at a constant rate. `none` trains the cores, `cores` bounds
-the root mean square of each by its initial one times a learned factor (surgery/training/weight_norm.py). The root mean square of the input
-of the last norm is measured at twenty times of training; growth is the slope of its logarithm over the second half, in e-folds per half.
+A character-level decoder over Python source, all linears but the head BTT of rank 4, at a constant rate. `none` trains
+the cores, `cores` bounds the root mean square of each by its initial one times a learned factor
+(surgery/training/weight_norm.py). The root mean square of the input of the last norm is measured at twenty times of
+training; growth is the slope of its logarithm over the second half, in e-folds per half.
 """
 
 from __future__ import annotations
@@ -164,7 +165,9 @@ def _finite(value: float) -> float | None:
 
 # -- results --------------------------------------------------------------------------------------------
 def growth(row: Row) -> float:
-    """Return the growth of a run: the slope of log RMS over the second half of training times the length of that half."""
+    """Return the growth of a run: the slope of log RMS over the second half of training times the length of that
+    half.
+    """
     points = [(int(step), value) for step, value in row["rms"].items()]
     half = max(step for step, _ in points) / 2
     late = [(math.exp(step / half), math.inf if value is None else value) for step, value in points if step >= half]
@@ -245,8 +248,10 @@ EXPERIMENT = Experiment(
     source="Compute Better Spent, Figure 7",
     claim="without norms the features grow without bound; with them they stay bounded, and the loss is no worse",
     rule=(
-        "growth of the features (e-folds over the second half of training) at the best rates. Reproduced: its interval lies above 0 without norms "
-        "and not with them, that of the difference by seed excludes 0, and the interval of the difference of the losses lies below 0.002 nats. "
+        "growth of the features (e-folds over the second half of training) at the best rates. Reproduced: its interval "
+        "lies above 0 without norms "
+        "and not with them, that of the difference by seed excludes 0, and the interval of the difference of the "
+        "losses lies below 0.002 nats. "
         "Refuted: the features shrink without norms or grow more with them, or the loss is worse by more than 0.002"
     ),
     settings=SETTINGS,

@@ -4,8 +4,9 @@ python -m recipes.papers.healing.recovery ROWS.json OTHER.json .. --window slidi
 
     far recovery = 1 - ln(ratio of the conversion) / ln(ratio of the sliding window healed on as many tokens)
 
-Files are those that `healing.run --json` writes. A cell has the mean ratio to the original's perplexity ± the standard deviation
-over seeds, and the far recovery. needle-rank: share of right answers above guessing, of the original's share above guessing.
+Files are those that `healing.run --json` writes. A cell has the mean ratio to the original's perplexity ± the standard
+deviation over seeds, and the far recovery. needle-rank: share of right answers above guessing, of the original's share
+above guessing.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def window_losses(groups: dict[tuple[str, int], Rows], window: str) -> dict[int,
             continue
         if tokens in losses:
             raise SurgeryError(
-                f"the files have two kinds of {window} healed on {tokens:,} tokens, and far recovery compares with one; leave one out"
+                f"the files have two kinds of {window} healed on {tokens:,} tokens, and far recovery compares with "
+                "one; leave one out"
             )
         losses[tokens] = {
             n: statistics.fmean(math.log(ratios_by_length(row)[n]) for row in rows) for n in ratios_by_length(rows[0])

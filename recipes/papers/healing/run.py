@@ -7,8 +7,9 @@ python -m recipes.papers.healing.run SRC --recipe btt-half --healing linears --t
     converted    as `surgery convert --recipe` leaves it; --start copied: with untrained mixers, or without a calibration text
     healed       after `surgery finetune --recipe HEALING`, once for every --seed
 
-Training, calibration and scored text must be three different texts. Perplexity is computed over adjacent windows, and its ratio to
-the original's perplexity from pairs of windows. --needles and --ranked also run the suite of eval/suites/needle.py.
+Training, calibration and scored text must be three different texts. Perplexity is computed over adjacent windows, and
+its ratio to the original's perplexity from pairs of windows. --needles and --ranked also run the suite of
+eval/suites/needle.py.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ class Scorer:
 
 
 def ranking_questions(tokenizer: Any, arguments: argparse.Namespace) -> dict[int, list[RankingQuestion]]:
-    """Return the questions of `needle-rank` by length: --samples at each depth, in the first tokens of the scored text."""
+    """Return the questions of `needle-rank` by length: --samples at each depth, in the first tokens of the scored
+    text.
+    """
     vocabulary = Vocabulary(tokenizer)
     text = Path(arguments.text).read_text(encoding="utf-8")[:HAYSTACK_CHARACTERS]
     ids = vocabulary.ids(text)
@@ -322,7 +325,8 @@ def parse_arguments() -> argparse.Namespace:
         "--length",
         type=int,
         action="append",
-        help="Length in tokens of the scored windows. Repeatable; the first is also that of the calibration. Default: 1024.",
+        help="Length in tokens of the scored windows. Repeatable; the first is also that of the calibration. Default: "
+        "1024.",
     )
     parser.add_argument("--start", choices=("calibrated", "copied"), default="calibrated", help="Initialization.")
     parser.add_argument("--tokens", type=int, help="Training tokens of all stages together. Default: the recipe's.")

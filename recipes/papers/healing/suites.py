@@ -9,7 +9,8 @@ python -m recipes.papers.healing.suites show OUT [--figures PREFIX]
     niah       niah_story             like needle, with generated answers; needs lm-eval
     speed      speed                  in --speed-dtype; needs an otherwise idle machine
 
-Each conversion is compared with SRC on the same samples. OUT/NAME.json holds its rows, OUT/kept the finished evaluations.
+Each conversion is compared with SRC on the same samples. OUT/NAME.json holds its rows, OUT/kept the finished
+evaluations.
 """
 
 from __future__ import annotations

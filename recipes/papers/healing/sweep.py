@@ -3,10 +3,10 @@
 python -m recipes.papers.healing.sweep PLAN SRC --out ROWS [--group order] [--jobs 4] [--time-limit 540]
     -- --data TRAINING --calibration FILE --text FILE
 
-A plan has `common` (options of every run) and `groups` of rows {recipe, seeds, tokens, convert, set}; attention.yaml beside this
-file is one. What follows -- goes to every run. ROWS gets one JSON file per recipe and seed, and conversions in ROWS/converted. Runs whose file has
-its healed row are skipped, so the same command goes on where a killed one stopped; the time limit (seconds) kills what is still
-running. recovery.py prints the table of the files.
+A plan has `common` (options of every run) and `groups` of rows {recipe, seeds, tokens, convert, set}; attention.yaml
+beside this file is one. What follows -- goes to every run. ROWS gets one JSON file per recipe and seed, and conversions
+in ROWS/converted. Runs whose file has its healed row are skipped, so the same command goes on where a killed one
+stopped; the time limit (seconds) kills what is still running. recovery.py prints the table of the files.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class Run:
         return any("training" in row or "refused" in row for row in self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows that the process has written so far. It replaces the file whole, so half of one is an error."""
+        """Return the rows that the process has written so far.
+
+        It replaces the file whole, so half of one is an error.
+        """
         if not self.file.exists():
             return []
         try:

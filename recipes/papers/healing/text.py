@@ -75,7 +75,8 @@ def package_files(folder: Path) -> Iterator[list[Path]]:
 def code_documents(folder: Path, apart: list[str], seed: int) -> Iterator[str]:
     """Yield Python files of packages in random order, of 200 to MAX_FILE_CHARACTERS characters.
 
-    Files that share a passage with the texts `apart` are left out, and whole packages that share MAX_SHARED_PASSAGES or more.
+    Files that share a passage with the texts `apart` are left out, and whole packages that share MAX_SHARED_PASSAGES or
+    more.
     """
     known = set().union(*(passage_hashes(text) for text in apart)) if apart else set()
     kept: list[Path] = []
@@ -106,7 +107,8 @@ def _usable_lines(text: str, kind: str) -> list[str]:
     usable = {line for line in text.splitlines() if MIN_LINE_CHARACTERS <= len(line.strip()) <= MAX_LINE_CHARACTERS}
     if len(usable) < 1000:
         raise SurgeryError(
-            f"{kind}: the text has {len(usable)} different lines of {MIN_LINE_CHARACTERS} to {MAX_LINE_CHARACTERS} characters, "
+            f"{kind}: the text has {len(usable)} different lines of {MIN_LINE_CHARACTERS} to {MAX_LINE_CHARACTERS} "
+            "characters, "
             "and 1,000 are needed. Give a longer --lines."
         )
     return sorted(usable)
@@ -142,8 +144,8 @@ PAIR_SHARES = (0.1, 0.3, 0.6)  # of the lines of a document that are pairs
 
 
 def pair_documents(text: str, seed: int, characters: int = 8000) -> Iterator[str]:
-    """Yield documents of about that many characters: lines of the text, and between them pairs of names of the text in up to
-    three forms, each of which comes again at random.
+    """Yield documents of about that many characters: lines of the text, and between them pairs of names of the text in
+    up to three forms, each of which comes again at random.
 
     Raises SurgeryError if the text has fewer than 1,000 names or usable lines.
     """

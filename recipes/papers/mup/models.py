@@ -1,5 +1,5 @@
-"""Models of recipes/papers/mup/run.py: GPT-2 decoders of one depth and several widths whose layers have structured linears, and the
-learning rates that a recipe assigns to their parameters.
+"""Models of recipes/papers/mup/run.py: GPT-2 decoders of one depth and several widths whose layers have structured
+linears, and the learning rates that a recipe assigns to their parameters.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class SweepSizes:
 def structure_keys(name: str, width: int) -> dict[str, Any] | None:
     """Return the recipe keys of a structure at a width.
 
-    Ranks grow as the square root of the width, as in the paper, so fan-ins of cores grow slower than those of their layers; this is
-    where the rules differ.
+    Ranks grow as the square root of the width, as in the paper, so fan-ins of cores grow slower than those of their
+    layers; this is where the rules differ.
     """
     root = round(width**0.5)
     return {
@@ -127,9 +127,9 @@ def rate_factors(model: Any, stage: Any) -> dict[str, float]:
 def matching_core_rate(name: str, vocabulary: int, sizes: SweepSizes) -> float:
     """Return the base rate of the cores under rule `mup` that matches rule `dense` at the base width.
 
-    The geometric mean of the learning rates over all parameters of cores is then equal. muP leaves such constants open. With this
-    one the rules differ in their dependence on the width and in the distribution over cores, not in the learning rate of cores
-    relative to embeddings.
+    The geometric mean of the learning rates over all parameters of cores is then equal. muP leaves such constants open.
+    With this one the rules differ in their dependence on the width and in the distribution over cores, not in the
+    learning rate of cores relative to embeddings.
     """
     if name == "dense":
         return 1.0

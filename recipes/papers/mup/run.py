@@ -1,4 +1,5 @@
-"""Measure whether the best base learning rate is the same at every width, as Figure 2b of Qiu et al. 2024 ("Compute Better Spent").
+"""Measure whether the best base learning rate is the same at every width, as Figure 2b of Qiu et al. 2024 ("Compute
+Better Spent").
 
 The models are character-level GPT-2 decoders of one depth and several widths, with structured linears in every layer.
 
@@ -8,8 +9,9 @@ python -m recipes.papers.mup.run show runs.jsonl .. [--plot mup.png]
     mup      every core at the rate of its own fan-in (surgery/training/optim.py): rate * c * 64 / fan_in
     dense    every core at the rate that muP gives the dense layer in its place: rate * 64 / in
 
-Both start from the same parameters, and c makes their rates equal at the base width 64 (`matching_core_rate`). All rates, seeds
-and rules of one structure and width train at once as a stack; runs that the file already contains are not repeated.
+Both start from the same parameters, and c makes their rates equal at the base width 64 (`matching_core_rate`). All
+rates, seeds and rules of one structure and width train at once as a stack; runs that the file already contains are not
+repeated.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ Losses = dict[float, dict[int, float]]  # log2 of the base rate -> seed -> held-
 
 @dataclass(frozen=True)
 class BestRate:
-    """Best base rate (log2), its standard error over seeds, the lowest mean loss. edge: whether it lies at an end of the
-    grid.
+    """Best base rate (log2), its standard error over seeds, the lowest mean loss. edge: whether it lies at an end of
+    the grid.
     """
 
     log2_rate: float
@@ -57,7 +57,9 @@ def mean_losses(losses: Losses) -> tuple[list[float], list[float], set[int]]:
 
 
 def parabola_vertex(rates: list[float], losses: list[float]) -> float:
-    """Return the vertex of a parabola through the lowest loss and its neighbors; the rate itself at an end of the grid."""
+    """Return the vertex of a parabola through the lowest loss and its neighbors; the rate itself at an end of the
+    grid.
+    """
     i = losses.index(min(losses))
     if i in (0, len(rates) - 1) or not math.isfinite(losses[i - 1] + losses[i + 1]):
         return rates[i]

@@ -1,14 +1,18 @@
-"""Table of docs/measurements/quality.md: perplexity after converting every linear of the layers, by the allocation of the parameter budget.
+"""Table of docs/measurements/quality.md: perplexity after converting every linear of the layers, by the allocation of
+the parameter budget.
 
-python -m recipes.papers.quality.allocations SRC --calibration FILE --text FILE --structure btt --keep 0.5 uniform spread tilt=0.5 lems=0,5
+python -m recipes.papers.quality.allocations SRC --calibration FILE --text FILE --structure btt --keep 0.5 uniform
+spread tilt=0.5 lems=0,5
 
-Each allocation follows the expected rise of the loss at each number of parameters (surgery.conversion.fisher), except `uniform`:
+Each allocation follows the expected rise of the loss at each number of parameters (surgery.conversion.fisher), except
+`uniform`:
 
     uniform          the same share of every matrix
     spread           by the gain of each further rank, as `allocate: measured` tries it
     tilt=T           the rises in layer l of L times exp(T (1 - 2 l / (L - 1))), so that a positive T gives more to early layers; the head counts
                      as the last one
-    lems=ALPHA,GAMMA the rises in layer l times the cross-layer factor of LEMS (Thoma et al. 2026, github.com/lems-svd/lems):
+    lems=ALPHA,GAMMA the rises in layer l times the cross-layer factor of LEMS (Thoma et al. 2026,
+    github.com/lems-svd/lems):
                      1 + GAMMA (S_l - S_(L-1)) / (S_0 - S_(L-1)), S_l = sum of (k + 1)^-ALPHA for k from l to L - 1
     power=P          the rises to the power P
     mean             the mean of `uniform` and `spread`

@@ -1,14 +1,17 @@
 """Ratios of perplexity file by file: a text of source files is split into its files, and each is scored by itself.
 
 python -m recipes.papers.quality.by_file split heldout.txt heldout.jsonl            one JSON line for each file
-python -m recipes.papers.quality.by_file score SRC CONVERTED .. --text heldout.txt [--tokens 65536] [--above 1.5] [--json ROWS.jsonl]
+python -m recipes.papers.quality.by_file score SRC CONVERTED .. --text heldout.txt [--tokens 65536] [--above 1.5]
+[--json ROWS.jsonl]
 
-`score` prints a row for each converted checkpoint: the median of the files' ratios to the original, the worst file, the share of files above a
-ratio, and the ratio of all tokens with its 95% interval, in which files are the units of the bootstrap. A file starts without context, so perplexities are higher than in
-windows of running text; a file longer than --length is scored in pieces. Files of fewer than --least tokens count in the ratio of all tokens only.
+`score` prints a row for each converted checkpoint: the median of the files' ratios to the original, the worst file, the
+share of files above a ratio, and the ratio of all tokens with its 95% interval, in which files are the units of the
+bootstrap. A file starts without context, so perplexities are higher than in windows of running text; a file longer than
+--length is scored in pieces. Files of fewer than --least tokens count in the ratio of all tokens only.
 
-How a text is split: at lines <|endoftext|>, if it has any (recipes/papers/healing/text.py writes them). Else where two empty lines end, and a
-docstring, an import or a comment before one of them begins: the way in which a Python file begins, and hardly anything within one.
+How a text is split: at lines <|endoftext|>, if it has any (recipes/papers/healing/text.py writes them). Else where two
+empty lines end, and a docstring, an import or a comment before one of them begins: the way in which a Python file
+begins, and hardly anything within one.
 """
 
 from __future__ import annotations
@@ -66,8 +69,9 @@ def file_losses(found: SuiteResult) -> dict[str, tuple[float, int]]:
 def summarize_files(found: SuiteResult, base: SuiteResult, above: float, least: int = LEAST_TOKENS) -> dict[str, Any]:
     """Return {"files", "median", "worst", "worst_file", "above", "share_above", "tokens", "perplexity", "se", "ratio"}.
 
-    Ratios are of a file's perplexity to the original's. worst_file: its place in the text, from 0. "files" counts those of `least` tokens or
-    more, which the first values are of; the last four are of all tokens. Raises SurgeryError if there are none.
+    Ratios are of a file's perplexity to the original's. worst_file: its place in the text, from 0. "files" counts those
+    of `least` tokens or more, which the first values are of; the last four are of all tokens. Raises SurgeryError if
+    there are none.
     """
     ours, theirs = file_losses(found), file_losses(base)
     ratios = {}

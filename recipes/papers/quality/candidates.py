@@ -1,6 +1,8 @@
-"""Table of docs/measurements/quality.md: candidates for `auto` at equal stored bytes, by the output error on held-out rows.
+"""Table of docs/measurements/quality.md: candidates for `auto` at equal stored bytes, by the output error on held-out
+rows.
 
-python -m recipes.papers.quality.candidates SRC --calibration FILE [--keep 0.5] [--layer 0 --layer 3] [--family NAME] [--json OUT]
+python -m recipes.papers.quality.candidates SRC --calibration FILE [--keep 0.5] [--layer 0 --layer 3] [--family NAME]
+[--json OUT]
     [--text FILE --swap FAMILY]
 
     low rank, pivoted       the structures that `auto` has; pivoted low rank stores r (O + I - r) values and a position of each row
@@ -14,13 +16,15 @@ python -m recipes.papers.quality.candidates SRC --calibration FILE [--keep 0.5] 
     .. shared               one right factor for the stacked matrices of a group, weighted by their Fisher
     .. spread               the bytes are divided over the matrices, or groups, of all measured layers as `surgery convert` divides them
 
-Values are counted as bfloat16. A position of a row or column is counted as int32, as pivoted low rank stores it. Single elements have an int16
-column each and int32 row starts, or a bitmap of the matrix, whichever is smaller; n of m have log2(m) bits each, or m bits together. Every fit minimizes tr((W - B) C (W - B)^T), with C of the
-original model's inputs (independent calibration), and stores at most its share of the bytes of W; those of `spread` do so together. `best` is the variant with the lowest
-held-out error, chosen for each matrix.
+Values are counted as bfloat16. A position of a row or column is counted as int32, as pivoted low rank stores it. Single
+elements have an int16 column each and int32 row starts, or a bitmap of the matrix, whichever is smaller; n of m have
+log2(m) bits each, or m bits together. Every fit minimizes tr((W - B) C (W - B)^T), with C of the original model's
+inputs (independent calibration), and stores at most its share of the bytes of W; those of `spread` do so together.
+`best` is the variant with the lowest held-out error, chosen for each matrix.
 
-The predicted rise is sum_o G_oo (E C E^T)_oo / 2 in nats per token, with E = W - B, C of held-out rows and G_oo the mean squared gradient at
-output o of the loss of labels drawn from the model. --swap puts the dense products of a family into all layers and scores the model.
+The predicted rise is sum_o G_oo (E C E^T)_oo / 2 in nats per token, with E = W - B, C of held-out rows and G_oo the
+mean squared gradient at output o of the loss of labels drawn from the model. --swap puts the dense products of a family
+into all layers and scores the model.
 """
 
 from __future__ import annotations
@@ -63,7 +67,9 @@ ROLES = ("query", "key", "value", "output", "gate", "up", "down")
 
 @dataclass(frozen=True)
 class Problem:
-    """One linear. weight_OI: W. metric: C of the fit rows, damped. held_II: C of the held-out rows. g_O: mean squared output gradients."""
+    """One linear. weight_OI: W. metric: C of the fit rows, damped. held_II: C of the held-out rows. g_O: mean squared
+    output gradients.
+    """
 
     path: str
     layer: int
@@ -206,7 +212,9 @@ def fit_low_rank_btt(problem: Problem, budget: float) -> Iterator[Fit]:
 
 # -- single elements ---------------------------------------------------------------------------------------------
 def solve_elements(target_OI: Tensor, mask_OI: Tensor, start_OI: Tensor, metric: Metric, steps: int = 6) -> Tensor:
-    """Return S (O, I), zero outside the mask, that minimizes tr((T - S) C (T - S)^T), by conjugate gradients for each row.
+    """Return S (O, I), zero outside the mask, that minimizes tr((T - S)
+
+    C (T - S)^T), by conjugate gradients for each row.
 
     start_OI: values to begin with, zero outside the mask.
     """
@@ -245,8 +253,9 @@ def low_rank_and_elements(
 ) -> Tensor:
     """Return L + S (O, I), L of a rank and S within the mask choose(scores), by alternations in the metric.
 
-    Elements of W - L are kept where leaving one out would raise the error most if the others made up for it, E^2 / (C^-1)_ii (optimal
-    brain surgeon, Hassibi & Stork 1993). The result of the alternation with the smallest error is returned.
+    Elements of W - L are kept where leaving one out would raise the error most if the others made up for it, E^2 /
+    (C^-1)_ii (optimal brain surgeon, Hassibi & Stork 1993). The result of the alternation with the smallest error is
+    returned.
     """
     moment_II = metric.c_II
     cost_I = (
@@ -297,7 +306,8 @@ def fit_pattern(problem: Problem, budget: float) -> Iterator[Fit]:
 def cluster_order(moment_XX: Tensor, parts: int) -> Tensor:
     """Return an order (X,) of channels in which `parts` equal blocks hold correlated channels.
 
-    Blocks are halved by the second eigenvector of the normalized Laplacian of |correlation|, again and again (spectral bisection).
+    Blocks are halved by the second eigenvector of the normalized Laplacian of |correlation|, again and again (spectral
+    bisection).
     """
     scale = moment_XX.diagonal().clamp_min(1e-30).rsqrt()
     weight_XX = (moment_XX * scale[:, None] * scale).abs()
@@ -315,7 +325,9 @@ def cluster_order(moment_XX: Tensor, parts: int) -> Tensor:
 
 
 def fit_clustered(problem: Problem, budget: float) -> Iterator[Fit]:
-    """Yield BTT 4x4 with ordered inputs, and with ordered inputs and outputs, each with the indices counted and without."""
+    """Yield BTT 4x4 with ordered inputs, and with ordered inputs and outputs, each with the indices counted and
+    without.
+    """
     w_OI, c_II, (out, in_) = problem.weight_OI, problem.metric.c_II, problem.shape
     assert c_II is not None
     columns = problem.metric.compute_once("order", lambda: cluster_order(c_II, 4))
@@ -381,7 +393,8 @@ def fit_allocated(kind: str) -> Any:
 
 
 def allocate_ranks(errors: Sequence[Tensor], sizes: Sequence[Tensor], budget: float) -> list[int]:
-    """Return the rank of each matrix that minimizes the sum of errors[rank] + price * sizes[rank], at the lowest price within the budget.
+    """Return the rank of each matrix that minimizes the sum of errors[rank] + price * sizes[rank], at the lowest price
+    within the budget.
 
     The bytes that are left go to single ranks, in turn.
     """
@@ -408,7 +421,9 @@ def allocate_ranks(errors: Sequence[Tensor], sizes: Sequence[Tensor], budget: fl
 
 # -- budgets over the whole model --------------------------------------------------------------------------------
 def cost_points(unit: Sequence[Problem]) -> list[CostPoint]:
-    """Return (bytes, expected rise of the loss) of a matrix or of a group with one right factor: dense, and of each rank that is smaller."""
+    """Return (bytes, expected rise of the loss) of a matrix or of a group with one right factor: dense, and of each
+    rank that is smaller.
+    """
     stacked_XI, _ = stack_weighted(unit)
     shape = len(stacked_XI), stacked_XI.shape[1]
     errors = rank_errors(stacked_XI, unit[0].metric).tolist()
@@ -417,7 +432,8 @@ def cost_points(unit: Sequence[Problem]) -> list[CostPoint]:
 
 
 def fit_spread(groups: Sequence[Sequence[Problem]], keep: float, shared: bool) -> dict[str, Fit]:
-    """Return a fit for each path, pivoted low rank or dense, with the bytes of all groups together divided by `allocate_budget`.
+    """Return a fit for each path, pivoted low rank or dense, with the bytes of all groups together divided by
+    `allocate_budget`.
 
     shared: one right factor for each group, which is dense as a whole or not at all; else a factor for each matrix.
     """
@@ -539,7 +555,9 @@ def make_groups(
 def fit_group(
     group: Sequence[Problem], keep: float, family: str, spread: Mapping[str, dict[str, Fit]] | None = None
 ) -> list[list[Fit]]:
-    """Return the variants of a family for each matrix of a group. spread: family -> path -> fit, of families over the whole model."""
+    """Return the variants of a family for each matrix of a group. spread: family -> path -> fit, of families over the
+    whole model.
+    """
     if family in SPREAD_FAMILIES:
         return [[(spread or {})[family][problem.path]] for problem in group]
     budgets = [keep * dense_size(problem.shape) for problem in group]
@@ -557,7 +575,8 @@ def measure_group(
     swapped: dict[str, dict[str, Tensor]],
     spread: Mapping[str, dict[str, Fit]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each matrix, family and variant. swapped: family -> path -> the best dense matrix, filled for its families.
+    """Yield a row for each matrix, family and variant. swapped: family -> path -> the best dense matrix, filled for its
+    families.
 
     spread: see `fit_group`.
     """
@@ -583,7 +602,9 @@ def measure_group(
 
 
 def format_table(rows: Sequence[dict[str, Any]], keep: float) -> Iterator[str]:
-    """Yield the lines of the table of one share: mean relative errors by role, their mean over parameters, and the predicted rise."""
+    """Yield the lines of the table of one share: mean relative errors by role, their mean over parameters, and the
+    predicted rise.
+    """
     mine = [row for row in rows if row["keep"] == keep]
     roles = [role for role in ROLES if any(row["role"] == role for row in mine)]
     yield f"| {keep:.0%} of the bytes | variant | " + " | ".join([*roles, "mean", "rise, nats", "bytes"]) + " |"

@@ -1,10 +1,12 @@
-"""Error curves of structures that are fitted by sweeps, corrected by fits at a few of their sizes (`probed` of allocations.py).
+"""Error curves of structures that are fitted by sweeps, corrected by fits at a few of their sizes (`probed` of
+allocations.py).
 
     corrected(n) = curve(n) exp(r(n))        n: parameters
 
-`rank_error_curve` takes the errors from spectra, which ignore what sweeps gain. A probe fits the matrix by `project` and sweeps of
-`sweep`, in the metric of the curve, and measures r = log(error of the fit / curve). r is linear in log n between probes and constant
-outside. Two probes lie near half of the matrix's uniform budget and near the whole of it; more are spread evenly over the curve.
+`rank_error_curve` takes the errors from spectra, which ignore what sweeps gain. A probe fits the matrix by `project`
+and sweeps of `sweep`, in the metric of the curve, and measures r = log(error of the fit / curve). r is linear in log n
+between probes and constant outside. Two probes lie near half of the matrix's uniform budget and near the whole of it;
+more are spread evenly over the curve.
 
 It is no part of `surgery convert`, because it made more conversions worse than better (docs/measurements/quality.md).
 """

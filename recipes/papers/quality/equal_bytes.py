@@ -1,10 +1,11 @@
-"""The tables "at equal bytes" of docs/measurements/quality.md, from the rows that quantized.py and quantized_times.py wrote.
+"""The tables "at equal bytes" of docs/measurements/quality.md, from the rows that quantized.py and quantized_times.py
+wrote.
 
 python -m recipes.papers.quality.equal_bytes [ROWS.jsonl ..]                    print the tables
 python -m recipes.papers.quality.equal_bytes [ROWS.jsonl ..] --write docs/measurements/quality.md
 
-Without files, the rows are those of recipes/papers/quality/rows/equal_bytes.jsonl. Of rows of the same thing, the last counts. Ratios, intervals
-and shares are computed from the losses and answers in the rows.
+Without files, the rows are those of recipes/papers/quality/rows/equal_bytes.jsonl. Of rows of the same thing, the last
+counts. Ratios, intervals and shares are computed from the losses and answers in the rows.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def table(lines: list[list[str]]) -> str:
 
 # -- quality -------------------------------------------------------------------------------------------
 def quality_table(model: str, rows: list[Row], times: list[Row]) -> str:
-    """Return the table of a model: rows by bytes, the largest first. Raises SurgeryError without a row of the original."""
+    """Return the table of a model: rows by bytes, the largest first.
+
+    Raises SurgeryError without a row of the original.
+    """
     base = next((row for row in rows if row["keep"] == 1 and row["bits"] == 16), None)
     if base is None:
         raise SurgeryError(f"there is no row of the original, {model} in 16 bits. Measure it: --only 'dense, 16'")
@@ -78,14 +82,19 @@ def needle_cell(row: Row) -> str:
 
 # -- times ---------------------------------------------------------------------------------------------
 def step_ms(row: Row) -> float | None:
-    """Return ms of a step, captured in a graph if it could be; None if it was not measured or computes something else."""
+    """Return ms of a step, captured in a graph if it could be; None if it was not measured or computes something
+    else.
+    """
     if row.get("error", 0.0) > MAX_ERROR:
         return None
     return row.get("graph_ms", row.get("eager_ms"))
 
 
 def find_times(times: list[Row], shape: str, keep: float, bits: int) -> list[Row]:
-    """Return the measured ways of a row in a shape, the fastest first. Linears of a structure are timed as low rank only."""
+    """Return the measured ways of a row in a shape, the fastest first.
+
+    Linears of a structure are timed as low rank only.
+    """
     found = [row for row in times if (row["shape"], row["keep"], row["bits"]) == (shape, keep, bits)]
     return sorted((row for row in found if step_ms(row) is not None), key=lambda row: step_ms(row) or 0.0)
 
@@ -102,7 +111,9 @@ def fastest_cell(times: list[Row], shape: str, row: Row) -> str:
 
 
 def time_cell(row: Row, base: Row, kind: str | None = None) -> str:
-    """Format ms of a step and its ratio to the original. kind: "graph_ms" or "eager_ms"; None: the graph's, if there is one."""
+    """Format ms of a step and its ratio to the original. kind: "graph_ms" or "eager_ms"; None: the graph's, if there is
+    one.
+    """
     ms, first = (step_ms(row), step_ms(base)) if kind is None else (row.get(kind), base.get(kind))
     return "" if ms is None or first is None else f"{ms:.3g} ({ms / first:.2f})"
 

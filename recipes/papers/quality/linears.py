@@ -1,6 +1,8 @@
-"""Table of docs/quality.md: perplexity after converting every linear of the layers, by structure and method, without training.
+"""Table of docs/quality.md: perplexity after converting every linear of the layers, by structure and method, without
+training.
 
-python -m recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--tune 20 20 [--norms]] [--allocate uniform] [--share input] [--json OUT]
+python -m recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--tune 20 20
+[--norms]] [--allocate uniform] [--share input] [--json OUT]
 
     plain        no calibration text: Frobenius norm
     whitened     closed form in the metric of the inputs, each layer separately, the same share of parameters everywhere
@@ -65,8 +67,9 @@ def convert_and_measure(
     device: Any,
     kept: Path | None = None,
 ) -> dict[str, Any]:
-    """Convert and measure on every text. The first text gives the row, the others are under "texts". kept: folder of the conversion;
-    None: it is deleted.
+    """Convert and measure on every text.
+
+    The first text gives the row, the others are under "texts". kept: folder of the conversion; None: it is deleted.
     """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +154,8 @@ def main() -> None:
     scored = arguments.score or [arguments.tokens]
     if len(scored) not in (1, len(arguments.text)):
         parser.error(
-            f"--score is given {len(scored)} times and --text {len(arguments.text)} times. Give one number, or one for each text."
+            f"--score is given {len(scored)} times and --text {len(arguments.text)} times. Give one number, or one for "
+            "each text."
         )
     scored = scored * len(arguments.text) if len(scored) == 1 else scored
     options = [EvalOptions(text=text, tokens=n, length=arguments.length) for text, n in zip(arguments.text, scored)]

@@ -1,4 +1,5 @@
-"""Tables of attention in docs/quality.md: perplexity after replacing every attention by a mixer, before training, and cache size.
+"""Tables of attention in docs/quality.md: perplexity after replacing every attention by a mixer, before training, and
+cache size.
 
 python -m recipes.papers.quality.mixers SRC --calibration FILE --text FILE [--recipe ssd ..] [--set KEY=VALUE ..]
 

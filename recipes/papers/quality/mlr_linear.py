@@ -1,10 +1,11 @@
-"""Multi-level low-rank (MLR) linear: W = sum_l (+)_k left[l, k] right[l, k], k = 1 .. 2^(l - 1) diagonal blocks of rank r.
+"""Multi-level low-rank (MLR) linear: W = sum_l (+)_k left[l, k] right[l, k], k = 1 .. 2^(l - 1) diagonal blocks of rank
+r.
 
     l: level    k: block of the level    a, d: out, in over 2^(l - 1)    r: rank of a block        y_k += left (right x_k)
 
-(Parshakova et al. 2023, "Factor fitting, rank allocation, and partitioning in multilevel low rank matrices"; a special case of
-Kuang et al. 2025, eq. 8.) For training from scratch only: it has no projection of a given matrix, so recipes do not offer it.
-Its learning rates treat the left factors of all levels as one layer whose fan-in is the sum of all ranks.
+(Parshakova et al. 2023, "Factor fitting, rank allocation, and partitioning in multilevel low rank matrices"; a special
+case of Kuang et al. 2025, eq. 8.) For training from scratch only: it has no projection of a given matrix, so recipes do
+not offer it. Its learning rates treat the left factors of all levels as one layer whose fan-in is the sum of all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class MLRLinear(StructuredLinear):
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the cores: weight<l> (k, rank, out/k) and right<l> (k, in/k, rank) of each level l, k = 2^l."""
+        """Return the shapes of the cores: weight<l> (k, rank, out/k) and right<l> (k, in/k, rank) of each level l, k =
+        2^l.
+        """
         found: dict[str, tuple[int, ...]] = {}
         for level, rank in enumerate(config.ranks):
             k, tail = 2**level, str(level or "")

@@ -1,9 +1,10 @@
-"""Table of docs/measurements/quality.md: BTT and Monarch with blocks of neighboring outputs and of every b-th output, at equal parameters.
+"""Table of docs/measurements/quality.md: BTT and Monarch with blocks of neighboring outputs and of every b-th output,
+at equal parameters.
 
 python -m recipes.papers.quality.orders SRC --calibration FILE --text FILE [--keep 0.5] [--tokens 16384] [--length 1024]
 
-Both orders have the same grids, ranks and stored bytes: the budget is spread evenly. For each role the mean relative output error of
-its matrices on held-out calibration rows, and the perplexity of the whole converted model.
+Both orders have the same grids, ranks and stored bytes: the budget is spread evenly. For each role the mean relative
+output error of its matrices on held-out calibration rows, and the perplexity of the whole converted model.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Errors of linears that a structure replaces at equal stored parameters, the table of docs/structures.md.
 
-    python -m recipes.papers.quality.projection SRC [--calibration TEXT] [--keep 0.5] [--structures low_rank btt monarch mlr]
+    python -m recipes.papers.quality.projection SRC [--calibration TEXT] [--keep 0.5] [--structures low_rank btt monarch
+    mlr]
 
-Every linear of the layers keeps the same share of its parameters (allocate: uniform). Without a text the error is that of the weights
-(Frobenius); with one, that of the outputs on held-out rows. Prints the mean over the linears of the relative errors after the projection and
-after the sweeps, and the seconds of all fits.
+Every linear of the layers keeps the same share of its parameters (allocate: uniform). Without a text the error is that
+of the weights (Frobenius); with one, that of the outputs on held-out rows. Prints the mean over the linears of the
+relative errors after the projection and after the sweeps, and the seconds of all fits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def measure_structure(source: str, structure: str, keep: float, calibration: str | None) -> tuple[float, float, float]:
-    """Return (mean error after the projection, mean error after the sweeps, seconds of the fits) over the linears of a checkpoint."""
+    """Return (mean error after the projection, mean error after the sweeps, seconds of the fits) over the linears of a
+    checkpoint.
+    """
     data = {
         "structure": structure,
         "keep": keep,

@@ -1,12 +1,15 @@
-"""Rows of the tables "at equal bytes" in docs/measurements/quality.md: one model, dense or structured, with its linears in 16, 8 or 4 bits.
+"""Rows of the tables "at equal bytes" in docs/measurements/quality.md: one model, dense or structured, with its linears
+in 16, 8 or 4 bits.
 
-python -m recipes.papers.quality.quantized SRC --calibration FILE --text FILE --json ROWS.jsonl [--structure low_rank] [--needles 40]
+python -m recipes.papers.quality.quantized SRC --calibration FILE --text FILE --json ROWS.jsonl [--structure low_rank]
+[--needles 40]
 python -m recipes.papers.quality.quantized_times 1b --json ROWS.jsonl                decoding times, of random weights
 python -m recipes.papers.quality.equal_bytes ROWS.jsonl --write docs/measurements/quality.md
 
-Bytes are those of all linears of the layers with their scales; embeddings, head and norms are the same in every row and not counted. Weights
-are those of the checkpoint in its dtype; products are computed in float32. With 3 and 2 bits the dense weights are rounded in the same way,
-and their bytes counted, but nothing stores them so. A row is written when it is measured, and rows that the file has are not measured again.
+Bytes are those of all linears of the layers with their scales; embeddings, head and norms are the same in every row and
+not counted. Weights are those of the checkpoint in its dtype; products are computed in float32. With 3 and 2 bits the
+dense weights are rounded in the same way, and their bytes counted, but nothing stores them so. A row is written when it
+is measured, and rows that the file has are not measured again.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from surgery.planning.recipe import validate_recipe
 
 
 class Row(NamedTuple):
-    """A row of the table. keep: share of the parameters, 1 for the dense model; bits: 16 (not quantized), 8, 4, or 3 and 2 (dense, rounded only)."""
+    """A row of the table. keep: share of the parameters, 1 for the dense model; bits: 16 (not quantized), 8, 4, or 3
+    and 2 (dense, rounded only).
+    """
 
     keep: float
     bits: int
@@ -64,7 +69,8 @@ def linears_of(model: Any, paths: list[str]) -> dict[str, Any]:
 def round_values(weight_OI: Tensor, bits: int, group: int) -> Tensor:
     """Return the weight with each value rounded to one of 2^bits multiples of its group's scale.
 
-    The scale is the one of FACTORS, and of the symmetric one, with the least squared error, stored in the dtype of the weight.
+    The scale is the one of FACTORS, and of the symmetric one, with the least squared error, stored in the dtype of the
+    weight.
     """
     most = 2 ** (bits - 1)
     blocks = weight_OI.float().unflatten(-1, (-1, group))
@@ -119,7 +125,10 @@ def stored_result(row: dict[str, Any]) -> SuiteResult:
 
 
 def read_rows(path: Path | None) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines; none if there is no file. Raises SurgeryError if it holds something else."""
+    """Return the rows of a file of JSON lines; none if there is no file.
+
+    Raises SurgeryError if it holds something else.
+    """
     if path is None or not path.is_file():
         return []
     try:
@@ -171,7 +180,8 @@ def main() -> None:
     add(
         "--only",
         action="append",
-        help="Measure only rows whose name contains this, for example `dense` or `50%%, 4 bits`. Repeatable. Default: all.",
+        help="Measure only rows whose name contains this, for example `dense` or `50%%, 4 bits`. Repeatable. Default: "
+        "all.",
     )
     add("--device", help="Compute on this device. Default: a GPU if there is one.")
     add(

@@ -1,10 +1,11 @@
-"""Decoding times of the tables "at equal bytes" in docs/measurements/quality.md: models of a shape with random weights, linears in 16, 8 or 4 bits.
+"""Decoding times of the tables "at equal bytes" in docs/measurements/quality.md: models of a shape with random weights,
+linears in 16, 8 or 4 bits.
 
 python -m recipes.papers.quality.quantized_times 1b 27m --json ROWS.jsonl [--only "4 bits"]
 
-A step decodes one token of one sequence behind --context tokens, greedily. All models of a shape are measured in one process, in turns: `graph` is a
-CUDA graph of the whole step over preallocated keys and values, `eager` transformers' forward, one operation at a time. Linears in integers are
-computed in four ways:
+A step decodes one token of one sequence behind --context tokens, greedily. All models of a shape are measured in one
+process, in turns: `graph` is a CUDA graph of the whole step over preallocated keys and values, `eager` transformers'
+forward, one operation at a time. Linears in integers are computed in four ways:
 
     multiplied out   as `surgery quantize` stores and computes them: integers times scales, then the product of the structure
     compiled         the same integers; product and scales of each linear compiled by torch.compile into kernels for one token
@@ -13,7 +14,8 @@ computed in four ways:
                      is meant to be compiled, and `torchao compiled` is
 
 With 16 bits, `fused` is low rank with the projections of one input computed together (surgery.fuse_projections).
-`error` of a row is the largest relative difference of a linear's output from `multiplied out`, over the linears of the first layer.
+`error` of a row is the largest relative difference of a linear's output from `multiplied out`, over the linears of the
+first layer.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ WARMUP_STEPS = 3
 
 
 class Variant(NamedTuple):
-    """A model to time. keep: share of the parameters of the linears, 1 for dense ones; way: how it is computed, see the module; "": plainly, with 16 bits."""
+    """A model to time. keep: share of the parameters of the linears, 1 for dense ones; way: how it is computed, see the
+    module; "": plainly, with 16 bits.
+    """
 
     keep: float
     bits: int
@@ -102,7 +106,9 @@ def cores_of(linear: QuantizedLinear) -> list[Core]:
 
 
 def swap_halves(integers: Tensor) -> Tensor:
-    """Return bytes with the first of two inputs in the high bits, as torch's kernel takes them; this package has it in the low bits."""
+    """Return bytes with the first of two inputs in the high bits, as torch's kernel takes them; this package has it in
+    the low bits.
+    """
     return ((integers & 15) << 4 | integers >> 4).contiguous()
 
 
@@ -120,14 +126,17 @@ class OneTokenProduct(nn.Module):
 
 
 class Int4Product(nn.Module):
-    """The product of one core of 4 bits by aten::_weight_int4pack_mm, which takes groups of 32 to 256 and inputs that 32 divides."""
+    """The product of one core of 4 bits by aten::_weight_int4pack_mm, which takes groups of 32 to 256 and inputs that
+    32 divides.
+    """
 
     def __init__(self, core: Core, storage: Storage):
         super().__init__()
         self.group = storage.group_size(core.inputs)
         if core.inputs % self.group:
             raise SurgeryError(
-                f"torch's kernel of 4 bits takes equal groups: {self.group} must divide {core.inputs} inputs. Choose another --group"
+                f"torch's kernel of 4 bits takes equal groups: {self.group} must divide {core.inputs} inputs. Choose "
+                "another --group"
             )
         tiles = next(tiles for tiles in (8, 4, 2) if core.inputs % (16 * tiles) == 0)
         self.packed = torch.ops.aten._convert_weight_to_int4pack(swap_halves(core.integers), tiles)
@@ -172,7 +181,9 @@ def faster_linear(linear: QuantizedLinear, way: str) -> nn.Module:
 
 @torch.no_grad()
 def store(model: Any, variant: Variant, group: int) -> float | None:
-    """Store the linears of the layers as the variant says, in place; return the error of a way beside `multiplied out`, see the module."""
+    """Store the linears of the layers as the variant says, in place; return the error of a way beside `multiplied out`,
+    see the module.
+    """
     if variant.bits == 16:
         if variant.way == "fused":
             fuse_projections(model)
@@ -201,7 +212,9 @@ def linear_device(linear: nn.Module) -> torch.device:
 
 
 def store_with_torchao(layers: nn.Module, variant: Variant, group: int) -> None:
-    """Quantize dense linears by torchao, in the formats that need no other package, and compile each where the variant says so."""
+    """Quantize dense linears by torchao, in the formats that need no other package, and compile each where the variant
+    says so.
+    """
     try:
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError:
@@ -234,7 +247,9 @@ def linear_bytes(model: Any) -> int:
 
 
 def random_cache(model: Any, context: int) -> DynamicCache:
-    """Return a cache of one row with `context` tokens of random keys and values, so that no linear is run on many tokens."""
+    """Return a cache of one row with `context` tokens of random keys and values, so that no linear is run on many
+    tokens.
+    """
     config, cache = model.config, DynamicCache(config=model.config)
     for layer in range(config.num_hidden_layers):
         size = (1, config.num_key_value_heads, context, config.head_dim)

@@ -1,9 +1,11 @@
 """Conversions of a mixture of experts with and without `share: experts`, at equal parameters: JSON lines, and a table.
 
-python -m recipes.papers.quality.shared_conversions SRC --calibration FILE --text FILE --json ROWS.jsonl [--keep 0.5] [--time-limit 100]
+python -m recipes.papers.quality.shared_conversions SRC --calibration FILE --text FILE --json ROWS.jsonl [--keep 0.5]
+[--time-limit 100]
 
-Only experts are replaced, by low rank, at one share for all matrices (allocate: uniform), layer after layer. Rows that ROWS.jsonl has are not
-measured again, and after --time-limit no conversion is begun. The table is printed from the rows of the file.
+Only experts are replaced, by low rank, at one share for all matrices (allocate: uniform), layer after layer. Rows that
+ROWS.jsonl has are not measured again, and after --time-limit no conversion is begun. The table is printed from the rows
+of the file.
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ def format_row(row: dict[str, Any]) -> str:
         return f"| all | original | | | {perplexity} | | |"
     ranks, errors = ", ".join(map(str, row["ranks"].values())), ", ".join(f"{e:.3f}" for e in row["errors"].values())
     kept = f"{row['after'] / row['before']:.1%}"
-    return f"| {kept} | {row['kind']} | {ranks} | {errors} | {perplexity} | {ppl.format_interval(row['ratio'])} | {row['seconds']:.0f} |"
+    return (
+        f"| {kept} | {row['kind']} | {ranks} | {errors} | {perplexity} | {ppl.format_interval(row['ratio'])} | "
+        f"{row['seconds']:.0f} |"
+    )
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Table of docs/measurements/quality.md: experts of a layer with a basis each, or with one basis for all, at equal parameters.
+"""Table of docs/measurements/quality.md: experts of a layer with a basis each, or with one basis for all, at equal
+parameters.
 
 python -m recipes.papers.quality.shared_experts SRC --calibration FILE --text FILE [--keep 0.5] [--json OUT]
 
@@ -7,9 +8,9 @@ python -m recipes.papers.quality.shared_experts SRC --calibration FILE --text FI
               W_e ~ L R_e          down, which adds to one output: closed form
     input     gate and up as in `shared`, down as in `each`
 
-All minimize sum_e <(W_e - B_e) C_e, W_e - B_e> with C_e = sum w^2 x x^T over the calibration rows that the original's router sends to
-expert e, w the routing weight (surgery.calibration.routing). Nothing else is replaced. E experts of O x I matrices with rank r store
-E r (O + I) numbers with a basis each, and E r O + r I or r O + E r I with a shared one.
+All minimize sum_e <(W_e - B_e) C_e, W_e - B_e> with C_e = sum w^2 x x^T over the calibration rows that the original's
+router sends to expert e, w the routing weight (surgery.calibration.routing). Nothing else is replaced. E experts of O x
+I matrices with rank r store E r (O + I) numbers with a basis each, and E r O + r I or r O + E r I with a shared one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ BATCH = 16  # windows in one forward
 # -- statistics ------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def expert_moments(model: Any, windows_NT: Tensor) -> dict[str, list[tuple[Tensor, Tensor, int]]]:
-    """Return, by path of the experts, (C of gate and up (D, D), C of down (F, F), calibration rows) of each expert. Sums, not means."""
+    """Return, by path of the experts, (C of gate and up (D, D), C of down (F, F), calibration rows) of each expert.
+
+    Sums, not means.
+    """
     found: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
 
     def record(path: str) -> Any:
@@ -80,13 +84,17 @@ def each_low_rank(weights: Sequence[Tensor], moments: Sequence[Tensor], rank: in
 
 
 def shared_left(weights: Sequence[Tensor], moments: Sequence[Tensor], rank: int) -> list[Tensor]:
-    """Return B_e = L L^T W_e, the optimum with one left basis: L are the leading eigenvectors of sum_e W_e C_e W_e^T."""
+    """Return B_e = L L^T W_e, the optimum with one left basis: L are the leading eigenvectors of sum_e W_e C_e
+    W_e^T.
+    """
     basis_OR = leading_eigenvectors(sum_of(w_OI @ c_II @ w_OI.mT for w_OI, c_II in zip(weights, moments)), rank)
     return [basis_OR @ (basis_OR.mT @ w_OI) for w_OI in weights]
 
 
 def shared_right(weights: Sequence[Tensor], moments: Sequence[Tensor], rank: int, sweeps: int = 10) -> list[Tensor]:
-    """Return B_e = L_e R after `sweeps` sweeps of alternating least squares, none of which increases the error (surgery.structures.shared_basis)."""
+    """Return B_e = L_e R after `sweeps` sweeps of alternating least squares, none of which increases the error
+    (surgery.structures.shared_basis).
+    """
     metrics = [Metric(c_II) for c_II in moments]
     *_, (lefts, right_RI) = shared_factors(weights, metrics, [1.0] * len(metrics), rank, sweeps, min_gain=0.0)
     return [left_OR @ right_RI for left_OR in lefts]
@@ -109,7 +117,10 @@ def rank_of(kind: str, down: bool, experts: int, shape: tuple[int, int], keep: f
 # -- the table ---------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def replace_experts(model: Any, moments: Any, kind: str, keep: float, damping: float = 0.01) -> dict[str, Any]:
-    """Replace the weights of all experts by their fits, in place. Return stored numbers, ranks, and the relative error of each role."""
+    """Replace the weights of all experts by their fits, in place.
+
+    Return stored numbers, ranks, and the relative error of each role.
+    """
     stored, ranks, lost = 0, {}, {"gate": [0.0, 0.0], "up": [0.0, 0.0], "down": [0.0, 0.0]}
     for path, sums in moments.items():
         experts: Any = model.get_submodule(path)
@@ -189,7 +200,10 @@ def format_row(row: dict[str, Any]) -> str:
     ranks = ", ".join(str(rank) for rank in row["ranks"].values())
     errors = ", ".join(f"{error:.3f}" for error in row["errors"].values())
     perplexity = f"{row['perplexity']:.4g} ± {row['se']:.2g}"
-    return f"| {row['keep']:.0%} | {row['kind']} | {ranks} | {errors} | {perplexity} | {ppl.format_interval(row['ratio'])} |"
+    return (
+        f"| {row['keep']:.0%} | {row['kind']} | {ranks} | {errors} | {perplexity} | "
+        f"{ppl.format_interval(row['ratio'])} |"
+    )
 
 
 if __name__ == "__main__":

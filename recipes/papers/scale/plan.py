@@ -27,8 +27,8 @@ from surgery.calibration.partition import MAX_SHARDS, MIN_SHARD_TOKENS
 class DeviceRates:
     """Throughput and memory of a device.
 
-    rates: throughput during conversion. memory: bytes. training: FLOP/s of bf16 training steps. inference: FLOP/s of a bf16 forward
-    pass. startup: seconds before the first layer is converted.
+    rates: throughput during conversion. memory: bytes. training: FLOP/s of bf16 training steps. inference: FLOP/s of a
+    bf16 forward pass. startup: seconds before the first layer is converted.
     """
 
     rates: Rates
@@ -41,8 +41,8 @@ class DeviceRates:
 def h200() -> DeviceRates:
     """Return the rates of an H200, measured in docs/measurements.
 
-    Conversion: eigenproblems of size 1024 or smaller take 10 ms. Training: 37,255 tokens/s for the 1B model with activation
-    checkpointing. Inference: 3.24 x 32,768 tokens/s for 1.2B parameters in bf16.
+    Conversion: eigenproblems of size 1024 or smaller take 10 ms. Training: 37,255 tokens/s for the 1B model with
+    activation checkpointing. Inference: 3.24 x 32,768 tokens/s for 1.2B parameters in bf16.
     """
     one, length = SHAPES["1b"], 32768
     training = 37255 * (8 * one.params + 16 * one.layers * 2048 * one.width)
@@ -58,8 +58,8 @@ DEVICES = {"H200": h200}
 class PlanOptions:
     """Options of a plan.
 
-    text: calibration text. disk, link, upload: bytes/s of a machine's disk, between processes, and to the Hub. heal, evaluate:
-    tokens. price: of one device per hour.
+    text: calibration text. disk, link, upload: bytes/s of a machine's disk, between processes, and to the Hub. heal,
+    evaluate: tokens. price: of one device per hour.
     """
 
     text: CalibrationText
@@ -73,7 +73,9 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """Estimate of one stage. device, host: peak bytes on one device, and in the host memory of one process; note: a remark."""
+    """Estimate of one stage. device, host: peak bytes on one device, and in the host memory of one process; note: a
+    remark.
+    """
 
     name: str
     seconds: float
@@ -88,9 +90,9 @@ CHUNK = 16384  # tokens per forward of a layer on a GPU (surgery.calibration.lay
 def estimate_memory(shape: LlamaShape, text: CalibrationText) -> tuple[float, float, float]:
     """Return the peak bytes (on the device, on the host, in a file) while a layer is converted.
 
-    Device: the layer and its replacement in float32; three copies of the moments of the widest group of linears (for the fit, held
-    out, and temporary); the activations of a chunk; slices of the LM head. Host: hidden states of the original and the converted
-    model, and one stored layer. File: inputs of every layer in bf16, for the backward pass.
+    Device: the layer and its replacement in float32; three copies of the moments of the widest group of linears (for
+    the fit, held out, and temporary); the activations of a chunk; slices of the LM head. Host: hidden states of the
+    original and the converted model, and one stored layer. File: inputs of every layer in bf16, for the backward pass.
     """
     widest = max(moments_work(stage, i in (1, 3))[1] for i, stage in enumerate(shape.stages()))
     chunk = min(CHUNK, max(MIN_SHARD_TOKENS, text.fit // MAX_SHARDS)) * (4 * shape.mlp + 8 * shape.width)
@@ -189,7 +191,8 @@ def main() -> None:
         "--check",
         nargs="+",
         choices=SHAPES,
-        help="Instead of a plan, convert random models of these shapes, in order of size, and predict the last one from the others.",
+        help="Instead of a plan, convert random models of these shapes, in order of size, and predict the last one "
+        "from the others.",
     )
     arguments = parser.parse_args()
     if arguments.check:

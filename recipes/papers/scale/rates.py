@@ -69,7 +69,9 @@ def predict_seconds(row: MeasuredConversion, rates: Rates) -> tuple[float, float
 
 # -- rates of this machine ---------------------------------------------------------------------------------------
 def measure_conversion(name: str, text: CalibrationText) -> MeasuredConversion:
-    """Convert a random Llama of a shape and measure the CPU seconds of this process, which other load does not change."""
+    """Convert a random Llama of a shape and measure the CPU seconds of this process, which other load does not
+    change.
+    """
     import tempfile
     import time
     from contextlib import contextmanager

@@ -1,8 +1,8 @@
 """Count the arithmetic of a conversion from a model's shape: products (FLOP) and eigenproblems (n^3), by layer.
 
-Work is distributed over processes by the same code as in a conversion (surgery.calibration.partition, surgery.core.distributed).
-n tokens, T window, D width, F MLP width; an O x I matrix becomes BTT on a 4 x 4 grid of a x d blocks of rank s with half of its
-parameters (recipe btt-half).
+Work is distributed over processes by the same code as in a conversion (surgery.calibration.partition,
+surgery.core.distributed). n tokens, T window, D width, F MLP width; an O x I matrix becomes BTT on a 4 x 4 grid of a x
+d blocks of rank s with half of its parameters (recipe btt-half).
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ LARGE_EIGENPROBLEM = 1024  # size n: smaller eigenproblems take a GPU as long (d
 class ConversionWork:
     """Arithmetic and communication.
 
-    products: FLOP; roots: sum of n^3 of symmetric eigenproblems of size at least LARGE_EIGENPROBLEM; calls: number of smaller ones;
-    passed: bytes between processes.
+    products: FLOP; roots: sum of n^3 of symmetric eigenproblems of size at least LARGE_EIGENPROBLEM; calls: number of
+    smaller ones; passed: bytes between processes.
     """
 
     products: float = 0.0
@@ -116,7 +116,9 @@ def projection_work(out: int, in_: int) -> ConversionWork:
 
 
 def sweep_work(out: int, in_: int) -> ConversionWork:
-    """Return the work of one ALS sweep (surgery.structures.btt): C R and step C, W C - L (R C), least squares of both sides."""
+    """Return the work of one ALS sweep (surgery.structures.btt): C R and step C, W C - L (R C), least squares of both
+    sides.
+    """
     a, d = out / 4, in_ / 4
     s = a * d / (2 * (a + d))
     return ConversionWork(
@@ -127,7 +129,8 @@ def sweep_work(out: int, in_: int) -> ConversionWork:
 def fit_work(out: int, in_: int, text: CalibrationText) -> ConversionWork:
     """Return the work of fitting a matrix.
 
-    Counted are two targets, ALS sweeps of the better one, the held-out error of each candidate, and W C of the shifted target.
+    Counted are two targets, ALS sweeps of the better one, the held-out error of each candidate, and W C of the shifted
+    target.
     """
     product = 2 * out * in_ * in_
     judged = (2 + min(text.sweeps, 2)) * product

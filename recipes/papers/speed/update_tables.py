@@ -4,10 +4,11 @@
     python -m recipes.papers.speed.update_tables --add compressed.json
     python -m recipes.papers.speed.update_tables speed.json
 
-Several files of one kind are merged. The first three kinds determine kernels/tuning.json, the fastest implementation by op and
-size (kernels/tuning.py); all go between the <!-- bench --> marks of docs/measurements/performance.md. What the files do not measure stays
-as it was: rows of the table, sections of the page. Linears of `--sizes compressed` have a section of their own. `--add` changes
-kernels/tuning.json alone, for results of a few sizes whose tables should not replace the page's. Run from a clone.
+Several files of one kind are merged. The first three kinds determine kernels/tuning.json, the fastest implementation by
+op and size (kernels/tuning.py); all go between the <!-- bench --> marks of docs/measurements/performance.md. What the
+files do not measure stays as it was: rows of the table, sections of the page. Linears of `--sizes compressed` have a
+section of their own. `--add` changes kernels/tuning.json alone, for results of a few sizes whose tables should not
+replace the page's. Run from a clone.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ def merge_results(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def keep_unmeasured(tables: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tables with the rows of the old ones that they do not measure. Old rows of the same device and versions join a
-    table, others stay in a table of their own, before it."""
+    """Return the tables with the rows of the old ones that they do not measure.
+
+    Old rows of the same device and versions join a table, others stay in a table of their own, before it.
+    """
     kept = []
     for before in old:
         same = [t for t in tables if all(t[name] == before[name] for name in ("capability", "dtype"))]

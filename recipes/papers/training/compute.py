@@ -1,8 +1,10 @@
-"""Count the multiply-accumulates (MACs) of a model per token of a row, by one convention for all models that are compared.
+"""Count the multiply-accumulates (MACs) of a model per token of a row, by one convention for all models that are
+compared.
 
-Convention, printed with the results: forward pass; a token pays for what a decoder computes at its position, so softmax attention
-pays for the causal half (T + 1) / 2 of the pairs, a linear mixer for its states. Mixers count their own projections (gates, levels,
-convolutions). Norms, activations, biases and the look-up of embeddings count nothing. A backward pass costs twice as much.
+Convention, printed with the results: forward pass; a token pays for what a decoder computes at its position, so softmax
+attention pays for the causal half (T + 1) / 2 of the pairs, a linear mixer for its states. Mixers count their own
+projections (gates, levels, convolutions). Norms, activations, biases and the look-up of embeddings count nothing. A
+backward pass costs twice as much.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ CONVENTION = "forward MACs per token, causal half of the pairs"
 
 
 class Compute(NamedTuple):
-    """MACs per token. linears: of the layers. mixers: scores, states and values of attention, with what the mixer itself projects.
-    head: of the output layer."""
+    """MACs per token. linears: of the layers. mixers: scores, states and values of attention, with what the mixer
+    itself projects. head: of the output layer."""
 
     linears: int
     mixers: int

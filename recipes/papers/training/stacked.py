@@ -4,13 +4,14 @@
     losses_M = stack.step(batch, factor)                                         batch: tensors (M, B, ..), of one run and row each
     outputs = stack.map(function, batch)                                         function(call, batch) of every run, without gradients
 
-`loss(call, batch)` is any function of one run's batch; `call` runs the model with that run's parameters. The default is next-token
-cross-entropy. Mixers compute their quadratic definition (`Mixer.dense`), the cheapest form for rows of a few hundred tokens.
+`loss(call, batch)` is any function of one run's batch; `call` runs the model with that run's parameters. The default is
+next-token cross-entropy. Mixers compute their quadratic definition (`Mixer.dense`), the cheapest form for rows of a few
+hundred tokens.
 
-A run of a small model keeps a GPU waiting for kernel launches; M stacked runs cost little more than one. Each run has its own
-parameters, learning rates, weight decay and clipping, so its result is that of a separate run, and a diverging run does not affect the others.
-On a GPU the step is a CUDA graph, which needs eager attention (attn_implementation="eager"). M: runs, N: parameters of one run,
-B: rows, T: tokens.
+A run of a small model keeps a GPU waiting for kernel launches; M stacked runs cost little more than one. Each run has
+its own parameters, learning rates, weight decay and clipping, so its result is that of a separate run, and a diverging
+run does not affect the others. On a GPU the step is a CUDA graph, which needs eager attention
+(attn_implementation="eager"). M: runs, N: parameters of one run, B: rows, T: tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ RunFunction = Callable[[Callable[..., Any], Batch], Tensor]
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
-    """Return the additive causal mask (1, 1, T, T); transformers' own construction copies from the CPU, which a CUDA graph
-    cannot contain.
+    """Return the additive causal mask (1, 1, T, T); transformers' own construction copies from the CPU, which a CUDA
+    graph cannot contain.
     """
     lowest = torch.full((1, 1, length, length), torch.finfo(torch.float32).min, device=device)
     return lowest.triu(1)
@@ -54,8 +55,8 @@ def next_token_loss(call: Callable[..., Any], batch: Batch) -> Tensor:
 class StackedTraining:
     """M training runs of one architecture with stacked parameters.
 
-    clip: maximum gradient norm of each run. loss: of one run, a scalar. decays: names of the parameters with weight decay; None: all
-    with two or more dimensions. precision: of autocast; weights and optimizer stay in float32.
+    clip: maximum gradient norm of each run. loss: of one run, a scalar. decays: names of the parameters with weight
+    decay; None: all with two or more dimensions. precision: of autocast; weights and optimizer stay in float32.
     """
 
     def __init__(
@@ -99,8 +100,10 @@ class StackedTraining:
 
     # -- forward ---------------------------------------------------------------------------------------
     def _map(self, function: RunFunction, batch: Batch) -> Tensor:
-        """Return function(call, batch) of every run. The reference implementations compute it, because Triton does not support
-        vmap."""
+        """Return function(call, batch) of every run.
+
+        The reference implementations compute it, because Triton does not support vmap.
+        """
 
         def one(values: list[Tensor], own: Batch) -> Tensor:
             parameters = dict(zip(self.names, values))

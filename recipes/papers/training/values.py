@@ -1,15 +1,16 @@
-"""Train the body of a model on rows of continuous values, for tasks that are not language: stages `regress` and `classify`, tasks
-`regression` and `teacher`. Importing this module registers them; `python -m recipes.papers.training.pretrain` is `surgery pretrain` with them.
+"""Train the body of a model on rows of continuous values, for tasks that are not language: stages `regress` and
+`classify`, tasks `regression` and `teacher`. Importing this module registers them; `python -m
+recipes.papers.training.pretrain` is `surgery pretrain` with them.
 
     h_BTD = body(values_BTI W_in^T)      y_BTO = h_BTD W_out^T + b      read at the same token, without the shift of a language model
 
     regress     sum over counted tokens of (y - target)^2
     classify    sum over counted tokens of the cross-entropy of the label, in nats
 
-The linear read-in W_in takes the place of the embeddings, and the read-out that of the head. As in muP (Yang et al. 2022, "Tensor
-Programs V", Table 3), W_in has variance 1 / I and a learning rate that does not depend on the width, like an embedding; W_out is 0 at
-first, and its rate falls with its fan-in. After the stage the read-in and the read-out are in readout/readout.safetensors of the
-result, and the checkpoint holds the body.
+The linear read-in W_in takes the place of the embeddings, and the read-out that of the head. As in muP (Yang et al.
+2022, "Tensor Programs V", Table 3), W_in has variance 1 / I and a learning rate that does not depend on the width, like
+an embedding; W_out is 0 at first, and its rate falls with its fan-in. After the stage the read-in and the read-out are
+in readout/readout.safetensors of the result, and the checkpoint holds the body.
 
 B rows, T tokens, I input values of a token, D model width (stages) or input dimensions (tasks), O outputs, N points.
 """
@@ -62,7 +63,10 @@ def make_read_out(width: int, outputs: int) -> nn.Linear:
 
 
 def squared_error(y_BTO: Tensor, batch: Batch) -> Tensor:
-    """Return the sum of squared errors over counted tokens (a scalar). `targets` (B, T); `labels` is -100 where not counted."""
+    """Return the sum of squared errors over counted tokens (a scalar).
+
+    `targets` (B, T); `labels` is -100 where not counted.
+    """
     counted_BT = batch["labels"] != IGNORE_INDEX
     return torch.where(counted_BT, (y_BTO[..., 0].float() - batch["targets"]).square(), 0.0).sum()
 
@@ -105,7 +109,8 @@ class ValuesStage(Stage):
         """Add read-in and read-out. Raises SurgeryError for several processes or another number of input values."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             raise SurgeryError(
-                f"stage {self.config.kind} runs in one process: its read-in and read-out are not shared between processes. "
+                f"stage {self.config.kind} runs in one process: its read-in and read-out are not shared between "
+                "processes. "
                 "Start it without accelerate launch."
             )
         student = models.student
@@ -120,7 +125,9 @@ class ValuesStage(Stage):
         return self.changed_parameters(models, roles) | own
 
     def changed_parameters(self, models: StageModels, roles: Roles) -> set[str]:
-        """Return the selected parameters of the body: without embeddings and head, which the loss does not depend on."""
+        """Return the selected parameters of the body: without embeddings and head, which the loss does not depend
+        on.
+        """
         student = models.student
         unused = [
             id(m.weight) for m in (student.get_input_embeddings(), student.get_output_embeddings()) if m is not None
@@ -134,7 +141,8 @@ class ValuesStage(Stage):
         student = models.student
         if batch["values"].shape[-1] != self.config.inputs:
             raise SurgeryError(
-                f"stage {self.config.kind}: inputs must be {batch['values'].shape[-1]}, the values of a token of data.generated "
+                f"stage {self.config.kind}: inputs must be {batch['values'].shape[-1]}, the values of a token of "
+                "data.generated "
                 f"(got {self.config.inputs})"
             )
         options = {**skip_logits(student), "use_cache": False, "output_hidden_states": True}
@@ -186,8 +194,8 @@ class ClassifyStage(ValuesStage):
 class RegressionTask(Task):
     """In-context linear regression (Garg et al. 2022; Kuang et al. 2025, section 4): x_1, y_1, x_2, y_2, ..
 
-    x ~ N(0, I / dims), w ~ N(0, I), y = w . x, padded with zeros to `dims`; a row of T tokens has T / 2 points. grow: number of rows
-    over which the used dimensions and points rise from half to all.
+    x ~ N(0, I / dims), w ~ N(0, I), y = w . x, padded with zeros to `dims`; a row of T tokens has T / 2 points. grow:
+    number of rows over which the used dimensions and points rise from half to all.
     """
 
     task: Literal["regression"] = "regression"
@@ -201,7 +209,9 @@ class RegressionTask(Task):
             raise SurgeryError(f"data.generated: regression needs two tokens a point, so an even length (got {length})")
 
     def batch(self, seed: int, first: int, rows: int, length: int, device: torch.device | str = "cpu") -> Example:
-        """Return values (B, T, D), targets (B, T) and labels (B, T): 0 at the x tokens, where the target is y, and -100 elsewhere."""
+        """Return values (B, T, D), targets (B, T) and labels (B, T): 0 at the x tokens, where the target is y, and -100
+        elsewhere.
+        """
         self.check_length(length)
         row_B, points = torch.arange(first, first + rows, device=device), length // 2
         share_B = (
@@ -224,8 +234,8 @@ class RegressionTask(Task):
 
 @register_task
 class TeacherTask(Task):
-    """Classes of a fixed random network: inputs of `dims` values with variance 1 / k in dimension k, labels of a random MLP with
-    four layers, `width` units and tanh. Each token is one input with its label.
+    """Classes of a fixed random network: inputs of `dims` values with variance 1 / k in dimension k, labels of a random
+    MLP with four layers, `width` units and tanh. Each token is one input with its label.
 
     noise: share of the labels that are drawn at random. network: seed of the network, the same for all seeds of rows.
     """

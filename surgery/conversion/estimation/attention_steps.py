@@ -16,14 +16,18 @@ MIXER_TRAFFIC, STEP_PASSES = 1.0, 4.0
 
 
 def mixer_work(kind: LayerKind, tokens: float, length: int) -> Work:
-    """Return the work of a layer's mixer on so many tokens in rows of `length`, by its multiply-accumulates for one token."""
+    """Return the work of a layer's mixer on so many tokens in rows of `length`, by its multiply-accumulates for one
+    token.
+    """
     assert kind.target is not None
     macs = MIXERS[kind.target.config].cost(kind.target.config, kind.target.shape, length).macs
     return Work(2.0 * macs, traffic=MIXER_TRAFFIC * macs).times(tokens)
 
 
 def init_work(steps: StepEstimates, kind: LayerKind, rows: TextRows, local: float) -> Work:
-    """Return the work of initializing a layer's mixer: `local` steps of one row, and its stages, each scored on the held-out rows."""
+    """Return the work of initializing a layer's mixer: `local` steps of one row, and its stages, each scored on the
+    held-out rows.
+    """
     length, held = rows.length, rows.held_tokens
     few = min(rows.fit, PROFILE_SAMPLES) * length
     stages = mixer_work(kind, 6 * held + len(SHARPNESS) * few + rows.fit_tokens, length)

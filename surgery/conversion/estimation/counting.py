@@ -1,8 +1,9 @@
 """Count the operations and the memory of PyTorch code that runs on the meta device.
 
-Inside `OperationCounter` the code of a conversion runs as it is, on tensors without data. Each operation is counted by its
-shapes, and the bytes of all living tensors are summed, so that their peak is known. Where the code reads a number out of a tensor
-(an error, a norm), it gets one that falls from read to read: sweeps and trials then go on as long as the recipe allows.
+Inside `OperationCounter` the code of a conversion runs as it is, on tensors without data. Each operation is counted by
+its shapes, and the bytes of all living tensors are summed, so that their peak is known. Where the code reads a number
+out of a tensor (an error, a norm), it gets one that falls from read to read: sweeps and trials then go on as long as
+the recipe allows.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from surgery.structures.metric import MOMENT_BLOCK
 class Work:
     """Counted operations.
 
-    products: FLOP of matrix products. attention: FLOP of softmax attention. roots: sum of n^3 over symmetric eigenproblems and
-    singular value decompositions. solves: FLOP of Cholesky factors and triangular solves. traffic: bytes read and written by all
-    other operations. small_roots: number of eigenproblems of size 1024 or less. passed: bytes between processes. files: bytes
-    read from and written to files.
+    products: FLOP of matrix products. attention: FLOP of softmax attention. roots: sum of n^3 over symmetric
+    eigenproblems and singular value decompositions. solves: FLOP of Cholesky factors and triangular solves. traffic:
+    bytes read and written by all other operations. small_roots: number of eigenproblems of size 1024 or less. passed:
+    bytes between processes. files: bytes read from and written to files.
     """
 
     products: float = 0.0
@@ -64,7 +65,9 @@ EIGENVALUES = 0.5  # of the time with eigenvectors
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts the operations on meta tensors inside the context. work: counted so far. peak, held: bytes of living tensors."""
+    """Counts the operations on meta tensors inside the context. work: counted so far. peak, held: bytes of living
+    tensors.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

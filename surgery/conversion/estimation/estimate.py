@@ -42,9 +42,9 @@ def estimate_conversion(
 
     If a fit cannot be counted, the data has no times and sizes, and says why under "unknown".
 
-    device: a name of surgery.conversion.estimation.speeds, None for this machine's kind. processes: that share the conversion. threads: of each
-    process on a CPU. calibrated: whether there is a calibration text, of the recipe's `tokens` and `length`.
-    context: tokens of a sequence whose caches count in the memory of the result; None: 4,096.
+    device: a name of surgery.conversion.estimation.speeds, None for this machine's kind. processes: that share the
+    conversion. threads: of each process on a CPU. calibrated: whether there is a calibration text, of the recipe's
+    `tokens` and `length`. context: tokens of a sequence whose caches count in the memory of the result; None: 4,096.
 
     Raises SurgeryError for an unknown device, or fewer than one process.
     """
@@ -117,7 +117,10 @@ def estimate_steps(shape: ConversionShape, setting: Setting) -> list[Step]:
 
 
 def _tune(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows: TextRows) -> list[Step]:
-    """Return the steps of a recipe's `tune`; only the whole model's is done by one process alone. Norms and biases are too small to count."""
+    """Return the steps of a recipe's `tune`; only the whole model's is done by one process alone.
+
+    Norms and biases are too small to count.
+    """
     epochs = shape.plan.recipe.epochs
     each, found = epoch_seconds(shape.plan, rows.tokens, setting.device, setting.threads), []
     tasks = [
@@ -150,7 +153,9 @@ def _tune(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows: 
 
 
 def _write(shape: ConversionShape, setting: Setting) -> Step:
-    """Return the step that copies what stays and joins the layers' files: each byte of the result is written and read twice."""
+    """Return the step that copies what stays and joins the layers' files: each byte of the result is written and read
+    twice.
+    """
     return Step("write", setting.seconds(Work(files=4 * result_bytes(shape))), 64e6)
 
 
@@ -162,8 +167,8 @@ def result_bytes(shape: ConversionShape) -> float:
 
 
 def disk_bytes(shape: ConversionShape, steps: list[Step], result: float) -> float:
-    """Return the most bytes beside the source while the conversion runs: the layers' files twice while they are joined, output Gram
-    matrices, and temporary files of the largest step."""
+    """Return the most bytes beside the source while the conversion runs: the layers' files twice while they are joined,
+    output Gram matrices, and temporary files of the largest step."""
     grams = 0.0
     if shape.rows is not None:
         largest = max(shape.kinds, key=lambda kind: kind.count)
@@ -174,7 +179,10 @@ def disk_bytes(shape: ConversionShape, steps: list[Step], result: float) -> floa
 
 
 def result_cache_bytes(shape: ConversionShape, context: int) -> float:
-    """Return the bytes of the caches of one sequence of so many tokens. Targets that may keep softmax attention count by their share."""
+    """Return the bytes of the caches of one sequence of so many tokens.
+
+    Targets that may keep softmax attention count by their share.
+    """
     mixed, softmax, chosen = shape.plan.attention_after()
     dtype = shape.plan.dtype
     if not mixed and not softmax:
@@ -207,8 +215,10 @@ def estimate_lines(found: dict[str, Any]) -> list[str]:
     lines = [
         f"estimated time: {_range(found['seconds'])} for {where}, {text} ({parts})",
         f"estimated peak memory of each process: {device}{size_text(found['peak_host'])} of host memory",
-        f"estimated disk: {size_text(found['disk']['result'])} for the result, up to {size_text(found['disk']['most'])} during the conversion",
-        f"estimated {where_loaded} of the result in use: {size_text(found['result_memory'])} with the caches of {found['result_cache_tokens']:,} tokens",
+        f"estimated disk: {size_text(found['disk']['result'])} for the result, up to "
+        f"{size_text(found['disk']['most'])} during the conversion",
+        f"estimated {where_loaded} of the result in use: {size_text(found['result_memory'])} with the caches of "
+        f"{found['result_cache_tokens']:,} tokens",
     ]
     if found["device_memory"] and found["peak_device"] > found["device_memory"]:
         lines.append(f"note: the conversion needs more than the {size_text(found['device_memory'])} of this device")

@@ -30,8 +30,8 @@ from surgery.structures.pivoted_low_rank import PivotedLowRank
 
 @dataclass(frozen=True)
 class FitTask:
-    """One matrix to be fitted. target: without its names. full_gram: whether its output Gram matrix is full. residual: whether its output
-    is added to the residual stream."""
+    """One matrix to be fitted. target: without its names. full_gram: whether its output Gram matrix is full. residual:
+    whether its output is added to the residual stream."""
 
     target: LinearTarget
     full_gram: bool
@@ -42,8 +42,8 @@ class FitTask:
 class StageTask:
     """What the count of a stage depends on.
 
-    fit, held: tokens. chunk: tokens of one forward. shards: row shards of the tokens to fit. borrowed: rows of other experts that an
-    expert gets.
+    fit, held: tokens. chunk: tokens of one forward. shards: row shards of the tokens to fit. borrowed: rows of other
+    experts that an expert gets.
     """
 
     tasks: tuple[FitTask, ...]
@@ -61,8 +61,8 @@ class StageTask:
 
 @dataclass(frozen=True)
 class StageCount:
-    """moments: work of the sums over the tokens to fit and over the held-out ones. fits: work of each matrix. peak: bytes beside the
-    weights. dense: bytes of the fitted matrices as dense ones, which later stages read."""
+    """moments: work of the sums over the tokens to fit and over the held-out ones. fits: work of each matrix. peak:
+    bytes beside the weights. dense: bytes of the fitted matrices as dense ones, which later stages read."""
 
     moments: tuple[Work, Work]
     fits: tuple[Work, ...]
@@ -73,9 +73,9 @@ class StageCount:
 def bare_target(target: LinearTarget) -> LinearTarget:
     """Return a target without the names of its module, so that equal matrices of several layers are counted once.
 
-    Pivoted low rank is counted as low rank (and `lu_work`), because its pivots need numbers, which the meta device lacks. Monarch is
-    counted as BTT on a grid of 16 x 16 (less where that does not fit), because its own grids have thousands of blocks, which take as many
-    steps to count.
+    Pivoted low rank is counted as low rank (and `lu_work`), because its pivots need numbers, which the meta device
+    lacks. Monarch is counted as BTT on a grid of 16 x 16 (less where that does not fit), because its own grids have
+    thousands of blocks, which take as many steps to count.
     """
     linear = replace(target.linear, path="matrix", layer="layer", index=0, expert=0, experts="", active=1.0)
     configs = tuple(dict.fromkeys(_counted_config(c, target) for c in target.configs))
@@ -91,7 +91,9 @@ def _counted_config(config: StructureConfig, target: LinearTarget) -> StructureC
 
 
 def _counted_grid(target: LinearTarget) -> BTT:
-    """Return BTT on the largest grid of at most 16 x 16 that tiles a matrix and has at most its parameters at rank one."""
+    """Return BTT on the largest grid of at most 16 x 16 that tiles a matrix and has at most its parameters at rank
+    one.
+    """
     budget, size = target.uniform_budget(), target.out + target.in_
     fitting = (n for n in (16, 8, 4, 2) if target.out % n == 0 == target.in_ % n and n * size <= budget)
     blocks = next(fitting, 1)
@@ -112,15 +114,19 @@ def _is_numerical(error: SurgeryError) -> bool:
 
 
 class NotCountedError(Exception):
-    """A fit that does not run on the meta device, so that its work and memory are unknown. The message is a sentence for the user."""
+    """A fit that does not run on the meta device, so that its work and memory are unknown.
+
+    The message is a sentence for the user.
+    """
 
 
 @contextlib.contextmanager
 def _counted(device: str, *targets: LinearTarget) -> Iterator[OperationCounter]:
     """Count the operations inside, which belong to the fits of these targets.
 
-    Raises NotCountedError for any error but a SurgeryError, which the conversion would raise too. A structure may fit by operations that
-    have no kernel for the meta device, or by numbers that a meta tensor lacks. A NumericalError is about such numbers.
+    Raises NotCountedError for any error but a SurgeryError, which the conversion would raise too. A structure may fit
+    by operations that have no kernel for the meta device, or by numbers that a meta tensor lacks. A NumericalError is
+    about such numbers.
     """
     try:
         with counted_as(device) as counter:
@@ -131,7 +137,8 @@ def _counted(device: str, *targets: LinearTarget) -> Iterator[OperationCounter]:
         matrices = dict.fromkeys(f"{c.name} ({t.out} x {t.in_})" for t in targets for c in t.configs)
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise NotCountedError(
-            f"the fit of {' or '.join(matrices)} cannot be counted on PyTorch's meta device ({reason}). The conversion itself does not "
+            f"the fit of {' or '.join(matrices)} cannot be counted on PyTorch's meta device ({reason}). The conversion "
+            "itself does not "
             "need the estimate"
         ) from error
 
@@ -176,7 +183,9 @@ def _count_stage(stage: StageTask) -> StageCount:
 def _count_moments(
     counter: OperationCounter, weights: dict[str, tuple[Tensor, bool]], stage: StageTask, tokens: int, shards: int
 ) -> tuple[InputMoments, Work]:
-    """Return the moments of a stage over `tokens` tokens, and the work of their sums; one chunk is run and multiplied."""
+    """Return the moments of a stage over `tokens` tokens, and the work of their sums; one chunk is run and
+    multiplied.
+    """
     before = counter.mark()
     total = InputMoments(weights)
     part = InputMoments(weights) if shards > 1 else total
@@ -206,7 +215,9 @@ def _count_moments(
 
 @lru_cache(1024)
 def count_rank_errors(tasks: tuple[FitTask, ...], device: str, damping: float) -> tuple[tuple[Work, ...], int, int]:
-    """Return (work of the cost points of each matrix, peak bytes beside weights and moments, bytes that stay cached) of a stage."""
+    """Return (work of the cost points of each matrix, peak bytes beside weights and moments, bytes that stay cached) of
+    a stage.
+    """
     with _counted(device, *(task.target for task in tasks)) as counter:
         moment = _zeros(tasks[0].target.in_, tasks[0].target.in_)
         weights = [_zeros(task.target.out, task.target.in_) for task in tasks]

@@ -1,8 +1,8 @@
 """Results of PyTorch operations on the meta device, made from shapes alone.
 
-torch computes most results on the meta device by Python code, which imports torch._dynamo and sympy (three seconds) and takes some
-tenths of a millisecond for each operation. `result` has rules for the operations that conversions use most. An operation
-without a rule is left to torch.
+torch computes most results on the meta device by Python code, which imports torch._dynamo and sympy (three seconds) and
+takes some tenths of a millisecond for each operation. `result` has rules for the operations that conversions use most.
+An operation without a rule is left to torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ LIKE = {"clone", "flip", "cumsum", "zeros_like", "ones_like"}
 
 
 def result(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operation on meta tensors, of the right shape and dtype, or None if there is no rule for it.
+    """Return the result of an operation on meta tensors, of the right shape and dtype, or None if there is no rule for
+    it.
 
     name: as aten calls the operation, without the overload. args, kwargs: as a TorchDispatchMode gets them.
     """

@@ -1,4 +1,6 @@
-"""The shape of a conversion: kinds of equal layers with their stages, the head, and the rows of the calibration text."""
+"""The shape of a conversion: kinds of equal layers with their stages, the head, and the rows of the calibration
+text.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ from surgery.planning.targets import LinearTarget, Plan
 class StageShape:
     """Linears that read one input. count: equal stages of a layer, more than one for routed experts.
 
-    share: fraction of the tokens that reach one of them. before: multiply-accumulates per token of the layer's linears that run before
-    the stage. is_first: whether it reads what the layers below give, before any linear of its own layer.
+    share: fraction of the tokens that reach one of them. before: multiply-accumulates per token of the layer's linears
+    that run before the stage. is_first: whether it reads what the layers below give, before any linear of its own
+    layer.
     """
 
     targets: tuple[LinearTarget, ...]
@@ -39,11 +42,13 @@ class StageShape:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers of equal shapes. count: how many. params: parameters of one, all of them. macs: multiply-accumulates per token of its linears.
+    """Layers of equal shapes. count: how many. params: parameters of one, all of them. macs: multiply-accumulates per
+    token of its linears.
 
     widest: largest number of features of one linear, for
-    activations; of routed experts those that one token passes. attention: shape of its softmax attention, or None; target: the mixer that replaces it. is_first: whether it is the
-    first layer, where the original and the converted model read the same.
+    activations; of routed experts those that one token passes. attention: shape of its softmax attention, or None;
+    target: the mixer that replaces it. is_first: whether it is the first layer, where the original and the converted
+    model read the same.
     """
 
     count: int
@@ -100,9 +105,11 @@ class TextRows:
 
 @dataclass(frozen=True)
 class ConversionShape:
-    """What the estimate needs of a plan. head, head_params: the head's target, if it is replaced, and the elements of its weight.
+    """What the estimate needs of a plan. head, head_params: the head's target, if it is replaced, and the elements of
+    its weight.
 
-    vocabulary: rows of the head, 0 without one. outside: parameters outside the layers. itemsize: bytes of a stored parameter.
+    vocabulary: rows of the head, 0 without one. outside: parameters outside the layers. itemsize: bytes of a stored
+    parameter.
     """
 
     plan: Plan
@@ -126,7 +133,9 @@ class ConversionShape:
 
 
 def conversion_shape(meta_model: ModelDescription, plan: Plan, calibrated: bool) -> ConversionShape:
-    """Return the shape of the conversion that a plan describes. calibrated: whether there will be a calibration text."""
+    """Return the shape of the conversion that a plan describes. calibrated: whether there will be a calibration
+    text.
+    """
     recipe, layout = plan.recipe, plan.layout
     config: Any = (
         meta_model.config.get_text_config() if hasattr(meta_model.config, "get_text_config") else meta_model.config

@@ -2,7 +2,8 @@
 
     seconds = sum over kinds of work of (count / speed)
 
-The row of a CPU is one thread; N threads are N times as fast. `python -m surgery.conversion.estimation.speeds` measures this machine's row.
+The row of a CPU is one thread; N threads are N times as fast. `python -m surgery.conversion.estimation.speeds` measures
+this machine's row.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from surgery.structures import linalg
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds of one device. Infinity: not counted by itself, because the speed of products was fitted to whole conversions.
+    """Speeds of one device.
 
-    products, attention, solves: FLOP/s. roots: n^3/s of eigenproblems. small_root: least seconds of one eigenproblem. traffic:
-    bytes/s of other operations. files: bytes/s of the disk. link: bytes/s between processes. memory: bytes of the device, 0 for a
-    CPU. program: bytes of a process before any tensor. startup: seconds of imports. source: where the numbers come from.
+    Infinity: not counted by itself, because the speed of products was fitted to whole conversions.
+
+    products, attention, solves: FLOP/s. roots: n^3/s of eigenproblems. small_root: least seconds of one eigenproblem.
+    traffic: bytes/s of other operations. files: bytes/s of the disk. link: bytes/s between processes. memory: bytes of
+    the device, 0 for a CPU. program: bytes of a process before any tensor. startup: seconds of imports. source: where
+    the numbers come from.
     """
 
     products: float
@@ -59,19 +63,23 @@ SPEEDS = {
     "h200": Speeds(
         products=43e12, attention=43e12, roots=1024**3 / 0.010, solves=INFINITE, traffic=INFINITE, small_root=0.010, files=2e9, link=50e9,
         memory=141e9, program=2e9, startup=6.0,
-        source="products and eigenproblems fitted to a 7B conversion on one H200 (docs/measurements/scale.md); disk and links assumed",
+        source="products and eigenproblems fitted to a 7B conversion on one H200 (docs/measurements/scale.md); disk "
+        "and links assumed",
     ),
 }  # fmt: skip
 
 
 def device_speeds(name: str | None) -> tuple[str, Speeds]:
-    """Return (name, speeds) of a device: `cpu`, a name of SPEEDS, `cuda` for the GPU in it, or None for the kind of this machine's device."""
+    """Return (name, speeds) of a device: `cpu`, a name of SPEEDS, `cuda` for the GPU in it, or None for the kind of
+    this machine's device.
+    """
     if name is None:
         name = "h200" if torch.cuda.is_available() else "cpu"
     key = "h200" if name.lower() == "cuda" else name.lower()
     if key not in SPEEDS:
         raise SurgeryError(
-            f"--device {name}: speeds are known of {', '.join(SPEEDS)} only. For another GPU give h200, and expect times in proportion to "
+            f"--device {name}: speeds are known of {', '.join(SPEEDS)} only. For another GPU give h200, and expect "
+            "times in proportion to "
             "its speed"
         )
     return key, SPEEDS[key]

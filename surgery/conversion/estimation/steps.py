@@ -27,20 +27,20 @@ from surgery.core.distributed import DistContext
 from surgery.planning.targets import LinearTarget
 from surgery.structures.shared_basis import STEPS
 
-# Elements per token that a layer's forward reads and writes outside of its products, and holds at its peak, by (width, MLP width,
-# query features): counted on Llama layers of six shapes. With a backward pass: of both passes together.
+# Elements per token that a layer's forward reads and writes outside of its products, and holds at its peak, by (width,
+# MLP width, query features): counted on Llama layers of six shapes. With a backward pass: of both passes together.
 TRAFFIC, TRAFFIC_BACKWARD = (21.0, 5.0, 12.0), (79.0, 14.0, 30.0)
 ACTIVATIONS, ACTIVATIONS_BACKWARD = (3.5, 3.2, 3.0), (9.2, 7.4, 5.0)
 
-# Seconds of the host for a layer and a token of all rows that are sampled together. A GPU waits for it. On one H100, beside three other
-# conversions, 8 layers took 43 ms.
+# Seconds of the host for a layer and a token of all rows that are sampled together. A GPU waits for it. On one H100,
+# beside three other conversions, 8 layers took 43 ms.
 SAMPLING_SECONDS = {"cuda": 2e-3, "cpu": 2e-4}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step. seconds: of the slowest process. device: peak bytes of tensors where layers run. host: the same of host memory, beside
-    the device. files: bytes of temporary files at its end."""
+    """One step. seconds: of the slowest process. device: peak bytes of tensors where layers run. host: the same of host
+    memory, beside the device. files: bytes of temporary files at its end."""
 
     name: str
     seconds: float
@@ -51,8 +51,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where the conversion runs. device: `cpu` or `cuda`. processes: that share it. threads: of each, on a CPU. limit: bytes of hidden
-    states that stay in memory. sweeps: ALS sweeps of each matrix."""
+    """Where the conversion runs. device: `cpu` or `cuda`. processes: that share it. threads: of each, on a CPU. limit:
+    bytes of hidden states that stay in memory. sweeps: ALS sweeps of each matrix."""
 
     speeds: Speeds
     device: str
@@ -89,7 +89,9 @@ class StepEstimates:
 
     # -- steps before the others ---------------------------------------------------------------------
     def generation(self, rows: TextRows) -> Step:
-        """Return the step that samples `generated_tokens`, which one process does: each token of the rows sampled together reads all weights."""
+        """Return the step that samples `generated_tokens`, which one process does: each token of the rows sampled
+        together reads all weights.
+        """
         shape, device = self.shape, self.setting.device
         itemsize = shape.itemsize if device == "cuda" else 4.0
         together = rows_together(shape.layers, shape.width, itemsize, rows.length, device)
@@ -108,7 +110,9 @@ class StepEstimates:
     def forward(
         self, kind: LayerKind, tokens: float, length: int, macs: float | None = None, backward: bool = False
     ) -> Work:
-        """Return the work of running tokens through a layer. macs: of the linears that run, None for all; backward: the gradient, too."""
+        """Return the work of running tokens through a layer. macs: of the linears that run, None for all; backward: the
+        gradient, too.
+        """
         share = 1.0 if macs is None else min(1.0, macs / max(kind.macs, 1))
         query = kind.attention.heads * kind.attention.key if kind.attention else 0
         attention = 4.0 * query * length * (share > 0.05)
@@ -149,7 +153,9 @@ class StepEstimates:
         )
 
     def hidden(self, tokens: float, copies: float) -> tuple[float, float, float]:
-        """Return bytes (on the device, on the host, in a file) of float32 hidden states, which move to the host if one copy exceeds the limit."""
+        """Return bytes (on the device, on the host, in a file) of float32 hidden states, which move to the host if one
+        copy exceeds the limit.
+        """
         one = 4.0 * tokens * self.shape.width
         if one <= self.setting.limit:
             return copies * one, 0.0, 0.0
@@ -355,7 +361,9 @@ def moment_work(width: int, tokens: float) -> Work:
 
 
 def shared_basis_work(stage: StageShape, sweeps: int) -> Work:
-    """Return the work of the joint fits of a stage whose experts share bases, beside that of fits one by one (surgery.structures.shared_basis)."""
+    """Return the work of the joint fits of a stage whose experts share bases, beside that of fits one by one
+    (surgery.structures.shared_basis).
+    """
     flops = 0.0
     for target in stage.targets:
         if target.basis:

@@ -37,10 +37,12 @@ class EpochSeconds:
 
 
 def epoch_seconds(plan: Plan, tokens: int, device: str, threads: int) -> EpochSeconds:
-    """Return the estimated seconds of an epoch. tokens: of the calibration text. device: `cpu` or `cuda`. threads: of a CPU.
+    """Return the estimated seconds of an epoch. tokens: of the calibration text. device: `cpu` or `cuda`. threads: of a
+    CPU.
 
     A step costs three forward passes of the converted linears, and turns the gradients and steps of cores that have
-    coordinates of their own (`step_coordinates`). That of the whole model has also five products with the head's matrix.
+    coordinates of their own (`step_coordinates`). That of the whole model has also five products with the head's
+    matrix.
     """
     replaced = plan.replaced_targets()
     inside = sum(linear.out * linear.in_ for linear in plan.layout.linears if linear.path != plan.layout.head)

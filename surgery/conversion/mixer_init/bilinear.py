@@ -1,7 +1,8 @@
 """Initialize bilinear scores from softmax attention.
 
 With base "kept" the bilinear term is added to the original score and starts at zero, which is exact. With base "own",
-possible in attention without RoPE, it replaces the score: W_Q W_K^T is projected in the metric of the calibration inputs.
+possible in attention without RoPE, it replaces the score: W_Q W_K^T is projected in the metric of the calibration
+inputs.
 """
 
 from __future__ import annotations

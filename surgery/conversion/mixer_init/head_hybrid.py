@@ -1,4 +1,6 @@
-"""Initialize a hybrid by heads: each part's mixer, from the outputs of the original heads that it takes the place of."""
+"""Initialize a hybrid by heads: each part's mixer, from the outputs of the original heads that it takes the place
+of.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from surgery.planning.attention_recipe import AttentionRecipe
 
 
 class HeadSamples(AttentionSamples):
-    """The samples of a layer's attention, cut to the heads of one part of a hybrid by heads. kept: of the softmax heads."""
+    """The samples of a layer's attention, cut to the heads of one part of a hybrid by heads. kept: of the softmax
+    heads.
+    """
 
     def __init__(self, samples: AttentionSamples, mixer: HeadHybridAttention, kept: bool):
         self.samples, self.mixer, self.kept = samples, mixer, kept
@@ -47,8 +51,11 @@ class HeadSamples(AttentionSamples):
 
 @MIXER_INITS.register(HeadHybrid)
 class HeadHybridInit(MixerInit):
-    """Initialization of a hybrid by heads. Its errors are those of the heads without softmax, relative to their original outputs, and those
-    of the softmax heads if these have no RoPE."""
+    """Initialization of a hybrid by heads.
+
+    Its errors are those of the heads without softmax, relative to their original outputs, and those of the softmax
+    heads if these have no RoPE.
+    """
 
     def init(
         self, target: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples

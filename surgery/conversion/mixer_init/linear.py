@@ -1,10 +1,11 @@
-"""Initialize linear-type attention from softmax attention (the teacher) on calibration samples, without training the model.
+"""Initialize linear-type attention from softmax attention (the teacher) on calibration samples, without training the
+model.
 
 The stages run in this order, and each is accepted only if the error on held-out samples falls:
 features       scale the weights of learned softmax features: the best of SHARPNESS
 profile        set the mask from the teacher's attention map. Gates and decay: rate ln 2 / d, that is, a half-life of the
-               mean attention distance d. Block mixing: the mean attention between blocks; Toeplitz block mixing: its fit
-               by exponentials. Delta rule: the step size from the entropy of the attention.
+               mean attention distance d. Block mixing: the mean attention between blocks; Toeplitz block mixing: its
+               fit by exponentials. Delta rule: the step size from the entropy of the attention.
 least_squares  parameters in which the output is linear (lambda of each Fenwick level, amplitudes of Toeplitz block
                mixing, weight of the linear part): nonnegative least squares against the teacher's output
 weights        where the linear part and the window's softmax share a denominator or a norm, so that the output is not
@@ -84,8 +85,8 @@ class LinearInit(MixerInit):
         return InitializedMixer(best, errors)
 
 
-# A stage takes a copy of the best mixer so far, which it may change, and returns the changed mixer. It returns None if it
-# does not apply. `steps` is read by the last stage only.
+# A stage takes a copy of the best mixer so far, which it may change, and returns the changed mixer. It returns None if
+# it does not apply. `steps` is read by the last stage only.
 
 
 # -- features --------------------------------------------------------------------------------------
@@ -159,7 +160,9 @@ def block_means(map_BHTT: Tensor, block: int, causal: bool) -> Tensor:
 
 
 def mean_over_samples(blocks: list[Tensor]) -> Tensor:
-    """Return the mean of the block means (H, M, M) of several samples, each over the samples that are long enough for the pair of blocks."""
+    """Return the mean of the block means (H, M, M) of several samples, each over the samples that are long enough for
+    the pair of blocks.
+    """
     most = max(mean_HMM.shape[-1] for mean_HMM in blocks)
     sum_HMM, count_MM = blocks[0].new_zeros(blocks[0].shape[0], most, most), blocks[0].new_zeros(most, most)
     for mean_HMM in blocks:
@@ -170,7 +173,9 @@ def mean_over_samples(blocks: list[Tensor]) -> Tensor:
 
 
 def attention_map(sample: AttentionSample, shape: AttentionShape) -> Tensor:
-    """Return softmax(Q K^T) of the teacher, (B, H, T, T) float32, with the causal order and padding as the only mask."""
+    """Return softmax(Q K^T) of the teacher, (B, H, T, T) float32, with the causal order and padding as the only
+    mask.
+    """
     inputs = sample.teacher
     keys = inputs.k_BGTK.repeat_interleave(inputs.q_BHTK.shape[1] // inputs.k_BGTK.shape[1], dim=1)
     scores = shape.scaling * inputs.q_BHTK.float() @ keys.float().mT
@@ -185,7 +190,9 @@ def attention_map(sample: AttentionSample, shape: AttentionShape) -> Tensor:
 
 @torch.no_grad()
 def fit_mask_to_profile(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixer | None:
-    """Set the mask and the delta rule's step sizes from the teacher's profile; None if the mixer has neither of them."""
+    """Set the mask and the delta rule's step sizes from the teacher's profile; None if the mixer has neither of
+    them.
+    """
     mask = mixer.mask.gates if isinstance(mixer.mask, HierarchicalMask) else mixer.mask
     known = (GatesMask, DecayMask, BlocksMask, ToeplitzBlocksMask)
     if not isinstance(mask, known) and mixer.beta_proj is None:
@@ -204,7 +211,8 @@ def fit_mask_to_profile(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
         size = profile.blocks_HMM.diagonal(dim1=-2, dim2=-1).mean().clamp_min(1e-9)
         mask.initialize((heads.amplitude / size).movedim(-1, 0).float(), heads.rate[:, 0].mT.float())
     if mixer.beta_proj is not None:
-        # Attention to a single token overwrites the state (step 1); uniform attention adds little of each token (step 0).
+        # Attention to a single token overwrites the state (step 1); uniform attention adds little of each token (step
+        # 0).
         step_G = (1 - profile.entropy_H.view(groups, -1).mean(1)).clamp(0.05, 0.95)
         nn.init.zeros_(mixer.beta_proj.weight)
         mixer.beta_proj.bias.copy_(step_G.logit())
@@ -272,11 +280,11 @@ def copy_without_linear_part(mixer: LinearMixer) -> LinearMixer:
 
 
 def visible_terms(mixer: LinearMixer, tokens: int) -> list[int]:
-    """Return the numbers of the linear part's terms that a sample of so many tokens has: Fenwick levels, exponentials, or the
-    one term of other masks. Empty if the linear part sees no token.
+    """Return the numbers of the linear part's terms that a sample of so many tokens has: Fenwick levels, exponentials,
+    or the one term of other masks. Empty if the linear part sees no token.
 
-    A level that no pair of tokens has is left out: its term is zero up to rounding, and a weight fitted to rounding could be any
-    number, which longer texts would then meet.
+    A level that no pair of tokens has is left out: its term is zero up to rounding, and a weight fitted to rounding
+    could be any number, which longer texts would then meet.
     """
     mask, buffer, config = mixer.mask, mixer.window_buffer, mixer.config
     far, lowest = tokens - config.window - config.sinks, 0
@@ -318,8 +326,10 @@ def single_term_copies(mixer: LinearMixer, terms: list[int]) -> list[LinearMixer
 
 
 def set_term_weights(mixer: LinearMixer, terms: list[int], weight_HN: Tensor) -> None:
-    """Set the weights of these terms of the linear part in place. Levels beyond a sample's length get the last weight, and levels
-    below the lowest the first."""
+    """Set the weights of these terms of the linear part in place.
+
+    Levels beyond a sample's length get the last weight, and levels below the lowest the first.
+    """
     mask = mixer.mask
     mixer.linear_weight_H.fill_(1.0)  # type: ignore[union-attr]
     raw_HN = inverse_softplus(weight_HN.double().clamp_min(1e-6)).float()
@@ -377,7 +387,9 @@ def disable_linear_part(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
 
 # -- local -----------------------------------------------------------------------------------------
 def train_locally(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixer | None:
-    """Train all parameters of the mixer on |W_o (o - o*)|^2 / |W_o o*|^2, one sample for each step; None for 0 steps."""
+    """Train all parameters of the mixer on |W_o (o - o*)|^2 / |W_o o*|^2, one sample for each step; None for 0
+    steps.
+    """
     parameters = [p.requires_grad_(True) for p in mixer.parameters()]
     if steps == 0 or not parameters:
         return None

@@ -1,6 +1,7 @@
 """Initialize MLR attention from the ranks and the order of dimensions that `mlr_allocation` chose.
 
-Near scores, which compensate on average for the dimensions that distant pairs lose, are kept only if the held-out error falls.
+Near scores, which compensate on average for the dimensions that distant pairs lose, are kept only if the held-out error
+falls.
 """
 
 from __future__ import annotations

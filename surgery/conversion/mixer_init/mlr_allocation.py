@@ -38,7 +38,9 @@ from surgery.planning.targets import Plan
 
 
 class QueryKeyMoments:
-    """Second moments of the queries and keys of each key/value group, (G, K, K), for the basis of heads without RoPE."""
+    """Second moments of the queries and keys of each key/value group, (G, K, K), for the basis of heads without
+    RoPE.
+    """
 
     def __init__(self, shape: AttentionShape, device: torch.device):
         self.query_GKK = torch.zeros(shape.groups, shape.key, shape.key, device=device)
@@ -62,8 +64,8 @@ class QueryKeyMoments:
 
 
 class RecordingAttention(MLRAttention):
-    """Full-rank attention that records statistics: `moments` in the forward pass, or `sensitivity` in the backward pass,
-    from the gradient at the attention's output."""
+    """Full-rank attention that records statistics: `moments` in the forward pass, or `sensitivity` in the backward
+    pass, from the gradient at the attention's output."""
 
     def __init__(self, shape: AttentionShape, moments: QueryKeyMoments | None, sensitivity: ScoreSensitivity | None):
         super().__init__(MLR((shape.key,)), shape)

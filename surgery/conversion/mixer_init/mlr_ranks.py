@@ -1,18 +1,20 @@
-"""Ranks of MLR attention from pretrained softmax attention: which score dimensions a pair of tokens needs at which distance.
+"""Ranks of MLR attention from pretrained softmax attention: which score dimensions a pair of tokens needs at which
+distance.
 
     rise of the loss  ~  1/2 sum_{t,h} (sum_s g[t,s] delta[t,s])^2          g = d loss / d score
     delta[t,s]: minus the part of the score that is omitted for the pair (t, s)
 
 Dimensions are omitted in units: the two of a rotary pair, or a single one. Distances are cut into bins at the candidate
-extents, and a unit of extent e is omitted in all bins beyond e. The rise of a layer is thus a quadratic form in the cells
-(unit x bin), one for each key/value group, measured in one pass (`ScoreSensitivity`). Each unit then takes the extent with
-the lowest rise + price * cache, given those of the others, and one price for all layers meets the budget (`allocate_ranks`).
+extents, and a unit of extent e is omitted in all bins beyond e. The rise of a layer is thus a quadratic form in the
+cells (unit x bin), one for each key/value group, measured in one pass (`ScoreSensitivity`). Each unit then takes the
+extent with the lowest rise + price * cache, given those of the others, and one price for all layers meets the budget
+(`allocate_ranks`).
 
-g is computed from the gradient of the loss at the attention's output, for labels drawn from the model itself: the Fisher
-information (Martens 2014, "New Insights and Perspectives on the Natural Gradient Method"). Rotations that commute with
-RoPE change no product q . k of a pair, so only the order of the rotary pairs is chosen. Without RoPE, `balanced_basis`
-first rotates the dimensions. One bias of the near scores for each head and level, by least squares on the same
-derivatives, compensates what distant pairs lose on average.
+g is computed from the gradient of the loss at the attention's output, for labels drawn from the model itself: the
+Fisher information (Martens 2014, "New Insights and Perspectives on the Natural Gradient Method"). Rotations that
+commute with RoPE change no product q . k of a pair, so only the order of the rotary pairs is chosen. Without RoPE,
+`balanced_basis` first rotates the dimensions. One bias of the near scores for each head and level, by least squares on
+the same derivatives, compensates what distant pairs lose on average.
 
 Shape letters: B batch, T tokens, C query tokens of a chunk, S key tokens, H = G J heads, G key/value groups, K key
 dimension. U units, E bins, X = U E cells, P = E + 1 candidate extents, N quadratic forms, L layers or (in near biases)
@@ -51,9 +53,9 @@ def candidate_extents(length: int) -> tuple[int, ...]:
 class ScoreSensitivity:
     """The quadratic forms of one layer's loss rise, accumulated over calibration samples.
 
-    shape, extents: of the attention, and the candidate extents in tokens. sum_GXX: sum of the forms over `tokens` tokens.
-    member_KU: 1 where a dimension belongs to a unit. cross_HEX, bins_HEE: sums of products of g, summed over each bin, with
-    the cells and with itself, for the biases of near scores.
+    shape, extents: of the attention, and the candidate extents in tokens. sum_GXX: sum of the forms over `tokens`
+    tokens. member_KU: 1 where a dimension belongs to a unit. cross_HEX, bins_HEE: sums of products of g, summed over
+    each bin, with the cells and with itself, for the biases of near scores.
     """
 
     def __init__(self, shape: AttentionShape, extents: Sequence[int], device: torch.device | str = "cpu"):
@@ -76,8 +78,8 @@ class ScoreSensitivity:
     def add(self, inputs: MixerInputs, grad_BHTV: Tensor, queries: int = 256) -> None:
         """Accumulate the forms of whole sequences.
 
-        inputs: q, k after RoPE and norms, v, padding. grad_BHTV: gradient of the summed loss at the attention's output, before
-        the output projection. queries: query tokens processed at a time.
+        inputs: q, k after RoPE and norms, v, padding. grad_BHTV: gradient of the summed loss at the attention's output,
+        before the output projection. queries: query tokens processed at a time.
         """
         q = group_heads(upcast(inputs.q_BHTK), self.shape.groups)
         k, v, grad = upcast(inputs.k_BGTK), upcast(inputs.v_BGTV), group_heads(upcast(grad_BHTV), self.shape.groups)
@@ -159,9 +161,9 @@ def cache_costs(extents: Sequence[int], context: int, window: int | None = None)
 def choose_extents(gram_NXX: Tensor, size_U: Tensor, cost_NP: Tensor, price: float) -> Tensor:
     """Return the extent index of each unit, (N, U), with a low loss rise + price * cache for each of N forms.
 
-    Coordinate descent: each unit in turn takes its best extent given those of the others, starting once from all units kept
-    everywhere and once from none kept; the better result is returned. size_U: dimensions of each unit. cost_NP: cost of
-    one dimension at each candidate extent.
+    Coordinate descent: each unit in turn takes its best extent given those of the others, starting once from all units
+    kept everywhere and once from none kept; the better result is returned. size_U: dimensions of each unit. cost_NP:
+    cost of one dimension at each candidate extent.
     """
     count, units, bins = len(gram_NXX), len(size_U), cost_NP.shape[1] - 1
     onto_UNXE = gram_NXX.unflatten(2, (units, bins)).permute(2, 0, 1, 3).contiguous()
@@ -196,7 +198,9 @@ def _omitted_bins(index: Tensor, bins: int) -> Tensor:
 
 
 def loss_rise(gram_NXX: Tensor, index_NU: Tensor, bins: int) -> Tensor:
-    """Return the expected rise of the loss for each form, (N,), in nats per token. index_NU: extent index of each unit."""
+    """Return the expected rise of the loss for each form, (N,), in nats per token. index_NU: extent index of each
+    unit.
+    """
     out_NX = _omitted_bins(index_NU, bins).flatten(1).to(gram_NXX)
     return 0.5 * torch.einsum("nx,nxy,ny->n", out_NX, gram_NXX, out_NX)
 
@@ -206,8 +210,8 @@ def loss_rise(gram_NXX: Tensor, index_NU: Tensor, bins: int) -> Tensor:
 class ScoreDimAllocation:
     """The result for one layer.
 
-    config: of the mixer. order_GK, near_HL: initial values of its `order` and `near`. rise: expected rise of the loss in
-    nats per token.
+    config: of the mixer. order_GK, near_HL: initial values of its `order` and `near`. rise: expected rise of the loss
+    in nats per token.
     """
 
     config: MLR
@@ -226,10 +230,10 @@ class ScoreDimAllocation:
 def allocate_ranks(sensitivities: Sequence[ScoreSensitivity], budget: float, context: int) -> list[ScoreDimAllocation]:
     """Allocate ranks and extents over layers of one shape (windows may differ), with a low expected rise of the loss.
 
-    budget: fraction of the keys that all layers together may keep in a sequence of `context` tokens. The groups of a layer
-    share ranks and extents, but each has its own order of dimensions: units are first ranked in every group alone, then
-    the forms of the groups are summed rank by rank, and the ranks of the sum get extents.
-    Raises SurgeryError if the budget is not in (0, 1].
+    budget: fraction of the keys that all layers together may keep in a sequence of `context` tokens. The groups of a
+    layer share ranks and extents, but each has its own order of dimensions: units are first ranked in every group
+    alone, then the forms of the groups are summed rank by rank, and the ranks of the sum get extents. Raises
+    SurgeryError if the budget is not in (0, 1].
     """
     if not 0 < budget <= 1:
         raise SurgeryError(f"cache {budget} must be a share of the full key cache above 0 and up to 1, for example 0.5")
@@ -249,7 +253,9 @@ def allocate_ranks(sensitivities: Sequence[ScoreSensitivity], budget: float, con
 
 
 def _bisect_price(choose: Callable[[float], Tensor], size_U: Tensor, cost_NP: Tensor, budget: float) -> Tensor:
-    """Return the extent indices `choose(price)` at the lowest price that meets the budget, by bisection of log2(price)."""
+    """Return the extent indices `choose(price)` at the lowest price that meets the budget, by bisection of
+    log2(price).
+    """
     low, high = LOG2_PRICES
     best_NU = choose(2.0**high)
     most = budget * float((cost_NP[:, -1:] * size_U).sum()) * (1 + 1e-6)
@@ -264,9 +270,11 @@ def _bisect_price(choose: Callable[[float], Tensor], size_U: Tensor, cost_NP: Te
 
 
 def _rank_units(index_LGU: Tensor, gram_LGXX: Tensor, size_U: Tensor) -> Tensor:
-    """Return the units of every group by rank, (L, G, U): larger units first, then longer extents, then higher importance.
+    """Return the units of every group by rank, (L, G, U): larger units first, then longer extents, then higher
+    importance.
 
-    The importance of a unit is the sum over its block of the form: twice the rise if it alone is omitted at all distances.
+    The importance of a unit is the sum over its block of the form: twice the rise if it alone is omitted at all
+    distances.
     """
     bins = gram_LGXX.shape[-1] // index_LGU.shape[-1]
     blocks_LGUEUE: Tensor = gram_LGXX.unflatten(3, (-1, bins)).unflatten(2, (-1, bins))
@@ -288,7 +296,9 @@ def _sum_groups(gram_LGXX: Tensor, ranked_LGU: Tensor, bins: int) -> Tensor:
 
 
 def build_allocation(sensitivity: ScoreSensitivity, index_U: Tensor, ranked_GU: Tensor) -> ScoreDimAllocation:
-    """Return a layer's config, order and biases. index_U: extent index of each rank; ranked_GU: the unit of each rank."""
+    """Return a layer's config, order and biases. index_U: extent index of each rank; ranked_GU: the unit of each
+    rank.
+    """
     units = rotary_units(sensitivity.shape)
     # Ranks of the longest extents come first, because level 1 of MLR is the unlimited one.
     ranks = index_U.argsort(dim=0, descending=True, stable=True).tolist()
@@ -312,9 +322,9 @@ def build_allocation(sensitivity: ScoreSensitivity, index_U: Tensor, ranked_GU: 
 def balanced_basis(query_GKK: Tensor, key_GKK: Tensor) -> tuple[Tensor, Tensor]:
     """Return bases A, B (G, K, K) with q A . k B = q . k, in which the most important dimensions come first.
 
-    query_GKK, key_GKK: second moments Q = E[q q^T], K = E[k k^T] of each group. With Q^(1/2) K^(1/2) = U S V^T the first n
-    dimensions have the least error E (q . k)^2 of all rank-n products, and q and k have equal second moments. The bases can
-    be folded into the projections, W_Q A and W_K B, unless a norm or RoPE follows them.
+    query_GKK, key_GKK: second moments Q = E[q q^T], K = E[k k^T] of each group. With Q^(1/2) K^(1/2) = U S V^T the
+    first n dimensions have the least error E (q . k)^2 of all rank-n products, and q and k have equal second moments.
+    The bases can be folded into the projections, W_Q A and W_K B, unless a norm or RoPE follows them.
     """
     q_root, q_inverse = symmetric_roots(query_GKK.double())
     k_root, k_inverse = symmetric_roots(key_GKK.double())

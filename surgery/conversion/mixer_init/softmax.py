@@ -1,7 +1,7 @@
 """Initialize softmax attention without RoPE: the sharpness of each query head, by a grid search on calibration samples.
 
-Without positions, scores that RoPE made decay with distance spread over all tokens. One factor on the scores of a head is what can be
-fitted without training; the output projection is refitted afterwards, as for every mixer.
+Without positions, scores that RoPE made decay with distance spread over all tokens. One factor on the scores of a head
+is what can be fitted without training; the output projection is refitted afterwards, as for every mixer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class SoftmaxInit(MixerInit):
     def init(
         self, target: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples
     ) -> InitializedMixer:
-        """Return the mixer with the best sharpness of each head, unless the error on the held-out samples does not fall."""
+        """Return the mixer with the best sharpness of each head, unless the error on the held-out samples does not
+        fall.
+        """
         mixer = build_mixer(target, fit[0].inputs.q_BHTK.device)
         assert isinstance(mixer, SoftmaxAttention)
         errors = {"copied": relative_error(mixer, held)}
@@ -47,7 +49,9 @@ class SoftmaxInit(MixerInit):
 
 @torch.no_grad()
 def sharpen(mixer: SoftmaxAttention, fit: AttentionSamples) -> SoftmaxAttention:
-    """Set each head's sharpness to the candidate with the lowest squared error of its output, in place; return the mixer."""
+    """Set each head's sharpness to the candidate with the lowest squared error of its output, in place; return the
+    mixer.
+    """
     assert mixer.sharpness_H is not None
     error_SH = torch.zeros(len(SHARPNESS), mixer.shape.heads, dtype=torch.float64)
     for i in range(min(len(fit), SAMPLES)):

@@ -16,7 +16,8 @@ from surgery.mixers.masks.delta_rule import dense_scores
 def dense_output(mask: Mask, rows: MaskInputs, block: int | None = None) -> Tensor:
     """Return out_BGJTV by the definition, with A and M (B, G, J, T, T) formed explicitly.
 
-    block: queries read the state at the start of their block of that many tokens; None: the state after their own token.
+    block: queries read the state at the start of their block of that many tokens; None: the state after their own
+    token.
     """
     length = rows.v_BGTV.shape[2]
     if block is None:

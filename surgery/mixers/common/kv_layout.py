@@ -1,7 +1,7 @@
 """Layout of keys and values in softmax attention: left padding, caches that grow at the end and are cut at the front.
 
-With left padding, the distance of two slots is the distance of their positions in every row, and the keys that a cache no
-longer needs are its first slots. A position counts the real tokens of the row before the token.
+With left padding, the distance of two slots is the distance of their positions in every row, and the keys that a cache
+no longer needs are its first slots. A position counts the real tokens of the row before the token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class KVLayout(NamedTuple):
         return self.end_B[:, None] + torch.arange(low - self.slots, high - self.slots, device=self.end_B.device)
 
     def reach(self, start: int, stop: int, extent: int | None, causal: bool) -> tuple[int, int]:
-        """Return (first, stop) of the slots within `extent` of the queries start .. stop - 1. extent None: all slots."""
+        """Return (first, stop) of the slots within `extent` of the queries start .. stop - 1. extent None: all
+        slots.
+        """
         first, last = self.slots - self.queries + start, self.slots - self.queries + stop
         low = 0 if extent is None else max(0, first - extent + 1)
         ahead = self.slots if extent is None else min(self.slots, last + extent - 1)
@@ -65,7 +67,8 @@ def drop_full_mask(valid_BT: Tensor | None) -> Tensor | None:
 
 
 def left_pad(inputs: MixerInputs) -> tuple[MixerInputs, Tensor | None]:
-    """Return (the inputs with the padding of each row moved to its front, the index that restores the order of outputs).
+    """Return (the inputs with the padding of each row moved to its front, the index that restores the order of
+    outputs).
 
     The index is None without padding.
     """
@@ -98,8 +101,8 @@ MIN_FREE_SLOTS = 64  # minimum number of free slots in a new buffer
 class KVBuffer:
     """A buffer of keys or values with free slots at its end, of which states hold views.
 
-    A state that ends at the last written slot grows in place. Any other state is copied to a new buffer when it grows, so
-    that states stay values: growing one does not change another.
+    A state that ends at the last written slot grows in place. Any other state is copied to a new buffer when it grows,
+    so that states stay values: growing one does not change another.
     """
 
     def __init__(self, old_BGSX: Tensor, new_BGTX: Tensor):
@@ -204,8 +207,8 @@ def copy_and_append(old_BGSX: Tensor, new_BGTX: Tensor, count_B: Tensor | None) 
 def last_slots(x_BGSX: Tensor, slots: int) -> Tensor:
     """Return the last `slots` slots.
 
-    A copy, because a view would keep the evicted slots in memory. Views of a `KVBuffer` stay views: the buffer is replaced
-    when it is full.
+    A copy, because a view would keep the evicted slots in memory. Views of a `KVBuffer` stay views: the buffer is
+    replaced when it is full.
     """
     if slots >= x_BGSX.shape[2]:
         return x_BGSX

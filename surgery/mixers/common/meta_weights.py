@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 class EmptyOnMeta(TorchFunctionMode):
     """Context in which `torch.empty`, which allocates the weights of linears, returns tensors on the meta device.
 
-    Other small tensors are computed on the CPU. Under `torch.device("meta")`, functions such as `torch.logspace` and `torch.log`
-    import sympy and torch._dynamo, which takes seconds.
+    Other small tensors are computed on the CPU. Under `torch.device("meta")`, functions such as `torch.logspace` and
+    `torch.log` import sympy and torch._dynamo, which takes seconds.
     """
 
     def __torch_function__(

@@ -1,14 +1,16 @@
-"""Hybrids of linear and softmax attention with `near_tokens: chunks`: softmax over the query's own aligned block and the one before it.
+"""Hybrids of linear and softmax attention with `near_tokens: chunks`: softmax over the query's own aligned block and
+the one before it.
 
-Blocks of `window` tokens are counted from the first token behind the sinks, so token t is in block b = (t - sinks) // window.
+Blocks of `window` tokens are counted from the first token behind the sinks, so token t is in block b = (t - sinks) //
+window.
 
-Softmax branch: query t attends to the sinks, to block b - 1 and to its own block up to itself: window + 1 to 2 window tokens
-besides the sinks.
-Linear branch: query t reads the state after block b - 2 (masks/base.py, `by_block`). No token is in both branches or in neither.
+Softmax branch: query t attends to the sinks, to block b - 1 and to its own block up to itself: window + 1 to 2 window
+tokens besides the sinks. Linear branch: query t reads the state after block b - 2 (masks/base.py, `by_block`). No token
+is in both branches or in neither.
 
-A block enters the linear branch once the last token of the next block has come: n tokens leave a state of n_far = window
-max(0, (n - sinks) // window - 1) tokens. The others are part of the mixer's state, in rings of 2 window slots. The mask's
-positions count the tokens behind the sinks, as in window_hybrid.py.
+A block enters the linear branch once the last token of the next block has come: n tokens leave a state of n_far =
+window max(0, (n - sinks) // window - 1) tokens. The others are part of the mixer's state, in rings of 2 window slots.
+The mask's positions count the tokens behind the sinks, as in window_hybrid.py.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class ChunkBuffer(WindowBuffer):
         return {name: t[:, 1:] for name, t in queue.items()}
 
     def written_tokens(self, queue: Tensors, seen_B: Tensor, length: int) -> tuple[Tensors, Tensor]:
-        """Return (the next `length` tokens of the linear branch, complete blocks or not, and their positions (B, length))."""
+        """Return (the next `length` tokens of the linear branch, complete blocks or not, and their positions (B,
+        length)).
+        """
         next_B1 = (self.sinks + self.far_tokens_of_rows(seen_B)).unsqueeze(1)
         position_BL = next_B1 + torch.arange(length, device=seen_B.device)
         index_BL = position_BL - seen_B.unsqueeze(1) + self.slots
@@ -63,11 +67,12 @@ class ChunkBuffer(WindowBuffer):
         }, position_BL
 
     def align_queries(self, rows: MaskInputs, query_signals: Sequence[str]) -> tuple[MaskInputs, Tensor]:
-        """Return (rows whose entry i holds the query that the window delays to the place of token i; the entry of query 0).
+        """Return (rows whose entry i holds the query that the window delays to the place of token i; the entry of query
+        0).
 
-        rows: start_B and count_B of the call; T queries with their signals, and L >= T + window - 1 entries of k, v, beta and
-        written signals from `written_tokens`, or T entries if no token came before the call. Queries without a place read
-        nothing.
+        rows: start_B and count_B of the call; T queries with their signals, and L >= T + window - 1 entries of k, v,
+        beta and written signals from `written_tokens`, or T entries if no token came before the call. Queries without a
+        place read nothing.
         """
         before_B, after_B = (self.far_tokens_of_rows(n_B) for n_B in (rows.start_B, rows.start_B + rows.count_B))
         place_B = rows.start_B - self.sinks - self.window - before_B
@@ -94,8 +99,11 @@ def chunk_attention(
     *,
     with_largest: bool = False,
 ) -> LocalOutput:
-    """Return the output of the softmax branch. Arguments as in `local_attention`, with the last 2 window - 1 tokens before the
-    call in place of the last `window`. It has no kernel."""
+    """Return the output of the softmax branch.
+
+    Arguments as in `local_attention`, with the last 2 window - 1 tokens before the call in place of the last `window`.
+    It has no kernel.
+    """
     length, sinks = q_BGJTK.shape[3], keys.sinks.shape[2]
     reach = keys.recent.shape[2] - length
     block = min(length, block)
@@ -105,7 +113,9 @@ def chunk_attention(
 
 
 def _visible_slots(seen_B: Tensor, reach: int, sinks: int, count: int, block: int) -> Tensor:
-    """Return whether query c of call block n attends to each of the S sinks and reach + C recent tokens, (B, N, C, S + reach + C)."""
+    """Return whether query c of call block n attends to each of the S sinks and reach + C recent tokens, (B, N, C, S +
+    reach + C).
+    """
     device, window = seen_B.device, (reach + 1) // 2
     start_BN11 = (seen_B.unsqueeze(1) + block * torch.arange(count, device=device))[:, :, None, None]
     query_BNC1 = start_BN11 + torch.arange(block, device=device).unsqueeze(1)

@@ -42,7 +42,9 @@ def shows_later_tokens(mask_BHTS: Tensor, valid_BT: Tensor) -> bool:
 
 
 def borders_from_mask(mask_BHTS: Tensor, valid_BT: Tensor) -> Tensor:
-    """Return border_BT, True where a token sees no earlier one of its row and is no padding, of a mask without earlier tokens (S = T)."""
+    """Return border_BT, True where a token sees no earlier one of its row and is no padding, of a mask without earlier
+    tokens (S = T).
+    """
     T, S = mask_BHTS.shape[-2:]
     t_T, first_BT = torch.arange(T, device=mask_BHTS.device), []
     for mask_BCS in mask_BHTS[:, 0].split(
@@ -55,8 +57,8 @@ def borders_from_mask(mask_BHTS: Tensor, valid_BT: Tensor) -> Tensor:
 def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BTD: Tensor) -> Tensor | None:
     """Return border_BT, True where a document begins after another in its row, for a call without a cache.
 
-    mask: boolean or additive mask (B, 1, T, S), a FlexAttention BlockMask, a padding mask (B, T) or None. Returns None if
-    the arguments cannot describe packed documents: no position_ids (B, T), a single token, or a padding mask.
+    mask: boolean or additive mask (B, 1, T, S), a FlexAttention BlockMask, a padding mask (B, T) or None. Returns None
+    if the arguments cannot describe packed documents: no position_ids (B, T), a single token, or a padding mask.
     """
     B, T = x_BTD.shape[:2]
     has_positions = isinstance(position_ids, Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == T
@@ -81,7 +83,8 @@ def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BT
 class DocumentGroup:
     """Documents of similar length, padded to one batch.
 
-    index_DU: index among the B T tokens of the call for each slot. real_DU: False for padding slots; None without padding.
+    index_DU: index among the B T tokens of the call for each slot. real_DU: False for padding slots; None without
+    padding.
     """
 
     index_DU: Tensor
@@ -92,8 +95,8 @@ class DocumentGroup:
 class PackedDocuments:
     """Documents of one call, in groups of similar length.
 
-    number_BT: number of the document in its row, per token. back_N: slot of each of the B T tokens among the slots of all
-    groups.
+    number_BT: number of the document in its row, per token. back_N: slot of each of the B T tokens among the slots of
+    all groups.
     """
 
     number_BT: Tensor
@@ -140,8 +143,8 @@ _ONE_DOCUMENT: ContextVar[bool] = ContextVar("one_document_per_row", default=Fal
 
 @contextmanager
 def one_document_per_row() -> Iterator[None]:
-    """Within the context, calls without a cache have one document per row and no padding that a token sees, known to the caller:
-    masks and position_ids are not searched for borders, which the capture of a CUDA graph does not allow.
+    """Within the context, calls without a cache have one document per row and no padding that a token sees, known to
+    the caller: masks and position_ids are not searched for borders, which the capture of a CUDA graph does not allow.
     """
     token = _ONE_DOCUMENT.set(True)
     try:
@@ -151,7 +154,9 @@ def one_document_per_row() -> Iterator[None]:
 
 
 def has_one_document_per_row() -> bool:
-    """Return whether the caller is within `one_document_per_row`; never under torch.compile, which cannot read the context."""
+    """Return whether the caller is within `one_document_per_row`; never under torch.compile, which cannot read the
+    context.
+    """
     return not torch.compiler.is_compiling() and _ONE_DOCUMENT.get()
 
 
@@ -159,10 +164,10 @@ def has_one_document_per_row() -> bool:
 class DocumentMemo:
     """Result of analysing the mask and positions of a call, computed by the first layer and reused by the others.
 
-    documents: the packed documents by position_ids, or None. is_plain: whether the mask is only causal, padding and documents; None if
-    not computed yet. shows_later: whether a token sees later ones by the mask, likewise. shown: the documents by the mask alone, of a mask
-    that is not plain; None if it says more than where documents begin, and () if not computed yet. The memo is an attribute of the mask tensor, or of
-    position_ids if there is no mask.
+    documents: the packed documents by position_ids, or None. is_plain: whether the mask is only causal, padding and
+    documents; None if not computed yet. shows_later: whether a token sees later ones by the mask, likewise. shown: the
+    documents by the mask alone, of a mask that is not plain; None if it says more than where documents begin, and () if
+    not computed yet. The memo is an attribute of the mask tensor, or of position_ids if there is no mask.
     """
 
     documents: PackedDocuments | None
@@ -194,8 +199,8 @@ def _versions(*tensors: Any) -> list[int]:
 
 
 def _group_by_length(length_D: Tensor) -> list[Tensor]:
-    """Return groups of document indices: one group, or groups with lengths in (2^(n-1), 2^n] if padding all documents to
-    the longest would more than double the tokens."""
+    """Return groups of document indices: one group, or groups with lengths in (2^(n-1), 2^n] if padding all documents
+    to the longest would more than double the tokens."""
     if len(length_D) * int(length_D.max()) <= 2 * int(length_D.sum()):
         return [torch.arange(len(length_D))]
     size_D = torch.tensor([(n - 1).bit_length() for n in length_D.tolist()])

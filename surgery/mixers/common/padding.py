@@ -46,8 +46,8 @@ def shift_rows(tensor: Tensor, offset_B: Tensor, dim: int) -> Tensor:
 class Unpadder:
     """Index tables that move real tokens to the front of their rows and back.
 
-    count_B: real tokens per row. real_BT: True for the first count_B places. index_BT: old place of the token at place i;
-    slot_BT: new place of the token that was at t; valid_BT: the mask. The last three are None without padding.
+    count_B: real tokens per row. real_BT: True for the first count_B places. index_BT: old place of the token at place
+    i; slot_BT: new place of the token that was at t; valid_BT: the mask. The last three are None without padding.
     """
 
     count_B: Tensor

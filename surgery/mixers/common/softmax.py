@@ -2,10 +2,10 @@
 
     S[t, s] = scaling sum_l [near_l(t, s)] (q_l[t] . k_l[s] + bias_l)            out = softmax(cap(S) + mask) V
 
-near_l: |t - s| < extent (sliding), or t // extent = s // extent (nested), with positions counted over the real tokens of
-a row. Rows are left-padded (kv_layout.py), so that products are computed only for slots within reach. Scores and weights
-are float32 or float64.
-B batch, T queries, S key slots, H = G J heads, K key dim, V value dim, C queries of one pass, R rank of a term.
+near_l: |t - s| < extent (sliding), or t // extent = s // extent (nested), with positions counted over the real tokens
+of a row. Rows are left-padded (kv_layout.py), so that products are computed only for slots within reach. Scores and
+weights are float32 or float64. B batch, T queries, S key slots, H = G J heads, K key dim, V value dim, C queries of one
+pass, R rank of a term.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ScoreTerm(NamedTuple):
     """One summand of the score.
 
     q: queries of rank R. k: keys of the last slots, at least those within `extent` tokens (None: all slots).
-    form: "sliding" or "nested". bias: added within the extent, per head. scale: factor on q . k, per head and slot of k.
+    form: "sliding" or "nested". bias: added within the extent, per head. scale: factor on q . k, per head and slot of
+    k.
     """
 
     q_BGJTR: Tensor
@@ -63,7 +64,8 @@ def upcast(x: Tensor) -> Tensor:
 def grouped_matmul(x_BGJCX: Tensor, y_BGXY: Tensor) -> Tensor:
     """Return x @ y, (B, G, J, C, Y), with one product for the J query heads of a group.
 
-    A program exported for any length has a product for each head: torch.export cannot merge axes J and C of unknown sizes.
+    A program exported for any length has a product for each head: torch.export cannot merge axes J and C of unknown
+    sizes.
     """
     if isinstance(x_BGJCX.shape[3], torch.SymInt):
         return x_BGJCX @ y_BGXY.unsqueeze(2)
@@ -116,7 +118,8 @@ def attend(
 def run_in_passes(attend_pass: Callable[[int, int], Tensor], queries: int) -> Tensor:
     """Return out_BGJTV of attend_pass(start, stop) over all queries, QUERIES_PER_PASS at a time.
 
-    With several passes, each is recomputed in the backward pass (activation checkpointing). A program exported for any length takes one pass.
+    With several passes, each is recomputed in the backward pass (activation checkpointing). A program exported for any
+    length takes one pass.
     """
     if isinstance(queries, torch.SymInt) or queries <= QUERIES_PER_PASS:
         return attend_pass(0, queries)
@@ -217,7 +220,8 @@ def _visible_pairs(t: Tensor, s: Tensor, layout: KVLayout, shape: AttentionShape
 def sdpa_attn_mask(
     layout: KVLayout, shape: AttentionShape, valid_BS: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
-    """Return the attn_mask of F.scaled_dot_product_attention: the given mask combined with window, causality and padding.
+    """Return the attn_mask of F.scaled_dot_product_attention: the given mask combined with window, causality and
+    padding.
 
     Returns None if the `is_causal` flag is enough. valid_BS: False at padding; mask: boolean or additive, or None.
     """
@@ -238,7 +242,9 @@ def sdpa_attn_mask(
 def sdpa_attention(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, shape: AttentionShape, mask: Tensor | None, p: float
 ) -> Tensor:
-    """Return out_BHTV with the same bits as transformers: torch's fused attention, or its eager formula with a softcap."""
+    """Return out_BHTV with the same bits as transformers: torch's fused attention, or its eager formula with a
+    softcap.
+    """
     length, heads = q_BHTK.shape[2], q_BHTK.shape[1] // k_BGSK.shape[1]
     causal = shape.causal and mask is None and length > 1
     if shape.softcap is not None:
@@ -258,7 +264,9 @@ def sdpa_attention(
 
 
 def sdpa_without_cache(inputs: MixerInputs, shape: AttentionShape) -> Tensor:
-    """Return out_BHTV of torch's fused attention over sequences from their start, called exactly as transformers does."""
+    """Return out_BHTV of torch's fused attention over sequences from their start, called exactly as transformers
+    does.
+    """
     length = inputs.q_BHTK.shape[2]
     layout = KVLayout(torch.full((1,), length, device=inputs.q_BHTK.device), length, length, holes=False)
     mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -length:]

@@ -1,4 +1,5 @@
-"""Hybrids of linear and softmax attention: a softmax branch over near and first tokens, and the delay of the linear one.
+"""Hybrids of linear and softmax attention: a softmax branch over near and first tokens, and the delay of the linear
+one.
 
 Softmax branch: query t attends to the last `window` tokens, itself included, and to the first `sinks` tokens (LoLCATs,
 Zhang et al. 2025, eq. 6; StreamingLLM, Xiao et al. 2024). Scores of T queries take T x (2 window + sinks) elements per
@@ -14,8 +15,8 @@ Tokens that are not written to it yet are part of the mixer's state:
     sink.*    keys and values of the first `sinks` tokens, (B, sinks, ..): the token at position p is in slot p, zeros
               before it arrives
 
-A ring has one slot more than the window. A decoding step can then write its token while the token that leaves the window is
-still read: they have different slots, so a kernel needs no order between its programs.
+A ring has one slot more than the window. A decoding step can then write its token while the token that leaves the
+window is still read: they have different slots, so a kernel needs no order between its programs.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class WindowBuffer:
         return self.window + 1 if self.window else 0
 
     def queue(self, new: Tensors, past: Tensors, seen_B: Tensor) -> Tensors:
-        """Return the rings in order of position joined with the call's tokens, (B, slots + T, ..) each: entry i is the token at
-        position seen - slots + i."""
+        """Return the rings in order of position joined with the call's tokens, (B, slots + T, ..) each: entry i is the
+        token at position seen - slots + i."""
         index_BS = oldest_first(seen_B, self.slots)
         return {
             name: torch.cat([gather_rowwise(past[f"ring.{name}"].to(t.dtype), index_BS, dim=1), t], dim=1)
@@ -73,8 +74,10 @@ class WindowBuffer:
         return {name: t[:, : t.shape[1] - self.window] for name, t in self.recent_tokens(queue).items()}
 
     def next_rings(self, queue: Tensors, seen_B: Tensor, unpadder: Unpadder) -> Tensors:
-        """Return the rings after the call's tokens, under their names in the state. Slot s holds the latest position p with
-        p mod slots = s."""
+        """Return the rings after the call's tokens, under their names in the state.
+
+        Slot s holds the latest position p with p mod slots = s.
+        """
         if not self.slots:
             return {f"ring.{name}": t[:, :0] for name, t in queue.items()}
         slot_S = torch.arange(self.slots, device=seen_B.device)
@@ -94,9 +97,9 @@ class WindowBuffer:
     def align_inputs(self, rows: MaskInputs) -> tuple[MaskInputs, Tensor]:
         """Return (rows that begin with the first token written, the number of queries before it).
 
-        In the given rows, entry i pairs query i with the token written before it, which early in a sequence is a sink or
-        does not exist. The mask expects written tokens only, so those entries are shifted out and positions count from
-        the first token behind the sinks.
+        In the given rows, entry i pairs query i with the token written before it, which early in a sequence is a sink
+        or does not exist. The mask expects written tokens only, so those entries are shifted out and positions count
+        from the first token behind the sinks.
         """
         offset_B = (self.window + self.sinks - rows.start_B).clamp_min(0)
         beta_BGT = rows.beta_BGT
@@ -115,13 +118,17 @@ class WindowBuffer:
 
 
 def oldest_first(seen_B: Tensor, slots: int) -> Tensor:
-    """Return the slots of a ring in order of position, (B, slots): entry i holds the token at position seen - slots + i."""
+    """Return the slots of a ring in order of position, (B, slots): entry i holds the token at position seen - slots +
+    i.
+    """
     index_BS = seen_B.unsqueeze(1) + torch.arange(slots, device=seen_B.device)
     return index_BS % slots if slots else index_BS
 
 
 def rings_to_queues(tensors: Tensors, seen_B: Tensor) -> Tensors:
-    """Return a mixer's state as files store it: ring.* hold the last `window` tokens, (B, window, ..), the latest token last."""
+    """Return a mixer's state as files store it: ring.* hold the last `window` tokens, (B, window, ..), the latest token
+    last.
+    """
     stored = dict(tensors)
     for name, t in tensors.items():
         if name.startswith("ring.") and t.shape[1]:
@@ -142,7 +149,9 @@ def queues_to_rings(stored: Tensors, seen_B: Tensor) -> Tensors:
 
 
 class RecentAndSinks(NamedTuple):
-    """Keys or values of the softmax branch. recent: of the ring and the call, (B, G, window + T, .); sinks: (B, G, sinks, .)."""
+    """Keys or values of the softmax branch. recent: of the ring and the call, (B, G, window + T, .); sinks: (B, G,
+    sinks, .).
+    """
 
     recent: Tensor
     sinks: Tensor
@@ -151,8 +160,8 @@ class RecentAndSinks(NamedTuple):
 class LocalOutput(NamedTuple):
     """Output of the softmax branch, float32 (float64 of float64 inputs).
 
-    out: softmax-weighted values, (B, G, J, T, V). lse: log-sum-exp of the scores of each query, (B, G, J, T). largest: largest
-    score of each query, (B, G, J, T), or None if it was not asked for.
+    out: softmax-weighted values, (B, G, J, T, V). lse: log-sum-exp of the scores of each query, (B, G, J, T). largest:
+    largest score of each query, (B, G, J, T), or None if it was not asked for.
     """
 
     out: Tensor
@@ -199,7 +208,8 @@ def attend_visible_slots(
     *,
     with_largest: bool,
 ) -> LocalOutput:
-    """Return the output of softmax attention of N blocks of C queries, each over its visible slots, see `_visible_slots`.
+    """Return the output of softmax attention of N blocks of C queries, each over its visible slots, see
+    `_visible_slots`.
 
     Arguments as in `local_attention`.
     """
@@ -224,7 +234,9 @@ def attend_visible_slots(
 
 
 def _visible_slots(seen_B: Tensor, window: int, sinks: int, count: int, block: int) -> Tensor:
-    """Return whether query c of block n attends to each of the S sinks and W + C recent tokens, (B, N, C, S + W + C)."""
+    """Return whether query c of block n attends to each of the S sinks and W + C recent tokens, (B, N, C, S + W +
+    C).
+    """
     device = seen_B.device
     start_BN11 = (seen_B.unsqueeze(1) + block * torch.arange(count, device=device))[:, :, None, None]
     row_C1 = torch.arange(block, device=device).unsqueeze(1)

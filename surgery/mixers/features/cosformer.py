@@ -1,8 +1,8 @@
 """cosFormer feature map: A_ts = relu(q_t) . relu(k_s) cos(pi/2 (t - s) / length).
 
 Qin et al. 2022, "cosFormer: Rethinking Softmax in Attention", eqs. 9-12. The cosine of a difference is a sum of two
-products, so phi(x_t) = [relu(x) cos(theta_t), relu(x) sin(theta_t)], theta_t = pi/2 t / length. From position `length` on,
-theta stays at pi/2; the weights of the paper would become negative there.
+products, so phi(x_t) = [relu(x) cos(theta_t), relu(x) sin(theta_t)], theta_t = pi/2 t / length. From position `length`
+on, theta stays at pi/2; the weights of the paper would become negative there.
 """
 
 from __future__ import annotations

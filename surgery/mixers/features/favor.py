@@ -7,8 +7,8 @@ Choromanski et al. 2021, "Rethinking Attention with Performers", Lemma 1 (which 
 what Dao and Gu 2024, section 4.1.3, describe as Performer.
 
 For numerical stability, the paper's code divides keys by their maximum over all tokens, which a causal step does not
-know. Here exponents are clamped at MAX_EXPONENT, which is rare because |w|^2 / 2 bounds them, and the features of a query
-are divided by their maximum, which cancels in normalised attention.
+know. Here exponents are clamped at MAX_EXPONENT, which is rare because |w|^2 / 2 bounds them, and the features of a
+query are divided by their maximum, which cancels in normalised attention.
 """
 
 from __future__ import annotations

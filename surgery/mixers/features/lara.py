@@ -6,8 +6,8 @@ phi(q) . phi(k) estimates exp(q . k).
     xi(x, w) = exp(w . x - |x|^2 / 2)     w_c = mu_c + a fixed draw
 
 Zheng et al. 2022, "Linear Complexity Randomized Self-attention Mechanism", section 4.2 (self-normalised multiple
-importance sampling), with two differences. The paper pools mu_c from all queries and keys, which is not causal; here mu_c
-are parameters. The paper's alpha = balance + r(q) - mean r can be negative; here alpha is the mean of the balance
+importance sampling), with two differences. The paper pools mu_c from all queries and keys, which is not causal; here
+mu_c are parameters. The paper's alpha = balance + r(q) - mean r can be negative; here alpha is the mean of the balance
 heuristic and r(q) = softmax(mu . q). It also sums to 1 over the proposals, so estimates stay unbiased.
 """
 
@@ -29,8 +29,8 @@ from surgery.mixers.features.random_draws import draw_gaussian, project_groups
 class Lara:
     """Config of LARA.
 
-    features: number of proposals, with one draw each. spread: initial standard deviation of the centres mu. queries: see
-    `Favor`. seed: of the centres and draws.
+    features: number of proposals, with one draw each. spread: initial standard deviation of the centres mu. queries:
+    see `Favor`. seed: of the centres and draws.
     """
 
     name: ClassVar[str] = "lara"
@@ -71,7 +71,8 @@ class LaraMap(FeatureMap):
         """Return the features of queries, (B, H, T, F)."""
         mu_GCK, draw_GCK = self.mu_GCK.to(q_BHTK.dtype), self.draw_GCK.to(q_BHTK.dtype)
         w_GCK = mu_GCK + draw_GCK
-        # log N(w_c; mu_d) up to a term that is the same for all d; on the diagonal, the proposal that w_c is drawn from.
+        # log N(w_c; mu_d) up to a term that is the same for all d; on the diagonal, the proposal that w_c is drawn
+        # from.
         density_GCD = w_GCK @ mu_GCK.mT - mu_GCK.square().sum(-1).unsqueeze(-2) / 2
         own_GC = density_GCD.diagonal(dim1=-2, dim2=-1)
         balance_GC = (own_GC - density_GCD.logsumexp(-1)).exp()

@@ -29,7 +29,10 @@ def draw_orthogonal(seed: int, groups: int, features: int, dim: int) -> Tensor:
 
 
 def default_device() -> torch.device:
-    """Return the device on which torch makes tensors. `torch.get_default_device` imports a module that `surgery plan` does without."""
+    """Return the device on which torch makes tensors.
+
+    `torch.get_default_device` imports a module that `surgery plan` does without.
+    """
     return torch.zeros(0).device
 
 

@@ -2,9 +2,9 @@
 
     phi(x) = e^(|x'|^2 / 2) [cos(w_1 x'), .., cos(w_F x'), sin(w_1 x'), .., sin(w_F x')] / sqrt(F)     w ~ N(0, I)
 
-Peng et al. 2021, "Random Feature Attention", eqs. 4-5 and section 3.1: x' = sigma * x / |x|. The variance of the estimate
-grows with the norms, so vectors are normalised, and a learned sigma per dim restores their scale. Estimates can be
-negative.
+Peng et al. 2021, "Random Feature Attention", eqs. 4-5 and section 3.1: x' = sigma * x / |x|. The variance of the
+estimate grows with the norms, so vectors are normalised, and a learned sigma per dim restores their scale. Estimates
+can be negative.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from surgery.mixers.features.random_draws import draw_gaussian, project_groups
 class RFA:
     """Config of random Fourier features.
 
-    features: number of draws w, with a cosine and a sine each. sigma: initial value of the learned one. seed: of the draws.
+    features: number of draws w, with a cosine and a sine each. sigma: initial value of the learned one. seed: of the
+    draws.
     """
 
     name: ClassVar[str] = "rfa"

@@ -4,10 +4,10 @@ A mask has three implementations that agree up to rounding: `dense` (the definit
 prefill) and `step` (one token with a state). Tokens come as `MaskInputs`: real tokens first in each row, padding behind
 them, and the absolute position of each row's first token, because some masks depend on absolute positions.
 
-With softmax over chunks (common/near_chunks.py) the queries of a block all read the state at its start. These are `dense_by_block`,
-`by_block` and `read`. A query then counts as one at the last token written; with the hierarchical mask its levels are those of the
-first token after it.
-A tensor that is the same for all J query heads of a group may have size 1 in axis J.
+With softmax over chunks (common/near_chunks.py) the queries of a block all read the state at its start. These are
+`dense_by_block`, `by_block` and `read`. A query then counts as one at the last token written; with the hierarchical
+mask its levels are those of the first token after it. A tensor that is the same for all J query heads of a group may
+have size 1 in axis J.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class MaskInputs:
     beta_BGT: step sizes of the delta rule, or None for kernel scores.
     start_B: absolute position of each row's first token. count_B: number of real tokens per row; k, v, beta and the
     written signals of later tokens must be 0, and outputs of those tokens are arbitrary.
-    signals: result of `Mask.signals`. max_seen: upper bound of start_B + count_B that needs no device synchronization, or
-    None if no bound is known.
+    signals: result of `Mask.signals`. max_seen: upper bound of start_B + count_B that needs no device synchronization,
+    or None if no bound is known.
     """
 
     q_BGJTF: Tensor
@@ -64,14 +64,17 @@ class Mask(MethodModule):
 
     @classmethod
     def check_config(cls, config: Any, shape: AttentionShape, delta: bool) -> None:
-        """Raise SurgeryError if the mask cannot be used for this attention. delta: whether scores are the delta rule's."""
+        """Raise SurgeryError if the mask cannot be used for this attention. delta: whether scores are the delta
+        rule's.
+        """
 
     def signals(self, x_BTD: Tensor) -> Signals:
         """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
         return {}
 
     def expand_queries(self, q_BGJTF: Tensor, signals: Signals) -> tuple[Tensor, Signals]:
-        """Return (queries (B, G, J n, T, F), signals) of a mask that reads its states with n queries in place of each one.
+        """Return (queries (B, G, J n, T, F), signals) of a mask that reads its states with n queries in place of each
+        one.
 
         The other methods take these, and `sum_queries` is applied to their outputs.
         """
@@ -112,8 +115,8 @@ class Mask(MethodModule):
         return m_BGJTT[..., last_T.clamp_min(0), :].masked_fill((last_T < 0).unsqueeze(1), 0)
 
     def by_block(self, rows: MaskInputs, state: MaskState | None, block: int) -> tuple[Tensor, MaskState | None]:
-        """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at the start
-        of their block of `block` tokens.
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at
+        the start of their block of `block` tokens.
 
         start_B and count_B of the rows: multiples of `block`.
         """
@@ -138,7 +141,9 @@ class Mask(MethodModule):
 
     @classmethod
     def state_size_by_block(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
-        """Return the number of elements in the state that `by_block` leaves after `length` tokens, per key/value head."""
+        """Return the number of elements in the state that `by_block` leaves after `length` tokens, per key/value
+        head.
+        """
         return cls.state_size(config, shape, features, values, length)
 
 

@@ -4,8 +4,8 @@ Rows of W are nonnegative and sum to one. If attention is causal, they sum over 
 holds inside a block too. W has `count` rows; longer sequences raise an error. In bidirectional attention W is full and
 sequences begin at position 0.
 
-The state is `blocks` (B, A, G, F, V): the sum of k v^T of every block so far, under the delta rule after the transitions
-of all later tokens. Algorithms:
+The state is `blocks` (B, A, G, F, V): the sum of k v^T of every block so far, under the delta rule after the
+transitions of all later tokens. Algorithms:
 
     mix         kernel scores: the sums of earlier blocks are mixed once per block, (T / block)^2 F V, and the block's own
                 tokens are added
@@ -38,8 +38,8 @@ def blocks_from_zero(
 ) -> tuple[Tensor, Tensor | None]:
     """Return (out_BGJTV, sums of all blocks (B, A, G, F, V), or None unless `keep`) of causal block mixing.
 
-    Sequences begin at position 0. matrix_GJMM: W. block, chunk: tokens. The output is float32 or float64; kernels may return
-    v's dtype.
+    Sequences begin at position 0. matrix_GJMM: W. block, chunk: tokens. The output is float32 or float64; kernels may
+    return v's dtype.
     """
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
     zero_B = torch.zeros(len(v_BGTV), dtype=torch.int64, device=v_BGTV.device)
@@ -119,7 +119,9 @@ class BlockChunks:
         return pad_blocks(sums_BAGFV, self.weight_BGJIA.shape[-1])
 
     def mix(self, before_BAGFV: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (out_BGJTV, sums of all blocks) for kernel scores. before_BAGFV: sums before the call, None: no state."""
+        """Return (out_BGJTV, sums of all blocks) for kernel scores. before_BAGFV: sums before the call, None: no
+        state.
+        """
         sums_BAGFV = self.initial_sums(before_BAGFV)
         row_B1 = torch.arange(len(self.block_BI), device=self.block_BI.device)[:, None]
         chunk_BGImFV = (self.scores.write_xCF.mT @ self.v_BGNCV).unflatten(2, (-1, self.per_block))
@@ -138,7 +140,9 @@ class BlockChunks:
         return self.layout.from_chunks(out.transpose(2, 3), 3), sums_BAGFV
 
     def mix_delta(self, before_BAGFV: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (out_BGJTV, sums of all blocks) for the delta rule. before_BAGFV: sums before the call, None: no state."""
+        """Return (out_BGJTV, sums of all blocks) for the delta rule. before_BAGFV: sums before the call, None: no
+        state.
+        """
         sums_BAGFV, out, own_BGNJ = self.initial_sums(before_BAGFV), [], self._own_weights()
         inside = own_BGNJ[..., None, None] * (self.scores.inner_xJCC @ self.v_BGNCV.unsqueeze(3))
         added_BGNFV = self.scores.write_xCF.mT @ self.v_BGNCV
@@ -189,8 +193,8 @@ class Blocks:
 
 @MASKS.register(Blocks)
 class BlocksMask(Mask):
-    """Dense block mixing. weight_GJMM: W before normalisation; initially it falls linearly with the distance of blocks, as
-    in MHLA."""
+    """Dense block mixing. weight_GJMM: W before normalisation; initially it falls linearly with the distance of blocks,
+    as in MHLA."""
 
     config: Blocks
     weight_GJMM: Tensor
@@ -291,7 +295,8 @@ class BlocksMask(Mask):
         # Before the first token has left the window there is no block: the token writes zeros to one that is not kept.
         before_BAGFV = pad_blocks(state["blocks"].to(write_BGF1.dtype), max(blocks, 1))
         sums_BAGFV = apply_carry(rows, write_BGF1, before_BAGFV)
-        # A padding token behind a full last block belongs to a block that does not exist; it writes zeros, to the last one that does.
+        # A padding token behind a full last block belongs to a block that does not exist; it writes zeros, to the last
+        # one that does.
         here_B = (rows.start_B // block).clamp_max(sums_BAGFV.shape[1] - 1)
         slot_of_row = torch.arange(len(here_B), device=here_B.device), here_B
         sums_BAGFV = sums_BAGFV.index_put(slot_of_row, sums_BAGFV[slot_of_row] + write_BGF1 * rows.v_BGTV)

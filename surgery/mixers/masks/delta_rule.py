@@ -61,7 +61,8 @@ def wy_factor(k_xCF: Tensor, beta_xC: Tensor) -> Tensor:
 def dense_scores(q_BGJTF: Tensor, k_BGTF: Tensor, beta_BGT: Tensor | None, block: int | None = None) -> Tensor:
     """Return A_BGJTT of whole sequences. Kernel scores are not triangular: causality is part of M.
 
-    block: queries read the state at the start of their block of that many tokens; None: the state after their own token.
+    block: queries read the state at the start of their block of that many tokens; None: the state after their own
+    token.
     """
     if beta_BGT is None:
         return q_BGJTF @ k_BGTF.mT.unsqueeze(-3)

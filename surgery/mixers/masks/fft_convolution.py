@@ -1,12 +1,13 @@
-"""Masks that depend on the distance, computed by FFT: M_ts = Re(phase_t h[t - s] phase_s), Toeplitz (phase 1) and Fourier.
+"""Masks that depend on the distance, computed by FFT: M_ts = Re(phase_t h[t - s] phase_s), Toeplitz (phase 1) and
+Fourier.
 
 Kernel scores: o_t = sum_f q_tf (h * (k_f v))_t, one convolution over time per feature and value, in T log T by FFT.
 A group of features at a time bounds the memory; activations are recomputed in the backward pass.
-Delta rule: every token changes all earlier keys, u_s <- (I - beta_t k_t k_t^T) u_s, which is no convolution. `chunked` is
-then the exact quadratic sum, one chunk of queries at a time.
+Delta rule: every token changes all earlier keys, u_s <- (I - beta_t k_t k_t^T) u_s, which is no convolution. `chunked`
+is then the exact quadratic sum, one chunk of queries at a time.
 
-The state is the whole history and grows with the length n: `keys` (B, G, n, F), for the delta rule the changed keys u_s,
-and `values` (B, G, n, V), with the latest token last in every row. A step reads all of it. S = n + T.
+The state is the whole history and grows with the length n: `keys` (B, G, n, F), for the delta rule the changed keys
+u_s, and `values` (B, G, n, V), with the latest token last in every row. A step reads all of it. S = n + T.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class DistanceMask(Mask):
 
     @classmethod
     def state_size_by_block(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
-        """Return the number of elements in the state that `by_block` leaves after `length` tokens, per key/value head."""
+        """Return the number of elements in the state that `by_block` leaves after `length` tokens, per key/value
+        head.
+        """
         reach = cls.reach(config)
         return (length if reach is None else min(length, reach)) * (features + values)
 
@@ -89,8 +92,8 @@ class DistanceMask(Mask):
         return out, self._next_state(rows, state, k_BGSF, v_BGSV)
 
     def by_block(self, rows: MaskInputs, state: MaskState | None, block: int) -> tuple[Tensor, MaskState | None]:
-        """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at the start
-        of their block, in quadratic time."""
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at
+        the start of their block, in quadratic time."""
         rows = upcast_inputs(rows)
         layout = ChunkLayout.unaligned(rows.start_B, rows.v_BGTV.shape[2], block)
         q_BGNJCF = layout.to_chunks(rows.q_BGJTF, 3).transpose(2, 3)

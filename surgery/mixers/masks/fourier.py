@@ -1,7 +1,8 @@
 """Fourier mask M_ts = Re(omega^(t s)) = cos(2 pi t s / period), omega = e^(2 pi i / period), s <= t. No parameters.
 
-t and s are absolute positions. Bluestein: t s = (t^2 + s^2 - (t - s)^2) / 2, so with the chirp w_n = e^(pi i n^2 / period)
-M_ts = Re(w_t conj(w)[t - s] w_s): a Toeplitz mask between two phases, for any length and start (fft_convolution.py).
+t and s are absolute positions. Bluestein: t s = (t^2 + s^2 - (t - s)^2) / 2, so with the chirp w_n = e^(pi i n^2 /
+period) M_ts = Re(w_t conj(w)[t - s] w_s): a Toeplitz mask between two phases, for any length and start
+(fft_convolution.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Fourier:
 class FourierMask(DistanceMask):
     """Fourier mask. Angles are reduced modulo the period as integers, so that large positions lose no accuracy.
 
-    omega_2: real and imaginary part of omega. Only its dtype is used: angles are computed in it, or in float32 if wider.
+    omega_2: real and imaginary part of omega. Only its dtype is used: angles are computed in it, or in float32 if
+    wider.
     """
 
     config: Fourier

@@ -4,8 +4,8 @@
 
     log alpha_t = -exp(A) softplus(W x_t + b)      for each key/value head
 
-As in Guo et al. 2025, eq. 2, a token is written with weight 1. The layer of Mamba-2 also multiplies the written token by
-the time step softplus(W x_t + b); here only the gate depends on it.
+As in Guo et al. 2025, eq. 2, a token is written with weight 1. The layer of Mamba-2 also multiplies the written token
+by the time step softplus(W x_t + b); here only the gate depends on it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Gates:
 class GatesMask(Semiseparable):
     """Gates per token and key/value head. Signal `gate` (B, T, G): log alpha.
 
-    Initially W = 0 and A = 0, so gates are constant: the rates -log alpha are log-spaced over 0.001 .. 0.1 (half-lives of
-    693 .. 7 tokens), the range of Mamba-2's time steps.
+    Initially W = 0 and A = 0, so gates are constant: the rates -log alpha are log-spaced over 0.001 .. 0.1 (half-lives
+    of 693 .. 7 tokens), the range of Mamba-2's time steps.
     """
 
     written_signals: tuple[str, ...] = ("gate",)

@@ -1,15 +1,17 @@
-"""Weights of the levels of log-linear attention: forms of lambda, and matrix-valued Lambda (Guo et al. 2025, section 3.1, appendix A).
+"""Weights of the levels of log-linear attention: forms of lambda, and matrix-valued Lambda (Guo et al. 2025, section
+3.1, appendix A).
 
-The paper leaves the form of lambda open and tunes it. With z = W x + b and a learned number c for each query head and level:
+The paper leaves the form of lambda open and tunes it. With z = W x + b and a learned number c for each query head and
+level:
 
     softplus   lambda = softplus(z)                     without c
     linear     lambda = c z                             may be negative
     positive   lambda = softplus(c z)
     bounded    lambda = exp(-exp(c) softplus(z))        between 0 and 1
 
-Matrix-valued: o_t = sum_l (Lambda_t^(l)^T q_t)^T S_t^(l), with Lambda (F, F) for each query head and level and S the state of level
-l. States and their merges do not change. Only the query differs from level to level, so that a mask sees J L queries per group
-in place of J, each with the lambda of one level and zeros for the others:
+Matrix-valued: o_t = sum_l (Lambda_t^(l)^T q_t)^T S_t^(l), with Lambda (F, F) for each query head and level and S the
+state of level l. States and their merges do not change. Only the query differs from level to level, so that a mask sees
+J L queries per group in place of J, each with the lambda of one level and zeros for the others:
 
     diagonal   Lambda_t = lambda_t (I + diag(U D x_t + b))     with D (rank, dim) and U (heads L F, rank)
     static     Lambda_t = lambda_t A                           A (F, F), learned
@@ -54,8 +56,11 @@ def compute_lambdas(form: str, z: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def invert_lambdas(form: str, lambdas: Tensor) -> Tensor:
-    """Return z for lambdas >= 0, with c at its initial value. The form `bounded` takes lambdas up to LARGEST_BOUNDED; smaller ones
-    than 1e-6 become 1e-6, except in the form `linear`."""
+    """Return z for lambdas >= 0, with c at its initial value.
+
+    The form `bounded` takes lambdas up to LARGEST_BOUNDED; smaller ones than 1e-6 become 1e-6, except in the form
+    `linear`.
+    """
     if form == "linear":
         return lambdas
     lambdas = lambdas.clamp_min(1e-6)

@@ -1,16 +1,16 @@
 """Mask of log-linear attention, M_ts = lambda_t^(level(t, s)) x gates (Guo et al. 2025, eq. 4, section 3.4).
 
-A query at position t sees the past in buckets of a Fenwick tree: level 0 is t itself; level l >= 1 is the 2^(l-1) tokens
-before the position t with its lowest l - 1 bits cleared, if bit l - 1 of t is set. In short, level(t, s) =
-bit_length(t xor s), on absolute positions. With kernel scores and Gates this is log-linear Mamba-2; with the delta rule,
-log-linear Gated DeltaNet.
+A query at position t sees the past in buckets of a Fenwick tree: level 0 is t itself; level l >= 1 is the 2^(l-1)
+tokens before the position t with its lowest l - 1 bits cleared, if bit l - 1 of t is set. In short, level(t, s) =
+bit_length(t xor s), on absolute positions. With kernel scores and Gates this is log-linear Mamba-2; with the delta
+rule, log-linear Gated DeltaNet.
 
 The state after n tokens is one sum per set bit of n: `buckets` (B, L, G, F, V) with L = bit_length of the longest row.
 Bucket l holds the tokens whose position differs from n in bit l but in no higher bit; other buckets are zeros. A token
 reads all buckets. Then the token and all buckets below the lowest zero bit of n are merged into the bucket of that bit.
 
-With strong admissibility (appendix B.4; strong_levels.py) the levels of the tokens differ, and buckets pass differently from token to
-token. The number of buckets is the same.
+With strong admissibility (appendix B.4; strong_levels.py) the levels of the tokens differ, and buckets pass differently
+from token to token. The number of buckets is the same.
 """
 
 from __future__ import annotations
@@ -57,15 +57,14 @@ class Hierarchical:
 
     levels: number of lambdas per query. Higher levels share the last one, so length is unlimited. "strong" is short for
     20 levels and `admissibility: strong`.
-    block: tokens per leaf of the tree, a power of two. The levels within a block share the first lambda and one sum, so the
-    state holds 1 + log2(T / block) sums instead of log2(T).
-    gates: Gates, Decay or Ones (no gates), their names ("decay") or mappings, as in recipes.
-    admissibility: which tokens share a level.
+    block: tokens per leaf of the tree, a power of two. The levels within a block share the first lambda and one sum, so
+    the state holds 1 + log2(T / block) sums instead of log2(T). gates: Gates, Decay or Ones (no gates), their names
+    ("decay") or mappings, as in recipes. admissibility: which tokens share a level.
         weak    the first level at which query and token lie in the same block of 2^l tokens
         strong  the first at which they lie in the same block or in neighboring ones (strong_levels.py); block must be 1
     form: of lambda as a function of the hidden states: softplus, linear, positive or bounded (level_weights.py).
-    matrix: scalar lambdas, or matrices Lambda of query features: diagonal, static or low_rank (level_weights.py), of rank `rank` if
-    diagonal or low_rank.
+    matrix: scalar lambdas, or matrices Lambda of query features: diagonal, static or low_rank (level_weights.py), of
+    rank `rank` if diagonal or low_rank.
     """
 
     name: ClassVar[str] = "hierarchical"
@@ -108,7 +107,8 @@ class Hierarchical:
             raise SurgeryError(f"hierarchical: block must be a power of two (got {self.block}); for example 64")
         if self.block > 1 and self.admissibility == "strong":
             raise SurgeryError(
-                f"hierarchical: block must be 1 with strong admissibility (got {self.block}), because a sum of the levels within a "
+                f"hierarchical: block must be 1 with strong admissibility (got {self.block}), because a sum of the "
+                "levels within a "
                 "block would have to be split later; use block: 1, or levels: 20 for weak admissibility"
             )
         object.__setattr__(self, "gates", gates)
@@ -199,10 +199,11 @@ class HierarchicalMask(Mask):
 
     @torch.no_grad()
     def set_constant_lambdas(self, lambda_HN: Tensor, levels: list[int]) -> Tensor:
-        """Set the lambdas of these levels in place, by the bias; levels below and above get the first and the last of them.
+        """Set the lambdas of these levels in place, by the bias; levels below and above get the first and the last of
+        them.
 
-        lambda_HN: >= 0, for each query head. Returns a factor (H,) that the mixer applies to the linear branch: 1, or in the form
-        `bounded` what takes the largest lambda to 0.99.
+        lambda_HN: >= 0, for each query head. Returns a factor (H,) that the mixer applies to the linear branch: 1, or
+        in the form `bounded` what takes the largest lambda to 0.99.
         """
         lambda_HN, factor_H = (
             lambda_HN.double(),
@@ -241,7 +242,9 @@ class HierarchicalMask(Mask):
 
     @property
     def is_standard(self) -> bool:
-        """Whether the fused kernels of a decoding step, which compute levels and lambdas themselves, know the mask's options."""
+        """Whether the fused kernels of a decoding step, which compute levels and lambdas themselves, know the mask's
+        options.
+        """
         return not self.config.strong and self.config.form == "softplus" and self.config.matrix == "scalar"
 
     def _lambda_numbers(self, t: Tensor, s: Tensor) -> Tensor:
@@ -312,8 +315,8 @@ class HierarchicalMask(Mask):
         return lambda_BGJTT * gates_BGJTT
 
     def by_block(self, rows: MaskInputs, state: MaskState | None, block: int) -> tuple[Tensor, MaskState | None]:
-        """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at the start
-        of their block. block: a power of two, so that blocks are the chunks of the tree."""
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at
+        the start of their block. block: a power of two, so that blocks are the chunks of the tree."""
         if self.config.strong:
             return super().by_block(rows, state, block)
         rows = upcast_inputs(rows)
@@ -356,9 +359,10 @@ class HierarchicalMask(Mask):
 def expand_buckets(sums_BNGFV: Tensor, seen_B: Tensor, bits: int) -> Tensor:
     """Return one bucket per level, (B, bits + N - 1, G, F, V), of a state in which the lowest `bits` share a sum.
 
-    The shared sum becomes the bucket of the lowest set bit of the position, and the other low buckets are zeros. Outputs are the
-    same, because these levels have one lambda. For example with bits = 3 at position 6 = 110 in binary, the buckets of bits 1 and 2
-    are both in bucket 1. Tokens 6 and 7 are read with them under the same lambda, and token 7 merges all of them into bucket 3.
+    The shared sum becomes the bucket of the lowest set bit of the position, and the other low buckets are zeros.
+    Outputs are the same, because these levels have one lambda. For example with bits = 3 at position 6 = 110 in binary,
+    the buckets of bits 1 and 2 are both in bucket 1. Tokens 6 and 7 are read with them under the same lambda, and token
+    7 merges all of them into bucket 3.
     """
     if not bits:
         return sums_BNGFV
@@ -396,9 +400,9 @@ def log_linear(
 
     Kernels may return `out` in v's dtype. beta_BGT: step sizes of the delta rule, None for kernel scores.
     gates_BGT: log-gates; B and G may be 1. level_BTGJL: lambdas. start_B, count_B: as in `MaskInputs`.
-    buckets_BLGFV: state before the tokens, None: no state is needed. chunk: rounded down to a power of two, and no longer
-    than the sequence needs. levels: number of buckets after the tokens; None: the minimum, which synchronizes with the
-    device.
+    buckets_BLGFV: state before the tokens, None: no state is needed. chunk: rounded down to a power of two, and no
+    longer than the sequence needs. levels: number of buckets after the tokens; None: the minimum, which synchronizes
+    with the device.
     """
     length = v_BGTV.shape[2]
     bits = min(chunk.bit_length() - 1, (length - 1).bit_length())
@@ -446,7 +450,9 @@ def step_buckets(
     buckets_BLGFV: Tensor,
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`log_linear_step` whose token enters the buckets by `move`: `merge_buckets`, or `move_buckets` with strong admissibility."""
+    """`log_linear_step` whose token enters the buckets by `move`: `merge_buckets`, or `move_buckets` with strong
+    admissibility.
+    """
     out_BGJV, token_BGFV, buckets_BLGFV = read_with_token(
         q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, buckets_BLGFV=buckets_BLGFV
     )
@@ -464,7 +470,8 @@ def read_with_token(
     *,
     buckets_BLGFV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out_BGJV, the token's k v^T (B, G, F, V), the buckets after its gate and transition) in float32 or float64.
+    """Return (out_BGJV, the token's k v^T (B, G, F, V), the buckets after its gate and transition) in float32 or
+    float64.
 
     The query reads its own token at level 0 and bucket l - 1 at level l.
     """
@@ -497,8 +504,8 @@ def levels_after(buckets_BLGFV: Tensor | None, start_B: Tensor, count_B: Tensor)
 def merge_buckets(buckets_BLGFV: Tensor, token_BGFV: Tensor, start_B: Tensor, count_B: Tensor, size: int) -> Tensor:
     """Return the buckets after one token, `size` of them.
 
-    The token and all buckets below the lowest zero bit of the position are merged into the bucket of that bit. Rows without
-    a token (count_B = 0) do not change.
+    The token and all buckets below the lowest zero bit of the position are merged into the bucket of that bit. Rows
+    without a token (count_B = 0) do not change.
     """
     buckets_BLGFV = F.pad(buckets_BLGFV, (0, 0, 0, 0, 0, 0, 0, size - buckets_BLGFV.shape[1]))
     into_B1 = (bit_length(start_B ^ (start_B + count_B), size) - 1).unsqueeze(1)  # -1: no token

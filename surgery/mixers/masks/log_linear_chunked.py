@@ -2,12 +2,12 @@
 
 Inside a chunk the mask is formed explicitly. Above, a Fenwick tree over the chunks is processed level by level. Level l
 pairs segments of 2^l chunks: queries in the right segment of a pair read the state of the left one, with the lambda of
-level c + l + 1. The pair is then one segment of level l + 1. As segments grow, the `fade` (gates) and `read` (transitions
-of the delta rule) of each query are extended to the start of its segment.
+level c + l + 1. The pair is then one segment of level l + 1. As segments grow, the `fade` (gates) and `read`
+(transitions of the delta rule) of each query are extended to the start of its segment.
 
-Rows may start at any position, with buckets from a cached state. Buckets of level >= c are missing left siblings: if the
-first segment of a level is a right one, the bucket of that level is put before it. Buckets of level < c fall inside the
-first chunk: the queries of that chunk read them individually, and they are added to the chunk's sum.
+Rows may start at any position, with buckets from a cached state. Buckets of level >= c are missing left siblings: if
+the first segment of a level is a right one, the bucket of that level is put before it. Buckets of level < c fall inside
+the first chunk: the queries of that chunk read them individually, and they are added to the chunk's sum.
 
 The state after the last token is what a query at the next position would read: level by level from c on, and sums over
 that position's own chunk below c.
@@ -42,8 +42,8 @@ def expand_like(x: Tensor, like: Tensor) -> Tensor:
 class Segments:
     """The segments of one level.
 
-    sum: state added by the segment, at its end. gate: product of its gates, <= 1. carry: product of its transitions under
-    the delta rule, None for kernel scores.
+    sum: state added by the segment, at its end. gate: product of its gates, <= 1. carry: product of its transitions
+    under the delta rule, None for kernel scores.
     """
 
     sum_BnGFV: Tensor
@@ -87,8 +87,8 @@ def _pair_up(x: Tensor, before: Tensor, padding: Tensor, odd_B: Tensor) -> tuple
 class SegmentQueries:
     """Queries of X chunks, relative to the start of their segment.
 
-    at_BX: number of the chunk, counted from position 0. fade_BXGC: product of gates from the segment's start to the token.
-    read_BXGRF: queries after the transitions since the segment's start.
+    at_BX: number of the chunk, counted from position 0. fade_BXGC: product of gates from the segment's start to the
+    token. read_BXGRF: queries after the transitions since the segment's start.
     """
 
     at_BX: Tensor
@@ -96,8 +96,8 @@ class SegmentQueries:
     read_BXGRF: Tensor
 
     def read(self, left: Segments, level: int, first_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (read of the left siblings (B, X, G, R, V), its gates (B, X, G, C)), and extend the queries in place to
-        the start of their pairs. The gates are 0 for queries in left segments."""
+        """Return (read of the left siblings (B, X, G, R, V), its gates (B, X, G, C)), and extend the queries in place
+        to the start of their pairs. The gates are 0 for queries in left segments."""
         right_BX = (self.at_BX >> level) & 1 == 1
         pair_BX = (self.at_BX >> (level + 1)) - (first_B >> (level + 1)).unsqueeze(1)
         seen_BXGRV = self.read_BXGRF @ index_rowwise(left.sum_BnGFV, pair_BX)
@@ -157,8 +157,10 @@ class FenwickTree:
         return out, None if buckets_BLGFV is None else torch.cat(after, dim=1)[:, :levels]
 
     def sweep_by_chunk(self, buckets_BLGFV: Tensor | None, levels: int) -> tuple[Tensor, Tensor | None]:
-        """Return (out_BGJTV, buckets after the tokens, `levels` of them; None without buckets before) of queries that read the
-        state at the start of their chunk. Rows start and end at a chunk's border, so the buckets below c are zeros."""
+        """Return (out_BGJTV, buckets after the tokens, `levels` of them; None without buckets before) of queries that
+        read the state at the start of their chunk. Rows start and end at a chunk's border, so the buckets below c are
+        zeros.
+        """
         segments = Segments(self.write_BNGCF.mT @ self.v_BNGCV, self.fade[..., -1], self.scores.carry())
         before = segments.sum_BnGFV[:, :0] if buckets_BLGFV is None else buckets_BLGFV
         before = F.pad(before, (0, 0, 0, 0, 0, 0, 0, levels - before.shape[1]))
@@ -244,8 +246,8 @@ class FenwickTree:
         return segments.gate_BnG[:, :1, :, None, None] * passed
 
     def _low_buckets_after(self, old_BlGFV: Tensor, end_B: Tensor) -> Tensor:
-        """Return the buckets below c after the last token: sums over the tokens of its chunk, and over the old buckets if
-        that chunk is also the first."""
+        """Return the buckets below c after the last token: sums over the tokens of its chunk, and over the old buckets
+        if that chunk is also the first."""
         which_c = torch.arange(self.bits, device=end_B.device)
         here_B1 = ((end_B >> self.bits) - self.layout.base_B).unsqueeze(1)
         slot_B1 = (end_B % (1 << self.bits)).unsqueeze(1)

@@ -1,9 +1,9 @@
 """Semiseparable masks, products of gates: M_ts = sum_r a_r exp(g_r,s+1 + .. + g_r,t) with log-gates g <= 0.
 
-Linear time and a state of fixed size. For each component r, S_t = e^(g_t) carry_t S_t-1 + k_t v_t^T, where carry_t is the
-identity or the delta rule's I - beta k k^T, and o_t = sum_r a_r q_t S_r,t. Chunked form (Dao and Gu 2024, "Transformers
-are SSMs", section 6 and listing 1): the mask is formed inside each chunk, and states pass from chunk to chunk. exp is
-never applied to a positive number. R components; states are (B, R, G, F, V).
+Linear time and a state of fixed size. For each component r, S_t = e^(g_t) carry_t S_t-1 + k_t v_t^T, where carry_t is
+the identity or the delta rule's I - beta k k^T, and o_t = sum_r a_r q_t S_r,t. Chunked form (Dao and Gu 2024,
+"Transformers are SSMs", section 6 and listing 1): the mask is formed inside each chunk, and states pass from chunk to
+chunk. exp is never applied to a positive number. R components; states are (B, R, G, F, V).
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Semiseparable(Mask):
         return out_BGJV.unsqueeze(3), {"sum": after}
 
     def by_block(self, rows: MaskInputs, state: MaskState | None, block: int) -> tuple[Tensor, MaskState | None]:
-        """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at the start
-        of their block."""
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at
+        the start of their block."""
         rows = upcast_inputs(rows)
         length, sizes = rows.v_BGTV.shape[2], (rows.k_BGTF.shape[-1], rows.v_BGTV.shape[-1])
         now = self.empty_state(len(rows.v_BGTV), *sizes, rows.v_BGTV.device) if state is None else state
@@ -148,8 +148,8 @@ def semiseparable(
     """Return (out_BGJTV, last_BRGFV), output and state after the tokens, in float32 or float64.
 
     Kernels may return `out` in v's dtype. beta_BGT: step sizes of the delta rule, None for kernel scores.
-    gates_BRGT: log-gates; B, R and G may be 1. weight_RGJ: amplitudes, None: ones. first_BRGFV: state before the tokens,
-    None: zeros. The sequence is computed in spans of whole chunks to bound temporaries.
+    gates_BRGT: log-gates; B, R and G may be 1. weight_RGJ: amplitudes, None: ones. first_BRGFV: state before the
+    tokens, None: zeros. The sequence is computed in spans of whole chunks to bound temporaries.
     """
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
     batch, groups, per_group, _, features = q_BGJTF.shape
@@ -222,7 +222,9 @@ def _inter_chunk(
 def states_before_chunks(
     scores: ChunkScores, v_BGNCV: Tensor, gates_BRGNC: Tensor, first_BRGFV: Tensor
 ) -> tuple[list[Tensor], Tensor]:
-    """Return (the state before every chunk (B, G, N, F, V) of each component, the state after the last chunk (B, R, G, F, V))."""
+    """Return (the state before every chunk (B, G, N, F, V) of each component, the state after the last chunk (B, R, G,
+    F, V)).
+    """
     before, last = [], []
     for r, gates_BGNC in enumerate(gates_BRGNC.unbind(1)):
         added_BGNFV = (scores.write_xCF * log_decay_to_end(gates_BGNC).exp().unsqueeze(-1)).mT @ v_BGNCV
@@ -235,7 +237,9 @@ def states_before_chunks(
 def scan_states(
     scores: ChunkScores, added_BGNFV: Tensor, total_BGN: Tensor, first_BGFV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (S_n before every chunk (B, G, N, F, V), the last state) of S_n+1 = total_n carry_n S_n + added_n, S_0 = first."""
+    """Return (S_n before every chunk (B, G, N, F, V), the last state) of S_n+1 = total_n carry_n S_n + added_n, S_0 =
+    first.
+    """
     before, state = [], first_BGFV.to(added_BGNFV.dtype)
     factors = None if scores.keys_xCF is None else (scores.write_xCF.mT.unbind(2), scores.keys_xCF.unbind(2))
     for n, (added, total) in enumerate(zip(added_BGNFV.unbind(2), total_BGN[..., None, None].unbind(2))):

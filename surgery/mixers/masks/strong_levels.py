@@ -1,16 +1,18 @@
 """Levels of log-linear attention under strong admissibility (Guo et al. 2025, "Log-Linear Attention", appendix B.4).
 
-A query at position t reads the token s < t at the first level at which s and t lie in the same block or in neighboring blocks:
+A query at position t reads the token s < t at the first level at which s and t lie in the same block or in neighboring
+blocks:
 
     level(t, s) = 1 + min {k : floor(t / 2^k) - floor(s / 2^k) <= 1}      level(t, t) = 0
 
-Weak admissibility (log_linear.py) asks for the same block. After n >= 1 tokens there is one bucket for each level l = 1 ..
-bit_length(n), and all of them hold tokens: bucket l holds the positions from start_l to start_(l-1) - 1, where start_l =
-(floor(n / 2^(l-1)) - 1) 2^(l-1) and start_0 = n. These are 2^(l-2) or 2^(l-1) tokens for l > 1, and one token for l = 1. A bucket of position n lies within one bucket
-of every later position, so the buckets are a state: each passes whole into the bucket of its first token's level.
+Weak admissibility (log_linear.py) asks for the same block. After n >= 1 tokens there is one bucket for each level l = 1
+.. bit_length(n), and all of them hold tokens: bucket l holds the positions from start_l to start_(l-1) - 1, where
+start_l = (floor(n / 2^(l-1)) - 1) 2^(l-1) and start_0 = n. These are 2^(l-2) or 2^(l-1) tokens for l > 1, and one token
+for l = 1. A bucket of position n lies within one bucket of every later position, so the buckets are a state: each
+passes whole into the bucket of its first token's level.
 
-The chunked form goes through the chunks in order, in T (C + log T): queries read the tokens of their own chunk by the definition
-and the buckets at the start of the chunk.
+The chunked form goes through the chunks in order, in T (C + log T): queries read the tokens of their own chunk by the
+definition and the buckets at the start of the chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def strong_level(t: Tensor, s: Tensor) -> Tensor:
 
 
 def bucket_starts(seen_B: Tensor, count: int) -> Tensor:
-    """Return the position of the first token of each of `count` buckets after seen_B tokens, (B, count); 0 for empty buckets."""
+    """Return the position of the first token of each of `count` buckets after seen_B tokens, (B, count); 0 for empty
+    buckets.
+    """
     k = torch.arange(count, device=seen_B.device)
     return ((seen_B.unsqueeze(1) >> k) - 1).clamp_min(0) << k
 
@@ -49,7 +53,10 @@ def move_buckets(buckets_BLGFV: Tensor, token_BGFV: Tensor, start_B: Tensor, cou
 
 
 def collect_sums(level_BN: Tensor, sums_BNGFV: Tensor, size: int) -> Tensor:
-    """Return the buckets of levels 1 .. size, (B, size, G, F, V): sums of the N given terms of each level. Level 0 is dropped."""
+    """Return the buckets of levels 1 .. size, (B, size, G, F, V): sums of the N given terms of each level.
+
+    Level 0 is dropped.
+    """
     into_BLN = level_BN.unsqueeze(1) == torch.arange(1, size + 1, device=level_BN.device).unsqueeze(1)
     return torch.einsum("bln,bngfv->blgfv", into_BLN.to(sums_BNGFV.dtype), sums_BNGFV)
 
@@ -59,8 +66,9 @@ def strong_chunks(
 ) -> tuple[Tensor, Tensor | None]:
     """Return (out_BGJTV, buckets after the tokens, `levels` of them; None without buckets before).
 
-    rows: in float32 or float64, with the signal `level` (B, T, G, J, lambdas). gates_BGT: log-gates, 0 for padding; B and G may be 1.
-    buckets_BLGFV: state before the tokens, None: the tokens are the first, and no state is returned. chunk: tokens per chunk.
+    rows: in float32 or float64, with the signal `level` (B, T, G, J, lambdas). gates_BGT: log-gates, 0 for padding; B
+    and G may be 1. buckets_BLGFV: state before the tokens, None: the tokens are the first, and no state is returned.
+    chunk: tokens per chunk.
     """
     batch, groups, length, values = rows.v_BGTV.shape
     gates_BGT = gates_BGT.expand(batch, groups, length)
@@ -84,7 +92,9 @@ class StrongChunk:
     gates_BGC: Tensor
 
     def sweep(self, buckets_BLGFV: Tensor | None, levels: int) -> tuple[Tensor, Tensor]:
-        """Return (out_BGJCV, buckets after the chunk, `levels` of them). buckets: before the chunk, None for empty ones."""
+        """Return (out_BGJCV, buckets after the chunk, `levels` of them). buckets: before the chunk, None for empty
+        ones.
+        """
         rows, end_B1 = self.rows, (self.rows.start_B + self.rows.count_B).unsqueeze(1)
         scores = chunk_scores(rows.q_BGJTF, rows.k_BGTF, rows.beta_BGT)
         at_BC = rows.start_B.unsqueeze(1) + torch.arange(rows.v_BGTV.shape[2], device=end_B1.device)

@@ -1,19 +1,20 @@
 """Toeplitz block mixing (TBM): M_ts = K(block(t) - block(s)), K(d) = sum_r a_r exp(-lambda_r d), a and lambda >= 0.
 
 FARS 2026, "Toeplitz Block Mixing for Scalable Multi-Head Linear Attention", eqs. 3 to 6. K depends on the distance of
-blocks only, so a mask learned on M blocks extends to any length. Each of the R exponentials is a gate mask whose gate is
-exp(-lambda_r) at the first token of each block and 1 elsewhere: time is linear and the state is R sums.
+blocks only, so a mask learned on M blocks extends to any length. Each of the R exponentials is a gate mask whose gate
+is exp(-lambda_r) at the first token of each block and 1 elsewhere: time is linear and the state is R sums.
 
     causal          mixed_n = sum_m<n  K(n - m) X_m = sum_r a_r E_r,n      E_r,n+1 = e^(-lambda_r) (E_r,n + X_n)
     bidirectional   mixed_n = sum_m K(|n - m|) X_m: one sweep from each end, with X_n counted once
 
-X_n: sum of k v^T over block n. E_n: state that enters block n, with its gate applied; S_n = E_n + X_n leaves it. Attention
-inside a block is causal too, so K(0) X_n is not part of mixed_n in the causal case. Bidirectional sequences begin at
-position 0. R components, M blocks; a per query head, lambda per key/value head.
+X_n: sum of k v^T over block n. E_n: state that enters block n, with its gate applied; S_n = E_n + X_n leaves it.
+Attention inside a block is causal too, so K(0) X_n is not part of mixed_n in the causal case. Bidirectional sequences
+begin at position 0. R components, M blocks; a per query head, lambda per key/value head.
 
 Differences from the paper: equation 6 as printed reads the states of equation 5 one block too early, K(i - 1 - b), and
-leaves out block i. The text of the paper and its equation 4 have K(i - b), as here. The denominator of equation 4 cancels if the mixer
-normalises (a column of ones beside V, equation 1); otherwise the sum is unnormalised as in equation 6.
+leaves out block i. The text of the paper and its equation 4 have K(i - b), as here. The denominator of equation 4
+cancels if the mixer normalises (a column of ones beside V, equation 1); otherwise the sum is unnormalised as in
+equation 6.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def block_scan(
 ) -> tuple[Tensor, Tensor]:
     """Return (mixed_BGJMFV, S of the last block (B, R, G, F, V)) of causal mixing.
 
-    sum_BGMFV: X. rate_RG: lambda. weight_RGJ: a. first_BRGFV: E_0, None: zeros. count_B: number of blocks per row, None: M;
-    mixed is 0 for later blocks. S is E_0 if count_B is 0.
+    sum_BGMFV: X. rate_RG: lambda. weight_RGJ: a. first_BRGFV: E_0, None: zeros. count_B: number of blocks per row,
+    None: M; mixed is 0 for later blocks. S is E_0 if count_B is 0.
     """
     batch, groups, _, features, values = sum_BGMFV.shape
     gate_RG11 = torch.exp(-rate_RG)[:, :, None, None]
@@ -120,7 +121,8 @@ class ToeplitzBlocksMask(Semiseparable):
         """Raise SurgeryError if the mask cannot serve this attention."""
         if delta and not shape.causal:
             raise SurgeryError(
-                "toeplitz_blocks: bidirectional attention cannot use the delta rule, which depends on the order of tokens; "
+                "toeplitz_blocks: bidirectional attention cannot use the delta rule, which depends on the order of "
+                "tokens; "
                 "use scores: kernel"
             )
 
@@ -226,7 +228,10 @@ def toeplitz_step(
     count_B: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out_BGJTV, sum_BRGFV after the token) for one token per row (T = 1). Arguments as in `toeplitz_causal`."""
+    """Return (out_BGJTV, sum_BRGFV after the token) for one token per row (T = 1).
+
+    Arguments as in `toeplitz_causal`.
+    """
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
     gate_BRG1 = block_log_gates(rate_RG, start_B, count_B, 1, block).to(wide).exp()
     written_BGFV = k_BGTF.to(wide).mT * v_BGTV.to(wide)

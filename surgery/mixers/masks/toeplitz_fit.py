@@ -19,8 +19,8 @@ FIT_ROUNDS = 10  # alternations between row scales and kernel
 
 @dataclass(frozen=True)
 class ToeplitzFit:
-    """Fit of one or more matrices. r2 (..): explained share of the variance of W's entries (the causal ones, if causal).
-    amplitude, rate (.., R): a and lambda."""
+    """Fit of one or more matrices. r2 (..): explained share of the variance of W's entries (the causal ones, if
+    causal). amplitude, rate (.., R): a and lambda."""
 
     r2: Tensor
     amplitude: Tensor
@@ -36,8 +36,9 @@ class ToeplitzFit:
 def fit_toeplitz(w_MM: Tensor, components: int, causal: bool = True, rate: Tensor | None = None) -> ToeplitzFit:
     """Return the fit of matrices w_MM (.., M, M).
 
-    Alternates between the row scales and the kernel, which is a nonnegative least-squares fit: first over a grid of rates,
-    then over `components` rates log-spaced over those with weight. rate (.., R): fixed rates instead of the grid.
+    Alternates between the row scales and the kernel, which is a nonnegative least-squares fit: first over a grid of
+    rates, then over `components` rates log-spaced over those with weight. rate (.., R): fixed rates instead of the
+    grid.
     """
     lead, size = w_MM.shape[:-2], w_MM.shape[-1]
     w_XMM = w_MM.reshape(-1, size, size).double()

@@ -37,10 +37,11 @@ GENERATIONS_NAME, MAX_GENERATIONS = "generations.json", 8
 class PageData:
     """Data of the report page.
 
-    report: surgery_report.json. mixing: path of an attention module -> description of its token mixing. costs: context length in
-    tokens -> {"cache_bytes": (before, after), "macs": (before, after)}: bytes in the cache of one sequence, and multiply-accumulates
-    of the next token. dtype: the name of the model's dtype, and so of its keys and values. log: entries of the training log. measured: results of `surgery eval --out` and `surgery compare --out`. notes: remarks to show on the page. generations: continuations
-    of prompts, {"prompt", "original", "converted"}.
+    report: surgery_report.json. mixing: path of an attention module -> description of its token mixing. costs: context
+    length in tokens -> {"cache_bytes": (before, after), "macs": (before, after)}: bytes in the cache of one sequence,
+    and multiply-accumulates of the next token. dtype: the name of the model's dtype, and so of its keys and values.
+    log: entries of the training log. measured: results of `surgery eval --out` and `surgery compare --out`. notes:
+    remarks to show on the page. generations: continuations of prompts, {"prompt", "original", "converted"}.
     """
 
     name: str
@@ -91,8 +92,8 @@ def module_role(record: dict[str, Any]) -> str:
 def load_page_data(name: str, measured: Path | None = None) -> PageData:
     """Load the data of a converted checkpoint, a folder or Hub id.
 
-    measured: folder of `surgery eval --out` or `surgery compare --out`; None: eval/ in the checkpoint's folder, if it exists.
-    Raises SurgeryError if a given folder has no results, or only those of other checkpoints.
+    measured: folder of `surgery eval --out` or `surgery compare --out`; None: eval/ in the checkpoint's folder, if it
+    exists. Raises SurgeryError if a given folder has no results, or only those of other checkpoints.
     """
     source = open_converted_checkpoint(name)
     report = read_report(source.folder, name)
@@ -111,7 +112,8 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
         )
     if measured is not None and data.measured.others:
         raise SurgeryError(
-            f"{measured} has no row of {name} with its present files: its results are of {in_words(data.measured.others)}. Measure it with "
+            f"{measured} has no row of {name} with its present files: its results are of "
+            f"{in_words(data.measured.others)}. Measure it with "
             f"`surgery eval {name} --compare SRC --out DIR`, or give the folder of its results."
         )
     return data

@@ -10,7 +10,10 @@ from surgery.publish.html.data import PageData
 from surgery.publish.html.sections import average_cell, figure_html, row_band, table_html
 from surgery.publish.html.svg import Axis, Point, Series, heat_map, line_chart, scatter_chart
 
-LEGEND = "In parentheses: difference from the base, for perplexities the ratio (x); * if its 95% interval excludes no change."
+LEGEND = (
+    "In parentheses: difference from the base, for perplexities the ratio (x); * if its 95% interval excludes no "
+    "change."
+)
 COLORS = 7  # CSS classes m0 to m6, in the order of the plots
 MAX_LINES = 400  # lines of the table
 

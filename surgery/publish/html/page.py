@@ -32,15 +32,16 @@ SECTIONS = (
 def write_page(converted: str, out: Path | None = None, measured: Path | None = None) -> Path:
     """Write the page of a converted checkpoint to `out` (None: report.html in its folder) and return its path.
 
-    measured: folder of `surgery eval --out` or `surgery compare --out`; None: eval/ in the checkpoint's folder. The file is written to a temporary name and
-    renamed. Raises SurgeryError for a damaged report or results.
+    measured: folder of `surgery eval --out` or `surgery compare --out`; None: eval/ in the checkpoint's folder. The
+    file is written to a temporary name and renamed. Raises SurgeryError for a damaged report or results.
     """
     try:
         data = load_page_data(converted, measured)
         text = render_page(data)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise SurgeryError(
-            f"the report or the results of {converted} are damaged ({type(error).__name__}: {error}). Write them again with "
+            f"the report or the results of {converted} are damaged ({type(error).__name__}: {error}). Write them again "
+            "with "
             "`surgery convert` and `surgery eval`."
         ) from None
     target = out or data.folder / PAGE_NAME
@@ -64,7 +65,10 @@ def render_page(data: PageData) -> str:
     links = " · ".join(f'<a href="#{key}">{escape(name)}</a>' for key, name, _ in nonempty)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in data.notes)
     script, style = _read_resource("page.js"), _read_resource("page.css")
-    rules = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_csp_hash(script)}'; base-uri 'none'; form-action 'none'"
+    rules = (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_csp_hash(script)}'; base-uri "
+        "'none'; form-action 'none'"
+    )
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -99,7 +103,9 @@ def render_page(data: PageData) -> str:
 
 
 def model_title(data: PageData) -> str:
-    """Return the name of the original model, the last part of its Hub id or folder; without one, the name of the folder."""
+    """Return the name of the original model, the last part of its Hub id or folder; without one, the name of the
+    folder.
+    """
     return Path(str(data.report.get("source", {}).get("name", ""))).name or Path(data.name).name
 
 
@@ -110,13 +116,17 @@ def _subtitle(data: PageData) -> str:
     kind = f" ({report['model_type']})" if report.get("model_type") else ""
     healed = ", healed" if report.get("training") else ""
     return escape(
-        f"{Path(data.name).name}: {Path(str(source.get('name', ''))).name}{kind}{at}, converted{healed} by surgery {report.get('surgery', '')}"
+        f"{Path(data.name).name}: {Path(str(source.get('name', ''))).name}{kind}{at}, converted{healed} by surgery "
+        f"{report.get('surgery', '')}"
     )
 
 
 def _recipe_html(data: PageData) -> str:
     given_keys = {key: value for key, value in (data.report.get("recipe") or {}).items() if value not in (None, [], {})}
-    return f"<details><summary>Keys and seed {escape(str(data.report.get('seed', '')))}</summary><pre>{escape(json.dumps(given_keys, indent=2))}</pre></details>"
+    return (
+        "<details><summary>Keys and seed "
+        f"{escape(str(data.report.get('seed', '')))}</summary><pre>{escape(json.dumps(given_keys, indent=2))}</pre></details>"
+    )
 
 
 def _read_resource(name: str) -> str:

@@ -27,7 +27,10 @@ def figure_html(picture: str, caption: str, extra: str = "") -> str:
 
 
 def table_html(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], text_columns: int = 1) -> str:
-    """Return a table with sortable columns. A cell is text or (text, sort key); the first `text_columns` are left-aligned."""
+    """Return a table with sortable columns.
+
+    A cell is text or (text, sort key); the first `text_columns` are left-aligned.
+    """
     kinds = (' class="text"' if i < text_columns else "" for i in range(len(heads)))
     head = "".join(
         f'<th scope="col"{k} data-name="{escape(n)}"><button type="button">{escape(n)}</button></th>'
@@ -54,7 +57,9 @@ def _cell_html(cell: Any, column: int, text_columns: int) -> str:
 
 
 def headline_figures(data: PageData) -> str:
-    """Return the headline: shares of the replaced matrices, of the model, its bytes, cache and FLOPs, and the change of perplexity or loss."""
+    """Return the headline: shares of the replaced matrices, of the model, its bytes, cache and FLOPs, and the change of
+    perplexity or loss.
+    """
     total = data.report["totals"]
     text = [
         (
@@ -133,7 +138,8 @@ def model_section(data: PageData) -> str:
     names = [role.replace("attention.", "").replace("mlp.", "mlp ") for role in data.roles]
     drawn = layer_diagram("The model before and after", names, rows)
     caption = (
-        "Each box is an original matrix. The filled part is the share of its parameters that is kept, its color the relative error. "
+        "Each box is an original matrix. The filled part is the share of its parameters that is kept, its color the "
+        "relative error. "
         "Hover for details."
     )
     return "<h2 id=model>The model, before and after</h2>" + figure_html(
@@ -313,7 +319,9 @@ def eval_section(data: PageData) -> str:
 
 
 def _change_cells(row: dict[str, Any]) -> tuple[str, Any]:
-    """Return the cells (95% interval, change) of a row: a ratio for perplexities, as in the table of `surgery eval`, else a difference."""
+    """Return the cells (95% interval, change) of a row: a ratio for perplexities, as in the table of `surgery eval`,
+    else a difference.
+    """
     ratio = row.get("ratio") if row["metric"].get("kind") == "ppl" else None
     change, sign = (ratio, "") if ratio else (row.get("difference") or {}, "+")
     low, high, moved = (change.get(key) for key in ("low", "high", "change"))

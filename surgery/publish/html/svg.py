@@ -1,5 +1,7 @@
-"""SVG charts. CSS classes set the colors, so that light and dark themes work. Marks have titles for hovering, charts have
-descriptions for screen readers. All text is escaped here."""
+"""SVG charts. CSS classes set the colors, so that light and dark themes work.
+
+Marks have titles for hovering, charts have descriptions for screen readers. All text is escaped here.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ SCROLL_WIDTH = 480  # wider pictures scroll instead of shrinking
 class Series:
     """A line of a chart.
 
-    kind: CSS class: base, converted, healed, third, or m0 to m6 of many models; points: (x, y); band: (x, low, high) of an interval.
+    kind: CSS class: base, converted, healed, third, or m0 to m6 of many models; points: (x, y); band: (x, low, high) of
+    an interval.
     """
 
     name: str
@@ -89,7 +92,10 @@ class AxisScale:
 
 
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """Return a line chart; "" without points. Points that are not finite, or not positive on a log axis, are left out."""
+    """Return a line chart; "" without points.
+
+    Points that are not finite, or not positive on a log axis, are left out.
+    """
     drawn = [
         Series(
             s.name,
@@ -123,7 +129,8 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
         )
         dot = "dot" if len(places) > MAX_VISIBLE_DOTS else "dot few"
         marks += [
-            f'<circle class="{dot} {s.kind}" cx="{a:.1f}" cy="{b:.1f}" r="3"><title>{escape(s.name)}: {format_si(v)} at {format_si(u)}</title></circle>'
+            f'<circle class="{dot} {s.kind}" cx="{a:.1f}" cy="{b:.1f}" r="3"><title>{escape(s.name)}: {format_si(v)} '
+            f"at {format_si(u)}</title></circle>"
             for a, b, u, v in places
         ]
     description = "; ".join(f"{s.name} from {format_si(s.points[0][1])} to {format_si(s.points[-1][1])}" for s in drawn)
@@ -191,7 +198,9 @@ def _legend(series: Sequence[Series]) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """A model in a scatter chart. x_range, y_range: 95% intervals, or None; filled: whether it is on the Pareto front."""
+    """A model in a scatter chart. x_range, y_range: 95% intervals, or None; filled: whether it is on the Pareto
+    front.
+    """
 
     name: str
     kind: str
@@ -205,7 +214,8 @@ class Point:
 def scatter_chart(
     title: str, points: Sequence[Point], front: Sequence[str], x: Axis, y: Axis, higher_is_better: bool
 ) -> str:
-    """Return a chart of labeled points with intervals, and a step line through the points named by `front`; "" without points.
+    """Return a chart of labeled points with intervals, and a step line through the points named by `front`; "" without
+    points.
 
     higher_is_better: of y. The step line begins at the worst y of the chart and ends at its largest x.
 
@@ -235,8 +245,10 @@ def scatter_chart(
         label = p.name if len(p.name) <= 20 else p.name[:19] + "…"
         kind = f"point {p.kind}" + ("" if p.filled else " open")
         marks.append(
-            f'<g><title>{escape(p.name)}: {format_si(p.y)} at {format_si(p.x)}</title><circle class="{kind}" cx="{a:.1f}" '
-            f'cy="{b:.1f}" r="5"/><text x="{a + 8:.1f}" y="{b + (-6 if index % 2 == 0 else 16):.1f}">{escape(label)}</text></g>'
+            f'<g><title>{escape(p.name)}: {format_si(p.y)} at {format_si(p.x)}</title><circle class="{kind}" '
+            f'cx="{a:.1f}" '
+            f'cy="{b:.1f}" r="5"/><text x="{a + 8:.1f}" '
+            f'y="{b + (-6 if index % 2 == 0 else 16):.1f}">{escape(label)}</text></g>'
         )
     text = "; ".join(f"{p.name}: {format_si(p.y)} at {format_si(p.x)}" for p in drawn)
     return _chart(title, f"{title}: {text}. On the Pareto front: {', '.join(front)}.", "".join(marks), WIDTH, HEIGHT)
@@ -256,7 +268,8 @@ def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], values: Se
             x, label = left + j * wide, "-" if value is None else f"{100 * value:.0f}"
             strength = 0.0 if value is None else 0.06 + 0.54 * max(0.0, min(1.0, value))
             parts.append(
-                f'<g><title>{escape(name)}, {escape(columns[j])}: {label} %</title><rect class="cell" x="{x + 1}" y="{y + 1}" '
+                f'<g><title>{escape(name)}, {escape(columns[j])}: {label} %</title><rect class="cell" x="{x + 1}" '
+                f'y="{y + 1}" '
                 f'width="{wide - 2}" height="{high - 2}" rx="3" fill-opacity="{strength:.2f}"/>'
                 f'<text class="tick mid" x="{x + wide / 2}" y="{y + 18}">{label}</text></g>'
             )
@@ -271,7 +284,9 @@ def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], values: Se
 
 @dataclass(frozen=True)
 class MatrixBox:
-    """A matrix in the layer diagram. fraction: filled share in [0, 1]; kind: CSS class of its error (e0 to e4) or structure; title: text shown when hovering."""
+    """A matrix in the layer diagram. fraction: filled share in [0, 1]; kind: CSS class of its error (e0 to e4) or
+    structure; title: text shown when hovering.
+    """
 
     fraction: float
     kind: str
@@ -294,8 +309,10 @@ def layer_diagram(
         kind = "softmax" if mixing == "softmax" else "replaced"
         label = mixing if len(mixing) <= 18 else mixing[:17] + "…"
         parts.append(
-            f'<g><title>layer {escape(name)}: {escape(mixing)}</title><rect class="{kind}" x="{left + 2}" y="{y + 3}" width="{mixer - 6}" '
-            f'height="{high - 6}" rx="4"/><text class="tick mid" x="{left + mixer / 2 - 1}" y="{y + 16}">{escape(label)}</text></g>'
+            f'<g><title>layer {escape(name)}: {escape(mixing)}</title><rect class="{kind}" x="{left + 2}" y="{y + 3}" '
+            f'width="{mixer - 6}" '
+            f'height="{high - 6}" rx="4"/><text class="tick mid" x="{left + mixer / 2 - 1}" '
+            f'y="{y + 16}">{escape(label)}</text></g>'
         )
         for j, cell in enumerate(cells):
             if cell is None:
@@ -303,8 +320,10 @@ def layer_diagram(
             x = left + mixer + j * wide
             share = max(0.0, min(1.0, cell.fraction))
             parts.append(
-                f'<g><title>{escape(cell.title)}</title><rect class="original" x="{x + 2}" y="{y + 3}" width="{wide - 6}" height="{high - 6}" rx="3"/>'
-                f'<rect class="kept {cell.kind}" x="{x + 2}" y="{y + 3}" width="{(wide - 6) * share:.1f}" height="{high - 6}" rx="3"/></g>'
+                f'<g><title>{escape(cell.title)}</title><rect class="original" x="{x + 2}" y="{y + 3}" '
+                f'width="{wide - 6}" height="{high - 6}" rx="3"/>'
+                f'<rect class="kept {cell.kind}" x="{x + 2}" y="{y + 3}" width="{(wide - 6) * share:.1f}" '
+                f'height="{high - 6}" rx="3"/></g>'
             )
     width, height = left + mixer + wide * len(columns) + 6, top + high * len(rows) + 6
     return _chart(
@@ -319,7 +338,8 @@ def layer_diagram(
 def _chart(title: str, description: str, inside: str, width: float, height: float) -> str:
     least = f"min-width:{width * 0.75:.0f}px;" if width > SCROLL_WIDTH else ""
     drawn = (
-        f'<svg role="img" viewBox="0 0 {width:g} {height:g}" style="{least}max-width:{width * 1.4:.0f}px" aria-label="{escape(description)}">'
+        f'<svg role="img" viewBox="0 0 {width:g} {height:g}" style="{least}max-width:{width * 1.4:.0f}px" '
+        f'aria-label="{escape(description)}">'
         f"<title>{escape(title)}</title>{inside}</svg>"
     )
     heading = f'<p class="chart">{escape(title)}</p>'

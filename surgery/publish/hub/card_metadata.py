@@ -27,8 +27,8 @@ def front_matter(
 ) -> str:
     """Return the YAML front matter of a card, with its `---` lines.
 
-    name: the original model, a Hub id or a path; `base_model` is given for Hub ids only. tags: structures and mixers. items: uploaded
-    files, of which eval/results.json is read. repo: id of the target repository.
+    name: the original model, a Hub id or a path; `base_model` is given for Hub ids only. tags: structures and mixers.
+    items: uploaded files, of which eval/results.json is read. repo: id of the target repository.
     """
     import yaml
 
@@ -48,7 +48,9 @@ def front_matter(
 
 
 def base_model_note(report: dict[str, Any], base_model: str | None) -> str | None:
-    """Return the request for --base-model if the source is a folder, whose name is no `base_model` on the Hub; else None."""
+    """Return the request for --base-model if the source is a folder, whose name is no `base_model` on the Hub; else
+    None.
+    """
     name = base_model or str(report["source"]["name"])
     if is_hub_id(name):
         return None
@@ -64,7 +66,9 @@ def _generates_text(source: CheckpointSource) -> bool:
 
 
 def _model_index_results(items: list[UploadFile]) -> list[dict[str, Any]]:
-    """Return the entries of `model-index` for the converted model: one per task of eval/results.json, without groups."""
+    """Return the entries of `model-index` for the converted model: one per task of eval/results.json, without
+    groups.
+    """
     item = next((item for item in items if item.name == "eval/results.json"), None)
     if item is None:
         return []

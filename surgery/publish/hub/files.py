@@ -1,7 +1,7 @@
 """Select the files of a converted checkpoint that are uploaded, and remove local paths from them.
 
-Working folders collect private files: caches, notes, tokens in a `.env`. Only files listed here are uploaded; any other file
-is an error rather than silently left out.
+Working folders collect private files: caches, notes, tokens in a `.env`. Only files listed here are uploaded; any other
+file is an error rather than silently left out.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ def redact_secrets(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class UploadFile:
-    """A file to upload. name: in the repository. Its content is `text`, or that of the local file `path` if text is None."""
+    """A file to upload. name: in the repository.
+
+    Its content is `text`, or that of the local file `path` if text is None.
+    """
 
     name: str
     path: Path | None = None
@@ -97,7 +100,8 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
     """Return the files of a checkpoint to upload, sorted by name.
 
     measured: a folder of `surgery eval --out`, whose table, results and plots go into eval/; by default OUT/eval.
-    Raises SurgeryError for files outside the known set, links out of the folder, and texts that contain a token, a key or a password.
+    Raises SurgeryError for files outside the known set, links out of the folder, and texts that contain a token, a key
+    or a password.
     """
     folder = source.folder
     weights = {info.file.name for info in source.tensors.values()}
@@ -129,20 +133,23 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
 
 
 def result_folders(folder: Path) -> list[str]:
-    """Return the folders inside a checkpoint, other than eval/, that hold results of `surgery eval` or `surgery compare`: relative paths, sorted.
-    A push leaves their files out."""
+    """Return the folders inside a checkpoint, other than eval/, that hold results of `surgery eval` or `surgery
+    compare`: relative paths, sorted. A push leaves their files out."""
     places = (path.parent.relative_to(folder) for name in RESULT_NAMES for path in folder.rglob(name) if path.is_file())
     subfolders = {subfolder for subfolder in places if subfolder.parts and subfolder.parts[0] != "eval"}
     return sorted(subfolder.as_posix() for subfolder in subfolders if not subfolders & set(subfolder.parents))
 
 
 def _check_code(source: CheckpointSource, items: dict[str, UploadFile]) -> None:
-    """Raise SurgeryError unless the shim is unmodified and all code that a config names in auto_map is in the folder."""
+    """Raise SurgeryError unless the shim is unmodified and all code that a config names in auto_map is in the
+    folder.
+    """
     from surgery.modeling.auto_classes import SHIM_TEXTS
 
     if SHIM_NAME in items and items[SHIM_NAME].content().replace("\r\n", "\n") not in SHIM_TEXTS:
         raise SurgeryError(
-            f"{source.name}: {SHIM_NAME} was changed, and it is executed by everybody who loads the model with remote code. "
+            f"{source.name}: {SHIM_NAME} was changed, and it is executed by everybody who loads the model with remote "
+            "code. "
             "Copy it from a new conversion, or undo the changes."
         )
     for config, auto_map in named_code(source.folder, source.config).items():
@@ -150,7 +157,8 @@ def _check_code(source: CheckpointSource, items: dict[str, UploadFile]) -> None:
             file = f"{named.partition('.')[0]}.py"
             if "--" not in named and file not in items:
                 raise SurgeryError(
-                    f"{source.name}: auto_map in {config} names {named!r}, but {file} is not in the folder. Add the file, or remove "
+                    f"{source.name}: auto_map in {config} names {named!r}, but {file} is not in the folder. Add the "
+                    "file, or remove "
                     "that auto_map."
                 )
 
@@ -204,7 +212,10 @@ def _check_link(path: Path, folder: Path, revision: str | None) -> None:
 
 
 def _check_secrets(items: list[UploadFile]) -> None:
-    """Raise SurgeryError, with files and lines, if a text or the header of a weights file seems to contain a secret. Never names its value."""
+    """Raise SurgeryError, with files and lines, if a text or the header of a weights file seems to contain a secret.
+
+    Never names its value.
+    """
     secrets = [
         f"{item.name}, line {finding.line} ({finding.kind})"
         for item in items
@@ -214,7 +225,8 @@ def _check_secrets(items: list[UploadFile]) -> None:
         more = f" and {len(secrets) - MAX_NAMED} more" if len(secrets) > MAX_NAMED else ""
         count = "a secret" if len(secrets) == 1 else f"{len(secrets)} secrets"
         raise SurgeryError(
-            f"the upload seems to contain {count}: {'; '.join(secrets[:MAX_NAMED])}{more}. Nothing was sent. Replace the value by *** in these files, "
+            f"the upload seems to contain {count}: {'; '.join(secrets[:MAX_NAMED])}{more}. Nothing was sent. Replace "
+            "the value by *** in these files, "
             "revoke it if others could read them, then push again."
         )
 
@@ -353,8 +365,10 @@ def clean_report(value: Any, paths: Iterable[str] = ()) -> Any:
 
 
 def clean_config(value: Any, key: str = "") -> Any:
-    """Shorten local paths in a config: values of path-like keys, and paths that exist on this machine. A label like /m/09l8g or
-    a token like /think stays."""
+    """Shorten local paths in a config: values of path-like keys, and paths that exist on this machine.
+
+    A label like /m/09l8g or a token like /think stays.
+    """
     if isinstance(value, dict):
         return {k: clean_config(v, str(k)) for k, v in value.items()}
     if isinstance(value, list):
@@ -385,8 +399,8 @@ def find_local_paths(data: Any, everywhere: bool, key: str = "") -> Iterator[str
 
 
 def shorten_paths(text: str, paths: Iterable[str] = ()) -> str:
-    """Shorten local paths in prose, tables or HTML: known paths, plain or escaped, and anything below a top-level folder of this
-    machine."""
+    """Shorten local paths in prose, tables or HTML: known paths, plain or escaped, and anything below a top-level
+    folder of this machine."""
     inside = r"[^\s\"'`<>|;,()\[\]{}*?&\\]"
     for path in sorted(paths, key=len, reverse=True):
         for written in {path, escape(path)}:

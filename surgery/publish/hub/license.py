@@ -118,7 +118,8 @@ class License:
 
 
 def find_license(source: CheckpointSource, report: dict[str, Any], choice: str | None, base: str | None) -> License:
-    """Return the license given by the user, else that of the source's model card, else the license file next to the weights.
+    """Return the license given by the user, else that of the source's model card, else the license file next to the
+    weights.
 
     choice: value of --license, or None. base: Hub id of the source, if the user named one.
     Raises SurgeryError if no license is found, or if the Hub does not list the one given.
@@ -126,7 +127,8 @@ def find_license(source: CheckpointSource, report: dict[str, Any], choice: str |
     if choice is not None:
         if choice not in HUB_LICENSES:
             raise SurgeryError(
-                f"--license {choice}: the Hub has no license of that identifier{suggestion(choice, HUB_LICENSES)}. For a license "
+                f"--license {choice}: the Hub has no license of that identifier{suggestion(choice, HUB_LICENSES)}. For "
+                "a license "
                 "that it does not list, use other, and put its text into a file LICENSE beside the weights"
             )
         return License(choice, "given with --license")
@@ -142,7 +144,8 @@ def find_license(source: CheckpointSource, report: dict[str, Any], choice: str |
     if files:
         return License("other", f"{files[0]}, which came with {public_name(name)}", "as in the file", files[0])
     raise SurgeryError(
-        f"{public_name(name)}, the source of {source.name}, names no license that can be read from here. Its license also applies "
+        f"{public_name(name)}, the source of {source.name}, names no license that can be read from here. Its license "
+        "also applies "
         f"to a converted model: look it up and pass it, for example --license apache-2.0 (others: {COMMON_LICENSES})."
     )
 

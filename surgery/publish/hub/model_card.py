@@ -41,8 +41,8 @@ def render_card(
 ) -> str:
     """Return the text of README.md: front matter, summary, usage, evaluation, training, limits, recipe, papers.
 
-    base: Hub id of the original model, None for the name in the report. items: uploaded files, of which evaluation files are shown.
-    repo: id of the target repository.
+    base: Hub id of the original model, None for the name in the report. items: uploaded files, of which evaluation
+    files are shown. repo: id of the target repository.
     """
     name = base or report["source"]["name"]
     parts = [
@@ -71,7 +71,9 @@ def render_card(
 
 
 def plain(value: Any) -> str:
-    """Return a value as one line of Markdown text, without the characters of code spans, links, tags and table cells."""
+    """Return a value as one line of Markdown text, without the characters of code spans, links, tags and table
+    cells.
+    """
     return " ".join(re.sub(r"[`<>|\[\]]", " ", str(value)).split())
 
 
@@ -159,7 +161,9 @@ dense ones, which transformers loads without it."""
 
 
 def _plugin_note(source: CheckpointSource) -> str:
-    """Return what must be installed beside surgery: the code of structures and mixers of the user's own, which is not uploaded."""
+    """Return what must be installed beside surgery: the code of structures and mixers of the user's own, which is not
+    uploaded.
+    """
     table = source.config["quantization_config"]
     used = set(_names({key: table.get(key, {}) for key in ("modules", "mixers")}))
     own = [
@@ -168,7 +172,8 @@ def _plugin_note(source: CheckpointSource) -> str:
     if not own:
         return ""
     return (
-        f"Loading it also needs an installed package that registers the {' and the '.join(own)} with surgery (entry point "
+        f"Loading it also needs an installed package that registers the {' and the '.join(own)} with surgery (entry "
+        "point "
         f"`{PLUGINS}`). This repository does not contain that code, and `trust_remote_code=True` does not replace it."
     )
 
@@ -197,8 +202,10 @@ def _eval_section(source: CheckpointSource, items: list[UploadFile], report: dic
     if held := report.get("held_out"):
         error = f" ± {held['difference_se']:.4f} (standard error)" if held.get("difference_se") is not None else ""
         lines.append(
-            f"\nOn the {held['tokens']:,} held-out tokens of the conversion, before any training{before_storage(report)}: {held['original']:.4f} -> "
-            f"{held['converted']:.4f} {plain(held['unit'])}, a difference of {held['converted'] - held['original']:.4f}{error}{_as_ratio(held)}."
+            f"\nOn the {held['tokens']:,} held-out tokens of the conversion, before any "
+            f"training{before_storage(report)}: {held['original']:.4f} -> "
+            f"{held['converted']:.4f} {plain(held['unit'])}, a difference of "
+            f"{held['converted'] - held['original']:.4f}{error}{_as_ratio(held)}."
         )
     if len(lines) == 2:
         lines.append("Not measured: converted without text. `surgery eval` compares the checkpoint with the original.")
@@ -246,7 +253,8 @@ def _limits_section(report: dict[str, Any], license: License) -> str:
     return (
         "## Limits\n\n"
         f"The measurements above show how close this model is to the original. It was {fitted}. On text unlike that "
-        "(other languages, longer contexts, code) the difference may be larger. The original's restrictions on use apply here "
+        "(other languages, longer contexts, code) the difference may be larger. The original's restrictions on use "
+        "apply here "
         f"too. License: {plain(license.id)} ({plain(license.origin)})."
     )
 

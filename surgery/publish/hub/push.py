@@ -1,8 +1,9 @@
-"""`surgery push`: upload a converted checkpoint to the Hugging Face Hub, weights first, then one commit with everything.
+"""`surgery push`: upload a converted checkpoint to the Hugging Face Hub, weights first, then one commit with
+everything.
 
-The repository is therefore always complete: the new state or the old one. After an interruption the same command continues;
-the Hub recognizes uploaded weights by their hash. Files of an earlier push that this one lacks (other shards, other
-measurements) are deleted in the same commit.
+The repository is therefore always complete: the new state or the old one. After an interruption the same command
+continues; the Hub recognizes uploaded weights by their hash. Files of an earlier push that this one lacks (other
+shards, other measurements) are deleted in the same commit.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ REPLACED_FILES = (
 
 @dataclass(frozen=True)
 class Upload:
-    """A prepared upload: files, license and model card. note: a remark on the card, its origin or a missing base model, or None.
-    left_out: folders inside the checkpoint with results of an evaluation, which are not uploaded."""
+    """A prepared upload: files, license and model card. note: a remark on the card, its origin or a missing base model,
+    or None. left_out: folders inside the checkpoint with results of an evaluation, which are not uploaded."""
 
     repo: str
     items: tuple[UploadFile, ...]
@@ -77,8 +78,8 @@ def prepare_upload(
 ) -> Upload:
     """Collect and check everything that a push uploads; raises SurgeryError before anything is sent.
 
-    repo: id of the target repository; license: value of --license, None to find it; base_model: Hub id of the source, if it was
-    converted from a folder; measured: folder of `surgery eval --out`.
+    repo: id of the target repository; license: value of --license, None to find it; base_model: Hub id of the source,
+    if it was converted from a folder; measured: folder of `surgery eval --out`.
     """
     _check_name(repo)
     source = open_converted_checkpoint(converted)
@@ -106,7 +107,10 @@ def prepare_upload(
 
 
 def _check_measured(source: CheckpointSource, items: list[UploadFile], name: str) -> str | None:
-    """Return a note if the checkpoint's files changed since it was measured. Raises SurgeryError for results of another checkpoint."""
+    """Return a note if the checkpoint's files changed since it was measured.
+
+    Raises SurgeryError for results of another checkpoint.
+    """
     item = next((item for item in items if item.name == "eval/results.json"), None)
     results = json.loads(item.content()) if item is not None else {}
     if not isinstance(results, dict) or is_of(results, source) is not False:
@@ -114,8 +118,10 @@ def _check_measured(source: CheckpointSource, items: list[UploadFile], name: str
     other = measured_model(results)["name"]
     if last_part(other) != last_part(name):
         raise SurgeryError(
-            f"eval/results.json is of {last_part(other)}, not of {name}: the card would show its numbers as those of this model. Give the "
-            f"folder of its own results (`surgery eval {name} --compare SRC --out DIR`, then --eval DIR), or move eval/ elsewhere."
+            f"eval/results.json is of {last_part(other)}, not of {name}: the card would show its numbers as those of "
+            "this model. Give the "
+            f"folder of its own results (`surgery eval {name} --compare SRC --out DIR`, then --eval DIR), or move "
+            "eval/ elsewhere."
         )
     return f"files of {name} changed since it was measured; measure it again if its weights, config or tokenizer did."
 
@@ -127,15 +133,19 @@ def push(
     message: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Upload to the Hub and return {"url", "commit", "uploaded", "removed"}. The token is that of `hf auth login` or HF_TOKEN.
+    """Upload to the Hub and return {"url", "commit", "uploaded", "removed"}.
 
-    private: visibility of a new repository; that of an existing one does not change. revision: branch, created if missing.
+    The token is that of `hf auth login` or HF_TOKEN.
+
+    private: visibility of a new repository; that of an existing one does not change. revision: branch, created if
+    missing.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
     if get_token() is None:
         raise SurgeryError(
-            "no token for the Hub. Create one with write permission at https://huggingface.co/settings/tokens, then run "
+            "no token for the Hub. Create one with write permission at https://huggingface.co/settings/tokens, then "
+            "run "
             "`hf auth login` or set HF_TOKEN."
         )
     api = HfApi(library_name="surgery", library_version=__version__)
@@ -182,7 +192,8 @@ def _check_overwrite(repo: str, there: set[str], revision: str | None) -> None:
     weights = sorted(name for name in there if PurePosixPath(name).suffix in WEIGHT_SUFFIXES)
     if weights and REPORT_NAME not in there and revision in (None, "main"):
         raise SurgeryError(
-            f"{repo} holds another model ({weights[0]}, and no {REPORT_NAME}), which this would overwrite. Push to another "
+            f"{repo} holds another model ({weights[0]}, and no {REPORT_NAME}), which this would overwrite. Push to "
+            "another "
             f"name, for example {repo}-surgery, or to a branch: --revision surgery."
         )
 
@@ -228,7 +239,8 @@ def _explain_hub_errors(repo: str) -> Iterator[None]:
         raise SurgeryError(_hub_error_message(repo, error.response.status_code, error.server_message or "")) from None
     except (network, OSError, RuntimeError, ValueError) as error:
         raise SurgeryError(
-            f"the upload to {repo} was interrupted ({type(error).__name__}); nothing of it is visible there yet. Run the same "
+            f"the upload to {repo} was interrupted ({type(error).__name__}); nothing of it is visible there yet. Run "
+            "the same "
             "command again to continue: uploaded weights are not sent again."
         ) from None
 
@@ -236,9 +248,15 @@ def _explain_hub_errors(repo: str) -> Iterator[None]:
 def _hub_error_message(repo: str, status: int, reason: str) -> str:
     reason = " ".join(reason.split())[:200]
     if status == 401:
-        return f"the Hub rejects the token (401) for {repo}. Run `hf auth login` again, or set HF_TOKEN to a token with write permission."
+        return (
+            f"the Hub rejects the token (401) for {repo}. Run `hf auth login` again, or set HF_TOKEN to a token with "
+            "write permission."
+        )
     if status == 403:
-        return f"the token may not write to {repo} (403{': ' + reason if reason else ''}); it needs write permission for that user or organization"
+        return (
+            f"the token may not write to {repo} (403{': ' + reason if reason else ''}); it needs write permission for "
+            "that user or organization"
+        )
     if status == 404:
         return f"{repo} does not exist, or this token cannot see it (404)"
     return f"the Hub failed for {repo} ({status}{': ' + reason if reason else ''}). Run the same command to try again."

@@ -1,9 +1,11 @@
 """Find access tokens, keys and passwords in texts before they are published, and mask them in records of commands.
 
-Most secrets have a prefix that their issuer documents so that scanners can find them: RULES lists the prefix, what follows it, and its name.
-The last rules find secrets by what stands beside them: an Azure connection string, a URL with a password, `api_key = ..`.
+Most secrets have a prefix that their issuer documents so that scanners can find them: RULES lists the prefix, what
+follows it, and its name. The last rules find secrets by what stands beside them: an Azure connection string, a URL with
+a password, `api_key = ..`.
 
-A rule is tried only where its literal `word` occurs, which costs one search of the text in C; tokenizers have tens of megabytes.
+A rule is tried only where its literal `word` occurs, which costs one search of the text in C; tokenizers have tens of
+megabytes.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ MASK = b"***"
 class SecretRule:
     """A kind of secret.
 
-    words: lower-case literals, one of which every match contains. pattern: its form, with the secret itself in the group `secret`. before: how
-    many bytes of a match may stand before the word. guessed: whether the value must look random, because its form says little. is_prefix: whether
-    the word is a token's own beginning.
+    words: lower-case literals, one of which every match contains. pattern: its form, with the secret itself in the
+    group `secret`. before: how many bytes of a match may stand before the word. guessed: whether the value must look
+    random, because its form says little. is_prefix: whether the word is a token's own beginning.
     """
 
     kind: str
@@ -163,7 +165,8 @@ _NO_SECRETS = (
     "|group|query|past|num|max|min|per|attention|head)"
 )
 _VALUE = r"""[^\s"'`<>{}()\[\],;\\&|]"""  # of a value without quotes around it
-_BETWEEN = r"""["'`]{0,2}\s{0,3}(?::=|=>|[:=])\s{0,3}["'`]{0,2}"""  # of a name and its value, in JSON, YAML, Python, TOML and shells
+# Of a name and its value, in JSON, YAML, Python, TOML and shells
+_BETWEEN = r"""["'`]{0,2}\s{0,3}(?::=|=>|[:=])\s{0,3}["'`]{0,2}"""
 
 
 def _beside(kind: str, words: str, pattern: str, before: int = 0, guessed: bool = False) -> SecretRule:
@@ -238,7 +241,10 @@ def mask_secrets(text: str) -> str:
 
 
 def _mask(rule: SecretRule, match: re.Match[bytes]) -> bytes:
-    """Return a match with its secret masked. Of a token nothing is left, the prefix included, and one that is a placeholder is masked too."""
+    """Return a match with its secret masked.
+
+    Of a token nothing is left, the prefix included, and one that is a placeholder is masked too.
+    """
     if not rule.is_prefix and not _is_secret(match["secret"], rule):
         return match[0]
     start, end = (position - match.start() for position in match.span("secret"))
@@ -246,7 +252,10 @@ def _mask(rule: SecretRule, match: re.Match[bytes]) -> bytes:
 
 
 def _places(rule: SecretRule, text: bytes, lowered: bytes) -> Iterator[int]:
-    """Yield the positions of a rule's secrets. The pattern is tried from `before` bytes before each of the rule's words on."""
+    """Yield the positions of a rule's secrets.
+
+    The pattern is tried from `before` bytes before each of the rule's words on.
+    """
     for word in rule.words:
         at = lowered.find(word)
         while at >= 0:
@@ -266,7 +275,9 @@ def _is_secret(value: bytes, rule: SecretRule) -> bool:
 
 
 def _is_random(value: bytes) -> bool:
-    """Return whether a value beside a word like `password` looks like a secret: letters and digits mixed, no path, variable or plain word."""
+    """Return whether a value beside a word like `password` looks like a secret: letters and digits mixed, no path,
+    variable or plain word.
+    """
     if any(pattern.search(value) for pattern in (_MASKED, _PLACEHOLDER, _REFERENCE)):
         return False
     digits, letters = (sum(test(chr(byte)) for byte in value) for test in (str.isdigit, str.isalpha))
@@ -280,7 +291,9 @@ def _entropy(value: bytes) -> float:
 
 
 def _without_escapes(content: bytes) -> bytes:
-    """Return a text without the escapes of JSON and HTML, with the same lines: a secret behind \\n or &quot; begins a word."""
+    """Return a text without the escapes of JSON and HTML, with the same lines: a secret behind \\n or &quot; begins a
+    word.
+    """
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         content = content.decode("utf-16", "replace").encode("utf-8", "replace")
     if b"\\" in content:

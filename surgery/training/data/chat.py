@@ -1,8 +1,8 @@
 """Tokenize conversations, and prompts with completions, so that only the assistant's messages are training targets.
 
-A chat template with {% generation %} tags marks these messages itself. For other templates, the conversation is rendered up to
-the start and up to the end of each assistant message. The text between both is the message, provided that both renderings are
-prefixes of the whole conversation.
+A chat template with {% generation %} tags marks these messages itself. For other templates, the conversation is
+rendered up to the start and up to the end of each assistant message. The text between both is the message, provided
+that both renderings are prefixes of the whole conversation.
 """
 
 from __future__ import annotations
@@ -109,8 +109,10 @@ class ChatEncoder:
         start, end = self._render(messages[:i], generation_prompt=True), self._render(messages[: i + 1])
         if not (end.startswith(start) and text.startswith(end)):
             raise SurgeryError(
-                f"data source {self.source.path}: cannot determine which tokens are answers: the chat template renders message "
-                f"{i + 1} of {len(messages)} differently when more messages follow, or does not start it with the generation "
+                f"data source {self.source.path}: cannot determine which tokens are answers: the chat template renders "
+                "message "
+                f"{i + 1} of {len(messages)} differently when more messages follow, or does not start it with the "
+                "generation "
                 "prompt. Use a template with {% generation %} tags, train_on: last, or train_on: all."
             )
         return len(start), len(end)

@@ -1,4 +1,5 @@
-"""Training examples of fixed length from a recipe's data sources: deterministic for a seed, endless unless `epochs` is set.
+"""Training examples of fixed length from a recipe's data sources: deterministic for a seed, endless unless `epochs` is
+set.
 
     data = make_data(DataConfig(sources="corpus.jsonl"), tokenizer, length=1024, seed=0)
     for example in data.examples(): ...            input_ids, labels, position_ids, valid: (T,) each
@@ -7,7 +8,8 @@
 Documents are read in blocks, from each source in proportion to its weight (in tokens). A block is tokenized, packed and
 shuffled as a whole, so a state is the start of the block and the position within it.
 
-labels: the token itself, or -100 where it is not a training target: the first token of a document, padding, a user's turn. As in transformers, the prediction of labels[t] is read at t - 1.
+labels: the token itself, or -100 where it is not a training target: the first token of a document, padding, a user's
+turn. As in transformers, the prediction of labels[t] is read at t - 1.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ BLOCK_DOCUMENTS = 1024  # of a block where they are not shuffled
 
 
 def make_data(config: DataConfig, tokenizer: Any, length: int, seed: int) -> Any:
-    """Open the training data of a recipe, a TrainingData or GeneratedData. Raises SurgeryError if a source cannot be read."""
+    """Open the training data of a recipe, a TrainingData or GeneratedData.
+
+    Raises SurgeryError if a source cannot be read.
+    """
     if config.generated is not None:
         return GeneratedData(config, length, seed)
     return TrainingData(config, tokenizer, length, seed, "training")
@@ -87,8 +92,8 @@ class TrainingData:
     def _examples(self) -> Iterator[Example]:
         """Yield examples from the current state on.
 
-        State keys: round: number of the example at which the current pass over `rows` began; first: that of the block's first
-        example, relative to round.
+        State keys: round: number of the example at which the current pass over `rows` began; first: that of the block's
+        first example, relative to round.
         """
         state, limit = self._state, self.config.rows
         self._seek(state)
@@ -176,7 +181,9 @@ class TrainingData:
         return 0 if self._tail is None else len(self._tail)
 
     def _read_documents(self, target_characters: int) -> list[list[Document]] | None:
-        """Return documents of each source, about `target_characters` characters, always taking from the source farthest below its share."""
+        """Return documents of each source, about `target_characters` characters, always taking from the source farthest
+        below its share.
+        """
         read: list[list[Document]] = [[] for _ in self.readers]
         ahead = [float(drawn["tokens"]) for drawn in self._source_counts]
         rates = [(d["tokens"] + 1) / (d["characters"] + 4) for d in self._source_counts]

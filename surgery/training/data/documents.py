@@ -25,8 +25,8 @@ CHUNK_BYTES = 2**20  # bytes of a text file that are decoded at a time
 class Document:
     """A document, or one part of a long one.
 
-    content: text, a list of messages, or (prompt, completion). begins, ends: whether it contains the start and the end of its
-    document.
+    content: text, a list of messages, or (prompt, completion). begins, ends: whether it contains the start and the end
+    of its document.
     """
 
     content: Any
@@ -42,7 +42,9 @@ class Document:
 
 
 def is_held_out(content: Any, share: float) -> bool:
-    """Return whether a document is held out, by a hash of its content: copies are on the same side. share: in [0, 1)."""
+    """Return whether a document is held out, by a hash of its content: copies are on the same side. share: in [0,
+    1).
+    """
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
@@ -50,7 +52,9 @@ def is_held_out(content: Any, share: float) -> bool:
 
 # -- tables: documents by number -------------------------------------------------------------------
 class DocumentTable(Protocol):
-    """Interface of tables: documents by number. held_out_by_content: whether single documents are held out, see `is_held_out`."""
+    """Interface of tables: documents by number. held_out_by_content: whether single documents are held out, see
+    `is_held_out`.
+    """
 
     held_out_by_content: bool
 
@@ -65,8 +69,11 @@ class DocumentTable(Protocol):
 
 
 class TextFiles:
-    """Documents of text files, as byte ranges. Without a separator each file is one document, and its last part, from the start
-    of a line, is held out for validation. Line ends are read as LF, also those of the separator, and a byte order mark is left out."""
+    """Documents of text files, as byte ranges.
+
+    Without a separator each file is one document, and its last part, from the start of a line, is held out for
+    validation. Line ends are read as LF, also those of the separator, and a byte order mark is left out.
+    """
 
     def __init__(self, files: list[Path], separator: str | None, side: Side, share: float):
         self.files, self.held_out_by_content = files, separator is not None
@@ -146,8 +153,8 @@ def _side_span(data: Any, side: Side, share: float) -> Iterator[tuple[int, int]]
 
 
 def _boundary(data: Any, target: int) -> int:
-    """Return where the held-out part of a text begins: at the next line, if at least half of the part that was asked for is left then; else,
-    in long lines, between two words."""
+    """Return where the held-out part of a text begins: at the next line, if at least half of the part that was asked
+    for is left then; else, in long lines, between two words."""
     line = data.find(b"\n", target) + 1
     if line and 2 * (len(data) - line) >= len(data) - target:
         return line
@@ -175,7 +182,9 @@ def files_identity(files: list[Path]) -> str:
 
 
 class DatasetTable:
-    """Documents of a local data set of the `datasets` library. content: function from a row to the content of its document."""
+    """Documents of a local data set of the `datasets` library. content: function from a row to the content of its
+    document.
+    """
 
     held_out_by_content = True
 

@@ -3,8 +3,8 @@
     task = MQARTask(task="mqar", vocabulary=8192, pairs=(4, 8))
     batch = task.batch(seed=0, first=0, rows=128, length=256, device="cuda")      rows 0 .. 127, tensors (B, ..)
 
-Row n of a task is a pure function of (seed, n): every random number is a hash of (seed, row, column), the same on every device. Rows
-therefore never repeat, need no state to resume, and are the same for all models that are compared.
+Row n of a task is a pure function of (seed, n): every random number is a hash of (seed, row, column), the same on every
+device. Rows therefore never repeat, need no state to resume, and are the same for all models that are compared.
 
 B rows, T tokens, P labelled positions of a row (the largest number).
 """
@@ -69,7 +69,9 @@ def integers(seed: int, row_B: Tensor, stream: int, columns: int, below: int) ->
 
 
 class Task(BaseModel):
-    """Base class of tasks, which have their name as the default of a field `task`. inputs: what the rows hold, token `ids` or continuous `values`."""
+    """Base class of tasks, which have their name as the default of a field `task`. inputs: what the rows hold, token
+    `ids` or continuous `values`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     inputs: Literal["ids", "values"] = "ids"
@@ -101,10 +103,12 @@ class MQARTask(Task):
     """Multi-query associative recall (Arora et al. 2023, "Zoology", section 4.1): keys, their values, and keys again.
 
     vocabulary: number of tokens. pairs: numbers of key-value pairs; each row draws one of them. layout:
-        pairs_first  the pairs, then random tokens among which every key appears once more, at even distances drawn with weight
+        pairs_first the pairs, then random tokens among which every key appears once more, at even distances drawn with
+        weight
                      s^(power - 1). Keys are from the lower half of the vocabulary, values from the upper one
         scattered    the pairs at random even positions among distractors, then every key once more, each followed by its value.
-                     Keys, values and distractors are from the first quarter, the second quarter and the other half of the vocabulary
+                     Keys, values and distractors are from the first quarter, the second quarter and the other half of
+                     the vocabulary
     """
 
     task: Literal["mqar"] = "mqar"
@@ -118,7 +122,8 @@ class MQARTask(Task):
         kinds = 2 if self.layout == "pairs_first" else 4
         if not self.pairs or max(self.pairs) >= self.vocabulary // kinds:
             raise SurgeryError(
-                f"data.generated: pairs must be one or more numbers below {self.vocabulary // kinds}, the number of keys in a "
+                f"data.generated: pairs must be one or more numbers below {self.vocabulary // kinds}, the number of "
+                "keys in a "
                 f"vocabulary of {self.vocabulary} (got {list(self.pairs)})"
             )
         return self
@@ -127,13 +132,14 @@ class MQARTask(Task):
         """Raise SurgeryError unless the row has an even number of tokens and room for the pairs and their queries."""
         if length % 2 or 4 * max(self.pairs) > length:
             raise SurgeryError(
-                f"data.generated: mqar: {max(self.pairs)} pairs need an even length of {4 * max(self.pairs)} tokens or more "
+                f"data.generated: mqar: {max(self.pairs)} pairs need an even length of {4 * max(self.pairs)} tokens or "
+                "more "
                 f"(got {length})"
             )
 
     def batch(self, seed: int, first: int, rows: int, length: int, device: torch.device | str = "cpu") -> Example:
-        """Return input_ids, labels (B, T) and, for P labelled positions, `query` (the position of the key), `target` (its value or
-        -100), `gap` (tokens between both occurrences of the key), (B, P), and `pairs` (B,)."""
+        """Return input_ids, labels (B, T) and, for P labelled positions, `query` (the position of the key), `target`
+        (its value or -100), `gap` (tokens between both occurrences of the key), (B, P), and `pairs` (B,)."""
         self.check_length(length)
         row_B = torch.arange(first, first + rows, device=device)
         most = max(self.pairs)

@@ -23,7 +23,10 @@ IGNORE_INDEX = -100  # as a label: not trained on
 
 
 def split_windows(pieces: Iterable[TokenSequence], length: int) -> Iterator[TokenSequence]:
-    """Cut sequences into windows of at most `length` tokens; drop windows without a training target. Indivisible ones are truncated."""
+    """Cut sequences into windows of at most `length` tokens; drop windows without a training target.
+
+    Indivisible ones are truncated.
+    """
     for piece in pieces:
         last = length if piece.indivisible else len(piece)
         for start in range(0, last, length):
@@ -116,6 +119,7 @@ def check_packed_attention(model: Any, packing: str, rows: int) -> None:
     implementation = str(model.config._attn_implementation)
     if packing == "documents" and rows > 1 and "flash" in implementation:
         raise SurgeryError(
-            f"{implementation} separates packed documents in batches of one row only (got {rows} rows). Use rows: 1, or "
+            f"{implementation} separates packed documents in batches of one row only (got {rows} rows). Use rows: 1, "
+            "or "
             "attention sdpa."
         )

@@ -1,8 +1,8 @@
 """Prefetch training steps: in a thread for CPUs, in a separate process for GPUs.
 
-Python runs one thread at a time. A thread that reads and packs text alternates with the thread that launches GPU kernels, in
-slices of milliseconds, so that a small model mostly waits for launches. A process avoids this. On CPUs matrix products run for
-longer than such a slice, and a thread needs no second copy of the data.
+Python runs one thread at a time. A thread that reads and packs text alternates with the thread that launches GPU
+kernels, in slices of milliseconds, so that a small model mostly waits for launches. A process avoids this. On CPUs
+matrix products run for longer than such a slice, and a thread needs no second copy of the data.
 """
 
 from __future__ import annotations
@@ -117,9 +117,10 @@ class ProcessPrefetcher:
 def limit_tokenizer_threads() -> None:
     """Make `tokenizers` use one thread in this process, so that it can be forked; the data process uses all cores.
 
-    Its thread pool does not survive a fork, and the library cannot tell whether the pool was started. Call this at the start of a
-    program. It sets TOKENIZERS_PARALLELISM to "", which the library reads as "false", and which differs from a value set by the
-    user. If `tokenizers` is already imported, as in a notebook, nothing changes: the library then limits forks to one thread.
+    Its thread pool does not survive a fork, and the library cannot tell whether the pool was started. Call this at the
+    start of a program. It sets TOKENIZERS_PARALLELISM to "", which the library reads as "false", and which differs from
+    a value set by the user. If `tokenizers` is already imported, as in a notebook, nothing changes: the library then
+    limits forks to one thread.
     """
     if "tokenizers" not in sys.modules:
         os.environ.setdefault(TOKENIZERS_PARALLELISM, "")
@@ -135,7 +136,9 @@ class _ItemDataset(IterableDataset):
         self.items, self.ahead = items, ahead
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the items; a SurgeryError is yielded instead of raised, because DataLoader would wrap it in tracebacks."""
+        """Yield the items; a SurgeryError is yielded instead of raised, because DataLoader would wrap it in
+        tracebacks.
+        """
         if os.environ.get(TOKENIZERS_PARALLELISM) == "":  # see limit_tokenizer_threads
             os.environ[TOKENIZERS_PARALLELISM] = "true"
         with ThreadPrefetcher(self.items(), self.ahead) as ready:

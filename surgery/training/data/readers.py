@@ -46,7 +46,9 @@ class DocumentReader(Protocol):
 
 
 class TableReader:
-    """Reads every document of a table once per epoch, in random order if `shuffled`. filter_fn: filters documents by content."""
+    """Reads every document of a table once per epoch, in random order if `shuffled`. filter_fn: filters documents by
+    content.
+    """
 
     def __init__(self, table: DocumentTable, seed: int, shuffled: bool, filter_fn: Callable[[Any], bool] | None):
         self.table, self.seed, self.shuffled = table, seed, shuffled
@@ -103,7 +105,9 @@ class TableReader:
 
 
 class StreamReader:
-    """Reads a streaming data set in its own order. content: function from a row to its content; filter_fn: filters documents by content; where: name of the source in errors."""
+    """Reads a streaming data set in its own order. content: function from a row to its content; filter_fn: filters
+    documents by content; where: name of the source in errors.
+    """
 
     def __init__(self, rows: Any, content: Callable[[dict[str, Any]], Any], filter_fn: Any, identity: str, where: str):
         self.rows, self.content, self.filter_fn, self._identity, self.where = rows, content, filter_fn, identity, where

@@ -38,10 +38,10 @@ class _FrozenModel(BaseModel):
 class SourceConfig(_FrozenModel):
     """One data source.
 
-    path: a .txt, .md, .json, .jsonl, .parquet or .csv file, a folder of such files, or a Hub data set. weight: relative share
-    of the tokens. Columns: `text`, or `messages` (conversations of {role, content}), or `prompt` and `completion`.
-    train_on: all `answers` of a conversation, the `last` one, or `all` of its text.
-    separator: string between the documents of a text file; without it a file is one document.
+    path: a .txt, .md, .json, .jsonl, .parquet or .csv file, a folder of such files, or a Hub data set. weight: relative
+    share of the tokens. Columns: `text`, or `messages` (conversations of {role, content}), or `prompt` and
+    `completion`. train_on: all `answers` of a conversation, the `last` one, or `all` of its text. separator: string
+    between the documents of a text file; without it a file is one document.
     """
 
     path: str
@@ -105,7 +105,9 @@ class DataConfig(_FrozenModel):
 
     @model_serializer(mode="wrap")
     def _omit_no_task(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `generated` where there is none, so that runs and teacher caches made before the key existed go on."""
+        """Leave out `generated` where there is none, so that runs and teacher caches made before the key existed go
+        on.
+        """
         values: dict[str, Any] = to_dict(self)
         return {name: value for name, value in values.items() if name != "generated" or value is not None}
 
@@ -141,6 +143,7 @@ class DataConfig(_FrozenModel):
             raise SurgeryError("data.sources must name at least one source, for example [{path: corpus.jsonl}].")
         if self.sources and self.generated is not None:
             raise SurgeryError(
-                f"data: generated rows ({self.generated.name}) and sources ({self.sources[0].path}) are both given. Keep one of them."
+                f"data: generated rows ({self.generated.name}) and sources ({self.sources[0].path}) are both given. "
+                "Keep one of them."
             )
         return self

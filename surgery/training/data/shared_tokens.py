@@ -2,8 +2,9 @@
 
     data.tokens = SharedTokens(folder / "tokens", writes=rank == 0)
 
-Every process reads the same documents in the same order, so a block is identified by a hash of its text. A file is complete or
-absent. Old files are deleted: processes train in step, so none falls far behind. The format is safetensors, not pickle.
+Every process reads the same documents in the same order, so a block is identified by a hash of its text. A file is
+complete or absent. Old files are deleted: processes train in step, so none falls far behind. The format is safetensors,
+not pickle.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class SharedTokens:
         while not path.is_file():
             if time.monotonic() > until:
                 raise SurgeryError(
-                    f"{path}: no process wrote these tokens within {WAIT_SECONDS:.0f} seconds. All processes must see the folder "
+                    f"{path}: no process wrote these tokens within {WAIT_SECONDS:.0f} seconds. All processes must see "
+                    "the folder "
                     f"{self.folder.parent}: choose --out on a disk that they share."
                 )
             time.sleep(0.01)
@@ -76,7 +78,9 @@ def documents_fingerprint(read: DocumentLists) -> str:
 
 
 def _to_entries(pieces: SequenceLists) -> list[TensorSource]:
-    """Return the tensors of a file: ids and training targets of all sequences joined, lengths and flags of each, counts per source."""
+    """Return the tensors of a file: ids and training targets of all sequences joined, lengths and flags of each, counts
+    per source.
+    """
     every = [piece for some in pieces for piece in some]
     tensors = {
         "ids": _concatenate([piece.ids_T.to(torch.int32) for piece in every], torch.int32),

@@ -37,7 +37,8 @@ def open_data_source(config: SourceConfig, seed: int, side: Side, share: float, 
         for name in ("subset", "revision", "split"):
             if getattr(config, name) != SourceConfig.model_fields[name].default:
                 raise SurgeryError(
-                    f"data source {path} is a local {'folder' if path.is_dir() else 'file'}; {name} applies to Hub data sets only"
+                    f"data source {path} is a local {'folder' if path.is_dir() else 'file'}; {name} applies to Hub "
+                    "data sets only"
                 )
         if kind == "text":
             if config.chat or config.text:
@@ -64,12 +65,14 @@ def _find_files(path: Path) -> tuple[str, list[Path]]:
     if not files or "" in kinds:
         known = ", ".join((*TEXT_SUFFIXES, *TABLE_FORMATS))
         raise SurgeryError(
-            f"data source {path} has {'no file' if not files else 'a file without one'} of the supported suffixes ({known}; "
+            f"data source {path} has {'no file' if not files else 'a file without one'} of the supported suffixes "
+            f"({known}; "
             f"tables may be compressed: {', '.join(COMPRESSED_SUFFIXES)})"
         )
     if len(kinds) > 1:
         raise SurgeryError(
-            f"data source {path} contains files of several kinds ({', '.join(sorted(kinds))}). Make each kind its own source."
+            f"data source {path} contains files of several kinds ({', '.join(sorted(kinds))}). Make each kind its own "
+            "source."
         )
     if "text" in kinds:
         for file in files:
@@ -120,7 +123,9 @@ def _open_table(
 
 
 def content_reader(config: SourceConfig, first: dict[str, Any], where: str) -> Callable[[dict[str, Any]], Any]:
-    """Return a function row -> content of a Document, None if it is empty. first: the first row, which shows the columns."""
+    """Return a function row -> content of a Document, None if it is empty. first: the first row, which shows the
+    columns.
+    """
     columns = [n for n in (config.text, config.messages, config.prompt, config.completion) if n is not None]
     for name in columns:
         if name not in first:
@@ -134,7 +139,8 @@ def content_reader(config: SourceConfig, first: dict[str, Any], where: str) -> C
         return lambda row: (row[prompt], row[completion]) if row[completion] else None
     if config.text is None:
         raise SurgeryError(
-            f"{where}: cannot tell which column holds the text. Set text: NAME or messages: NAME; columns: {', '.join(first)}"
+            f"{where}: cannot tell which column holds the text. Set text: NAME or messages: NAME; columns: "
+            f"{', '.join(first)}"
         )
     column = config.text
 

@@ -16,7 +16,9 @@ from surgery.training.data.documents import Document
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Tokens of one document. ids_T: int64; trained_T: bool, the training targets (None: all); indivisible: must not be cut."""
+    """Tokens of one document. ids_T: int64; trained_T: bool, the training targets (None: all); indivisible: must not be
+    cut.
+    """
 
     ids_T: Tensor
     trained_T: Tensor | None = None

@@ -18,7 +18,8 @@ from surgery.training.logging import tracker_names
 def make_accelerator(device: str | None, precision: str, track: str | None, folder: Path) -> Any:
     """Return an Accelerator with the settings of `accelerate launch`; on the CPU if there is no GPU or device is "cpu".
 
-    precision: of the recipe. track: names of trackers. folder: where trackers write. Raises SurgeryError for unsupported settings.
+    precision: of the recipe. track: names of trackers. folder: where trackers write. Raises SurgeryError for
+    unsupported settings.
     """
     from accelerate import Accelerator
 
@@ -71,8 +72,8 @@ def precision_name(accelerator: Any, precision: str) -> str:
 def unwrap_model(accelerator: Any, run: Any) -> Any:
     """Return the model as it was before `prepare`.
 
-    Its flag _is_accelerate_prepared is removed as well: Accelerate would assume that the model still casts to half precision, and
-    the next stage would run in float32.
+    Its flag _is_accelerate_prepared is removed as well: Accelerate would assume that the model still casts to half
+    precision, and the next stage would run in float32.
     """
     if zero.zero_stage(accelerator):
         return zero.detach_model(accelerator, run)
@@ -89,11 +90,13 @@ def _check_supported(accelerator: Any) -> None:
     kind = accelerator.distributed_type
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise SurgeryError(
-            "accelerate is configured for FSDP 1, which is not supported. Set fsdp_version: 2, see recipes/accelerate/fsdp2.yaml."
+            "accelerate is configured for FSDP 1, which is not supported. Set fsdp_version: 2, see "
+            "recipes/accelerate/fsdp2.yaml."
         )
     if kind == DistributedType.MEGATRON_LM:
         raise SurgeryError(
-            f"accelerate is configured for {kind.value}, which needs its own model classes. Use FSDP2: accelerate launch "
+            f"accelerate is configured for {kind.value}, which needs its own model classes. Use FSDP2: accelerate "
+            "launch "
             "--config_file recipes/accelerate/fsdp2.yaml .."
         )
     if kind == DistributedType.DEEPSPEED:
@@ -108,7 +111,8 @@ def _accelerate_precision(precision: str, cpu: bool) -> str:
 
 
 def _reset_accelerator_state(cpu: bool, precision: str) -> None:
-    """Forget the device and precision of an earlier run's Accelerator in this process, which a new one must otherwise match.
+    """Forget the device and precision of an earlier run's Accelerator in this process, which a new one must otherwise
+    match.
 
     The process group of several processes is kept.
     """

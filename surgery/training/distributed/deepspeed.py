@@ -1,12 +1,13 @@
-"""DeepSpeed ZeRO through Accelerate: configure the engine for a stage of a recipe, run optimizer steps, remove the engine.
+"""DeepSpeed ZeRO through Accelerate: configure the engine for a stage of a recipe, run optimizer steps, remove the
+engine.
 
     ZeRO-1    shards optimizer states
     ZeRO-2    shards optimizer states and gradients; every process has all weights
     ZeRO-3    shards weights as well; those of a module are gathered while it runs
 
-The engine clips gradients, skips steps with NaN or infinite gradients, and updates the parameters. Learning rates, data, moving
-average and checkpoints are those of this package. Weights stay in float32. DeepSpeed's torch_autocast runs matrix products in
-half precision, and communicates weights and gradients of linears in half precision.
+The engine clips gradients, skips steps with NaN or infinite gradients, and updates the parameters. Learning rates,
+data, moving average and checkpoints are those of this package. Weights stay in float32. DeepSpeed's torch_autocast runs
+matrix products in half precision, and communicates weights and gradients of linears in half precision.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
@@ -60,7 +61,9 @@ def is_deepspeed_launch() -> bool:
 
 
 def disable_zero3_init() -> None:
-    """Keep transformers from sharding models at loading: each process loads the full model, sharded when a stage begins."""
+    """Keep transformers from sharding models at loading: each process loads the full model, sharded when a stage
+    begins.
+    """
     if is_deepspeed_launch():
         os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
 
@@ -119,15 +122,21 @@ def check_settings(accelerator: Any) -> None:
         or zero.get("zero_hpz_partition_size", 1) > 1
         or zero.get("zero_quantized_weights")
     ):
-        why = "zero_optimization: MiCS and ZeRO++ are not supported; weights must be sharded over all processes, unquantized"
+        why = (
+            "zero_optimization: MiCS and ZeRO++ are not supported; weights must be sharded over all processes, "
+            "unquantized"
+        )
     if why:
         raise SurgeryError(
-            f"DeepSpeed settings: {why}. See recipes/accelerate/deepspeed_zero2.yaml and deepspeed_zero3.yaml for settings that work."
+            f"DeepSpeed settings: {why}. See recipes/accelerate/deepspeed_zero2.yaml and deepspeed_zero3.yaml for "
+            "settings that work."
         )
 
 
 def configure_engine(accelerator: Any, layout: BatchLayout, clip: float | None, precision: str) -> None:
-    """Set the config of the engine that `prepare` creates next. clip: maximum gradient norm; precision: bf16, fp16 or no."""
+    """Set the config of the engine that `prepare` creates next. clip: maximum gradient norm; precision: bf16, fp16 or
+    no.
+    """
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     config |= {
         "train_micro_batch_size_per_gpu": layout.rows,
@@ -151,7 +160,9 @@ def configure_engine(accelerator: Any, layout: BatchLayout, clip: float | None, 
 
 
 def _linear_classes() -> list[type]:
-    """Return the modules that only multiply matrices: their weights and gradients are sent in half precision, as with FSDP2."""
+    """Return the modules that only multiply matrices: their weights and gradients are sent in half precision, as with
+    FSDP2.
+    """
     from transformers.pytorch_utils import Conv1D
 
     from surgery.structures import STRUCTURES
@@ -182,7 +193,9 @@ def detach_model(accelerator: Any, engine: Any) -> Any:
 
 
 def _clear_engine_hooks(engine: Any) -> None:
-    """Remove the hooks and global references that the engine's destruction leaves, which would keep everything in memory."""
+    """Remove the hooks and global references that the engine's destruction leaves, which would keep everything in
+    memory.
+    """
     from deepspeed.runtime.zero import parameter_offload
 
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
@@ -237,7 +250,9 @@ class ZeroOptimizerStep(OptimizerStep):
 
     # -- the loss scale ------------------------------------------------------------------------------
     def _rescale(self, overflow: bool) -> None:
-        """Update the scale as torch's GradScaler does, in its format: a run can be resumed with or without DeepSpeed."""
+        """Update the scale as torch's GradScaler does, in its format: a run can be resumed with or without
+        DeepSpeed.
+        """
         state: dict[str, Any] = {**(self.loss_scale_state or INITIAL_SCALE)}
         state["_growth_tracker"] = 0 if overflow else state["_growth_tracker"] + 1
         if overflow:
@@ -259,8 +274,8 @@ class ZeroOptimizerStep(OptimizerStep):
 class ZeroOptimizerState:
     """Unsharded optimizer state by parameter name. ZeRO steps on flat shards of many parameters.
 
-    Names and shapes are those of `TorchOptimizerState`, so that a run can be resumed without DeepSpeed or on another number of
-    processes.
+    Names and shapes are those of `TorchOptimizerState`, so that a run can be resumed without DeepSpeed or on another
+    number of processes.
     """
 
     def __init__(self, zero: Any, names: list[list[str]], parameters: dict[str, Tensor]):
@@ -296,8 +311,8 @@ class ZeroOptimizerState:
                     safe_set_full_optimizer_state(p, read_tensor(info, check=False).to(flat.device), key)
 
     def _link(self) -> None:
-        """Map every parameter to its part of the optimizer state again: ZeRO-1 and 2 do it only once, after the first step of the
-        first parameter group, and for that group only."""
+        """Map every parameter to its part of the optimizer state again: ZeRO-1 and 2 do it only once, after the first
+        step of the first parameter group, and for that group only."""
         if hasattr(self.zero, "_lazy_init_hp_params_optimizer_state"):
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()

@@ -22,9 +22,9 @@ from surgery.training.optim import ParameterGroup
 class OptimizerStep:
     """One optimizer step over several micro-batches.
 
-    run: the prepared (possibly wrapped) model; layout: rows per step, micro-batch and process; clip: maximum gradient norm, or
-    None; skip: skip steps with NaN or infinite gradients. can_rerun: whether a batch can be run again for the diagnosis of a
-    bad step.
+    run: the prepared (possibly wrapped) model; layout: rows per step, micro-batch and process; clip: maximum gradient
+    norm, or None; skip: skip steps with NaN or infinite gradients. can_rerun: whether a batch can be run again for the
+    diagnosis of a bad step.
     """
 
     can_rerun = True
@@ -40,7 +40,9 @@ class OptimizerStep:
         self._setup(skip)
 
     def _parameters(self, groups: list[ParameterGroup]) -> dict[str, Tensor]:
-        """Return the trained parameters by name, from the optimizer: FSDP2 replaces those of the groups by sharded ones."""
+        """Return the trained parameters by name, from the optimizer: FSDP2 replaces those of the groups by sharded
+        ones.
+        """
         return {n: p for names, g in zip(self.names, self.inner.param_groups) for n, p in zip(names, g["params"])}
 
     def _setup(self, skip: bool) -> None:
@@ -69,8 +71,10 @@ class OptimizerStep:
         return self.accelerator.accumulate(self.run)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of `loss`, this micro-batch's share of the mean over the global batch. Accelerate divides by
-        the number of micro-batches and processes; the factor here undoes that."""
+        """Accumulate the gradient of `loss`, this micro-batch's share of the mean over the global batch.
+
+        Accelerate divides by the number of micro-batches and processes; the factor here undoes that.
+        """
         self.accelerator.backward(loss * (self.layout.accumulation_steps * self.layout.world))
 
     def step(self) -> Tensor | None:
@@ -86,7 +90,8 @@ class OptimizerStep:
         limit = self.clip if self.clip is not None else float("inf")
         parameters = list(self.parameters.values())
         if self.nonfinite_guard.checks_each_step:
-            # Accelerate's clip_grad_norm_ would compare this list with the model's sharded parameters element by element.
+            # Accelerate's clip_grad_norm_ would compare this list with the model's sharded parameters element by
+            # element.
             self.accelerator.unscale_gradients()
             norm: Any = torch.nn.utils.clip_grad_norm_(parameters, limit)
         else:

@@ -7,13 +7,13 @@
     norms and biases                      as initialized by the model class
     mixers                                as initialized by the mixer class; factors of bilinear scores N(0, 1 / fan_in)
 
-Sources: Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; Yang et al. 2022, "Tensor Programs V", Table 3, whose
-output layer has variance 1 / in^2 instead of 0.
+Sources: Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; Yang et al. 2022, "Tensor Programs V", Table
+3, whose output layer has variance 1 / in^2 instead of 0.
 
-low_rank_start is the standard deviation of the first factor V of a low-rank layer U V: "spectral" is sqrt(rank) / in, as for
-every core; "unit" is sqrt(1 / in), as in Qiu et al. 2024, appendix E.2. With "unit", gradients do not vanish with the width
-where U is 0. The paper also initializes W_Q with 0; here it is initialized like other linears. optim.py sets the matching
-learning rates when the recipe has a base_width.
+low_rank_start is the standard deviation of the first factor V of a low-rank layer U V: "spectral" is sqrt(rank) / in,
+as for every core; "unit" is sqrt(1 / in), as in Qiu et al. 2024, appendix E.2. With "unit", gradients do not vanish
+with the width where U is 0. The paper also initializes W_Q with 0; here it is initialized like other linears. optim.py
+sets the matching learning rates when the recipe has a base_width.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def plan_new_model(folder: Path, recipe: ConversionRecipe) -> Plan:
     name = f"a new {config['model_type']}"
     if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
         raise SurgeryError(
-            "attention.hybrid: choose_by: measured needs a trained model, and a new model has no trained weights. Use choose_by: every, or "
+            "attention.hybrid: choose_by: measured needs a trained model, and a new model has no trained weights. Use "
+            "choose_by: every, or "
             "layers: [..]."
         )
     state = bare_model(CheckpointSource(name, folder, config, {})).state_dict()
@@ -69,8 +70,8 @@ def make_model(
 ) -> Any:
     """Return an initialized causal language model in float32, whose save_pretrained writes the format of `convert`.
 
-    plan: structures and mixers of its layers, None for dense layers. embedding_std: standard deviation of the embeddings.
-    low_rank_start: see the module. The same seed gives the same weights.
+    plan: structures and mixers of its layers, None for dense layers. embedding_std: standard deviation of the
+    embeddings. low_rank_start: see the module. The same seed gives the same weights.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -92,7 +93,8 @@ def replace_linears(model: Any, plan: Plan) -> None:
 
     if shared := next((path for path, targets in plan.targets.items() if targets[0].basis), ""):
         raise SurgeryError(
-            f"{shared}: share: experts fits bases to the weights of a checkpoint, and a model that is trained from scratch has none. Set "
+            f"{shared}: share: experts fits bases to the weights of a checkpoint, and a model that is trained from "
+            "scratch has none. Set "
             "share: none"
         )
     table = {path: entry for targets in plan.targets.values() for path, entry in _module_entries(targets)}
@@ -106,7 +108,9 @@ def replace_linears(model: Any, plan: Plan) -> None:
 
 
 def _module_entries(targets: tuple[LinearTarget, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (path, entry of the quantization_config) of the linear, or of those that are joined; none if it stays dense."""
+    """Yield (path, entry of the quantization_config) of the linear, or of those that are joined; none if it stays
+    dense.
+    """
     linear, specs = targets[0].linear, [table_entry(target, target.preview) for target in targets]
     if all(target.preview is None for target in targets):
         return
@@ -154,7 +158,9 @@ def initialize_weights(model: Any, layout: ModelLayout, embedding_std: float) ->
 
 
 def initialize_module(module: Any) -> None:
-    """Initialize a linear from N(0, min(1, out/in) / in), a structured one with the fans of its cores; biases become 0."""
+    """Initialize a linear from N(0, min(1, out/in) / in), a structured one with the fans of its cores; biases become
+    0.
+    """
     if isinstance(module, SplitLinear):
         for linear in module.parts.values():
             initialize_module(linear)
@@ -206,6 +212,7 @@ def check_untied(config: Any) -> None:
     """Raise SurgeryError if the output layer shares its weights with the embeddings."""
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         raise SurgeryError(
-            "model.tie_word_embeddings must be false: muP initializes the output layer with 0 and scales its learning rate by "
+            "model.tie_word_embeddings must be false: muP initializes the output layer with 0 and scales its learning "
+            "rate by "
             "1 / width, which the embeddings do not share. Set tie_word_embeddings: false."
         )

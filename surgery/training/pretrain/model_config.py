@@ -1,4 +1,6 @@
-"""Config of a new model: the keys of a transformers config class, taken from a recipe or from an existing model's config."""
+"""Config of a new model: the keys of a transformers config class, taken from a recipe or from an existing model's
+config.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def load_config_keys(name: str) -> dict[str, Any]:
         data = read_config(path if path.exists() else download_config(name), name)
     if data.get("auto_map"):
         raise SurgeryError(
-            f"--model {name} needs remote code (auto_map), which is not executed. Name a model whose class is part of transformers."
+            f"--model {name} needs remote code (auto_map), which is not executed. Name a model whose class is part of "
+            "transformers."
         )
     kind = str(data.get("model_type"))
     if kind not in CONFIG_MAPPING:
@@ -86,6 +89,7 @@ def make_config(keys: dict[str, Any], tokenizer: Any) -> Any:
     check_untied(config)
     if config.get_text_config().vocab_size < len(tokenizer):
         raise SurgeryError(
-            f"model.vocab_size must be at least {len(tokenizer)}, the tokenizer's vocabulary size (got {config.get_text_config().vocab_size})."
+            f"model.vocab_size must be at least {len(tokenizer)}, the tokenizer's vocabulary size (got "
+            f"{config.get_text_config().vocab_size})."
         )
     return config

@@ -60,8 +60,8 @@ def pretrain(
 ) -> dict[str, Any]:
     """Train a new model and return the record that OUT/surgery_report.json lists under `training`.
 
-    resume: continue from the last checkpoint in OUT.partial. skip_bad_steps: skip steps with NaN or infinite gradients instead
-    of stopping. Every process of `accelerate launch` calls this function; the first one writes.
+    resume: continue from the last checkpoint in OUT.partial. skip_bad_steps: skip steps with NaN or infinite gradients
+    instead of stopping. Every process of `accelerate launch` calls this function; the first one writes.
     """
     out = Path(out)
     check_run(out, f"the model in {out}", recipe.training, None, resume)
@@ -87,8 +87,10 @@ def pretrain(
 
 
 def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
-    """Write OUT.blank in the main process, complete or not at all; the others wait. One left by an interrupted run of the same
-    recipe is used again."""
+    """Write OUT.blank in the main process, complete or not at all; the others wait.
+
+    One left by an interrupted run of the same recipe is used again.
+    """
     marker = {"recipe": recipe_digest(recipe), "version": WORK_VERSION}
     began = time.monotonic()
     while not _is_initial(blank, marker):
@@ -160,8 +162,10 @@ def write_initial_checkpoint(recipe: PretrainRecipe, folder: Path) -> None:
 
 
 def initial_report(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str, Any]:
-    """Return a report like that of `convert`, so that `inspect` shows the structures. Errors are None: there are no original
-    weights to compare with."""
+    """Return a report like that of `convert`, so that `inspect` shows the structures.
+
+    Errors are None: there are no original weights to compare with.
+    """
     stored = open_converted_checkpoint(str(folder))
     records = [_module_record(target) for target in plan.replaced_targets()]
     counts = totals(records, stored, list(stored.tensors.values()))

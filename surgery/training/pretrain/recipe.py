@@ -1,5 +1,5 @@
-"""Pretraining recipes: the model, the structures of its linears and attention, the tokenizer; other keys as in a healing
-recipe.
+"""Pretraining recipes: the model, the structures of its linears and attention, the tokenizer; other keys as in a
+healing recipe.
 
 model: {model_type: gpt2, n_embd: 768, n_layer: 12, n_head: 12}      # keys of the family's config in transformers
 layers: {structure: btt, blocks: sqrt, rank: 4, fused: split}         # of a conversion recipe, or its name; null: all dense
@@ -34,8 +34,8 @@ FOLDER = "pretrain"
 
 
 class NewModelConfig(StrictModel):
-    """The keys that a healing recipe does not have. embedding_std: initial standard deviation of token and position embeddings.
-    low_rank_start: initialization of the first factor of low-rank layers, "spectral" or "unit" (see
+    """The keys that a healing recipe does not have. embedding_std: initial standard deviation of token and position
+    embeddings. low_rank_start: initialization of the first factor of low-rank layers, "spectral" or "unit" (see
     pretrain/initialize.py)."""
 
     model: dict[str, Any]
@@ -46,7 +46,9 @@ class NewModelConfig(StrictModel):
 
 
 class PretrainRecipe(StrictModel):
-    """A pretraining recipe. new: the model; structure: conversion recipe of its layers, None for dense; training: the stages."""
+    """A pretraining recipe. new: the model; structure: conversion recipe of its layers, None for dense; training: the
+    stages.
+    """
 
     new: NewModelConfig
     structure: ConversionRecipe | None
@@ -89,11 +91,13 @@ def parse_pretrain_recipe(data: dict[str, Any], where: str = "recipe") -> Pretra
     structure = _conversion_recipe(new.layers, where)
     if structure is not None and "auto" in (structure.structure, *(rule.structure for rule in structure.rules)):
         raise SurgeryError(
-            f"{where}: layers: auto chooses the structure that fits trained weights best, and a new model has none. Name a structure, e.g. btt."
+            f"{where}: layers: auto chooses the structure that fits trained weights best, and a new model has none. "
+            "Name a structure, e.g. btt."
         )
     if structure is not None and structure.speed is not None:
         raise SurgeryError(
-            f"{where}: layers: speed spreads time by the error of trained weights, and a new model has none. Give keep and round_ranks"
+            f"{where}: layers: speed spreads time by the error of trained weights, and a new model has none. Give keep "
+            "and round_ranks"
         )
     return PretrainRecipe(new=new, structure=structure, training=training)
 

@@ -22,9 +22,9 @@ END_TOKEN, UNKNOWN_TOKEN = "<|endoftext|>", "<|unknown|>"
 class TokenizerConfig(StrictModel):
     """The tokenizer of a new model.
 
-    kind: "characters" has one token per character, "bpe" is byte-level byte-pair encoding. vocab_size: maximum number of BPE
-    tokens; its former name `vocabulary` is accepted. sample: number of characters of the training text to train it on.
-    path: an existing tokenizer, a folder or Hub id, used instead of training one.
+    kind: "characters" has one token per character, "bpe" is byte-level byte-pair encoding. vocab_size: maximum number
+    of BPE tokens; its former name `vocabulary` is accepted. sample: number of characters of the training text to train
+    it on. path: an existing tokenizer, a folder or Hub id, used instead of training one.
     """
 
     kind: Literal["characters", "bpe"] = "bpe"
@@ -35,7 +35,10 @@ class TokenizerConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _rename_vocabulary(cls, data: Any) -> Any:
-        """Rename `vocabulary` to `vocab_size`. The later one of both counts: `--set` appends a key that a recipe lacks."""
+        """Rename `vocabulary` to `vocab_size`.
+
+        The later one of both counts: `--set` appends a key that a recipe lacks.
+        """
         if not isinstance(data, dict):
             return data
         return {"vocab_size" if key == "vocabulary" else key: value for key, value in data.items()}
@@ -57,7 +60,8 @@ def make_tokenizer(config: TokenizerConfig, data: DataConfig) -> Any:
             check_environment(error)
             reason = explain_hub_error(error, config.path, "give a folder") or " ".join(str(error).split())[:200]
             raise SurgeryError(
-                f"--tokenizer {config.path} cannot be loaded by transformers ({reason}). Give a folder or Hub id with a tokenizer."
+                f"--tokenizer {config.path} cannot be loaded by transformers ({reason}). Give a folder or Hub id with "
+                "a tokenizer."
             ) from None
     if data.generated is not None:
         backend = make_number_tokenizer(getattr(data.generated, "vocabulary", 1))
@@ -87,7 +91,9 @@ def make_character_tokenizer(texts: Iterable[str]) -> Any:
 
 
 def make_number_tokenizer(vocabulary: int) -> Any:
-    """Return a tokenizer of generated rows: token i is the number i, separated by spaces; the last token ends a text."""
+    """Return a tokenizer of generated rows: token i is the number i, separated by spaces; the last token ends a
+    text.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocab = {**{str(i): i for i in range(vocabulary)}, END_TOKEN: vocabulary}

@@ -1,12 +1,13 @@
 """Match attention and MLP modules to the teacher's, each on the teacher's own inputs (LoLCATs' attention transfer).
 
     loss = output_weight * mean over modules of |f(x*) - y*|^2 / |y*|^2     x*, y*: input and output of the teacher's module
-           + matrix_weight * mean over attention modules of |W(x*) - W*|^2 / |W*|^2, see surgery/training/stages/mixing_matrix.py
+           + matrix_weight * mean over attention modules of |W(x*) - W*|^2 / |W*|^2, see
+           surgery/training/stages/mixing_matrix.py
 
-The student runs once. Each aligned module receives the teacher's input, and its output is replaced by the teacher's: modules
-do not see each other's errors and no gradient crosses a module, so that all train independently in one pass. |y*|^2 is
-measured on the first rows of the data, one number per module. With output_weight 0 this is the first stage of MOHAWK (Bick et
-al. 2024), with matrix_weight 0 its second.
+The student runs once. Each aligned module receives the teacher's input, and its output is replaced by the teacher's:
+modules do not see each other's errors and no gradient crosses a module, so that all train independently in one pass.
+|y*|^2 is measured on the first rows of the data, one number per module. With output_weight 0 this is the first stage of
+MOHAWK (Bick et al. 2024), with matrix_weight 0 its second.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ OUTPUT_ROLES = {"attention": "attention.output", "mlp": "mlp.down"}  # roles of 
 class AlignConfig(StageConfig):
     """Keys of an `align` stage.
 
-    modules: kinds of modules to align, where they contain trained parameters. matrix_probes: number of random sign vectors that
-    estimate the matrix loss; None: all columns, exactly.
+    modules: kinds of modules to align, where they contain trained parameters. matrix_probes: number of random sign
+    vectors that estimate the matrix loss; None: all columns, exactly.
     """
 
     name: ClassVar[str] = "align"
@@ -77,7 +78,8 @@ class AlignStage(TeacherStage):
         """Find the modules to align in student and teacher. Raises SurgeryError if there are none."""
         if self.config.memory == "checkpoint":
             raise SurgeryError(
-                "stage align: memory must be keep (got checkpoint): no gradient passes from layer to layer, so nothing is saved."
+                "stage align: memory must be keep (got checkpoint): no gradient passes from layer to layer, so nothing "
+                "is saved."
             )
         trained = self.trained_parameters(models, roles)
         self.paths = [
@@ -86,7 +88,8 @@ class AlignStage(TeacherStage):
         theirs = {name for name, _ in models.teacher.named_modules()}
         if lost := [path for path in self.paths if path not in theirs]:
             raise SurgeryError(
-                f"stage align: the teacher has no module {lost[0]}. Give the checkpoint that the student was converted from."
+                f"stage align: the teacher has no module {lost[0]}. Give the checkpoint that the student was converted "
+                "from."
             )
         self._prepare_matrices(models, roles)
 
@@ -94,14 +97,16 @@ class AlignStage(TeacherStage):
         if not self.config.matrix_weight:
             if not self.config.output_weight:
                 raise SurgeryError(
-                    "stage align: output_weight and matrix_weight are both 0, so the loss is empty. Set one of them above 0."
+                    "stage align: output_weight and matrix_weight are both 0, so the loss is empty. Set one of them "
+                    "above 0."
                 )
             return
         attention = set(module_paths(("attention",), roles))
         paths = [path for path in self.paths if path in attention]
         if not paths:
             raise SurgeryError(
-                "stage align: matrix_weight needs attention modules that train, and there are none. Set modules: [attention] and trains: [new]."
+                "stage align: matrix_weight needs attention modules that train, and there are none. Set modules: "
+                "[attention] and trains: [new]."
             )
         self.matrices = MatrixComparison(models.student, models.teacher, paths, self.config.matrix_probes)
 
@@ -112,7 +117,8 @@ class AlignStage(TeacherStage):
         able = {name for name in names if name.startswith(inside)}
         if not able:
             raise SurgeryError(
-                f"stage align: trains {', '.join(self.config.trains)} selects nothing inside {' or '.join(self.config.modules)} "
+                f"stage align: trains {', '.join(self.config.trains)} selects nothing inside "
+                f"{' or '.join(self.config.modules)} "
                 "modules, the only ones that it trains. Try trains: [new], or [attention]."
             )
         return able
@@ -177,7 +183,9 @@ class AlignStage(TeacherStage):
         outputs: dict[str, Tensor],
         matrices: dict[str, Tensor],
     ) -> Iterator[None]:
-        """Within the context, feed the module the teacher's input, record its losses, and pass on the teacher's output."""
+        """Within the context, feed the module the teacher's input, record its losses, and pass on the teacher's
+        output.
+        """
         valid = valid_mask_BT1(batch)
         x, y = (t.to(valid.device) for t in (seen.x, seen.y))
 
@@ -206,8 +214,11 @@ class AlignStage(TeacherStage):
                 handle.remove()
 
     def _substitute(self, value: Tensor, student_value: Tensor) -> Tensor:
-        """Return the teacher's value in the dtype of the student's. FSDP2 gathers a layer's weights for the backward pass only
-        if a gradient reaches its output, so with FSDP2 a zero gradient is passed through."""
+        """Return the teacher's value in the dtype of the student's.
+
+        FSDP2 gathers a layer's weights for the backward pass only if a gradient reaches its output, so with FSDP2 a
+        zero gradient is passed through.
+        """
         value = value.to(student_value.dtype)
         return value + (student_value - student_value.detach()) * 0 if self.spread else value
 

@@ -35,11 +35,11 @@ READOUT = "readout"  # folder of the result for tensors that a stage keeps besid
 class StageConfig(StrictModel):
     """Keys that all stages share.
 
-    length: tokens per row. tokens: positions to train on (rows x length). batch: rows per step, over all devices. rows: rows per
-    forward on one device; batch must be a multiple of rows x devices. rate: peak learning rate. rates: peak rates for some kinds
-    of parameters (see optim.PARAMETER_KINDS) instead of `rate`. trains: kinds, roles, or paths with * and ?. clip: maximum
-    gradient norm. ema: decay of the weights' moving average. memory: `checkpoint` recomputes activations. data: overrides the
-    recipe's data.
+    length: tokens per row. tokens: positions to train on (rows x length). batch: rows per step, over all devices. rows:
+    rows per forward on one device; batch must be a multiple of rows x devices. rate: peak learning rate. rates: peak
+    rates for some kinds of parameters (see optim.PARAMETER_KINDS) instead of `rate`. trains: kinds, roles, or paths
+    with * and ?. clip: maximum gradient norm. ema: decay of the weights' moving average. memory: `checkpoint`
+    recomputes activations. data: overrides the recipe's data.
     """
 
     name: ClassVar[str]
@@ -78,8 +78,8 @@ class StageConfig(StrictModel):
 class StageModels:
     """The models of a stage.
 
-    student: the bare model. run: the model to call, possibly wrapped for several devices. teacher: None if no stage needs one in
-    memory. cache: a TeacherCache, or None.
+    student: the bare model. run: the model to call, possibly wrapped for several devices. teacher: None if no stage
+    needs one in memory. cache: a TeacherCache, or None.
     """
 
     student: Any
@@ -128,7 +128,9 @@ class Stage:
         return self.trained_parameters(models, roles)
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
-        """Return sums over counted positions (scalars): `total`, the loss to minimize, and detached parts for the log."""
+        """Return sums over counted positions (scalars): `total`, the loss to minimize, and detached parts for the
+        log.
+        """
         raise NotImplementedError
 
     def count_positions(self, examples: Batch) -> int:
@@ -136,18 +138,25 @@ class Stage:
         return int((examples["labels"][..., 1:] != IGNORE_INDEX).sum())
 
     def finish(self, models: StageModels, roles: Roles, folder: Path | None) -> None:
-        """Merge or remove what the stage added. folder: for files kept beside the checkpoint; None in processes that do not write."""
+        """Merge or remove what the stage added. folder: for files kept beside the checkpoint; None in processes that do
+        not write.
+        """
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
-    """Return the arguments of a model's call. Causal models with padding at the end need no attention mask; packed documents
-    are separated by position_ids that restart at 0."""
+    """Return the arguments of a model's call.
+
+    Causal models with padding at the end need no attention mask; packed documents are separated by position_ids that
+    restart at 0.
+    """
     named: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     return {**named, "use_cache": False}
 
 
 def next_token_targets(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return (whether a position predicts a counted token, bool; the token it predicts, or IGNORE_INDEX), both (B, T)."""
+    """Return (whether a position predicts a counted token, bool; the token it predicts, or IGNORE_INDEX), both (B,
+    T).
+    """
     next_BT = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
     counts_BT = next_BT != IGNORE_INDEX
     return counts_BT, next_BT

@@ -3,8 +3,8 @@
     loss = kl_weight * T^2 KL(p_T || q_T) + ce_weight * CE        p: teacher, q: student, both at temperature T
 
 top_k: the teacher's k most likely tokens individually, all others as one event (the KL of the coarser distributions, a
-lower bound of the full KL). The teacher is a model in memory, or a cache of its top-k log-probabilities at temperature 1.
-far_weight: tokens count more whose prediction needs distant context (surgery/training/stages/far_weight.py).
+lower bound of the full KL). The teacher is a model in memory, or a cache of its top-k log-probabilities at temperature
+1. far_weight: tokens count more whose prediction needs distant context (surgery/training/stages/far_weight.py).
 window_dropout: exact near attention is off in some steps (surgery/training/stages/window_dropout.py).
 """
 
@@ -41,9 +41,10 @@ MAX_LOGITS = 2**25  # logits compared at a time
 class DistillConfig(StageConfig):
     """Keys of a `distill` stage; see the module for the loss. top_k: None uses the whole vocabulary.
 
-    far_weight: weight a token's loss by 1 + far_weight * KL(teacher || teacher that sees near tokens only), in nats, divided by
-    the mean over the row; 0 weights all tokens alike. far_window, far_sinks: number of last and of first tokens that are near.
-    window_dropout: probability, at the first step, that the softmax branch of a linear mixer is off in a step; it falls linearly to 0.
+    far_weight: weight a token's loss by 1 + far_weight * KL(teacher || teacher that sees near tokens only), in nats,
+    divided by the mean over the row; 0 weights all tokens alike. far_window, far_sinks: number of last and of first
+    tokens that are near. window_dropout: probability, at the first step, that the softmax branch of a linear mixer is
+    off in a step; it falls linearly to 0.
     """
 
     name: ClassVar[str] = "distill"
@@ -58,7 +59,9 @@ class DistillConfig(StageConfig):
 
     @model_serializer(mode="wrap")
     def _omit_unread_options(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the fields without far_* and window_dropout where they are 0, which keeps recipes in reports and journals as they were."""
+        """Return the fields without far_* and window_dropout where they are 0, which keeps recipes in reports and
+        journals as they were.
+        """
         values: dict[str, Any] = to_dict(self)
         unread = [name for name in values if name.startswith("far_")] if not self.far_weight else []
         unread += [] if self.window_dropout else ["window_dropout"]
@@ -69,12 +72,14 @@ class DistillConfig(StageConfig):
         unread = [name for name in ("far_window", "far_sinks") if name in self.model_fields_set]
         if unread and not self.far_weight:
             raise SurgeryError(
-                f"stage distill: {unread[0]} is read only if far_weight is above 0. Set far_weight, for example to 1, or leave "
+                f"stage distill: {unread[0]} is read only if far_weight is above 0. Set far_weight, for example to 1, "
+                "or leave "
                 f"{unread[0]} out."
             )
         if self.far_weight and self.far_window >= self.length:
             raise SurgeryError(
-                f"stage distill: far_window {self.far_window} holds a whole row of {self.length} tokens, so no token is weighted. Set "
+                f"stage distill: far_window {self.far_window} holds a whole row of {self.length} tokens, so no token "
+                "is weighted. Set "
                 "far_window below length, or far_weight to 0."
             )
         return self
@@ -90,7 +95,9 @@ def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, temperature: float) ->
 def top_k_kl_divergence(
     student_NV: Tensor, tokens_NK: Tensor, top_NK: Tensor, rest_N: Tensor, temperature: float
 ) -> Tensor:
-    """Return KL(teacher || student) over k tokens and the rest as one event, (N,), in nats. top, rest: teacher's log-probabilities."""
+    """Return KL(teacher || student) over k tokens and the rest as one event, (N,), in nats. top, rest: teacher's
+    log-probabilities.
+    """
     q_NV = student_NV.float() / temperature
     q_NK = q_NV.gather(-1, tokens_NK) - q_NV.logsumexp(-1, keepdim=True)
     left_N = log_remaining_mass(q_NK)
@@ -111,18 +118,23 @@ class DistillStage(Stage):
 
     @property
     def needs_teacher(self) -> Literal["model", "logits"]:
-        """The teacher's logits, for which a teacher cache suffices; with far_weight the model, which runs a second time."""
+        """The teacher's logits, for which a teacher cache suffices; with far_weight the model, which runs a second
+        time.
+        """
         return "model" if self.config.far_weight else "logits"
 
     def prepare(self, models: StageModels, roles: Roles) -> None:
-        """Raise SurgeryError for a teacher cache with another temperature than 1, or a teacher that far_weight cannot cut."""
+        """Raise SurgeryError for a teacher cache with another temperature than 1, or a teacher that far_weight cannot
+        cut.
+        """
         if self.config.window_dropout:
             self.window_dropout = WindowDropout(models.student, self.config.window_dropout, self.config.steps)
         if self.config.far_weight:
             self.near_teacher = NearTeacher(models.teacher, self.config.far_window, self.config.far_sinks)
         elif models.cache is not None and self.config.temperature != 1:
             raise SurgeryError(
-                f"stage distill: temperature must be 1 with a teacher cache (got {self.config.temperature:g}). Cached targets "
+                f"stage distill: temperature must be 1 with a teacher cache (got {self.config.temperature:g}). Cached "
+                "targets "
                 "have temperature 1; set it to 1, or give --teacher without a cache."
             )
 
@@ -137,7 +149,8 @@ class DistillStage(Stage):
             self.window_dropout.end()
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
-        """Return `total`, `kl` and, with ce_weight, `ce`, in nats, summed over counted positions, by weight with far_weight.
+        """Return `total`, `kl` and, with ce_weight, `ce`, in nats, summed over counted positions, by weight with
+        far_weight.
 
         With far_weight also `far`, the divergence of the teacher without distant context from itself.
         """
@@ -196,7 +209,9 @@ class DistillStage(Stage):
         return top_k_log_probs(logits_BTV, self.config.top_k, self.config.temperature)
 
     def _kl(self, logits_BTV: Tensor, targets: tuple[Tensor, ...], weight_BT: Tensor) -> Tensor:
-        """Return the weighted sum of the KL in chunks of rows, recomputed in the backward pass so that log-probabilities are not stored."""
+        """Return the weighted sum of the KL in chunks of rows, recomputed in the backward pass so that
+        log-probabilities are not stored.
+        """
         student, others = logits_BTV.flatten(0, 1), [t.flatten(0, 1) for t in targets]
         if len(others) == 1 and others[0].shape[-1] != student.shape[-1]:  # embeddings padded differently
             size = min(others[0].shape[-1], student.shape[-1])

@@ -2,12 +2,14 @@
 
     w_t = (1 + a KL(p_t || r_t)) / mean over the row of (1 + a KL(p || r))
 
-p_t: the original's distribution of the next token. r_t: the same with the attention of every layer cut to the last `window` and the
-first `sinks` tokens of the document. A token that the near context predicts has the lowest weight. The mean is taken over the
-counted positions of a row, so that weights do not depend on how rows are divided into micro-batches and over devices.
+p_t: the original's distribution of the next token. r_t: the same with the attention of every layer cut to the last
+`window` and the first `sinks` tokens of the document. A token that the near context predicts has the lowest weight. The
+mean is taken over the counted positions of a row, so that weights do not depend on how rows are divided into
+micro-batches and over devices.
 
-The cut is an additive mask, given to every attention module of the original by a hook: the weights are not copied. `choose_by: measured` of
-hybrids weights tokens by the same divergence (surgery.conversion.restored), computed layer by layer.
+The cut is an additive mask, given to every attention module of the original by a hook: the weights are not copied.
+`choose_by: measured` of hybrids weights tokens by the same divergence (surgery.conversion.restored), computed layer by
+layer.
 
 B batch, T tokens, V vocabulary.
 """
@@ -29,8 +31,8 @@ MASKED_IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations that add
 
 
 def near_tokens(position_BT: Tensor, window: int, sinks: int, own_window: int | None = None) -> Tensor:
-    """Return which tokens s are visible to token t, (B, 1, T, T) bool: those of its document among the last `window`, t included, and
-    the first `sinks`.
+    """Return which tokens s are visible to token t, (B, 1, T, T) bool: those of its document among the last `window`, t
+    included, and the first `sinks`.
 
     position_BT: positions, which restart at 0 in each document of a row. own_window: the module's own sliding window in
     tokens, which limits both.
@@ -48,7 +50,8 @@ def near_tokens(position_BT: Tensor, window: int, sinks: int, own_window: int | 
 class NearTeacher:
     """The original with its attention cut to the last `window` and the first `sinks` tokens.
 
-    Raises SurgeryError if the original cannot be given a mask: it has mixers, or an attention implementation without masks.
+    Raises SurgeryError if the original cannot be given a mask: it has mixers, or an attention implementation without
+    masks.
     """
 
     def __init__(self, teacher: Any, window: int, sinks: int):
@@ -68,7 +71,9 @@ class NearTeacher:
 
     @contextmanager
     def cut(self, position_BT: Tensor) -> Iterator[None]:
-        """Within the context, the teacher's attention modules see near tokens only. position_BT: as in `near_tokens`."""
+        """Within the context, the teacher's attention modules see near tokens only. position_BT: as in
+        `near_tokens`.
+        """
         masks = {
             model_window: near_tokens(position_BT, self.window, self.sinks, model_window)
             for model_window in dict.fromkeys(self.own_windows.values())
@@ -90,7 +95,8 @@ class NearTeacher:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if "attention_mask" not in kwargs:
                 raise SurgeryError(
-                    f"stage distill: far_weight cannot cut {type(module).__name__}, which gets no argument attention_mask by "
+                    f"stage distill: far_weight cannot cut {type(module).__name__}, which gets no argument "
+                    "attention_mask by "
                     "name. Set far_weight to 0."
                 )
             x_BTD = args[0] if args else kwargs["hidden_states"]
@@ -103,7 +109,8 @@ class NearTeacher:
 
 
 def token_weights(gap_BT: Tensor, counts_BT: Tensor, far_weight: float) -> Tensor:
-    """Return the weights of the counted positions, 0 at others, (B, T) float32; their mean over a row's counted positions is 1.
+    """Return the weights of the counted positions, 0 at others, (B, T) float32; their mean over a row's counted
+    positions is 1.
 
     gap_BT: KL(p || r) in nats. counts_BT: whether a position is counted. far_weight: `a` of the module's formula.
     """

@@ -2,8 +2,8 @@
 
     loss = mean over layers of |h - h*|^2 / |h*|^2
 
-Unlike in `align`, errors of lower layers reach upper layers, which learn to compensate for them. |h*|^2 is measured on the first
-rows of the data, one number per layer. The last layer is compared after the model's final norm.
+Unlike in `align`, errors of lower layers reach upper layers, which learn to compensate for them. |h*|^2 is measured on
+the first rows of the data, one number per layer. The last layer is compared after the model's final norm.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class HiddenStage(TeacherStage):
         names = {name for name in super().trained_parameters(models, roles) if not name.startswith(f"{head}.")}
         if not names:
             raise SurgeryError(
-                f"stage hidden: trains {', '.join(self.config.trains)} selects the output head only, which this loss does not depend on. Try trains: [new]."
+                f"stage hidden: trains {', '.join(self.config.trains)} selects the output head only, which this loss "
+                "does not depend on. Try trains: [new]."
             )
         return names
 

@@ -25,7 +25,9 @@ class LMConfig(StageConfig):
 
 
 def cross_entropy(logits_BTV: Tensor, next_BT: Tensor, weight_BT: Tensor | None = None) -> Tensor:
-    """Return the sum of the cross-entropy over counted positions, in nats (a scalar). weight_BT: of the positions; None: 1."""
+    """Return the sum of the cross-entropy over counted positions, in nats (a scalar). weight_BT: of the positions;
+    None: 1.
+    """
     logits_NV, next_N = logits_BTV.flatten(0, 1).float(), next_BT.flatten()
     if weight_BT is None:
         return nn.functional.cross_entropy(logits_NV, next_N, ignore_index=IGNORE_INDEX, reduction="sum")

@@ -1,7 +1,7 @@
 """LoRA on linears, structured ones too: y = W x + alpha / rank * up(down(x)), with all other parameters frozen.
 
-At the end the update is merged into dense linears. For structured linears, where the sum would lose the structure, it stays
-an adapter, in a folder that PEFT reads.
+At the end the update is merged into dense linears. For structured linears, where the sum would lose the structure, it
+stays an adapter, in a folder that PEFT reads.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ADAPTER_NAMES = {"merge": "merged", "keep": "default"}
 class LoraStageConfig(StageConfig):
     """Keys of a `lora` stage.
 
-    targets: roles, or paths of linears with * and ?. loss: that of the stage `lm` or `distill`. adapter: at the end of the
-    stage, "merge" adds the update to the weights where possible; "keep" leaves an adapter everywhere.
+    targets: roles, or paths of linears with * and ?. loss: that of the stage `lm` or `distill`. adapter: at the end of
+    the stage, "merge" adds the update to the weights where possible; "keep" leaves an adapter everywhere.
     """
 
     name: ClassVar[str] = "lora"

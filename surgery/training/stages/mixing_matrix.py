@@ -2,16 +2,16 @@
 
     loss = mean over heads of |W - W*|_F^2 / |W*|_F^2        W: A . M of a mixer, softmax's for layers that were not converted
 
-This is MOHAWK's first stage, "matrix orientation" (Bick et al. 2024, section 4.1: min |TeacherMixer(u) - StudentMixer(u)|_F
-over the same inputs u), squared and relative like the losses it is added to. The input of an attention
-module's output projection is linear in the values, O = W V. For any mixer, W is therefore applied to chosen values V by replacing
-the values in the forward pass of the module; neither matrix is materialized:
+This is MOHAWK's first stage, "matrix orientation" (Bick et al. 2024, section 4.1: min |TeacherMixer(u) -
+StudentMixer(u)|_F over the same inputs u), squared and relative like the losses it is added to. The input of an
+attention module's output projection is linear in the values, O = W V. For any mixer, W is therefore applied to chosen
+values V by replacing the values in the forward pass of the module; neither matrix is materialized:
 
     columns     columns of the identity, V at a time: the exact loss, T / V calls
     probes      random signs z: E |(W - W*) z|^2 = |W - W*|_F^2 (Hutchinson 1989), probes / V calls
 
-A norm over a head's output is not linear and is left out of W. With a convolution of the values or a gate, W differs from
-value to value; the loss is the mean over them.
+A norm over a head's output is not linear and is left out of W. With a convolution of the values or a gate, W differs
+from value to value; the loss is the mean over them.
 
 B: batch, T: tokens, H: heads, G: value heads, V: dimension of a value.
 """
@@ -39,8 +39,8 @@ CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module'
 class MixingProbe:
     """Applies the token-mixing matrix of one attention module to chosen values.
 
-    source: path of the linear that computes the values; reader: path of the output projection; heads, groups: number of query
-    and of value heads; value: dimension of a value; layout: position of the values in the output of `source`.
+    source: path of the linear that computes the values; reader: path of the output projection; heads, groups: number of
+    query and of value heads; value: dimension of a value; layout: position of the values in the output of `source`.
     """
 
     model: Any
@@ -77,7 +77,9 @@ class MixingProbe:
         )
 
     def mix_values(self, call: CallArguments, given_BTV: Tensor) -> Tensor:
-        """Return W V of every head, (B, T, H, V), for the values given (B, T, V). call: arguments of the module's call."""
+        """Return W V of every head, (B, T, H, V), for the values given (B, T, V). call: arguments of the module's
+        call.
+        """
         read: list[Tensor] = []
 
         def values(_: Any, args: Any, out: Tensor) -> Tensor:
@@ -120,7 +122,9 @@ def norm_disabled(mixer: Any) -> Iterator[None]:
 
 
 class MatrixComparison:
-    """Compares the mixing matrices of student and teacher modules. probes: number of random sign vectors; None: all columns."""
+    """Compares the mixing matrices of student and teacher modules. probes: number of random sign vectors; None: all
+    columns.
+    """
 
     def __init__(self, student: Any, teacher: Any, paths: list[str], probes: int | None, seed: int = 0):
         self.pairs = {
@@ -130,7 +134,9 @@ class MatrixComparison:
         self._indices: tuple[Any, list[int]] = (None, [])
 
     def value_factories(self, batch: Batch, value: int) -> list[Callable[[], Tensor]]:
-        """Return one function per call that makes its values (B, T, V) on the CPU; they depend only on the example's index."""
+        """Return one function per call that makes its values (B, T, V) on the CPU; they depend only on the example's
+        index.
+        """
         B, T = batch["input_ids"].shape
         if self.probes is None:
             return [partial(_identity_columns, B, T, first, value) for first in range(0, T, value)]
@@ -153,7 +159,9 @@ class MatrixComparison:
 
     @torch.no_grad()
     def mean_squares(self, path: str, call: CallArguments, batch: Batch, valid_BT1: Tensor) -> Tensor:
-        """Return the mean over tokens and heads of |W*_t|^2, the squared norm of a row of the teacher's matrix (a scalar)."""
+        """Return the mean over tokens and heads of |W*_t|^2, the squared norm of a row of the teacher's matrix (a
+        scalar).
+        """
         _, theirs = self.pairs[path]
         total = torch.zeros((), device=valid_BT1.device)
         for make_values in self.value_factories(batch, theirs.value):
@@ -164,7 +172,10 @@ class MatrixComparison:
     def relative_error_sum(
         self, path: str, call: CallArguments, teacher_call: CallArguments, batch: Batch, valid_BT1: Tensor, size: Tensor
     ) -> Tensor:
-        """Return the sum over tokens of |W_t - W*_t|^2 / size. Each call is checkpointed: one at a time is held in memory."""
+        """Return the sum over tokens of |W_t - W*_t|^2 / size.
+
+        Each call is checkpointed: one at a time is held in memory.
+        """
         from torch.utils.checkpoint import checkpoint
 
         ours, theirs = self.pairs[path]

@@ -1,12 +1,12 @@
 """Window dropout: softmax branches of linear mixers that are switched off in some training steps.
 
-A student with softmax over near tokens may learn to ignore its linear branch (Benfeghoul et al. 2025, arXiv 2510.05901, which drops
-the window on a schedule). In each step the softmax branch of each mixer is off with probability
+A student with softmax over near tokens may learn to ignore its linear branch (Benfeghoul et al. 2025, arXiv 2510.05901,
+which drops the window on a schedule). In each step the softmax branch of each mixer is off with probability
 
     p = share * (1 - step / steps)
 
-so that training ends with the model as it is used. Mixers draw independently; the draws depend on the recipe's seed and on the step
-only, so that processes agree and a resumed run repeats them.
+so that training ends with the model as it is used. Mixers draw independently; the draws depend on the recipe's seed and
+on the step only, so that processes agree and a resumed run repeats them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class WindowDropout:
         self.mixers = [m for m in student.modules() if isinstance(m, LinearMixer) and m.near_weight_H is not None]
         if not self.mixers:
             raise SurgeryError(
-                "stage distill: window_dropout switches the softmax branch of linear mixers, and the student has none with window or "
+                "stage distill: window_dropout switches the softmax branch of linear mixers, and the student has none "
+                "with window or "
                 "sinks. Set window_dropout to 0, or convert with a recipe such as log-linear."
             )
 
@@ -41,7 +42,10 @@ class WindowDropout:
         return (~off).float().tolist()
 
     def begin_step(self, step: int, seed: int) -> None:
-        """Switch the branches for a step. The switches are tensors on the mixers' devices, which a CUDA graph reads anew."""
+        """Switch the branches for a step.
+
+        The switches are tensors on the mixers' devices, which a CUDA graph reads anew.
+        """
         for mixer, on in zip(self.mixers, self.draw(step, seed)):
             if mixer.near_switch is None:
                 assert mixer.near_weight_H is not None

@@ -1,4 +1,6 @@
-"""Write the teacher cache of a recipe: the teacher's top-k log-probabilities for the text of the first stage that trains on them."""
+"""Write the teacher cache of a recipe: the teacher's top-k log-probabilities for the text of the first stage that
+trains on them.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,10 @@ class _Index(_IndexModel):
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Read and validate index.json of a teacher cache. Raises SurgeryError if it is missing, damaged or of another version."""
+    """Read and validate index.json of a teacher cache.
+
+    Raises SurgeryError if it is missing, damaged or of another version.
+    """
     path = folder / INDEX_NAME
     if not path.is_file():
         raise SurgeryError(
@@ -68,7 +71,8 @@ def read_index(folder: Path) -> dict[str, Any]:
             raise SurgeryError(f"{path} points to {shard.file!r}; shards must be .safetensors files beside the index.")
         if shard.first % index.per_shard or shard.count > index.per_shard:
             raise SurgeryError(
-                f"{path}: shard {shard.file} holds rows {shard.first:,} to {shard.first + shard.count:,}, but shards have "
+                f"{path}: shard {shard.file} holds rows {shard.first:,} to {shard.first + shard.count:,}, but shards "
+                "have "
                 f"{index.per_shard:,} rows each. Write the cache again."
             )
     return dict(data)
@@ -95,7 +99,8 @@ def open_shard(folder: Path, shard: dict[str, Any], length: int, top_k: int) -> 
         stored = tensors[name].shape if name in tensors else None
         if stored != shape:
             raise SurgeryError(
-                f"{path}: {name} must have shape {list(shape)} (got {'no such tensor' if stored is None else list(stored)}). "
+                f"{path}: {name} must have shape {list(shape)} (got "
+                f"{'no such tensor' if stored is None else list(stored)}). "
                 "Write the cache again."
             )
     return tensors

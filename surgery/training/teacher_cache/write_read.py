@@ -6,8 +6,8 @@ log-probability of all other tokens together.
     cache.check(data)                             the same tokenizer, text, order and length
     tokens_TK, log_probs_TK, rest_T = cache.targets(17)
 
-docs/data.md describes the files. A shard is complete or absent, and the index lists complete shards only, so an interrupted
-run continues with `resume`. Entry t predicts the token at t + 1, at temperature 1.
+docs/data.md describes the files. A shard is complete or absent, and the index lists complete shards only, so an
+interrupted run continues with `resume`. Entry t predicts the token at t + 1, at temperature 1.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def write_teacher_cache(
 ) -> dict[str, Any]:
     """Write the teacher's targets of the first `examples` examples of the data and return the index.
 
-    rows: examples per forward. per_shard: examples per file. dtype: of the stored log-probabilities. teacher: its name for the
-    index. weights: digest of the teacher's files, which must not change when resuming. resume: complete the cache in
-    `out_dir`, writing lost or damaged shards again.
-    Raises SurgeryError if `out_dir` holds a cache and `resume` is False, or holds one with other settings.
+    rows: examples per forward. per_shard: examples per file. dtype: of the stored log-probabilities. teacher: its name
+    for the index. weights: digest of the teacher's files, which must not change when resuming. resume: complete the
+    cache in `out_dir`, writing lost or damaged shards again. Raises SurgeryError if `out_dir` holds a cache and
+    `resume` is False, or holds one with other settings.
     """
     out = Path(out_dir)
     check_no_links(out)
@@ -100,7 +100,8 @@ def _open_index(out: Path, header: dict[str, Any], resume: bool) -> dict[str, An
     for key, value in header.items():
         if index.get(key) != value and key not in ("examples", "teacher", "sources"):
             raise SurgeryError(
-                f"{out} was begun with another {key} ({index.get(key)}, now {value}). Resume with the original settings, or "
+                f"{out} was begun with another {key} ({index.get(key)}, now {value}). Resume with the original "
+                "settings, or "
                 "choose another folder."
             )
     good = [shard for shard in index["shards"] if is_intact(out, shard)]
@@ -178,7 +179,8 @@ def _iter_targets(model: Any, some: list[Example], k: int, rows: int) -> Iterato
         tokens, log_probs, rest = (torch.cat(p).unflatten(0, logits_BTV.shape[:2]).cpu() for p in zip(*parts))
         if not bool(torch.isfinite(log_probs).all()):
             raise SurgeryError(
-                f"teacher cache: the teacher's logits of rows {start} to {start + rows} contain NaN or infinity. Load the "
+                f"teacher cache: the teacher's logits of rows {start} to {start + rows} contain NaN or infinity. Load "
+                "the "
                 "teacher in bfloat16 or float32."
             )
         yield tokens, log_probs, rest
@@ -224,12 +226,15 @@ class TeacherCache:
         ):
             if theirs != ours:
                 raise SurgeryError(
-                    f"teacher cache {self.folder} was written with another {what} ({_abbreviate(theirs)}, here {_abbreviate(ours)}; "
-                    f"its sources: {', '.join(self.index['sources'])}). Train with the same {what}, or write a cache for this run."
+                    f"teacher cache {self.folder} was written with another {what} ({_abbreviate(theirs)}, here "
+                    f"{_abbreviate(ours)}; "
+                    f"its sources: {', '.join(self.index['sources'])}). Train with the same {what}, or write a cache "
+                    "for this run."
                 )
         if data.config.rows is not None and data.config.rows > len(self):
             raise SurgeryError(
-                f"teacher cache {self.folder} holds {len(self):,} rows, but data.rows is {data.config.rows:,}. Lower it, or "
+                f"teacher cache {self.folder} holds {len(self):,} rows, but data.rows is {data.config.rows:,}. Lower "
+                "it, or "
                 "write more rows with --resume."
             )
         self._rows = data.config.rows
@@ -244,7 +249,8 @@ class TeacherCache:
         shard = self.shards.get(at)
         if shard is None or row >= shard["count"]:
             raise SurgeryError(
-                f"teacher cache {self.folder} holds {len(self):,} rows, but row {number:,} is needed. Write more rows with "
+                f"teacher cache {self.folder} holds {len(self):,} rows, but row {number:,} is needed. Write more rows "
+                "with "
                 f"--resume, or set data.rows={len(self)} to repeat these."
             )
         tensors = self._open(at, shard)
