@@ -277,7 +277,8 @@ def _read_rounded(
     info: TensorInfo, dtype: torch.dtype | None, check: bool, device: torch.device | str | None
 ) -> Tensor:
     """Read a tensor and round it to its dtype. Raise SurgeryError if that cannot hold a value."""
-    tensor = read_tensor(replace(info, dtype=info.stored, stored=None), None, check, device).to(DTYPES[info.dtype])
+    whole = replace(info, dtype=info.stored or info.dtype, stored=None)
+    tensor = read_tensor(whole, None, check, device).to(DTYPES[info.dtype])
     if check and not is_finite(tensor):
         largest = torch.finfo(tensor.dtype).max
         raise SurgeryError(
