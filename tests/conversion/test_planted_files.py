@@ -9,7 +9,7 @@ import pytest
 from helpers.small import make_recipe
 from helpers.small_training import LM, healing_recipe
 
-from surgery.conversion import convert as conversion
+from surgery.conversion import sinks
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.core.errors import SurgeryError
@@ -38,7 +38,7 @@ def out(source, tmp_path, monkeypatch):
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "write_checkpoint", kill)
+        patch.setattr(sinks, "write_checkpoint", kill)
         with pytest.raises(Killed):
             convert(source, RECIPE, tmp_path / "out")
     return tmp_path / "out"
