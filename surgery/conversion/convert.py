@@ -23,7 +23,6 @@ from surgery.checkpoint.report import report_errors
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource
 from surgery.conversion.choices import allocation_lines
 from surgery.conversion.context import NON_LAYER, ConversionContext
-from surgery.conversion.data_free import convert_layers_data_free
 from surgery.conversion.generated import generated_rows, with_generated_rows
 from surgery.conversion.layer_shards import select_valid_entries
 from surgery.conversion.norms import layer_norms_and_biases, outer_norms
@@ -310,6 +309,8 @@ class Conversion:
 
     def _convert_data_free(self, budgets: dict[str, float], tick: Tick) -> LayerReplacement:
         """Convert this process's share of the layers that the journal lacks; return the head's replacement."""
+        from surgery.conversion.data_free import convert_layers_data_free
+
         dist, layers = self.dist, self.ctx.plan.layout.layers
         for warning in uncalibrated_warnings(self.ctx, self.source.calibration_hint):
             label = "warning:" if self.ctx.plan.replaced_targets() else "note:"
