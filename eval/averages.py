@@ -9,9 +9,9 @@ LongBench   Bai et al. 2024, arXiv:2308.14508, section 4: a mean for each of the
 Zero-shot   Log-Linear Attention, table 6: acc_norm of HellaSwag and ARC challenge, acc of the others. LoLCATs (arXiv:2410.10254), whose
             average "no MMLU" has no LAMBADA.
 LongBench-E the mean of its thirteen tasks and of their six categories, for documents of 0 to 4K, 4K to 8K and more than
-8K words. LongBench 2 Bai et al. 2024, arXiv:2412.15204: the share of all questions answered correctly, of short, medium
-and long documents, of
-            easy and hard questions, and of each category. Every question counts the same.
+            8K words.
+LongBench 2 Bai et al. 2024, arXiv:2412.15204: the share of all questions answered correctly, of short, medium and long
+            documents, of easy and hard questions, and of each category. Every question counts the same.
 BABILong    Kuratov et al. 2024, arXiv:2406.10149: the mean of qa1 to qa5 at each length.
 InfiniteBench   Zhang et al. 2024, arXiv:2402.13718: the mean over tasks; lm-eval has eleven of the twelve.
 Retrieval   the mean at each length, of the six tasks of Just Read Twice (arXiv:2407.05483) and of the three of Based (arXiv:2402.18668).
@@ -97,7 +97,7 @@ class Average:
         partial: whether a mean of the tasks that are there is shown, under another name, if others are missing.
         source: the paper that reports it.
         by_size: whether every sample counts the same, instead of every task. Tasks without samples in the group are
-        then no loss.
+            then no loss.
     """
 
     name: str

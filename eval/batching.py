@@ -51,7 +51,7 @@ def score_in_batches(
         tokens: tokens per batch that `batch_size="auto"` starts with; default by device (BATCH_TOKENS).
         prepare: item -> input of `score`, called in threads.
         request: item -> everything that its score depends on, for the journal: JSON data, or an object whose repr says
-        all.
+            all.
     """
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
     indices = order[eval_model.ranks.index :: eval_model.ranks.count]

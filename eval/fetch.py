@@ -202,7 +202,8 @@ class MirrorReadme:
     Attributes:
         configs: configurations and their files.
         complete: configurations of which every split is present; None: the mirror was made by other means and is taken
-        as it is. commit: the Hub's commit of all files; None if unknown.
+            as it is.
+        commit: the Hub's commit of all files; None if unknown.
     """
 
     configs: list[dict[str, Any]]

@@ -140,11 +140,10 @@ def evaluate(
         dtype: one of eval.model.DTYPES.
         command: the command line's arguments, recorded in results.json.
         comparison_files: whether results.json, the table and the figures are written beside the results of the suites;
-        False: only
-            results.json, in the folder of the model.
+            False: only results.json, in the folder of the model.
         lock: whether to lock `out` against other evaluations; False if the caller holds the lock.
         beside: further models that take turns with these in suites that time (`run_pair`); they are all loaded
-        together.
+            together.
     """
     chosen = [find_suite(suite) for suite in dict.fromkeys(suites)]
     for suite in chosen:

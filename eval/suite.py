@@ -52,7 +52,7 @@ class EvalModel:
         ranks: the processes that share the samples.
         progress: receiver of progress bars and messages.
         journal: finished samples of the suite that is running; None: nothing is written, so an interrupted suite begins
-        again.
+            again.
     """
 
     role: Role
@@ -75,8 +75,7 @@ class EvalMetric:
 
     Attributes:
         kind: "mean" (weighted mean), "accuracy" (mean of zeros and ones, compared by McNemar's test) or "ppl" (exp of
-        the
-            weighted mean of nats).
+            the weighted mean of nats).
         scale: factor applied to values for display.
         top: largest possible value before scaling; None if unbounded (losses).
         floor: value that guessing reaches, before scaling; `SuiteResult.floors` overrides it per task.
@@ -119,7 +118,8 @@ class Sample:
         group: values that results are tabulated by, e.g. {"length": 1024, "depth": 0.5}.
         weight: weight in a mean, e.g. the number of tokens.
         unit: key of the bootstrap unit, e.g. the document that several samples come from; None: the sample is its own
-        unit. shown: prompt, output, target and the like, written to samples.jsonl.
+            unit.
+        shown: prompt, output, target and the like, written to samples.jsonl.
     """
 
     task: str
@@ -172,14 +172,12 @@ class Suite:
         combine: computes samples that need both results, e.g. an encoder's cosine similarity to the original.
         run_pair: measures both models alternately while both are loaded, e.g. for timings.
         plot: plot(results, folder, base=..) writes figures for {model: result} into a folder and returns their paths;
-        base: which model
-            is the base, or None. Without it: curves by length and heat maps by length and depth, where samples have
-            these groups.
+            base: which model is the base, or None. Without it: curves by length and heat maps by length and depth,
+            where samples have these groups.
         averages: declares averages over the suite's tasks, given the lengths of its samples (eval/averages.py).
         tasks: returns the names of the tasks that the options select, as --samples and --data have them; raises
-        SurgeryError if --tasks
-            names a task that the suite does not have. Called before a model is loaded. None: the names are known only
-            from the samples.
+            SurgeryError if --tasks names a task that the suite does not have. Called before a model is loaded. None:
+            the names are known only from the samples.
         version: raised whenever the same options give other prompts or scores, so that results are not mixed.
     """
 

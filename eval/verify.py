@@ -203,9 +203,11 @@ def verify(
     Args:
         results: results.json of a finished evaluation, or its folder.
         model, compare: the checkpoints to compare with those recorded: local folders or Hub ids. Only their files are
-        hashed. text, data_root, include_path, data: as for the evaluation; their contents are compared. suites: if
-        given, compared with the recorded suites. options: fields of EvalOptions, compared with those recorded. Options
-        not named have to be today's defaults or recorded.
+            hashed.
+        text, data_root, include_path, data: as for the evaluation; their contents are compared.
+        suites: if given, compared with the recorded suites.
+        options: fields of EvalOptions, compared with those recorded. Options not named have to be today's defaults or
+            recorded.
 
     Raises SurgeryError if results.json is missing or damaged, or if a checkpoint cannot be opened.
     """

@@ -133,14 +133,15 @@ def plan(
 
     Args:
         source: checkpoint, a local folder, a GGUF file, or a Hub id (org/name or org/name@revision); or a model in
-        memory. recipe: name of a shipped recipe, path of a YAML file, dict, or ConversionRecipe. overrides: recipe keys
-        by dotted path, e.g. {"attention.cache": 0.5}. context: length in tokens of a sequence whose caches are shown,
-        and that notes on speed refer to; None: caches at 1,024, 8,192 and
-            65,536 tokens, speed at 4,096.
+            memory.
+        recipe: name of a shipped recipe, path of a YAML file, dict, or ConversionRecipe.
+        overrides: recipe keys by dotted path, e.g. {"attention.cache": 0.5}.
+        context: length in tokens of a sequence whose caches are shown, and that notes on speed refer to; None: caches
+            at 1,024, 8,192 and 65,536 tokens, speed at 4,096.
         measured: file of `surgery bench linear --out`, from which the time of the linears is predicted; None: the times
-        that are included. device: estimate time and memory for this device: "cpu", "h200", or None for the kind of this
-        machine. Of a transformers
-            model in memory, the conversion of its checkpoint by `convert`; none of another module.
+            that are included.
+        device: estimate time and memory for this device: "cpu", "h200", or None for the kind of this machine. Of a
+            transformers model in memory, the conversion of its checkpoint by `convert`; none of another module.
         processes: how many processes share the estimated conversion.
         calibrated: whether the estimated conversion has a calibration text, of the recipe's `tokens`.
         revision: branch, tag or commit of the Hub repository.
@@ -219,10 +220,9 @@ def apply(
         model: the model; its weights must lie on one device.
         recipe, overrides, keys: as in `plan`.
         calibration: inputs to calibrate on: a list of texts, a datasets.Dataset, batches of inputs (dicts of tensors, a
-        DataLoader), the
-            path or Hub id of a text as in `convert`, or a function. A function gets the model; it returns one of the
-            former, or runs the model on its own inputs, which are recorded. None: the recipe's, else the conversion is
-            data-free.
+            DataLoader), the path or Hub id of a text as in `convert`, or a function. A function gets the model; it
+            returns one of the former, or runs the model on its own inputs, which are recorded. None: the recipe's, else
+            the conversion is data-free.
         tokenizer: the model's tokenizer, for texts; it is saved with the model.
         device: where layers run, cpu, cuda, cuda:1; None: where the weights are.
         seed: random seed; None: the recipe's.
@@ -273,11 +273,9 @@ def convert(
         calibration: text to calibrate on, a file or a Hub data set (org/name[:config:split:column]).
         resume: continue an interrupted conversion into the same `out`.
         overwrite: replace the result of an earlier conversion in `out`, or an interrupted one, once the new one is
-        complete. A folder
-            with any other file, or with a changed one, is refused.
+            complete. A folder with any other file, or with a changed one, is refused.
         dtype: bfloat16, float16 or float32, in which the result is stored; the source's weights are rounded as they are
-        read. None: as
-            the source stores them.
+            read. None: as the source stores them.
         device: cpu, cuda, cuda:1; None: a GPU if there is one.
         seed: random seed; None: the recipe's.
         quiet: print warnings only.
@@ -405,8 +403,7 @@ def parameter_groups(
         model: a model in memory, converted or not.
         rate: learning rate of a dense matrix.
         rates: other base rates by kind: structured, mixers, adapters, dense, embeddings, vectors (norms, biases); kinds
-        of rate 0 are
-            left out.
+            of rate 0 are left out.
         weight_decay: of structured, adapters, dense and embeddings.
         optimizer: "adamw" for Adam and its relatives, "sign" for sign descent such as Lion, or "sgd".
         rule: "mup"; "dense": a core has the rate of the dense layer; "same": no rule.
@@ -414,7 +411,7 @@ def parameter_groups(
     """
     from pydantic import ValidationError
 
-    from surgery.conversion.live_model import check_is_module
+    from surgery.modeling.live import check_is_module
     from surgery.training.optim import OptimizerConfig, trainable_groups
 
     check_is_module(model, "parameter_groups")
@@ -649,13 +646,16 @@ def evaluate(
 
     Args:
         model: checkpoint, converted or not, a local folder, a GGUF file, or a Hub id; or a model in memory, which runs
-        as it is. suites: names of suites, see `surgery eval --list-suites`; a list, or one string "ppl,needle".
-        tokenizer: the tokenizer of models in memory; None: that which `apply` was given. compare: checkpoint or model
-        to compare with, usually the original. out: folder for results, samples and plots; suites already finished there
-        are not run again. fail_below: thresholds "name=ratio" on the score relative to `compare`'s, e.g. "ppl=1.05".
-        device, trust_remote_code, progress: as in `convert`; a model in memory runs on its own device. dtype: float32,
-        bfloat16, float16, or auto (that of the stored weights); None: float32, or that of the model in memory. options:
-        fields of `surgery.eval.options.EvalOptions`: text, tokens, length, limit, lengths, depths, tasks,
+            as it is.
+        suites: names of suites, see `surgery eval --list-suites`; a list, or one string "ppl,needle".
+        tokenizer: the tokenizer of models in memory; None: that which `apply` was given.
+        compare: checkpoint or model to compare with, usually the original.
+        out: folder for results, samples and plots; suites already finished there are not run again.
+        fail_below: thresholds "name=ratio" on the score relative to `compare`'s, e.g. "ppl=1.05".
+        device, trust_remote_code, progress: as in `convert`; a model in memory runs on its own device.
+        dtype: float32, bfloat16, float16, or auto (that of the stored weights); None: float32, or that of the model in
+            memory.
+        options: fields of `surgery.eval.options.EvalOptions`: text, tokens, length, limit, lengths, depths, tasks,
             batch_size, seed, data_root and more. `surgery eval --help` says what they mean.
     """
     from surgery.eval.model import LiveEvalModel, live_eval_model
@@ -744,9 +744,11 @@ def compare(
     Args:
         folders: folders written by `evaluate(out=..)`.
         base: results folder of the model that the others are compared with; None: the base that all results name, if
-        there is one. out: folder for tables, figures and comparison.json; or a file .md, .tex, .csv or .json. quality:
-        task, suite or average in the Pareto charts; None: perplexity if measured, else the first average or task. seed:
-        of the bootstrap.
+            there is one.
+        out: folder for tables, figures and comparison.json; or a file .md, .tex, .csv or .json.
+        quality: task, suite or average in the Pareto charts; None: perplexity if measured, else the first average or
+            task.
+        seed: of the bootstrap.
     """
     from surgery.core.files import explain_disk_errors
     from surgery.eval.results.model_tables import check_out, comparison_table, write_comparison
@@ -845,12 +847,16 @@ def bench(
         sizes: full, main or small; None: full on a GPU, else small.
         peers: include other libraries.
         only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign
-        excludes. dtype: bfloat16, float16 or float32; None: bfloat16 on a GPU, else float32. out: JSON file, written
-        after every case. time_limit: seconds after which no further case starts. device, progress: as in `convert`.
-        model: for linear: a checkpoint whose shapes are measured instead of `sizes`. model, drafter, text: for draft:
-        the checkpoint, the recipe or folder of its drafter or prompt-lookup (None: sliding-window, or prompt-lookup for
-        a model with mixers), and the text of the prompts. replay: for draft: the `out` of an earlier draft benchmark,
-        whose acceptance is timed on random weights; no model or text then.
+            excludes.
+        dtype: bfloat16, float16 or float32; None: bfloat16 on a GPU, else float32.
+        out: JSON file, written after every case.
+        time_limit: seconds after which no further case starts.
+        device, progress: as in `convert`.
+        model: for linear: a checkpoint whose shapes are measured instead of `sizes`.
+        model, drafter, text: for draft: the checkpoint, the recipe or folder of its drafter or prompt-lookup (None:
+            sliding-window, or prompt-lookup for a model with mixers), and the text of the prompts.
+        replay: for draft: the `out` of an earlier draft benchmark, whose acceptance is timed on random weights; no
+            model or text then.
     """
     from surgery.eval.speed.run import bench as run
     from surgery.eval.speed.tables import result_tables
@@ -896,8 +902,7 @@ def drafter(
     Args:
         model: the original, a causal language model of transformers.
         recipe: how the drafter is made: a recipe as in `plan`, the folder of a converted checkpoint, another model in
-        memory, or
-            "prompt-lookup": drafts are looked up in the text. A model with mixers takes the last three.
+            memory, or "prompt-lookup": drafts are looked up in the text. A model with mixers takes the last three.
         calibration, tokenizer: as in `apply`, for recipes that are calibrated.
         overrides, keys: as in `plan`, for example overrides={"attention.window": 512}.
         device, progress: as in `apply`.
@@ -939,8 +944,7 @@ def fetch_eval_data(
     Args:
         folder: folder of the mirror; created if it does not exist.
         suites: niah, ruler, longbench, longbench-e, longbench2, babilong, infinitebench, retrieval, zeroshot, or any
-        lm-eval task; ():
-            all suites of this package.
+            lm-eval task; (): all suites of this package.
         tasks: download only these tasks of LongBench or BABILong.
         commits: commits.json of another mirror, whose commits are downloaded; None: the folder's own, else the newest.
         progress: as in `convert`.
@@ -1047,8 +1051,9 @@ def run(
         data: text to train on, and to calibrate on without `calibration`; a file, a folder or a Hub id.
         calibration: text to calibrate on, as in `convert`.
         text: text to measure on; None: the last tenth of `data` or `calibration`, if that is a .txt file, of which the
-        rest is trained on. suites: suites of `evaluate`; options: its options, e.g. tokens=4096, length=512. device,
-        trust_remote_code, progress: as in `convert`.
+            rest is trained on.
+        suites: suites of `evaluate`; options: its options, e.g. tokens=4096, length=512.
+        device, trust_remote_code, progress: as in `convert`.
     """
     from surgery.eval.options import parse_options
     from surgery.workflow import RunOptions

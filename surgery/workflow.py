@@ -40,8 +40,7 @@ class RunOptions:
         recipe: name or file of a conversion recipe; overrides: its keys, "key=value".
         heal: name or file of a healing recipe, None: no healing; heal_overrides: its keys.
         data: text to train on, and to calibrate on without `calibration`; calibration: text to calibrate on; text: text
-        to measure on. A
-            local .txt file given as data or calibration is split if `text` is None.
+            to measure on. A local .txt file given as data or calibration is split if `text` is None.
         suites: suites of `surgery eval`; eval_options: fields of EvalOptions.
         tiny: apply the healing recipe's `tiny` block.
         device: where models run; None: a GPU if there is one.

@@ -55,8 +55,7 @@ def run_own_tasks(
 
     Args:
         tasks: name and constructor of each task. Tasks are built one at a time, because all prompts of a long RULER
-        take
-            gigabytes; a constructor that returns None leaves its task out.
+            take gigabytes; a constructor that returns None leaves its task out.
         metric: the metric of their scores.
         longest: longest prompt in tokens.
     """

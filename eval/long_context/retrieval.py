@@ -68,7 +68,7 @@ class RetrievalTask:
         path: data set of the Hub.
         read: function that turns a row into a Cloze.
         lengths: lengths in tokens at which the data set exists; its path then ends with one of them. Empty: texts are
-        complete.
+            complete.
     """
 
     path: str

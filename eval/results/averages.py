@@ -37,9 +37,12 @@ class AverageRow:
     Attributes:
         length: length of the tasks, if all have the same.
         values, intervals: value and its interval (low, high) by model, scaled for display; None: a task has a single
-        unit. differences: by model: change against the base, with its interval. tasks, samples: how many tasks and
-        samples it averages. unit: "tokens" for an effective length, else "". missing: tasks that were not measured; the
-        row then has another name than the average. source: the paper that reports it.
+            unit.
+        differences: by model: change against the base, with its interval.
+        tasks, samples: how many tasks and samples it averages.
+        unit: "tokens" for an effective length, else "".
+        missing: tasks that were not measured; the row then has another name than the average.
+        source: the paper that reports it.
     """
 
     suite: str

@@ -48,7 +48,8 @@ class StoredModel:
     Attributes:
         name: unique among the models that are compared.
         parameters, stored_bytes: number of stored parameters, and bytes of the stored tensors; None if its results do
-        not say. suites: by name.
+            not say.
+        suites: by name.
     """
 
     name: str

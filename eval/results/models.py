@@ -138,8 +138,10 @@ def compare_folders(
     Args:
         folders: results folders, or folders of single models in them.
         base: folder of the model that the others are compared with; None: the base that all results name, if there is
-        one. quality: task, suite or average that the Pareto charts show; None: perplexity if measured, else the first
-        average or task. seed: of the bootstrap.
+            one.
+        quality: task, suite or average that the Pareto charts show; None: perplexity if measured, else the first
+            average or task.
+        seed: of the bootstrap.
 
     Damaged results are left out and named in `refused`. Raises SurgeryError for fewer than two models, or models
     without a suite in common.

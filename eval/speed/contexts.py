@@ -138,7 +138,8 @@ def measure_context(
     Args:
         runs: rounds that are measured. slow_runs: the same if a round takes longer than SLOW_ROUND; None: `runs`.
         steps: tokens that each run writes, at least 2. The first is not timed, because a cache may get a larger buffer
-        for it. deadline: by time.monotonic(); at least one round is measured, and no further one starts after it.
+            for it.
+        deadline: by time.monotonic(); at least one round is measured, and no further one starts after it.
     """
     size = min(model.config.get_text_config().vocab_size for model in models.values())
     generator = torch.Generator().manual_seed(seed)

@@ -72,16 +72,14 @@ def bench_draft(
     Args:
         model: checkpoint of the original, a local folder or a Hub id.
         drafter: name or file of a conversion recipe that needs no calibration, the folder of a checkpoint, or
-        prompt-lookup. None:
-            sliding-window, or prompt-lookup for an original with mixers.
+            prompt-lookup. None: sliding-window, or prompt-lookup for an original with mixers.
         text: text file, or Hub data set, of the prompts.
         sizes: small, main or full; None: main on a GPU, else small.
         device, dtype: as in `bench`.
         out: JSON file.
         progress: progress display.
         replayed: result of an earlier run, whose acceptance pattern is timed on random weights
-        (eval/speed/draft_replay.py), in place of
-            model, drafter and text.
+            (eval/speed/draft_replay.py), in place of model, drafter and text.
         time_limit: seconds after which no further case of a replay starts.
         command: the command line's arguments, recorded in the result.
     """

@@ -152,7 +152,7 @@ class RepeatedStep:
 
     Attributes:
         problem: why the step could not be captured and runs one operation at a time; None: it was captured, or there is
-        no GPU.
+            no GPU.
     """
 
     WARMUPS = 2  # they compile kernels and let buffers of keys grow

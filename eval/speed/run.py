@@ -49,8 +49,11 @@ def bench(
 
     Args:
         kind: one of KINDS, or "train", or "serve" or "speed", which continue the measurements of an unfinished run in
-        `out`. sizes: full, main, compressed (linears at half and a quarter of the parameters) or small; default: full
-        on a GPU, else small. peers: include other libraries. time_limit: seconds after which no further case starts.
+            `out`.
+        sizes: full, main, compressed (linears at half and a quarter of the parameters) or small; default: full on a
+            GPU, else small.
+        peers: include other libraries.
+        time_limit: seconds after which no further case starts.
         only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign
             excludes names. The first implementation always runs.
         dtype: bfloat16, float16 or float32; default: bfloat16 on a GPU, else float32.

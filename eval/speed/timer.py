@@ -48,8 +48,7 @@ class TimedImplementation:
     Attributes:
         make: prepares the inputs and returns the run.
         choice: kernel choice during the run; with "kernel" or "products", an implementation for which none runs is not
-        timed, because
-            the reference would be measured in its place.
+            timed, because the reference would be measured in its place.
         times: calls per run.
         op, options: its key in kernels/tuning.json; op "original" is what others replace.
         way: implementation name in kernels/tuning.json if different from the choice.

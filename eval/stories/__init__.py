@@ -3,8 +3,7 @@
 There are three kinds of document, each a pure function of a random generator:
 
     Story: ...                        sentences about people, things and places
-    Story: ... with codes hidden ... the same, with sentences such as "The code of the red lantern is 7 3." inserted,
-    and
+    Story: ... with codes hidden ...  the same, with sentences such as "The code of the red lantern is 7 3." inserted, and
                                       "Question: What is the code of the red lantern? Answer: 7 3." at the end
     List: ...                         facts without a story, and questions about them
 

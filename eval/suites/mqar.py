@@ -114,8 +114,8 @@ TOKENS_PER_PAIR = 16
 #   zoology     Arora et al. 2023, arXiv:2312.04927, Figure 2: zoology/experiments/paper_configs/iclr24_zoology_figure2, whose entry
 #               (512, 64) is a comment there
 #   based       Arora et al. 2024, arXiv:2402.18668, Figure 2: the test configurations of arxiv24_based_figure2 beside it
-# log-linear Guo et al. 2025, arXiv:2506.04761, section 4.1: "256-token sequences containing 4 to 64 key-value pairs";
-# the powers of two between them are those of Based
+#   log-linear  Guo et al. 2025, arXiv:2506.04761, section 4.1: "256-token sequences containing 4 to 64 key-value
+#               pairs"; the powers of two between them are those of Based
 PAPER_SETTINGS: dict[str, tuple[tuple[int, int], ...]] = {
     "zoology": ((64, 4), (128, 8), (256, 16), (512, 64)),
     "based": ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)),

@@ -50,9 +50,9 @@ class OutlineSpec:
     mlp with the linears q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj.
 
     model_type, model_class: key and class of the family in transformers. activation: config key of the MLP's
-    activation. norms: the norms of a layer. head_norms: size of the weights of q_norm and k_norm, "head" for one head
-    and "heads" for all
-        heads; "" without these norms.
+    activation.
+    norms: the norms of a layer. head_norms: size of the weights of q_norm and k_norm, "head" for one head and "heads"
+        for all heads; "" without these norms.
     qkv_bias, output_bias, mlp_bias: config key that turns on the biases, "always", or "" without biases.
     scale: config key whose value v scales the attention scores by v ** -0.5; "" for the head dimension.
     window: where the sliding window applies: "model" in every layer, "layers" in those that the config's layer_types
@@ -81,22 +81,20 @@ class Architecture:
 
     layers: the last part of the path of each ModuleList of layers.
     attention, mlp: paths of the sublayers in a layer. query .. down: linears below them, "" if absent, "a|b" for
-    alternatives. residual_attention, residual_mlp: per sublayer, the module whose input is the residual stream to which
-    the output of the
-        sublayer's last linear is added unchanged; () if a norm comes between.
+    alternatives.
+    residual_attention, residual_mlp: per sublayer, the module whose input is the residual stream to which the output of
+        the sublayer's last linear is added unchanged; () if a norm comes between.
     head: path of the output projection in the model. qk_norm: whether queries and keys are normalized.
     softcap: config key of the soft cap on the logits.
     core: path, below the first attention sublayer, of the module that computes the scores; "" for the sublayer itself.
     head_dim: that module's attribute for the head dimension K. rotary: which dimensions of a head RoPE rotates
-    together,
-        "halves" (f, f + half) or "pairs" (2 f, 2 f + 1); "none" without RoPE. How many rotate is read from the config.
+        together, "halves" (f, f + half) or "pairs" (2 f, 2 f + 1); "none" without RoPE. How many rotate is read from
+        the config.
     grouped_heads: whether query heads may share key/value heads, whose number is then the config's num_key_value_heads;
-    False if the
-        family does not read that key, as transformers ignores it too.
+        False if the family does not read that key, as transformers ignores it too.
     score_softcap: config key of the soft cap on attention scores. unmixable: why its attention cannot be replaced.
     observed_attention: whether a dry run finds the softmax attention for mixers instead of the fields above, as in a
-    family without
-        an Architecture: for layers of several kinds, or attention with computations of its own.
+        family without an Architecture: for layers of several kinds, or attention with computations of its own.
     outline: the modules of transformers' class for `surgery plan`; None to import that class for every plan.
     """
 

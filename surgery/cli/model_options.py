@@ -1,8 +1,7 @@
 """Command-line options from the fields of a pydantic model, so that an option is declared once: in the model.
 
     @options_of(load_eval_options)
-    def evaluate(out: Out = None, *, as_json: Json = False, **asked: Any) -> None: # asked: value by field, None if not
-    given
+    def evaluate(out: Out = None, *, as_json: Json = False, **asked: Any) -> None:  # asked: value by field, None if not given
         ..
 
     app.command(name="eval", cls=ModelCommand)(evaluate)

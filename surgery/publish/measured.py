@@ -1,7 +1,6 @@
 """Find the results of one checkpoint among those in a folder of `surgery eval --out` or `surgery compare --out`.
 
-Results name every model by its fingerprint, the SHA-256 over all files that determine its output
-(`CheckpointSource.digest`). A folder may hold
+Results name every model by its fingerprint, the SHA-256 over all files that determine its output (`CheckpointSource.digest`). A folder may hold
     results.json              one model, beside the original
     OUT-1a2b3c4d/             the same of each of several models, with the first eight digits of its fingerprint
     comparison.json           the comparison of several models

@@ -126,10 +126,11 @@ class Drafter:
             input_ids: prompts (B, L), padded on the left.
             attention_mask: 0 at padding (B, L); None: as `generate` infers it.
             draft_tokens: drafts per round; "auto" chooses the number with the highest bound on the speedup, none where
-            drafting does not pay. streamer: receives the tokens of a single prompt, as in `generate`.
-            generation_config: a GenerationConfig; None: the model's. options: arguments of `generate`: max_new_tokens,
-            do_sample, temperature, top_k, top_p, eos_token_id, logits_processor,
-                stopping_criteria, stop_strings with tokenizer, ..
+                drafting does not pay.
+            streamer: receives the tokens of a single prompt, as in `generate`.
+            generation_config: a GenerationConfig; None: the model's.
+            options: arguments of `generate`: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id,
+                logits_processor, stopping_criteria, stop_strings with tokenizer, ..
         """
         check_options(self.model, generation_config, options)
         length = self._draft_length(draft_tokens, input_ids)

@@ -135,7 +135,8 @@ class QuantizedLinear(nn.Module):
 
     Args:
         linear: a StructuredLinear, or a linear whose weight is (1, O, I). Its values are quantized, unless they are on
-        meta. storage: bits and groups.
+            meta.
+        storage: bits and groups.
 
     Raises SurgeryError if values are not finite.
     """

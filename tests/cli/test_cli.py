@@ -170,7 +170,7 @@ def test_a_long_tuning_is_said_with_one_plan(run, checkpoints, calibration, tmp_
     from surgery.planning.plan import make_plan
 
     made = []
-    monkeypatch.setattr("surgery.conversion.convert.make_plan", lambda *words: made.append(1) or make_plan(*words))
+    monkeypatch.setattr("surgery.conversion.sources.make_plan", lambda *words: made.append(1) or make_plan(*words))
     monkeypatch.setattr("surgery.planning.plan.make_plan", None)
     monkeypatch.setattr("surgery.publish.tables.LONG_TUNING", -1)
     words = ("-r", "low-rank-half", "--calibration", calibration("llama"), "--set", "tune={model: 1}")

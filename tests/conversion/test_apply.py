@@ -34,7 +34,7 @@ LINEAR = {"structure": "btt", "layers": ":1", **QUICK}
 MIXER = {"structure": "dense", "attention": {"mixer": "linear", "layers": "1:2"}, **QUICK}
 SPLIT = {"structure": "low_rank", "fused": "split", **QUICK}
 FILES = ["config.json", "generation_config.json", "model.safetensors", "surgery_report.json", "surgery_shim.py"]
-MOVING = ("seconds", "time", "memory", "fingerprint", "name", "calibration")
+MOVING = ("seconds", "time", "memory", "fingerprint", "name", "calibration", "files")
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def assert_same_tensors(one: dict, other: dict) -> None:
 
 
 def settled(value):
-    """A report without times, memory and the names of files."""
+    """A report without times, memory, and the names and digests of files."""
     if isinstance(value, dict):
         return {k: settled(v) for k, v in value.items() if k not in MOVING or (k == "name" and "model" in str(v))}
     return [settled(each) for each in value] if isinstance(value, list) else value

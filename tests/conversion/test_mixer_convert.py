@@ -323,7 +323,11 @@ def test_the_table_of_what_goes_where_is_true(tmp_path):
 def test_without_calibration_the_report_says_what_is_not_fitted(tmp_path):
     """An attention recipe projects no weights, so its warning speaks of mixers; a window has nothing to fit."""
     source(tmp_path, "llama")
-    for name, words in (("ssd", ["mixers keep"]), ("sliding-window", []), ("low-rank-half", ["weights are projected"])):
+    for name, words in (
+        ("ssd", ["mixers are not fitted"]),
+        ("sliding-window", []),
+        ("low-rank-half", ["weights are projected"]),
+    ):
         report = convert(str(tmp_path / "source"), load_recipe(name, SMALL.get(name, [])), tmp_path / name)
         warnings = [note for note in report["notes"] if "no calibration text" in note]
         assert len(warnings) == len(words) and all(word in note for word, note in zip(words, warnings))

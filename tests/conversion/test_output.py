@@ -11,8 +11,7 @@ import pytest
 from helpers.small import make_recipe
 
 from surgery import api
-from surgery.conversion import convert as conversion
-from surgery.conversion import output
+from surgery.conversion import output, sinks
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.conversion.quantize_checkpoint import quantize
@@ -61,7 +60,7 @@ def interrupt(source, out, monkeypatch, at="write_checkpoint", recipe=OLD, **mor
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, at, kill)
+        patch.setattr(sinks, at, kill)
         with pytest.raises(Killed):
             convert(source, recipe, out, **more)
 
@@ -235,13 +234,13 @@ def test_places_that_are_in_use_are_refused(source, out, monkeypatch, tmp_path):
 
 def test_a_file_that_came_meanwhile_is_kept(source, out, monkeypatch):
     """The conversion is complete then, and --resume finishes it once the file is gone."""
-    written = conversion.write_checkpoint
+    written = sinks.write_checkpoint
 
     def disturbed(*words):
         (out / "notes.txt").write_text("mine")
         return written(*words)
 
-    monkeypatch.setattr(conversion, "write_checkpoint", disturbed)
+    monkeypatch.setattr(sinks, "write_checkpoint", disturbed)
     with pytest.raises(SurgeryError, match=r"notes.txt was not written.*with --resume"):
         convert(source, NEW, out, overwrite=True)
     monkeypatch.undo()

@@ -106,8 +106,8 @@ def test_todays_words_say_nothing():
 @pytest.mark.parametrize(
     "overrides, path, value",
     [
-        (["tune.model=3"], "tune.model", 3),
-        (["tune.layers=2"], "tune.layers", 2),
+        (["refine.model=3"], "tune.model", 3),
+        (["refine.layers=2"], "tune.layers", 2),
         (["tune=false", "tune.model=3"], "tune.model", 3),
         (["attention.hybrid.keep=0.5"], "attention.hybrid.softmax", 0.5),
         (["attention.hybrid.by=every"], "attention.hybrid.choose_by", "every"),
@@ -182,7 +182,7 @@ def test_the_command_line_prints_each_line_once(checkpoints, capsys):
 
 
 def test_keywords_and_overrides_of_the_functions(checkpoints):
-    for given in ({"refine": {"layers": 0, "model": 2}}, {"overrides": {"tune.model": 2}}):
+    for given in ({"refine": {"layers": 0, "model": 2}}, {"overrides": {"refine.model": 2}}):
         told, lines = noted(lambda given=given: surgery.plan(checkpoints("llama"), "low-rank-half", **given))
         assert told["recipe"]["tune"] == {"layers": 0, "model": 2, "norms": False} and lines
 
@@ -422,5 +422,3 @@ def test_overrides_of_shipped_healing_recipes():
     for override in ("keep=3", "checkpoints=3"):
         recipe, lines = noted(lambda override=override: load_healing_recipe("linears", [override]))
         assert recipe.checkpoints == 3 and lines == (["recipe: keep is now checkpoints"] if "keep" in override else [])
-    with pytest.raises(SurgeryError, match="keep is the old name of checkpoints, and both are given"):
-        load_healing_recipe("linears", ["keep=3", "checkpoints=3"])

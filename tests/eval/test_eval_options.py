@@ -45,7 +45,14 @@ def test_each_field_is_an_option(name):
 
 def test_no_other_option_of_eval_is_hidden_or_lost():
     written = {"converted", "suite", "compare", "out", "fail_below", "verify", "device", "dtype"}
-    assert set(EVAL) - {"help"} == {*EvalOptions.model_fields, *written, "trust_remote_code", "list_suites", "as_json"}
+    assert set(EVAL) - {"help"} == {
+        *EvalOptions.model_fields,
+        *written,
+        "trust_remote_code",
+        "plugins",
+        "list_suites",
+        "as_json",
+    }
     run = {parameter.name: parameter for parameter in GROUP.commands["run"].params}
     for name in ("limit", "tokens", "length", "lengths"):
         assert (run[name].opts, run[name].help) == (EVAL[name].opts, EVAL[name].help)

@@ -127,7 +127,7 @@ def valid_configs():
 @pytest.mark.parametrize(
     "config",
     list(valid_configs()),
-    ids=lambda c: f"{c.mask.name}-{c.features.name}-{c.scores}-{c.normalise}-{c.norm}-{c.near}",
+    ids=lambda c: f"{c.mask.name}-{c.features.name}-{c.scores}-{c.normalise}-{c.norm}-{c.near_tokens}",
 )
 def test_item_4_4_a_start_is_never_worse_than_its_own_window(config):
     found, held = init_mixer(config)

@@ -14,7 +14,7 @@ import pytest
 
 from surgery.core.errors import RenamedWarning, SurgeryError
 from surgery.planning.renamed import OLD_HEALING_RECIPES
-from surgery.planning.shipped import read_descriptions
+from surgery.planning.shipped import read_recipes
 from surgery.training.recipe import load_healing_recipe
 from surgery.workflow import SETTINGS_NAME, _open_folder
 
@@ -28,9 +28,7 @@ def keys(name: str, *overrides: str, tiny: bool = False) -> dict:
 
 
 def test_old_names_are_those_of_version_0_2():
-    assert (
-        OLD_HEALING_RECIPES.keys() == BEFORE.keys() and not OLD_HEALING_RECIPES.keys() & read_descriptions(True).keys()
-    )
+    assert OLD_HEALING_RECIPES.keys() == BEFORE.keys() and not OLD_HEALING_RECIPES.keys() & read_recipes(True).keys()
 
 
 @pytest.mark.parametrize("tiny", [False, True])
@@ -55,7 +53,7 @@ def test_the_command_of_the_page_trains_as_before(name):
         )
 
 
-@pytest.mark.parametrize("name", read_descriptions(True))
+@pytest.mark.parametrize("name", read_recipes(True))
 def test_descriptions_say_what_a_recipe_is_for_and_what_it_costs(name):
     """In the order: when to use it, what it does, its tokens, and what it was measured on."""
     recipe = load_healing_recipe(name)

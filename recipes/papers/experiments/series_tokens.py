@@ -1,8 +1,8 @@
 """Tokenised series: does a decoder with MLR attention reach the loss of softmax with less compute? (Kuang et al. 2025,
 "Customizing the Inductive Biases of Softmax Attention", Figure 15)
 
-python -m recipes.papers.experiments.series_tokens run --setting cpu [--data ETTh1.csv] [--out rows.jsonl] [--minutes
-30] python -m recipes.papers.experiments.series_tokens show [rows.jsonl ..] [--plot series_tokens.png]
+python -m recipes.papers.experiments.series_tokens run --setting cpu [--data ETTh1.csv] [--out rows.jsonl] [--minutes 30]
+python -m recipes.papers.experiments.series_tokens show [rows.jsonl ..] [--plot series_tokens.png]
 
 Rows are series of random kernels (KernelSynth) as tokens: values over the mean |x| of the context, in uniform bins on
 [-15, 15]. The context is the first 8/9 of a row, as in rows of 512 and 64 tokens. With --data, the columns of ETTh1 are

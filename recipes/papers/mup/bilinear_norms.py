@@ -3,8 +3,7 @@ norm.
 
 Each row has the best of several base learning rates.
 
-python -m recipes.papers.mup.bilinear_norms --text calibration.txt --held heldout.txt [--seeds 2] [--steps 200] [--only
-qk] [--flat]
+python -m recipes.papers.mup.bilinear_norms --text calibration.txt --held heldout.txt [--seeds 2] [--steps 200] [--only qk] [--flat]
 
 --flat trains the factors at the base rate, independent of their fan-in. The models are
 character-level, with two layers of width 64 and four heads of 16. A step of AdamW, with a cosine schedule, takes 8

@@ -1,8 +1,7 @@
 """Table of docs/measurements/quality.md: perplexity after converting every linear of the layers, by the allocation of
 the parameter budget.
 
-python -m recipes.papers.quality.allocations SRC --calibration FILE --text FILE --structure btt --keep 0.5 uniform
-spread tilt=0.5 lems=0,5
+python -m recipes.papers.quality.allocations SRC --calibration FILE --text FILE --structure btt --keep 0.5 uniform spread tilt=0.5 lems=0,5
 
 Each allocation follows the expected rise of the loss at each number of parameters (surgery.conversion.fisher), except
 `uniform`:
@@ -12,8 +11,8 @@ Each allocation follows the expected rise of the loss at each number of paramete
     tilt=T           the rises in layer l of L times exp(T (1 - 2 l / (L - 1))), so that a positive T gives more to early layers; the head counts
                      as the last one
     lems=ALPHA,GAMMA the rises in layer l times the cross-layer factor of LEMS (Thoma et al. 2026,
-    github.com/lems-svd/lems):
-                     1 + GAMMA (S_l - S_(L-1)) / (S_0 - S_(L-1)), S_l = sum of (k + 1)^-ALPHA for k from l to L - 1
+                     github.com/lems-svd/lems): 1 + GAMMA (S_l - S_(L-1)) / (S_0 - S_(L-1)), S_l = sum of (k + 1)^-ALPHA
+                     for k from l to L - 1
     power=P          the rises to the power P
     mean             the mean of `uniform` and `spread`
     probed=SWEEPS,N  `spread` by error curves that fits at N sizes correct (curve_probes.py)
@@ -31,8 +30,7 @@ from unittest.mock import patch
 
 from recipes.papers.quality.curve_probes import probed_points
 from recipes.papers.quality.linears import STRUCTURES, convert_and_measure, format_line, measure_checkpoint
-from surgery.calibration import fisher
-from surgery.conversion import convert
+from surgery.conversion import convert, fisher
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.trial import budgets_by_gain, measure_rank_errors, uniform_budgets
 from surgery.core.device import choose_device

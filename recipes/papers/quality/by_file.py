@@ -1,8 +1,7 @@
 """Ratios of perplexity file by file: a text of source files is split into its files, and each is scored by itself.
 
 python -m recipes.papers.quality.by_file split heldout.txt heldout.jsonl            one JSON line for each file
-python -m recipes.papers.quality.by_file score SRC CONVERTED .. --text heldout.txt [--tokens 65536] [--above 1.5]
-[--json ROWS.jsonl]
+python -m recipes.papers.quality.by_file score SRC CONVERTED .. --text heldout.txt [--tokens 65536] [--above 1.5] [--json ROWS.jsonl]
 
 `score` prints a row for each converted checkpoint: the median of the files' ratios to the original, the worst file, the
 share of files above a ratio, and the ratio of all tokens with its 95% interval, in which files are the units of the

@@ -1,8 +1,7 @@
 """Table of docs/measurements/quality.md: candidates for `auto` at equal stored bytes, by the output error on held-out
 rows.
 
-python -m recipes.papers.quality.candidates SRC --calibration FILE [--keep 0.5] [--layer 0 --layer 3] [--family NAME]
-[--json OUT]
+python -m recipes.papers.quality.candidates SRC --calibration FILE [--keep 0.5] [--layer 0 --layer 3] [--family NAME] [--json OUT]
     [--text FILE --swap FAMILY]
 
     low rank, pivoted       the structures that `auto` has; pivoted low rank stores r (O + I - r) values and a position of each row

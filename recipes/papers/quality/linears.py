@@ -1,8 +1,7 @@
 """Table of docs/quality.md: perplexity after converting every linear of the layers, by structure and method, without
 training.
 
-python -m recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--tune 20 20
-[--norms]] [--allocate uniform] [--share input] [--json OUT]
+python -m recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--tune 20 20 [--norms]] [--allocate uniform] [--share input] [--json OUT]
 
     plain        no calibration text: Frobenius norm
     whitened     closed form in the metric of the inputs, each layer separately, the same share of parameters everywhere

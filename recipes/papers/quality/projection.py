@@ -1,7 +1,6 @@
 """Errors of linears that a structure replaces at equal stored parameters, the table of docs/structures.md.
 
-    python -m recipes.papers.quality.projection SRC [--calibration TEXT] [--keep 0.5] [--structures low_rank btt monarch
-    mlr]
+    python -m recipes.papers.quality.projection SRC [--calibration TEXT] [--keep 0.5] [--structures low_rank btt monarch mlr]
 
 Every linear of the layers keeps the same share of its parameters (allocate: uniform). Without a text the error is that
 of the weights (Frobenius); with one, that of the outputs on held-out rows. Prints the mean over the linears of the

@@ -1,8 +1,7 @@
 """Rows of the tables "at equal bytes" in docs/measurements/quality.md: one model, dense or structured, with its linears
 in 16, 8 or 4 bits.
 
-python -m recipes.papers.quality.quantized SRC --calibration FILE --text FILE --json ROWS.jsonl [--structure low_rank]
-[--needles 40]
+python -m recipes.papers.quality.quantized SRC --calibration FILE --text FILE --json ROWS.jsonl [--structure low_rank] [--needles 40]
 python -m recipes.papers.quality.quantized_times 1b --json ROWS.jsonl                decoding times, of random weights
 python -m recipes.papers.quality.equal_bytes ROWS.jsonl --write docs/measurements/quality.md
 

@@ -1,7 +1,6 @@
 """Conversions of a mixture of experts with and without `share: experts`, at equal parameters: JSON lines, and a table.
 
-python -m recipes.papers.quality.shared_conversions SRC --calibration FILE --text FILE --json ROWS.jsonl [--keep 0.5]
-[--time-limit 100]
+python -m recipes.papers.quality.shared_conversions SRC --calibration FILE --text FILE --json ROWS.jsonl [--keep 0.5] [--time-limit 100]
 
 Only experts are replaced, by low rank, at one share for all matrices (allocate: uniform), layer after layer. Rows that
 ROWS.jsonl has are not measured again, and after --time-limit no conversion is begun. The table is printed from the rows

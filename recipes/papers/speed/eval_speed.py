@@ -1,7 +1,6 @@
 """Measure the overhead of evaluation suites over a bare loop of the same forwards, on a random Llama of 1B parameters.
 
-python -m recipes.papers.speed.eval_speed --length 32768 --samples 64 --suite needle:needle --suite niah --new 0 --new
-128
+python -m recipes.papers.speed.eval_speed --length 32768 --samples 64 --suite needle:needle --suite niah --new 0 --new 128
 
 The bare loop runs the same number of random prompts of that length in batches and computes the last logits (`--new 0`,
 as `needle` does) or generates tokens (`--new 128`, as `niah` does). A suite without overhead takes as long. With

@@ -12,9 +12,7 @@ from surgery.mixers.base import AttentionShape, MixerInputs
 
 
 def apply_rope(x_BTHK: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
-    """Return x rotated: the first R dims of each head in the half-split form, as transformers'
-    `apply_rotary_pos_emb`.
-    """
+    """Return x rotated: the first R dims of each head in the half-split form of transformers."""
     cos, sin = cos_BTR.unsqueeze(2).to(x_BTHK.dtype), sin_BTR.unsqueeze(2).to(x_BTHK.dtype)
     x, rest = x_BTHK.split([cos.shape[-1], x_BTHK.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = x.chunk(2, dim=-1)

@@ -103,12 +103,10 @@ class MQARTask(Task):
     """Multi-query associative recall (Arora et al. 2023, "Zoology", section 4.1): keys, their values, and keys again.
 
     vocabulary: number of tokens. pairs: numbers of key-value pairs; each row draws one of them. layout:
-        pairs_first the pairs, then random tokens among which every key appears once more, at even distances drawn with
-        weight
+        pairs_first  the pairs, then random tokens among which every key appears once more, at even distances drawn with weight
                      s^(power - 1). Keys are from the lower half of the vocabulary, values from the upper one
         scattered    the pairs at random even positions among distractors, then every key once more, each followed by its value.
-                     Keys, values and distractors are from the first quarter, the second quarter and the other half of
-                     the vocabulary
+                     Keys, values and distractors are from the first quarter, the second quarter and the other half of the vocabulary
     """
 
     task: Literal["mqar"] = "mqar"
