@@ -114,10 +114,14 @@ class FolderSink:
     """
 
     def __init__(self, out: Path, resume: bool = False, overwrite: bool = False, dist: DistContext | None = None):
-        self.out, self.work_dir = out, partial_path(out)
-        self.output = Output(out, resume, overwrite)
+        self.out, self.output = out, Output(out, resume, overwrite)
         self.dist = dist or DistContext()
         self.delivered: set[str] = set()  # names of the result's files, in process 0
+
+    @property
+    def work_dir(self) -> Path:
+        """OUT.partial."""
+        return partial_path(self.out)
 
     def check(self) -> None:
         """Raise SurgeryError if OUT exists, or is in a place where no checkpoint may lie."""

@@ -563,7 +563,7 @@ def test_functions_of_checkpoints_refuse_models(checkpoints):
         (lambda: surgery.convert(3, LINEAR, "OUT"), "got a int"),
         (lambda: surgery.load(model), "surgery.load takes a local folder or a Hub id"),
         (lambda: surgery.push(model, "me/model"), "model.save_pretrained"),
-        (lambda: surgery.finetune(model), "model.save_pretrained"),
+        (lambda: surgery.finetune(model, "linears"), "model.save_pretrained"),
         (lambda: surgery.inspect(model), "no surgery_report"),
         (lambda: surgery.densify(model, "OUT"), "in place and writes no folder"),
         (lambda: surgery.densify("OUT"), "needs the folder to write to"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import textwrap
 from pathlib import Path
 
 from recipes.papers.experiments import (
@@ -96,13 +97,22 @@ def judge(experiment: Experiment) -> list[tuple[str, str]]:
 
 
 def sections() -> dict[str, str]:
-    """Return marker -> section in Markdown."""
-    return {
+    """Return marker -> section in Markdown, with its prose at 120 columns."""
+    contents = {
         "experiments": section(),
         "speed": speed.section(),
         "figures": figures_section(EXPERIMENTS, judge, speed.measured()),
         "costs": costs_section(),
     }
+    return {name: "\n".join(map(_wrapped, content.split("\n"))) for name, content in contents.items()}
+
+
+def _wrapped(line: str) -> str:
+    """Return a line of Markdown at 120 columns. Rows of tables stay as they are."""
+    if line.startswith("|"):
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def replace_section(text: str) -> str:
