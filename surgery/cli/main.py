@@ -21,23 +21,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand
 
 from surgery.cli import options
-from surgery.cli.compare import compare
 from surgery.cli.console import progress as _progress
 from surgery.cli.console import show as _show
-from surgery.cli.eval import command_words, evaluate
-from surgery.cli.fetch_eval_data import fetch_eval_data
-from surgery.cli.finetune import finetune
-from surgery.cli.model_options import ModelCommand
-from surgery.cli.pretrain import pretrain
-from surgery.cli.push import push
-from surgery.cli.recipes import recipes
-from surgery.cli.report import report
-from surgery.cli.run import run
-from surgery.cli.serve import ServeCommand, serve
 from surgery.cli.shorthands import check_calibrated, check_keep, with_shorthands
-from surgery.cli.teacher_cache import teacher_cache
 from surgery.core.environment import explain_broken_import
 from surgery.core.errors import RenamedWarning, SurgeryError
 from surgery.core.files import explain_path_error
@@ -48,21 +37,6 @@ from surgery.core.version import __version__
 if TYPE_CHECKING:
     from surgery.planning.targets import Plan
 
-app = typer.Typer(
-    name="surgery",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"token_normalize_func": lambda word: word.replace("_", "-")},  # --batch_size, as lm-eval has it
-    rich_markup_mode="rich",
-    help=(
-        "Replace the expensive parts of a pretrained Hugging Face transformer by structured ones.\n\n"
-        "[bold]run[/] does everything in one go. [bold]plan[/] shows what a recipe would replace, [bold]convert[/] "
-        "replaces it, [bold]inspect[/] and [bold]eval[/] measure the "
-        "result, [bold]densify[/] undoes the conversion. Start with [bold]surgery demo[/].\n\n"
-        "    surgery convert Qwen/Qwen3-0.6B --recipe btt-half --calibration "
-        "Salesforce/wikitext:wikitext-2-raw-v1:train:text --out OUT"
-    ),
-)
 error_console = Console(stderr=True)
 EXIT_INTERRUPTED = 130
 USER_ERRNOS = (errno.EACCES, errno.ENOSPC, errno.EROFS)
@@ -81,7 +55,6 @@ def _version(show: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback()
 def _root(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -375,6 +348,7 @@ def bench_speed(
 
     surgery bench attention --peers --out attention.json
     """
+    from surgery.cli.eval import command_words
     from surgery.eval.speed.run import bench
     from surgery.eval.speed.tables import result_tables, save_plot
 
@@ -401,28 +375,111 @@ def bench_speed(
         save_plot(result, plot)
 
 
-# The commands in the order of `surgery --help`: panel -> name -> function.
-PANELS: dict[str, dict[str, Callable[..., None]]] = {
-    "Convert": {
-        "demo": demo,
-        "recipes": recipes,
-        "plan": plan,
-        "convert": convert,
-        "run": run,
-        "inspect": inspect,
-        "quantize": quantize,
-        "densify": densify,
-    },
-    "Heal": {"finetune": finetune, "teacher-cache": teacher_cache},
-    "Measure": {"eval": evaluate, "compare": compare, "report": report, "fetch-eval-data": fetch_eval_data},
-    "Share": {"push": push, "serve": serve},
-    "Advanced": {"pretrain": pretrain, "toeplitz": toeplitz, "bench": bench_speed},
+# -- the application -------------------------------------------------------------------------------
+# The commands in the order of `surgery --help`, by panel.
+PANELS = {
+    "Convert": ("demo", "recipes", "plan", "convert", "run", "inspect", "quantize", "densify"),
+    "Heal": ("finetune", "teacher-cache"),
+    "Measure": ("eval", "compare", "report", "fetch-eval-data"),
+    "Share": ("push", "serve"),
+    "Advanced": ("pretrain", "toeplitz", "bench"),
 }
-COMMAND_CLASSES = {serve: ServeCommand, run: ModelCommand, evaluate: ModelCommand}
+COMMANDS = [name for names in PANELS.values() for name in names]
 
-for panel, commands in PANELS.items():
-    for name, command in commands.items():
-        app.command(name, cls=COMMAND_CLASSES.get(command), rich_help_panel=panel)(command)
+
+def command_function(name: str) -> tuple[Callable[..., None], type[TyperCommand] | None]:
+    """Return (the function of a command, the class of its Typer command or None). Imports its module and no other."""
+    match name:
+        case "recipes":
+            from surgery.cli.recipes import recipes
+
+            return recipes, None
+        case "run":
+            from surgery.cli.model_options import ModelCommand
+            from surgery.cli.run import run
+
+            return run, ModelCommand
+        case "finetune":
+            from surgery.cli.finetune import finetune
+
+            return finetune, None
+        case "teacher-cache":
+            from surgery.cli.teacher_cache import teacher_cache
+
+            return teacher_cache, None
+        case "eval":
+            from surgery.cli.eval import evaluate
+            from surgery.cli.model_options import ModelCommand
+
+            return evaluate, ModelCommand
+        case "compare":
+            from surgery.cli.compare import compare
+
+            return compare, None
+        case "report":
+            from surgery.cli.report import report
+
+            return report, None
+        case "fetch-eval-data":
+            from surgery.cli.fetch_eval_data import fetch_eval_data
+
+            return fetch_eval_data, None
+        case "push":
+            from surgery.cli.push import push
+
+            return push, None
+        case "serve":
+            from surgery.cli.serve import ServeCommand, serve
+
+            return serve, ServeCommand
+        case "pretrain":
+            from surgery.cli.pretrain import pretrain
+
+            return pretrain, None
+    here = {"demo": demo, "plan": plan, "convert": convert, "inspect": inspect, "quantize": quantize}
+    return {**here, "densify": densify, "toeplitz": toeplitz, "bench": bench_speed}[name], None
+
+
+def make_app(only: str | None = None) -> typer.Typer:
+    """Return the application with one command, or with all of them. One command starts faster than all."""
+    app = typer.Typer(
+        name="surgery",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={
+            "token_normalize_func": lambda word: word.replace("_", "-")
+        },  # --batch_size, as lm-eval has it
+        rich_markup_mode="rich",
+        help=(
+            "Replace the expensive parts of a pretrained Hugging Face transformer by structured ones.\n\n"
+            "[bold]run[/] does everything in one go. [bold]plan[/] shows what a recipe would replace, [bold]convert[/] "
+            "replaces it, [bold]inspect[/] and [bold]eval[/] measure the "
+            "result, [bold]densify[/] undoes the conversion. Start with [bold]surgery demo[/].\n\n"
+            "    surgery convert Qwen/Qwen3-0.6B --recipe btt-half --calibration "
+            "Salesforce/wikitext:wikitext-2-raw-v1:train:text --out OUT"
+        ),
+    )
+    app.callback()(_root)
+    for panel, names in PANELS.items():
+        for name in names:
+            if only in (None, name):
+                function, kind = command_function(name)
+                app.command(name, cls=kind, rich_help_panel=panel)(function)
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    """Build `app`, the application with all commands, when it is asked for (PEP 562)."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()["app"] = app = make_app()
+    return app
+
+
+def asked_command(words: Sequence[str]) -> str | None:
+    """Return the command that is asked for; None for help, completion and mistyped words, which need all commands."""
+    word = next((word for word in words if not word.startswith("-")), None)
+    return word if word in COMMANDS and "_SURGERY_COMPLETE" not in os.environ else None
 
 
 RESUMABLE = ("convert", "finetune", "pretrain", "teacher-cache")  # commands with the option --resume
@@ -459,7 +516,9 @@ def main(argv: list[str] | None = None) -> None:
     _set_up_libraries()
     try:
         with _renamed_words_noted():
-            app(args=argv, standalone_mode=True, obj=settings)
+            make_app(asked_command(sys.argv[1:] if argv is None else argv))(
+                args=argv, standalone_mode=True, obj=settings
+            )
     except SurgeryError as error:
         if error.reported_by_peer and not settings.debug:
             sys.exit(2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -82,10 +82,13 @@ def _is_shipped(config_type: type) -> bool:
 
 
 class Registry(Generic[T]):
-    """A map from config type to class. The config's `name` is its name in recipes and checkpoints."""
+    """A map from config type to class. The config's `name` is its name in recipes and checkpoints.
 
-    def __init__(self, what: str, package: str):
-        self.what, self.package = what, package
+    elsewhere: name -> module of the package that registers it, where that has another name.
+    """
+
+    def __init__(self, what: str, package: str, elsewhere: Mapping[str, str] | None = None):
+        self.what, self.package, self.elsewhere = what, package, dict(elsewhere or {})
         self._by_config: dict[type, type[T]] = {}
         self._by_name: dict[str, type] = {}
         self._scanned = False
@@ -144,8 +147,9 @@ class Registry(Generic[T]):
 
     def _find(self, name: str) -> None:
         """Import what may register a name: the module of that name, then all modules."""
-        if name not in self._by_name and name in self._module_names():
-            importlib.import_module(f"{self.package}.{name}")
+        module = self.elsewhere.get(name, name)
+        if name not in self._by_name and module in self._module_names():
+            importlib.import_module(f"{self.package}.{module}")
         if name not in self._by_name:
             self._scan()
 

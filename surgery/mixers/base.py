@@ -248,7 +248,9 @@ class MethodModule(nn.Module):
         return getattr(self, method)(*args)
 
 
-MIXERS: Registry[Mixer] = Registry("mixer", "surgery.mixers")
+MIXERS: Registry[Mixer] = Registry(
+    "mixer", "surgery.mixers", dict.fromkeys(("window", "global_window"), "sliding_window")
+)
 
 
 def mixer_config(data: dict[str, Any]) -> MixerConfig:

@@ -325,4 +325,6 @@ def exact_factors(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return balance_factors(*((eye, weight_OI) if out <= in_ else (weight_OI, eye)))
 
 
-STRUCTURES: Registry[StructuredLinear] = Registry("structure", "surgery.structures")
+STRUCTURES: Registry[StructuredLinear] = Registry(
+    "structure", "surgery.structures", {"block_tensor_train": "tensor_train"}
+)

@@ -392,7 +392,7 @@ def test_an_interrupt_that_a_library_turned_into_its_own_error_is_an_interrupt(m
         except KeyboardInterrupt as error:
             raise ModuleNotFoundError("Could not import module 'AttentionInterface'") from error
 
-    monkeypatch.setattr("surgery.cli.main.app", lazy_import)
+    monkeypatch.setattr("surgery.cli.main.make_app", lambda only: lazy_import)
     with pytest.raises(SystemExit) as left:
         main(["plan", "x"])
     assert left.value.code == 130 and "interrupted" in capsys.readouterr().err
@@ -413,7 +413,7 @@ def test_an_interrupt_prints_the_command_that_goes_on(monkeypatch, capsys):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("surgery.cli.main.app", interrupted)
+    monkeypatch.setattr("surgery.cli.main.make_app", lambda only: interrupted)
     with pytest.raises((SystemExit, KeyboardInterrupt)) as left:
         main(["convert", "SRC", "-r", "btt-half", "--out", "OUT"])
     if left.type is SystemExit:

@@ -340,3 +340,10 @@ def test_a_name_is_looked_for_in_its_own_file_first():
     with pytest.raises(SurgeryError, match="unknown mask 'chunking'"):
         MASKS.config_type("chunking")
     assert [config.name for config in MASKS] == MASKS.names()
+
+
+def test_each_name_is_registered_by_the_file_where_it_is_looked_for():
+    for registry in (STRUCTURES, MIXERS, MASKS, FEATURES):
+        for name in registry.names():
+            module = registry[registry.config_type(name)].__module__
+            assert module == f"{registry.package}.{registry.elsewhere.get(name, name)}", name

@@ -47,4 +47,6 @@ class FeatureMap(MethodModule):
         raise NotImplementedError
 
 
-FEATURES: Registry[FeatureMap] = Registry("feature map", "surgery.mixers.features")
+FEATURES: Registry[FeatureMap] = Registry(
+    "feature map", "surgery.mixers.features", dict.fromkeys(("identity", "elu", "relu"), "simple")
+)

@@ -161,4 +161,5 @@ def slice_tokens(rows: MaskInputs, start: int, stop: int) -> MaskInputs:
     )
 
 
-MASKS: Registry[Mask] = Registry("mask", "surgery.mixers.masks")
+ELSEWHERE = {"hierarchical": "log_linear", "blocks": "block_mixing", "toeplitz_blocks": "toeplitz_block_mixing"}
+MASKS: Registry[Mask] = Registry("mask", "surgery.mixers.masks", ELSEWHERE)
