@@ -436,8 +436,17 @@ def command_function(name: str) -> tuple[Callable[..., None], type[TyperCommand]
             from surgery.cli.pretrain import pretrain
 
             return pretrain, None
-    here = {"demo": demo, "plan": plan, "convert": convert, "inspect": inspect, "quantize": quantize}
-    return {**here, "densify": densify, "toeplitz": toeplitz, "bench": bench_speed}[name], None
+    here: dict[str, Callable[..., None]] = {
+        "demo": demo,
+        "plan": plan,
+        "convert": convert,
+        "inspect": inspect,
+        "quantize": quantize,
+        "densify": densify,
+        "toeplitz": toeplitz,
+        "bench": bench_speed,
+    }
+    return here[name], None
 
 
 def make_app(only: str | None = None) -> typer.Typer:
