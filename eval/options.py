@@ -181,8 +181,8 @@ class EvalOptions(BaseModel):
         if task in self.data:
             return self.data[task]
         folder = self.data.get(ANY_TASK)
-        place = folder / f"{task}.jsonl" if folder is not None and Path(task).name == task else None
-        return place if place is not None and place.is_file() else None
+        file = folder / f"{task}.jsonl" if folder is not None and Path(task).name == task else None
+        return file if file is not None and file.is_file() else None
 
     def digest(self) -> str:
         """Return the SHA-256 of every option that affects results.

@@ -207,18 +207,18 @@ class RepeatedStep:
                 layer.state, layer.seen = held
 
 
-def write_state(held: MixerState, left: MixerState, all_of_it: bool) -> None:
+def write_state(held: MixerState, new_state: MixerState, all_of_it: bool) -> None:
     """Write a step's state into the memory of the state before it, as the next step will read it.
 
     all_of_it: of a recurrent state every tensor. Of a cache of keys that grows, tensors that a step copies; slots that
     it appended to a buffer are free again.
     """
     if all_of_it:
-        held.seen_B.copy_(left.seen_B)
+        held.seen_B.copy_(new_state.seen_B)
     else:
-        drop_later_slots(held, left)
+        drop_later_slots(held, new_state)
     for name, tensor in held.tensors.items():
-        new = left.tensors[name]
+        new = new_state.tensors[name]
         if new is not tensor and new.shape == tensor.shape and (all_of_it or not is_view_of_buffer(new)):
             tensor.copy_(new)
 

@@ -258,14 +258,14 @@ def launch_decode(
     count = triton.cdiv(S, tiles.slots)
     span = triton.cdiv(count, count_spans(B * G, count, target or TARGET_PROGRAMS))
     spans = triton.cdiv(count, span)
-    part = torch.empty(B * G, spans, J * T, V + 2, dtype=torch.float32, device=q.device)
+    partials = torch.empty(B * G, spans, J * T, V + 2, dtype=torch.float32, device=q.device)
     out = torch.empty(B, G * J, T, V, dtype=v.dtype, device=q.device)
     padding: list[Any] = [None] * (MAX_LEVELS - len(keys))
     missing = [S - slots - before for slots, before in zip(held, befores)] + [0] * len(padding)
     strides = [k.stride(1) for k in keys] + [0] * len(padding)
     DV = max(16, triton.next_power_of_2(V))
     mlr_decode[B * G, spans](
-        q, *keys, *padding, v, part, ends, biases, plan.scaling, plan.window or 0, T, S, G, J,
+        q, *keys, *padding, v, partials, ends, biases, plan.scaling, plan.window or 0, T, S, G, J,
         -v_before, *missing, *strides, v.stride(1), 0 if ends.shape[0] == 1 else 1, span,
         EXTENTS=(0, *plan.extents), CUTS=plan.cuts, L=len(keys), WINDOWED=plan.window is not None, NESTED=plan.nested,
         BIASED=biases is not None, CAP=plan.softcap or 0.0, DIMS=dims, V=V, R=max(16, triton.next_power_of_2(J * T)), N=tiles.slots,
@@ -273,7 +273,7 @@ def launch_decode(
         P=max([16, *(triton.next_power_of_2(rank) for rank in plan.ranks[1:])]), DV=DV, STAGES=tiles.stages, NEAR=tiles.near_stages,
         PRECISION="tf32x3" if v.dtype == torch.float32 else None, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    mlr_combine[(B * G * J * T,)](part, out, J * T, spans, V, DV, triton.next_power_of_2(spans), num_warps=1)
+    mlr_combine[(B * G * J * T,)](partials, out, J * T, spans, V, DV, triton.next_power_of_2(spans), num_warps=1)
     return out
 
 

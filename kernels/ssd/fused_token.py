@@ -216,8 +216,8 @@ def one_token_triton(
     )
     out_BHTV = torch.empty(len(q_BHTK), shape.heads, 1, shape.value, dtype=inputs.v_BGTV.dtype, device=q_BHTK.device)
     seen_B = torch.empty_like(state.seen_B)
-    left = token.advance_states(states, after, out_BHTV, seen_B)
-    return out_BHTV, MixerState(seen_B, {name: left}, max_seen)
+    new_states = token.advance_states(states, after, out_BHTV, seen_B)
+    return out_BHTV, MixerState(seen_B, {name: new_states}, max_seen)
 
 
 def block_bits(mixer: LinearMixer) -> int:

@@ -203,22 +203,22 @@ class StepInputs:
         """
         q, k, v, gate, level = self.q_BGJF, self.k_BGF, self.v_BGV, self.gate_BG, self.level_BGJL
         (batch, groups, per_group, features), values = q.shape, v.shape[-1]
-        left = torch.empty(batch, after, groups, features, values, dtype=torch.float32, device=v.device)
+        new_states = torch.empty(batch, after, groups, features, values, dtype=torch.float32, device=v.device)
         beta, weight, start, count, seen = (
             gate if x is None else x for x in (self.beta_BG, self.weight_GJ, self.start_B, self.count_B, seen_B)
         )
         strides = (0, 0, 0, 0) if level is None else level.stride()
         block = min(power_of_two(values), 32)
         step[(batch * groups, triton.cdiv(values, block))](
-            q, k, v, beta, gate, gate if level is None else level, buckets, out_BGJV, left, start, count, weight, seen,
-            self.root, buckets.shape[1], after, groups, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2],
+            q, k, v, beta, gate, gate if level is None else level, buckets, out_BGJV, new_states, start, count,
+            weight, seen, self.root, buckets.shape[1], after, groups, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2],
             *beta.stride()[:2], *gate.stride(), *strides, *buckets.stride()[:3], count.stride(0), *weight.stride()[-2:],
             F=features, V=values, J=per_group, LAST=-1 if level is None else level.shape[-1] - 1,
             BITS=self.bits, DELTA=self.beta_BG is not None, UNIT=self.unit, COUNT=self.count_B is not None,
             WEIGHT=self.weight_GJ is not None, SEEN=seen_B is not None, BK=power_of_two(features), BV=block,
             BJ=triton.next_power_of_2(per_group), num_warps=4,
         )  # fmt: skip
-        return left
+        return new_states
 
     def read(self, buckets: Tensor, after: int) -> tuple[Tensor, Tensor]:
         """Return (out_BGJV, the states behind the token (B, after, G, F, V)), both float32."""

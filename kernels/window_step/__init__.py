@@ -138,7 +138,7 @@ def launch_step(
     shape, config, groups = mixer.shape, mixer.config, mixer.linear_shape.groups
     states, max_seen = state.tensors[states_name(mixer)], (state.max_seen or 0) + 1
     before, after = states.shape[1], count_states(mixer, states, max(0, max_seen - config.window - config.sinks))
-    held, buckets, left = writable_tensors(mixer, state, after)
+    held, buckets, new_buckets = writable_tensors(mixer, state, after)
     gate_BG, beta_BG, level = project_signals(mixer, tokens.x[:, 0], count_lambdas(mixer, buckets))
     batch, levels = len(tokens.q), 0 if level is None else level.shape[-1]
     out_BHV = torch.empty(batch, shape.heads, shape.value, dtype=dtype, device=tokens.q.device)
@@ -147,10 +147,10 @@ def launch_step(
     far_k, ring_k = tokens.far_k, held["ring.k"]
     new_far_k = tokens.k if tokens.new_far_k is None else tokens.new_far_k
     tensors = (
-        tokens.q, far_k, gate_BG if level is None else level, buckets, left, tokens.near_q, tokens.k, tokens.v, new_far_k,
-        gate_BG, beta_BG, ring_k, held["ring.v"], held.get("ring.linear_k", ring_k), held.get("ring.gate", gate_BG),
-        held.get("ring.beta", gate_BG), held["sink.k"], held["sink.v"], out_BHV, state.seen_B, seen_B, count,
-        mixer.linear_weight_H, mixer.near_weight_H,
+        tokens.q, far_k, gate_BG if level is None else level, buckets, new_buckets, tokens.near_q, tokens.k, tokens.v,
+        new_far_k, gate_BG, beta_BG, ring_k, held["ring.v"], held.get("ring.linear_k", ring_k),
+        held.get("ring.gate", gate_BG), held.get("ring.beta", gate_BG), held["sink.k"], held["sink.v"], out_BHV,
+        state.seen_B, seen_B, count, mixer.linear_weight_H, mixer.near_weight_H,
     )  # fmt: skip
     features, per_group = tokens.q.shape[-1], shape.heads // groups
     copies = groups // shape.groups
@@ -194,7 +194,7 @@ def launch_step(
     }
     grid = batch * groups, triton.cdiv(shape.value, block)
     _launch(grid, sizes, tuple(options), tuple(options.values()))(*tensors)
-    held |= {**tokens.others, states_name(mixer): left}
+    held |= {**tokens.others, states_name(mixer): new_buckets}
     return out_BHV, MixerState(seen_B, {name: held[name] for name in state.tensors}, max_seen)
 
 

@@ -82,8 +82,8 @@ class LayerCall:
                 if "cu_seqlens" in name and value.dim() == 1:
                     return _slice_borders(value, first * entries, last * entries, name).to(self.device)
                 if (name == "alibi" or name.endswith("states")) and value.dim() == 3 and value.shape[0] % batch == 0:
-                    each = value.shape[0] // batch  # entries of a row: heads (BLOOM), tiles of an image (Mllama)
-                    return value[first * each : last * each].to(self.device)
+                    per_row = value.shape[0] // batch  # entries of a row: heads (BLOOM), tiles of an image (Mllama)
+                    return value[first * per_row : last * per_row].to(self.device)
                 if value.dim() > 1 and value.shape[0] == batch * entries:
                     value = value[first * entries : last * entries]
                 elif (
@@ -132,14 +132,14 @@ def _slice_borders(borders: Tensor, first: int, last: int, name: str) -> Tensor:
     """Return the borders of the sequences in first:last, from 0. borders: cumulative lengths of the sequences in one
     row of tokens.
     """
-    found = borders[(borders >= first) & (borders <= last)]
-    if len(found) < 2 or int(found[0]) != first or int(found[-1]) != last:
+    row_borders = borders[(borders >= first) & (borders <= last)]
+    if len(row_borders) < 2 or int(row_borders[0]) != first or int(row_borders[-1]) != last:
         raise SurgeryError(
             f"calibration: {name} {borders[:6].tolist()}.. has no border at {first} and {last}, where rows of the "
             "calibration inputs begin and "
             "end. Give images of one size, the same number in every row"
         )
-    return found - first
+    return row_borders - first
 
 
 LayerFn = Callable[[LayerCall], Any]
@@ -302,14 +302,14 @@ class LayerRunner:
         rows, padding, module.padding_idx = rows.to(self.buffer_device), module.padding_idx, None
 
         def renumber(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            found = torch.searchsorted(rows, args[0].contiguous()).clamp_max(len(rows) - 1)
-            if not torch.equal(rows[found], args[0]):
+            new_ids = torch.searchsorted(rows, args[0].contiguous()).clamp_max(len(rows) - 1)
+            if not torch.equal(rows[new_ids], args[0]):
                 raise SurgeryError(
                     f"{path}: the model looks up ids that are not in its input, which calibration on text does not "
                     "support. "
                     "Give input tensors (.safetensors) instead of text"
                 )
-            return (found, *args[1:])
+            return (new_ids, *args[1:])
 
         handle = module.register_forward_pre_hook(renumber)
 
@@ -369,8 +369,8 @@ class LayerRunner:
         """Return a buffer that may be overwritten: the tensor itself if it is one of this runner's buffers, else a
         copy.
         """
-        place = hidden_BTD.data_ptr(), hidden_BTD.shape, hidden_BTD.stride()
-        if any(place == (buffer.data_ptr(), buffer.shape, buffer.stride()) for buffer in self._buffers):
+        layout = hidden_BTD.data_ptr(), hidden_BTD.shape, hidden_BTD.stride()
+        if any(layout == (buffer.data_ptr(), buffer.shape, buffer.stride()) for buffer in self._buffers):
             return hidden_BTD
         buffer = self.copy_hidden(hidden_BTD)
         self._buffers.append(buffer)
@@ -426,8 +426,8 @@ def output_features(out: Any) -> Tensor:
     pair = [getattr(out, name, None) for name in ("text_embeds", "image_embeds")]
     if all(isinstance(x, Tensor) and x.dim() == 2 for x in pair) and len(pair[0]) == len(pair[1]):  # type: ignore[arg-type]
         return torch.cat(pair, dim=-1)[:, None]  # type: ignore[arg-type]
-    found: Tensor = out[0]
-    return found
+    features: Tensor = out[0]
+    return features
 
 
 Phase = tuple[int, int, AbstractContextManager[Any]]

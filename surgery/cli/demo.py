@@ -153,11 +153,11 @@ class _Demo:
 
         options = EvalOptions(text=str(self.heldout), tokens=TOKENS, length=LENGTH)
         measured["densified"] = _ppl(evaluate(str(self.paths["densified"]), ["ppl"], options).row("ppl"), "converted")
-        found = []
+        tables = []
         with self.progress.bar("needle retrieval", len(ROLES)) as tick:
             for role in ROLES:
                 model, tokenizer = load(str(self.paths[role]), torch.device("cpu"), "float32", False)
-                found.append(needle_accuracy(model, tokenizer, **NEEDLES))
+                tables.append(needle_accuracy(model, tokenizer, **NEEDLES))
                 tick()
         cells = len(NEEDLES["lengths"]) * len(NEEDLES["depths"])
         return [
@@ -165,7 +165,7 @@ class _Demo:
                 "perplexity ± standard error",
                 *(f"{measured[r]['perplexity']:.3f} ± {measured[r]['se']:.3f}" for r in ROLES),
             ],
-            [f"needles found, of {cells * NEEDLES['samples']}", *(f"{table.mean:.0%}" for table in found)],
+            [f"needles found, of {cells * NEEDLES['samples']}", *(f"{table.mean:.0%}" for table in tables)],
         ]
 
     def _generate(self) -> list[dict[str, str]]:

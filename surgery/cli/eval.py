@@ -143,8 +143,8 @@ def read_options(asked: Mapping[str, Any]) -> EvalOptions:
     """Return validated options. asked: values of the command line by field, None: not given."""
     from surgery.eval.options import parse_options
 
-    given = {name: value for name, value in asked.items() if value is not None}
-    return parse_options(given, "surgery eval", lambda name: "--" + name.replace("_", "-"))
+    values = {name: value for name, value in asked.items() if value is not None}
+    return parse_options(values, "surgery eval", lambda name: "--" + name.replace("_", "-"))
 
 
 def verify_results(
@@ -161,13 +161,13 @@ def verify_results(
 
     from surgery.eval.verify import verify
 
-    given = {name for name in context.params if is_given(context, name)}
-    if wrong := given & {"out", "fail_below", "use_cache"}:
+    option_names = {name for name in context.params if is_given(context, name)}
+    if wrong := option_names & {"out", "fail_below", "use_cache"}:
         option = sorted(wrong)[0].replace("_", "-")
         raise SurgeryError(f"--verify measures nothing, so it takes no --{option}. Leave it out.")
     if len(models) > 1:
         raise SurgeryError(f"--verify takes one MODEL and its --compare BASE (got {len(models)} models)")
-    named = {name: getattr(eval_options, name) for name in type(eval_options).model_fields if name in given}
+    named = {name: getattr(eval_options, name) for name in type(eval_options).model_fields if name in option_names}
     done = verify(
         results,
         models[0] if models else None,
@@ -217,6 +217,6 @@ def command_words(context: typer.Context) -> list[str]:
             continue
         value = context.params[name]
         option = [max(parameter.opts, key=len)] if parameter.param_type_name == "option" else []
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            words += option if isinstance(each, bool) else [*option, str(each)]
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            words += option if isinstance(item, bool) else [*option, str(item)]
     return words

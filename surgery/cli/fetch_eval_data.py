@@ -48,7 +48,7 @@ def fetch_eval_data(
     from surgery.eval.fetch import SUITE_SOURCES, read_commits
     from surgery.eval.word_list import fetch_suites
 
-    suites = [name for each in suite or list(SUITE_SOURCES) for name in each.split(",")]
+    suites = [name for names in suite or list(SUITE_SOURCES) for name in names.split(",")]
     pinned = None if commits is None else read_commits(commits)
     done = fetch_suites(folder, suites, [name for name in (tasks or "").split(",") if name], progress(as_json), pinned)
     if as_json:

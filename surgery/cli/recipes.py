@@ -20,13 +20,13 @@ def recipes(
 
     surgery recipes --all
     """
-    found = read_recipes(healing, every)
+    descriptions = read_recipes(healing, every)
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(descriptions, indent=2))
         return
-    show(recipe_tables(found))
+    show(recipe_tables(descriptions))
     if not healing and not every:
-        others = len(read_recipes(every=True)) - len(found)
+        others = len(read_recipes(every=True)) - len(descriptions)
         show([f"\n{others} others: surgery recipes --all; what each one replaces: surgery plan SRC --recipe NAME"])
 
 
@@ -39,7 +39,7 @@ def recipe_tables(recipes: dict[str, dict[str, str]]) -> list[Any]:
             table.add_row(name, escape(recipe["aim"]), escape(recipe.get("cost", "")))
         else:
             others.add_row(name, escape(recipe.get("description", "")))
-    tables = [part for part in (table, others) if part.row_count]
+    tables = [t for t in (table, others) if t.row_count]
     return tables if len(tables) < 2 else [table, "", others]
 
 

@@ -66,9 +66,9 @@ class ServeCommand(TyperCommand):
         try:
             rest = super().parse_args(ctx, args[:stop])
         except unknown_option as error:
-            own = f"; did you mean {' or '.join(error.possibilities)}?" if error.possibilities else "."
+            hint = f"; did you mean {' or '.join(error.possibilities)}?" if error.possibilities else "."
             raise SurgeryError(
-                f"surgery serve has no option {error.option_name}{own} Options of vLLM follow `--`, for example: "
+                f"surgery serve has no option {error.option_name}{hint} Options of vLLM follow `--`, for example: "
                 f"surgery serve OUT -- {error.option_name} .."
             ) from None
         ctx.args = words

@@ -21,11 +21,11 @@ def with_shorthands(overrides: Sequence[str] | None, values: Values) -> list[str
 
     Raises SurgeryError if an option and a --set give one key different values.
     """
-    given = {key: value for key, value in values.items() if value is not None}
-    for key, value in given.items():
+    settings = {key: value for key, value in values.items() if value is not None}
+    for key, value in settings.items():
         for override in overrides or ():
             _check_same(key, value, override)
-    return [*(overrides or ()), *(f"{key}={json.dumps(value)}" for key, value in given.items())]
+    return [*(overrides or ()), *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
 
 
 def _check_same(key: str, value: str | int | float, override: str) -> None:
