@@ -145,7 +145,7 @@ class AlignedStudent:
         if file_digest(path) != entry["sha256"]:
             return False
         try:
-            found = {name: (DTYPES.get(info.dtype), tuple(info.shape)) for name, info in read_header(path).items()}
+            tensors = {name: (DTYPES.get(info.dtype), tuple(info.shape)) for name, info in read_header(path).items()}
             config = mixer_config(entry["config"])
             MIXERS[config].check_config(config, target.shape)
         except SurgeryError:
@@ -155,7 +155,7 @@ class AlignedStudent:
         expected = {f"{target.path}.mixer.{name}": (t.dtype, tuple(t.shape)) for name, t in mixer.state_dict().items()}
         for name in projection_parameters(self.ctx.model, target):
             expected[name] = torch.float32, tuple(self.ctx.model.tensor_info(name).shape)
-        return found == expected
+        return tensors == expected
 
     def _save(self, layer: str, aligned: AlignedAttention, errors: dict[str, float]) -> None:
         """Write the layer's file, then its journal entry."""

@@ -41,12 +41,12 @@ class BlendedAttention(Mixer):
         gate_H11 = self.gate_G.repeat_interleave(self.shape.heads // self.shape.groups).to(out_BHTV)[:, None, None]
         return torch.lerp(out_BHTV, softmax_BHTV.to(out_BHTV.dtype), gate_H11), None
 
-    def _inputs_of(self, part: Mixer, inputs: MixerInputs) -> MixerInputs:
-        return rotate_inputs(inputs, self.shape, "hybrid") if part.rotated and not self.rotated else inputs
+    def _inputs_of(self, mixer: Mixer, inputs: MixerInputs) -> MixerInputs:
+        return rotate_inputs(inputs, self.shape, "hybrid") if mixer.rotated and not self.rotated else inputs
 
 
-def gates_of(kept: Sequence[int], shape: AttentionShape, device: torch.device) -> Tensor:
-    """Return gates of 1 for the key/value heads `kept` and 0 for all others, (G,)."""
+def gates_of(heads: Sequence[int], shape: AttentionShape, device: torch.device) -> Tensor:
+    """Return gates of 1 for these key/value heads and 0 for all others, (G,)."""
     gate_G = torch.zeros(shape.groups, device=device)
-    gate_G[list(kept)] = 1.0
+    gate_G[list(heads)] = 1.0
     return gate_G

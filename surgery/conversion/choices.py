@@ -19,8 +19,8 @@ def allocation_lines(allocation: Mapping[str, Any]) -> list[str]:
 
     allocation: the report's entry.
     """
-    kept, why = str(allocation.get("kept")), allocation.get("why")
-    result = f"kept: {kept}" + (f" ({ALLOCATIONS[kept]})" if kept in ALLOCATIONS else "")
+    best, why = str(allocation.get("kept")), allocation.get("why")
+    result = f"kept: {best}" + (f" ({ALLOCATIONS[best]})" if best in ALLOCATIONS else "")
     scores = {name: allocation[name] for name in ("uniform", "measured") if allocation.get(name)}
     if scores:
         tried = ", ".join(f"{name} {score['converted']:.4f}" for name, score in scores.items())
@@ -41,7 +41,7 @@ def hybrid_lines(hybrid: Mapping[str, Any] | None) -> list[str]:
     tried = ", ".join(f"{HYBRIDS[name]} {score['converted']:.4f}" for name, score in scores.items())
     where = ", ".join(hybrid["softmax"])
     if heads := hybrid.get("heads"):
-        where = "key/value heads " + "; ".join(f"{layer}: {kept}" for layer, kept in heads.items() if kept)
+        where = "key/value heads " + "; ".join(f"{layer}: {numbers}" for layer, numbers in heads.items() if numbers)
     best = hybrid["kept"]
     value = f" {scores[best]['converted']:.4f}" if best in scores else ""
     unit = next((score["unit"] for score in scores.values()), "")
@@ -59,8 +59,8 @@ def score_rank_lines(allocated: Mapping[str, Mapping[str, Any]]) -> list[str]:
     allocated: by layer, with the "config" of its mixer.
     """
     ranks = Counter("|".join(str(rank) for rank in entry["config"].get("ranks", ())) for entry in allocated.values())
-    kept = ", ".join(f"{name} in {count} layer{'s' if count > 1 else ''}" for name, count in ranks.most_common())
-    return [f"ranks of MLR attention, by how much the loss depends on each score dimension; kept: {kept}"]
+    counts = ", ".join(f"{name} in {count} layer{'s' if count > 1 else ''}" for name, count in ranks.most_common())
+    return [f"ranks of MLR attention, by how much the loss depends on each score dimension; kept: {counts}"]
 
 
 def initialization_lines(mixers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -84,9 +84,9 @@ def _stage_line(what: str, layers: Sequence[Mapping[str, float]]) -> list[str]:
     line = f"{what}, relative error of the heads' outputs on held-out text, median layer: {', '.join(medians)}"
     if len(stages) == 1:
         return [line]
-    kept = Counter(" + ".join(map(_words, accepted_stages(errors))) for errors in layers).most_common()
-    several = (f"{name} in {count} layer{'s' if count > 1 else ''}" for name, count in kept)
-    names = kept[0][0] if len(kept) == 1 else ", ".join(several)
+    combinations = Counter(" + ".join(map(_words, accepted_stages(errors))) for errors in layers).most_common()
+    several = (f"{name} in {count} layer{'s' if count > 1 else ''}" for name, count in combinations)
+    names = combinations[0][0] if len(combinations) == 1 else ", ".join(several)
     return [f"{line}; kept: {names}, error {_median(min(errors.values()) for errors in layers):.3f}"]
 
 

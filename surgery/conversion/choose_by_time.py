@@ -30,14 +30,14 @@ def choose_by_time(ctx: ConversionContext) -> dict[str, Any]:
         if recipe.allocate == "measured":
             contenders["measured"] = structures_of(allocate_time(targets, points, time))
     plans = {name: with_structures(plan, structures) for name, structures in contenders.items()}
-    budgets = {name: uniform_budgets(each) for name, each in plans.items()}
+    budgets = {name: uniform_budgets(contender_plan) for name, contender_plan in plans.items()}
     if "measured" in contenders:
         if contenders["uniform"] == contenders["measured"]:
             allocation = {"kept": "measured", "why": "both ways to spend the time chose the same structures"}
         else:
             _, allocation = choose_allocation(ctx, budgets, plans)
-    kept = allocation["kept"]
-    return {"budgets": budgets[kept], "allocation": allocation, "structures": contenders[kept]}
+    best = allocation["kept"]
+    return {"budgets": budgets[best], "allocation": allocation, "structures": contenders[best]}
 
 
 def structures_of(choice: Choice) -> dict[str, Any]:

@@ -37,12 +37,12 @@ def _convert_layer(ctx: ConversionContext, budgets: dict[str, float], path: str)
     began, replacement = time.perf_counter(), LayerReplacement()
     model, plan, device = ctx.model, ctx.plan, ctx.device
     with side_stream(device):
-        found = plan.targets_in_layer(path)
+        layer_targets = plan.targets_in_layer(path)
         shared: dict[str, FitResult] = {}
-        for members in targets_by_basis([targets[0] for targets in found.values()]).values():
+        for members in targets_by_basis([targets[0] for targets in layer_targets.values()]).values():
             contexts = [FitContext(stored_dtype=stored_dtype(model, target)) for target in members]
             shared |= fit_shared(members, [target_weight(model, target, device) for target in members], contexts)
-        for targets in found.values():
+        for targets in layer_targets.values():
             fitted = []
             for target in targets:
                 if target.basis:

@@ -63,7 +63,7 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
         raise SurgeryError(_only_mixers(converted, len(mixers)))
     config = _plain_config(source, folded, mixers, unused)
     entries = merge_expert_tensors(source, _iter_tensors(source, table, set(folded), progress))
-    write = lambda place: write_shards(entries, place)  # noqa: E731
+    write = lambda folder: write_shards(entries, folder)  # noqa: E731
     rewrite_checkpoint(source, out, write, config)
     return {"out": str(out), "modules": len(table)}
 
@@ -91,12 +91,12 @@ def densify_live(model: Any) -> int:
     mixers = set(config.quantization_config.mixers) if config is not None else set()
     outputs = {output_path(model, path) for path in mixers}
     inside = tuple(f"{p}." for p, module in model.named_modules() if isinstance(module, (SplitLinear, JoinedLinear)))
-    found = {
+    modules = {
         path: module
         for path, module in model.named_modules()
         if isinstance(module, REPLACED) and not path.startswith(inside)
     }
-    structured = {path: module for path, module in found.items() if not isinstance(module, SharedBasis)}
+    structured = {path: module for path, module in modules.items() if not isinstance(module, SharedBasis)}
     guarded = {path for path, module in structured.items() if isinstance(module, GuardedLinear)}
     if mixers and structured.keys() <= guarded:
         raise SurgeryError(_only_mixers(type(model).__name__, len(mixers)))
@@ -108,13 +108,13 @@ def densify_live(model: Any) -> int:
     for path, module in dense.items():
         model.set_submodule(path, module)
     hold_groups(model)
-    for path in found.keys() - structured.keys():
+    for path in modules.keys() - structured.keys():
         parent, _, leaf = path.rpartition(".")
         delattr(model.get_submodule(parent), leaf)
     if config is not None:
         merge_experts(model)
-        kept = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
-        remove_table(model, kept)
+        folded = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
+        remove_table(model, folded)
     elif hasattr(model, "surgery_report"):
         del model.surgery_report
     return len(dense)
@@ -157,8 +157,8 @@ def dense_module(module: Any, transposed: bool, folded: bool) -> nn.Module:
 
 def module_bias(module: Any) -> Tensor | None:
     """Return the bias (out,) of a structured linear, fused if it is split."""
-    found: Tensor | None = module.fused_bias() if isinstance(module, SplitLinear) else module.bias
-    return found
+    bias: Tensor | None = module.fused_bias() if isinstance(module, SplitLinear) else module.bias
+    return bias
 
 
 def check_openable(source: CheckpointSource, name: str) -> None:

@@ -39,19 +39,23 @@ def merge_expert_tensors(source: CheckpointSource, entries: Iterable[TensorSourc
     """
     own_code = bool(source.config.get("auto_map")) and not has_shims(source.config)
     places = {} if own_code else _expert_tensors(build_unconverted_model(source))
-    found: dict[str, dict[tuple[int, str], Tensor]] = {}
+    by_parameter: dict[str, dict[tuple[int, str], Tensor]] = {}
     for entry in entries:
-        place = places.get(entry.name)
-        if place is None:
+        expert_tensor = places.get(entry.name)
+        if expert_tensor is None:
             yield entry
             continue
-        tensors = found.setdefault(place.stored, {})
-        tensors[place.expert, place.name] = _tensor_of(entry)
-        names = [name for name, _ in place.module.layout.pieces(place.merged, 2)]
-        if len(tensors) == place.module.num_experts * len(names):
-            parts = [{name: tensors[index, name] for name in names} for index in range(place.module.num_experts)]
-            yield TensorSource.from_tensor(place.stored, place.module.layout.merge(place.merged, parts))
-            del found[place.stored]
+        tensors = by_parameter.setdefault(expert_tensor.stored, {})
+        tensors[expert_tensor.expert, expert_tensor.name] = _tensor_of(entry)
+        names = [name for name, _ in expert_tensor.module.layout.pieces(expert_tensor.merged, 2)]
+        if len(tensors) == expert_tensor.module.num_experts * len(names):
+            parts = [
+                {name: tensors[index, name] for name in names} for index in range(expert_tensor.module.num_experts)
+            ]
+            yield TensorSource.from_tensor(
+                expert_tensor.stored, expert_tensor.module.layout.merge(expert_tensor.merged, parts)
+            )
+            del by_parameter[expert_tensor.stored]
 
 
 def _tensor_of(entry: TensorSource) -> Tensor:

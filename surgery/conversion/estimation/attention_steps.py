@@ -39,7 +39,7 @@ def mixer_step(steps: StepEstimates, rows: TextRows) -> Step:
     """The initialization of all mixers, each by one process."""
     attention = steps.recipe.attention
     assert attention is not None
-    kept = steps.shape.plan.measured_softmax_count / max(1, len(steps.shape.plan.attention_targets))
+    softmax_share = steps.shape.plan.measured_softmax_count / max(1, len(steps.shape.plan.attention_targets))
     local = attention.steps if attention.start == "calibrated" else 0
     seconds, peak = 0.0, 0.0
     for kind in steps.shape.kinds:
@@ -49,7 +49,7 @@ def mixer_step(steps: StepEstimates, rows: TextRows) -> Step:
             work = mixer_work(kind, rows.held_tokens, rows.length)
         else:
             work = init_work(steps, kind, rows, local)
-        seconds += kind.count * (1 - kept) * steps.setting.seconds(work)
+        seconds += kind.count * (1 - softmax_share) * steps.setting.seconds(work)
         peak = max(peak, 4.0 * kind.params + 6 * steps.activations(kind, rows.length, backward=True))
     return Step("mixers", seconds, peak + steps.hidden(2 * rows.tokens, 2)[0])
 

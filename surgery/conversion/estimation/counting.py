@@ -92,16 +92,16 @@ class OperationCounter(TorchDispatchMode):
         out = result(name, args, kwargs)
         if out is None:
             out = func(*args, **kwargs)
-        found = [t for t in _tensors(out) if t.is_meta]
-        given = [t for t in _tensors((args, kwargs)) if t.is_meta]
-        if not found and not given:
+        outputs = [t for t in _tensors(out) if t.is_meta]
+        inputs = [t for t in _tensors((args, kwargs)) if t.is_meta]
+        if not outputs and not inputs:
             return out
-        for tensor in found:
+        for tensor in outputs:
             if tensor.dtype == torch.bool and tensor.dim() == 0:
                 tensor.counted_from = name  # type: ignore[attr-defined]
-        self._count(name, func, given, found)
+        self._count(name, func, inputs, outputs)
         # Memory that nothing was written to yet is not counted: a module on meta is filled with other tensors later.
-        for tensor in given if func._schema.is_mutable else () if name.startswith("empty") else found:
+        for tensor in inputs if func._schema.is_mutable else () if name.startswith("empty") else outputs:
             self._hold(tensor)
         return out
 
@@ -110,27 +110,27 @@ class OperationCounter(TorchDispatchMode):
         return self.work
 
     # -- counting ----------------------------------------------------------------------------------
-    def _count(self, name: str, func: Any, given: list[Tensor], found: list[Tensor]) -> None:
+    def _count(self, name: str, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         bare = name.rstrip("_")
         if bare in PRODUCTS:
-            a, b = [t for t in given if t.dim() >= 1][-2:]
+            a, b = [t for t in inputs if t.dim() >= 1][-2:]
             batch = a.shape[0] if bare in ("bmm", "baddbmm") else 1
             rows, inner = (a.shape[-2] if a.dim() > 1 else 1), a.shape[-1]
             self._add(products=2.0 * batch * rows * inner * (b.shape[-1] if b.dim() > 1 else 1))
         elif bare in ROOTS:
-            n, batch = min(given[0].shape[-2:]), math.prod(given[0].shape[:-2])
-            values_only = bare == "_linalg_eigh" and (len(found) < 2 or found[1].numel() == 0)
+            n, batch = min(inputs[0].shape[-2:]), math.prod(inputs[0].shape[:-2])
+            values_only = bare == "_linalg_eigh" and (len(outputs) < 2 or outputs[1].numel() == 0)
             size = ROOTS[bare] * (EIGENVALUES if values_only else 1.0) * batch
-            long_side = max(given[0].shape[-2:])
+            long_side = max(inputs[0].shape[-2:])
             self._add(roots=size * n * n * long_side, small_roots=batch if n <= SMALL_ROOT else 0)
         elif bare in ("linalg_cholesky_ex", "linalg_lu_factor_ex", "linalg_inv_ex"):
-            n, batch = given[0].shape[-1], math.prod(given[0].shape[:-2])
+            n, batch = inputs[0].shape[-1], math.prod(inputs[0].shape[:-2])
             self._add(solves={"linalg_cholesky_ex": 1 / 3}.get(bare, 2 / 3) * batch * n**3)
         elif bare in ("linalg_solve_triangular", "_cholesky_solve_helper", "cholesky_solve", "_linalg_solve_ex"):
-            n = given[1].shape[-1] if "cholesky" in bare else given[0].shape[-1]
-            self._add(solves=(1.0 if "triangular" in bare else 2.0) * n * found[0].numel())
+            n = inputs[1].shape[-1] if "cholesky" in bare else inputs[0].shape[-1]
+            self._add(solves=(1.0 if "triangular" in bare else 2.0) * n * outputs[0].numel())
         elif not (func.is_view or bare.startswith(("empty", "detach", "alias", "_unsafe_view", "lift"))):
-            self._add(traffic=float(sum(map(_bytes, given)) + sum(map(_bytes, found))))
+            self._add(traffic=float(sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))))
 
     def _add(self, **counts: float) -> None:
         self.work = self.work + Work(**counts).times(repeats())

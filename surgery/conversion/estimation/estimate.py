@@ -59,17 +59,17 @@ def estimate_conversion(
         "tokens": None if shape.rows is None else shape.rows.tokens,
         "tune": None if shape.rows is None else tuning_dict(plan, shape.rows.tokens, kind, threads),
     }  # fmt: skip
-    found = []
+    estimates = []
     try:
         for sweeps in dict.fromkeys(
             plan.recipe.sweeps if limit is None else min(limit, plan.recipe.sweeps) for limit in SWEEPS
         ):
             setting = _setting(speeds, kind, processes, threads, sweeps)
-            found.append(estimate_steps(shape, setting))
+            estimates.append(estimate_steps(shape, setting))
     except NotCountedError as error:
         return {**setup, "unknown": str(error)}
-    steps = found[-1]
-    seconds = [speeds.startup + sum(step.seconds for step in each) for each in found]
+    steps = estimates[-1]
+    seconds = [speeds.startup + sum(step.seconds for step in estimate) for estimate in estimates]
     host = speeds.program + max(step.host + (0 if kind == "cuda" else step.device) for step in steps)
     result, length = result_bytes(shape), context or DEFAULT_CONTEXT
     source = shape.itemsize * shape.params
@@ -78,7 +78,7 @@ def estimate_conversion(
         "steps": [
             {"name": step.name, "seconds": [round(low.seconds, 3), round(step.seconds, 3)], "device": int(step.device),
              "host": int(step.host), "files": int(step.files)}
-            for low, step in zip(found[0], steps)
+            for low, step in zip(estimates[0], steps)
         ],
         "seconds": [round(seconds[0], 3), round(seconds[-1], 3)],
         "peak_tensors": int(max(step.device + (step.host if kind == "cpu" else 0) for step in steps)),
@@ -99,21 +99,21 @@ def estimate_steps(shape: ConversionShape, setting: Setting) -> list[Step]:
     steps, recipe, plan, rows = StepEstimates(shape, setting), shape.plan.recipe, shape.plan, shape.rows
     if rows is None:
         return [steps.data_free(), _write(shape, setting)]
-    found, targets = [], plan.replaced_targets()
+    conversion_steps, targets = [], plan.replaced_targets()
     if recipe.generated_tokens:
-        found.append(steps.generation(rows))
+        conversion_steps.append(steps.generation(rows))
     hybrid = recipe.attention.hybrid if recipe.attention else None
     if plan.attention_targets and hybrid is not None and hybrid.is_measured:
-        found.append(hybrid_step(steps, hybrid, rows))
+        conversion_steps.append(hybrid_step(steps, hybrid, rows))
     free = [target for target in targets if not target.has_fixed_rank]
     if targets and not (recipe.curvature == "none" and (recipe.allocate == "uniform" or not free)):
-        found.append(steps.sensitivities(rows))
+        conversion_steps.append(steps.sensitivities(rows))
     if free and recipe.allocate == "measured":
-        found.append(steps.trial(rows))
+        conversion_steps.append(steps.trial(rows))
     if plan.attention_targets:
-        found.append(mixer_step(steps, rows))
-    found.append(steps.layers(rows, bool(plan.attention_targets)))
-    return [*found, *_tune(shape, setting, steps, rows), _write(shape, setting)]
+        conversion_steps.append(mixer_step(steps, rows))
+    conversion_steps.append(steps.layers(rows, bool(plan.attention_targets)))
+    return [*conversion_steps, *_tune(shape, setting, steps, rows), _write(shape, setting)]
 
 
 def _tune(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows: TextRows) -> list[Step]:
@@ -122,12 +122,12 @@ def _tune(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows: 
     Norms and biases are too small to count.
     """
     epochs = shape.plan.recipe.epochs
-    each, found = epoch_seconds(shape.plan, rows.tokens, setting.device, setting.threads), []
+    seconds, tune_steps = epoch_seconds(shape.plan, rows.tokens, setting.device, setting.threads), []
     tasks = [
         ("tune layers", epochs.model_copy(update={"model": 0}), epochs.layers),
         ("tune model", epochs.model_copy(update={"layers": 0}), epochs.model),
     ]
-    for name, part, count in tasks:
+    for name, task_epochs, count in tasks:
         if not count:
             continue
         if name == "tune layers":
@@ -148,8 +148,8 @@ def _tune(shape: ConversionShape, setting: Setting, steps: StepEstimates, rows: 
                 largest = max(kind.params for kind in shape.kinds)
                 trained = sum(stored_size(t) for t in shape.plan.replaced_targets())
                 states, files = 4.0 * 3 * largest, files + 16.0 * trained + 4.0 * coordinate_values(shape.plan)
-        found.append(Step(name, each.total(part), states + device, host, files))
-    return found
+        tune_steps.append(Step(name, seconds.total(task_epochs), states + device, host, files))
+    return tune_steps
 
 
 def _write(shape: ConversionShape, setting: Setting) -> Step:
@@ -188,40 +188,40 @@ def result_cache_bytes(shape: ConversionShape, context: int) -> float:
     if not mixed and not softmax:
         plain = ((kind.count, kind.attention) for kind in shape.kinds if kind.attention is not None)
         return float(sum(count * cache_bytes(None, attention, context, dtype) for count, attention in plain))
-    kept = sum(cache_bytes(None, each, context, dtype) for each in softmax)
+    softmax_bytes = sum(cache_bytes(None, attention, context, dtype) for attention in softmax)
     share = chosen / len(mixed) if mixed else 0.0
     before = sum(cache_bytes(None, t.shape, context, dtype) for t in mixed)
     after = sum(cache_bytes(t.config, t.shape, context, dtype) for t in mixed)
-    return kept + share * before + (1 - share) * after
+    return softmax_bytes + share * before + (1 - share) * after
 
 
 _ANY = Setting(device_speeds("cpu")[1], "cpu", 1, 1, MIN_LIMIT, 1)
 
 
-def estimate_lines(found: dict[str, Any]) -> list[str]:
+def estimate_lines(estimate: dict[str, Any]) -> list[str]:
     """Return the estimate as lines for the terminal."""
-    if "unknown" in found:
-        return [f"time and memory cannot be estimated: {found['unknown']}"]
-    where = f"{found['processes']} process{'es' if found['processes'] > 1 else ''} on {found['device']}"
+    if "unknown" in estimate:
+        return [f"time and memory cannot be estimated: {estimate['unknown']}"]
+    where = f"{estimate['processes']} process{'es' if estimate['processes'] > 1 else ''} on {estimate['device']}"
     where += (
-        f" with {found['threads']} thread{'s' if found['threads'] > 1 else ''} each"
-        if found["threads"]
+        f" with {estimate['threads']} thread{'s' if estimate['threads'] > 1 else ''} each"
+        if estimate["threads"]
         else ", one device each"
     )
-    text = f"{found['tokens']:,} tokens of calibration text" if found["calibrated"] else "no calibration text"
-    parts = ", ".join(f"{STEP_LABELS.get(s['name'], s['name'])} {_range(s['seconds'])}" for s in found["steps"])
-    device = f"{size_text(found['peak_device'])} of GPU memory and " if found["peak_device"] is not None else ""
-    where_loaded = "memory" if found["peak_device"] is None else "GPU memory"
+    text = f"{estimate['tokens']:,} tokens of calibration text" if estimate["calibrated"] else "no calibration text"
+    parts = ", ".join(f"{STEP_LABELS.get(s['name'], s['name'])} {_range(s['seconds'])}" for s in estimate["steps"])
+    device = f"{size_text(estimate['peak_device'])} of GPU memory and " if estimate["peak_device"] is not None else ""
+    where_loaded = "memory" if estimate["peak_device"] is None else "GPU memory"
     lines = [
-        f"estimated time: {_range(found['seconds'])} for {where}, {text} ({parts})",
-        f"estimated peak memory of each process: {device}{size_text(found['peak_host'])} of host memory",
-        f"estimated disk: {size_text(found['disk']['result'])} for the result, up to "
-        f"{size_text(found['disk']['most'])} during the conversion",
-        f"estimated {where_loaded} of the result in use: {size_text(found['result_memory'])} with the caches of "
-        f"{found['result_cache_tokens']:,} tokens",
+        f"estimated time: {_range(estimate['seconds'])} for {where}, {text} ({parts})",
+        f"estimated peak memory of each process: {device}{size_text(estimate['peak_host'])} of host memory",
+        f"estimated disk: {size_text(estimate['disk']['result'])} for the result, up to "
+        f"{size_text(estimate['disk']['most'])} during the conversion",
+        f"estimated {where_loaded} of the result in use: {size_text(estimate['result_memory'])} with the caches of "
+        f"{estimate['result_cache_tokens']:,} tokens",
     ]
-    if found["device_memory"] and found["peak_device"] > found["device_memory"]:
-        lines.append(f"note: the conversion needs more than the {size_text(found['device_memory'])} of this device")
+    if estimate["device_memory"] and estimate["peak_device"] > estimate["device_memory"]:
+        lines.append(f"note: the conversion needs more than the {size_text(estimate['device_memory'])} of this device")
     return lines
 
 

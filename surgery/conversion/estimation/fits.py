@@ -188,7 +188,7 @@ def _count_moments(
     """
     before = counter.mark()
     total = InputMoments(weights)
-    part = InputMoments(weights) if shards > 1 else total
+    shard_moments = InputMoments(weights) if shards > 1 else total
     made = counter.mark()
     rows = max(1, min(stage.chunk, tokens // shards))
     activations = _zeros(stage.activations // 4)
@@ -197,14 +197,14 @@ def _count_moments(
     first = next(iter(weights.values()))
     gap = _zeros(rows, first[0].shape[0]) if first[1] and stage.diverged else None
     add = counter.mark()
-    part.add(x, x0, gap)
+    shard_moments.add(x, x0, gap)
     work = counter.work.minus(add).times(tokens / rows) + made.minus(before)
     del x, x0, gap, activations
     again = counter.mark()
-    if part is not total:
-        total.ordered_reduce(part, Round((0,), range(0)), DistContext(), True)
+    if shard_moments is not total:
+        total.ordered_reduce(shard_moments, Round((0,), range(0)), DistContext(), True)
         work += counter.work.minus(again).times(max(0, shards - 1))
-        del part
+        del shard_moments
     if stage.borrowed:
         shared = InputMoments({"shared": (shared_weight(total.c_II.shape[0], first[0]), False)})
         total.borrow(shared, stage.borrowed)
@@ -222,13 +222,13 @@ def count_rank_errors(tasks: tuple[FitTask, ...], device: str, damping: float) -
         moment = _zeros(tasks[0].target.in_, tasks[0].target.in_)
         weights = [_zeros(task.target.out, task.target.in_) for task in tasks]
         grams = [_gram(task) for task in tasks]
-        metric, start, found = Metric(moment), counter.held, []
+        metric, start, works = Metric(moment), counter.held, []
         counter.peak = start
         for task, weight, gram in zip(tasks, weights, grams):
             before = counter.mark()
             cost_points(task.target, weight, Metric(moment, damp_output_gram(gram), metric.c_cache))
-            found.append(counter.work.minus(before))
-        return tuple(found), counter.peak - start, counter.held - start
+            works.append(counter.work.minus(before))
+        return tuple(works), counter.peak - start, counter.held - start
 
 
 @lru_cache(1024)
@@ -236,7 +236,7 @@ def count_quick_fits(tasks: tuple[FitTask, ...], device: str, sweeps: int) -> tu
     """Return (work of a trial's fit of each matrix, peak bytes beside weights and moments) of a stage."""
     with _counted(device, *(task.target for task in tasks)) as counter:
         moment, cache = _zeros(tasks[0].target.in_, tasks[0].target.in_), dict[object, object]()
-        weights, start, found = [_zeros(t.target.out, t.target.in_) for t in tasks], counter.held, []
+        weights, start, works = [_zeros(t.target.out, t.target.in_) for t in tasks], counter.held, []
         counter.peak = start
         for task, weight in zip(tasks, weights):
             before = counter.mark()
@@ -245,8 +245,8 @@ def count_quick_fits(tasks: tuple[FitTask, ...], device: str, sweeps: int) -> tu
             fitted = quick_fit(task.target, [c for c in configs if c is not None] or [None], weight, metric, sweeps)
             if fitted.linear is not None:
                 fitted.linear.dense()
-            found.append(counter.work.minus(before))
-        return tuple(found), counter.peak - start
+            works.append(counter.work.minus(before))
+        return tuple(works), counter.peak - start
 
 
 @lru_cache(1024)

@@ -53,8 +53,8 @@ def result(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name in REDUCTIONS:
         return _reduced(name, first, args[1:], kwargs)
     if name in LIKE and set(kwargs) <= {"pin_memory", "memory_format"}:
-        kept = kwargs.get("memory_format") is None and name != "cumsum"
-        return _like(first) if kept else _empty(first.shape, first.dtype)
+        keeps_strides = kwargs.get("memory_format") is None and name != "cumsum"
+        return _like(first) if keeps_strides else _empty(first.shape, first.dtype)
     if name == "new_zeros":
         return _empty(args[1], kwargs.get("dtype") or first.dtype)
     return _of_matrices(name, args)
@@ -132,7 +132,7 @@ def _columns(tensor: Tensor) -> Tensor:
 
 def _from_sizes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """Operations whose first argument is no tensor: constants, and those of a list of tensors."""
-    if name in ("stack", "cat") and all(isinstance(each, Tensor) and each.is_meta for each in args[0]):
+    if name in ("stack", "cat") and all(isinstance(value, Tensor) and value.is_meta for value in args[0]):
         return _joined(name, args[0], args[1] if len(args) > 1 else 0)
     if torch.device(kwargs.get("device") or "cpu").type != "meta":
         return None

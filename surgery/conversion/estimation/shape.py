@@ -160,7 +160,7 @@ def conversion_shape(meta_model: ModelDescription, plan: Plan, calibrated: bool)
         )
         key = _signature(kind)
         kinds[key] = kind if key not in kinds else replace(kinds[key], count=kinds[key].count + 1)
-    head = next((found[0] for found in plan.targets_in_layer("").values()), None)
+    head = next((targets[0] for targets in plan.targets_in_layer("").values()), None)
     dims = next(((linear.out, linear.in_) for linear in layout.linears if linear.path == layout.head), (0, width))
     stored = [meta_model.tensor_info(name) for name in meta_model.keys]
     itemsize = sum(t.nbytes for t in stored) / max(1, sum(t.numel for t in stored)) if stored else 2.0
@@ -173,15 +173,15 @@ def conversion_shape(meta_model: ModelDescription, plan: Plan, calibrated: bool)
 
 def _attention_shapes(model: Any, params: dict[str, int]) -> dict[str, AttentionShape]:
     """Return the attention of each layer that has one which can be described."""
-    found: dict[str, AttentionShape] = {}
+    shapes: dict[str, AttentionShape] = {}
     try:
         for path in attention_paths(model):
             layer = next((name for name in params if path.startswith(f"{name}.")), None)
             if layer is not None:
-                found[layer] = attention_shape(model, path)
+                shapes[layer] = attention_shape(model, path)
     except SurgeryError:
-        return found
-    return found
+        return shapes
+    return shapes
 
 
 def _layer_kind(
@@ -224,7 +224,7 @@ def _stages(plan: Plan, layer: str, linears: list[LinearInfo]) -> Iterator[Stage
         groups.setdefault(key, []).append(linear)
         before.setdefault(key, macs)
         macs += linear.out * linear.in_ * linear.active
-    found: dict[Any, StageShape] = {}
+    stages: dict[Any, StageShape] = {}
     for i, (key, members) in enumerate(groups.items()):
         targets = tuple(target for linear in members for target in plan.targets.get(linear.path, ()))
         if not targets:
@@ -232,11 +232,11 @@ def _stages(plan: Plan, layer: str, linears: list[LinearInfo]) -> Iterator[Stage
         first = members[0]
         shapes = tuple((t.out, t.in_, str(t.configs), t.keep) for t in targets)
         same = (shapes, first.experts, "expert.down" in first.roles) if first.experts else key
-        if first.experts and same in found:
-            found[same] = replace(found[same], count=found[same].count + 1)
+        if first.experts and same in stages:
+            stages[same] = replace(stages[same], count=stages[same].count + 1)
         else:
-            found[same] = StageShape(targets, 1, first.active, before[key], i == 0, bool(first.experts))
-    yield from found.values()
+            stages[same] = StageShape(targets, 1, first.active, before[key], i == 0, bool(first.experts))
+    yield from stages.values()
 
 
 def _signature(kind: LayerKind) -> Any:

@@ -106,12 +106,12 @@ def measure_cpu() -> dict[str, float]:
 
 def _best(run: Callable[[], object]) -> float:
     run()
-    found = []
+    seconds = []
     for _ in range(3):
         began = time.process_time()
         run()
-        found.append(time.process_time() - began)
-    return min(found)
+        seconds.append(time.process_time() - began)
+    return min(seconds)
 
 
 if __name__ == "__main__":

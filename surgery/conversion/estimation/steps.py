@@ -192,14 +192,14 @@ class StepEstimates:
         setting, most = self.setting, -(-self.shape.layers // self.setting.processes)
         works, peak = Work(), 0.0
         for kind in self.shape.kinds:
-            work, kept, largest = self.load(kind), 0.0, 0.0
+            work, replacement_bytes, largest = self.load(kind), 0.0, 0.0
             for target, count in kind.targets():
                 counted, bytes_ = count_projection(bare_target(target), setting.device)
                 work += counted.times(count)
-                kept += count * stored_size(target) * (4 + self.shape.itemsize)
+                replacement_bytes += count * stored_size(target) * (4 + self.shape.itemsize)
                 largest = max(largest, bytes_ + 4.0 * target.numel)
             works += work.times(kind.count)
-            peak = max(peak, kept * min(2, most) + largest)  # the layer before is still being written
+            peak = max(peak, replacement_bytes * min(2, most) + largest)  # the layer before is still being written
         ahead = min(3, most) if setting.device == "cuda" else 1
         return Step("layers", setting.seconds(works.times(most / self.shape.layers)), peak * ahead)
 
@@ -312,9 +312,9 @@ class StepEstimates:
                 counted = count_stage(self.stage_task(kind, stage, rows, diverged, shards))
                 work += (counted.moments[0].times(share) + counted.moments[1]).times(stage.count)
                 work += setting.busiest(self.fit_jobs(stage, counted.fits)) + shared_basis_work(stage, setting.sweeps)
-                kept = sum(stored_size(t) for t in stage.targets) * self.shape.itemsize
+                fitted_bytes = sum(stored_size(t) for t in stage.targets) * self.shape.itemsize
                 most = max(most, done + counted.peak + self.routed_bytes(kind, stage, rows))
-                done += stage.count * (counted.dense + (kept if setting.device == "cpu" else 0))
+                done += stage.count * (counted.dense + (fitted_bytes if setting.device == "cpu" else 0))
                 if setting.processes > 1:
                     work += Work(passed=16.0 * stage.count * stage.in_**2)
             seconds += kind.count * setting.seconds(work + Work(files=2 * self.shape.itemsize * kind.params / 2))
@@ -379,8 +379,8 @@ def shared_basis_bytes(stage: StageShape) -> float:
     if not sharing:
         return 0.0
     crosses = 2 if any(target.out > target.in_ for target in sharing) else 0
-    each = (1 + crosses) * stage.in_**2 + sum(t.numel * (1 if t.out > t.in_ else 2) for t in sharing)
-    return 4.0 * (stage.count - 1) * each
+    values_per_expert = (1 + crosses) * stage.in_**2 + sum(t.numel * (1 if t.out > t.in_ else 2) for t in sharing)
+    return 4.0 * (stage.count - 1) * values_per_expert
 
 
 def stored_size(target: LinearTarget) -> int:
