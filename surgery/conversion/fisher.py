@@ -129,18 +129,18 @@ class GradientHooks(LayerBackward):
         """Add the sums of the row shards of a round, in the order of the shards."""
         ranks, parts = self.fisher_pass.runner.ranks, (self.moments, self.grams)
         # A process without a row shard has called no linear; it takes names and shapes from the round's first owner.
-        own = [{path: tuple(t.shape) for path, t in part.items()} for part in parts], self.shared_input, self.rows
-        per_rank = ranks.gather(own)
+        state = [{path: tuple(t.shape) for path, t in sums.items()} for sums in parts], self.shared_input, self.rows
+        per_rank = ranks.gather(state)
         shapes: list[dict[str, tuple[int, ...]]] = [{}, {}]
         for owner in round_.owners:  # an expert may get rows in some processes only
-            for known, found in zip(shapes, per_rank[owner][0]):
-                known |= found
+            for known, owner_shapes in zip(shapes, per_rank[owner][0]):
+                known |= owner_shapes
             self.shared_input |= per_rank[owner][1]
             for path, rows in per_rank[owner][2].items():
                 self.counts[path] = self.counts.get(path, 0) + rows
-        for part, total, sizes in zip(parts, self.sums, shapes):
+        for sums, total, sizes in zip(parts, self.sums, shapes):
             for path, size in sizes.items():
-                mine = part.pop(path) if path in part else torch.zeros(size, device=self.fisher_pass.runner.device)
+                mine = sums.pop(path) if path in sums else torch.zeros(size, device=self.fisher_pass.runner.device)
                 total[path] = ranks.ordered_sum(total.get(path), mine, round_.owners)
         self.rows = {}
 
@@ -262,12 +262,12 @@ class FisherPass(GradientPass):
         head = ChunkedLMHead(self.meta_model, layout.head, layout.architecture, self.runner.device)
         flat_ND = unpadded_rows(final_BTD, self.head_mask_BT)
         grads, head_is_target, energy = [], layout.head in self.plan.targets, torch.zeros(0)
-        for part in torch.split(flat_ND, ROWS_PER_PASS):
-            hidden_ND = part.to(self.runner.device)
+        for chunk_ND in torch.split(flat_ND, ROWS_PER_PASS):
+            hidden_ND = chunk_ND.to(self.runner.device)
             grad_ND, total_N, label_N = head.output_gradient(hidden_ND, generator)
             grads.append(grad_ND.to(final_BTD.device))
             if head_is_target:
-                share = head.logit_gradient_energy(hidden_ND, total_N, label_N) * (len(part) / len(flat_ND))
+                share = head.logit_gradient_energy(hidden_ND, total_N, label_N) * (len(chunk_ND) / len(flat_ND))
                 energy = energy + share if len(energy) else share
         if head_is_target:
             moment_II = (flat_ND.mT @ flat_ND).div_(len(flat_ND)).to(self.runner.device)
@@ -307,22 +307,22 @@ class FisherPass(GradientPass):
             self.runner.ranks,
             [(target, m) for path, m in metrics.items() for target in self.plan.targets.get(path, ())],
         )
-        kept = {target.name: self._output_gram(target_gram(target, grams)) for target, _ in targets}
+        output_grams = {target.name: self._output_gram(target_gram(target, grams)) for target, _ in targets}
         if ranks.main:
             saved = (
-                [TensorSource.from_tensor(name, gram) for name, gram in {**kept, **(extra or {})}.items()]
+                [TensorSource.from_tensor(name, gram) for name, gram in {**output_grams, **(extra or {})}.items()]
                 if self.recipe.curvature != "none"
                 else []
             )
             write_shard(self.folder / f"{unit}.safetensors", saved)
-        found = {}
+        points = {}
         for (target, metric), owner in zip(targets, ranks.assign_jobs([target.numel for target, _ in targets])):
             if owner == ranks.index:
                 weight_OI = target_weight(self.meta_model, target, self.runner.device)
-                two_sided = Metric(metric.c_II, damp_output_gram(kept[target.name]), metric.c_cache)
+                two_sided = Metric(metric.c_II, damp_output_gram(output_grams[target.name]), metric.c_cache)
                 with naming(target.name):
-                    found[target.name] = cost_points(target, weight_OI, two_sided)
-        for theirs in ranks.gather(found):
+                    points[target.name] = cost_points(target, weight_OI, two_sided)
+        for theirs in ranks.gather(points):
             self.options |= theirs
 
     def _output_gram(self, gram: Tensor) -> Tensor:
@@ -341,7 +341,7 @@ def cost_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list
     """
     if target.dense_ns:
         return timed_points(target, weight_OI, metric)
-    found = [CostPoint(target.numel, 0.0)]
+    points = [CostPoint(target.numel, 0.0)]
     for config in target.configs:
         cls = STRUCTURES[config]
         resolved = cls.resolve(config, target.out, target.in_)
@@ -354,8 +354,8 @@ def cost_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list
         for step, error in curve:
             params = cls.params(step, target.out, target.in_)
             if params < target.numel:
-                found.append(CostPoint(params, error / 2))
-    return found
+                points.append(CostPoint(params, error / 2))
+    return points
 
 
 def timed_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list[CostPoint]:
@@ -388,12 +388,12 @@ def round_curve(curve: list[tuple[Any, float]], multiple: int) -> list[tuple[Any
     underestimate it.
     """
     last = curve[-1][0].rank
-    found = [(config, error) for config, error in curve if config.rank < multiple or config.rank == last]
+    points = [(config, error) for config, error in curve if config.rank < multiple or config.rank == last]
     for (config, error), (above, less) in itertools.pairwise(curve):
         for rank in range(-(-config.rank // multiple) * multiple, above.rank, multiple):
             share = (rank - config.rank) / (above.rank - config.rank)
-            found.append((replace(config, rank=rank), error + share * (less - error)))
-    return sorted(found, key=lambda point: point[0].rank)
+            points.append((replace(config, rank=rank), error + share * (less - error)))
+    return sorted(points, key=lambda point: point[0].rank)
 
 
 def load_grams(path: Path, device: torch.device) -> dict[str, Tensor]:

@@ -60,10 +60,10 @@ def fit_shared(
         metrics = [stage_metric(context) for context in contexts]
         scales = _scales(contexts, metrics)
         candidates = []
-        for wanted in _wanted_matrices(targets, weights, contexts, metrics, held_out is not None):
-            is_refit = wanted is not weights
-            found = shared_factors(wanted, metrics, scales, config.rank, contexts[0].sweeps)
-            for index, (lefts, right_RI) in enumerate(found):
+        for matrices in _matrices_to_fit(targets, weights, contexts, metrics, held_out is not None):
+            is_refit = matrices is not weights
+            factors = shared_factors(matrices, metrics, scales, config.rank, contexts[0].sweeps)
+            for index, (lefts, right_RI) in enumerate(factors):
                 candidates.append(SharedFactors(lefts, right_RI, is_refit, contexts[0].sweeps if index else 0))
         best, errors = _choose(targets, weights, contexts, metrics, scales, candidates, held_out=held_out)
     results, seconds = {}, (time.perf_counter() - began) / len(targets)
@@ -80,11 +80,11 @@ def _scales(contexts: Sequence[FitContext], metrics: Sequence[Metric]) -> list[f
     if all(metric.g_OO is not None for metric in metrics):
         return [1.0] * len(metrics)
     moments = [context.fit for context in contexts]
-    rows = [1.0 if found is None else float(found.count - found.borrowed) for found in moments]
+    rows = [1.0 if m is None else float(m.count - m.borrowed) for m in moments]
     return rows if any(rows) else [1.0] * len(rows)
 
 
-def _wanted_matrices(
+def _matrices_to_fit(
     targets: Sequence[LinearTarget],
     weights: Sequence[Tensor],
     contexts: Sequence[FitContext],
@@ -98,7 +98,7 @@ def _wanted_matrices(
     moved = [regression_target(target, w_OI, context, metric) for target, w_OI, context, metric in parts]
     if not any(moved):
         return [weights]
-    refitted = [found[0] if found else w_OI for found, w_OI in zip(moved, weights)]
+    refitted = [regression[0] if regression else w_OI for regression, w_OI in zip(moved, weights)]
     return [weights, refitted] if has_choice else [refitted]
 
 
@@ -130,7 +130,7 @@ def _choose(
             losses[number] += loss
             errors[number].append(error)
     best = min(range(len(candidates)), key=lambda number: losses[number])
-    first = next(number for number, found in enumerate(candidates) if found.refit == candidates[best].refit)
+    first = next(number for number, candidate in enumerate(candidates) if candidate.refit == candidates[best].refit)
     return candidates[best], list(zip(errors[first], errors[best]))
 
 
@@ -144,10 +144,10 @@ def share_modules(modules: dict[str, nn.Module], targets: Sequence[LinearTarget]
     basis = SharedBasis(first.in_features, first.config.rank, device="meta")
     basis.weight = nn.Parameter(first.right.detach()[None], requires_grad=False)
     for target in targets:
-        own = modules[target.linear.path]
-        assert isinstance(own, LowRankLinear)
-        shared = SharedLowRankLinear(own.in_features, own.out_features, own.config, bias=False, device="meta")
-        shared.weight, shared.bias = own.weight, own.bias
+        linear = modules[target.linear.path]
+        assert isinstance(linear, LowRankLinear)
+        shared = SharedLowRankLinear(linear.in_features, linear.out_features, linear.config, bias=False, device="meta")
+        shared.weight, shared.bias = linear.weight, linear.bias
         shared.connect(basis)
         modules[target.linear.path] = shared
     return basis
@@ -155,8 +155,8 @@ def share_modules(modules: dict[str, nn.Module], targets: Sequence[LinearTarget]
 
 def targets_by_basis(targets: Sequence[LinearTarget]) -> dict[str, list[LinearTarget]]:
     """Return the targets that share a basis, by its path, in their order."""
-    found: dict[str, list[LinearTarget]] = {}
+    by_basis: dict[str, list[LinearTarget]] = {}
     for target in targets:
         if target.basis:
-            found.setdefault(target.basis, []).append(target)
-    return found
+            by_basis.setdefault(target.basis, []).append(target)
+    return by_basis

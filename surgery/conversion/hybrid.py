@@ -56,8 +56,10 @@ class MixerTrial:
 
     def run_distributed(self, contenders: Mapping[str, Contender], done: Callable[[], None]) -> dict[str, HeldOutScore]:
         """Call `run` with the contenders dealt out to the processes; returns all scores in all processes."""
-        own = {name: contenders[name] for name in list(contenders)[self.dist.index :: self.dist.count]}
-        gathered = self.dist.gather(self.dist.together_or_raise(lambda: self.run(own, done) if own else {}))
+        local_contenders = {name: contenders[name] for name in list(contenders)[self.dist.index :: self.dist.count]}
+        gathered = self.dist.gather(
+            self.dist.together_or_raise(lambda: self.run(local_contenders, done) if local_contenders else {})
+        )
         return {name: scores[name] for name in contenders for scores in gathered if name in scores}
 
     def run(self, contenders: Mapping[str, Contender], done: Callable[[], None]) -> dict[str, HeldOutScore]:
@@ -90,12 +92,12 @@ class MixerTrial:
             self.mixers[layer] = initialized.mixer.eval().requires_grad_(False)
 
 
-def partly_replaced(mixer: Mixer, kept: Sequence[int]) -> Mixer:
-    """Return the attention with softmax in the key/value heads `kept` and the mixer, which has all heads, in the
+def partly_replaced(mixer: Mixer, heads: Sequence[int]) -> Mixer:
+    """Return the attention with softmax in these key/value heads and the mixer, which has all heads, in the
     others.
     """
     device = next((tensor.device for tensor in mixer.state_dict().values()), torch.device("cpu"))
-    return BlendedAttention(mixer, gates_of(kept, mixer.shape, device)) if kept else mixer
+    return BlendedAttention(mixer, gates_of(heads, mixer.shape, device)) if heads else mixer
 
 
 def init_trial_mixer(ctx: ConversionContext, call: LayerCall) -> Mixer:
@@ -198,24 +200,24 @@ def choose_heads(ctx: ConversionContext, hybrid: HybridRecipe) -> dict[str, Any]
     with progress.bar("measuring the error of each head", len(plan.layout.layers)) as tick:
         errors = measure_heads(trial, tick)
     ranked = sorted(
-        ((layer, head) for layer, found in errors.items() for head in range(len(found))),
+        ((layer, head) for layer, head_errors in errors.items() for head in range(len(head_errors))),
         key=lambda unit: -errors[unit[0]][unit[1]],
     )
-    kept = {
+    choices = {
         "measured": heads_by_layer(plan, ranked[: hybrid.softmax_count(len(ranked))]),
         "every": evenly_spaced_heads(plan, hybrid),
     }
     with progress.bar("comparing choices of softmax heads", len(plan.layout.layers)) as tick:
-        scores = trial.run_distributed(dict(kept), tick)
+        scores = trial.run_distributed(dict(choices), tick)
     best = min(scores, key=lambda name: scores[name].converted)
-    chosen = kept[best]
+    chosen = choices[best]
     softmax = [layer for layer, target in plan.attention_targets.items() if len(chosen[layer]) == target.shape.groups]
     return {
         "kept": best,
         "softmax": softmax,
         "heads": chosen,
         "head_errors": errors,
-        **{name: {"heads": kept[name], **scores[name].to_dict()} for name in kept},
+        **{name: {"heads": choices[name], **scores[name].to_dict()} for name in choices},
     }
 
 

@@ -204,11 +204,11 @@ class LayerShards:
         others.
         """
         header = read_header(file)
-        found = {name: info.shape for name, info in header.items()}
+        shapes = {name: info.shape for name, info in header.items()}
         expected = self.expected_shapes(entry)
         if not all(self._has_stored_dtype(name, header[name].dtype) for name in expected.keys() & header.keys()):
             return False
-        return found == expected if exact else expected.items() <= found.items()
+        return shapes == expected if exact else expected.items() <= shapes.items()
 
     def _has_stored_dtype(self, name: str, dtype: str) -> bool:
         """Return whether a tensor has the dtype of its source, or of the weight that its module replaces."""
@@ -268,15 +268,15 @@ class LayerShards:
         if (groups := self._groups(entries)) is None:
             return {}
         digests = {entry["name"]: entry["sha256"] for entry in entries if entry["step"] == "shard"}
-        names, found = iter(self.names()), {}
+        names, paths = iter(self.names()), {}
         for i, group in enumerate(groups):
             file, members = shard_name(i, len(groups)), [next(names) for _ in group]
             digest = digests.get(file)
             if digest is None and len(members) == 1 and members[0] in shards:
                 digest = shards[members[0]]["sha256"]  # renamed, but the run ended before its journal entry
             if digest is not None and file_digest(out / file) == digest:
-                found.update(dict.fromkeys(members, out / file))
-        return found
+                paths.update(dict.fromkeys(members, out / file))
+        return paths
 
 
 def select_valid_entries(entries: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
@@ -338,7 +338,7 @@ def _meets_target(entry: dict[str, Any], plan: Plan) -> bool:
     if set(structures) != {target.name for target in plan.replaced_targets()}:
         return False
     chosen = with_structures(plan, structures)  # raises SurgeryError for a structure that is no option
-    budgets = {target.name: target.uniform_budget() for found in chosen.targets.values() for target in found}
+    budgets = {target.name: target.uniform_budget() for slices in chosen.targets.values() for target in slices}
     return budgets == entry["budgets"] and time_after(plan, structures) <= time_before(plan) / plan.time.ratio
 
 
@@ -351,16 +351,21 @@ def _has_options(records: list[dict[str, Any]], plan: Plan) -> bool:
     return True
 
 
-def _names_heads(told: dict[str, Any], plan: Plan) -> bool:
+def _names_heads(choice: dict[str, Any], plan: Plan) -> bool:
     """Return whether a choice names key/value heads of the plan's layers, if and only if the recipe chooses heads."""
-    hybrid, heads = plan.recipe.attention.hybrid if plan.recipe.attention else None, told.get("heads")
+    hybrid, heads = plan.recipe.attention.hybrid if plan.recipe.attention else None, choice.get("heads")
     if hybrid is None or not hybrid.of_heads:
         return heads is None
     if heads is None or set(heads) != set(plan.attention_targets):
         return False
     groups = {layer: target.shape.groups for layer, target in plan.attention_targets.items()}
-    valid = all(own == sorted(set(own)) and all(0 <= n < groups[layer] for n in own) for layer, own in heads.items())
-    return valid and set(told["softmax"]) == {layer for layer, own in heads.items() if len(own) == groups[layer]}
+    valid = all(
+        numbers == sorted(set(numbers)) and all(0 <= n < groups[layer] for n in numbers)
+        for layer, numbers in heads.items()
+    )
+    return valid and set(choice["softmax"]) == {
+        layer for layer, numbers in heads.items() if len(numbers) == groups[layer]
+    }
 
 
 def _can_build_mixer(target: AttentionTarget, choice: dict[str, Any]) -> bool:
@@ -390,8 +395,8 @@ def _check_table_entry(spec: dict[str, Any], linear: LinearInfo, base: str) -> N
     """Raise SurgeryError unless a table entry is valid and describes this linear. base: its name in the files."""
     build_module(spec)  # raises SurgeryError if the entry is invalid
     parts = list(spec["parts"].values()) if spec.get("structure") == "split" else [spec]
-    fits = sum(part["out_features"] for part in parts) == linear.out
-    fits &= all(part["in_features"] == linear.in_ and part["bias"] == linear.bias for part in parts)
+    fits = sum(slice_spec["out_features"] for slice_spec in parts) == linear.out
+    fits &= all(slice_spec["in_features"] == linear.in_ and slice_spec["bias"] == linear.bias for slice_spec in parts)
     fits &= spec.get("file_name", linear.path) == base and spec.get("transposed", False) == linear.transposed
     if not fits:
         raise SurgeryError(f"the journal's entry for {linear.path} describes another linear: {str(spec)[:100]}")

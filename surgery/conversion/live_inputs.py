@@ -148,8 +148,8 @@ def _from_dataset(
     texts = [name for name, value in first.items() if isinstance(value, str)]
     if texts:
         column = "text" if "text" in texts else texts[0]
-        kept = (row[column] for row in items if isinstance(row.get(column), str))
-        return _from_texts(kept, "(data set)", recipe, config, tokenizer)
+        column_texts = (row[column] for row in items if isinstance(row.get(column), str))
+        return _from_texts(column_texts, "(data set)", recipe, config, tokenizer)
     taken = {p.name for p in forward_parameters(model)}
     names = [name for name in first if name in taken and name not in IGNORED]
     if not names:
@@ -163,7 +163,7 @@ def _from_dataset(
 
 
 # -- batches ---------------------------------------------------------------------------------------
-def _read_batches(model: nn.Module, items: Iterable[Any], given: Any, recipe: ConversionRecipe) -> dict[str, Tensor]:
+def _read_batches(model: nn.Module, items: Iterable[Any], source: Any, recipe: ConversionRecipe) -> dict[str, Tensor]:
     """Join batches. Lists and tuples are used whole; of other iterables as many batches as give `tokens` of the
     recipe.
     """
@@ -173,7 +173,7 @@ def _read_batches(model: nn.Module, items: Iterable[Any], given: Any, recipe: Co
         batches.append(_batch_tensors(model, item, f"calibration batch {i}"))
         first = next(iter(batches[-1].values()))
         tokens += first.shape[0] * (first.shape[1] if first.dim() == 2 and not first.is_floating_point() else 1)
-        if tokens >= recipe.tokens and not isinstance(given, (list, tuple)):
+        if tokens >= recipe.tokens and not isinstance(source, (list, tuple)):
             break
     return join_batches(batches, "calibration")
 
@@ -195,18 +195,18 @@ def _batch_tensors(model: nn.Module, item: Any, where: str) -> dict[str, Tensor]
         item = dict(zip(names, values))
     if not isinstance(item, Mapping):
         raise SurgeryError(f"{where} must be a dict of tensors (got a {type(item).__name__}: {str(item)[:80]!r})")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     reads_labels = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     for name, value in item.items():
         if value is None or (name in IGNORED and not (name == "labels" and reads_labels)):
             continue
         if name in ("past_key_values", "cache", "encoder_outputs"):
             raise SurgeryError(f"{where} has {name!r}: calibration needs whole inputs, not the steps of generate()")
-        found[name] = _to_tensor(value, f"{where}: {name!r}")
-    if not found or not _has_rows(found):
-        shapes = {name: list(x.shape) for name, x in found.items()}
+        tensors[name] = _to_tensor(value, f"{where}: {name!r}")
+    if not tensors or not _has_rows(tensors):
+        shapes = {name: list(x.shape) for name, x in tensors.items()}
         raise SurgeryError(f"{where}: every tensor needs the batch as its first axis, of one length (got {shapes})")
-    return found
+    return tensors
 
 
 def _has_rows(batch: dict[str, Tensor]) -> bool:
@@ -253,7 +253,7 @@ def join_batches(batches: Sequence[dict[str, Tensor]], where: str) -> dict[str, 
         if set(batch) != names:
             raise SurgeryError(f"{where}: batch {i} has the inputs {sorted(batch)}, batch 0 has {sorted(names)}")
     shapes = {name: {tuple(batch[name].shape[1:]) for batch in batches} for name in names}
-    unequal = {name: sorted(each) for name, each in shapes.items() if len(each) > 1}
+    unequal = {name: sorted(row_shapes) for name, row_shapes in shapes.items() if len(row_shapes) > 1}
     if unequal and not _can_pad(batches[0], unequal):
         name = sorted(unequal)[0]
         raise SurgeryError(

@@ -219,8 +219,8 @@ def _train_joined(sink: LiveSink, built: dict[str, nn.Module]) -> None:
         if isinstance(module, JoinedLinear):
             weight: Any = sink.model.get_submodule(sink.live_path(path)).weight
             trained[module.matrix] = trained.get(module.matrix, False) or bool(weight.requires_grad)
-    for matrix, wanted in trained.items():
-        matrix.requires_grad_(wanted)
+    for matrix, requires_grad in trained.items():
+        matrix.requires_grad_(requires_grad)
 
 
 def _basis(sink: LiveSink, meta_model: MetaModel, path: str) -> SharedBasis:
@@ -254,9 +254,9 @@ def _undone_on_error(model: Any) -> Iterator[Undo]:
             module.__class__ = kind
             vars(module).clear()
             vars(module).update(attributes)
-            for kept, now in ((modules, module._modules), (parameters, module._parameters)):
+            for saved, now in ((modules, module._modules), (parameters, module._parameters)):
                 now.clear()
-                now.update(kept)
+                now.update(saved)
         if settings is not None:
             vars(config).clear()
             vars(config).update(settings)

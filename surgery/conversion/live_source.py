@@ -150,7 +150,7 @@ class LiveSource:
         if not self.prefix:
             return keep_reached(plan, runner, samples)
         reached = self._reached_modules()
-        targets = {path: found for path, found in plan.targets.items() if path in reached}
+        targets = {path: slices for path, slices in plan.targets.items() if path in reached}
         lost = [self.public_path(path) for path in plan.targets if path not in reached]
         if not targets:
             raise SurgeryError(
@@ -244,12 +244,12 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 def _shared_names(state: dict[str, Tensor]) -> dict[str, str]:
     """Return name -> first name of the same tensor, for parameters that a module has under several names."""
     first: dict[Any, str] = {}
-    found = {}
+    aliases = {}
     for name, tensor in state.items():
         twin = first.setdefault(id(tensor), name)
         if twin != name:
-            found[name] = twin
-    return found
+            aliases[name] = twin
+    return aliases
 
 
 def _empty_copy(model: nn.Module) -> Any:

@@ -26,25 +26,25 @@ def layer_norms_and_biases(meta_model: MetaModel, layer: str) -> dict[str, str]:
     """Return parameter -> name in the files, for the norms of a layer and the biases of its linears. layer: its
     path.
     """
-    found = []
+    names = []
     for path, module in meta_model.module(layer).named_modules(prefix=layer):
         if is_norm(module):
-            found += [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            names += [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
         elif is_linear(module):
-            found.append(f"{path}.bias")
-    return _stored_names(meta_model, found)
+            names.append(f"{path}.bias")
+    return _stored_names(meta_model, names)
 
 
 def outer_norms(meta_model: MetaModel, layout: ModelLayout) -> dict[str, str]:
     """Return parameter -> name in the files, for the norms outside the layers, before and behind them."""
     inside = tuple(f"{path}." for path in layout.towers)
-    found = [
+    names = [
         f"{path}.{name}"
         for path, module in meta_model.model.named_modules()
         if is_norm(module) and not path.startswith(inside)
         for name, _ in module.named_parameters(recurse=False)
     ]
-    return _stored_names(meta_model, found)
+    return _stored_names(meta_model, names)
 
 
 def _stored_names(meta_model: MetaModel, parameters: list[str]) -> dict[str, str]:

@@ -138,10 +138,10 @@ def aside_path(out: Path) -> Path:
 
 def check_not_source(out: Path, source: CheckpointSource) -> None:
     """Raise SurgeryError if a folder that may be deleted is the source, or holds it."""
-    for place in (source.folder, Path(source.name)):
-        if place.exists():
+    for source_path in (source.folder, Path(source.name)):
+        if source_path.exists():
             for folder in (out, partial_path(out)):
-                _check_not_around(folder, "the source", place)
+                _check_not_around(folder, "the source", source_path)
 
 
 def _check_not_in_use(folder: Path) -> None:
@@ -155,11 +155,11 @@ def _check_not_in_use(folder: Path) -> None:
         )
 
 
-def _check_not_around(folder: Path, what: str, place: Path) -> None:
-    if place.resolve().is_relative_to(folder.resolve()):
-        is_same = place.resolve() == folder.resolve()
+def _check_not_around(folder: Path, what: str, path: Path) -> None:
+    if path.resolve().is_relative_to(folder.resolve()):
+        is_same = path.resolve() == folder.resolve()
         raise SurgeryError(
-            f"{folder} {'is' if is_same else 'holds'} {what} ({place}), and --overwrite would delete it. Choose "
+            f"{folder} {'is' if is_same else 'holds'} {what} ({path}), and --overwrite would delete it. Choose "
             "another --out"
         )
 

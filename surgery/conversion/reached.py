@@ -50,7 +50,9 @@ def keep_reached(plan: Plan, runner: LayerRunner, data: CalibrationSet) -> tuple
     reached = {
         path for path, (target, *_) in plan.targets.items() if path in reached and target.linear.layer in {*layers, ""}
     }
-    lost = [target for path, found in plan.targets.items() if path not in reached for target in found if target.configs]
+    lost = [
+        target for path, slices in plan.targets.items() if path not in reached for target in slices if target.configs
+    ]
     mixers = [target.path for layer, target in plan.attention_targets.items() if layer not in layers]
     if mixers:
         raise SurgeryError(
@@ -58,8 +60,8 @@ def keep_reached(plan: Plan, runner: LayerRunner, data: CalibrationSet) -> tuple
             "a mixer. Give inputs "
             "that use it, or leave its layer out (attention.layers)"
         )
-    targets = {path: found for path, found in plan.targets.items() if path in reached}
-    if lost and not any(target.configs for found in targets.values() for target in found):
+    targets = {path: slices for path, slices in plan.targets.items() if path in reached}
+    if lost and not any(target.configs for slices in targets.values() for target in slices):
         raise SurgeryError(
             f"the calibration inputs ({', '.join(data.inputs)}) reach no linear of the plan ({lost[0].name}, ..). Give "
             "inputs that use "
@@ -67,8 +69,10 @@ def keep_reached(plan: Plan, runner: LayerRunner, data: CalibrationSet) -> tuple
         )
     layout = replace(plan.layout, layers=tuple(path for path in plan.layout.layers if path in layers))
     notes = (*plan.notes, *([unreached_note([target.name for target in lost])] if lost else []))
-    kept = replace(plan, layout=layout, targets=targets, notes=notes, unreached=tuple(target.name for target in lost))
-    return kept, runner.with_layers(layout.layers, skip)
+    reached_plan = replace(
+        plan, layout=layout, targets=targets, notes=notes, unreached=tuple(target.name for target in lost)
+    )
+    return reached_plan, runner.with_layers(layout.layers, skip)
 
 
 def unreached_note(names: list[str]) -> str:
@@ -101,8 +105,8 @@ def _probe(plan: Plan, runner: LayerRunner, inputs: dict[str, Tensor]) -> tuple[
     reached, called = {layout.head}, set[str]()
     marks: dict[str, Tensor] = {}
 
-    def record(found: set[str], path: str) -> Callable[..., None]:
-        return lambda *_: found.add(path)
+    def record(visited: set[str], path: str) -> Callable[..., None]:
+        return lambda *_: visited.add(path)
 
     def visit(call: LayerCall) -> Any:
         called.add(call.path)

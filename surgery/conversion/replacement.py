@@ -59,9 +59,9 @@ class LayerReplacement:
         new = {name: TensorSource.from_tensor(name, tensor.to(dtypes[name])) for name, tensor in tensors.items()}
         self.entries = [new.pop(entry.name, entry) for entry in self.entries] + list(new.values())
 
-    def outside(self, kept: Mapping[str, str]) -> dict[str, str]:
+    def outside(self, parameters: Mapping[str, str]) -> dict[str, str]:
         """Return those parameters of the original, parameter -> name in the files, whose modules are not replaced."""
-        return {p: name for p, name in kept.items() if p.rpartition(".")[0] not in self.modules}
+        return {p: name for p, name in parameters.items() if p.rpartition(".")[0] not in self.modules}
 
     def find_structured(self) -> None:
         """Set `structured` to the modules with structured weights, and the bases that experts share."""
@@ -302,11 +302,11 @@ def load_replacement(
     entry: dict[str, Any],
     tensors: dict[str, TensorInfo],
     device: torch.device,
-    kept: Mapping[str, str] | None = None,
+    original_names: Mapping[str, str] | None = None,
 ) -> LayerReplacement:
     """Return the replacement of a finished layer, from its journal entry and the tensors of its layer shard.
 
-    kept: norms and biases of the original that are trained, parameter -> name in the files.
+    original_names: norms and biases of the original that are trained, parameter -> name in the files.
     """
     replacement = LayerReplacement(table=entry["table"], records=entry["records"], tuned=entry_of_tuning(entry))
     bases: dict[str, SharedBasis] = {}
@@ -326,7 +326,7 @@ def load_replacement(
     for path, spec in replacement.mixer_table.items():
         attention_target = plan.attention_targets[entry["piece"]]
         replacement.mixers[path] = load_mixer(spec, attention_target, tensors, device)
-    for parameter, name in replacement.outside(kept or {}).items():
+    for parameter, name in replacement.outside(original_names or {}).items():
         replacement.originals[parameter] = read_tensor(tensors[name], torch.float32, device=device)
     return replacement
 
@@ -358,9 +358,9 @@ def load_replacement_module(
         _load_tensors(basis, {}, basis_path(base), tensors, device)
         module.connect(basis)
     _load_tensors(module, spec, base, tensors, device)
-    for part in module.modules():
-        if isinstance(part, (StructuredLinear, QuantizedLinear)):
-            part.check_loaded()
+    for submodule in module.modules():
+        if isinstance(submodule, (StructuredLinear, QuantizedLinear)):
+            submodule.check_loaded()
     loaded: nn.Module = module
     return loaded
 
@@ -396,12 +396,12 @@ def broadcast_fits(
         return {name: fit() for name, (_, fit) in jobs.items()}
     names = list(jobs)
     owners = dist.assign_jobs([jobs[name][0].numel for name in names])
-    own = dist.together_or_raise(
+    local_fits = dist.together_or_raise(
         lambda: {name: jobs[name][1]() for name, owner in zip(names, owners) if owner == dist.index}
     )
-    per_rank = dist.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in own.items()})
+    per_rank = dist.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in local_fits.items()})
     return {
-        name: _broadcast_fit(dist, owner, jobs[name][0], own.get(name), *per_rank[owner][name], device=device)
+        name: _broadcast_fit(dist, owner, jobs[name][0], local_fits.get(name), *per_rank[owner][name], device=device)
         for name, owner in zip(names, owners)
     }
 
@@ -415,13 +415,13 @@ def broadcast_shared_fits(
     if dist.count == 1:
         return {name: result for _, fit in jobs for name, result in fit().items()}
     owners = dist.assign_jobs([sum(target.numel for target in targets) for targets, _ in jobs])
-    own = dist.together_or_raise(
+    local_fits = dist.together_or_raise(
         lambda: {n: r for (_, fit), owner in zip(jobs, owners) if owner == dist.index for n, r in fit().items()}
     )
-    per_rank = dist.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in own.items()})
+    per_rank = dist.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in local_fits.items()})
     return {
         target.name: _broadcast_fit(
-            dist, owner, target, own.get(target.name), *per_rank[owner][target.name], device=device
+            dist, owner, target, local_fits.get(target.name), *per_rank[owner][target.name], device=device
         )
         for (targets, _), owner in zip(jobs, owners)
         for target in targets
@@ -432,26 +432,28 @@ def _broadcast_fit(
     dist: DistContext,
     owner: int,
     target: LinearTarget,
-    own: FitResult | None,
+    local_fit: FitResult | None,
     record: FitRecord,
     config: StructureConfig | None,
     *,
     device: torch.device,
 ) -> FitResult:
-    """Broadcast a fit from process `owner`, where it is `own`; the others know only its record and config."""
+    """Broadcast a fit from process `owner`, where it is `local_fit`; the others know only its record and config."""
     if config is None:
-        dense_OI = torch.empty(target.out, target.in_, device=device) if own is None else own.dense_OI
+        dense_OI = torch.empty(target.out, target.in_, device=device) if local_fit is None else local_fit.dense_OI
         assert dense_OI is not None
         return FitResult(record, None, dist.broadcast_(dense_OI, owner))
     linear = (
-        own.linear if own is not None else STRUCTURES[config](target.in_, target.out, config, bias=False, device="meta")
+        local_fit.linear
+        if local_fit is not None
+        else STRUCTURES[config](target.in_, target.out, config, bias=False, device="meta")
     )
     assert linear is not None
     for name, tensor in sorted(linear.state_dict().items()):
-        received = dist.broadcast_(tensor if own is not None else torch.empty_like(tensor, device=device), owner)
-        if own is None:
+        received = dist.broadcast_(tensor if local_fit is not None else torch.empty_like(tensor, device=device), owner)
+        if local_fit is None:
             set_module_tensor(linear, name, received)
-    return own or FitResult(record, linear)
+    return local_fit or FitResult(record, linear)
 
 
 def broadcast_mixer(
@@ -464,13 +466,14 @@ def broadcast_mixer(
     """Initialize a mixer in the process `owner` and broadcast it to all."""
     if dist.count == 1:
         return initialize()
-    own = dist.together_or_raise(lambda: initialize() if dist.index == owner else None)
-    config, errors = dist.gather(None if own is None else (own.mixer.config, own.errors))[owner]  # type: ignore[misc]
-    if own is None:
+    initialized = dist.together_or_raise(lambda: initialize() if dist.index == owner else None)
+    settings = None if initialized is None else (initialized.mixer.config, initialized.errors)
+    config, errors = dist.gather(settings)[owner]  # type: ignore[misc]
+    if initialized is None:
         with torch.device(device):
-            own = InitializedMixer(MIXERS[config](config, attention_target.shape).float(), errors)
-    state = own.mixer.state_dict()
+            initialized = InitializedMixer(MIXERS[config](config, attention_target.shape).float(), errors)
+    state = initialized.mixer.state_dict()
     for name in sorted(state):
         tensor: Tensor = state[name].contiguous()
         state[name].copy_(dist.broadcast_(tensor, owner))
-    return own
+    return initialized

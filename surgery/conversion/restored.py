@@ -73,12 +73,12 @@ def scored_rows(samples: CalibrationSet, repeated: float, seed: int) -> tuple[Ca
     ids_BT, mask_BT = inputs.get("input_ids"), scored.mask()
     if ids_BT is None or "decoder_input_ids" in inputs:
         return scored, 0
-    generator, wanted = torch.Generator().manual_seed(seed), math.ceil(repeated * rows)
+    generator, repeated_rows = torch.Generator().manual_seed(seed), math.ceil(repeated * rows)
     for row in range(rows):
         real = torch.ones_like(ids_BT[row], dtype=torch.bool) if mask_BT is None else mask_BT[row].bool()
         place_N = real.nonzero()[:, 0]
         count = (len(place_N) - NEAR.window) // 4
-        if changed == wanted or count < 1:
+        if changed == repeated_rows or count < 1:
             continue
         last = len(place_N) - count - NEAR.window  # a copy that began here would lie 64 tokens back
         start = int(torch.randint(last, (1,), generator=generator))
@@ -230,18 +230,18 @@ class Restoration:
             restored.append(rounds[-1]["layer"])
         evenly = evenly_spaced(self.ctx.plan, self.hybrid)
         scores = {"measured": rounds[-1]["scores"][restored[-1]], "every": self._score_even(restored, rounds, evenly)}
-        kept = {"measured": set(restored), "every": evenly}
+        choices = {"measured": set(restored), "every": evenly}
         best = min(scores, key=lambda name: scores[name]["converted"])
         return {
             "kept": best,
-            "softmax": [layer for layer in self.layers if layer in kept[best]],
+            "softmax": [layer for layer in self.layers if layer in choices[best]],
             "order": restored,
             "rounds": [{layer: score["converted"] for layer, score in entry["scores"].items()} for entry in rounds],
             "aligned": rounds[0]["before"],
             "alignment": alignment,
             "weights": weights,
             "repeated_rows": self.repeated_rows,
-            **{name: {"softmax": sorted(kept[name], key=self.layers.index), **scores[name]} for name in scores},
+            **{name: {"softmax": sorted(choices[name], key=self.layers.index), **scores[name]} for name in scores},
         }
 
     def _weight_tokens(self) -> str:
@@ -307,7 +307,7 @@ class Restoration:
         candidates.
         """
         ctx, dist = self.ctx, self.ctx.dist
-        own = {name: candidates[name] for name in list(candidates)[dist.index :: dist.count]}
+        local_candidates = {name: candidates[name] for name in list(candidates)[dist.index :: dist.count]}
 
         def load(target: AttentionTarget) -> Replace:
             aligned = self.student.load(target.layer)
@@ -315,10 +315,13 @@ class Restoration:
 
         def run() -> dict[str, dict[str, Any]]:
             with ctx.progress.bar(what, len(ctx.plan.layout.layers)) as tick:
-                final = VariantPass(ctx, {"before": before, **own}, load).run(self.scored, tick)
-            return {name: self.scorer.score(final["original"], final[name]).to_dict() for name in ("before", *own)}
+                final = VariantPass(ctx, {"before": before, **local_candidates}, load).run(self.scored, tick)
+            return {
+                name: self.scorer.score(final["original"], final[name]).to_dict()
+                for name in ("before", *local_candidates)
+            }
 
-        gathered = dist.gather(dist.together_or_raise(run if own or dist.main else dict))
+        gathered = dist.gather(dist.together_or_raise(run if local_candidates or dist.main else dict))
         scores = {name: score for theirs in reversed(gathered) for name, score in theirs.items()}  # process 0's last
         return {name: scores[name] for name in ("before", *candidates)}
 

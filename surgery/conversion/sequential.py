@@ -256,8 +256,8 @@ class SequentialConverter:
             }
             fitted = broadcast_fits(self.runner.ranks, fits, call.device)
             for path in stage.paths:
-                found = [fitted[target.name] for target in targets[path]]
-                add_linear(self.model, list(targets[path]), found, call.device, replacement)
+                results = [fitted[target.name] for target in targets[path]]
+                add_linear(self.model, list(targets[path]), results, call.device, replacement)
                 if self.tune_epochs:
                     replacement.find_structured()
                 for linear in targets[path][0].linears:
@@ -345,7 +345,7 @@ class SequentialConverter:
 
     def _record_routing(self, call: LayerCall, experts: str, replacement: LayerReplacement) -> RoutedCalibration:
         """Record the tokens that reach the experts at the path `experts`, with all linears before them replaced."""
-        found = []
+        recordings = []
         for rows in (self.fit, self.held_out):
             chunks: dict[tuple[int, int], RoutedTokens] = {}
             for round_ in self.runner.rounds(rows.start, rows.stop):
@@ -356,8 +356,8 @@ class SequentialConverter:
                         first, last = start + self.streams.offset, stop + self.streams.offset
                         x, index, weight = self._expert_arguments(call, experts, first, last, replacement)
                     chunks[start, stop] = RoutedTokens(x, x0, index, weight)
-            found.append(chunks)
-        return RoutedCalibration(*found)
+            recordings.append(chunks)
+        return RoutedCalibration(*recordings)
 
     def _expert_arguments(
         self, call: LayerCall, experts: str, start: int, stop: int, replacement: LayerReplacement
@@ -379,7 +379,7 @@ class SequentialConverter:
                 handle.remove()
         first, masks_BT = self.streams.sample(start), self.ctx.samples.token_masks(self.plan.layout.tower(call.path))
         mask_BT = masks_BT[0][first : first + stop - start] if masks_BT else None
-        x, index, weight = (real_tokens(part, mask_BT) for part in caught[0])
+        x, index, weight = (real_tokens(tensor, mask_BT) for tensor in caught[0])
         return x, index, weight
 
     def _streams_differ(self, replacement: LayerReplacement) -> bool:
@@ -435,13 +435,13 @@ class SequentialConverter:
                     moments.count += len(x) * (tokens[chunk].index_Nk.shape[1] - 1)
 
         moments = accumulate_moments(weights, rounds, self.runner.ranks, add)
-        wanted = size if is_fit else math.ceil(size * len(self.held_out) / len(self.fit))
-        if moments.count < wanted:
+        min_rows = size if is_fit else math.ceil(size * len(self.held_out) / len(self.fit))
+        if moments.count < min_rows:
             key = (stage.is_inner, is_fit)
             if key not in routed.shared:
                 like = {"shared": (shared_weight(size, next(iter(weights.values()))[0]), False)}
                 routed.shared[key] = accumulate_moments(like, rounds, self.runner.ranks, add_all)
-            moments.borrow(routed.shared[key], wanted - moments.count)
+            moments.borrow(routed.shared[key], min_rows - moments.count)
         return moments.means()
 
     def _inner_rows(
@@ -544,11 +544,11 @@ def accumulate_moments(
     """
     total = InputMoments(weights)
     for i, round_ in enumerate(rounds):
-        part = InputMoments(weights) if i or dist.count > 1 else total
-        add(part, round_)
-        if part is not total:
-            total.ordered_reduce(part, round_, dist, first=i == 0)
-        del part
+        round_moments = InputMoments(weights) if i or dist.count > 1 else total
+        add(round_moments, round_)
+        if round_moments is not total:
+            total.ordered_reduce(round_moments, round_, dist, first=i == 0)
+        del round_moments
     if dist.count > 1:
         for tensor in total.tensors():
             dist.gather_rows_(tensor)
@@ -557,8 +557,8 @@ def accumulate_moments(
 
 def record_rows(result: FitResult, moments: InputMoments) -> None:
     """Record how many calibration rows an expert got, and how many average rows of all experts were added."""
-    own = moments.count - moments.borrowed
-    result.record = replace(result.record, rows=own, shared_rows=moments.borrowed)
+    rows = moments.count - moments.borrowed
+    result.record = replace(result.record, rows=rows, shared_rows=moments.borrowed)
 
 
 def find_stages(meta_model: MetaModel, plan: Plan, call: LayerCall) -> list[LinearStage]:
@@ -600,23 +600,23 @@ def find_stages(meta_model: MetaModel, plan: Plan, call: LayerCall) -> list[Line
         _leave_first(target, [stage for _, stage in stages])
     sharing = {path for path, (target, *_) in targets.items() if target.basis}
     return [
-        found
+        linear_stage
         for _, stage in stages
-        for found in (_expert_stages(stage, linears, sharing) if stage.experts else [stage])
+        for linear_stage in (_expert_stages(stage, linears, sharing) if stage.experts else [stage])
     ]
 
 
 def _leave_first(target: LinearTarget, stages: list[LinearStage]) -> None:
     """Leave the first of joined linears in their stage. Raises SurgeryError if they do not read one input."""
     paths = [linear.path for linear in target.joined]
-    found = [stage for stage in stages if set(stage.paths) & set(paths)]
-    if len(found) > 1:
+    joined_stages = [stage for stage in stages if set(stage.paths) & set(paths)]
+    if len(joined_stages) > 1:
         raise SurgeryError(
             f"{' and '.join(paths)} do not read one input in this model, so that one matrix cannot replace them. Leave "
             "share: input out for "
             f"them: a rule {{match: {paths[0]}, share: none}}"
         )
-    for stage in found:
+    for stage in joined_stages:
         stage.paths = [path for path in stage.paths if path not in paths[1:]]
 
 
@@ -626,18 +626,18 @@ def _expert_stages(marker: LinearStage, linears: dict[str, LinearInfo], sharing:
     A router selects few experts for one sample, so the stages are found by role and not by running the sample. sharing:
     paths of the linears with a basis that experts share, which come first, in one stage.
     """
-    found: dict[tuple[bool, bool, int], LinearStage] = {}
+    stages: dict[tuple[bool, bool, int], LinearStage] = {}
     for path, linear in linears.items():
         if linear.experts == marker.experts:
             is_inner = "expert.down" in linear.roles
             stage = LinearStage([], "", linear.experts, linear.expert, is_inner)
-            found.setdefault((is_inner, path not in sharing, linear.expert), stage).paths.append(path)
-    members = tuple(found[key] for key in sorted(found) if not key[1])
+            stages.setdefault((is_inner, path not in sharing, linear.expert), stage).paths.append(path)
+    members = tuple(stages[key] for key in sorted(stages) if not key[1])
     if not members:
-        return [found[key] for key in sorted(found)]
+        return [stages[key] for key in sorted(stages)]
     paths = [path for member in members for path in member.paths]
     together = LinearStage(paths, "", marker.experts, members=members)
-    return [together, *(found[key] for key in sorted(found) if key[1])]
+    return [together, *(stages[key] for key in sorted(stages) if key[1])]
 
 
 @torch.no_grad()
@@ -696,7 +696,5 @@ def untied_entries(meta_model: MetaModel, head: str) -> list[TensorSource]:
     The head's weight itself is left out, because it is replaced.
     """
     pairs = [pair for pair in meta_model.tied.items() if any(name.startswith(f"{head}.") for name in pair)]
-    wanted = dict.fromkeys(name for pair in pairs for name in pair if name != f"{head}.weight")
-    return [
-        TensorSource.from_file(name, meta_model.tensor_info(name)) for name in wanted if name not in meta_model.keys
-    ]
+    names = dict.fromkeys(name for pair in pairs for name in pair if name != f"{head}.weight")
+    return [TensorSource.from_file(name, meta_model.tensor_info(name)) for name in names if name not in meta_model.keys]

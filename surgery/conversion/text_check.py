@@ -63,9 +63,9 @@ def score_text(ctx: ConversionContext) -> TextScore | None:
     head = ChunkedLMHead(model, layout.head, layout.architecture, ctx.device)
     loss = _mean_loss(runner, head, ids[:TEXT_ROWS, :length])
     drawn = _draw_samples(model, runner, head, length, ctx.recipe.seed)
-    own = None if drawn is None else _mean_loss(runner, head, drawn)
+    sample_loss = None if drawn is None else _mean_loss(runner, head, drawn)
     distinct, vocabulary = len(torch.unique(ids)), head.weight.shape[0]
-    return TextScore(loss, own, length, distinct, _warnings(loss, own, distinct, vocabulary))
+    return TextScore(loss, sample_loss, length, distinct, _warnings(loss, sample_loss, distinct, vocabulary))
 
 
 class _Unchanged:
@@ -104,16 +104,16 @@ def _draw_samples(
     return ids_BT
 
 
-def _warnings(loss: float, own: float | None, distinct: int, vocabulary: int) -> list[str]:
-    compared = "" if own is None else f", samples drawn from the model itself {own:.2f}"
+def _warnings(loss: float, sample_loss: float | None, distinct: int, vocabulary: int) -> list[str]:
+    compared = "" if sample_loss is None else f", samples drawn from the model itself {sample_loss:.2f}"
     score = f"the calibration text scores {loss:.2f} nats per token{compared}"
     advice = "give text of the kind that the model is used on (--calibration)"
     warnings = []
-    if not loss <= (own + MAX_EXCESS if own is not None else 0.75 * math.log(vocabulary)):
+    if not loss <= (sample_loss + MAX_EXCESS if sample_loss is not None else 0.75 * math.log(vocabulary)):
         warnings.append(
             f"{score}: it is unlike what the model was trained on (another language, another encoding?); {advice}"
         )
-    elif own is not None and loss < own * MIN_RATIO:
+    elif sample_loss is not None and loss < sample_loss * MIN_RATIO:
         warnings.append(f"{score}: it repeats itself, so that most directions of the inputs do not occur; {advice}")
     if distinct < min(MIN_DISTINCT, vocabulary // 8):
         warnings.append(f"the calibration text has {distinct} distinct tokens of {vocabulary:,}; {advice}")

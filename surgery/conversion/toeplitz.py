@@ -38,12 +38,12 @@ def toeplitz_fits(
     components: exponentials for each head. Returns {} if no attention of the checkpoint has block mixing.
     """
     specs = {path: mixer_config(spec) for path, spec in read_mixers(source.config, source.name).items()}
-    found: dict[str, Any] = {p: c for p, c in specs.items() if isinstance(getattr(c, "mask", None), Blocks)}
-    if not found:
+    configs: dict[str, Any] = {p: c for p, c in specs.items() if isinstance(getattr(c, "mask", None), Blocks)}
+    if not configs:
         return {}
     model = build_unconverted_model(source)
     fits = {}
-    for path, config in found.items():
+    for path, config in configs.items():
         shape = attention_shape(model, path)
         mixer: Any = MIXERS[config](config, shape)
         stored = read_tensor(source.tensors[f"{path}.mixer.mask.weight_GJMM"])

@@ -188,7 +188,7 @@ class QuickTrial:
             weight_OI = target_weight(self.ctx.model, target, call.device)
             return quick_fit(target, configs, weight_OI, metrics[target.name], self.recipe.sweeps)
 
-        wanted = [
+        contender_configs = [
             {
                 target.name: candidate_configs(target, target_budgets[target.name])
                 for path in stage.paths
@@ -200,14 +200,14 @@ class QuickTrial:
         jobs = {
             (target.name, str(mine[target.name])): (target, partial(fit, target, mine[target.name]))
             for target in targets
-            for mine in wanted
+            for mine in contender_configs
         }
         fitted = broadcast_fits(self.runner.ranks, jobs, call.device)
-        for modules_by_path, mine in zip(modules, wanted):
+        for modules_by_path, mine in zip(modules, contender_configs):
             for path in stage.paths:
                 replacement, slices = LayerReplacement(), list(self.plan.targets[path])
-                found = [fitted[target.name, str(mine[target.name])] for target in slices]
-                add_linear(self.ctx.model, slices, found, call.device, replacement)
+                results = [fitted[target.name, str(mine[target.name])] for target in slices]
+                add_linear(self.ctx.model, slices, results, call.device, replacement)
                 modules_by_path |= {name: densify_module(module) for name, module in replacement.modules.items()}
 
 
@@ -272,7 +272,7 @@ def choose_allocation(
             for name, budgets in contenders.items():
                 plan = (plans or {}).get(name, trial.plan)
                 scores[name] = sequential_trial(replace(trial, plan=plan), budgets, tick)
-    kept = min(scores, key=lambda name: scores[name].converted)
-    allocation: dict[str, Any] = {"kept": kept, "why": f"held-out loss of {how} on {few.tokens():,} tokens"}
+    best = min(scores, key=lambda name: scores[name].converted)
+    allocation: dict[str, Any] = {"kept": best, "why": f"held-out loss of {how} on {few.tokens():,} tokens"}
     allocation.update({name: result.to_dict() for name, result in scores.items()})
-    return contenders[kept], allocation
+    return contenders[best], allocation

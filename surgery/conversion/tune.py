@@ -108,12 +108,12 @@ class TrainedLayer:
         replacement: LayerReplacement,
         stored: Mapping[str, torch.dtype],
         allocate: Allocate = torch.empty_like,
-        kept: Mapping[str, str] | None = None,
+        original_names: Mapping[str, str] | None = None,
     ):
         self.meta_model, self.path, self.replacement, self.steps = meta_model, path, replacement, 0
         self.tensors: dict[str, _TrainedTensor] = {}
         by_module: dict[nn.Module, dict[str, Coordinates]] = {}
-        for name, (module, leaf, original) in trained_parameters(meta_model, replacement, kept or {}).items():
+        for name, (module, leaf, original) in trained_parameters(meta_model, replacement, original_names or {}).items():
             if module not in by_module:
                 by_module[module] = _step_coordinates(module, allocate)
             value = replacement.originals[original] if original else module.get_parameter(leaf).detach()
@@ -189,9 +189,9 @@ class TrainedLayer:
             )  # fmt: skip
             if coordinates is not None:
                 leaf += coordinates.core(stepped)
-            for kept, new in ((tensor.value, leaf), (tensor.first, first), (tensor.second, second)):
-                if kept.data_ptr() != new.data_ptr():
-                    kept.copy_(new)
+            for stored, new in ((tensor.value, leaf), (tensor.first, first), (tensor.second, second)):
+                if stored.data_ptr() != new.data_ptr():
+                    stored.copy_(new)
 
     @torch.no_grad()
     def save(self) -> None:
@@ -248,43 +248,43 @@ def _step_coordinates(module: nn.Module, allocate: Allocate) -> dict[str, Coordi
     """Return the coordinates of a structured linear's cores, by core, in tensors of `allocate`; none for other
     modules.
     """
-    found = module.step_coordinates() if isinstance(module, StructuredLinear) else {}
+    coordinates = module.step_coordinates() if isinstance(module, StructuredLinear) else {}
     copies: dict[int, Tensor] = {}
-    for matrix in (matrix for each in found.values() for matrix in (each.matrix, each.inverse)):
+    for matrix in (matrix for c in coordinates.values() for matrix in (c.matrix, c.inverse)):
         if id(matrix) not in copies:
             copies[id(matrix)] = allocate(matrix).copy_(matrix)
-    return {n: Coordinates(copies[id(c.matrix)], copies[id(c.inverse)], c.on_rows) for n, c in found.items()}
+    return {n: Coordinates(copies[id(c.matrix)], copies[id(c.inverse)], c.on_rows) for n, c in coordinates.items()}
 
 
 def trained_parameters(
-    meta_model: MetaModel, replacement: LayerReplacement, kept: Mapping[str, str] | None = None
+    meta_model: MetaModel, replacement: LayerReplacement, original_names: Mapping[str, str] | None = None
 ) -> dict[str, tuple[nn.Module, str, str]]:
     """Return the parameters that a tuning trains: name in the files -> (module, name in the module, name in the
     original model).
 
-    kept: norms and biases of the original that are trained too, parameter -> name in the files. The last name is "" for
-    parameters of modules that replace others, biases included.
+    original_names: norms and biases of the original that are trained too, parameter -> name in the files. The last name
+    is "" for parameters of modules that replace others, biases included.
     """
-    kept = kept or {}
-    found: dict[str, tuple[nn.Module, str, str]] = {}
+    original_names = original_names or {}
+    parameters: dict[str, tuple[nn.Module, str, str]] = {}
     for path, module in replacement.structured.items():
         base = stored_module_name(meta_model, path)
-        for inner, part in module.named_modules():
-            if isinstance(part, (StructuredLinear, JoinedLinear)):
-                names = [name for name, _ in part.named_parameters(recurse=False)]
-                names = [name for name in names if name != "bias" or f"{path}.bias" in kept]
-                found |= {".".join(filter(None, (base, inner, name))): (part, name, "") for name in names}
+        for inner, submodule in module.named_modules():
+            if isinstance(submodule, (StructuredLinear, JoinedLinear)):
+                names = [name for name, _ in submodule.named_parameters(recurse=False)]
+                names = [name for name in names if name != "bias" or f"{path}.bias" in original_names]
+                parameters |= {".".join(filter(None, (base, inner, name))): (submodule, name, "") for name in names}
     for path, mixer in replacement.mixers.items():
-        found |= {f"{path}.mixer.{name}": (mixer, name, "") for name, _ in mixer.named_parameters()}
-    for parameter, stored in kept.items():
+        parameters |= {f"{path}.mixer.{name}": (mixer, name, "") for name, _ in mixer.named_parameters()}
+    for parameter, stored in original_names.items():
         path, _, leaf = parameter.rpartition(".")
         if path in replacement.structured:
             continue
         if path in replacement.modules:
-            found[stored] = (replacement.modules[path], leaf, "")
+            parameters[stored] = (replacement.modules[path], leaf, "")
         else:
-            found[stored] = (meta_model.module(path), leaf, parameter)
-    return found
+            parameters[stored] = (meta_model.module(path), leaf, parameter)
+    return parameters
 
 
 class Tuning(ABC):

@@ -33,9 +33,9 @@ class LayerTuning(Tuning):
         self.masks_BT = ctx.samples.token_masks(ctx.plan.layout.tower(layer.path))
         damped = damp_output_gram(gram)
         self.root = damped if damped is None else damped.sqrt() if damped.dim() == 1 else spd_factor(damped)
-        self.wanted_BTD = self._original_outputs()
+        self.original_BTD = self._original_outputs()
         self.energy = sum(
-            float(self._weighted(self._wanted(rows)).square().sum(dtype=torch.float64))
+            float(self._weighted(self._original_rows(rows)).square().sum(dtype=torch.float64))
             for rows in split_rows(self.samples.held_out, self.call.hidden_BTD.shape[1])
         )
         self.scale, self.tokens = 1.0, self.samples.n_fit * self.call.hidden_BTD.shape[1]
@@ -69,15 +69,15 @@ class LayerTuning(Tuning):
         with self.trained.swapped_in():
             out = self.call.apply(rows.start + self.offset, rows.stop + self.offset)
         out_ND = self._real(out if isinstance(out, Tensor) else out[0], rows)
-        return self._weighted(out_ND - self._wanted(rows))
+        return self._weighted(out_ND - self._original_rows(rows))
 
     def _weighted(self, error_ND: Tensor) -> Tensor:
         if self.root is None:
             return error_ND
         return error_ND * self.root if self.root.dim() == 1 else error_ND @ self.root
 
-    def _wanted(self, rows: range) -> Tensor:
-        return self._real(self.wanted_BTD[rows.start : rows.stop].to(self.call.device), rows)
+    def _original_rows(self, rows: range) -> Tensor:
+        return self._real(self.original_BTD[rows.start : rows.stop].to(self.call.device), rows)
 
     def _real(self, x_BTD: Tensor, rows: range) -> Tensor:
         return unpadded_rows(x_BTD, *(mask_BT[rows.start : rows.stop] for mask_BT in self.masks_BT))
@@ -85,11 +85,11 @@ class LayerTuning(Tuning):
     def _original_outputs(self) -> Tensor:
         """Return the outputs of the original layer for all samples, (B, T, D)."""
         original = range(self.samples.rows)
-        wanted_BTD = self.runner.copy_hidden(self.call.hidden_BTD[original.start : original.stop])
-        for rows in split_rows(original, wanted_BTD.shape[1]):
+        original_BTD = self.runner.copy_hidden(self.call.hidden_BTD[original.start : original.stop])
+        for rows in split_rows(original, original_BTD.shape[1]):
             out = self.call.apply(rows.start, rows.stop)
-            wanted_BTD[rows.start : rows.stop] = (out if isinstance(out, Tensor) else out[0]).to(wanted_BTD.device)
-        return wanted_BTD
+            original_BTD[rows.start : rows.stop] = (out if isinstance(out, Tensor) else out[0]).to(original_BTD.device)
+        return original_BTD
 
 
 def tune_layer(
@@ -107,10 +107,10 @@ def tune_layer(
     """
     if not trained_parameters(ctx.model, replacement):
         return
-    kept = layer_norms_and_biases(ctx.model, layer.path) if norms else {}
-    replacement.originals = read_originals(ctx.model, replacement.outside(kept), layer.call.device)
+    original_names = layer_norms_and_biases(ctx.model, layer.path) if norms else {}
+    replacement.originals = read_originals(ctx.model, replacement.outside(original_names), layer.call.device)
     stored = {entry.name: DTYPES[entry.dtype] for entry in replacement.entries if entry.dtype in DTYPES}
-    trained = TrainedLayer(ctx.model, layer.path, replacement, stored, kept=kept)
+    trained = TrainedLayer(ctx.model, layer.path, replacement, stored, original_names=original_names)
     ctx.runner.gather_rows(layer.call.hidden_BTD)
     seed = ctx.recipe.seed + ctx.plan.layout.layers.index(layer.path)
 

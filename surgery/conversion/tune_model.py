@@ -100,8 +100,8 @@ class ModelTuning(Tuning, GradientPass):
             gradients = iter(torch.autograd.grad(final_BTD, [*leaves, *norms], grad_BTD, allow_unused=True))
             del final_BTD
             for path in paths:
-                own = self.leaves[path]
-                self.by_path[path].update(own, [next(gradients) for _ in own], rate)
+                layer_leaves = self.leaves[path]
+                self.by_path[path].update(layer_leaves, [next(gradients) for _ in layer_leaves], rate)
             norm_gradients = list(gradients)
         self.norms.update(norms, norm_gradients, rate)
         if "" in self.by_path:
@@ -116,11 +116,11 @@ class ModelTuning(Tuning, GradientPass):
         for rows in split_rows(range(data.n_fit, data.rows), self.length):
             final_BTD = self._converted_outputs(rows)
             loss, _, _ = self._loss(final_BTD, rows, gradient=False)
-            wanted_ND = self._wanted(rows)
+            original_ND = self._original_rows(rows)
             total, tokens, energy = (
                 total + loss,
-                tokens + len(wanted_ND),
-                energy + float(wanted_ND.double().square().sum()),
+                tokens + len(original_ND),
+                energy + float(original_ND.double().square().sum()),
             )
         if self.head is None:
             return float((total / max(energy, 1e-30)) ** 0.5)
@@ -183,7 +183,7 @@ class ModelTuning(Tuning, GradientPass):
         self.ran.append(path)
 
     # -- the loss ----------------------------------------------------------------------------------
-    def _wanted(self, rows: range) -> Tensor:
+    def _original_rows(self, rows: range) -> Tensor:
         return self._real(self.original_BTD[rows.start : rows.stop].to(self.device), rows).flatten(0, -2).float()
 
     def _real(self, x_BTD: Tensor, rows: range) -> Tensor:
@@ -194,29 +194,29 @@ class ModelTuning(Tuning, GradientPass):
 
         Without `gradient` the gradients are empty.
         """
-        wanted_ND = self._wanted(rows)
+        original_ND = self._original_rows(rows)
         with torch.enable_grad():
             leaf_BTD = final_BTD.to(self.device).detach().requires_grad_(gradient)
             real_ND = self._real(leaf_BTD, rows).flatten(0, -2).float()
-        found_ND = real_ND.detach()
+        converted_ND = real_ND.detach()
         head_gradients: list[Tensor | None] = []
         if self.head is None:
-            error_ND = found_ND - wanted_ND
+            error_ND = converted_ND - original_ND
             loss = float(error_ND.square().sum(dtype=torch.float64))
-            scale = float(wanted_ND.square().mean().clamp_min(1e-30)) * wanted_ND.numel()
+            scale = float(original_ND.square().mean().clamp_min(1e-30)) * original_ND.numel()
             grad_ND = 2 * error_ND / scale
         elif "" in self.by_path:
-            loss, grad_ND, head_gradients = self._replaced_head_loss(found_ND, wanted_ND, gradient)
+            loss, grad_ND, head_gradients = self._replaced_head_loss(converted_ND, original_ND, gradient)
         else:
-            loss, grad_ND = divergence_gradient(self.head, found_ND, wanted_ND)
-            grad_ND = grad_ND / len(found_ND)
+            loss, grad_ND = divergence_gradient(self.head, converted_ND, original_ND)
+            grad_ND = grad_ND / len(converted_ND)
         if not gradient:
             return loss, grad_ND, head_gradients
         (grad_BTD,) = torch.autograd.grad(real_ND, leaf_BTD, grad_ND)
         return loss, grad_BTD.to(final_BTD.device), head_gradients
 
     def _replaced_head_loss(
-        self, found_ND: Tensor, wanted_ND: Tensor, gradient: bool
+        self, converted_ND: Tensor, original_ND: Tensor, gradient: bool
     ) -> tuple[float, Tensor, list[Tensor | None]]:
         """Return (summed KL, gradient of the mean (N, D), gradients of the head's cores) with the replacement of the
         head.
@@ -228,18 +228,19 @@ class ModelTuning(Tuning, GradientPass):
         self.leaves[""] = leaves
         step = max(1, MAX_LOGITS.get(self.device.type, 2**22) // head.weight.shape[0])
         loss, grads, sums = 0.0, [], [torch.zeros_like(leaf) for leaf in leaves]
-        for found, wanted in zip(found_ND.split(step), wanted_ND.split(step)):
-            p_NV = torch.cat([head.logits(wanted, w, b) for _, w, b in head.slices(len(wanted))], -1).log_softmax(-1)
+        for converted, original in zip(converted_ND.split(step), original_ND.split(step)):
+            slices = head.slices(len(original))
+            p_NV = torch.cat([head.logits(original, w, b) for _, w, b in slices], -1).log_softmax(-1)
             with torch.enable_grad():
-                hidden = found.detach().requires_grad_(gradient)
+                hidden = converted.detach().requires_grad_(gradient)
                 q_NV = head.linear_logits(module, hidden).log_softmax(-1)
                 kl = torch.nn.functional.kl_div(q_NV, p_NV, reduction="sum", log_target=True)
                 if gradient:
-                    grad, *own = torch.autograd.grad(kl / len(found_ND), [hidden, *leaves])
+                    grad, *core_gradients = torch.autograd.grad(kl / len(converted_ND), [hidden, *leaves])
                     grads.append(grad)
-                    sums = [total + part for total, part in zip(sums, own)]
+                    sums = [total + core_gradient for total, core_gradient in zip(sums, core_gradients)]
             loss += float(kl.detach())
-        return loss, torch.cat(grads) if grads else found_ND, list(sums)
+        return loss, torch.cat(grads) if grads else converted_ND, list(sums)
 
 
 class OuterNorms(TrainedLayer):
@@ -249,7 +250,7 @@ class OuterNorms(TrainedLayer):
 
     def __init__(self, meta_model: MetaModel, parameters: Mapping[str, str], device: torch.device):
         outside = LayerReplacement(originals=read_originals(meta_model, parameters, device))
-        super().__init__(meta_model, "", outside, {}, kept=parameters)
+        super().__init__(meta_model, "", outside, {}, original_names=parameters)
         self.before: set[str] = (
             set()
         )  # paths of norms that run before every converted layer, such as those of embeddings
@@ -296,29 +297,29 @@ class OuterNorms(TrainedLayer):
 
 
 @torch.no_grad()
-def divergence_gradient(head: ChunkedLMHead, found_ND: Tensor, wanted_ND: Tensor) -> tuple[float, Tensor]:
+def divergence_gradient(head: ChunkedLMHead, converted_ND: Tensor, original_ND: Tensor) -> tuple[float, Tensor]:
     """Return (sum_n KL(p_n || q_n) in nats, its gradient (N, D) in the hidden states of q).
 
-    found_ND, wanted_ND: hidden states of q and of p. With logits z' = W h + b of q the gradient is (q - p) W, computed
-    in two passes over slices of the vocabulary, or in one if there is one slice.
+    converted_ND, original_ND: hidden states of q and of p. With logits z' = W h + b of q the gradient is (q - p) W,
+    computed in two passes over slices of the vocabulary, or in one if there is one slice.
     """
-    slices = head.slices(len(found_ND))
+    slices = head.slices(len(converted_ND))
     first = next(slices)
     is_one = len(first[1]) == head.weight.shape[0]
 
     def parts() -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        return iter([first]) if is_one else head.slices(len(found_ND))
+        return iter([first]) if is_one else head.slices(len(converted_ND))
 
-    p_total_N = found_ND.new_full((len(found_ND),), -torch.inf)
-    q_total_N, logits = p_total_N.clone(), (found_ND[:, :0], found_ND[:, :0])
+    p_total_N = converted_ND.new_full((len(converted_ND),), -torch.inf)
+    q_total_N, logits = p_total_N.clone(), (converted_ND[:, :0], converted_ND[:, :0])
     for _, weight_VD, bias_V in parts():
-        logits = head.logits(wanted_ND, weight_VD, bias_V), head.logits(found_ND, weight_VD, bias_V)
+        logits = head.logits(original_ND, weight_VD, bias_V), head.logits(converted_ND, weight_VD, bias_V)
         p_total_N = torch.logaddexp(p_total_N, logits[0].logsumexp(-1))
         q_total_N = torch.logaddexp(q_total_N, logits[1].logsumexp(-1))
-    loss, grad_ND = 0.0, torch.zeros_like(found_ND)
+    loss, grad_ND = 0.0, torch.zeros_like(converted_ND)
     for _, weight_VD, bias_V in parts():
         if not is_one:
-            logits = head.logits(wanted_ND, weight_VD, bias_V), head.logits(found_ND, weight_VD, bias_V)
+            logits = head.logits(original_ND, weight_VD, bias_V), head.logits(converted_ND, weight_VD, bias_V)
         log_p_NV, log_q_NV = logits[0] - p_total_N[:, None], logits[1] - q_total_N[:, None]
         p_NV = log_p_NV.exp()
         loss += float((p_NV * (log_p_NV - log_q_NV)).sum(dtype=torch.float64))

@@ -76,20 +76,20 @@ def output_rows(out: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     time.
     """
     values = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, (tuple, list)) else [out]
-    found = next((x for x in values if isinstance(x, Tensor) and x.is_floating_point()), None)
+    output = next((x for x in values if isinstance(x, Tensor) and x.is_floating_point()), None)
     rows = len(next(iter(inputs.values())))
-    if found is None or found.dim() < 1 or found.shape[0] != rows:
-        shape = None if found is None else list(found.shape)
+    if output is None or output.dim() < 1 or output.shape[0] != rows:
+        shape = None if output is None else list(output.shape)
         raise SurgeryError(
             f"calibration: the module must return a floating-point tensor with the batch of {rows} rows as its first "
             "axis (got "
             f"{type(out).__name__}, shape {shape}). Wrap it in a module that does"
         )
-    if found.dim() > 2:
-        return found.flatten(2)
-    if found.dim() == 1:
-        return found[:, None, None]
-    return found[:, :, None] if any(x.dim() > 2 for x in inputs.values()) else found[:, None]
+    if output.dim() > 2:
+        return output.flatten(2)
+    if output.dim() == 1:
+        return output[:, None, None]
+    return output[:, :, None] if any(x.dim() > 2 for x in inputs.values()) else output[:, None]
 
 
 class PlainModel(nn.Module):

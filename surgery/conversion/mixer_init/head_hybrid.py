@@ -18,16 +18,16 @@ from surgery.planning.attention_recipe import AttentionRecipe
 
 
 class HeadSamples(AttentionSamples):
-    """The samples of a layer's attention, cut to the heads of one part of a hybrid by heads. kept: of the softmax
-    heads.
+    """The samples of a layer's attention, cut to the heads of one part of a hybrid by heads. is_softmax: of the
+    softmax heads.
     """
 
-    def __init__(self, samples: AttentionSamples, mixer: HeadHybridAttention, kept: bool):
-        self.samples, self.mixer, self.kept = samples, mixer, kept
-        part = mixer.softmax if kept else mixer.others
-        self.group_N = mixer.kept_N if kept else mixer.rest_N
+    def __init__(self, samples: AttentionSamples, mixer: HeadHybridAttention, is_softmax: bool):
+        self.samples, self.mixer, self.is_softmax = samples, mixer, is_softmax
+        attention = mixer.softmax if is_softmax else mixer.others
+        self.group_N = mixer.kept_N if is_softmax else mixer.rest_N
         self.head_N = query_heads(self.group_N, mixer.shape)
-        self.target = replace(samples.target, shape=part.shape, config=part.config, fixed={})
+        self.target = replace(samples.target, shape=attention.shape, config=attention.config, fixed={})
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -38,7 +38,7 @@ class HeadSamples(AttentionSamples):
     def __getitem__(self, i: int) -> AttentionSample:
         sample = self.samples[i]
         return AttentionSample(
-            self.mixer.part_inputs(sample.inputs, self.kept),
+            self.mixer.part_inputs(sample.inputs, self.is_softmax),
             select_heads(sample.teacher, self.group_N, self.mixer.shape),
             sample.target_BHTV.index_select(1, self.head_N),
         )
@@ -68,8 +68,10 @@ class HeadHybridInit(MixerInit):
         initialized = select_init(others.config, settings).init(others, settings, *samples)
         mixer.others, errors = initialized.mixer, dict(initialized.errors)
         if mixer.softmax.sharpness_H is not None:
-            kept = HeadSamples(fit, mixer, True), HeadSamples(held, mixer, True)
-            softmax = select_init(kept[0].target.config, settings).init(kept[0].target, settings, *kept)
+            softmax_samples = HeadSamples(fit, mixer, True), HeadSamples(held, mixer, True)
+            softmax = select_init(softmax_samples[0].target.config, settings).init(
+                softmax_samples[0].target, settings, *softmax_samples
+            )
             assert isinstance(softmax.mixer, SoftmaxAttention)
             mixer.softmax = softmax.mixer
             errors |= {f"softmax heads, {stage}": error for stage, error in softmax.errors.items()}
