@@ -67,8 +67,8 @@ def spend(options: Mapping[str, Sequence[CostPoint]], budget: float) -> dict[str
     """Return the option of each module, in total at most `budget`; None if even the cheapest options exceed it."""
     hulls = {module: lower_hull(choices) for module, choices in options.items()}
     chosen = {module: hull[0] for module, hull in hulls.items()}
-    left = budget - sum(option.params for option in chosen.values())
-    if left < 0:
+    remaining_budget = budget - sum(option.params for option in chosen.values())
+    if remaining_budget < 0:
         return None
     steps = [
         HullStep(_gain(a, b), module, b, b.params - a.params)
@@ -79,9 +79,9 @@ def spend(options: Mapping[str, Sequence[CostPoint]], budget: float) -> dict[str
     for step in sorted(steps, key=lambda s: (-s.gain, s.module, s.params)):
         if step.module in blocked:
             continue
-        if step.params > left:  # this module gets no more; smaller steps of other modules may still fit
+        if step.params > remaining_budget:  # this module gets no more; smaller steps of other modules may still fit
             blocked.add(step.module)
             continue
         chosen[step.module] = step.option
-        left -= step.params
+        remaining_budget -= step.params
     return chosen

@@ -90,20 +90,20 @@ def _without_softmax(targets: dict[str, AttentionTarget], hybrid: HybridRecipe |
     """Return the targets that get mixers, as far as that is known before any measurement."""
     if hybrid is None:
         return targets
-    found = list(targets.values())
-    for target in found:
+    attention_targets = list(targets.values())
+    for target in attention_targets:
         check_kept_softmax(target)
     # The choice of heads blends the mixer with softmax as it was, head by head.
-    for target in found if hybrid.of_heads and hybrid.is_measured else ():
+    for target in attention_targets if hybrid.of_heads and hybrid.is_measured else ():
         check_rotation("attention.hybrid choose_by: measured", target.shape, Softmax(), target.config)
     if not hybrid.of_heads:
-        kept = hybrid.fixed_layers(found)
-        return keep_layers(targets, [layer for layer, target in targets.items() if target.index in kept])
-    for target in found:
+        softmax_indices = hybrid.fixed_layers(attention_targets)
+        return keep_layers(targets, [layer for layer, target in targets.items() if target.index in softmax_indices])
+    for target in attention_targets:
         check_has_heads(target)
     if hybrid.is_measured:
         return targets
-    heads = hybrid.fixed_heads(found)
+    heads = hybrid.fixed_heads(attention_targets)
     return keep_heads(targets, {layer: heads[target.index] for layer, target in targets.items()})
 
 
@@ -144,13 +144,13 @@ def keep_layers(targets: dict[str, AttentionTarget], layers: Sequence[str]) -> d
 
     Softmax without options is the model's own attention, which is no target.
     """
-    found = {}
+    mixer_targets = {}
     for layer, target in targets.items():
         if layer not in layers:
-            found[layer] = target
+            mixer_targets[layer] = target
         elif not target.softmax.is_plain:
-            found[layer] = replace(target, config=target.softmax, fixed={})
-    return found
+            mixer_targets[layer] = replace(target, config=target.softmax, fixed={})
+    return mixer_targets
 
 
 def keep_heads(targets: dict[str, AttentionTarget], heads: Mapping[str, Sequence[int]]) -> dict[str, AttentionTarget]:
@@ -159,12 +159,14 @@ def keep_heads(targets: dict[str, AttentionTarget], heads: Mapping[str, Sequence
     A layer without such heads gets the mixer in all heads, and one with all of them is a softmax layer (see
     `keep_layers`).
     """
-    found = keep_layers(targets, [n for n, target in targets.items() if len(heads.get(n, ())) == target.shape.groups])
-    for layer, target in found.items():
-        kept = tuple(heads.get(layer, ()))
-        if 0 < len(kept) < target.shape.groups:
-            found[layer] = replace(target, config=HeadHybrid(kept, target.config, target.softmax))
-    return found
+    mixer_targets = keep_layers(
+        targets, [n for n, target in targets.items() if len(heads.get(n, ())) == target.shape.groups]
+    )
+    for layer, target in mixer_targets.items():
+        softmax_heads = tuple(heads.get(layer, ()))
+        if 0 < len(softmax_heads) < target.shape.groups:
+            mixer_targets[layer] = replace(target, config=HeadHybrid(softmax_heads, target.config, target.softmax))
+    return mixer_targets
 
 
 def softmax_shapes(meta_model: ModelDescription, targets: dict[str, AttentionTarget]) -> tuple[AttentionShape, ...]:

@@ -55,12 +55,12 @@ class HybridRecipe(BaseModel):
 
     @model_validator(mode="after")
     def _check_exclusive_options(self) -> HybridRecipe:
-        given = [name for name in ("softmax", "layers", "heads") if getattr(self, name) is not None]
-        if len(given) != 1:
+        keys = [name for name in ("softmax", "layers", "heads") if getattr(self, name) is not None]
+        if len(keys) != 1:
             raise SurgeryError(
                 "attention.hybrid: give softmax, for example {softmax: 0.25}, or layers, for example {layers: [0, 8]}, "
                 "or heads, for example "
-                f"{{heads: {{0: [1, 3]}}}} (got {' and '.join(given) or 'none of them'})"
+                f"{{heads: {{0: [1, 3]}}}} (got {' and '.join(keys) or 'none of them'})"
             )
         if self.layers is not None and not self.layers:
             raise SurgeryError(
@@ -94,9 +94,9 @@ class HybridRecipe(BaseModel):
         """Return the fields without these at their defaults: `unit: layers` beside `heads` would be refused when it is
         read again.
         """
-        left = fields_at_default(self, ("unit", "heads", "rope", "scale", "trained_length"))
+        defaults = fields_at_default(self, ("unit", "heads", "rope", "scale", "trained_length"))
         values: dict[str, Any] = to_dict(self)
-        return {name: value for name, value in values.items() if name not in left}
+        return {name: value for name, value in values.items() if name not in defaults}
 
     @property
     def of_heads(self) -> bool:
@@ -131,8 +131,8 @@ class HybridRecipe(BaseModel):
             return set(self.layers)
         if self.is_measured:
             return set()
-        kept = self.softmax_count(len(numbers))
-        return {numbers[(2 * i + 1) * len(numbers) // (2 * kept)] for i in range(kept)}
+        softmax_count = self.softmax_count(len(numbers))
+        return {numbers[(2 * i + 1) * len(numbers) // (2 * softmax_count)] for i in range(softmax_count)}
 
     def softmax_count(self, units: int) -> int:
         """Return how many of `units` layers, or of as many heads, keep softmax."""
@@ -148,8 +148,8 @@ class HybridRecipe(BaseModel):
         groups = {target.index: target.shape.groups for target in targets}
         if self.heads is None:
             units = [(layer, head) for layer, count in groups.items() for head in range(count)]
-            kept = self.softmax_count(len(units))
-            chosen = [units[(2 * i + 1) * len(units) // (2 * kept)] for i in range(kept)]
+            softmax_count = self.softmax_count(len(units))
+            chosen = [units[(2 * i + 1) * len(units) // (2 * softmax_count)] for i in range(softmax_count)]
             return {layer: tuple(head for at, head in chosen if at == layer) for layer in groups}
         for layer, heads in self.heads.items():
             if layer not in groups:
@@ -185,8 +185,8 @@ class AttentionRule(BaseModel):
 
     def over(self, mixer: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return (mixer, options) with this rule's put over the given ones."""
-        kept = options if self.mixer in (None, mixer) else {}
-        return self.mixer or mixer, {**kept, **(self.model_extra or {})}
+        base = options if self.mixer in (None, mixer) else {}
+        return self.mixer or mixer, {**base, **(self.model_extra or {})}
 
 
 class AttentionRecipe(BaseModel):

@@ -24,32 +24,32 @@ CROSS_ATTENTION = re.compile(
 )  # whose query reads another input than key and value
 
 
-def group_by_input(wanted: Mapping[str, tuple[LinearInfo, LinearSettings]]) -> list[list[LinearInfo]]:
+def group_by_input(candidates: Mapping[str, tuple[LinearInfo, LinearSettings]]) -> list[list[LinearInfo]]:
     """Return the linears that one matrix replaces, in groups of two or more.
 
-    wanted: the linears with `share: input` that are replaced, by path, with their settings. Those of a group have one
-    parent, one number of inputs and the same settings up to `keep`.
+    candidates: the linears with `share: input` that are replaced, by path, with their settings. Those of a group have
+    one parent, one number of inputs and the same settings up to `keep`.
     """
     groups: dict[object, list[LinearInfo]] = {}
-    for linear, settings in wanted.values():
+    for linear, settings in candidates.values():
         role = linear.roles[0] if len(linear.roles) == 1 else ""
-        place = next((index for index, roles in enumerate(JOINED_ROLES) if role in roles), None)
+        role_group = next((index for index, roles in enumerate(JOINED_ROLES) if role in roles), None)
         parent = linear.path.rpartition(".")[0]
         crossed = CROSS_ATTENTION.search(parent) and role == "attention.query"
-        if place is None or linear.experts or crossed or COMPRESSED.search(linear.path):
+        if role_group is None or linear.experts or crossed or COMPRESSED.search(linear.path):
             continue
         alike = settings.model_copy(update={"keep": 1.0}).model_dump_json()
-        groups.setdefault((parent, place, linear.in_, linear.transposed, alike), []).append(linear)
-    return [found for found in groups.values() if len(found) > 1]
+        groups.setdefault((parent, role_group, linear.in_, linear.transposed, alike), []).append(linear)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def check_joins(
     recipe: ConversionRecipe,
     groups: list[list[LinearInfo]],
-    wanted: Mapping[str, tuple[LinearInfo, LinearSettings]],
+    candidates: Mapping[str, tuple[LinearInfo, LinearSettings]],
     linears: tuple[LinearInfo, ...],
 ) -> list[str]:
-    """Return notes for the user. wanted: as for `group_by_input`.
+    """Return notes for the user. candidates: as for `group_by_input`.
 
     Raise SurgeryError if the recipe has `share: input` and no linears are joined.
     """
@@ -69,12 +69,12 @@ def check_joins(
             f"and up) are replaced with the same settings{fused}. Leave share out, or set it to none"
         )
     kinds = dict.fromkeys(
-        " and ".join(role.rpartition(".")[2] for linear in found for role in linear.roles) for found in groups
+        " and ".join(role.rpartition(".")[2] for linear in group for role in linear.roles) for group in groups
     )
-    paths = {linear.path for found in groups for linear in found}
+    paths = {linear.path for group in groups for linear in group}
     alone = dict.fromkeys(
         role
-        for linear, _ in wanted.values()
+        for linear, _ in candidates.values()
         for role in linear.roles
         if linear.path not in paths and any(role in roles for roles in JOINED_ROLES)
     )

@@ -93,11 +93,11 @@ class MeasuredTimes:
         name, at = terms
         rows = same_alignment(self._nearby((name,), phase, at), at, self.dtype)
         known = [(w, min(_times(row)), _dense_sizes(row["sizes"]), _stored(row["sizes"])) for w, row in rows]
-        found = self._predict(phase, (tokens, in_, out), _stored(at), known)
-        if found is None or config.get("order") != "strided":
-            return found
+        prediction = self._predict(phase, (tokens, in_, out), _stored(at), known)
+        if prediction is None or config.get("order") != "strided":
+            return prediction
         copy = max(2 * self.width * tokens * out / self.bandwidth, self.shortest[PHASES[phase]])
-        return Predicted(found.ms + copy, measured=False)
+        return Predicted(prediction.ms + copy, measured=False)
 
     def covers_dense(self, phase: str, tokens: int, out: int, in_: int) -> bool:
         """Return whether a dense linear was measured within the factors of COVERED."""
@@ -200,14 +200,14 @@ def included_tables() -> tuple[dict[str, Any], ...]:
     try:
         tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
         rows = [[row for row in table["rows"] if row["op"] in LINEAR_OPS] for table in tables]
-        found = [{**table, "rows": of_linears} for table, of_linears in zip(tables, rows) if of_linears]
+        linear_tables = [{**table, "rows": of_linears} for table, of_linears in zip(tables, rows) if of_linears]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SurgeryError(
             f"{path} cannot be read ({type(error).__name__}: {str(error)[:100]}). Install the package again, or give a "
             "file of "
             "`surgery bench linear --out` as `measured`"
         ) from None
-    return tuple(check_measured_times(table, str(path)) for table in found)
+    return tuple(check_measured_times(table, str(path)) for table in linear_tables)
 
 
 def read_measured_times(path: Path) -> dict[str, Any]:
@@ -287,11 +287,11 @@ def launch_times(rows: list[dict[str, Any]], kind: str, x: int) -> dict[str, flo
 
     Larger sizes launch no less, and a busy CPU only adds time.
     """
-    found: dict[str, float] = {}
+    launches: dict[str, float] = {}
     for row in rows:
         if row["x"] >= x and "launch" in row and pass_of_table(row["table"]) == kind:
-            found[row["rival"]] = min(row["launch"], found.get(row["rival"], row["launch"]))
-    return found
+            launches[row["rival"]] = min(row["launch"], launches.get(row["rival"], row["launch"]))
+    return launches
 
 
 def pass_of_table(table: str) -> str:
@@ -311,7 +311,7 @@ def _case_rows(case: list[dict[str, Any]], kind: str, launches: dict[str, float]
     least = {} if "captured" in kind else launches
     took = {row["rival"]: max(row["ms"], least.get(row["rival"], 0.0)) for row in case}
     original = min((took[row["rival"]] for row in case if row.get("op") == "original"), default=None)
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for row in case:
         if row.get("op") in (None, "original"):
             continue
@@ -322,8 +322,8 @@ def _case_rows(case: list[dict[str, Any]], kind: str, launches: dict[str, float]
             "sizes": sizes,
             **({"original": round_ms(original)} if original else {}),
         }
-        found.setdefault(json.dumps(entry), entry)[row["way"]] = round_ms(took[row["rival"]])
-    return list(found.values())
+        entries.setdefault(json.dumps(entry), entry)[row["way"]] = round_ms(took[row["rival"]])
+    return list(entries.values())
 
 
 def round_ms(ms: float) -> float:

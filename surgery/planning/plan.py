@@ -86,16 +86,16 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         if linear.layer and linear.layer not in layout.layers:
             continue  # of a tower that stays as it is
         if linear.path in joined:
-            found = joined[linear.path]
+            linear_targets = joined[linear.path]
         else:
-            found = _linear_targets(linear, recipe, meta_model, layout)
-        if not found and linear.path in refitted:  # stays dense, but is refitted to the mixer's output
-            found = (LinearTarget(linear, linear.out, 1.0, ()),)
-        if found:
+            linear_targets = _linear_targets(linear, recipe, meta_model, layout)
+        if not linear_targets and linear.path in refitted:  # stays dense, but is refitted to the mixer's output
+            linear_targets = (LinearTarget(linear, linear.out, 1.0, ()),)
+        if linear_targets:
             _check_reachable(linear, layout)
-            _check_dtypes(meta_model, found[0])
-            targets[linear.path] = found
-    if not attention_targets and not any(target.configs for found in targets.values() for target in found):
+            _check_dtypes(meta_model, linear_targets[0])
+            targets[linear.path] = linear_targets
+    if not attention_targets and not any(target.configs for slices in targets.values() for target in slices):
         raise SurgeryError(
             "plan: the recipe replaces nothing; give a structure other than dense and keep below 1, or attention: a "
             "mixer"
@@ -140,8 +140,8 @@ def _rounding_note(multiple: int, targets: dict[str, tuple[LinearTarget, ...]]) 
     """Return what `round_ranks` does to the ranks of a plan; "" if no rank is chosen by the budget."""
     free = [
         target
-        for found in targets.values()
-        for target in found
+        for slices in targets.values()
+        for target in slices
         if target.preview and any(has_free_rank(config, (target.out, target.in_)) for config in target.configs)
     ]
     below = sum(getattr(target.preview, "rank", multiple) < multiple for target in free)
@@ -166,18 +166,19 @@ def _layout_notes(meta_model: ModelDescription, whole: ModelLayout, layout: Mode
     unknown = sorted({linear.layer for linear in layout.linears if linear.layer in layout.layers and not linear.known})
     if unknown:
         towers = sorted({layout.towers[path] for path in unknown})
-        place = f"tower {' and '.join(towers)}, model_type" if any(towers) else "model_type"
+        subject = f"tower {' and '.join(towers)}, model_type" if any(towers) else "model_type"
         notes.append(
-            f"no architecture for {place} {meta_model.config.model_type!r}: every nn.Linear of its {len(unknown)} "
+            f"no architecture for {subject} {meta_model.config.model_type!r}: every nn.Linear of its {len(unknown)} "
             "layers is "
             f"replaced and matched by its path; {_role_limits(layout)}"
         )
-    left = sorted({whole.towers[path] for path in whole.layers} - {layout.towers[path] for path in layout.layers})
-    if left:
+    other_towers = sorted(
+        {whole.towers[path] for path in whole.layers} - {layout.towers[path] for path in layout.layers}
+    )
+    if other_towers:
         notes.append(
-            f"tower {' and '.join(left)} stays as it is; to replace its linears too, set towers=all and calibrate with "
-            "its inputs (a "
-            "folder of images, or model inputs in a .safetensors file)"
+            f"tower {' and '.join(other_towers)} stays as it is; to replace its linears too, set towers=all and "
+            "calibrate with its inputs (a folder of images, or model inputs in a .safetensors file)"
         )
     elif len(set(whole.towers.values())) > 1:
         notes.append(
@@ -237,21 +238,21 @@ def _joined_targets(
 
     Only the first of a group has one.
     """
-    wanted = {}
+    candidates = {}
     for linear in layout.linears:
         if len(linear.roles) == 1 and not linear.experts and not (linear.layer and linear.layer not in layout.layers):
             settings = _resolve_settings(linear, linear.roles[0], recipe, layout)
             if settings.share == "input" and settings.structure != "dense":
-                wanted[linear.path] = (linear, settings)
-    groups = group_by_input(wanted)
-    found: dict[str, tuple[LinearTarget, ...]] = {}
+                candidates[linear.path] = (linear, settings)
+    groups = group_by_input(candidates)
+    targets: dict[str, tuple[LinearTarget, ...]] = {}
     for linears in groups:
-        settings, out = wanted[linears[0].path][1], sum(linear.out for linear in linears)
-        keep = sum(wanted[linear.path][1].keep * linear.out for linear in linears) / out
+        settings, out = candidates[linears[0].path][1], sum(linear.out for linear in linears)
+        keep = sum(candidates[linear.path][1].keep * linear.out for linear in linears) / out
         target = _linear_target(linears[0], settings.model_copy(update={"keep": keep}), recipe, out, None)
-        found |= {linear.path: () for linear in linears}
-        found[linears[0].path] = (replace(target, joined=tuple(linears)),)
-    return found, check_joins(recipe, groups, wanted, layout.linears)
+        targets |= {linear.path: () for linear in linears}
+        targets[linears[0].path] = (replace(target, joined=tuple(linears)),)
+    return targets, check_joins(recipe, groups, candidates, layout.linears)
 
 
 def _resolve_settings(linear: LinearInfo, role: str, recipe: ConversionRecipe, layout: ModelLayout) -> LinearSettings:
@@ -262,10 +263,10 @@ def _resolve_settings(linear: LinearInfo, role: str, recipe: ConversionRecipe, l
 
 
 def _linear_target(
-    linear: LinearInfo, settings: LinearSettings, recipe: ConversionRecipe, out: int, part: FusedSlice | None
+    linear: LinearInfo, settings: LinearSettings, recipe: ConversionRecipe, out: int, fused_slice: FusedSlice | None
 ) -> LinearTarget:
     if settings.structure == "dense":
-        return LinearTarget(linear, out, 1.0, (), part)
+        return LinearTarget(linear, out, 1.0, (), fused_slice)
     share = settings.share == "experts" and check_can_share(linear, settings, recipe)
     names = recipe.candidates if settings.structure == "auto" else (settings.structure,)
     configs = tuple(_structure_config(name, settings, auto=settings.structure == "auto") for name in names)
@@ -284,9 +285,11 @@ def _linear_target(
             reasons.append(str(error))
     if not fitted:
         raise SurgeryError(f"plan: {linear.path} ({' '.join(linear.roles)}): {reasons[0]}")
-    kept = tuple(c for c in configs if any(type(f) is type(c) for f in fitted))
+    feasible_configs = tuple(c for c in configs if any(type(f) is type(c) for f in fitted))
     preview = None if recipe.speed is not None else fitted[0]
-    return LinearTarget(linear, out, settings.keep, kept, part, preview, recipe.round_ranks, share=share)
+    return LinearTarget(
+        linear, out, settings.keep, feasible_configs, fused_slice, preview, recipe.round_ranks, share=share
+    )
 
 
 @lru_cache(4096)
@@ -302,18 +305,18 @@ def _structure_config(name: str, settings: LinearSettings, auto: bool) -> Struct
     """
     config_type = STRUCTURES.config_type(name)
     options = {field.name for field in dataclasses.fields(config_type)}
-    given = {k: getattr(settings, k) for k in STRUCTURE_KEYS if getattr(settings, k) is not None}
+    values = {k: getattr(settings, k) for k in STRUCTURE_KEYS if getattr(settings, k) is not None}
     if not auto:
-        for key in given:
+        for key in values:
             if key not in options:
                 raise SurgeryError(f"plan: structure {name!r} has no option {key!r}{suggestion(key, options)}")
-        checked: StructureConfig = validate_config(config_type, given)
+        checked: StructureConfig = validate_config(config_type, values)
         return checked
     config: StructureConfig = config_type()
-    for key in given.keys() & options:
+    for key in values.keys() & options:
         with suppress(SurgeryError):
-            validate_config(config_type, {key: given[key]})
-            config = replace(config, **{key: given[key]})
+            validate_config(config_type, {key: values[key]})
+            config = replace(config, **{key: values[key]})
     return config
 
 
@@ -363,11 +366,11 @@ def _check_dtypes(meta_model: ModelDescription, target: LinearTarget) -> None:
     """Raise SurgeryError if a weight is not of floating point, or if those that one matrix would replace differ in
     dtype.
     """
-    found = [meta_model.tensor_info(f"{linear.path}.weight") for linear in target.linears]
-    for info in found:
+    infos = [meta_model.tensor_info(f"{linear.path}.weight") for linear in target.linears]
+    for info in infos:
         check_float_dtype(info)
-    if len({info.dtype for info in found}) > 1:
-        kinds = ", ".join(f"{linear.path} {info.dtype}" for linear, info in zip(target.linears, found))
+    if len({info.dtype for info in infos}) > 1:
+        kinds = ", ".join(f"{linear.path} {info.dtype}" for linear, info in zip(target.linears, infos))
         raise SurgeryError(
             f"plan: share: input stores one matrix in one dtype, and these weights differ ({kinds}). Add a rule "
             f"{{match: "

@@ -208,11 +208,11 @@ class ConversionRecipe(_StrictModel):
         if self.speed is None:
             return self
         sizes = ("keep", "rank", "ranks")
-        given = [name for name in sizes if name in self.model_fields_set]
-        given += [name for rule in self.rules for name in sizes if getattr(rule, name) is not None]
-        if given:
+        keys = [name for name in sizes if name in self.model_fields_set]
+        keys += [name for rule in self.rules for name in sizes if getattr(rule, name) is not None]
+        if keys:
             raise SurgeryError(
-                f"speed chooses ranks by time, so {given[0]} has no effect beside it. Leave {given[0]} out, in rules "
+                f"speed chooses ranks by time, so {keys[0]} has no effect beside it. Leave {keys[0]} out, in rules "
                 "too; a rule "
                 "{match: .., structure: dense} leaves matrices dense"
             )
@@ -362,12 +362,12 @@ def _explain_error(error: Any, data: dict[str, Any]) -> str:
 
 def _dotted_path(loc: list[Any]) -> str:
     # Keys are lower-case; pydantic adds the class of each alternative (TuneRecipe), which is no key.
-    return ".".join(str(part) for part in loc if not str(part)[:1].isupper())
+    return ".".join(str(key) for key in loc if not str(key)[:1].isupper())
 
 
 def _value_at(data: Any, loc: list[Any]) -> Any:
-    for part in loc:
-        data = data[part]
+    for key in loc:
+        data = data[key]
     return data
 
 
@@ -376,24 +376,24 @@ def _apply_override(data: dict[str, Any], text: str) -> None:
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
         raise SurgeryError(f"--set {text!r}: write key=value, for example --set keep=0.75")
-    place: Any = data
+    node: Any = data
     try:
-        given = path.strip().split(".")
-        is_range = given[-1] == "layers" and (given[:-1] in ([], ["attention"]) or given[-2].isdigit())
-        keys, parsed, notes = renew_override(given, value if is_range else read_yaml(value), data)
+        names = path.strip().split(".")
+        is_range = names[-1] == "layers" and (names[:-1] in ([], ["attention"]) or names[-2].isdigit())
+        keys, parsed, notes = renew_override(names, value if is_range else read_yaml(value), data)
         warn_renamed(notes)
         if not keys:
             return
         *parents, last = keys
-        for part in parents:
-            if isinstance(place, dict) and (
-                place.get(part) is None or place[part] is False
+        for key in parents:
+            if isinstance(node, dict) and (
+                node.get(key) is None or node[key] is False
             ):  # tune.model=3 after tune: false
-                place[part] = {}
-            place = place[int(part)] if isinstance(place, list) else place[part]
-        if isinstance(place, list):
-            place[int(last)] = parsed
+                node[key] = {}
+            node = node[int(key)] if isinstance(node, list) else node[key]
+        if isinstance(node, list):
+            node[int(last)] = parsed
         else:
-            place[last] = parsed
+            node[last] = parsed
     except (IndexError, ValueError, TypeError, AttributeError):
         raise SurgeryError(f"--set {text!r}: the recipe has no such key, or the value is not a YAML value") from None

@@ -47,8 +47,8 @@ def share_bases(targets: Targets, recipe: ConversionRecipe, layout: ModelLayout)
     if recipe.share != "experts" and not any(rule.share == "experts" for rule in recipe.rules):
         return targets, []
     groups: dict[str, list[LinearTarget]] = {}
-    for found in targets.values():
-        for target in found:
+    for slices in targets.values():
+        for target in slices:
             if target.share:
                 groups.setdefault(basis_path(target.linear.path), []).append(target)
     if not groups:
@@ -63,8 +63,14 @@ def share_bases(targets: Targets, recipe: ConversionRecipe, layout: ModelLayout)
             basis = path if len(group) > 1 else ""
             shared = replace(target, preview=LowRank(rank), basis=basis, stores_basis=bool(basis) and not index)
             targets[target.linear.path] = (shared,)
-    each = sum(target.linear.roles == ("expert.down",) and bool(target.configs) for (target, *_) in targets.values())
-    rest = f"; {each} matrices of role expert.down, which read no common input, have bases of their own" if each else ""
+    down_count = sum(
+        target.linear.roles == ("expert.down",) and bool(target.configs) for (target, *_) in targets.values()
+    )
+    rest = (
+        f"; {down_count} matrices of role expert.down, which read no common input, have bases of their own"
+        if down_count
+        else ""
+    )
     return targets, [
         f"share: experts: {members} matrices of {' and '.join(SHARING_ROLES)} share {len(groups)} bases, one for each "
         "layer and role, and take no "
@@ -81,15 +87,15 @@ def group_rank(path: str, group: list[LinearTarget], multiple: int) -> int:
     first, count = group[0], len(group)
     shape = (first.out, first.in_)
     full = full_shared_rank(count, shape)
-    given = {getattr(target.configs[0], "rank", None) for target in group}
-    if len(given) > 1:
-        ranks = ", ".join(sorted(map(str, given)))
+    configured_ranks = {getattr(target.configs[0], "rank", None) for target in group}
+    if len(configured_ranks) > 1:
+        ranks = ", ".join(sorted(map(str, configured_ranks)))
         raise SurgeryError(
             f"plan: {path}: experts that share a basis must have one rank (got {ranks}). Give all experts of a layer "
             "the same rank, or set "
             "share: none for some"
         )
-    if (rank := given.pop()) is not None:
+    if (rank := configured_ranks.pop()) is not None:
         return full if rank == "full" else min(int(rank), full)
     budget = sum(target.uniform_budget() for target in group)
     rank = shared_rank(budget, count, shape)

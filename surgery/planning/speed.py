@@ -37,18 +37,18 @@ def find_table(speed: SpeedRecipe) -> dict[str, Any]:
     tables = included_tables() if speed.measured is None else (read_measured_times(Path(speed.measured)),)
     where = speed.measured or "kernels/tuning.json"
     known = ", ".join(f"{table['device']} ({table['dtype']})" for table in tables)
-    found = [
+    matches = [
         table
         for table in tables
         if (speed.device is None or table["device"].casefold() == speed.device.casefold())
         and speed.dtype in (None, table["dtype"])
     ]
-    if not found:
-        wanted = " ".join(word for word in (speed.device, speed.dtype) if word)
-        raise SurgeryError(f"speed: {where} has no times of {wanted!r}, it has those of {known}. {MEASURE}")
-    if len({table["dtype"] for table in found}) > 1:
+    if not matches:
+        query = " ".join(word for word in (speed.device, speed.dtype) if word)
+        raise SurgeryError(f"speed: {where} has no times of {query!r}, it has those of {known}. {MEASURE}")
+    if len({table["dtype"] for table in matches}) > 1:
         raise SurgeryError(f"speed: {where} has times of several dtypes ({known}). Set speed.dtype")
-    return {**found[0], "rows": [row for table in found for row in table["rows"]]}
+    return {**matches[0], "rows": [row for table in matches for row in table["rows"]]}
 
 
 def named_table(recipe: ConversionRecipe, measured: Path | None) -> dict[str, Any] | None:
@@ -77,14 +77,14 @@ class TimedCandidates:
     def dense_ns(self, name: str, shape: tuple[int, int]) -> int:
         """Return the nanoseconds of a dense matrix (out, in). Raises SurgeryError if no size near it was measured."""
         target = self.target
-        found = self.times.dense(target.phase, target.tokens, *shape)
-        if found is None or not self.times.covers_dense(target.phase, target.tokens, *shape):
+        prediction = self.times.dense(target.phase, target.tokens, *shape)
+        if prediction is None or not self.times.covers_dense(target.phase, target.tokens, *shape):
             raise SurgeryError(
                 f"speed: a linear of {shape[1]:,} -> {shape[0]:,} ({name}) was not measured for "
                 f"{target.describe_call()}, nor were widths "
                 f"within a factor of 2 and tokens within a factor of 4. {MEASURE}; or leave it dense"
             )
-        return _nanoseconds(found.ms)
+        return _nanoseconds(prediction.ms)
 
     def options(
         self, name: str, shape: tuple[int, int], configs: Sequence[StructureConfig], joined: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ class TimedCandidates:
 
     def _timed(self, config: StructureConfig, shape: tuple[int, int]) -> list[TimedOption]:
         """Return the measured candidates of one structure; [] if it was not measured, or does not fit the shape."""
-        cls, target, found = STRUCTURES[config], self.target, []
+        cls, target, timed_options = STRUCTURES[config], self.target, []
         if {"monarch": "btt"}.get(config.name, config.name) not in LINEAR_OPS:
             return []
         try:
@@ -126,8 +126,8 @@ class TimedCandidates:
                 continue
             time = self.times.structured(target.phase, target.tokens, terms, shape)
             if time is not None:
-                found.append(TimedOption(ranked, _nanoseconds(time.ms), params))
-        return found
+                timed_options.append(TimedOption(ranked, _nanoseconds(time.ms), params))
+        return timed_options
 
     def _ranked(self, cls: Any, resolved: Any, shape: tuple[int, int]) -> list[Any]:
         """Return the config at each candidate rank: multiples of `multiple`, and for blocks measured ranks below it."""
@@ -153,19 +153,19 @@ def plan_by_time(
     time, multiple = time_target(speed, table), round_ranks if round_ranks > 1 else RANK_MULTIPLE
     candidates = TimedCandidates(table, time, multiple)
     timed: Targets = {}
-    for path, found in targets.items():
-        if found[0].linear.experts and any(target.configs for target in found):
+    for path, slices in targets.items():
+        if slices[0].linear.experts and any(target.configs for target in slices):
             raise SurgeryError(
                 f"speed: {path} belongs to routed experts, of which few compute a token, so its time is not known. "
                 "Leave experts dense with "
                 "rules: [{match: 'expert.*', structure: dense}], or give keep"
             )
-        timed[path] = tuple(_timed_target(target, candidates) if target.configs else target for target in found)
-    replaced = [target for found in timed.values() for target in found if target.configs]
+        timed[path] = tuple(_timed_target(target, candidates) if target.configs else target for target in slices)
+    replaced = [target for slices in timed.values() for target in slices if target.configs]
     if not replaced:
         raise SurgeryError("speed: the recipe replaces no linear, so there is no time to save. Leave speed out")
     choice = allocate_time(replaced, {target.name: even_points(target) for target in replaced}, time)
-    names = dict.fromkeys(config.name for found in targets.values() for target in found for config in target.configs)
+    names = dict.fromkeys(config.name for slices in targets.values() for target in slices for config in target.configs)
     unmeasured = [name for name in names if name not in {o.config.name for t in replaced for o in t.options}]
     notes = []
     if unmeasured:
@@ -191,8 +191,8 @@ def _share_of_linears(
     """Return time of the replaced linears / time of all, all dense; None if one was not measured or belongs to routed
     experts.
     """
-    rest = [(target.out, target.in_) for found in targets.values() for target in found if not target.configs]
-    covered = {linear.path for found in targets.values() for linear in found[0].linears}
+    rest = [(target.out, target.in_) for slices in targets.values() for target in slices if not target.configs]
+    covered = {linear.path for slices in targets.values() for linear in slices[0].linears}
     linears = [linear for linear in layout.linears if linear.path not in covered]
     mine, shapes = sum(target.dense_ns for target in replaced), Counter([*rest, *((x.out, x.in_) for x in linears)])
     try:
@@ -215,9 +215,10 @@ def even_points(target: LinearTarget) -> list[CostPoint]:
     """Return cost points without knowledge of the weights: the error falls with the square of the share of dropped
     parameters.
     """
-    kept = [target.numel, *(option.params for option in target.options)]
+    param_counts = [target.numel, *(option.params for option in target.options)]
     return [
-        CostPoint(ns, target.numel * (1 - params / target.numel) ** 2) for ns, params in zip(option_times(target), kept)
+        CostPoint(ns, target.numel * (1 - params / target.numel) ** 2)
+        for ns, params in zip(option_times(target), param_counts)
     ]
 
 
@@ -238,11 +239,11 @@ def allocate_time(
     chosen = spend({target.name: points[target.name] for target in targets}, budget)
     if chosen is None:
         raise SurgeryError(_unreachable(targets, time))
-    found: Choice = {}
+    choice: Choice = {}
     for target in targets:
         index = list(points[target.name]).index(chosen[target.name])
-        found[target.name] = target.options[index - 1].config if index else None
-    return found
+        choice[target.name] = target.options[index - 1].config if index else None
+    return choice
 
 
 def _unreachable(targets: Sequence[LinearTarget], time: TimeTarget) -> str:
@@ -299,7 +300,7 @@ def with_structures(plan: Plan, structures: Mapping[str, Any]) -> Plan:
             else replace(_with_preview(target, option), configs=(option.config,))
         )
 
-    return replace(plan, targets={path: tuple(map(narrowed, found)) for path, found in plan.targets.items()})
+    return replace(plan, targets={path: tuple(map(narrowed, slices)) for path, slices in plan.targets.items()})
 
 
 def _with_preview(target: LinearTarget, option: TimedOption | None) -> LinearTarget:
@@ -315,7 +316,7 @@ def _previewed(targets: Targets, choice: Choice) -> Targets:
         option = next((o for o in target.options if o.config == choice.get(target.name)), None)
         return _with_preview(target, option) if target.configs else target
 
-    return {path: tuple(map(shown, found)) for path, found in targets.items()}
+    return {path: tuple(map(shown, slices)) for path, slices in targets.items()}
 
 
 def speed_dict(plan: Plan, structures: Mapping[str, Any]) -> dict[str, Any] | None:

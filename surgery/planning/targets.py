@@ -220,7 +220,7 @@ class Plan:
         """Return the first target of each linear that is replaced or refitted, by its path. layer: of this layer
         alone.
         """
-        targets = (found[0] for found in self.targets.values())
+        targets = (slices[0] for slices in self.targets.values())
         return {linear.path: t for t in targets for linear in t.linears if layer is None or linear.layer == layer}
 
     def replaced_targets(self) -> list[LinearTarget]:

@@ -22,15 +22,15 @@ from surgery.structures import StructureConfig
 LARGEST = 1e15  # largest weight: a sum of 1e8 squares is then 1e38, below the float32 maximum of 3e38
 
 
-def fused_slice_rows(part: FusedSlice) -> Tensor:
+def fused_slice_rows(fused_slice: FusedSlice) -> Tensor:
     """Return the indices of the fused linear's output rows that compute this slice, in the order of the slice."""
-    if not part.heads:
-        start = sum(part.sizes[: part.index])
-        return torch.arange(start, start + part.sizes[part.index])
-    per_head = [size // part.heads for size in part.sizes]
-    first = sum(per_head[: part.index])
-    heads_H1 = torch.arange(part.heads)[:, None] * sum(per_head)
-    return (heads_H1 + torch.arange(first, first + per_head[part.index])).flatten()
+    if not fused_slice.heads:
+        start = sum(fused_slice.sizes[: fused_slice.index])
+        return torch.arange(start, start + fused_slice.sizes[fused_slice.index])
+    per_head = [size // fused_slice.heads for size in fused_slice.sizes]
+    first = sum(per_head[: fused_slice.index])
+    heads_H1 = torch.arange(fused_slice.heads)[:, None] * sum(per_head)
+    return (heads_H1 + torch.arange(first, first + per_head[fused_slice.index])).flatten()
 
 
 def select_rows(target: LinearTarget, tensor: Tensor) -> Tensor:
@@ -44,11 +44,11 @@ def target_gram(target: LinearTarget, grams: Mapping[str, Tensor]) -> Tensor:
     That of joined linears has zeros between them; it is a diagonal if one of theirs is.
     """
     if target.joined:
-        found = [grams[linear.path] for linear in target.joined]
-        if all(gram.dim() == 2 for gram in found):
-            blocks: Tensor = torch.block_diag(*found)
+        linear_grams = [grams[linear.path] for linear in target.joined]
+        if all(gram.dim() == 2 for gram in linear_grams):
+            blocks: Tensor = torch.block_diag(*linear_grams)
             return blocks
-        return torch.cat([gram if gram.dim() == 1 else gram.diagonal() for gram in found])
+        return torch.cat([gram if gram.dim() == 1 else gram.diagonal() for gram in linear_grams])
     gram = grams[target.linear.path]
     block = select_rows(target, gram)
     return block if gram.dim() == 1 or target.part is None else block[:, fused_slice_rows(target.part).to(gram.device)]
@@ -59,7 +59,7 @@ def target_weight(meta_model: MetaModel, target: LinearTarget, device: torch.dev
 
     Raises SurgeryError if it holds values whose squares would overflow float32.
     """
-    found = []
+    weights = []
     for linear in target.linears:
         weight = meta_model.module(linear.path).weight.detach()  # type: ignore[operator]
         if weight.is_meta or weight.device.type != device.type:
@@ -74,8 +74,8 @@ def target_weight(meta_model: MetaModel, target: LinearTarget, device: torch.dev
                 f"{LARGEST:.0e} can be fitted. Check the checkpoint, or leave it dense: a rule {{match: {linear.path}, "
                 f"structure: dense}}"
             )
-        found.append(rows)
-    return (found[0] if len(found) == 1 else torch.cat(found)).contiguous()
+        weights.append(rows)
+    return (weights[0] if len(weights) == 1 else torch.cat(weights)).contiguous()
 
 
 def slice_name(role: str) -> str:
@@ -107,12 +107,12 @@ def role_weight(meta_model: MetaModel, layer: str, role: str) -> tuple[Tensor, T
     necessary.
     """
     layout = find_linears(meta_model.model)
-    linear = next(found for found in layout.linears if found.layer == layer and role in found.roles)
-    part = None
+    linear = next(linear for linear in layout.linears if linear.layer == layer and role in linear.roles)
+    fused_slice = None
     if len(linear.roles) > 1:
         sizes, heads = fused_sizes(linear, meta_model.config)
-        part = FusedSlice(role, linear.roles.index(role), sizes, heads)
-    target = LinearTarget(linear, linear.out, 1.0, (), part)
+        fused_slice = FusedSlice(role, linear.roles.index(role), sizes, heads)
+    target = LinearTarget(linear, linear.out, 1.0, (), fused_slice)
     module: Any = meta_model.module(linear.path)
     device = module.weight.device if not module.weight.is_meta else torch.device("cpu")
     bias = select_rows(target, module.bias.detach()) if linear.bias else None

@@ -154,7 +154,7 @@ def tune_lines(tune: dict[str, Any] | None) -> list[str]:
             "original; kept: the tuned values of these layers"
         )
     if whole:
-        kept = (
+        outcome = (
             f"epoch {whole['epoch']}, {whole['end']:.4f}"
             if whole["epoch"]
             else "the values before tuning, which no epoch improved"
@@ -162,7 +162,7 @@ def tune_lines(tune: dict[str, Any] | None) -> list[str]:
         lines.append(
             f"tuning of the whole model ({tune['model']} epochs{norms}), {escape(str(whole['unit']))} on held-out "
             f"text: before {whole['start']:.4f}; "
-            f"kept: {kept}"
+            f"kept: {outcome}"
         )
     return lines
 
@@ -289,9 +289,9 @@ def structure_lines(report: dict[str, Any]) -> list[str]:
     settings = [recipe, *(recipe.get("rules") or [])]
     if not any(isinstance(entry, dict) and entry.get("structure") == "auto" for entry in settings):
         return []
-    kept = Counter(str(record["structure"].get("structure")) for record in report["modules"]).most_common()
+    counts = Counter(str(record["structure"].get("structure")) for record in report["modules"]).most_common()
     tried = ", ".join(map(str, recipe.get("candidates") or ()))
-    names = ", ".join(f"{name} for {count}" for name, count in kept)
+    names = ", ".join(f"{name} for {count}" for name, count in counts)
     return [
         escape(f"structure: auto, tried for each matrix: {tried}; kept: {names} of {len(report['modules'])} matrices")
     ]

@@ -166,15 +166,15 @@ def _plugin_note(source: CheckpointSource) -> str:
     """
     table = source.config["quantization_config"]
     used = set(_names({key: table.get(key, {}) for key in ("modules", "mixers")}))
-    own = [
+    plugins = [
         f"{r.what} `{plain(n)}`" for r in (STRUCTURES, MIXERS, MASKS, FEATURES) for n in r.plugin_names() if n in used
     ]
-    if not own:
+    if not plugins:
         return ""
     return (
-        f"Loading it also needs an installed package that registers the {' and the '.join(own)} with surgery (entry "
-        "point "
-        f"`{PLUGINS}`). This repository does not contain that code, and `trust_remote_code=True` does not replace it."
+        f"Loading it also needs an installed package that registers the {' and the '.join(plugins)} with surgery "
+        f"(entry point `{PLUGINS}`). This repository does not contain that code, and "
+        "`trust_remote_code=True` does not replace it."
     )
 
 
