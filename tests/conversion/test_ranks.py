@@ -9,7 +9,7 @@ import os
 import signal
 
 import pytest
-from conversion.test_convert import bytes_of
+from conversion.test_convert import Crash, bytes_of
 from helpers.forked import run_processes
 from helpers.small import choose_layers_quickly, make_recipe
 
@@ -41,6 +41,9 @@ RESTORED, HEADS = (
     }
     for unit in ("layers", "heads")
 )
+
+# The projection of the delta rule's step sizes stays as it was drawn.
+DELTA = {"structure": "dense", "attention": {"mixer": "linear", "mask": "gates", "scores": "delta", "start": "copied"}}
 
 
 @pytest.fixture
@@ -79,15 +82,31 @@ def run_conversion(checkpoint, inputs, out, recipe, count=1, resume=False):
         (MIXED, None, 2),
         (RESTORED, "llama", 3),
         (HEADS, "llama", 2),
+        (DELTA, "llama", 2),
         ({**MIXED, "allocate": "measured"}, "llama", 2),
         ({"structure": "btt", "blocks": [2, 2], "order": "strided", "keep": 0.6, "sweeps": 1}, "llama", 2),
     ],
-    ids=["without text", "layers", "heads", "trials", "strided"],
+    ids=["without text", "layers", "heads", "drawn", "trials", "strided"],
 )
 def test_the_same_bytes_as_one_process(recipe, family, count, checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints(family or "llama"), calibration(family) if family else None
     alone = run_conversion(checkpoint, inputs, tmp_path / "alone", recipe)
     assert run_conversion(checkpoint, inputs, tmp_path / "shared", recipe, count) == alone
+
+
+def test_a_resumed_conversion_draws_as_if_it_had_not_been_interrupted(checkpoints, calibration, tmp_path, monkeypatch):
+    checkpoint, inputs, add = checkpoints("llama"), calibration("llama"), Journal.add
+    alone = run_conversion(checkpoint, inputs, tmp_path / "alone", DELTA)
+
+    def crash(self, step, **what):
+        add(self, step, **what)
+        if step == "piece":
+            raise Crash
+
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(Journal, "add", crash)
+        run_conversion(checkpoint, inputs, tmp_path / "out", DELTA)
+    assert run_conversion(checkpoint, inputs, tmp_path / "out", DELTA, resume=True) == alone
 
 
 def dying(rank, at, signalled, counted="piece"):

@@ -42,12 +42,21 @@ class MixerInit:
         return InitializedMixer(mixer, {"copied": relative_error(mixer, held)})
 
 
+SEED_STEP = 1_000_003  # between the seeds of two layers
+
+
 MIXER_INITS: Registry[MixerInit] = Registry("mixer initialization", "surgery.conversion.mixer_init")
 
 
 def build_mixer(target: AttentionTarget, device: torch.device) -> Mixer:
-    """Return the target's mixer, untrained, in float32, with the tensors of `target.fixed` set."""
-    with torch.device(device):
+    """Return the target's mixer, untrained, in float32, with the tensors of `target.fixed` set.
+
+    Random tensors depend on the seed of the conversion and on the layer alone, not on what was drawn before: processes
+    share the layers, and a resumed conversion begins in the middle.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(device):
+        torch.manual_seed((torch.initial_seed() + SEED_STEP * (1 + target.index)) % 2**63)
         mixer = MIXERS[target.config](target.config, target.shape).float()
         for name, value in target.fixed.items():
             mixer.state_dict()[name].copy_(torch.tensor(value))
