@@ -737,7 +737,9 @@ def compare(
     quality: str | None = None,
     seed: int = 0,
 ) -> CommandResult:
-    """Compare many models whose results are finished; measures nothing. Return rows, averages and Pareto charts.
+    """Compare results that `evaluate(out=..)` has written, of any number of models.
+
+    Return rows, averages and Pareto charts.
 
     Results that are not comparable are left out; `refused` says which and why.
 
@@ -806,7 +808,7 @@ def densify(
 
 
 def toeplitz(converted: PathLike, out: PathLike, *, components: int = 8) -> CommandResult:
-    """Turn block mixing (MHLA) into Toeplitz block mixing (TBM): any length, linear time.
+    """Turn MHLA mixers into Toeplitz block mixing (TBM), which reads any length in linear time.
 
     Return the fit's R^2 of each layer.
 

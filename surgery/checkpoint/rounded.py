@@ -8,7 +8,7 @@ from typing import Any
 
 from surgery.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FLOAT_DTYPES
 from surgery.checkpoint.source import CheckpointSource
-from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.errors import SurgeryError
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, in the spelling of transformers 5 and 4
 ACCEPTED = ("bfloat16", "float16", "float32")
@@ -26,7 +26,7 @@ def round_checkpoint(source: CheckpointSource, dtype: str | None) -> CheckpointS
         return source
     if dtype not in ACCEPTED:
         raise SurgeryError(
-            f"--dtype {dtype!r} is not supported{suggestion(dtype, ACCEPTED)}. Give {', '.join(ACCEPTED)}"
+            f"--dtype {dtype} is no dtype in which a result can be stored. Give bfloat16, float16 or float32"
         )
     counts: Counter[str] = Counter()
     for info in source.tensors.values():

@@ -48,7 +48,7 @@ def compare(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
     as_json: options.Json = False,
 ) -> None:
-    """Compare many models whose results are finished; measures nothing. Exit code 2 if a result is not comparable.
+    """Compare results that `surgery eval --out` has written, in one table. Exit code 2 if a result is not comparable.
 
     surgery compare RESULTS-A RESULTS-B RESULTS-C --base RESULTS-SRC --out COMPARISON
     """

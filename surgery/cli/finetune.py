@@ -28,7 +28,7 @@ def finetune(
 ) -> None:
     """Train a converted checkpoint to recover its quality (healing = recovery distillation).
 
-    Several devices: `accelerate launch -m surgery finetune ..`.
+    For several devices start it with `accelerate launch -m surgery finetune ..`.
 
     surgery finetune OUT --teacher SRC --recipe attention --data corpus.jsonl --out HEALED
     """

@@ -148,7 +148,9 @@ def convert(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Convert a checkpoint layer by layer. Where surgery is installed, transformers loads OUT like any checkpoint.
+    """Convert a checkpoint layer by layer.
+
+    Where surgery is installed, transformers loads the result like any checkpoint.
 
     surgery convert SRC --recipe btt-half --calibration Salesforce/wikitext:wikitext-2-raw-v1:train:text --out OUT
     """
@@ -267,7 +269,7 @@ def quantize(
 ) -> None:
     """Store the linears of a converted checkpoint in 8 or 4 bits: less memory, not less time.
 
-    OUT loads like any converted checkpoint.
+    The result loads like any converted checkpoint.
 
     surgery quantize OUT --bits 4 --out SMALL
     """
@@ -289,7 +291,7 @@ def toeplitz(
     plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
-    """Turn block mixing (MHLA) into Toeplitz block mixing (TBM): any length, linear time.
+    """Turn MHLA mixers into Toeplitz block mixing (TBM), which reads any length in linear time.
 
     `surgery inspect` shows how well it fits.
     """

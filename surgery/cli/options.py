@@ -30,7 +30,7 @@ RecipeName = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe, e.g. keep=0.75. Repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe, e.g. seed=1. Repeatable."),
 ]
 
 

@@ -26,7 +26,7 @@ def pretrain(
 ) -> None:
     """Train a model with structured layers from scratch, with muP learning rates.
 
-    Several devices: `accelerate launch -m surgery pretrain ..`.
+    For several devices start it with `accelerate launch -m surgery pretrain ..`.
 
     surgery pretrain --recipe gpt2-btt --data corpus.jsonl --out OUT
     """

@@ -16,7 +16,7 @@ from surgery.planning.shipped import read_recipes
 def recipes(
     healing: options.HealingRecipes = False, every: options.AllRecipes = False, as_json: options.Json = False
 ) -> None:
-    """List the conversion recipes that most people need, with aim and cost; with --all also the others.
+    """List the conversion recipes that most people need, with aim and cost; --all lists every recipe.
 
     surgery recipes --all
     """

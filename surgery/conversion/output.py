@@ -31,7 +31,15 @@ from surgery.core.files import (
     read_json,
     unknown_files,
 )
-from surgery.core.journal import FOREIGN, Journal, check_absent, check_output_path, check_parent, read_start
+from surgery.core.journal import (
+    FOREIGN,
+    JOURNAL_NAME,
+    Journal,
+    check_absent,
+    check_output_path,
+    check_parent,
+    read_start,
+)
 
 REPLACES_KEY = (
     "replaces"  # in the journal's first entry: SHA-256 of the report in the OUT that this conversion will replace
@@ -106,6 +114,8 @@ def find_replaced(out: Path, resume: bool, overwrite: bool) -> str | None:
         check_absent(out)
     work = partial_path(out)
     check_no_links(work, FOREIGN)
+    if resume:
+        _check_begun(work)
     if not overwrite:
         begun = (read_start(work) or {}).get(REPLACES_KEY) if resume else None
         if not isinstance(begun, str) or not out.exists():
@@ -123,12 +133,21 @@ def find_replaced(out: Path, resume: bool, overwrite: bool) -> str | None:
     check_parent(out)
     if out.exists() and aside_path(out).exists():
         raise SurgeryError(
-            f"{aside_path(out)} exists: an earlier conversion with --overwrite was killed while it deleted that "
-            "folder. Remove it"
+            f"{aside_path(out)} exists, and --overwrite needs that name. It may be left from an interrupted "
+            "--overwrite: "
+            "look into it, then remove or rename it"
         )
     if work.exists():
         _check_interrupted(work)
     return check_finished(out) if out.exists() else None
+
+
+def _check_begun(work: Path) -> None:
+    """Raise SurgeryError for a work folder with files in it and no journal: no conversion began there."""
+    if work.is_dir() and not (work / JOURNAL_NAME).exists() and any(path.name != LOCK_NAME for path in work.iterdir()):
+        raise SurgeryError(
+            f"{work} exists and holds no interrupted conversion. Remove it yourself, or choose another --out"
+        )
 
 
 def aside_path(out: Path) -> Path:

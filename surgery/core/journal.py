@@ -221,11 +221,14 @@ def read_start(folder: Path) -> dict[str, Any] | None:
     return line if line is not None and line["step"] == "start" else None
 
 
+OVERWRITE = " (--overwrite replaces what a conversion wrote)"
+
+
 def check_output_path(out: Path, resume: bool, what: str = "conversion") -> None:
     """Raise SurgeryError unless work that ends in `out` can begin: `out` is absent, and its parent is a folder and no
     checkpoint.
     """
-    check_absent(out)
+    check_absent(out, what)
     check_no_links(partial_path(out), FOREIGN)
     if partial_path(out).exists() and not resume:
         raise_unfinished(partial_path(out), what)
@@ -244,11 +247,13 @@ def check_parent(out: Path) -> None:
         )
 
 
-def check_absent(out: Path) -> None:
-    """Raise SurgeryError if `out` exists or is a symbolic link."""
+def check_absent(out: Path, what: str = "") -> None:
+    """Raise SurgeryError if `out` exists or is a symbolic link. what: the work that writes there."""
     check_not_link(out)
     if out.exists():
-        raise SurgeryError(f"{out} exists; choose another --out, or remove it")
+        raise SurgeryError(
+            f"{out} exists; choose another --out, or remove it{OVERWRITE if what == 'conversion' else ''}"
+        )
 
 
 def raise_unfinished(folder: Path, what: str = "conversion") -> NoReturn:
@@ -259,6 +264,7 @@ def raise_unfinished(folder: Path, what: str = "conversion") -> NoReturn:
         acquire_lock(folder, what).close()
     raise SurgeryError(
         f"{folder} holds an interrupted {what}; continue it with --resume, or remove that folder to start again"
+        f"{OVERWRITE if what == 'conversion' else ''}"
     )
 
 

@@ -9,6 +9,7 @@ package; only files that lie in the package are imported. Classes of users' own 
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -81,6 +82,13 @@ def _is_shipped(config_type: type) -> bool:
     return config_type.__module__.startswith("surgery.")
 
 
+def _missing_methods(cls: type) -> list[str]:
+    """Return the methods that a class must define and only its base class has: those in the base's REQUIRED."""
+    base: Any = next((c for c in reversed(cls.__mro__) if "REQUIRED" in vars(c)), None)
+    names = () if base is None else base.REQUIRED
+    return [name for name in names if inspect.getattr_static(cls, name) is inspect.getattr_static(base, name)]
+
+
 class Registry(Generic[T]):
     """A map from config type to class. The config's `name` is its name in recipes and checkpoints.
 
@@ -119,6 +127,12 @@ class Registry(Generic[T]):
                         "Choose another name"
                     )
                 del self._by_config[earlier]
+            if is_own and (missing := _missing_methods(cls)):
+                raise SurgeryError(
+                    f"the {self.what} {name!r} ({cls.__name__}) does not define {', '.join(missing)}. docs/extend.md "
+                    "has a "
+                    "complete example"
+                )
             self._by_config[config_type] = cls
             self._by_name[name] = config_type
             cls.config_type = config_type  # type: ignore[attr-defined]

@@ -183,6 +183,8 @@ class Mixer(nn.Module):
     )
     by_definition: bool = False  # whether calls without a state compute `dense`: for short rows, and for vmap
 
+    REQUIRED = ("empty_state", "mix", "dense", "cost")
+
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__()
         self.config, self.shape = config, shape

@@ -288,7 +288,7 @@ def warn_renamed(notes: Sequence[str]) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "surgery":
         frame, level = frame.f_back, level + 1
     for note in notes:  # the warning names the line of the user's program, not one of ours
-        warnings.warn(f"recipe: {note}", RenamedWarning, stacklevel=level - 1)
+        warnings.warn(f"recipe: {note}", RenamedWarning, stacklevel=level)
 
 
 def changed_choice(data: Mapping[str, Any]) -> str | None:

@@ -104,6 +104,11 @@ def speed_in_words(before: float, after: float) -> str:
     return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
 
 
+def format_epochs(epochs: int) -> str:
+    """Return "1 epoch" or "3 epochs"."""
+    return "1 epoch" if epochs == 1 else f"{epochs} epochs"
+
+
 def tuning_lines(tuning: dict[str, Any] | None) -> list[str]:
     """Return a sentence on the epochs of a tuning and their estimated time, and one more if that is over an hour.
     tuning: of surgery.conversion.estimation.tuning.tuning_dict.
@@ -111,7 +116,7 @@ def tuning_lines(tuning: dict[str, Any] | None) -> list[str]:
     if tuning is None:
         return []
     parts = (("layers", "of each layer"), ("model", "of the whole model"))
-    epochs = [f"{tuning[key]} epoch{'s' if tuning[key] > 1 else ''} {of}" for key, of in parts if tuning[key]]
+    epochs = [f"{format_epochs(tuning[key])} {of}" for key, of in parts if tuning[key]]
     norms = ", norms and biases too" if tuning.get("norms") else ""
     line = (
         f"tune: at most {' and '.join(epochs)} over the calibration text{norms}, estimated at "
@@ -149,7 +154,8 @@ def tune_lines(tune: dict[str, Any] | None) -> list[str]:
     if layers:
         better = [r for r in layers if r["epoch"]]
         lines.append(
-            f"tuning of each layer ({tune['layers']} epochs{norms}): on held-out text {len(better)} of {len(layers)} "
+            f"tuning of each layer ({format_epochs(tune['layers'])}{norms}): on held-out text {len(better)} of "
+            f"{len(layers)} "
             "layers came closer to the "
             "original; kept: the tuned values of these layers"
         )
@@ -160,7 +166,8 @@ def tune_lines(tune: dict[str, Any] | None) -> list[str]:
             else "the values before tuning, which no epoch improved"
         )
         lines.append(
-            f"tuning of the whole model ({tune['model']} epochs{norms}), {escape(str(whole['unit']))} on held-out "
+            f"tuning of the whole model ({format_epochs(tune['model'])}{norms}), {escape(str(whole['unit']))} on "
+            "held-out "
             f"text: before {whole['start']:.4f}; "
             f"kept: {outcome}"
         )
@@ -320,7 +327,7 @@ def _format_error(value: float | None, places: int) -> str:
 
 # The steps of a conversion, by the names of a report.
 STEPS = {
-    "start": "reading",
+    "start": "start",
     "text check": "check of the text",
     "generate": "sampling text",
     "attention": "choices about attention",

@@ -100,6 +100,7 @@ class StructuredLinear(nn.Module):
     """
 
     config_type: ClassVar[type]
+    REQUIRED = ("shapes", "full_rank", "project", "rank_error_curve", "mup", "macs", "product")
     contracted: ClassVar[
         dict[str, tuple[int, ...]]
     ] = {}  # core -> axes that its product sums over, if not the last one
@@ -113,6 +114,12 @@ class StructuredLinear(nn.Module):
         for name, shape in self.shapes(config, out_features, in_features).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
         self.bias = nn.Parameter(torch.empty(out_features, **factory)) if bias else None
+        if "weight" not in self._parameters:
+            raise SurgeryError(
+                f"the structure {config.name!r} has the cores {', '.join(self._parameters)}; one of them must be named "
+                "weight, "
+                "by which checkpoints find it. Rename one"
+            )
         if not self.weight.is_meta:
             self.reset_parameters()
 

@@ -262,3 +262,13 @@ def test_the_old_result_comes_back_if_the_new_one_cannot_be_renamed(source, out,
     with pytest.raises(Killed):
         convert(source, NEW, out, overwrite=True)
     assert state(out) == before and not output.aside_path(out).exists()
+
+
+def test_a_folder_that_no_conversion_began_is_not_resumed(source, tmp_path):
+    work = partial_path(tmp_path / "out")
+    work.mkdir()
+    (work / "config.json").write_text("mine")
+    for mode in ("resume", "overwrite"):
+        with pytest.raises(SurgeryError, match="holds no interrupted conversion"):
+            convert(source, NEW, tmp_path / "out", **{mode: True})
+    assert (work / "config.json").read_text() == "mine"

@@ -72,7 +72,7 @@ def test_every_way_of_reading_rounds(checkpoints, tmp_path, dtype):
 
 
 def test_what_a_dtype_cannot_hold_is_refused(checkpoints, tmp_path):
-    with pytest.raises(SurgeryError, match=r"--dtype 'bf16' is not supported; did you mean 'bfloat16'\?"):
+    with pytest.raises(SurgeryError, match=r"--dtype bf16 is no dtype in which a result can be stored"):
         convert(str(checkpoints("llama")), RECIPE, tmp_path / "out", dtype="bf16")
     shutil.copytree(checkpoints("llama"), tmp_path / "large")
     tensors = load_file(tmp_path / "large" / "model.safetensors")

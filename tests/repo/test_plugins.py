@@ -32,7 +32,7 @@ from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
 from surgery.modeling.modules import build_module
 from surgery.structures import STRUCTURES, Metric
-from surgery.structures.base import StructureConfig
+from surgery.structures.base import StructureConfig, StructuredLinear
 from surgery.vllm.packed_linear import PackedLinear
 from surgery.vllm.servable import check_mixer
 
@@ -347,3 +347,19 @@ def test_each_name_is_registered_by_the_file_where_it_is_looked_for():
         for name in registry.names():
             module = registry[registry.config_type(name)].__module__
             assert module == f"{registry.package}.{registry.elsewhere.get(name, name)}", name
+
+
+def test_a_structure_or_mixer_without_its_methods_is_refused_when_it_registers():
+    class Half(StructureConfig):
+        name = "half"
+
+    with pytest.raises(
+        SurgeryError, match=r"structure 'half' \(HalfLinear\) does not define shapes, full_rank, .*product"
+    ):
+        STRUCTURES.register(Half)(type("HalfLinear", (StructuredLinear,), {}))
+    with pytest.raises(SurgeryError, match="does not define rank_error_curve"):
+        methods = dict.fromkeys(set(StructuredLinear.REQUIRED) - {"rank_error_curve"}, lambda *_: {})
+        STRUCTURES.register(Half)(type("HalfLinear", (StructuredLinear,), methods))
+    named = type("HalfLinear", (StructuredLinear,), {"shapes": staticmethod(lambda *_: {"left": (2, 2)})})
+    with pytest.raises(SurgeryError, match="one of them must be named weight"):
+        named(2, 2, Half())
