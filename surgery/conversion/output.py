@@ -143,8 +143,12 @@ def find_replaced(out: Path, resume: bool, overwrite: bool) -> str | None:
 
 
 def _check_begun(work: Path) -> None:
-    """Raise SurgeryError for a work folder with files in it and no journal: no conversion began there."""
-    if work.is_dir() and not (work / JOURNAL_NAME).exists() and any(path.name != LOCK_NAME for path in work.iterdir()):
+    """Raise SurgeryError for a work folder with files in it, but no journal and no report: no conversion began there."""
+    if (
+        not work.is_dir() or (work / JOURNAL_NAME).exists() or (work / REPORT_NAME).exists()
+    ):  # complete, but not renamed
+        return
+    if any(path.name != LOCK_NAME for path in work.iterdir()):
         raise SurgeryError(
             f"{work} exists and holds no interrupted conversion. Remove it yourself, or choose another --out"
         )

@@ -183,7 +183,7 @@ class Mixer(nn.Module):
     )
     by_definition: bool = False  # whether calls without a state compute `dense`: for short rows, and for vmap
 
-    REQUIRED = ("empty_state", "mix", "dense", "cost")
+    REQUIRED = ("mix",)
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__()

@@ -79,7 +79,7 @@ def softmax(inputs, window=None, sinks=0, near="sliding"):
 
 def init_mixer(config, target=softmax, steps=2):
     torch.manual_seed(0)
-    seat = SimpleNamespace(config=config, shape=SHAPE, fixed={})
+    seat = SimpleNamespace(config=config, shape=SHAPE, fixed={}, index=0)
     settings = AttentionRecipe(mixer="linear", steps=steps)
     held = Rows(target, seed=1)
     return LinearInit().init(seat, settings, Rows(target, seed=0), held), held
