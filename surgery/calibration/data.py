@@ -75,10 +75,6 @@ class CalibrationSet:
         rows = [*range(n_fit), *range(self.n_fit, self.rows)]
         return CalibrationSet({k: v[rows] for k, v in self.inputs.items()}, n_fit, len(rows), self.packed)
 
-    def fit_inputs(self) -> dict[str, Tensor]:
-        """Return the inputs of the rows to fit to."""
-        return {k: v[: self.n_fit] for k, v in self.inputs.items()}
-
     def mask(self) -> Tensor | None:
         """Return the attention mask (rows, T), nonzero at real tokens; None if the inputs are not padded."""
         return self.inputs.get("attention_mask")
