@@ -226,7 +226,9 @@ class LinearMixer(Mixer):
         past = past or self._empty_buffers(len(inputs.x_BTD), inputs.x_BTD.device, rings=not first)
         tokens, after = self.project_tokens(inputs, past)
         unpadder, local, queue = tokens.unpadder, None, {}
-        signals = self.mask("signals", tokens.x_BTD)
+        # Only in training: kernels are compiled for a number of levels, and rows of inference have many lengths.
+        length = inputs.x_BTD.shape[1] if stateless and torch.is_grad_enabled() else None
+        signals = self.mask("signals", tokens.x_BTD, length)
         written = {"k": tokens.window_k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
         if self.rope in TWO_FORMS:
             written["linear_k"] = tokens.k_BTGK[

@@ -5,6 +5,7 @@ called.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,27 +28,57 @@ class Float32Linear(nn.Linear):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return W x + b (B, T, O) in float32, or float64 if the input or the weight is float64."""
-        if x_BTD.is_cuda and x_BTD.dtype == torch.bfloat16 and MM_HAS_OUT_DTYPE and not torch.is_grad_enabled():
-            return self._split_bfloat16(x_BTD)
-        wide = torch.promote_types(torch.promote_types(x_BTD.dtype, self.weight.dtype), torch.float32)
-        bias = None if self.bias is None else self.bias.to(wide)
-        return F.linear(x_BTD.to(wide), self.weight.to(wide), bias)
+        return float32_linear(x_BTD, self.weight, self.bias)
 
-    def _split_bfloat16(self, x_BTD: Tensor) -> Tensor:
-        """Return W x + b (B, T, O) in float32 for x in bfloat16, on tensor cores.
 
-        A product of two bfloat16 numbers is exact in float32, so the weight is split into a sum of two bfloat16
-        matrices that hold its first 16 mantissa bits. This is several times faster than a float32 product.
-        """
-        x_ND, weight_OD = x_BTD.flatten(0, -2), self.weight
+def float32_linear(x_BTD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Return W x + b (B, T, O) in float32, or float64 if the input or the weight is float64."""
+    if x_BTD.is_cuda and x_BTD.dtype == torch.bfloat16 and MM_HAS_OUT_DTYPE:
+        return split_linear(x_BTD, weight_OD, bias_O)
+    wide = torch.promote_types(torch.promote_types(x_BTD.dtype, weight_OD.dtype), torch.float32)
+    bias = None if bias_O is None else bias_O.to(wide)
+    return F.linear(x_BTD.to(wide), weight_OD.to(wide), bias)
+
+
+def split_linear(x_BTD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Return W x + b (B, T, O) in float32 for x in bfloat16, on tensor cores.
+
+    A product of two bfloat16 numbers is exact in float32, so the weight is split into a sum of two bfloat16 matrices
+    that hold its first 16 mantissa bits. This is several times faster than a float32 product. Gradients are products of
+    bfloat16 numbers summed in float32, as those of a linear under autocast.
+    """
+    apply: Any = _SplitProduct.apply  # this function has no types
+    out_NO: Tensor = apply(x_BTD.flatten(0, -2), weight_OD)
+    out_NO = out_NO if bias_O is None else out_NO + bias_O.to(torch.float32)
+    return out_NO.unflatten(0, x_BTD.shape[:-1])
+
+
+class _SplitProduct(torch.autograd.Function):
+    """x W^T (N, O) in float32, for x (N, D) in bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_OD: Tensor) -> Tensor:
+        """Return the product."""
+        ctx.save_for_backward(x_ND, weight_OD)
         first_OD = weight_OD.to(torch.bfloat16)
-        parts = [first_OD]
+        out_NO = _float32_product(x_ND, first_OD.mT)
         if weight_OD.dtype != torch.bfloat16:
-            parts.append((weight_OD - first_OD).to(torch.bfloat16))
-        out_NO = sum(torch.mm(x_ND, part_OD.mT, out_dtype=torch.float32) for part_OD in parts)
-        out_NO = out_NO if self.bias is None else out_NO + self.bias.to(torch.float32)
-        out_BTO: Tensor = out_NO.unflatten(0, x_BTD.shape[:-1])
-        return out_BTO
+            out_NO = out_NO + _float32_product(x_ND, (weight_OD - first_OD).to(torch.bfloat16).mT)
+        return out_NO
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of x and W in their dtypes."""
+        x_ND, weight_OD = ctx.saved_tensors
+        grad_NO = grads[0].to(torch.bfloat16)
+        dx = grad_NO @ weight_OD.to(torch.bfloat16) if ctx.needs_input_grad[0] else None
+        dw = _float32_product(grad_NO.mT, x_ND).to(weight_OD.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dw
+
+
+def _float32_product(a_NK: Tensor, b_KM: Tensor) -> Tensor:
+    """Return the product of two bfloat16 matrices in float32; CPUs have no such product and widen them."""
+    return torch.mm(a_NK, b_KM, out_dtype=torch.float32) if a_NK.is_cuda else a_NK.float() @ b_KM.float()
 
 
 class InputDtypeLinear(nn.Linear):

@@ -107,7 +107,11 @@ class MixerAttention:
             bound[name] = None
         rope = bound.get("position_embeddings")
         if rope is not None and not self.mixer.rotated:
-            bound["position_embeddings"] = (torch.ones_like(rope[0]), torch.zeros_like(rope[1]))
+            dtype = _projection_dtype(rope[0])
+            bound["position_embeddings"] = (
+                torch.ones_like(rope[0], dtype=dtype),
+                torch.zeros_like(rope[1], dtype=dtype),
+            )
         x_BTD = bound["hidden_states"]
         valid_BT, mask_BHTS = self._masks(bound.get("attention_mask"), x_BTD, 0 if layer is None else layer.seen)
         documents = self._documents(bound, valid_BT, mask_BHTS, layer)
@@ -289,6 +293,14 @@ def documents_shown(mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape) 
     return documents if documents is not None and is_plain_mask(mask_BHTS, valid_BT, shape, documents) else None
 
 
+def _projection_dtype(rotation_BTR: Tensor) -> torch.dtype:
+    """Return the dtype in which queries and keys leave their projections: autocast's, if it is active, else that of the
+    rotation, which follows the hidden states."""
+    device = rotation_BTR.device.type
+    active = rotation_BTR.dtype == torch.float32 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if active else rotation_BTR.dtype
+
+
 def mixer_attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> Any:
@@ -303,7 +315,10 @@ def mixer_attention_forward(
             f"{type(module).__name__} has none. Use attn_implementation='sdpa'"
         )
     dropout = kwargs.get("dropout", 0.0)
-    inputs = MixerInputs(query, key, value, call.x_BTD, call.valid_BT, call.mask_BHTS, dropout, call.rope)
+    # Under autocast values leave their projection in the lower precision, while queries and keys leave RoPE, and hidden
+    # states their norm, in float32. SDPA casts in this case, and so do mixers, once for all that reads them.
+    query, key, x_BTD = (t.to(value.dtype) for t in (query, key, call.x_BTD))
+    inputs = MixerInputs(query, key, value, x_BTD, call.valid_BT, call.mask_BHTS, dropout, call.rope)
     if call.documents is not None:
         out_BHTV = call.documents.mix(module.mixer, inputs)
     elif call.layer is None:

@@ -12,11 +12,15 @@ from surgery.mixers.base import AttentionShape, MixerInputs
 
 
 def apply_rope(x_BTHK: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
-    """Return x rotated: the first R dims of each head in the half-split form of transformers."""
-    cos, sin = cos_BTR.unsqueeze(2).to(x_BTHK.dtype), sin_BTR.unsqueeze(2).to(x_BTHK.dtype)
+    """Return x rotated, in its dtype: the first R dims of each head in the half-split form of transformers.
+
+    The rotation is computed in the wider of both dtypes: under autocast x is in bfloat16 and cos and sin in float32.
+    """
+    cos, sin = cos_BTR.unsqueeze(2), sin_BTR.unsqueeze(2)
     x, rest = x_BTHK.split([cos.shape[-1], x_BTHK.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([x * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
+    rotated = x * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([rotated.to(x.dtype), rest], dim=-1)
 
 
 def rotate_inputs(inputs: MixerInputs, shape: AttentionShape, name: str) -> MixerInputs:

@@ -68,8 +68,12 @@ class Mask(MethodModule):
         rule's.
         """
 
-    def signals(self, x_BTD: Tensor) -> Signals:
-        """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
+    def signals(self, x_BTD: Tensor, length: int | None = None) -> Signals:
+        """Return the tensors (B, T, ..) that the mask computes from the hidden states.
+
+        length: bound on the positions of all tokens that are read and written, None if there is none. A mask may leave
+        out what such rows do not read.
+        """
         return {}
 
     def expand_queries(self, q_BGJTF: Tensor, signals: Signals) -> tuple[Tensor, Signals]:

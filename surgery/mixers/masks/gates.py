@@ -50,7 +50,7 @@ class GatesMask(Semiseparable):
             spread_G = torch.logspace(-3, -1, shape.groups) if shape.groups > 1 else torch.full((1,), 0.01)
             self.rate.bias.copy_(inverse_softplus(spread_G))
 
-    def signals(self, x_BTD: Tensor) -> Signals:
+    def signals(self, x_BTD: Tensor, length: int | None = None) -> Signals:
         """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
         rate_BTG = F.softplus(self.rate(x_BTD))
         return {"gate": -self.log_scale_G.to(rate_BTG.dtype).exp() * rate_BTG}

@@ -48,7 +48,7 @@ from surgery.mixers.masks.log_linear_chunked import FenwickTree, bit_length
 from surgery.mixers.masks.ones import Ones
 from surgery.mixers.masks.semiseparable import Semiseparable, write_token
 from surgery.mixers.masks.strong_levels import move_buckets, strong_chunks, strong_level
-from surgery.mixers.projections import Float32Linear
+from surgery.mixers.projections import Float32Linear, float32_linear, is_hooked
 
 
 @dataclass(frozen=True)
@@ -169,13 +169,33 @@ class HierarchicalMask(Mask):
         bits: int = config.block_bits
         return (max(0, length.bit_length() - bits) + (bits > 0)) * features * values
 
-    def signals(self, x_BTD: Tensor) -> Signals:
-        """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
-        heads = (self.shape.groups, -1, self.config.lambdas)
-        scale = None if self.scale_HL is None else self.scale_HL.flatten()
-        level_BTGJL = compute_lambdas(self.config.form, self.level(x_BTD), scale).unflatten(-1, heads)
+    def signals(self, x_BTD: Tensor, length: int | None = None) -> Signals:
+        """Return the tensors (B, T, ..) that the mask computes from the hidden states.
+
+        With a bound on the positions, lambdas of levels that no token reaches are left out.
+        """
+        reached = self._reached_levels(length)
+        scale_HL = None if self.scale_HL is None else self.scale_HL[:, :reached]
+        scale = None if scale_HL is None else scale_HL.flatten()
+        z_BTHL = self.level(x_BTD) if reached == self.config.lambdas else self._first_levels(x_BTD, reached)
+        level_BTGJL = compute_lambdas(self.config.form, z_BTHL, scale).unflatten(-1, (self.shape.groups, -1, reached))
         more = {} if self.matrices is None else self.matrices("signals", x_BTD)
         return {"level": level_BTGJL, **more, **self.gates("signals", x_BTD)}
+
+    def _reached_levels(self, length: int | None) -> int:
+        """Return the number of lambdas that positions 0 .. length - 1 read; all of them where the mask's options number
+        levels in another way, or where a hook or a replaced forward must see the whole projection."""
+        if length is None or self.config.strong or self.matrices is not None or is_hooked(self.level):
+            return self.config.lambdas
+        return min(self.config.lambdas, max(0, (length - 1).bit_length() - self.config.block_bits) + 1)
+
+    def _first_levels(self, x_BTD: Tensor, count: int) -> Tensor:
+        """Return the outputs of `level` for the first `count` levels of each head, (B, T, heads x count)."""
+        weight, bias = (
+            t.unflatten(0, (self.shape.heads, -1))[:, :count].flatten(0, 1)
+            for t in (self.level.weight, self.level.bias)
+        )
+        return float32_linear(x_BTD, weight, bias)
 
     def expand_queries(self, q_BGJTF: Tensor, signals: Signals) -> tuple[Tensor, Signals]:
         """Return (queries, signals) with a query for each level, if Lambda is matrix-valued."""
