@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.core.parallel_compile import cache_folder, compile_kernels
 from surgery.training.batches import StepBatch, iter_steps, to_device
 from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
 from surgery.training.cuda_graph import capture_micro_batch
@@ -91,6 +92,7 @@ class TrainingLoop:
         self.seconds, self.waited, self.positions, self.skipped = 0.0, 0.0, 0, 0
         self.recent_steps: list[StepBatch] = []
         self.due_save = at.step  # the step of the latest checkpoint
+        self.has_compiled = False
 
     # -- the loop ------------------------------------------------------------------------------------
     def run(self) -> TrainPosition:
@@ -107,7 +109,10 @@ class TrainingLoop:
             interrupted = stack.enter_context(defer_interrupt(single_process))
             began = time.perf_counter()
             while self.at.step < self.config.steps:
-                self._step(self._next(ready))
+                step = self._next(ready)
+                if not self.recent_steps and not self.has_compiled:
+                    began = self._compile_kernels(step.batches[0], began)
+                self._step(step)
                 if self._is_due(self.context.recipe.log):
                     self._log_steps(began)
                     began = time.perf_counter()
@@ -124,6 +129,28 @@ class TrainingLoop:
         if step is None:
             raise self._data_ended_error()
         return step
+
+    def _compile_kernels(self, batch: Batch, began: float) -> float:
+        """Compile the GPU kernels of a micro-batch in parallel, before the first step; its results are dropped.
+
+        Return the new start of the step timer: the time is reported, and is not training time.
+        """
+        self.has_compiled = True
+        if not self.stage.fits_cuda_graph:  # other stages may keep what they compute
+            return began
+        device = self.accelerator.device
+
+        def run() -> None:
+            with self.accelerator.no_sync(self.models.run), self.accelerator.autocast():
+                self.stage.losses(self.models, to_device(batch, device))["total"].backward()
+
+        compiled = compile_kernels(run, device)
+        if device.type == "cuda":
+            self.optimizer_step.inner.zero_grad(set_to_none=True)
+        now = time.perf_counter()
+        if compiled:
+            self.context.report({"compiled": compiled, "seconds": now - began, "folder": cache_folder()})
+        return now
 
     def _is_due(self, every: int) -> bool:
         return bool(every) and (self.at.step % every == 0 or self.at.step == self.config.steps)
@@ -166,7 +193,7 @@ class TrainingLoop:
         table = torch.stack([torch.stack([parts[n].float() for n in names]) for parts in self.losses])
         table = self.accelerator.reduce(table, reduction="sum")
         norms = torch.stack([n.float() for n in self.norms]).tolist() if self.norms else [0.0] * len(table)
-        rows, steps = table.tolist(), self.recent_steps
+        rows, steps = table.tolist(), self.recent_steps  # waits for the GPU
         self.losses, self.norms, self.recent_steps = [], [], []
         self.seconds += time.perf_counter() - began
         good = self._check_losses(rows, norms, steps, names.index("total"))
@@ -221,7 +248,8 @@ class TrainingLoop:
     def _log_entry(self, means: dict[str, float], norms: list[float]) -> dict[str, Any]:
         parts = {name: value for name, value in means.items() if name != "total"}
         device = self.accelerator.device
-        memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        # What the allocator holds, pools of graphs included: max_memory_allocated would leave them out.
+        memory = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
         return {
             "stage": self.at.stage,
             "kind": self.config.kind,
@@ -263,12 +291,18 @@ class TrainingLoop:
         if self.losses and due_save:  # never save a state with non-finite losses
             self._log_steps(began)
         else:
+            self._synchronize()
             self.seconds += time.perf_counter() - began
         if due_validation:
             self._validate()
         if due_save:
             self._save()
         return time.perf_counter()
+
+    def _synchronize(self) -> None:
+        """Wait for the GPU, so that steps that are queued count as training time, and not as time of what follows."""
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize(self.accelerator.device)
 
     def _save_and_stop(self, began: float) -> None:
         if self.losses:

@@ -216,6 +216,7 @@ class StageRunner:
             if models.teacher is not None and models.teacher.device.type == self.accelerator.device.type:
                 losses["original"] = self.validation.loss(models.teacher)
             if not self.is_sharded:
+                self.validation.compile_kernels(models.student)
                 losses["before"] = self.validation.loss(models.student)
             self._record_baseline(losses)
         return losses

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from surgery.core.parallel_compile import compile_kernels
 from surgery.training.batches import to_device
 from surgery.training.stages.base import IGNORE_INDEX, Batch, StageModels, model_inputs, next_token_targets
 from surgery.training.stages.lm import cross_entropy
@@ -44,13 +45,22 @@ class Validation:
             return None
         run.eval()
         total = torch.zeros(2, device=self.accelerator.device, dtype=torch.float64)
-        for batch in self._own_batches():
-            batch = to_device(batch, self.accelerator.device)
-            _, next_BT = next_token_targets(batch)
-            total[0] += cross_entropy(run(**model_inputs(batch)).logits, next_BT)
-            total[1] += (next_BT != IGNORE_INDEX).sum()
+        # The precision of training, also for models that are not prepared for it: before the first stage and after the
+        # last one.
+        with self.accelerator.autocast():
+            for batch in self._own_batches():
+                batch = to_device(batch, self.accelerator.device)
+                _, next_BT = next_token_targets(batch)
+                total[0] += cross_entropy(run(**model_inputs(batch)).logits, next_BT)
+                total[1] += (next_BT != IGNORE_INDEX).sum()
         summed, count = self.accelerator.reduce(total, reduction="sum").tolist()
         return summed / count if count else None
+
+    def compile_kernels(self, run: Any) -> None:
+        """Compile the GPU kernels with which a model computes the loss, in parallel. Every process must call it."""
+        batch = to_device(self._own_batches()[0], self.accelerator.device)
+        with torch.no_grad(), self.accelerator.autocast():
+            compile_kernels(lambda: run.eval()(**model_inputs(batch)), self.accelerator.device)
 
     def student_loss(self, models: StageModels) -> float | None:
         """Return the loss of the student."""
