@@ -61,21 +61,24 @@ def is_on_one_gpu(model: Any) -> bool:
     return not hasattr(model, "hf_device_map") and all(p.is_cuda for p in model.parameters())
 
 
-def record_graph(step: Callable[[], None], warmups: int = 0) -> Callable[[], None]:
+def record_graph(
+    step: Callable[[], None], warmups: int = 0, stream: torch.cuda.Stream | None = None
+) -> Callable[[], None]:
     """Capture `step` in a CUDA graph and return a function that replays it on the same tensors.
 
-    warmups: runs of `step` before the capture, on a stream of their own, as backward passes need it. Other threads may
-    use the GPU meanwhile, for example to copy the next batch to pinned memory.
+    warmups: runs of `step` before the capture, on a stream of their own, as backward passes need it. stream: on which
+    to capture; where `step` ran before on this stream, no warm-up is needed, and no memory beside that of those runs.
+    Other threads may use the GPU meanwhile, for example to copy the next batch to pinned memory.
     """
     if warmups:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
             for _ in range(warmups):
                 step()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # releases cached memory first
         step()
     return graph.replay
 

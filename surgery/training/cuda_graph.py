@@ -11,7 +11,8 @@ static copies of the batch.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,6 +63,22 @@ class CapturedMicroBatch:
         self.parts: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.seen, self.disabled = 0, False
+        self.stream = torch.cuda.Stream(accelerator.device) if accelerator.device.type == "cuda" else None
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Run all steps on the stream of the capture.
+
+        The ordinary steps before it then prepare the capture, and none must be repeated on another stream, whose memory
+        would lie beside that of the first.
+        """
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
 
     def __call__(self, batch: Batch, num_counted: int) -> dict[str, Tensor] | None:
         """Return this micro-batch's parts of the mean loss over the step, after their backward pass.
@@ -96,7 +113,7 @@ class CapturedMicroBatch:
         before = {name: p.grad for name, p in parameters.items()}
         try:
             with one_document_per_row():
-                self.replay = record_graph(self._run_without_gradients, warmups=1)
+                self.replay = record_graph(self._run_without_gradients, stream=self.stream)
             self.gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         except RuntimeError as error:
             self.disabled = True
@@ -109,7 +126,7 @@ class CapturedMicroBatch:
             parameter.grad = before[name]
 
     def _run_without_gradients(self) -> None:
-        """Run the step with no gradients to add to: those of the warm-up are dropped, and the graph makes its own."""
+        """Run the step with no gradients to add to: the graph makes its own."""
         for parameter in self.optimizer_step.parameters.values():
             parameter.grad = None
         self._run()

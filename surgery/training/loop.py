@@ -105,6 +105,8 @@ class TrainingLoop:
         self.models.run.train()
         single_process = self.accelerator.num_processes == 1
         with ExitStack() as stack:
+            if self.captured is not None:
+                stack.enter_context(self.captured.on_stream())
             ready = stack.enter_context(prefetch(steps, min(ahead, self.config.steps), self.accelerator.device))
             interrupted = stack.enter_context(defer_interrupt(single_process))
             began = time.perf_counter()
