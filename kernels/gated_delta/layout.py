@@ -16,6 +16,7 @@ Suffixes: C slots of a chunk, K features, V values, X a block of features; R row
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +28,9 @@ from torch import Tensor
 from surgery.kernels.kernel_tensors import HAS_TUPLE_ARGUMENTS, GroupTensor, HeadTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_FEATURES, DEFAULT_CHUNK = 256, 64
+MAX_FEATURES, DEFAULT_CHUNK = 1024, 64
+SMALL_FEATURES = 256  # up to which a program's tiles fit into the shared memory of every GPU
+LARGE_SHARED_MEMORY = 200 * 1024  # bytes of a program on Hopper and later, which more features need
 MAX_LEVELS = 44  # levels in the table: bits of a chunk's index
 MOST_HEADS = 2**16  # of a row: they lie on an axis of a grid, which is limited to 65,535
 
@@ -174,8 +177,15 @@ class DeltaSizes:
         return "tf32x3" if self.dtype == torch.float32 else "tf32"
 
     @property
+    def is_large(self) -> bool:
+        """Whether a tile of all features takes so much of a program's memory that it needs settings of its own."""
+        return self.K > SMALL_FEATURES
+
+    @property
     def block(self) -> int:
         """Values in a block: few blocks without much padding, of a size that bounds a program's part of a state."""
+        if self.is_large:
+            return 16
         wide = self.K > 128 or self.dtype == torch.float32
         return min((32, 16) if wide else (64, 32, 16), key=lambda b: -(-self.V // b) * (b + 32))
 
@@ -197,10 +207,17 @@ class DeltaSizes:
 
     def warps(self, wide: int) -> int:
         """Return 8 if a program holds more than `wide` elements of a state in registers, else 4."""
-        return 8 if self.block_k * self.block > wide else 4
+        return 8 if self.is_large or self.block_k * self.block > wide else 4
+
+    @property
+    def tile_options(self) -> dict[str, int]:
+        """Launch options of kernels that hold tiles of all features of a chunk."""
+        return {"num_warps": 8, "num_stages": 1} if self.is_large else {"num_warps": 4}
 
     def stages(self, small: int) -> int:
-        """Return the stages of a pipelined loop: `small` if tiles are small, else 2."""
+        """Return the stages of a pipelined loop: `small` if tiles are small, 1 if two do not fit, else 2."""
+        if self.is_large:
+            return 1
         return small if self.K <= 128 and self.dtype != torch.float32 else 2
 
     @property
@@ -239,15 +256,15 @@ class DeltaPlan:
         return GroupTensor.from_tensor(self.v), GroupTensor.from_tensor(self.beta)
 
 
-def limit_chunk(v_BGTV: Tensor, chunk: int) -> int:
-    """Return C, 32 or 64; for float32 only 32 fits into a program."""
-    longest = 32 if v_BGTV.dtype == torch.float32 else 64
+def limit_chunk(v_BGTV: Tensor, chunk: int, features: int) -> int:
+    """Return C, 32 or 64; for float32, and with more than 512 features, only 32 fits into a program."""
+    longest = 32 if v_BGTV.dtype == torch.float32 or features > MAX_FEATURES // 2 else 64
     return 64 if min(longest, v_BGTV.shape[2], chunk) > 32 else 32
 
 
-def max_chunks(v_BGTV: Tensor, chunk: int, start_B: Tensor | None) -> int:
+def max_chunks(v_BGTV: Tensor, chunk: int, features: int, start_B: Tensor | None) -> int:
     """Return N. With start_B the first chunk may begin before the row; by how much is known on the device only."""
-    C = limit_chunk(v_BGTV, chunk)
+    C = limit_chunk(v_BGTV, chunk, features)
     spare = 0 if start_B is None else C - 1
     return max(1, -(-(v_BGTV.shape[2] + spare) // C))
 
@@ -266,7 +283,7 @@ def make_sizes(
         R, bos_R, count_R = len(cu_seqlens) - 1, cu_seqlens[:-1].long(), cu_seqlens.diff().long()
         batch_R = torch.zeros_like(bos_R)
     start_R = torch.zeros_like(bos_R) if start_B is None else start_B.to(device, torch.int64)
-    C, N = limit_chunk(v_BGTV, chunk), max_chunks(v_BGTV, chunk, start_B)
+    C, N = limit_chunk(v_BGTV, chunk, K), max_chunks(v_BGTV, chunk, K, start_B)
     chunks_R = (start_R % C + count_R + C - 1) // C
     level_L = torch.arange(MAX_LEVELS, device=device)
     every_RL = (chunks_R.unsqueeze(1) >> level_L) + 2 * (level_L > 0)
@@ -283,7 +300,23 @@ def fits_kernels(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> bool:
         and beta is not None
         and q.dtype == k.dtype == v.dtype
         and v.dtype in DTYPES
-        and q.shape[-1] <= MAX_FEATURES
+        and (q.shape[-1] <= SMALL_FEATURES or q.shape[-1] <= max_features(v))
         and v.numel() > 0
         and v.shape[1] * q.shape[2] < MOST_HEADS
     )
+
+
+def max_features(v: Tensor) -> int:
+    """Return the features that the kernels take of tensors in v's dtype on its device.
+
+    More than 256 need the shared memory of a Hopper or later data-center GPU, and twice of it in float32.
+    """
+    if v.is_cuda and _shared_memory(v.get_device()) < LARGE_SHARED_MEMORY:
+        return SMALL_FEATURES
+    return MAX_FEATURES // 2 if v.dtype == torch.float32 else MAX_FEATURES
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Return the bytes of shared memory that one program may take; 0 if torch does not know."""
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))

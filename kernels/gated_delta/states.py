@@ -156,8 +156,8 @@ def launch_pass_backward(plan: DeltaPlan, terms: WYTerms, do: Tensor, dlast: Ten
     s, (q, k) = plan.sizes, plan.queries_keys
     grads, dfirst = ChunkStates(s.buffer(s.V, s.K), s.buffer(s.V, s.C)), torch.empty_like(dlast)
     arguments = q, k, HeadTensor.from_tensor(do), s.table, terms.c
-    local_backward[(s.R * s.N, s.G, s.blocks)](*arguments, grads.x, s.N, s.J, **s.kernel, num_warps=4)
+    local_backward[(s.R * s.N, s.G, s.blocks)](*arguments, grads.x, s.N, s.J, **s.kernel, **s.tile_options)
     pass_backward[(s.R * s.G, s.blocks)](
-        *arguments, terms.w, dlast, dfirst, *grads, s.J, **s.kernel, num_warps=s.warps(8192), num_stages=2
+        *arguments, terms.w, dlast, dfirst, *grads, s.J, **s.kernel, num_warps=s.warps(8192), num_stages=s.stages(2)
     )
     return grads, dfirst

@@ -181,7 +181,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         second = states if passed is None else passed
         lowest_levels[(s.R * groups, s.G, s.blocks)](
             GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, state, (states[0], states[1]), (second[0], second[1]),
-            self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=4, num_stages=1,
+            self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=s.tile_options["num_warps"], num_stages=1,
         )  # fmt: skip
         return state
 
@@ -191,8 +191,8 @@ class LogLinearDeltaPlan(DeltaPlan):
         s, (low, high) = self.sizes, group
         chunk_forward[(s.R * s.N, s.G * s.J, s.blocks)](
             *self.inputs, s.table, (t.c, t.y, t.w), states, out, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0],
-            **self.level_options, BUCKET=self.bucket_lRGKV is not None, INNER=low == 0, num_warps=4,
-            maxnreg=s.max_registers,
+            **self.level_options, BUCKET=self.bucket_lRGKV is not None, INNER=low == 0, maxnreg=s.max_registers,
+            **s.tile_options,
         )  # fmt: skip
 
     # -- backward ------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         s = self.sizes
         read = s.buffer(s.J, s.C, s.K)
         query_reads[(s.R * s.N, s.G * s.J)](
-            *self.queries_keys, s.table, t.c, t.w, read, s.N, s.J, **s.kernel, num_warps=4
+            *self.queries_keys, s.table, t.c, t.w, read, s.N, s.J, **s.kernel, **s.tile_options
         )
         return read
 
@@ -245,7 +245,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         level_down[grid](
             GroupTensor.from_tensor(self.k), t.w, read, HeadTensor.from_tensor(do), t.c,
             LevelTensor.from_tensor(self.level), s.table, grads.arguments(self.end_R), *store, level, self.top,
-            self.q.shape[3], pairs, s.J, **self.level_options, **grads.flags, num_warps=s.warps(8192), num_stages=2,
+            self.q.shape[3], pairs, s.J, **self.level_options, **grads.flags, num_warps=s.warps(8192), num_stages=s.stages(2),
         )  # fmt: skip
 
     def _empty_sums(self) -> GatheredGradients:

@@ -135,6 +135,27 @@ def test_log_linear_delta(shape, levels, starts, gates):
     check_log_linear(shape, gates, torch.float32, starts, levels, chunk=32)
 
 
+LARGE = [320, 512, 1024]  # features of heads of 80, 128 and 256 dims with both forms of RoPE and Hedgehog
+
+
+@pytest.mark.parametrize("features", LARGE)
+def test_many_features(features):
+    dtype = torch.float32 if features <= 512 else torch.float16  # the interpreter multiplies no bfloat16
+    check_gated((1, 1, 1, 40, features, 20, False), "mild", dtype, first=True)
+    check_log_linear((1, 1, 1, 70, features, 20, False), "mild", dtype, starts=(0,))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("features, values", [(320, 80), (384, 96), (512, 128), (1024, 256)])
+def test_many_features_large(features, values, dtype):
+    if (features, dtype) == (1024, torch.float32):
+        pytest.skip("1,024 features do not fit in float32")
+    check_gated((2, 2, 2, 300, features, values, False), "mild", dtype, first=True)
+    check_log_linear((2, 2, 2, 300, features, values, False), "mild", dtype, starts=(0, 0))
+    check_log_linear((2, 2, 2, 300, features, values, False), "extreme", dtype, starts=(21, 1009))
+
+
 def test_levels_in_groups(monkeypatch):
     """Where there is little memory."""
     from surgery.kernels.log_linear_delta import plan as launch

@@ -67,14 +67,12 @@ def test_kernels_accept_what_training_gives_them(
 ) -> None:
     if not load_kernels():
         pytest.skip("needs Triton")
-    from surgery.kernels.gated_delta.layout import MAX_FEATURES
-
-    if config is HYBRID and 4 * head_dim > MAX_FEATURES:
-        pytest.skip(f"the kernels take {MAX_FEATURES} features")
     train_step(one_layer(config, head_dim, heads))
     names = {op.reference.__name__ for op, _, _ in calls}
     assert {"local_attention", "log_linear" if config is HYBRID else "semiseparable"} <= names, names
     for op, args, kwargs in calls:
+        if op.reference.__name__ != "local_attention":  # on a GPU, masks take q, k and v in bfloat16 (to_matmul_dtype)
+            args = (*(t.bfloat16() for t in args[:3]), *args[3:])
         assert any(kernel.accepts(*args, **kwargs) for kernel in op.kernels), op.reference.__name__
 
 
