@@ -9,8 +9,8 @@ import torch
 
 from surgery.core.parallel_compile import compile_kernels
 from surgery.training.batches import to_device
-from surgery.training.stages.base import IGNORE_INDEX, Batch, StageModels, model_inputs, next_token_targets
-from surgery.training.stages.lm import cross_entropy
+from surgery.training.stages.base import IGNORE_INDEX, Batch, StageModels, next_token_targets
+from surgery.training.stages.lm import next_token_loss
 
 MIN_TOKENS = 1000  # of validation text; losses of fewer are decided by chance
 
@@ -50,9 +50,8 @@ class Validation:
         with self.accelerator.autocast():
             for batch in self._own_batches():
                 batch = to_device(batch, self.accelerator.device)
-                _, next_BT = next_token_targets(batch)
-                total[0] += cross_entropy(run(**model_inputs(batch)).logits, next_BT)
-                total[1] += (next_BT != IGNORE_INDEX).sum()
+                total[0] += next_token_loss(run, batch)
+                total[1] += next_token_targets(batch)[0].sum()
         summed, count = self.accelerator.reduce(total, reduction="sum").tolist()
         return summed / count if count else None
 
@@ -60,7 +59,7 @@ class Validation:
         """Compile the GPU kernels with which a model computes the loss, in parallel. Every process must call it."""
         batch = to_device(self._own_batches()[0], self.accelerator.device)
         with torch.no_grad(), self.accelerator.autocast():
-            compile_kernels(lambda: run.eval()(**model_inputs(batch)), self.accelerator.device)
+            compile_kernels(lambda: next_token_loss(run.eval(), batch), self.accelerator.device)
 
     def student_loss(self, models: StageModels) -> float | None:
         """Return the loss of the student."""

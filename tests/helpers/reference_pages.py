@@ -61,6 +61,7 @@ UNSET = {
     ("`data`", "epochs"): "stops a stage when its text is over instead of repeating it",
     ("Stage `align`", "clip"): "common to all stages; gradients are clipped at 1 as everywhere",
     ("Stage `distill`", "temperature"): "the usual option of distillation",
+    ("Stage `distill`", "direction"): "the reverse divergence of MiniLLM and others, not measured here",
     ("Stage `distill`", "kl_weight"): "0 leaves the cross-entropy alone, the control of an experiment with a teacher",
     (
         "Stage `distill`",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.loss_definitions import kl_divergence
 from helpers.small import tiny_config, tiny_inputs
 from helpers.small_training import TINY_CHECKPOINT, healing_recipe, read_losses
 
@@ -14,7 +15,6 @@ from surgery.training import cuda_graph
 from surgery.training import models as opening
 from surgery.training.finetune import finetune
 from surgery.training.stages import STAGES, StageModels
-from surgery.training.stages.distill import kl_divergence
 from surgery.training.stages.far_weight import NearTeacher, near_tokens, token_weights
 
 pytestmark = pytest.mark.usefixtures("without_curves")

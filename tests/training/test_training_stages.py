@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from helpers.loss_definitions import kl_divergence, top_k_kl_divergence
 from helpers.small_training import LAYERS, TINY_CHECKPOINT, healing_recipe
 
 from surgery.calibration.data import load_tokenizer
@@ -14,7 +15,6 @@ from surgery.core.errors import SurgeryError
 from surgery.training import models as opening
 from surgery.training.finetune import finetune
 from surgery.training.stages import STAGES, StageModels
-from surgery.training.stages.distill import kl_divergence, top_k_kl_divergence
 from surgery.training.stages.hidden import HiddenConfig, HiddenStage
 from surgery.training.stages.lm import LMStage
 from surgery.training.top_k import top_k_log_probs
@@ -117,13 +117,13 @@ def test_top_k_lumps_the_rest():
 
 def test_kl_in_parts_is_kl_at_once(btt, monkeypatch):
     """Values and gradients, with temperature and cross-entropy mixed in."""
-    from surgery.training.stages import distill
+    from surgery.training import linear_loss
 
     models, roles = open_models(btt)
     models.student.requires_grad_(True)
     found = []
-    for size in (2**25, 2**14):
-        monkeypatch.setattr(distill, "MAX_LOGITS", size)
+    for size in (2048, 40):
+        monkeypatch.setattr(linear_loss, "CHUNK_TOKENS", size)
         stage = prepare_stage(models, roles, kind="distill", temperature=2.0, ce_weight=0.3, top_k=8)
         total = stage.losses(models, rows())["total"]
         total.backward()

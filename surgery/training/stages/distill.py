@@ -2,6 +2,7 @@
 
     loss = kl_weight * T^2 KL(p_T || q_T) + ce_weight * CE        p: teacher, q: student, both at temperature T
 
+direction: `reverse` takes KL(q_T || p_T), which keeps the student to the teacher's likely tokens (Gu et al. 2024, MiniLLM).
 top_k: the teacher's k most likely tokens individually, all others as one event (the KL of the coarser distributions, a
 lower bound of the full KL). The teacher is a model in memory, or a cache of its top-k log-probabilities at temperature
 1. far_weight: tokens count more whose prediction needs distant context (surgery/training/stages/far_weight.py).
@@ -10,7 +11,6 @@ window_dropout: exact near attention is off in some steps (surgery/training/stag
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,6 +20,9 @@ from torch import Tensor
 
 from surgery.core.config import Count, Real
 from surgery.core.errors import SurgeryError
+from surgery.core.logit_rows import Direction
+from surgery.training.linear_loss import Logits, LossWeights, Targets, divergence
+from surgery.training.output_head import model_logits, model_loss
 from surgery.training.stages.base import (
     STAGES,
     Batch,
@@ -31,15 +34,13 @@ from surgery.training.stages.base import (
     next_token_targets,
 )
 from surgery.training.stages.far_weight import NearTeacher, token_weights
-from surgery.training.stages.lm import cross_entropy
 from surgery.training.stages.window_dropout import WindowDropout
-from surgery.training.top_k import log_remaining_mass, top_k_log_probs
-
-MAX_LOGITS = 2**25  # logits compared at a time
+from surgery.training.top_k import TopK, log_remaining_mass
 
 
 class DistillConfig(StageConfig):
-    """Keys of a `distill` stage; see the module for the loss. top_k: None uses the whole vocabulary.
+    """Keys of a `distill` stage; see the module for the loss. top_k: None uses the whole vocabulary. direction: `forward`
+    is KL(teacher || student), `reverse` KL(student || teacher).
 
     far_weight: weight a token's loss by 1 + far_weight * KL(teacher || teacher that sees near tokens only), in nats,
     divided by the mean over the row; 0 weights all tokens alike. far_window, far_sinks: number of last and of first
@@ -50,6 +51,7 @@ class DistillConfig(StageConfig):
     name: ClassVar[str] = "distill"
     temperature: Annotated[Real, Field(gt=0)] = 1.0
     top_k: Annotated[int, Field(ge=1)] | None = None
+    direction: Direction = "forward"
     kl_weight: Annotated[Real, Field(ge=0)] = 1.0
     ce_weight: Annotated[Real, Field(ge=0)] = 0.0
     far_weight: Annotated[Real, Field(ge=0)] = 0.0
@@ -59,12 +61,13 @@ class DistillConfig(StageConfig):
 
     @model_serializer(mode="wrap")
     def _omit_unread_options(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the fields without far_* and window_dropout where they are 0, which keeps recipes in reports and
-        journals as they were.
+        """Return the fields without far_* and window_dropout where they are 0 and without the usual direction, which
+        keeps recipes in reports and journals as they were.
         """
         values: dict[str, Any] = to_dict(self)
         unread = [name for name in values if name.startswith("far_")] if not self.far_weight else []
         unread += [] if self.window_dropout else ["window_dropout"]
+        unread += [] if self.direction == "reverse" else ["direction"]
         return {name: value for name, value in values.items() if name not in unread}
 
     @model_validator(mode="after")
@@ -83,25 +86,6 @@ class DistillConfig(StageConfig):
                 "far_window below length, or far_weight to 0."
             )
         return self
-
-
-def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
-    """Return KL(teacher || student) over the whole vocabulary, (N,), in nats."""
-    q_NV = (student_NV.float() / temperature).log_softmax(-1)
-    p_NV = (teacher_NV.float() / temperature).log_softmax(-1)
-    return torch.nn.functional.kl_div(q_NV, p_NV, reduction="none", log_target=True).sum(-1)
-
-
-def top_k_kl_divergence(
-    student_NV: Tensor, tokens_NK: Tensor, top_NK: Tensor, rest_N: Tensor, temperature: float
-) -> Tensor:
-    """Return KL(teacher || student) over k tokens and the rest as one event, (N,), in nats. top, rest: teacher's
-    log-probabilities.
-    """
-    q_NV = student_NV.float() / temperature
-    q_NK = q_NV.gather(-1, tokens_NK) - q_NV.logsumexp(-1, keepdim=True)
-    left_N = log_remaining_mass(q_NK)
-    return (top_NK.exp() * (top_NK - q_NK)).sum(-1) + rest_N.exp() * (rest_N - left_N)
 
 
 @STAGES.register(DistillConfig)
@@ -157,76 +141,48 @@ class DistillStage(Stage):
         counts_BT, next_BT = next_token_targets(batch)
         parts: dict[str, Tensor] = {}
         weight_BT = counts_BT.float()
-        if self.near_teacher is None:
-            targets = self._targets(models, batch)
-        else:
-            teacher_BTV = models.teacher_output(batch).logits.to(counts_BT.device)
-            gap_BT = self._far_gap(models, batch, teacher_BTV)
+        teacher = None if models.cache is not None else self._teacher(models, batch)
+        if self.near_teacher is not None and teacher is not None:
+            gap_BT = self._far_gap(models, batch, teacher)
             parts["far"] = (gap_BT * counts_BT).sum()
             weight_BT = token_weights(gap_BT, counts_BT, self.config.far_weight)
-            targets = self._of_logits(teacher_BTV)
-        logits_BTV = models.run(**model_inputs(batch)).logits
-        kl = self._kl(logits_BTV, targets, weight_BT) * self.config.temperature**2
-        parts["kl"] = kl.detach()
-        total = self.config.kl_weight * kl
-        if self.config.ce_weight:
-            ce = cross_entropy(logits_BTV, next_BT, None if self.near_teacher is None else weight_BT)
-            parts["ce"], total = ce.detach(), total + self.config.ce_weight * ce
-        return {"total": total, **parts}
+        config = self.config
+        targets = Targets(
+            weight_BT.flatten(), next_BT.flatten().clamp_min(0), teacher, None if teacher else self._cached(models, batch),
+            config.top_k,
+        )  # fmt: skip
+        weights = LossWeights(config.kl_weight, config.ce_weight, config.temperature, config.direction)
+        sums = model_loss(models.run, model_inputs(batch), targets, weights)
+        parts["kl"] = sums.kl
+        if config.ce_weight:
+            parts["ce"] = sums.ce
+        return {"total": sums.total, **parts}
+
+    def _teacher(self, models: StageModels, batch: Batch) -> Logits:
+        """Run the teacher and return its logits."""
+        return model_logits(lambda: models.teacher_output(batch), models.teacher, batch["input_ids"].shape)
 
     @torch.no_grad()
-    def _far_gap(self, models: StageModels, batch: Batch, teacher_BTV: Tensor) -> Tensor:
+    def _far_gap(self, models: StageModels, batch: Batch, teacher: Logits) -> Tensor:
         """Return KL(teacher || teacher that sees near tokens only), (B, T) in nats."""
         assert self.near_teacher is not None
         ids_BT = batch["input_ids"]
         if self.near_teacher.window >= ids_BT.shape[1]:
-            return torch.zeros(ids_BT.shape, device=teacher_BTV.device)
+            return torch.zeros(ids_BT.shape, device=ids_BT.device)
         position_BT = batch.get("position_ids")
         if position_BT is None:
             position_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         with self.near_teacher.cut(position_BT):
-            near_BTV = models.teacher_output(batch).logits.to(teacher_BTV.device)
-        rows = max(1, MAX_LOGITS // teacher_BTV.shape[-1])
-        pairs = zip(near_BTV.flatten(0, 1).split(rows), teacher_BTV.flatten(0, 1).split(rows))
-        return torch.cat([kl_divergence(near_NV, full_NV, 1.0) for near_NV, full_NV in pairs]).view(ids_BT.shape)
+            near = self._teacher(models, batch)
+        return divergence(near, teacher, ids_BT.device).view(ids_BT.shape)
 
-    def _targets(self, models: StageModels, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the teacher's (logits,) or (tokens, log-probabilities, rest), each (B, T, ..)."""
-        device = batch["input_ids"].device
-        if models.cache is not None:
-            rows = zip(batch["index"].tolist(), batch["input_ids"].cpu())
-            stored = [models.cache.targets(index, ids_T) for index, ids_T in rows]
-            tokens, top, rest = (torch.stack([t[i] for t in stored]).to(device) for i in range(3))
-            k = self.config.top_k or top.shape[-1]
-            top = top.float()[..., :k]
-            return tokens.long()[..., :k], top, rest.float() if k >= stored[0][1].shape[-1] else log_remaining_mass(top)
-        return tuple(t.to(device) for t in self._of_logits(models.teacher_output(batch).logits))
-
-    def _of_logits(self, logits_BTV: Tensor) -> tuple[Tensor, ...]:
-        """Return the targets of `_targets` from the teacher's logits."""
-        if self.config.top_k is None:
-            return (logits_BTV,)
-        return top_k_log_probs(logits_BTV, self.config.top_k, self.config.temperature)
-
-    def _kl(self, logits_BTV: Tensor, targets: tuple[Tensor, ...], weight_BT: Tensor) -> Tensor:
-        """Return the weighted sum of the KL in chunks of rows, recomputed in the backward pass so that
-        log-probabilities are not stored.
-        """
-        student, others = logits_BTV.flatten(0, 1), [t.flatten(0, 1) for t in targets]
-        if len(others) == 1 and others[0].shape[-1] != student.shape[-1]:  # embeddings padded differently
-            size = min(others[0].shape[-1], student.shape[-1])
-            student, others = student[:, :size], [others[0][:, :size]]
-        rows = max(1, MAX_LOGITS // student.shape[-1])
-        weight_N = weight_BT.flatten()
-        parts = zip(student.split(rows), weight_N.split(rows), *(t.split(rows) for t in others))
-        sums = [self._checkpointed_kl_sum(chunk) if len(student) > rows else self._kl_sum(*chunk) for chunk in parts]
-        return torch.stack(sums).sum()
-
-    def _checkpointed_kl_sum(self, chunk: tuple[Any, ...]) -> Tensor:
-        from torch.utils.checkpoint import checkpoint
-
-        return checkpoint(self._kl_sum, *chunk, use_reentrant=False, preserve_rng_state=False)
-
-    def _kl_sum(self, student_NV: Tensor, weight_N: Tensor, *targets: Tensor) -> Tensor:
-        kl: Callable[..., Tensor] = kl_divergence if len(targets) == 1 else top_k_kl_divergence
-        return (kl(student_NV, *targets, self.config.temperature) * weight_N).sum()
+    def _cached(self, models: StageModels, batch: Batch) -> TopK:
+        """Return the targets of a teacher cache, of B x T tokens."""
+        rows = zip(batch["index"].tolist(), batch["input_ids"].cpu())
+        stored = [models.cache.targets(index, ids_T) for index, ids_T in rows]
+        tokens, top, rest = (torch.cat([t[i] for t in stored]).to(batch["input_ids"].device) for i in range(3))
+        k = self.config.top_k or top.shape[-1]
+        top = top.float()[..., :k]
+        return TopK(
+            tokens.long()[..., :k], top, rest.float() if k >= stored[0][1].shape[-1] else log_remaining_mass(top)
+        )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from surgery.training.linear_loss import LossWeights, Targets
+from surgery.training.output_head import model_loss
 from surgery.training.stages.base import (
     IGNORE_INDEX,
     STAGES,
@@ -35,6 +37,13 @@ def cross_entropy(logits_BTV: Tensor, next_BT: Tensor, weight_BT: Tensor | None 
     return (ce_N * weight_BT.flatten()).sum()
 
 
+def next_token_loss(run: Any, batch: Batch) -> Tensor:
+    """Run a model; return the sum of its cross-entropy over counted positions, in nats (a scalar)."""
+    counts_BT, next_BT = next_token_targets(batch)
+    targets = Targets(counts_BT.flatten().float(), next_BT.flatten().clamp_min(0))
+    return model_loss(run, model_inputs(batch), targets, LossWeights(ce_weight=1.0)).total
+
+
 @STAGES.register(LMConfig)
 class LMStage(Stage):
     """Trains the student on the text itself."""
@@ -43,6 +52,5 @@ class LMStage(Stage):
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
         """Return `total` and `ce`, the same cross-entropy in nats, summed over counted positions."""
-        _, next_BT = next_token_targets(batch)
-        total = cross_entropy(models.run(**model_inputs(batch)).logits, next_BT)
+        total = next_token_loss(models.run, batch)
         return {"total": total, "ce": total.detach()}
