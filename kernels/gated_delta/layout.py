@@ -190,9 +190,31 @@ class DeltaSizes:
         return min((32, 16) if wide else (64, 32, 16), key=lambda b: -(-self.V // b) * (b + 32))
 
     @property
+    def wide_block(self) -> int:
+        """Values in a block, in kernels that hold no state of all features."""
+        if not self.is_large:
+            return self.block
+        return min((64, 32, 16), key=lambda b: -(-self.V // b) * (b + 32))
+
+    @property
+    def wide_blocks(self) -> int:
+        """Blocks of `wide_block` values."""
+        return -(-self.V // self.wide_block)
+
+    @property
+    def wide_kernel(self) -> dict[str, Any]:
+        """Constants of kernels that hold no state of all features."""
+        return {**self.kernel, "BV": self.wide_block}
+
+    @property
     def features(self) -> int:
         """Features in a block, in kernels that loop over blocks of features."""
         return min(64, self.block_k)
+
+    @property
+    def tile_features(self) -> int:
+        """Features in a block, in kernels that hold tiles of all features unless these are many."""
+        return self.features if self.is_large else self.block_k
 
     @property
     def block_k(self) -> int:
@@ -209,10 +231,9 @@ class DeltaSizes:
         """Return 8 if a program holds more than `wide` elements of a state in registers, else 4."""
         return 8 if self.is_large or self.block_k * self.block > wide else 4
 
-    @property
-    def tile_options(self) -> dict[str, int]:
-        """Launch options of kernels that hold tiles of all features of a chunk."""
-        return {"num_warps": 8, "num_stages": 1} if self.is_large else {"num_warps": 4}
+    def tile_options(self, warps: int) -> dict[str, int]:
+        """Launch options of kernels with `tile_features`; warps: those of tiles of all features."""
+        return {"num_warps": 4, "num_stages": 2} if self.is_large else {"num_warps": warps}
 
     def stages(self, small: int) -> int:
         """Return the stages of a pipelined loop: `small` if tiles are small, 1 if two do not fit, else 2."""

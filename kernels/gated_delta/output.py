@@ -45,7 +45,7 @@ class OutputGradients(NamedTuple):
 def output_forward(
     q, k, rows, c, states, x, out, T, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Store out (B, G, J, T, V) of one chunk, query head and block of values. Grid: (R x N, G x J, blocks of values).
 
@@ -56,12 +56,17 @@ def output_forward(
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
-    k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
-    q_CK = load_tile(q.ptr + batch * q.b + g * q.g + j * q.j, t_C, q.t, here_C, K, 0, BK)
-    s_VK = load_matrix(states + (at * V + at_v) * K, V - at_v, K, 0, BV, BK)
+    qk_CC = tl.zeros([C, C], tl.float32)
+    out_CV = tl.zeros([C, BV], tl.float32)
+    for first in range(0, K, BX):
+        k_CX = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, first, BX)
+        q_CX = load_tile(q.ptr + batch * q.b + g * q.g + j * q.j, t_C, q.t, here_C, K, first, BX)
+        s_VX = load_matrix(states + (at * V + at_v) * K, V - at_v, K, first, BV, BX)
+        qk_CC = tl.dot(q_CX, tl.trans(k_CX), qk_CC, input_precision=P)
+        out_CV = tl.dot(q_CX, tl.trans(s_VX), out_CV, input_precision=P)
     x_VC = load_matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
-    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * decay_mask(c, at, C)).to(k_CK.dtype)
-    out_CV = tl.dot(q_CK, tl.trans(s_VK), input_precision=P) * decay_from_start(c, at, C)[:, None]
+    p_CC = (qk_CC * decay_mask(c, at, C)).to(k.ptr.dtype.element_ty)
+    out_CV *= decay_from_start(c, at, C)[:, None]
     out_CV = tl.dot(p_CC, tl.trans(x_VC), out_CV, input_precision=P)
     store_tile(out + ((batch * G + g) * J + j) * T * V, t_C, V, here_C, V, at_v, out_CV, BV)
 
@@ -70,9 +75,10 @@ def launch_output(plan: DeltaPlan, terms: WYTerms, states: ChunkStates) -> Tenso
     """Return out_BGJTV."""
     s, q = plan.sizes, plan.q
     out = torch.empty(*q.shape[:4], s.V, dtype=s.dtype, device=q.device)
-    output_forward[(s.R * s.N, s.G * s.J, s.blocks)](
-        *plan.queries_keys, s.table, terms.c, *states, out, q.shape[3], s.N, s.J, **s.kernel, num_warps=s.warps(16384)
-    )
+    output_forward[(s.R * s.N, s.G * s.J, s.wide_blocks)](
+        *plan.queries_keys, s.table, terms.c, *states, out, q.shape[3], s.N, s.J, **s.wide_kernel, BX=s.tile_features,
+        **s.tile_options(s.warps(16384)),
+    )  # fmt: skip
     return out
 
 
@@ -161,6 +167,6 @@ def launch_output_backward(
     grads = OutputGradients(torch.empty(q.shape, dtype=q.dtype, device=q.device), dk, s.buffer(s.C, s.K), dc)
     output_backward[(s.R * s.N, s.G)](
         *plan.queries_keys, HeadTensor.from_tensor(do), s.table, terms.c, *states, *dstates, *grads, q.shape[3], s.N,
-        s.J, **s.kernel, BX=s.features, num_warps=4, num_stages=1,
+        s.J, **s.wide_kernel, BX=s.features, num_warps=4, num_stages=1,
     )  # fmt: skip
     return grads

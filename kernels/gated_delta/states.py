@@ -93,7 +93,7 @@ def launch_pass_forward(plan: DeltaPlan, terms: WYTerms, first_RGKV: Tensor | No
 def local_backward(
     q, k, do, rows, c, dx, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Store dx^T = sum_j (P_j^T dO_j)^T, the part of dx from inside a chunk. Grid: (R x N, G, blocks of values).
 
@@ -103,12 +103,15 @@ def local_backward(
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
-    k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
     dx_VC = tl.zeros([BV, C], tl.float32)
     for j in range(J):
-        q_CK = load_tile(q.ptr + batch * q.b + g * q.g + (0 * g + j) * q.j, t_C, q.t, here_C, K, 0, BK)
+        qk_CC = tl.zeros([C, C], tl.float32)
+        for first in range(0, K, BX):
+            q_CX = load_tile(q.ptr + batch * q.b + g * q.g + (0 * g + j) * q.j, t_C, q.t, here_C, K, first, BX)
+            k_CX = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, first, BX)
+            qk_CC = tl.dot(q_CX, tl.trans(k_CX), qk_CC, input_precision=P)
         do_CV = load_tile(do.ptr + batch * do.b + g * do.g + (0 * g + j) * do.j, t_C, do.t, here_C, V, at_v, BV)
-        p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * decay_mask(c, at, C)).to(k_CK.dtype)
+        p_CC = (qk_CC * decay_mask(c, at, C)).to(k.ptr.dtype.element_ty)
         dx_VC = tl.dot(tl.trans(do_CV), p_CC, dx_VC, input_precision=P)
     store_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
 
@@ -156,7 +159,9 @@ def launch_pass_backward(plan: DeltaPlan, terms: WYTerms, do: Tensor, dlast: Ten
     s, (q, k) = plan.sizes, plan.queries_keys
     grads, dfirst = ChunkStates(s.buffer(s.V, s.K), s.buffer(s.V, s.C)), torch.empty_like(dlast)
     arguments = q, k, HeadTensor.from_tensor(do), s.table, terms.c
-    local_backward[(s.R * s.N, s.G, s.blocks)](*arguments, grads.x, s.N, s.J, **s.kernel, **s.tile_options)
+    local_backward[(s.R * s.N, s.G, s.wide_blocks)](
+        *arguments, grads.x, s.N, s.J, **s.wide_kernel, BX=s.tile_features, **s.tile_options(4)
+    )
     pass_backward[(s.R * s.G, s.blocks)](
         *arguments, terms.w, dlast, dfirst, *grads, s.J, **s.kernel, num_warps=s.warps(8192), num_stages=s.stages(2)
     )

@@ -187,7 +187,7 @@ def launch_wy_forward(plan: DeltaPlan, chunk_states: Tensor | None = None) -> WY
     c = s.buffer(2, s.C, dtype=torch.float32)
     terms = WYTerms(c, s.buffer(s.C, s.C), s.buffer(s.C, s.K), s.buffer(s.V, s.C))
     inputs = (GroupTensor.from_tensor(x) for x in (plan.k, plan.v, plan.beta, plan.gates))
-    options: dict[str, Any] = {**s.kernel, "H": s.C // 2, "BX": s.features, "OWN": chunk_states is not None}
+    options: dict[str, Any] = {**s.wide_kernel, "H": s.C // 2, "BX": s.features, "OWN": chunk_states is not None}
     wy_forward[(s.R * s.N, s.G)](
         *inputs, s.table, terms, c if chunk_states is None else chunk_states, s.N, **options,
         num_warps=2 if s.dtype != torch.float32 else 4,
@@ -274,7 +274,7 @@ def launch_wy_backward(plan: DeltaPlan, terms: WYTerms, d_terms: WYOutputGradien
     grads = WYInputGradients(dk, dv, dbeta, dgates)
     wy_backward[(s.R * s.N, s.G)](
         GroupTensor.from_tensor(k), *plan.values_beta, s.table, terms.c, terms.y, d_terms.dw, d_terms.du,
-        terms.y if d_terms.dt is None else d_terms.dt, d_terms.dk, d_terms.dc, grads, T, s.N, **s.kernel, BX=s.features,
+        terms.y if d_terms.dt is None else d_terms.dt, d_terms.dk, d_terms.dc, grads, T, s.N, **s.wide_kernel, BX=s.features,
         PARTS=d_terms.dc.shape[2], INNER=d_terms.dt is not None, num_warps=4, num_stages=1, maxnreg=s.max_registers,
     )  # fmt: skip
     return grads

@@ -46,10 +46,24 @@ def lambdas(at_l, level, t_C, here_C, C: tl.constexpr, LOG_C: tl.constexpr, LAMB
 
 
 @triton.jit
+def query_key_products(
+    q, k, lane, t_C, here_C, c, at, K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """Return P = tril(Q K^T . M) of one chunk and query head, in k's dtype. lane: (row of the batch, group, head)."""
+    batch, g, j = lane
+    qk_CC = tl.zeros([C, C], tl.float32)
+    for first in range(0, K, BX):
+        q_CX = load_tile(q.ptr + batch * q.b + g * q.g + j * q.j, t_C, q.t, here_C, K, first, BX)
+        k_CX = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, first, BX)
+        qk_CC = tl.dot(q_CX, tl.trans(k_CX), qk_CC, input_precision=P)
+    return (qk_CC * decay_mask(c, at, C)).to(k.ptr.dtype.element_ty)
+
+
+@triton.jit
 def query_reads(
     q, k, rows, c, w, read, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Store R (chunks, G, J, C, K) of one chunk and query head.
 
@@ -60,19 +74,20 @@ def query_reads(
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
-    q_CK = load_tile(q.ptr + batch * q.b + g * q.g + j * q.j, t_C, q.t, here_C, K, 0, BK)
-    k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
-    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * decay_mask(c, at, C)).to(k_CK.dtype)
-    w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
-    read_CK = q_CK * decay_from_start(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)
-    store_matrix(read + (at * J + j) * C * K, C, K, 0, read_CK, C, BK)
+    p_CC = query_key_products(q, k, (batch, g, j), t_C, here_C, c, at, K, C, BX, P)
+    q_here, fade_C = q.ptr + batch * q.b + g * q.g + j * q.j, decay_from_start(c, at, C)
+    for first in range(0, K, BX):
+        q_CX = load_tile(q_here, t_C, q.t, here_C, K, first, BX)
+        w_CX = load_matrix(w + at * C * K, C, K, first, C, BX)
+        read_CX = q_CX * fade_C[:, None] - tl.dot(p_CC, w_CX, input_precision=P)
+        store_matrix(read + (at * J + j) * C * K, C, K, first, read_CX, C, BX)
 
 
 @triton.jit(do_not_specialize=["low", "high", "top", "N", "MOST"])
 def chunk_forward(
     q, k, v, beta, level, rows, terms, kept, out, low, high, top, T, N, J, MOST,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
     BUCKET: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Store what one chunk and query head reads of the chunk itself (INNER; else add to `out`) and of levels low ..
@@ -88,9 +103,7 @@ def chunk_forward(
     if not there:
         return
     half = k.ptr.dtype.element_ty
-    q_CK = load_tile(q.ptr + batch * q.b + g * q.g + j * q.j, t_C, q.t, here_C, K, 0, BK)
-    k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
-    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * decay_mask(c, at, C)).to(half)
+    p_CC = query_key_products(q, k, (batch, g, j), t_C, here_C, c, at, K, C, BX, P)
     at_l = level.ptr + batch * level.b + g * level.g + j * level.j
     out_head = out + ((batch * G + g) * J + j) * T * V
     if INNER:
@@ -102,17 +115,20 @@ def chunk_forward(
         out_CV = tl.dot(inner_CC, v_CV, input_precision=P)
     else:
         out_CV = load_tile(out_head, t_C, V, here_C, V, at_v, BV).to(tl.float32)
-    w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
-    read_CK = (q_CK * decay_from_start(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)).to(half)
     n, start = program_chunk_index(rows, N, WIDTH)
     a0 = first_chunk(start, top, C)
-    for lev in range(low, high):
-        if has_left(a0, n, lev, BUCKET):
-            here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
-            which = lambda_at(start, lev, top, C, LOG_C, LAMBDAS)
-            lambda_C = tl.load(at_l + t_C * level.t + which * level.l, mask=here_C, other=0.0)
-            s_VK = load_matrix(kept + here * K, V - at_v, K, 0, BV, BK)
-            out_CV += tl.dot(read_CK, tl.trans(s_VK), input_precision=P) * lambda_C[:, None]
+    q_here, fade_C = q.ptr + batch * q.b + g * q.g + j * q.j, decay_from_start(c, at, C)
+    for first in range(0, K, BX):
+        q_CX = load_tile(q_here, t_C, q.t, here_C, K, first, BX)
+        w_CX = load_matrix(w + at * C * K, C, K, first, C, BX)
+        read_CX = (q_CX * fade_C[:, None] - tl.dot(p_CC, w_CX, input_precision=P)).to(half)
+        for lev in range(low, high):
+            if has_left(a0, n, lev, BUCKET):
+                here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
+                which = lambda_at(start, lev, top, C, LOG_C, LAMBDAS)
+                lambda_C = tl.load(at_l + t_C * level.t + which * level.l, mask=here_C, other=0.0)
+                s_VX = load_matrix(kept + here * K, V - at_v, K, first, BV, BX)
+                out_CV += tl.dot(read_CX, tl.trans(s_VX), input_precision=P) * lambda_C[:, None]
     store_tile(out_head, t_C, V, here_C, V, at_v, out_CV, BV)
 
 

@@ -91,7 +91,7 @@ class LogLinearDeltaPlan(DeltaPlan):
     @property
     def fused(self) -> bool:
         """Whether levels 0 and 1 are one launch (`lowest_levels`): for rows without a past."""
-        return self.bucket_lRGKV is None and self.levels >= 2
+        return self.bucket_lRGKV is None and self.levels >= 2 and self.sizes.K <= 512
 
     @property
     def parts(self) -> int:
@@ -181,7 +181,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         second = states if passed is None else passed
         lowest_levels[(s.R * groups, s.G, s.blocks)](
             GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, state, (states[0], states[1]), (second[0], second[1]),
-            self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=s.tile_options["num_warps"], num_stages=1,
+            self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=8 if s.is_large else 4, num_stages=1,
         )  # fmt: skip
         return state
 
@@ -189,10 +189,10 @@ class LogLinearDeltaPlan(DeltaPlan):
         """Add what chunks read of these levels to `out`; for the lowest group, set `out` to that and what chunks read
         of themselves."""
         s, (low, high) = self.sizes, group
-        chunk_forward[(s.R * s.N, s.G * s.J, s.blocks)](
+        chunk_forward[(s.R * s.N, s.G * s.J, s.wide_blocks)](
             *self.inputs, s.table, (t.c, t.y, t.w), states, out, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0],
-            **self.level_options, BUCKET=self.bucket_lRGKV is not None, INNER=low == 0, maxnreg=s.max_registers,
-            **s.tile_options,
+            **self.level_options | s.wide_kernel, BX=s.tile_features, BUCKET=self.bucket_lRGKV is not None,
+            INNER=low == 0, maxnreg=s.max_registers, **s.tile_options(4),
         )  # fmt: skip
 
     # -- backward ------------------------------------------------------------------------------------------
@@ -231,7 +231,16 @@ class LogLinearDeltaPlan(DeltaPlan):
         s = self.sizes
         read = s.buffer(s.J, s.C, s.K)
         query_reads[(s.R * s.N, s.G * s.J)](
-            *self.queries_keys, s.table, t.c, t.w, read, s.N, s.J, **s.kernel, **s.tile_options
+            *self.queries_keys,
+            s.table,
+            t.c,
+            t.w,
+            read,
+            s.N,
+            s.J,
+            **s.wide_kernel,
+            BX=s.tile_features,
+            **s.tile_options(4),
         )
         return read
 
@@ -264,7 +273,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         gather_gradients[(s.R * s.N, s.G, self.parts - 1)](
             GroupTensor.from_tensor(self.k), HeadTensor.from_tensor(do), LevelTensor.from_tensor(self.level), s.table,
             t.c, t.u, read, states, sums, down, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0],
-            **self.level_options, BX=s.features, PARTS=self.parts, **flags, num_warps=4, num_stages=1,
+            **self.level_options | s.wide_kernel, BX=s.features, PARTS=self.parts, **flags, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def _chunk_gradients(self, do: Tensor, t: WYTerms, sums: GatheredGradients) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,8 +286,8 @@ class LogLinearDeltaPlan(DeltaPlan):
         ps, dps = s.buffer(s.J, s.C, s.C), s.buffer(s.J, s.C, s.C)
         chunk_backward[(chunks, s.G)](
             *self.inputs, HeadTensor.from_tensor(do), s.table, (t.c, t.y, t.w), sums.dread, ps, dps, dv, dt, sums.dlevel,
-            sums.dc, self.q.shape[3], s.N, s.J, **self.level_options, BX=s.features, PARTS=parts, num_warps=4,
-            num_stages=1,
+            sums.dc, self.q.shape[3], s.N, s.J, **self.level_options | s.wide_kernel, BX=s.features, PARTS=parts,
+            num_warps=4, num_stages=1,
         )  # fmt: skip
         chunk_backward_features[(chunks, s.G, parts - 1)](
             *self.queries_keys, s.table, t.c, ps, dps, sums.dread, dq, sums.dk, sums.dw, sums.dc, self.q.shape[3], s.N,
