@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
-from surgery.kernels.ssd.recurrent import StepInputs
+from surgery.kernels.ssd.recurrent import MAX_FEATURES, MAX_HEADS, StepInputs
 from surgery.kernels.tuning import is_fastest_mask_step
 from surgery.mixers.base import MixerInputs, MixerState
 from surgery.mixers.features.simple import IdentityMap
@@ -31,8 +31,6 @@ from surgery.mixers.projections import Float32Linear, is_hooked
 
 ROWS_PER_PROGRAM = 8  # rows of W
 ROW_ELEMENTS = 512  # elements of W loaded at once, per row of W and divided by the rows of the batch
-# Features of a state and query heads of a group that one program of the step can hold.
-MAX_FEATURES, MAX_HEADS = 256, 16
 GATES: dict[type[Mask], int] = {OnesMask: 0, DecayMask: 1, GatesMask: 2}  # GATE of `signals`
 
 

@@ -25,6 +25,9 @@ from surgery.kernels.tuning import is_fastest_mask_step
 from surgery.mixers.masks.log_linear import levels_after, log_linear_step
 from surgery.mixers.masks.semiseparable import semiseparable_step
 
+# Features of a state, query heads of a group, and elements of a state that one program can hold.
+MAX_FEATURES, MAX_HEADS, MAX_TILE = 1024, 16, 8192
+
 
 @triton.jit
 def advance_levels(
@@ -208,7 +211,7 @@ class StepInputs:
             gate if x is None else x for x in (self.beta_BG, self.weight_GJ, self.start_B, self.count_B, seen_B)
         )
         strides = (0, 0, 0, 0) if level is None else level.stride()
-        block = min(power_of_two(values), 32)
+        block = min(power_of_two(values), 32, MAX_TILE // power_of_two(features))
         step[(batch * groups, triton.cdiv(values, block))](
             q, k, v, beta, gate, gate if level is None else level, buckets, out_BGJV, new_states, start, count,
             weight, seen, self.root, buckets.shape[1], after, groups, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2],
@@ -239,8 +242,8 @@ def _fits_kernel(operands: tuple[Any, ...], states: Tensor) -> bool:
         and all(x.dtype != torch.float64 for x in tensors)
         and all(x.stride(-1) == 1 for x in (q, k, v, states))
         and states.stride(-2) == v.shape[-1]
-        and k.shape[-1] <= 256
-        and q.shape[2] <= 16
+        and k.shape[-1] <= MAX_FEATURES
+        and q.shape[2] <= MAX_HEADS
     )
 
 

@@ -26,10 +26,8 @@ from torch import Tensor
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.kernel_tensors import unit_last_stride
 from surgery.kernels.launch import CachedLaunch
-from surgery.kernels.local_attention import DTYPES, MAX_SINKS
+from surgery.kernels.local_attention import DTYPES, MAX_DIMS, MAX_SINKS
 from surgery.kernels.ssd.fused_token import (
-    MAX_FEATURES,
-    MAX_HEADS,
     block_bits,
     count_lambdas,
     count_states,
@@ -39,6 +37,7 @@ from surgery.kernels.ssd.fused_token import (
     reads_plain_linears,
 )
 from surgery.kernels.ssd.layout import power_of_two
+from surgery.kernels.ssd.recurrent import MAX_FEATURES, MAX_HEADS
 from surgery.kernels.tuning import CallReader, TuningQuery, is_capturing, is_fastest, named_sizes, step_pass
 from surgery.kernels.window_step.rotate import rotate_token
 from surgery.kernels.window_step.step import window_step
@@ -131,6 +130,11 @@ def _launch(
     return CachedLaunch(window_step, grid, sizes, dict(zip(names, options)))
 
 
+def step_warps(features: int) -> int:
+    """Return the warps of a program, with as few as do not spill registers."""
+    return 16 if features > 512 else 8 if features > 128 else 4
+
+
 def launch_step(
     mixer: LinearMixer, tokens: StepTokens, inputs: MixerInputs, state: MixerState, dtype: torch.dtype
 ) -> tuple[Tensor, MixerState]:
@@ -159,7 +163,7 @@ def launch_step(
         before, after, *tokens.q.stride()[:2], *far_strides, *tokens.near_q.stride()[:2], *tokens.k.stride()[:2],
         *tokens.v.stride()[:2], *new_far_k.stride()[:2], count.stride(0),
     )  # fmt: skip
-    block = min(power_of_two(shape.value), VALUES_PER_PROGRAM)
+    block = min(power_of_two(shape.value), VALUES_PER_PROGRAM if features <= 256 else 16)
     options = {
         "ROOT": tokens.root,
         "SCALE": shape.scaling,
@@ -190,7 +194,7 @@ def launch_step(
         "BV": block,
         "M": power_of_two(per_group),
         "PRECISION": "tf32x3" if tokens.k.dtype == torch.float32 else None,
-        "num_warps": 8 if max(features, shape.key) > 128 else 4,  # 4 warps spill registers at 256 dims
+        "num_warps": step_warps(max(features, shape.key)),
     }
     grid = batch * groups, triton.cdiv(shape.value, block)
     _launch(grid, sizes, tuple(options), tuple(options.values()))(*tensors)
@@ -214,7 +218,8 @@ def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mixe
         and mixer.shape.scaling > 0
         and state.max_seen is not None
         and states_name(mixer) in state.tensors
-        and max(mixer.shape.key, state.tensors[states_name(mixer)].shape[3]) <= MAX_FEATURES
+        and mixer.shape.key <= MAX_DIMS
+        and state.tensors[states_name(mixer)].shape[3] <= MAX_FEATURES
         and mixer.shape.heads <= MAX_HEADS * mixer.linear_shape.groups
         and q_BHTK.dtype in DTYPES
         and q_BHTK.numel() > 0

@@ -65,3 +65,13 @@ def test_buckets(delta, levels):
     close(log_linear_step, q, k * real_B, v * real_B, beta, gate, level, **state)
     state = {"start_B": start_B[:1], "count_B": count_B[:1], "buckets_BLGFV": buckets[:1, :0]}
     close(log_linear_step, q[:1], k[:1], v[:1], None, gate[:1], level[:1], **state)
+
+
+@pytest.mark.parametrize("F, V", [(320, 80), (512, 20), (1024, 20)])
+def test_many_features(F, V):
+    state = {"start_B": torch.tensor([3], device=DEVICE), "count_B": torch.tensor([1], device=DEVICE)}
+    given = token(1, 1, 2, F, V, True, shared=False)
+    gate, level = -torch.rand(1, 1, device=DEVICE), torch.rand(1, 1, 2, 3, device=DEVICE)
+    close(log_linear_step, *given, gate, level, **state, buckets_BLGFV=torch.randn(1, 2, 1, F, V, device=DEVICE))
+    sum_BRGFV = torch.randn(1, 1, 1, F, V, device=DEVICE)
+    close(semiseparable_step, *given, gate.unsqueeze(1), None, sum_BRGFV=sum_BRGFV)

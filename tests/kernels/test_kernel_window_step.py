@@ -130,6 +130,19 @@ def test_steps_behind_a_prompt(options):
     check_steps(mixer, state, torch.float32, STEPS, 5e-6, CONFIGS.index(options) % 2 == 1)
 
 
+@pytest.mark.parametrize("head_dim", [80, 128, 256])
+@torch.no_grad()
+def test_many_features(head_dim):
+    """Four features of each head dim, as in the recipes hybrid-25 and log-linear."""
+    shape = AttentionShape(
+        dim=40, heads=2, groups=1, key=head_dim, value=head_dim, scaling=head_dim**-0.5, rotary=head_dim
+    )
+    options = {"window": 4, "sinks": 1, "rope": "both", "features": "hedgehog", "scores": "delta", "mask": TREE}
+    mixer = mixer_of(LinearAttention(**options), shape)
+    state = mixer.mix(tokens(11, shape=shape, batch=1), mixer.empty_state(1, DEVICE))[1]
+    check_steps(mixer, state, torch.float32, [None] * 2, 5e-6, True, shape=shape, batch=1)
+
+
 @torch.no_grad()
 def test_steps_from_nothing():
     mixer = mixer_of(LinearAttention(mask=TREE, scores="delta", window=3, sinks=2))
