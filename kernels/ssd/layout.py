@@ -267,7 +267,6 @@ def fits_kernels(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> bool:
         and q.dtype == k.dtype == v.dtype
         and v.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and k.shape[-1] >= 16
-        and (v.dtype == torch.float32 or k.shape[-1] <= MAX_FEATURES)
         and v.numel() > 0
         and v.shape[1] * q.shape[2] < MOST_HEADS
         and chunk >= 16
@@ -280,8 +279,8 @@ def run_sliced(
     """Return (out_BGJTV, states_xFV) from calls of `run` on slices of features and values whose tiles fit into shared
     memory.
 
-    Values are independent of each other, and scores are sums over features: outputs of slices of features add up, in
-    float32 up to rounding.
+    Values are independent of each other, and scores are sums over features: outputs of slices of features, each rounded
+    to v's dtype, add up in float32.
     """
     features, values = k.shape[-1], v.shape[-1]
     step_F, step_V = MAX_FEATURES, MAX_VALUES
@@ -292,7 +291,8 @@ def run_sliced(
     for at_V in (slice(i, i + step_V) for i in range(0, values, step_V)):
         at_F = [slice(i, i + step_F) for i in range(0, features, step_F)]
         made = [run(q[..., f], k[..., f], v[..., at_V], f, at_V) for f in at_F]
-        outs.append(sum((out for out, _ in made[1:]), made[0][0]))
+        out, *others = [out for out, _ in made]
+        outs.append(sum((other.float() for other in others), out.float()).to(out.dtype) if others else out)
         states.append(_concatenate([state for _, state in made], -2))
     return _concatenate(outs, -1), _concatenate(states, -1)
 

@@ -11,7 +11,16 @@ import torch
 pytest.importorskip("triton")
 
 from helpers.canaries import guard_allocations
-from helpers.kernel_rows import DEVICE, HALF_DTYPES, SIZES, TOLERANCE, gpu, random_tokens, relative_errors
+from helpers.kernel_rows import (
+    DEVICE,
+    HALF_DTYPES,
+    SIZES,
+    TOLERANCE,
+    gpu,
+    patch_bfloat16_products,
+    random_tokens,
+    relative_errors,
+)
 from helpers.log_linear_chunks import log_linear_chunks
 
 from surgery.core.dispatch import use_kernels
@@ -79,6 +88,12 @@ def test_in_parts(monkeypatch):
     monkeypatch.setattr(ssd_launch, "MAX_FEATURES", 32)
     monkeypatch.setattr(ssd_launch, "MAX_VALUES", 16)
     assert worst(((1, 2, 1, 37, 24, 17, True), [5], [37])) < TOLERANCE[torch.float32]
+
+
+def test_many_features(monkeypatch):
+    """In half precision too."""
+    patch_bfloat16_products(monkeypatch)
+    assert worst(((1, 1, 2, 37, 520, 17, False), [0], [37]), torch.bfloat16, state=False) < TOLERANCE[torch.bfloat16]
 
 
 def test_levels_beyond_the_last_share_its_lambda():

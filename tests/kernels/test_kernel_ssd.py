@@ -9,7 +9,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.kernel_rows import DEVICE, HALF_DTYPES, SIZES, TOLERANCE, gpu, log_gates, random_tokens, relative_errors
+from helpers.kernel_rows import (
+    DEVICE,
+    HALF_DTYPES,
+    SIZES,
+    TOLERANCE,
+    gpu,
+    log_gates,
+    patch_bfloat16_products,
+    random_tokens,
+    relative_errors,
+)
 
 from surgery.core.dispatch import use_kernels
 from surgery.kernels.ssd import layout as ssd_launch
@@ -63,6 +73,12 @@ def test_in_parts(monkeypatch):
     monkeypatch.setattr(ssd_launch, "MAX_FEATURES", 32)
     monkeypatch.setattr(ssd_launch, "MAX_VALUES", 16)
     assert worst((1, 2, 1, 37, 24, 17, True)) < TOLERANCE[torch.float32]
+
+
+def test_many_features(monkeypatch):
+    """In half precision too: those of heads of 256 dims with Hedgehog."""
+    patch_bfloat16_products(monkeypatch)
+    assert worst((1, 1, 2, 37, 520, 17, False), torch.bfloat16) < TOLERANCE[torch.bfloat16]
 
 
 def test_without_a_state_and_with_a_weight():
