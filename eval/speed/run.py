@@ -28,6 +28,7 @@ from surgery.eval.speed.timer import Benchmark, BenchmarkCase, ResultRow, TimedI
 KINDS = ("linear", "attention", "decode", "model")
 TRAIN, SERVE, SPEED = "train", "serve", "speed"
 SIZES = ("full", "main", "compressed", "small")  # compressed: of linears alone
+STAGES = ("lm", "distill")  # of bench train
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -43,6 +44,7 @@ def bench(
     progress: Progress | None = None,
     dtype: str | None = None,
     shapes_of: str | None = None,
+    stage: str | None = None,
     command: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run a benchmark and return its results as JSON data, written to `out` after every case.
@@ -58,15 +60,26 @@ def bench(
             excludes names. The first implementation always runs.
         dtype: bfloat16, float16 or float32; default: bfloat16 on a GPU, else float32.
         shapes_of: of `linear`: a checkpoint, a folder or Hub id, whose shapes are measured instead of `sizes`.
+        stage: of `train`: lm, or distill for healing with a teacher; default: lm.
         command: the command line's arguments, recorded in the results.
     """
     check_result_file(out)
     describe = partial(describe_environment, command=command)
     started, progress = time.monotonic(), progress or Progress()
     deadline = started + time_limit if time_limit else float("inf")
+    if stage is not None and (kind != TRAIN or stage not in STAGES):
+        raise SurgeryError(
+            f"--stage {stage!r} is not one of {', '.join(STAGES)}{suggestion(stage, STAGES)}"
+            if kind == TRAIN
+            else f"--stage is an option of bench train (got bench {kind}). Leave it out"
+        )
     if kind == TRAIN:  # chooses a device for each process itself
         sizes = sizes or ("full" if torch.cuda.is_available() and device != "cpu" else "small")
         _check_options(kind, sizes)
+        if stage == "distill":
+            from surgery.eval.speed.train_distill import train_distill
+
+            return train_distill(sizes, only, device, deadline, out=out, progress=progress, about=describe)
         return training.train(sizes, only, device, deadline, out=out, progress=progress, about=describe)
     if shapes_of is not None and (kind != "linear" or sizes is not None):
         raise SurgeryError(

@@ -29,7 +29,7 @@ def result_tables(result: dict[str, Any]) -> list[Any]:
     from rich.table import Table
 
     if result["kind"] == "train":
-        return training_tables(result)
+        return distill_tables(result) if result.get("stage") == "distill" else training_tables(result)
     if result["kind"] == "serve":
         return serve_tables(result)
     if result["kind"] == "speed":
@@ -245,3 +245,66 @@ def training_tables(result: dict[str, Any]) -> list[Any]:
         f"{result['precision']}, {result['date']}"
     )
     return [grid, where, *map(escape, reproduction({**result, "processes": 1}))]
+
+
+def distill_line(row: dict[str, Any]) -> str:
+    """Return a row of `bench train --stage distill` on one line."""
+    where = f"{row['case']}, {row['change']}: "
+    if "ms" not in row:
+        return where + row.get("note", "not run")
+    if "ratio" in row:
+        said = [f"{row['ms']:.4g} ms, the original {row['original_ms']:.4g} ms, {row['ratio']:.2f}x its time"]
+    else:
+        said = [f"{row['tokens_per_second']:,.0f} tokens/s, {row['ms']:.4g} ms a step"]
+    if "share_of_peak" in row:
+        said.append(f"{row['share_of_peak']:.1%} of the peak")
+    if "card" in row:
+        said.append(" / ".join(f"{row[key] / 1e9:.1f}" for key in ("allocated", "reserved", "card")) + " GB")
+    if "seconds_to_full_speed" in row:
+        said.append(
+            f"full speed after {row['seconds_to_full_speed']:.1f} s{' ' + row['start'] if 'start' in row else ''}"
+        )
+    if references := row.get("references"):
+        said.append("on the reference: " + "; ".join(f"{name} ({why})" for name, why in references.items()))
+    return where + " | ".join(said)
+
+
+def distill_tables(result: dict[str, Any]) -> list[Any]:
+    """Return the rows of `bench train --stage distill` as rich tables: figures, then parts and kernels of each row."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    grid = Table(title="healing", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    columns = ("tokens/s", "of the peak", "allocated GB", "reserved", "card", "s to full speed", "on the reference")
+    for column in ("", "", *columns):
+        grid.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    steps: list[str] = []
+    for row in result["rows"]:
+        if "ratio" in row or "ms" not in row:
+            steps.append(distill_line(row))
+            continue
+        memory = [f"{row[key] / 1e9:.1f}" if key in row else "-" for key in ("allocated", "reserved", "card")]
+        share = f"{row['share_of_peak']:.1%}" if "share_of_peak" in row else "-"
+        start = f"{row['seconds_to_full_speed']:.1f}{' ' + row['start'] if 'start' in row else ''}"
+        references = ", ".join(row["references"]) or "none" if "references" in row else "-"
+        grid.add_row(row["case"], row["change"], f"{row['tokens_per_second']:,.0f}", share, *memory, start, references)
+    parts = [line for row in result["rows"] for line in kernel_lines(row)]
+    devices = f"{result['processes']} process{'es' if result['processes'] > 1 else ''}"
+    where = f"{result['device']}, {devices}, {result['precision']}, {result['date']}"
+    return [grid, *map(escape, steps), "", *map(escape, parts), where]
+
+
+def kernel_lines(row: dict[str, Any]) -> list[str]:
+    """Return the shares of parts and of the longest kernels in a row's GPU time, as lines."""
+    lines = []
+    if "parts" in row:
+        shares = ", ".join(f"{part} {share:.0%}" for part, share in row["parts"].items())
+        lines.append(f"{row['case']}, {row['change']}, parts of an eager step ({row['eager_gpu_ms']:.4g} ms): {shares}")
+    if "kernels" in row:
+        kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in row["kinds"].items())
+        lines.append(
+            f"{row['case']}, {row['change']}, kernels of a step ({row['gpu_ms']:.4g} of {row['ms']:.4g} ms, "
+            f"{row['launches']:,} launches): {kinds}"
+        )
+        lines += [f"  {kernel['share']:6.1%}  {kernel['kind']}: {kernel['kernel']}" for kernel in row["kernels"]]
+    return lines

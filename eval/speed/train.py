@@ -244,7 +244,7 @@ class _LoopComparison:
         case = self.case
         stage = {"kind": "lm", "length": case.length, "batch": case.batch, "rows": case.rows, "memory": case.memory}
         stage |= {"tokens": case.log_every * case.intervals * case.positions, "rate": 1e-4, "trains": ["all"]}
-        data = {"sources": [{"path": str(self._text()), "separator": "\n"}], "packing": case.packing}
+        data = {"sources": [{"path": str(training_text(self.folder)), "separator": "\n"}], "packing": case.packing}
         return parse_healing_recipe({"data": data, "stages": [stage], "log": case.log_every, "checkpoint": 0})
 
     def _data(self) -> Any:
@@ -254,16 +254,7 @@ class _LoopComparison:
 
         recipe = self._recipe()
         config: Any = stage_data_config(recipe, recipe.stages[0])
-        return make_data(config, load_tokenizer(_tiny_checkpoint()), self.case.length, seed=0)
-
-    def _text(self) -> Path:
-        """Write the text, one document per line; one file per process."""
-        path = self.folder / "stories.txt"
-        if not path.exists():
-            path.write_text(
-                (_tiny_checkpoint() / "calibration.txt").read_text(encoding="utf-8") * TEXT_COPIES, encoding="utf-8"
-            )
-        return path
+        return make_data(config, load_tokenizer(tiny_checkpoint()), self.case.length, seed=0)
 
     # -- bare ----------------------------------------------------------------------------------------
     def _run_bare(self, model: Any, timed: LoopTimes) -> None:
@@ -325,7 +316,17 @@ class _LoopComparison:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
-def _tiny_checkpoint() -> Path:
+def training_text(folder: Path) -> Path:
+    """Write the text, one document per line, to a folder of this process."""
+    path = folder / "stories.txt"
+    if not path.exists():
+        text = (tiny_checkpoint() / "calibration.txt").read_text(encoding="utf-8")
+        path.write_text(text * TEXT_COPIES, encoding="utf-8")
+    return path
+
+
+def tiny_checkpoint() -> Path:
+    """Return the folder of the embedded checkpoint, with its tokenizer and text."""
     import importlib.resources
 
     return Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))

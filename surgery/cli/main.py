@@ -341,6 +341,7 @@ def bench_speed(
     time_limit: options.TimeLimit = None,
     device: options.Device = None,
     as_json: options.Json = False,
+    stage: options.BenchStage = None,
     model: options.DraftModel = None,
     drafter: options.DrafterName = None,
     text: options.DraftText = None,
@@ -368,6 +369,7 @@ def bench_speed(
 
         api.bench(what, model=model, drafter=drafter, text=text, replay=replay)  # refuses the option by its name
     asked = {"out": out, "only": only, "progress": _progress(as_json), "dtype": dtype, "shapes_of": model}
+    asked["stage"] = stage
     asked["command"] = command_words(context)
     result = bench(what, sizes, peers, device, time_limit, **asked)
     if not is_main_process():

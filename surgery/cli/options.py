@@ -231,6 +231,12 @@ TimeLimit = Annotated[
     typer.Option("--time-limit", metavar="SECONDS", help="Stop after this many seconds and show the results so far."),
 ]
 
+BenchStage = Annotated[
+    str | None,
+    typer.Option(
+        "--stage", help="With train: the stage to train, lm or distill (healing with a teacher). Default: lm."
+    ),
+]
 DraftModel = Annotated[
     str | None,
     typer.Option(

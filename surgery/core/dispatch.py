@@ -17,12 +17,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -35,10 +37,14 @@ R = TypeVar("R")
 KernelChoice = Literal["measured", "kernel", "products", "reference"]
 
 MAX_CALLS = 4096  # keys for which an op keeps its selection
+MAX_SHOWN = 3  # tensors in a message about a call
+NO_TRITON = "there are no kernels, because Triton is missing or would compile them incorrectly"
+COMPILED = "no kernel takes the tensors of the compiled call"
 PACKAGE = "surgery.kernels"
 VARIABLE = "SURGERY_KERNELS"  # environment variable: the choice outside of `use_kernels`
 _choice: Any = os.environ.get(VARIABLE, "measured")
 _recorded_names: set[str] | None = None
+_references: _References | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,8 @@ class DispatchedOp:
         if torch.compiler.is_compiling():
             # The recorded names are not read here: a graph would be compiled twice, for calls with and without them.
             kernel = self.select_kernel(*args, **kwargs)
+            if kernel is None and self._is_refused(args, kwargs):
+                note_reference(self.reference.__name__, COMPILED)
             return (self.reference if kernel is None else kernel.run)(*args, **kwargs)
         if self.call_key is not None and _recorded_names is None and not kwargs:
             key = self.call_key(*args)
@@ -86,6 +94,7 @@ class DispatchedOp:
                 return self._keep_selection((key, _choice), args)(*args) if run is None else run(*args)
         kernel = self.select_kernel(*args, **kwargs)
         if kernel is None:
+            self._note_reference(args, kwargs)
             return self.reference(*args, **kwargs)
         if _recorded_names is not None:
             _recorded_names.add(self.reference.__name__)
@@ -95,6 +104,8 @@ class DispatchedOp:
         """Return the function that runs all calls of a key, selected for these arguments."""
         kernel = self.select_kernel(*args)
         run = self.reference if kernel is None else kernel.run
+        if kernel is None:
+            self._note_reference(args, {})
         if kernel is not None and kernel.bind is not None:
             run = kernel.bind(*args) or run
         if len(self.calls) >= MAX_CALLS:
@@ -114,6 +125,21 @@ class DispatchedOp:
             ):
                 return kernel
         return None
+
+    def _is_refused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call on a GPU runs the reference although this op has kernels, or Triton is missing.
+
+        A kernel that computes the call and was measured to be slower is no refusal.
+        """
+        if not _on_gpu(args, kwargs) or (load_kernels() and not self.kernels):
+            return False
+        return not any(kernel.accepts(*args, **kwargs) for kernel in self.kernels)
+
+    def _note_reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell the active `record_references` about a call that runs the reference."""
+        name = self.reference.__name__
+        if _references is not None and name not in _references.found and self._is_refused(args, kwargs):
+            note_reference(name, _describe_call(self.reference, args, kwargs) if load_kernels() else NO_TRITON)
 
     def _forced_implementation(self) -> str | None:
         """Return the implementation that every call must run, or None if measurements choose it."""
@@ -192,6 +218,64 @@ def record_dispatch() -> Iterator[set[str]]:
         _recorded_names = before
 
 
+@contextmanager
+def record_references(say: Callable[[str, str], None] | None = None) -> Iterator[dict[str, str]]:
+    """Yield a dict that collects, while the context is active, the functions that run their reference on a GPU because
+    no kernel takes the call: name -> reason, of the first such call.
+
+    A reference that was measured to be faster is not collected. say: called with name and reason at the first such call
+    of each function. Replays of a CUDA graph make no calls; torch.compile makes them while it traces.
+    """
+    global _references
+    before, _references = _references, _References({}, say)
+    try:
+        yield _references.found
+    finally:
+        _references = before
+
+
+class _References(NamedTuple):
+    """Functions on the reference, name -> reason, and who is told about them."""
+
+    found: dict[str, str]
+    say: Callable[[str, str], None] | None
+
+
+def reference_warning(name: str, reason: str) -> str:
+    """Return the warning about a function that runs its reference on a GPU. name, reason: of `record_references`."""
+    return (
+        f"{name} runs its PyTorch reference on the GPU: {reason}. A reference takes 2 to 40 times as long as a kernel "
+        "(kernels/tuning.json) and keeps more memory; `surgery inspect` lists which functions have kernels"
+    )
+
+
+def note_reference(name: str, reason: str) -> None:
+    """Tell the active `record_references`, if there is one, about a function that runs its reference.
+
+    torch.compile runs this function while it traces, and leaves it out of the graph.
+    """
+    if _references is not None and name not in _references.found:
+        _references.found[name] = reason
+        if _references.say is not None:
+            _references.say(name, reason)
+
+
+def _describe_call(reference: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return that no kernel takes a call, with names, dtypes and shapes of its first tensors."""
+    shown: list[str] = []
+
+    def collect(name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            shown.append(f"{name} {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}")
+        elif isinstance(value, (tuple, list)):
+            for part in value:
+                collect(name, part)
+
+    for name, value in inspect.signature(reference).bind_partial(*args, **kwargs).arguments.items():
+        collect(re.sub("_[A-Z0-9]+$", "", name), value)
+    return f"no kernel takes {', '.join(shown[:MAX_SHOWN])}{', ..' if len(shown) > MAX_SHOWN else ''}"
+
+
 def load_kernels() -> bool:
     """Import the kernels and return whether there are any. torch.compile treats the result as a constant."""
     return _import_kernels()
@@ -202,6 +286,7 @@ def _mark_constant() -> None:
 
     dynamo: Any = torch._dynamo  # this function has no types
     dynamo.assume_constant_result(load_kernels)
+    dynamo.assume_constant_result(note_reference)
 
 
 run_after_import("torch._dynamo", _mark_constant)  # torch._dynamo takes seconds to import

@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from surgery.core.digests import content_digest
+from surgery.core.dispatch import record_references, reference_warning
 from surgery.core.errors import SurgeryError
 from surgery.core.files import check_no_unknown_files, explain_disk_errors, partial_path
 from surgery.core.journal import Journal, check_absent, check_output_path
@@ -79,6 +81,7 @@ def finetune(
                 run.journal = stack.enter_context(_open_journal(source, recipe, work, resume))
                 check_absent(out)  # another run may have written it since check_run
             run.accelerator.wait_for_everyone()
+            stack.enter_context(record_references(partial(_say_reference, run.progress)))
             return run.run()
     except KeyboardInterrupt:
         if run.main:
@@ -93,6 +96,10 @@ def finetune(
         raise
     finally:
         end_trackers(run.accelerator)
+
+
+def _say_reference(progress: Progress, name: str, reason: str) -> None:
+    progress.say(f"warning: {reference_warning(name, reason)}")
 
 
 def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, resume: bool) -> None:

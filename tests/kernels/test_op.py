@@ -15,6 +15,7 @@ from surgery.core.dispatch import (
     dispatched,
     load_kernels,
     record_dispatch,
+    record_references,
     register_kernel,
     use_kernels,
 )
@@ -108,6 +109,38 @@ def test_what_kernels_took_can_be_watched():
         with use_kernels("kernel"):
             double(SMALL)
         assert used == {"double"}
+
+
+def test_calls_that_no_kernel_takes_are_told_once(monkeypatch):
+    """Neither a call that a kernel runs, nor one that the reference was measured to run faster, is one of them."""
+    told = []
+    with record_references(lambda name, reason: told.append((name, reason))) as found:
+        double(LARGE.double())  # on a CPU
+        monkeypatch.setattr("surgery.core.dispatch._on_gpu", lambda *_: True)
+        double(LARGE)
+        double(SMALL)
+        assert not told
+        double(LARGE.double())
+        double(LARGE.half())
+    double(LARGE.double())
+    assert told == [("double", "no kernel takes x float64 (8,)")] == list(found.items())
+
+
+def test_compiled_calls_that_no_kernel_takes_are_told_while_they_are_traced(monkeypatch):
+    monkeypatch.setattr("surgery.core.dispatch._on_gpu", lambda *_: True)
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: double(x) + 1, backend=backend, fullgraph=True)
+    with record_references() as found:
+        assert torch.equal(compiled(LARGE), 2 * LARGE + 1.5) and not found
+        assert torch.equal(compiled(LARGE.double()), 2 * LARGE.double() + 1)
+        assert list(found) == ["double"]
+    assert torch.equal(compiled(LARGE.double()), 2 * LARGE.double() + 1)
+    assert len(traced) == 2  # no second graph for calls that are not recorded
 
 
 def list_arguments(function):
