@@ -841,6 +841,7 @@ def bench(
     drafter: Any = None,
     text: PathLike | None = None,
     replay: PathLike | None = None,
+    stage: str | None = None,
 ) -> CommandResult:
     """Benchmark the kernels against their PyTorch references and torch's own operators. Return the measurements.
 
@@ -859,6 +860,7 @@ def bench(
             sliding-window, or prompt-lookup for a model with mixers), and the text of the prompts.
         replay: for draft: the `out` of an earlier draft benchmark, whose acceptance is timed on random weights; no
             model or text then.
+        stage: for train: lm, or distill, which is healing with a teacher; None: lm.
     """
     from surgery.eval.speed.run import bench as run
     from surgery.eval.speed.tables import result_tables
@@ -873,13 +875,16 @@ def bench(
         return CommandResult(measured, lambda: draft_tables(measured))
     if model is not None and what != "linear":
         raise SurgeryError(f"model is an option of bench draft and bench linear (got bench {what}). Leave it out")
+    if stage is not None and what != "train":
+        raise SurgeryError(f"stage is an option of bench train (got bench {what}). Leave it out")
     for name, value in {"drafter": drafter, "text": text, "replay": replay}.items():
         if value is not None:
             raise SurgeryError(f"{name} is an option of bench draft (got bench {what}). Leave it out")
     shapes = None if model is None else _checkpoint_name(model, "bench")
     result = run(
-        what, sizes, peers, device, time_limit, out=file, only=only, progress=shown, dtype=dtype, shapes_of=shapes
-    )
+        what, sizes, peers, device, time_limit, out=file, only=only, progress=shown, dtype=dtype, shapes_of=shapes,
+        stage=stage,
+    )  # fmt: skip
     return CommandResult(result, lambda: result_tables(result))
 
 

@@ -225,6 +225,8 @@ class _LoopComparison:
         marks: list[float] = []
 
         def report(line: dict[str, Any]) -> None:
+            if "loss" not in line:  # what was compiled
+                return
             marks.append(time.perf_counter())
             timed.losses.append(line["loss"])
             timed.waited.append(line["waited"])

@@ -339,6 +339,8 @@ class _DistillRun:
             recorded = recording.enter_context(record_references())
 
             def report(line: dict[str, Any]) -> None:
+                if "loss" not in line:  # what was compiled
+                    return
                 clock.mark(line["loss"])
                 references.update(recorded)
                 recording.close()
@@ -486,6 +488,7 @@ class _TrainerRun:
             gradient_accumulation_steps=max(1, case.batch // world // rows), bf16=cuda, use_cpu=not cuda,
             learning_rate=1e-4, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=0,
         )  # fmt: skip
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would divide rows over all cards of the machine
         with _kept_environment():
             trainer = Trainer(model=model, args=arguments, train_dataset=self._rows(steps), callbacks=[Marks()])
             trainer.remove_callback(PrinterCallback)
@@ -534,6 +537,7 @@ def _compare_steps(case: DistillCase, recipe: str, device: torch.device) -> dict
 
 
 def _step_ms(case: DistillCase, model: Any, device: torch.device) -> float:
+    from surgery.core.parallel_compile import compile_kernels
     from surgery.mixers.common.packed_documents import one_document_per_row
     from surgery.modeling.cuda_graph import record_graph
     from surgery.training.stages import STAGES, StageModels
@@ -557,10 +561,12 @@ def _step_ms(case: DistillCase, model: Any, device: torch.device) -> float:
         began = time.perf_counter()
         step()
         return (time.perf_counter() - began) * 1e3
-    step()
-    _free_keeping_peaks(device)
-    with one_document_per_row():
-        replay = record_graph(step, warmups=1)
+    stream = torch.cuda.Stream(device)
+    compile_kernels(step, device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream), one_document_per_row():
+        step()
+    replay = record_graph(step, stream=stream)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
     for event in events:
         event.record()

@@ -45,6 +45,7 @@ VARIABLE = "SURGERY_KERNELS"  # environment variable: the choice outside of `use
 _choice: Any = os.environ.get(VARIABLE, "measured")
 _recorded_names: set[str] | None = None
 _references: _References | None = None
+_previewed: dict[str, str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class DispatchedOp:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the selected kernel, or the reference."""
         if _choice == "reference" or (_choice == "measured" and not _on_gpu(args, kwargs)):
+            if _previewed is not None:
+                self._preview(_previewed, args, kwargs)
             return self.reference(*args, **kwargs)
         if torch.compiler.is_compiling():
             # The recorded names are not read here: a graph would be compiled twice, for calls with and without them.
@@ -133,7 +136,16 @@ class DispatchedOp:
         """
         if not _on_gpu(args, kwargs) or (load_kernels() and not self.kernels):
             return False
-        return not any(kernel.accepts(*args, **kwargs) for kernel in self.kernels)
+        return not self._is_accepted(args, kwargs)
+
+    def _is_accepted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(kernel.accepts(*args, **kwargs) for kernel in self.kernels)
+
+    def _preview(self, into: dict[str, str | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add to the dict of `preview_kernels` whether a kernel accepts a call."""
+        if load_kernels() and self.kernels and into.get(self.reference.__name__) is None:
+            accepted = self._is_accepted(args, kwargs)
+            into[self.reference.__name__] = None if accepted else _describe_call(self.reference, args, kwargs)
 
     def _note_reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tell the active `record_references` about a call that runs the reference."""
@@ -274,6 +286,21 @@ def _describe_call(reference: Callable[..., Any], args: tuple[Any, ...], kwargs:
     for name, value in inspect.signature(reference).bind_partial(*args, **kwargs).arguments.items():
         collect(re.sub("_[A-Z0-9]+$", "", name), value)
     return f"no kernel takes {', '.join(shown[:MAX_SHOWN])}{', ..' if len(shown) > MAX_SHOWN else ''}"
+
+
+@contextmanager
+def preview_kernels() -> Iterator[dict[str, str | None]]:
+    """Yield a dict of the functions with kernels that are called while the context is active: name -> None if a kernel
+    accepts every call, else why none accepts one.
+
+    The calls are on a CPU and run the reference. The dict stays empty if there are no kernels.
+    """
+    global _previewed
+    before, _previewed = _previewed, {}
+    try:
+        yield _previewed
+    finally:
+        _previewed = before
 
 
 def load_kernels() -> bool:

@@ -15,6 +15,7 @@ from surgery.modeling.attention import MixerAttention
 from surgery.modeling.modules import REPLACED
 from surgery.modeling.quantize import stored_bytes
 from surgery.publish.summary import attention_costs
+from surgery.publish.training_kernels import training_kernels
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis
 
@@ -46,6 +47,7 @@ def inspect_model(model: Any) -> dict[str, Any]:
         mixers = {path for path, _, _ in replaced}
         with_softmax = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
         report |= attention_costs(replaced, with_softmax, "mixer_rows", model.dtype)
+        report["training_kernels"] = training_kernels(replaced)
     return report
 
 

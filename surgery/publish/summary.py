@@ -28,6 +28,7 @@ from surgery.modeling.joined import sibling
 from surgery.planning.renamed import renew_report
 from surgery.planning.speed import speed_dict
 from surgery.planning.targets import LinearTarget, Plan
+from surgery.publish.training_kernels import training_kernels
 from surgery.structures import STRUCTURES, StructureConfig
 
 NOT_REPLACED = "not replaced"  # the structure that tables show for a matrix that stays dense
@@ -190,6 +191,7 @@ def inspect(name: str) -> dict[str, Any]:
     report["linears"] = report_linears(report, source)
     if read_mixers(source.config, name):
         report |= checkpoint_costs(source)
+        report["training_kernels"] = training_kernels(checkpoint_mixers(source))
         from surgery.conversion.toeplitz import toeplitz_fits
 
         fits = toeplitz_fits(source)
@@ -205,9 +207,18 @@ def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None =
     """
     mixers = read_mixers(source.config, source.name)
     model = describe_unconverted_model(source)
-    with_mixers = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
+    with_mixers = _mixers_of(model, mixers)
     with_softmax = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
     return attention_costs(with_mixers, with_softmax, "mixer_rows", source.dtype, lengths=lengths or CONTEXTS)
+
+
+def checkpoint_mixers(source: CheckpointSource) -> list[tuple[str, MixerConfig, AttentionShape]]:
+    """Return (path, config, shape) of every mixer of a converted checkpoint."""
+    return _mixers_of(describe_unconverted_model(source), read_mixers(source.config, source.name))
+
+
+def _mixers_of(model: Any, mixers: dict[str, dict[str, Any]]) -> list[tuple[str, MixerConfig, AttentionShape]]:
+    return [(path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items()]
 
 
 def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str, int] | None:

@@ -248,6 +248,17 @@ def mixer_tables(rows: list[dict[str, Any]], costs: dict[str, Any]) -> list[Any]
     return [table, unit, *(f"note: {note}" for note in notes)]
 
 
+def training_kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line per mixer on the kernels that a training step on a GPU runs. rows: of `training_kernels`."""
+    lines = []
+    for row in rows:
+        parts = [f"kernels compute {', '.join(row['kernels'])}"] if row["kernels"] else []
+        parts += [f"the PyTorch reference computes {name}, because {why}" for name, why in row["references"].items()]
+        layers = f"{row['layers']} layer{'s' if row['layers'] > 1 else ''}"
+        lines.append(f"training on a GPU in bfloat16, {row['mixer']} ({layers}): {'; '.join(parts)}")
+    return lines
+
+
 def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:
     """Return for each layer the R^2 of its block-mixing matrix against the best Toeplitz matrix (1: depends on distance
     only).
@@ -281,6 +292,7 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
     linears = [table, error_note, *expert_lines(report["modules"])] if rows else [escape(report["source"]["name"])]
     mixers = [
         *mixer_tables(report.get("mixer_rows", []), report),
+        *map(escape, training_kernel_lines(report.get("training_kernels", []))),
         *map(escape, hybrid_lines(report.get("hybrid"))),
         *map(escape, initialization_lines(report.get("mixers", []))),
         *attention_output_lines(report),
