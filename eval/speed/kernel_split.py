@@ -26,6 +26,7 @@ PARTS = ("teacher", "linears", "mixer", "other layers", "loss", "optimizer")
 BACKWARD_SCOPE = 1  # of torch::RecordScope
 PRODUCTS = re.compile(r"gemm|cutlass|nvjet|xmma|gemv|splitk", re.IGNORECASE)
 FLOAT32_PRODUCTS = re.compile(r"sgemm|gemm_f32f32|_sss_", re.IGNORECASE)
+ATTENTION = re.compile(r"sdpa|flash|fmha", re.IGNORECASE)
 OPTIMIZER = re.compile(r"multi_tensor_apply|fused_?adam|foreach", re.IGNORECASE)
 
 
@@ -76,13 +77,15 @@ def kind_shares(times: dict[str, float]) -> dict[str, float]:
 
 
 def kernel_kind(name: str, triton: dict[str, str]) -> str:
-    """Return what a kernel does, by its name: "products", "float32 products", "mixer", "loss", "optimizer" or
-    "elementwise and others".
+    """Return what a kernel does, by its name: "products", "float32 products", "softmax attention", "mixer", "loss",
+    "optimizer" or "elementwise and others".
 
     triton: this package's Triton kernels, as `triton_kernels` returns them.
     """
     if (kind := triton.get(name)) is not None:
         return kind
+    if ATTENTION.search(name):
+        return "softmax attention"
     if FLOAT32_PRODUCTS.search(name):
         return "float32 products"
     if PRODUCTS.search(name):
@@ -114,16 +117,16 @@ def short_name(name: str) -> str:
 
 # -- parts -----------------------------------------------------------------------------------------
 @contextmanager
-def label_modules(student: nn.Module, teacher: nn.Module | None) -> Iterator[None]:
+def label_modules(student: Any, teacher: Any) -> Iterator[None]:
     """Label, in a profile of an eager step, the teacher, the student's layers, linears and mixers.
 
-    Output projections to the vocabulary keep the label around them, which is the loss's.
+    teacher: None for a stage without one. Output projections to the vocabulary keep the label around them, which is the loss's.
     """
     with ExitStack() as stack:
         if teacher is not None:
             _label(stack, teacher, "teacher")
             _label(stack, teacher.get_output_embeddings(), "loss")
-        head = student.get_output_embeddings()  # type: ignore[operator]
+        head = student.get_output_embeddings()
         _label(stack, student, "other layers")
         _label(stack, head, "loss")
         for module in student.modules():

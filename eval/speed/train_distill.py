@@ -225,10 +225,12 @@ def _measure(case: DistillCase, change: str, accelerator: Any, folder: Path) -> 
     measured: dict[str, Any] = {}
     for attempt in attempts if change != ORIGINAL else attempts[:-1]:
         row |= {"batch": attempt.batch, "rows": attempt.rows, "memory": attempt.memory}
-        if change == ORIGINAL:
-            measured = _guarded(lambda a=attempt: _TrainerRun(a, accelerator.device, folder).row(), accelerator.device)
-        else:
-            measured = _guarded(lambda a=attempt: _DistillRun(a, change, accelerator, folder).row(), accelerator.device)
+        run: Any = (
+            _TrainerRun(attempt, accelerator.device, folder)
+            if change == ORIGINAL
+            else _DistillRun(attempt, change, accelerator, folder)
+        )
+        measured = _guarded(run.row, accelerator.device)
         if measured.get("note") != "out of memory":
             break
     if "ms" in measured:
@@ -542,7 +544,8 @@ def _step_ms(case: DistillCase, model: Any, device: torch.device) -> float:
     from surgery.modeling.cuda_graph import record_graph
     from surgery.training.stages import STAGES, StageModels
 
-    config: Any = STAGES.config_type("lm").model_validate(
+    config_type: Any = STAGES.config_type("lm")
+    config = config_type.model_validate(
         {"kind": "lm", "tokens": case.positions, "length": case.length, "rate": 1e-4, "trains": ["all"]}
     )
     stage, models = STAGES[config](config), StageModels(model, model)

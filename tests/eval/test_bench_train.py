@@ -113,6 +113,7 @@ def test_kernels_are_known_by_name():
     triton = {"wy_forward": "mixer"}
     names = {
         "wy_forward": "mixer",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1": "softmax attention",
         "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "products",
         "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8": "float32 products",
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..FusedAdamMathFunctor..>": "optimizer",
