@@ -21,7 +21,7 @@ BLOCK = 4096  # logits of a row at a time
 WARPS = 8
 
 
-def accepts(logits_NV: Tensor, teacher_NV: Tensor | None, *_: Any) -> bool:
+def accepts(logits_NV: Tensor, teacher_NV: Tensor | None, *_: Any, **__: Any) -> bool:
     """Return whether the kernels compute this call: rows without gaps, on one device."""
     tensors = [logits_NV] if teacher_NV is None else [logits_NV, teacher_NV]
     return all(
@@ -87,6 +87,7 @@ def row_gradient_triton_(
     soft_N: Tensor | None,
     hard_N: Tensor | None,
     labels_N: Tensor | None,
+    *,
     spec: RowSpec,
 ) -> None:
     """Overwrite the logits by the gradient, as `row_gradient_`."""

@@ -118,6 +118,7 @@ def row_gradient_(
     soft_N: Tensor | None,
     hard_N: Tensor | None,
     labels_N: Tensor | None,
+    *,
     spec: RowSpec,
 ) -> None:
     """Overwrite logits by the gradient of sum_n soft_n temperature KL_n + hard_n CE_n.

@@ -250,7 +250,7 @@ def linear_loss(
         return LossSums(*_LinearLoss.apply(head, targets, weights, transform, input_NX, *head.parameters))
     needs = (False,) * (1 + len(head.parameters))
     with torch.no_grad():
-        sums, _ = _pass_over_chunks(head, targets, weights, transform, input_NX, tuple(head.parameters), needs)
+        sums, _ = _pass_over_chunks(head, targets, weights, transform, input_NX, tuple(head.parameters), needs=needs)
     return sums
 
 
@@ -263,7 +263,7 @@ class _LinearLoss(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         sums, ctx.grads = _pass_over_chunks(
-            head, targets, weights, transform, input_NX, parameters, ctx.needs_input_grad[4:]
+            head, targets, weights, transform, input_NX, parameters, needs=ctx.needs_input_grad[4:]
         )
         ctx.mark_non_differentiable(*sums[1:])
         return tuple(sums)
@@ -281,7 +281,7 @@ class _LinearLoss(torch.autograd.Function):
 
 def _pass_over_chunks(
     head: Head, targets: Targets, weights: LossWeights, transform: LogitTransform, input_NX: Tensor,
-    parameters: tuple[Tensor, ...], needs: tuple[bool, ...],
+    parameters: tuple[Tensor, ...], *, needs: tuple[bool, ...],
 ) -> tuple[LossSums, list[Tensor | None]]:  # fmt: skip
     """Return the sums and the gradients of the input and the parameters."""
     head.start(input_NX, parameters, needs)
@@ -327,7 +327,7 @@ def _chunk_losses_(
     soft_N = weights.kl_weight * temperature * weight_N if spec.soft else None
     if top is None:
         if overwrite:
-            row_gradient_(logits_NV, teacher_NV, stats, soft_N, hard_N, labels_N, spec)
+            row_gradient_(logits_NV, teacher_NV, stats, soft_N, hard_N, labels_N, spec=spec)
         return kl, ce
     assert stats.soft_N is not None
     x_NK = gathered(logits_NV, top.tokens_NK, transform)
@@ -341,7 +341,7 @@ def _chunk_losses_(
         (d_NK,) = torch.autograd.grad(kl_N, leaf_NK, soft_N.to(kl_N.dtype))
         # By x the divergence has the gradient d_k [v = k] - q_v sum_k d_k; the top tokens get theirs in float32.
         rest_N = -d_NK.sum(-1)
-        row_gradient_(logits_NV, None, stats, rest_N, hard_N, labels_N, spec)
+        row_gradient_(logits_NV, None, stats, rest_N, hard_N, labels_N, spec=spec)
         value_NK = d_NK + rest_N[:, None] * log_q_NK.detach().exp()
         if hard_N is not None and labels_N is not None and stats.hard_N is not None:
             hard_NK = (x_NK - stats.hard_N[:, None]).exp() - (top.tokens_NK == labels_N[:, None]).float()

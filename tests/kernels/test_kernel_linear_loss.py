@@ -70,7 +70,7 @@ def check(case, dtype, choice, tolerance, **sizes):
     label_x = spec.transform.apply(logits.double()).gather(-1, labels[:, None]).squeeze(-1)
     with use_kernels(choice), record_dispatch() as taken:
         stats = row_stats(logits, teacher, spec)
-        row_gradient_(logits, teacher, stats, soft, hard, labels, spec)
+        row_gradient_(logits, teacher, stats, soft, hard, labels, spec=spec)
     assert taken == ({"row_stats", "row_gradient_"} if choice == "kernel" else set())
     if spec.soft:
         torch.testing.assert_close(stats.kl_N.double(), kl, rtol=1e-5, atol=1e-5)
