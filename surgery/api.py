@@ -493,6 +493,8 @@ def finetune(
     skip_bad_steps: bool = False,
     track: str | None = None,
     device: str | None = None,
+    gpus: int | None = None,
+    sharding: str = "auto",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> CommandResult:
@@ -509,6 +511,8 @@ def finetune(
         resume: continue an interrupted run from its last training checkpoint.
         skip_bad_steps: skip steps with NaN or infinite gradients instead of stopping.
         track: tensorboard, wandb, trackio or none; None: tensorboard if it is installed.
+        gpus: train on this many GPUs of this machine, one process each; None: in this process.
+        sharding: with several processes: ddp (every device has all weights), fsdp2 (they are divided), or auto.
         device, trust_remote_code, progress: as in `convert`.
     """
     from surgery.training.finetune import finetune as run
@@ -525,6 +529,8 @@ def finetune(
         skip_bad_steps=skip_bad_steps,
         track=track,
         device=device,
+        gpus=gpus,
+        sharding=sharding,
         trust_remote_code=trust_remote_code,
         progress=progress or RichProgress(),
     )

@@ -43,7 +43,7 @@ class RunOptions:
             to measure on. A local .txt file given as data or calibration is split if `text` is None.
         suites: suites of `surgery eval`; eval_options: fields of EvalOptions.
         tiny: apply the healing recipe's `tiny` block.
-        device: where models run; None: a GPU if there is one.
+        device: where models run; None: a GPU if there is one. gpus: number of GPUs that heal; None: one.
     """
 
     source: str
@@ -58,6 +58,7 @@ class RunOptions:
     eval_options: tuple[tuple[str, Any], ...] = ()
     tiny: bool = False
     device: str | None = None
+    gpus: int | None = None
     trust_remote_code: bool = False
 
 
@@ -170,9 +171,11 @@ class _Run:
     def _settings(self, planned: dict[str, Any]) -> dict[str, Any]:
         """Return what a continued run must have in common: sources and recipes, and the contents of local texts."""
         from surgery.core.digests import content_digest
+        from surgery.training.distributed.launch import check_gpus
         from surgery.training.recipe import stage_data_config
 
         options = self.options
+        check_gpus(options.gpus, options.device)
         heal = None
         if options.heal is not None:
             recipe = self._healing_recipe(options.data)
@@ -246,7 +249,8 @@ class _Run:
         record = finetune(
             str(self.converted), self._healing_recipe(train), self.healed, teacher=self.options.source,
             resume=partial_path(self.healed).exists(), device=self.options.device,
-            trust_remote_code=self.options.trust_remote_code, progress=self.progress, show=self.show,
+            gpus=self.options.gpus, trust_remote_code=self.options.trust_remote_code, progress=self.progress,
+            show=self.show,
         )  # fmt: skip
         self.show([*result_table(record), last_line(record, "healed checkpoint")])
 

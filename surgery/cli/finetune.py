@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import typer
+
 from surgery.cli import options
 from surgery.cli.console import progress, show
+from surgery.cli.eval import command_words
 from surgery.core.progress import is_main_process
 
 
 def finetune(
+    context: typer.Context,
     converted: options.Converted,
     recipe: options.HealingName,
     teacher: options.TeacherName = None,
@@ -22,32 +26,38 @@ def finetune(
     skip_bad_steps: options.SkipBadSteps = False,
     track: options.Track = None,
     device: options.Device = None,
+    gpus: options.Gpus = None,
+    sharding: options.Sharding = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
     plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Train a converted checkpoint to recover its quality (healing = recovery distillation).
 
-    For several devices start it with `accelerate launch -m surgery finetune ..`.
-
-    surgery finetune OUT --teacher SRC --recipe attention --data corpus.jsonl --out HEALED
+    surgery finetune OUT --teacher SRC --recipe attention --data corpus.jsonl --out HEALED --gpus 4
     """
     from surgery.training.data.prefetch import limit_tokenizer_threads
+    from surgery.training.distributed.launch import check_gpus, run_workers
     from surgery.training.finetune import finetune as run
     from surgery.training.logging import last_line, result_table
     from surgery.training.recipe import load_healing_recipe
 
     limit_tokenizer_threads()
     all_overrides = [*(overrides or []), *data_override(data)]
+    loaded = load_healing_recipe(recipe, all_overrides, tiny)
+    if workers := check_gpus(gpus, device):
+        run_workers(command_words(context)[1:], workers)
+        return
     record = run(
         converted,
-        load_healing_recipe(recipe, all_overrides, tiny),
+        loaded,
         out,
         teacher=teacher,
         resume=resume,
         skip_bad_steps=skip_bad_steps,
         track=track,
         device=device,
+        sharding=sharding,
         trust_remote_code=trust_remote_code,
         progress=progress(as_json),
         show=(lambda parts: None) if as_json else show,

@@ -28,7 +28,7 @@ from surgery.cli.console import progress as _progress
 from surgery.cli.console import show as _show
 from surgery.cli.shorthands import check_calibrated, check_keep, with_shorthands
 from surgery.core.environment import explain_broken_import
-from surgery.core.errors import RenamedWarning, SurgeryError
+from surgery.core.errors import RenamedWarning, SurgeryError, WorkerError
 from surgery.core.files import explain_path_error
 from surgery.core.hub_errors import explain_network_error
 from surgery.core.progress import is_main_process
@@ -536,6 +536,8 @@ def main(argv: list[str] | None = None) -> None:
         if error.reported_by_peer and not settings.debug:
             sys.exit(2)
         _fail(str(error), 2, settings)
+    except WorkerError as error:
+        _fail(str(error), error.code, settings)
     except SystemExit as left:
         if left.code == EXIT_INTERRUPTED:  # Typer has caught the KeyboardInterrupt and printed nothing
             _fail(_interrupted_message(argv), EXIT_INTERRUPTED, settings)
@@ -601,6 +603,11 @@ def _fail(message: str, code: int, settings: Settings) -> None:
     """Print an error and exit with `code`; with --debug, re-raise the error being handled instead."""
     if settings.debug:
         raise
+    if "SURGERY_WORKER" in os.environ:  # the process that started it reports the error
+        from surgery.training.distributed.launch import write_worker_error
+
+        if write_worker_error(message):
+            sys.exit(code)
     error_console.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     sys.exit(code)
 

@@ -310,6 +310,23 @@ Track = Annotated[
     str | None,
     typer.Option(help="Log metrics to tensorboard, wandb, trackio or none. Default: tensorboard if it is installed."),
 ]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus",
+        min=1,
+        help="Train on this many GPUs of this machine, one process each (with --device cpu: processes on the CPU). "
+        "Default: one.",
+    ),
+]
+Sharding = Annotated[
+    str,
+    typer.Option(
+        "--sharding",
+        help="With several processes: ddp (every device has all weights), fsdp2 (weights, gradients and optimizer states "
+        "are divided), or auto: ddp up to 1.5B parameters if they fit.",
+    ),
+]
 
 # -- surgery pretrain
 PretrainName = Annotated[

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 
+import typer
+
 from surgery.cli import options
 from surgery.cli.console import progress, show
+from surgery.cli.eval import command_words
 from surgery.cli.finetune import data_override, print_result
 
 
 def pretrain(
+    context: typer.Context,
     recipe: options.PretrainName,
     out: options.PretrainedOut,
     data: options.TrainingData = None,
@@ -21,16 +25,16 @@ def pretrain(
     skip_bad_steps: options.SkipBadSteps = False,
     track: options.Track = None,
     device: options.Device = None,
+    gpus: options.Gpus = None,
     plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Train a model with structured layers from scratch, with muP learning rates.
 
-    For several devices start it with `accelerate launch -m surgery pretrain ..`.
-
     surgery pretrain --recipe gpt2-btt --data corpus.jsonl --out OUT
     """
     from surgery.training.data.prefetch import limit_tokenizer_threads
+    from surgery.training.distributed.launch import check_gpus, run_workers
     from surgery.training.logging import last_line, result_table
     from surgery.training.pretrain.model_config import load_config_keys
     from surgery.training.pretrain.pretrain import pretrain as run
@@ -41,8 +45,12 @@ def pretrain(
     all_overrides += overrides or []
     all_overrides += data_override(data)
     all_overrides += [f"tokenizer.path={json.dumps(tokenizer)}"] if tokenizer is not None else []
+    loaded = load_pretrain_recipe(recipe, all_overrides, tiny)
+    if workers := check_gpus(gpus, device):
+        run_workers(command_words(context)[1:], workers)
+        return
     record = run(
-        load_pretrain_recipe(recipe, all_overrides, tiny),
+        loaded,
         out,
         resume=resume,
         skip_bad_steps=skip_bad_steps,

@@ -71,6 +71,7 @@ def run(
     suite: Suites = None,
     *,
     device: options.Device = None,
+    gpus: options.Gpus = None,
     trust_remote_code: options.TrustRemoteCode = False,
     plugins: options.Plugins = None,
     as_json: options.Json = False,
@@ -104,6 +105,7 @@ def run(
         eval_options=tuple(eval_options.items()),
         tiny=tiny,
         device=device,
+        gpus=gpus,
         trust_remote_code=trust_remote_code,
     )
     result = run_all(chosen, out, shown, (lambda parts: None) if as_json else show)

@@ -42,6 +42,14 @@ class Interrupted(SurgeryError):
     """An interruption that the user did not cause by a mistake: finished work is kept, and --resume continues."""
 
 
+class WorkerError(Exception):
+    """The error of another process of this command, to be reported as that process would. code: its exit code."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
 def suggestion(word: str, valid: Iterable[str], count: int = 1) -> str:
     """Return the end of an error message: `; did you mean 'low_rank'?`, or all valid names if none is close."""
     names = sorted(valid)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from surgery.planning.renamed import renew_healing_recipe
 from surgery.training import models as model_loading
 from surgery.training.best_state import BEST
 from surgery.training.checkpoints import CheckpointManager
+from surgery.training.distributed.launch import check_gpus, run_workers
 from surgery.training.export import ADAPTER
 from surgery.training.logging import CURVE_NAME, LOG_NAME, end_trackers
 from surgery.training.recipe import HealingRecipe, parse_healing_recipe, stage_data_config
@@ -53,6 +55,8 @@ def finetune(
     skip_bad_steps: bool = False,
     track: str | None = None,
     device: str | None = None,
+    gpus: int | None = None,
+    sharding: str = "auto",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     show: Any = lambda parts: None,
@@ -62,16 +66,24 @@ def finetune(
 
     out: NAME-healed by default. teacher: the original model, for stages that distill. resume: continue from the last
     checkpoint in OUT.partial. skip_bad_steps: skip steps with NaN or infinite gradients instead of stopping. track:
-    tensorboard, wandb, trackio or none. show: called with the tables to display. Every process of `accelerate launch`
-    calls this function; the first one writes. Raises SurgeryError if recipe, data, model and teacher do not fit
+    tensorboard, wandb, trackio or none. show: called with the tables to display. sharding: of several processes: ddp
+    (replicas), fsdp2 (weights, gradients and optimizer states sharded) or auto. gpus: start this number of processes, one
+    GPU each; their tables are not shown. Every process of `accelerate launch` calls this function; the first one writes.
+    Raises SurgeryError if recipe, data, model and teacher do not fit
     together, before any training.
     """
     out = Path(out) if out is not None else Path(name).with_name(Path(name).name + "-healed")
     check_run(out, name, recipe, teacher, resume)
+    if workers := check_gpus(gpus, device):
+        flags = {"--resume": resume, "--skip-bad-steps": skip_bad_steps, "--trust-remote-code": trust_remote_code}
+        given = {"--teacher": teacher, "--track": track, "--device": device, "--sharding": sharding}
+        words = [flag for flag, is_set in flags.items() if is_set]
+        words += [f"{option}={value}" for option, value in given.items() if value is not None]
+        return finetune_in_workers(name, recipe, out, words, workers)
     source = model_loading.open_trainable(name, trust_remote_code)
     run = StageRunner(
         source, recipe, out, teacher=teacher, trust=trust_remote_code, skip=skip_bad_steps, track=track, device=device,
-        progress=progress or Progress(), show=show,
+        progress=progress or Progress(), show=show, sharding=sharding,
     )  # fmt: skip
     work = partial_path(out)
     try:
@@ -100,6 +112,18 @@ def finetune(
 
 def _say_reference(progress: Progress, name: str, reason: str) -> None:
     progress.say(f"warning: {reference_warning(name, reason)}")
+
+
+def finetune_in_workers(name: str, recipe: HealingRecipe, out: Path, words: list[str], count: int) -> dict[str, Any]:
+    """Run `surgery finetune` in `count` processes on this machine and return its record. words: further options."""
+    with tempfile.TemporaryDirectory(prefix="surgery-recipe-") as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(recipe.model_dump_json(), encoding="utf-8")  # JSON is YAML
+        printed = run_workers(
+            ["finetune", name, "--recipe", str(path), f"--out={out}", "--json", *words], count, capture=True
+        )
+    record: dict[str, Any] = json.loads(printed)
+    return record
 
 
 def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, resume: bool) -> None:

@@ -23,6 +23,7 @@ from surgery.training.data.packing import check_packed_attention
 from surgery.training.data.shared_tokens import SharedTokens
 from surgery.training.distributed.accelerator import (
     batch_layout,
+    configure_sharding,
     make_accelerator,
     prepare,
     sharding_name,
@@ -90,14 +91,16 @@ class StageRunner:
     """Runs a recipe's stages on the model of `source` and writes the healed checkpoint to `out`.
 
     teacher: folder or Hub id, or None. trust: whether remote code may run. skip: skip steps with NaN or infinite
-    gradients. track: name of an experiment tracker, or None. show: called with the tables to display. After every stage
-    there is a checkpoint; a resumed run continues from the latest one.
+    gradients. track: name of an experiment tracker, or None. show: called with the tables to display. sharding: of
+    several processes, auto, ddp or fsdp2. After every stage there is a checkpoint; a resumed run continues from the
+    latest one.
     """
 
     def __init__(
         self, source: Any, recipe: HealingRecipe, out: Path, *, teacher: str | None, trust: bool, skip: bool,
-        track: str | None, device: str | None, progress: Progress, show: Any,
+        track: str | None, device: str | None, progress: Progress, show: Any, sharding: str = "auto",
     ):  # fmt: skip
+        configure_sharding(sharding, sum(info.numel for info in source.tensors.values()), device)
         self.source, self.recipe, self.out, self.trust, self.skip = source, recipe, out, trust, skip
         self.teacher_name, self.work, self.show = teacher, partial_path(out), show
         self.accelerator = make_accelerator(device, recipe.precision, track, self.work)
@@ -255,7 +258,9 @@ class StageRunner:
             self.show(groups_table(f"{number + 1}. {config.kind}", groups))
         if config.memory == "checkpoint":
             model_loading.enable_gradient_checkpointing(models.student)
-        models.run, optimiser = prepare(self.accelerator, models.student, optimiser, config, self.recipe.precision)
+        models.run, optimiser = prepare(
+            self.accelerator, models.student, optimiser, config, self.recipe.precision, captured=self.recipe.cuda_graph
+        )
         torch.manual_seed(self.recipe.seed + 1000 * number + 1 + self.accelerator.process_index)
         data = make_data(stage_data_config(self.recipe, config), self.tokenizer, config.length, self.recipe.seed)  # type: ignore[arg-type]
         if self.accelerator.num_processes > 1:

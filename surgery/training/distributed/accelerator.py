@@ -11,8 +11,59 @@ import torch
 from surgery.core.errors import SurgeryError
 from surgery.training.batches import BatchLayout
 from surgery.training.distributed import deepspeed as zero
-from surgery.training.distributed.step import OptimizerStep
+from surgery.training.distributed.launch import is_worker
+from surgery.training.distributed.step import OptimizerStep, is_bare_replica
 from surgery.training.logging import tracker_names
+
+SHARDINGS = ("auto", "ddp", "fsdp2")
+REPLICATED_PARAMETERS = 1.5e9  # Llama 3.2 1B has 1.24e9; above, `auto` shards
+REPLICA_BYTES = 18  # of a parameter on each device: float32 weight, gradient and two AdamW states, bfloat16 teacher
+REPLICA_SHARE = 0.6  # of a GPU's memory; the rest is for activations
+FSDP_SETTINGS = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}  # of recipes/accelerate/fsdp2.yaml, but the first process alone reads the weights
+
+
+def configure_sharding(asked: str, parameters: int, device: str | None) -> None:
+    """Set FSDP2 in this process's environment, as `accelerate launch` does, where weights are to be sharded.
+
+    asked: of SHARDINGS; auto follows `accelerate launch` where that started this process, and otherwise shards models
+    above REPLICATED_PARAMETERS and those that would leave no room on a GPU. parameters: of the student. Raises
+    SurgeryError if the processes were started for another kind.
+    """
+    if asked not in SHARDINGS:
+        raise SurgeryError(f"--sharding must be one of {', '.join(SHARDINGS)} (got {asked}).")
+    configured = "DeepSpeed" if zero.is_deepspeed_launch() else "fsdp2" if _is_fsdp_launch() else ""
+    if asked == "auto":
+        if is_worker() and not configured and needs_sharding(parameters, device):
+            os.environ.update(FSDP_SETTINGS)
+    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        raise SurgeryError(f"--sharding {asked} needs several processes. Add --gpus, for example --gpus 4.")
+    elif configured not in ("", asked):
+        raise SurgeryError(
+            f"--sharding {asked}: accelerate launch is configured for {configured}. Leave out --sharding."
+        )
+    elif asked == "fsdp2" and not configured:
+        os.environ.update(FSDP_SETTINGS)
+
+
+def needs_sharding(parameters: int, device: str | None) -> bool:
+    """Return whether `--sharding auto` divides a model of this many parameters over the devices."""
+    if parameters > REPLICATED_PARAMETERS:
+        return True
+    if device == "cpu" or not torch.cuda.is_available():
+        return False
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return parameters * REPLICA_BYTES > REPLICA_SHARE * memory
+
+
+def _is_fsdp_launch() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP") == "true"
 
 
 def make_accelerator(device: str | None, precision: str, track: str | None, folder: Path) -> Any:
@@ -22,6 +73,7 @@ def make_accelerator(device: str | None, precision: str, track: str | None, fold
     unsupported settings.
     """
     from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
 
     cpu = device == "cpu" or not torch.accelerator.is_available()
     tracking_options: dict[str, Any] = {"log_with": tracker_names(track) or None, "project_dir": str(folder)}
@@ -29,8 +81,10 @@ def make_accelerator(device: str | None, precision: str, track: str | None, fold
     mixed = "no" if zero.is_deepspeed_launch() else _accelerate_precision(precision, cpu)
     _reset_accelerator_state(cpu, mixed)
     zero.disable_zero3_init()
-    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, **tracking_options)
-    if cpu and accelerator.num_processes > 1 and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    # Gradients need no copy beside the buckets that are communicated.
+    replicas = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, kwargs_handlers=[replicas], **tracking_options)
+    if cpu and accelerator.num_processes > 1 and _is_fsdp_launch():
         _enable_fsdp_on_cpu(accelerator)
     if zero.is_deepspeed_launch():
         zero.configure_libraries(accelerator, cpu)
@@ -43,8 +97,19 @@ def batch_layout(accelerator: Any, config: Any) -> BatchLayout:
     return BatchLayout.create(config.batch, config.rows, accelerator.process_index, accelerator.num_processes)
 
 
-def prepare(accelerator: Any, model: Any, optimiser: Any, config: Any, precision: str) -> tuple[Any, Any]:
-    """Return (wrapped model, wrapped optimizer) for a stage. config: the stage's; precision: of the recipe."""
+def prepare(
+    accelerator: Any, model: Any, optimiser: Any, config: Any, precision: str, *, captured: bool = False
+) -> tuple[Any, Any]:
+    """Return (wrapped model, wrapped optimizer) for a stage. config: the stage's; precision: of the recipe.
+
+    captured: whether a CUDA graph may hold the forward and backward pass. Replicas then stay unwrapped, and OptimizerStep
+    sums their gradients.
+    """
+    if captured and is_bare_replica(accelerator, model):
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            torch.distributed.broadcast(parameter.data, 0)
+        run = accelerator.prepare_model(model, evaluation_mode=True)  # without DistributedDataParallel
+        return run, accelerator.prepare_optimizer(optimiser)
     if zero.zero_stage(accelerator):
         mixed = _accelerate_precision(precision, accelerator.device.type == "cpu")
         zero.configure_engine(accelerator, batch_layout(accelerator, config), config.clip, mixed)

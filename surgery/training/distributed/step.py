@@ -7,16 +7,78 @@ norm = optimizer_step.step()                                   gradient norm bef
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from surgery.core.errors import SurgeryError
 from surgery.training.batches import BatchLayout
 from surgery.training.checkpoints import TorchOptimizerState
 from surgery.training.guard import NonFiniteGuard
 from surgery.training.optim import ParameterGroup
+
+BUCKET_BYTES = 64 * 2**20  # of gradients that are summed over the processes at once
+
+
+class GradientReducer:
+    """Sums the gradients of replicas over all processes, in flat buckets of one dtype.
+
+    For models that DistributedDataParallel does not wrap, because a CUDA graph holds their forward and backward pass:
+    its hooks would communicate inside. Gradients of a parameter that this process did not use count as zero.
+    """
+
+    def __init__(self, parameters: dict[str, Tensor]):
+        self.parameters = parameters
+        self.used: set[str] | None = None  # names of the parameters that have gradients on any process
+
+    @torch.no_grad()
+    def reduce_(self) -> None:
+        """Overwrite every `.grad` with its sum over all processes."""
+        used = self._used_parameters()
+        if self.used is None:
+            flags = torch.tensor([p.grad is not None for p in self.parameters.values()], dtype=torch.int32)
+            flags = flags.to(next(iter(self.parameters.values())).device)
+            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+            self.used = {name for name, flag in zip(self.parameters, flags.tolist()) if flag}
+        if extra := used - self.used:
+            raise SurgeryError(
+                f"{min(extra)} has a gradient that no process had in the first step of this stage. Set cuda_graph: "
+                "false, which trains such models on several GPUs."
+            )
+        for name in self.used - used:
+            self.parameters[name].grad = torch.zeros_like(self.parameters[name])
+        for bucket in self._buckets():
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            torch.distributed.all_reduce(flat)
+            parts = flat.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(bucket, [part.view(g.shape) for part, g in zip(parts, bucket)])
+
+    def _used_parameters(self) -> set[str]:
+        return {name for name, p in self.parameters.items() if p.grad is not None}
+
+    def _buckets(self) -> Iterator[list[Tensor]]:
+        """Yield lists of gradients of one dtype, in the same order on every process."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            bucket: list[Tensor] = []
+            size = 0
+            for gradient in (g for g in gradients if g.dtype == dtype):
+                if bucket and size + gradient.nbytes > BUCKET_BYTES:
+                    yield bucket
+                    bucket, size = [], 0
+                bucket.append(gradient)
+                size += gradient.nbytes
+            yield bucket
+
+
+def is_bare_replica(accelerator: Any, run: Any) -> bool:
+    """Return whether `run` is one of several replicas and is not wrapped."""
+    wrapped = isinstance(run, torch.nn.parallel.DistributedDataParallel)
+    kind = accelerator.distributed_type.value
+    return accelerator.num_processes > 1 and kind in ("MULTI_GPU", "MULTI_CPU") and not wrapped
 
 
 class OptimizerStep:
@@ -24,10 +86,11 @@ class OptimizerStep:
 
     run: the prepared (possibly wrapped) model; layout: rows per step, micro-batch and process; clip: maximum gradient
     norm, or None; skip: skip steps with NaN or infinite gradients. can_rerun: whether a batch can be run again for the
-    diagnosis of a bad step.
+    diagnosis of a bad step. reducer: sums the gradients of replicas whose model is not wrapped, otherwise None.
     """
 
     can_rerun = True
+    reducer: GradientReducer | None = None
 
     def __init__(
         self, accelerator: Any, run: Any, optimiser: Any, groups: list[ParameterGroup], *,
@@ -49,6 +112,7 @@ class OptimizerStep:
         self.nonfinite_guard = NonFiniteGuard(self.optimiser, skip, self.accelerator.device)
         self.optimizer_state: Any = TorchOptimizerState(self.inner, self.names)
         self.accelerator.gradient_accumulation_steps = self.layout.accumulation_steps
+        self.reducer = GradientReducer(self.parameters) if is_bare_replica(self.accelerator, self.run) else None
 
     def use_layout(self, layout: BatchLayout) -> None:
         """Divide steps in another way from now on."""
@@ -78,12 +142,16 @@ class OptimizerStep:
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of `loss`, this micro-batch's share of the mean over the global batch.
 
-        Accelerate divides by the number of micro-batches and processes; the factor here undoes that.
+        Accelerate divides by the number of micro-batches, and wrapped models average over the processes; the factor
+        here undoes that.
         """
-        self.accelerator.backward(loss * (self.layout.accumulation_steps * self.layout.world))
+        averaged = self.layout.world if self.reducer is None else 1
+        self.accelerator.backward(loss * (self.layout.accumulation_steps * averaged))
 
     def step(self) -> Tensor | None:
         """Clip, update the parameters, clear the gradients; return the gradient norm before clipping."""
+        if self.reducer is not None:
+            self.reducer.reduce_()
         norm = self.clip_gradients()
         if norm is None or self.uses_loss_scale or self.nonfinite_guard.check_step(norm):
             self.optimiser.step()
