@@ -48,11 +48,21 @@ class BatchLayout:
 
     @classmethod
     def create(cls, batch: int, rows: int, rank: int, world: int) -> BatchLayout:
-        """Validate the division; raises SurgeryError if it is not even."""
+        """Validate the division; raises SurgeryError if it is not even.
+
+        A process of several runs fewer rows per forward where `rows` does not divide its share of the batch.
+        """
         if batch % world:
-            raise SurgeryError(f"batch must be a multiple of {world}, the number of processes (got {batch}).")
+            counts = [str(n) for n in range(1, min(batch, 64) + 1) if batch % n == 0]
+            raise SurgeryError(
+                f"batch must be a multiple of {world}, the number of processes (got {batch}). Train on "
+                f"{' or '.join([', '.join(counts[:-1]), counts[-1]] if counts[1:] else counts)} devices, or set batch to "
+                f"{batch // world * world or world} or {batch // world * world + world}."
+            )
         rows_per_process = batch // world
         rows = min(rows, rows_per_process)
+        if world > 1:
+            rows = max(n for n in range(1, rows + 1) if rows_per_process % n == 0)
         if rows_per_process % rows:
             raise SurgeryError(
                 f"rows must divide {rows_per_process}, the rows of a batch of {batch} on each of {world} processes "

@@ -77,18 +77,21 @@ def load_student(source: CheckpointSource, trust_remote_code: bool = False) -> A
 
 
 def load_teacher(
-    name: str, student: Any, tokenizer: Any, settings: Any, device: torch.device, trust_remote_code: bool = False
-) -> Any:
+    name: str, student: Any, tokenizer: Any, settings: Any, device: torch.device, trust_remote_code: bool = False,
+    is_sharded: bool = False,
+) -> Any:  # fmt: skip
     """Load the teacher, frozen, on its device.
 
     tokenizer: the student's. settings: TeacherConfig of the recipe; where it names no dtype, float32 on the CPU and
-    bfloat16 elsewhere. device: used where the settings name none. Raises SurgeryError if teacher and student differ in
+    bfloat16 elsewhere. device: used where the settings name none. is_sharded: divide its weights over the processes,
+    each of which must call. Raises SurgeryError if teacher and student differ in
     tokenizer or vocabulary size, or if the device is not usable.
     """
     source = open_checkpoint(name, trust_remote_code)
     check_same_tokenizer(tokenizer, source, trust_remote_code)
     target_device = torch.device(settings.device) if settings.device else device
     auto = torch.float32 if target_device.type == "cpu" else torch.bfloat16
+    is_divided = is_sharded and target_device.type == device.type
     teacher = load_causal_lm(source, DTYPES.get(settings.dtype, auto), trust_remote_code)
     ours, theirs = (m.config.get_text_config().vocab_size for m in (student, teacher))
     if ours != theirs:
@@ -96,10 +99,26 @@ def load_teacher(
             f"Vocabulary sizes differ: teacher {name} has {theirs} tokens, the student {ours}. "
             "The teacher must use the student's tokenizer."
         )
+    teacher = teacher.eval().requires_grad_(False)
     try:
-        return teacher.to(target_device).eval().requires_grad_(False)
+        return shard_frozen(teacher, target_device) if is_divided else teacher.to(target_device)
     except (RuntimeError, AssertionError) as error:
         raise SurgeryError(f"teacher.device {target_device} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def shard_frozen(model: Any, device: torch.device) -> Any:
+    """Divide the weights of a model without gradients over all processes (FSDP2); those of a layer are gathered while it
+    runs. Buffers stay whole.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    for module in [m for m in model.modules() if type(m).__name__ in layers]:
+        fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    return model.to(device)
 
 
 def check_same_tokenizer(tokenizer: Any, teacher: CheckpointSource, trust_remote_code: bool = False) -> None:

@@ -173,8 +173,9 @@ class StageRunner:
         if self.teacher_name is not None:
             self.progress.say(f"loading the teacher {self.teacher_name}")
             teacher = model_loading.load_teacher(
-                self.teacher_name, student, self.tokenizer, recipe.teacher, self.accelerator.device, self.trust
-            )
+                self.teacher_name, student, self.tokenizer, recipe.teacher, self.accelerator.device, self.trust,
+                is_sharded=sharding_name(self.accelerator) == "FSDP2",
+            )  # fmt: skip
         if not self.is_sharded:
             student.to(self.accelerator.device)
         models = StageModels(student, student, teacher, cache)

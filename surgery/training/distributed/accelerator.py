@@ -25,8 +25,8 @@ FSDP_SETTINGS = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-}  # of recipes/accelerate/fsdp2.yaml, but the first process alone reads the weights
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}  # of recipes/accelerate/fsdp2.yaml
 
 
 def configure_sharding(asked: str, parameters: int, device: str | None) -> None:
