@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.data import CalibrationSet, check_model_inputs
+from surgery.calibration.sampling import sample_continuations
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorSource, read_header, read_tensor, write_shard
 from surgery.conversion.context import ConversionContext
@@ -150,7 +151,6 @@ def draw_prompts(samples: CalibrationSet, count: int, seed: int) -> Tensor:
     return torch.stack(prompts)
 
 
-@torch.no_grad()
 def sample_rows(
     model: Any,
     samples: CalibrationSet,
@@ -165,37 +165,20 @@ def sample_rows(
 
     folder: where rows that were sampled together are stored, and read from if an interrupted run stored them.
     """
-    from transformers import GenerationConfig
-
     length = samples.inputs["input_ids"].shape[1]
     prompts_NP = draw_prompts(samples, recipe.generated_tokens // length, recipe.seed)
     new = length - prompts_NP.shape[1]
     config, itemsize = model.config.get_text_config(), next(model.parameters()).element_size()
     together = rows_together(config.num_hidden_layers, config.hidden_size, itemsize, length, device.type)
-    before = model.generation_config
-    # No EOS: a row goes on with the next document, as windows of text do.
-    settings: Any = GenerationConfig
-    model.generation_config = settings(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
     parts, batches = [], prompts_NP.split(together)
     bar = (progress or Progress()).bar("sampling text from the original", len(prompts_NP))
     try:
-        with bar as tick, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with bar as tick:
             for index, prompts in enumerate(batches):
                 file = None if folder is None else folder / PART_NAME.format(index)
                 rows = None if file is None else _stored_part(file, prompts, length, config.vocab_size)
                 if rows is None:
-                    torch.manual_seed((recipe.seed + SEED_STEP * index) % 2**63)
-                    ids = prompts.to(device)
-                    rows = model.generate(ids, attention_mask=torch.ones_like(ids)).cpu()
+                    rows = sample_continuations(model, prompts, new, recipe.seed + SEED_STEP * index)
                     if file is not None:
                         write_shard(file, [TensorSource.from_tensor("input_ids", rows)])
                 parts.append(rows)
@@ -208,8 +191,6 @@ def sample_rows(
             f"not fit on {device}. Set a smaller length, or leave generated_tokens out and give a longer calibration "
             "text"
         ) from None
-    finally:
-        model.generation_config = before
     return torch.cat(parts)
 
 
