@@ -1115,7 +1115,9 @@ def _checkpoint_name(value: Any, function: str, advice: str = SAVE_FIRST) -> str
 
 def _with_data(data: PathLike | None, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return overrides of a training recipe, with the text to train on if it is given."""
-    return {**({"data.sources": [{"path": os.fspath(data)}]} if data is not None else {}), **(overrides or {})}
+    from surgery.training.data.recipe import data_sources
+
+    return {**({"data.sources": data_sources(os.fspath(data))} if data is not None else {}), **(overrides or {})}
 
 
 def _load_recipe(recipe: Any, overrides: Mapping[str, Any] | None, keys: Mapping[str, Any]) -> Any:

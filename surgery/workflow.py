@@ -25,6 +25,7 @@ from surgery.core.version import __version__
 
 SETTINGS_NAME, PLAN_NAME, PAGE_NAME = "run.json", "plan.json", "report.html"
 CONVERTED, HEALED, EVAL, TEXTS = "converted", "healed", "eval", "texts"
+GENERATED = "generated"  # as --data: the original writes the text
 HELD_OUT = 0.1  # share of a text that is kept for the measurements
 SUITES = ("ppl", "needle", "speed")
 
@@ -39,8 +40,8 @@ class RunOptions:
         source: checkpoint to convert, a local folder or a Hub id.
         recipe: name or file of a conversion recipe; overrides: its keys, "key=value".
         heal: name or file of a healing recipe, None: no healing; heal_overrides: its keys.
-        data: text to train on, and to calibrate on without `calibration`; calibration: text to calibrate on; text: text
-            to measure on. A local .txt file given as data or calibration is split if `text` is None.
+        data: text to train on, and to calibrate on without `calibration`; GENERATED: the original writes the text to
+            train on; calibration: text to calibrate on; text: text to measure on. A local .txt file given as data or calibration is split if `text` is None.
         suites: suites of `surgery eval`; eval_options: fields of EvalOptions.
         tiny: apply the healing recipe's `tiny` block.
         device: where models run; None: a GPU if there is one. gpus: number of GPUs that heal; None: one.
@@ -60,6 +61,11 @@ class RunOptions:
     device: str | None = None
     gpus: int | None = None
     trust_remote_code: bool = False
+
+    @property
+    def given_data(self) -> str | None:
+        """The text of `data`, None if the original writes it."""
+        return self.data if self.data != GENERATED else None
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,8 @@ class _Run:
                 )
             heal = recipe.model_dump(mode="json", exclude={"description"})
         paths = {name: getattr(options, name) for name in ("data", "calibration", "text")}
-        digests = {name: content_digest(Path(p)) for name, p in paths.items() if p is not None and Path(p).exists()}
+        local = {**paths, "data": options.given_data}
+        digests = {name: content_digest(Path(p)) for name, p in local.items() if p is not None and Path(p).exists()}
         _check_measured(options, digests)
         return {
             "version": __version__, "source": options.source, "recipe": planned["recipe"], "heal": heal, **paths, "digests": digests,
@@ -218,7 +225,7 @@ class _Run:
         from surgery.publish.summary import inspect
         from surgery.publish.tables import inspect_table
 
-        chosen = self._part(self.options.calibration or self.options.data, train)
+        chosen = self._part(self.options.calibration or self.options.given_data, train)
         overrides = [*self.options.overrides, *([f"calibration={json.dumps(chosen)}"] if chosen is not None else [])]
         convert(
             self.options.source, load_recipe(self.options.recipe, overrides), self.converted,
@@ -233,10 +240,11 @@ class _Run:
         return train if is_split else text
 
     def _healing_recipe(self, train: str | None) -> Any:
+        from surgery.training.data.recipe import data_sources
         from surgery.training.recipe import load_healing_recipe
 
         path = self._part(self.options.data, train)
-        data = [] if path is None else [f"data.sources={json.dumps([{'path': path}])}"]
+        data = [] if path is None else [f"data.sources={json.dumps(data_sources(path))}"]
         assert self.options.heal is not None
         return load_healing_recipe(self.options.heal, [*self.options.heal_overrides, *data], self.options.tiny)
 
@@ -283,18 +291,20 @@ def _check_texts(options: RunOptions) -> None:
         raise SurgeryError(
             f"--heal-set {options.heal_overrides[0]} changes a healing recipe, and there is none. Give --heal RECIPE"
         )
+    if options.data == GENERATED and options.heal is None:
+        raise SurgeryError("--data generated is text to train on, and nothing is trained. Give --heal RECIPE")
     from surgery.calibration.data import CALIBRATION_SUFFIXES, HUB_DATASET
 
     for name in ("data", "calibration", "text"):
         text = getattr(options, name)
-        if text is None or Path(text).exists():
+        if text is None or (name == "data" and text == GENERATED) or Path(text).exists():
             continue
         if not HUB_DATASET.fullmatch(text) or Path(text).suffix in CALIBRATION_SUFFIXES:
             raise SurgeryError(
                 f"--{name} {text}: there is no such file or folder. Give a local file, or a Hub data set as org/name"
             )
     if options.text is None and _single_text(options) is None:
-        text = options.data or options.calibration
+        text = options.given_data or options.calibration
         why = "no text was given" if text is None else f"{text} is not a local .txt file, which could be split"
         raise SurgeryError(f"surgery run measures the result on a text, and {why}. Give --text FILE")
 
@@ -316,7 +326,7 @@ def _check_measured(options: RunOptions, digests: dict[str, str]) -> None:
 
 def _single_text(options: RunOptions) -> str | None:
     """Return the local .txt file that is split into a part to train on and a part to measure on; None without one."""
-    text = options.data or options.calibration
+    text = options.given_data or options.calibration
     return text if text is not None and text.endswith(".txt") and Path(text).is_file() else None
 
 
@@ -324,7 +334,7 @@ def _split_texts(options: RunOptions, folder: Path) -> tuple[str | None, str]:
     """Return (text to train and calibrate on or None, text to measure on); writes both parts of a text that is
     split.
     """
-    train = options.data or options.calibration
+    train = options.given_data or options.calibration
     if options.text is not None:
         return train, options.text
     single = _single_text(options)

@@ -67,7 +67,9 @@ def finetune(
 
 def data_override(data: str | None) -> list[str]:
     """Return --data as overrides of a training recipe, "key=value" strings."""
-    return [f"data.sources={json.dumps([{'path': data}])}"] if data is not None else []
+    from surgery.training.data.recipe import data_sources
+
+    return [f"data.sources={json.dumps(data_sources(data))}"] if data is not None else []
 
 
 def print_result(record: dict[str, Any], as_json: bool, parts: list[Any]) -> None:

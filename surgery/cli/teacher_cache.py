@@ -6,6 +6,7 @@ import json
 
 from surgery.cli import options
 from surgery.cli.console import progress, show
+from surgery.cli.finetune import data_override
 from surgery.core.files import size_text
 
 
@@ -33,10 +34,7 @@ def teacher_cache(
     from surgery.training.recipe import load_healing_recipe
     from surgery.training.teacher_cache.build import build_teacher_cache
 
-    all_overrides = [
-        *(overrides or []),
-        *([f"data.sources={json.dumps([{'path': data}])}"] if data is not None else []),
-    ]
+    all_overrides = [*(overrides or []), *data_override(data)]
     index = build_teacher_cache(
         source,
         load_healing_recipe(recipe, all_overrides, tiny),

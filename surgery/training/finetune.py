@@ -29,6 +29,7 @@ from surgery.planning.renamed import renew_healing_recipe
 from surgery.training import models as model_loading
 from surgery.training.best_state import BEST
 from surgery.training.checkpoints import CheckpointManager
+from surgery.training.data.recipe import GeneratedText
 from surgery.training.distributed.launch import check_gpus, run_workers
 from surgery.training.export import ADAPTER
 from surgery.training.logging import CURVE_NAME, LOG_NAME, end_trackers
@@ -73,7 +74,10 @@ def finetune(
     together, before any training.
     """
     out = Path(out) if out is not None else Path(name).with_name(Path(name).name + "-healed")
+    recipe = place_generated_text(recipe, out)
     check_run(out, name, recipe, teacher, resume)
+    if teacher is not None:
+        write_generated_text(recipe, teacher, device, trust_remote_code, progress)
     if workers := check_gpus(gpus, device):
         flags = {"--resume": resume, "--skip-bad-steps": skip_bad_steps, "--trust-remote-code": trust_remote_code}
         given = {"--teacher": teacher, "--track": track, "--device": device, "--sharding": sharding}
@@ -146,10 +150,58 @@ def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, 
                 f"stage {stage.kind} needs a teacher. Give --teacher SRC, or --set teacher.cache=DIR for a teacher "
                 "cache."
             )
-        if stage_data_config(recipe, stage) is None:
+        data = stage_data_config(recipe, stage)
+        if data is not None and teacher is None and any(source.generated is not None for source in data.sources):
+            raise SurgeryError("generated text is written by the teacher, and there is none. Give --teacher SRC.")
+        if data is None:
             raise SurgeryError(
                 "no data to train on. Give --data (a file, folder or Hub id), or set data.sources in the recipe."
             )
+
+
+def place_generated_text(recipe: HealingRecipe, out: Path) -> HealingRecipe:
+    """Return the recipe with a folder beside `out` as the path of every generated source that has none."""
+    folder = str(out.with_name(out.name + "-text"))
+
+    def placed(data: dict[str, Any]) -> dict[str, Any]:
+        sources = data.get("sources")
+        if isinstance(sources, dict):
+            sources = [sources]
+        if not isinstance(sources, (list, tuple)):
+            return data
+        lacks = [isinstance(s, dict) and s.get("generated") not in (None, False) and not s.get("path") for s in sources]
+        return {**data, "sources": [{**s, "path": folder} if lack else s for s, lack in zip(sources, lacks)]}
+
+    stages = tuple(stage.model_copy(update={"data": placed(stage.data)}) for stage in recipe.stages)
+    return recipe.model_copy(update={"data": placed(recipe.data), "stages": stages})
+
+
+def write_generated_text(
+    recipe: HealingRecipe, teacher: str, device: str | None, trust: bool, progress: Progress | None
+) -> None:
+    """Let the teacher write the text of the recipe's generated sources: as many tokens as the stages read of each."""
+    from surgery.training.data.write_text import write_teacher_text
+
+    wanted: dict[tuple[str, GeneratedText], tuple[int, int]] = {}
+    for stage in recipe.stages:
+        data = stage_data_config(recipe, stage)
+        for source in data.sources if data is not None else ():
+            if source.generated is None or data is None:
+                continue
+            share = source.weight / sum(other.weight for other in data.sources)
+            tokens, length = wanted.get((source.path, source.generated), (0, 0))
+            wanted[source.path, source.generated] = (tokens + round(stage.tokens * share), max(length, stage.length))
+    for (path, config), (tokens, length) in wanted.items():
+        write_teacher_text(
+            Path(path),
+            teacher,
+            config,
+            max(1, tokens),
+            length,
+            device=device,
+            trust_remote_code=trust,
+            progress=progress,
+        )
 
 
 def data_digest(recipe: HealingRecipe) -> dict[str, str]:

@@ -38,6 +38,7 @@ from surgery.training.data.readers import derive_seed
 from surgery.training.data.recipe import DataConfig, SourceConfig
 from surgery.training.data.shared_tokens import SharedTokens
 from surgery.training.data.sources import open_data_source
+from surgery.training.data.teacher_text import TokenTable, token_sequences
 from surgery.training.data.tokenize import TextEncoder, TokenSequence, tokenizer_fingerprint
 
 __all__ = ["DataConfig", "Example", "SourceConfig", "TrainingData", "make_data"]
@@ -76,6 +77,9 @@ class TrainingData:
             open_data_source(source, derive_seed(seed, number), side, share, shuffled)
             for number, source in enumerate(config.sources)
         ]
+        for reader in self.readers:
+            if isinstance(table := getattr(reader, "table", None), TokenTable):
+                table.check_tokenizer(tokenizer)
         self.tokens: SharedTokens | None = None
         self._state = self._initial_state()
 
@@ -215,7 +219,10 @@ class TrainingData:
     def _tokenize(self, read: list[list[Document]]) -> list[list[TokenSequence]]:
         """Return the token sequences of each source."""
         sequences = []
-        for documents, source in zip(read, self.config.sources):
+        for documents, source, reader in zip(read, self.config.sources, self.readers):
+            if isinstance(getattr(reader, "table", None), TokenTable):
+                sequences.append(token_sequences(documents))
+                continue
             text = not source.chat and all(isinstance(document.content, str) for document in documents)
             sequences.append(
                 self.encoder.encode_texts(documents) if text else encode_chats(documents, source, self.encoder)

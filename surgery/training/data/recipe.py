@@ -4,6 +4,7 @@ data:
   sources:
     - {path: corpus/, text: body, weight: 3}        # a file, a folder, or a Hub id
     - {path: org/chats, messages: messages, streaming: true}
+    - {generated: true, weight: 2}                  # text that the teacher writes
   packing: documents
   validation: 0.01
 """
@@ -24,15 +25,32 @@ from pydantic import (
     model_validator,
 )
 
-from surgery.core.config import validation_error
+from surgery.core.config import Count, Real, validation_error
 from surgery.core.errors import SurgeryError
 from surgery.training.data.generated import TASKS, Task
 
+GENERATED = "generated"  # of --data: text that the teacher writes
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _FrozenModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class GeneratedText(_FrozenModel):
+    """Text that the teacher of `surgery finetune` writes itself, from the start of a document or of a conversation.
+
+    tokens: how many; None: what the stages read of this source. length: tokens of a row at most; None: the longest row
+    of a stage. temperature: divides the logits. seed: of the sampled tokens. chat: write conversations, from the chat
+    template; None: if the tokenizer has one. engine: what samples; auto: vllm where it is installed and there is a GPU.
+    """
+
+    tokens: Annotated[Count, Field(ge=1)] | None = None
+    length: Annotated[Count, Field(ge=16)] | None = None
+    temperature: Annotated[Real, Field(gt=0)] = 1.0
+    seed: int = Field(0, ge=0, lt=2**63)
+    chat: bool | None = None
+    engine: Literal["auto", "transformers", "vllm"] = "auto"
 
 
 class SourceConfig(_FrozenModel):
@@ -41,10 +59,12 @@ class SourceConfig(_FrozenModel):
     path: a .txt, .md, .json, .jsonl, .parquet or .csv file, a folder of such files, or a Hub data set. weight: relative
     share of the tokens. Columns: `text`, or `messages` (conversations of {role, content}), or `prompt` and
     `completion`. train_on: all `answers` of a conversation, the `last` one, or `all` of its text. separator: string
-    between the documents of a text file; without it a file is one document.
+    between the documents of a text file; without it a file is one document. generated: true, or settings: the teacher
+    writes this text to the folder `path`, by default beside the result, unless it is there already.
     """
 
-    path: str
+    path: str = ""
+    generated: GeneratedText | None = None
     text: str | None = None
     messages: str | None = None
     prompt: str | None = None
@@ -56,6 +76,29 @@ class SourceConfig(_FrozenModel):
     weight: float = Field(1.0, gt=0)
     streaming: bool = False
     train_on: Literal["answers", "last", "all"] = "answers"
+
+    @model_serializer(mode="wrap")
+    def _omit_not_generated(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `generated` where there is none, so that runs begun before the key existed go on."""
+        values: dict[str, Any] = to_dict(self)
+        return {name: value for name, value in values.items() if name != "generated" or value is not None}
+
+    @field_validator("generated", mode="before")
+    @classmethod
+    def _parse_generated(cls, value: Any) -> Any:
+        return {} if value is True else None if value is False else value
+
+    @model_validator(mode="after")
+    def _check_path(self) -> SourceConfig:
+        if not self.path and self.generated is None:
+            raise SurgeryError("a data source needs a path: a file, a folder, or a Hub id; or generated: true.")
+        columns = [n for n in ("text", "messages", "prompt", "separator", "subset", "revision") if getattr(self, n)]
+        if self.generated is not None and (columns or self.streaming):
+            raise SurgeryError(
+                f"data source with generated: {(columns or ['streaming'])[0]} does not apply to text that the teacher "
+                "writes. Remove it."
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_columns(self) -> SourceConfig:
@@ -147,3 +190,8 @@ class DataConfig(_FrozenModel):
                 "Keep one of them."
             )
         return self
+
+
+def data_sources(name: str) -> list[dict[str, Any]]:
+    """Return the sources that --data names: a path or Hub id, or `generated`, the teacher's own text."""
+    return [{"generated": True} if name == GENERATED else {"path": name}]

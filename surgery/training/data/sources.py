@@ -14,6 +14,7 @@ from surgery.core.errors import SurgeryError, suggestion
 from surgery.training.data.documents import DatasetTable, Side, TextFiles, files_identity, is_held_out
 from surgery.training.data.readers import DocumentReader, StreamReader, TableReader, unreadable_error
 from surgery.training.data.recipe import SourceConfig
+from surgery.training.data.teacher_text import TokenTable, is_teacher_text
 
 TEXT_SUFFIXES, TABLE_FORMATS = (
     (".txt", ".md"),
@@ -32,6 +33,8 @@ def open_data_source(config: SourceConfig, seed: int, side: Side, share: float, 
     if share > 0:
         filter_fn = lambda content: is_held_out(content, share) == (side == "validation")  # noqa: E731
     path = Path(config.path)
+    if config.generated is not None or is_teacher_text(path):
+        return TableReader(TokenTable(path), seed, shuffled, filter_fn)
     if path.exists():
         kind, files = _find_files(path)
         for name in ("subset", "revision", "split"):
