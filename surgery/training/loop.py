@@ -149,7 +149,7 @@ class TrainingLoop:
         device = self.accelerator.device
 
         def run() -> None:
-            with self.accelerator.no_sync(self.models.run), self.accelerator.autocast():
+            with self.accelerator.autocast():  # with communication, or FSDP2 would keep the gradients for the next step
                 self.stage.losses(self.models, to_device(batch, device))["total"].backward()
 
         compiled = compile_kernels(run, device)
