@@ -39,7 +39,7 @@ def capture_micro_batch(
     known = stage.fits_cuda_graph and type(optimizer_step) is OptimizerStep and not optimizer_step.uses_loss_scale
     single = accelerator.num_processes == 1 or optimizer_step.reducer is not None  # no communication inside
     single = single and models.run is models.student and models.cache is None
-    if not (known and single and stage.config.memory != "checkpoint" and is_on_one_gpu(models.student)):
+    if not (known and single and stage.config.memory == "keep" and is_on_one_gpu(models.student)):
         return None
     teacher = models.teacher
     if teacher is not None and not (is_on_one_gpu(teacher) and device_of(teacher) == device_of(models.student)):
@@ -102,12 +102,6 @@ class CapturedMicroBatch:
         self.replay()
         self._accumulate()
         return {name: loss_part.clone() for name, loss_part in self.parts.items()}
-
-    def release(self, disabled: bool) -> None:
-        """Drop the graph and its memory. The next batches run without one, and the one after them is captured again,
-        unless `disabled`."""
-        self.replay, self.static, self.parts, self.gradients = None, {}, {}, {}
-        self.seen, self.disabled = 0, disabled
 
     def _capture(self, batch: Batch) -> None:
         """Capture the step on static copies of `batch`. If that fails, warn, and train without a graph."""

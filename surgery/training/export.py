@@ -39,8 +39,6 @@ def stage_record(kind: str, at: TrainPosition) -> dict[str, Any]:
     speed = at.notes["positions"] / max(at.notes["seconds"], 1e-9)
     record = {"kind": kind, "steps": at.step, "tokens": at.tokens, "positions": at.notes["positions"]}
     record |= {"first_loss": at.notes["first_loss"], "last_loss": at.notes["last_loss"]}
-    if "memory" in at.notes:  # the stage went on with less memory than the recipe asked for
-        record["memory"] = at.notes["memory"]
     return {**record, "seconds": round(at.notes["seconds"], 2), "tokens_per_second": round(speed, 1)}
 
 

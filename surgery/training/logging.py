@@ -126,8 +126,6 @@ def format_entry(line: dict[str, Any]) -> str:
             "skipped, because the gradient was NaN or infinite: step "
             f"{', '.join(str(step) for step in line['skipped'])}"
         )
-    if "out_of_memory" in line:
-        return f"GPU memory ran out in step {line['out_of_memory']}; it begins again with {line['plan']}"
     if "compiled" in line:
         return f"compiled {line['compiled']} GPU kernels in {line['seconds']:.1f} s; they are kept in {line['folder']}"
     if "validation" in line:

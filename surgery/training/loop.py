@@ -8,20 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgery.core.errors import SurgeryError
 from surgery.core.parallel_compile import cache_folder, compile_kernels
 from surgery.training.batches import StepBatch, iter_steps, to_device
 from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
 from surgery.training.cuda_graph import capture_micro_batch
 from surgery.training.data.prefetch import PREFETCH_TOKENS, prefetch
 from surgery.training.distributed.accelerator import batch_layout, optimizer_step_class
-from surgery.training.distributed.step import OptimizerStep
 from surgery.training.guard import (
     MAX_CONSECUTIVE_SKIPS,
     DivergenceDetector,
@@ -30,8 +28,6 @@ from surgery.training.guard import (
     diagnose_bad_step,
 )
 from surgery.training.logging import TrainingLog
-from surgery.training.memory import MemoryPlan, RandomState, release_memory, split_rows
-from surgery.training.models import enable_gradient_checkpointing
 from surgery.training.optim import ParameterGroup, WeightEMA
 from surgery.training.recipe import HealingRecipe
 from surgery.training.stages import Batch, Stage, StageModels
@@ -89,8 +85,6 @@ class TrainingLoop:
         self.train_state = TrainState({**context.earlier, **parameters}, self.optimizer_step.optimizer_state, means)
         guard = context.recipe.guard
         self.divergence = DivergenceDetector(guard.diverged, guard.patience, at.notes.get("best"))
-        self.memory = MemoryPlan.read(at.notes.get("memory"), self.layout.rows, self.config.memory == "checkpoint")
-        self._apply_memory_plan()
         captures = context.recipe.cuda_graph
         self.captured = capture_micro_batch(self.accelerator, stage, models, self.optimizer_step) if captures else None
         self.losses: list[dict[str, Tensor]] = []
@@ -118,8 +112,8 @@ class TrainingLoop:
             began = time.perf_counter()
             while self.at.step < self.config.steps:
                 step = self._next(ready)
-                if not self.has_compiled:
-                    began = self._compile_kernels(split_rows(step.batches[0], self.memory.rows)[0], began)
+                if not self.recent_steps and not self.has_compiled:
+                    began = self._compile_kernels(step.batches[0], began)
                 self._step(step)
                 if self._is_due(self.context.recipe.log):
                     self._log_steps(began)
@@ -166,7 +160,12 @@ class TrainingLoop:
     def _step(self, step: StepBatch) -> None:
         self.optimizer_step.set_rates(self.config.schedule.factor(self.at.step, self.config.steps))
         self.stage.begin_step(self.at.step, self.context.recipe.seed)
-        totals = self._accumulate_gradients(step)
+        totals: dict[str, Any] = {}
+        for number, batch in enumerate(step.batches, 1):
+            with self.optimizer_step.forward(number == len(step.batches)):
+                parts = self._losses(batch, step.num_counted)
+                for name, loss_part in parts.items():
+                    totals[name] = totals.get(name, 0) + loss_part.detach()
         norm = self.optimizer_step.step()
         if norm is not None:
             self.norms.append(norm)
@@ -178,63 +177,6 @@ class TrainingLoop:
         self.at.step, self.at.examples = self.at.step + 1, self.at.examples + self.config.batch
         self.at.tokens += step.tokens
         self.at.notes["data"] = step.data_state
-
-    def _accumulate_gradients(self, step: StepBatch) -> dict[str, Any]:
-        """Return the loss parts of a step after its backward passes. Where GPU memory runs out, the step begins again
-        with a plan that needs less."""
-        random_state = RandomState.save(self.accelerator.device)
-        while True:
-            try:
-                return self._forwards(step)
-            except torch.OutOfMemoryError as error:
-                smaller = self._smaller_plan(error)
-            self._use_plan(smaller)  # outside of `except`: the error keeps the tensors of the failed step
-            random_state.restore()
-
-    def _forwards(self, step: StepBatch) -> dict[str, Any]:
-        totals: dict[str, Any] = {}
-        batches = [part for batch in step.batches for part in split_rows(batch, self.memory.rows)]
-        for number, batch in enumerate(batches, 1):
-            with self.optimizer_step.forward(number == len(batches)):
-                parts = self._losses(batch, step.num_counted)
-                for name, loss_part in parts.items():
-                    totals[name] = totals.get(name, 0) + loss_part.detach()
-        return totals
-
-    def _smaller_plan(self, error: torch.OutOfMemoryError) -> MemoryPlan:
-        """Return the plan with which the step goes on after an error for lack of memory."""
-        config, device = self.config, self.accelerator.device
-        alone = self.accelerator.num_processes == 1 and type(self.optimizer_step) is OptimizerStep
-        student = self.models.student
-        can_recompute = (
-            config.memory != "keep" and self.stage.can_recompute and bool(getattr(student, "supports_gradient_checkpointing", False))
-        )  # fmt: skip
-        smaller = self.memory.smaller(config.length, can_recompute)
-        if alone and smaller is not None:
-            return smaller
-        what = "all processes must agree on a smaller plan" if not alone else "there is no smaller plan"
-        raise SurgeryError(
-            f"stage {config.kind}: the memory of {device} does not hold a step with {self.memory}, and {what}. Set fewer "
-            "rows, for example stages.*.rows=1, or a smaller length; stages.*.memory=checkpoint recomputes activations."
-        ) from error
-
-    def _use_plan(self, plan: MemoryPlan) -> None:
-        """Drop what the failed step left and go on with another plan."""
-        self.memory = plan
-        self.at.notes["memory"] = plan.note
-        if self.captured is not None:
-            self.captured.release(plan.recompute)
-        self.optimizer_step.inner.zero_grad(set_to_none=True)
-        release_memory(self.accelerator.device)
-        self._apply_memory_plan()
-        self.accelerator.step = 0  # Accelerate counts forwards up to accumulation_steps
-        self.context.report({"out_of_memory": self.at.step + 1, "plan": str(plan)})
-
-    def _apply_memory_plan(self) -> None:
-        if self.memory.rows != self.layout.rows:
-            self.optimizer_step.use_layout(replace(self.layout, rows=self.memory.rows))
-        if self.memory.recompute and self.config.memory != "checkpoint":
-            enable_gradient_checkpointing(self.models.student)
 
     def _losses(self, batch: Batch, num_counted: int) -> dict[str, Tensor]:
         """Return this micro-batch's parts of the mean loss over the step, after their backward pass."""
@@ -371,7 +313,7 @@ class TrainingLoop:
         raise KeyboardInterrupt
 
     def _validate(self) -> None:
-        loss = self._validation_loss()
+        loss = self.context.validate(self.models)
         self.models.run.train()
         if loss is None:
             return
@@ -381,17 +323,6 @@ class TrainingLoop:
             self.context.log.add(line)
         self.context.report(line)
         self.context.after_evaluation(loss, self.at, self.train_state)
-
-    def _validation_loss(self) -> float | None:
-        """Return the loss on validation text; without the captured graph, if its memory is needed."""
-        try:
-            return self.context.validate(self.models)
-        except torch.OutOfMemoryError:
-            if self.captured is None or self.captured.replay is None:
-                raise
-            self.captured.release(self.memory.recompute)
-        release_memory(self.accelerator.device)
-        return self.context.validate(self.models)
 
     def _save(self) -> None:
         if self.due_save == self.at.step:  # writing it again would first remove the good one
@@ -415,6 +346,8 @@ class TrainingLoop:
             self.ema.swap()
 
     def _data_ended_error(self) -> Exception:
+        from surgery.core.errors import SurgeryError
+
         return SurgeryError(
             f"stage {self.config.kind}: the data ended after {self.at.examples} rows of {self.config.length} tokens, "
             "but the "

@@ -322,7 +322,7 @@ class StageRunner:
         after = self.validation.student_loss(models) if adapter else None
         reshard_modules(models.student)
         models.student = models.run = unwrap_model(self.accelerator, models.run)
-        if loop.memory.recompute:
+        if stage.config.memory == "checkpoint":
             model_loading.disable_gradient_checkpointing(models.student)
         if stage.config.weight_norm == "cores":
             fold_core_norms(models.student)

@@ -114,11 +114,6 @@ class OptimizerStep:
         self.accelerator.gradient_accumulation_steps = self.layout.accumulation_steps
         self.reducer = GradientReducer(self.parameters) if is_bare_replica(self.accelerator, self.run) else None
 
-    def use_layout(self, layout: BatchLayout) -> None:
-        """Divide steps in another way from now on."""
-        self.layout = layout
-        self.accelerator.gradient_accumulation_steps = layout.accumulation_steps
-
     @property
     def uses_loss_scale(self) -> bool:
         """Whether fp16 loss scaling is active: then infinite gradients are expected while the scale adapts."""

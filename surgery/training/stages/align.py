@@ -64,7 +64,6 @@ def module_paths(kinds: tuple[str, ...], roles: Roles) -> list[str]:
 class AlignStage(TeacherStage):
     """Trains attention and MLP modules of the student to reproduce those of the teacher."""
 
-    can_recompute = False
     config: AlignConfig
     paths: list[str]
 
@@ -79,7 +78,7 @@ class AlignStage(TeacherStage):
         """Find the modules to align in student and teacher. Raises SurgeryError if there are none."""
         if self.config.memory == "checkpoint":
             raise SurgeryError(
-                "stage align: memory must be auto or keep (got checkpoint): no gradient passes from layer to layer, so nothing "
+                "stage align: memory must be keep (got checkpoint): no gradient passes from layer to layer, so nothing "
                 "is saved."
             )
         trained = self.trained_parameters(models, roles)

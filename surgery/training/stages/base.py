@@ -39,8 +39,7 @@ class StageConfig(StrictModel):
     rows per forward on one device; batch must be a multiple of rows x devices. rate: peak learning rate. rates: peak
     rates for some kinds of parameters (see optim.PARAMETER_KINDS) instead of `rate`. trains: kinds, roles, or paths
     with * and ?. clip: maximum gradient norm. ema: decay of the weights' moving average. memory: `checkpoint`
-    recomputes activations, `keep` never does, `auto` only where GPU memory runs out (surgery/training/memory.py). data:
-    overrides the recipe's data.
+    recomputes activations. data: overrides the recipe's data.
     """
 
     name: ClassVar[str]
@@ -57,7 +56,7 @@ class StageConfig(StrictModel):
     weight_norm: Literal["none", "cores"] = "none"
     clip: Annotated[Real, Field(gt=0)] | None = 1.0
     ema: Annotated[Real, Field(gt=0, lt=1)] | None = None
-    memory: Literal["auto", "keep", "checkpoint"] = "auto"
+    memory: Literal["keep", "checkpoint"] = "keep"
     data: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -100,7 +99,6 @@ class Stage:
 
     config_type: ClassVar[type]
     fits_cuda_graph: ClassVar[bool] = False  # whether the losses can be captured: no value is read back to the CPU
-    can_recompute: ClassVar[bool] = True  # whether its backward pass goes through layers, which may be recomputed
     reads: ClassVar[str] = "ids"  # what its rows hold: token `ids`, or continuous `values`
     fits_new_models: ClassVar[bool] = False  # whether `surgery pretrain` may use it, which has no teacher
 
