@@ -22,6 +22,7 @@ from surgery.mixers.common.packed_documents import one_document_per_row
 from surgery.modeling.cuda_graph import is_on_one_gpu, record_graph
 from surgery.training.batches import to_device
 from surgery.training.distributed.step import OptimizerStep
+from surgery.training.memory import release_cached_memory
 from surgery.training.stages import Batch, Stage, StageModels
 
 WARMUP_BATCHES = 3  # run without a graph, so that kernels are compiled and libraries have their workspaces
@@ -66,6 +67,11 @@ class CapturedMicroBatch:
         self.seen, self.disabled = 0, False
         self.stream = torch.cuda.Stream(accelerator.device) if accelerator.device.type == "cuda" else None
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether later batches will be faster: batches that a graph fits have come, and there is none yet."""
+        return self.seen > 0 and self.replay is None and not self.disabled
+
     @contextmanager
     def on_stream(self) -> Iterator[None]:
         """Run all steps on the stream of the capture.
@@ -103,6 +109,10 @@ class CapturedMicroBatch:
         self._accumulate()
         return {name: loss_part.clone() for name, loss_part in self.parts.items()}
 
+    def release(self) -> None:
+        """Free the memory of the graph; the next batch is captured anew."""
+        self.replay, self.static, self.parts, self.gradients = None, {}, {}, {}
+
     def _capture(self, batch: Batch) -> None:
         """Capture the step on static copies of `batch`. If that fails, warn, and train without a graph."""
         on_device = to_device(batch, self.accelerator.device)
@@ -125,6 +135,9 @@ class CapturedMicroBatch:
             )
         for name, parameter in parameters.items():
             parameter.grad = before[name]
+        if self.disabled:
+            self.release()
+            release_cached_memory(self.accelerator.device)
 
     def _run_without_gradients(self) -> None:
         """Run the step with no gradients to add to: the graph makes its own."""

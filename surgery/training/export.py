@@ -35,10 +35,15 @@ from surgery.training.validation import perplexity
 
 
 def stage_record(kind: str, at: TrainPosition) -> dict[str, Any]:
-    """Return the record of one stage. tokens: trained on, exactly; positions: rows x length, with padding."""
+    """Return the record of one stage. tokens: trained on, exactly; positions: rows x length, with padding.
+
+    memory: how activations were held and rows per forward, where the run chose them. full_speed: seconds from the start
+    of the run until its steps ran at full speed, on a GPU.
+    """
     speed = at.notes["positions"] / max(at.notes["seconds"], 1e-9)
     record = {"kind": kind, "steps": at.step, "tokens": at.tokens, "positions": at.notes["positions"]}
     record |= {"first_loss": at.notes["first_loss"], "last_loss": at.notes["last_loss"]}
+    record |= {key: at.notes[key] for key in ("memory", "full_speed") if key in at.notes}
     return {**record, "seconds": round(at.notes["seconds"], 2), "tokens_per_second": round(speed, 1)}
 
 

@@ -126,6 +126,8 @@ def format_entry(line: dict[str, Any]) -> str:
             "skipped, because the gradient was NaN or infinite: step "
             f"{', '.join(str(step) for step in line['skipped'])}"
         )
+    if "note" in line:
+        return str(line["note"])
     if "compiled" in line:
         return f"compiled {line['compiled']} GPU kernels in {line['seconds']:.1f} s; they are kept in {line['folder']}"
     if "validation" in line:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from surgery.core.errors import SurgeryError
 from surgery.core.parallel_compile import cache_folder, compile_kernels
 from surgery.training.batches import StepBatch, iter_steps, to_device
 from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
-from surgery.training.cuda_graph import capture_micro_batch
+from surgery.training.cuda_graph import CapturedMicroBatch, capture_micro_batch
 from surgery.training.data.prefetch import PREFETCH_TOKENS, prefetch
-from surgery.training.distributed.accelerator import batch_layout, optimizer_step_class
+from surgery.training.distributed.accelerator import batch_layout, optimizer_step_class, sharding_name
 from surgery.training.guard import (
     MAX_CONSECUTIVE_SKIPS,
     DivergenceDetector,
@@ -28,6 +29,18 @@ from surgery.training.guard import (
     diagnose_bad_step,
 )
 from surgery.training.logging import TrainingLog
+from surgery.training.memory import (
+    MemoryChoice,
+    MemoryNeed,
+    available_memory,
+    choose,
+    measure_need,
+    read_choice,
+    reduce_choice,
+    release_cached_memory,
+    split_rows,
+)
+from surgery.training.models import disable_gradient_checkpointing, enable_gradient_checkpointing
 from surgery.training.optim import ParameterGroup, WeightEMA
 from surgery.training.recipe import HealingRecipe
 from surgery.training.stages import Batch, Stage, StageModels
@@ -40,7 +53,8 @@ class LoopContext:
     report: called with every log entry. validate: returns the validation loss in nats per token, or None without
     validation text. skip_bad_steps: skip steps with NaN or infinite gradients. evaluate: steps between two evaluations
     on validation text, 0 for none. after_evaluation: called with validation loss, position and training state. earlier:
-    parameters that earlier stages trained, by name; they are saved too. steps_before: steps of earlier stages.
+    parameters that earlier stages trained, by name; they are saved too. steps_before: steps of earlier stages. began:
+    time.perf_counter() at the start of the run, from which the time until full speed is counted.
     """
 
     accelerator: Any
@@ -55,6 +69,7 @@ class LoopContext:
     after_evaluation: Callable[[float | None, TrainPosition, TrainState], None] = lambda *args: None
     earlier: dict[str, Tensor] = field(default_factory=dict)
     steps_before: int = 0
+    began: float = field(default_factory=time.perf_counter)
 
 
 class TrainingLoop:
@@ -85,14 +100,14 @@ class TrainingLoop:
         self.train_state = TrainState({**context.earlier, **parameters}, self.optimizer_step.optimizer_state, means)
         guard = context.recipe.guard
         self.divergence = DivergenceDetector(guard.diverged, guard.patience, at.notes.get("best"))
-        captures = context.recipe.cuda_graph
-        self.captured = capture_micro_batch(self.accelerator, stage, models, self.optimizer_step) if captures else None
+        self.captured: CapturedMicroBatch | None = None  # from the first step on
+        self.choice = MemoryChoice("keep", self.layout.rows)
         self.losses: list[dict[str, Tensor]] = []
         self.norms: list[Tensor] = []
         self.seconds, self.waited, self.positions, self.skipped = 0.0, 0.0, 0, 0
         self.recent_steps: list[StepBatch] = []
         self.due_save = at.step  # the step of the latest checkpoint
-        self.has_compiled = False
+        self.is_ready, self.at_full_speed = False, False
 
     # -- the loop ------------------------------------------------------------------------------------
     def run(self) -> TrainPosition:
@@ -105,16 +120,17 @@ class TrainingLoop:
         self.models.run.train()
         single_process = self.accelerator.num_processes == 1
         with ExitStack() as stack:
-            if self.captured is not None:
-                stack.enter_context(self.captured.on_stream())
             ready = stack.enter_context(prefetch(steps, min(ahead, self.config.steps), self.accelerator.device))
             interrupted = stack.enter_context(defer_interrupt(single_process))
             began = time.perf_counter()
             while self.at.step < self.config.steps:
                 step = self._next(ready)
-                if not self.recent_steps and not self.has_compiled:
-                    began = self._compile_kernels(step.batches[0], began)
+                if not self.is_ready:
+                    self._get_ready(step, stack)
+                    began = time.perf_counter()
                 self._step(step)
+                if not self.at_full_speed and self.accelerator.device.type == "cuda":
+                    self._note_full_speed()
                 if self._is_due(self.context.recipe.log):
                     self._log_steps(began)
                     began = time.perf_counter()
@@ -132,15 +148,29 @@ class TrainingLoop:
             raise self._data_ended_error()
         return step
 
-    def _compile_kernels(self, batch: Batch, began: float) -> float:
-        """Compile the GPU kernels of a micro-batch in parallel, before the first step; its results are dropped.
+    # -- before the first step, and when memory runs out -----------------------------------------------
+    def _get_ready(self, step: StepBatch, stack: ExitStack) -> None:
+        """Compile kernels, decide what `memory: auto` means, and prepare the capture. None of it is training time."""
+        self.is_ready = True
+        self.stage.begin_step(self.at.step, self.context.recipe.seed)
+        choice = self._known_choice()
+        if choice is None:
+            self._compile_kernels(split_rows(step.batches[:1], 1)[0])
+            choice = self._measure_choice(step.batches[0])
+            self.at.notes["memory"] = asdict(choice)
+            self.context.report({"note": f"memory: {choice}"})
+        self._use_choice(choice)
+        self._compile_kernels(split_rows(step.batches[:1], choice.rows)[0])
+        if self.context.recipe.cuda_graph:
+            self.captured = capture_micro_batch(self.accelerator, self.stage, self.models, self.optimizer_step)
+        if self.captured is not None:
+            stack.enter_context(self.captured.on_stream())
 
-        Return the new start of the step timer: the time is reported, and is not training time.
-        """
-        self.has_compiled = True
+    def _compile_kernels(self, batch: Batch) -> None:
+        """Compile the GPU kernels of a micro-batch in parallel, before the first step; its results are dropped."""
         if not self.stage.fits_cuda_graph:  # other stages may keep what they compute
-            return began
-        device = self.accelerator.device
+            return
+        device, began = self.accelerator.device, time.perf_counter()
 
         def run() -> None:
             with self.accelerator.autocast():  # with communication, or FSDP2 would keep the gradients for the next step
@@ -149,23 +179,134 @@ class TrainingLoop:
         compiled = compile_kernels(run, device)
         if device.type == "cuda":
             self.optimizer_step.inner.zero_grad(set_to_none=True)
-        now = time.perf_counter()
         if compiled:
-            self.context.report({"compiled": compiled, "seconds": now - began, "folder": cache_folder()})
-        return now
+            seconds = time.perf_counter() - began
+            self.context.report({"compiled": compiled, "seconds": seconds, "folder": cache_folder()})
+
+    def _known_choice(self) -> MemoryChoice | None:
+        """Return how the activations of a step are held, or None if that must be measured.
+
+        A resumed run goes on as it was. On a CPU activations are kept; sharded models are large, so theirs are
+        recomputed.
+        """
+        rows, memory = self.layout.rows, self.config.memory
+        if (stored := read_choice(self.at.notes.get("memory"), rows)) is not None:
+            return stored
+        if memory != "auto":
+            return MemoryChoice(memory, rows)
+        if self.accelerator.device.type != "cuda":
+            return MemoryChoice("keep", rows)
+        if sharding_name(self.accelerator):
+            return MemoryChoice("checkpoint" if self.stage.can_checkpoint else "keep", rows)
+        return None
+
+    def _measure_choice(self, batch: Batch) -> MemoryChoice:
+        """Return the choice that fits, by the memory that one and two rows of `batch` take. All processes agree."""
+        device, optimiser = self.accelerator.device, self.optimizer_step.inner
+        trained = sum(p.nbytes for p in self.optimizer_step.parameters.values())
+        states = 0 if optimiser.state else self.config.optimiser.states * trained
+
+        def run(rows: int) -> None:
+            part = to_device({name: tensor[:rows] for name, tensor in batch.items()}, device)
+            try:
+                with self.accelerator.no_sync(self.models.run):
+                    self.stage.losses(self.models, part)["total"].backward()
+            finally:
+                optimiser.zero_grad(set_to_none=True)
+
+        def measure(memory: str) -> MemoryNeed | None:
+            with self._checkpointing(memory == "checkpoint"):
+                return measure_need(run, self.layout.rows, device)
+
+        with torch.random.fork_rng([device]):
+            release_cached_memory(device)
+            available = available_memory(device) - states - trained  # gradients of earlier micro-batches
+            choice = choose(measure, self.layout.rows, self.config.length, available, self.stage.can_checkpoint)
+        release_cached_memory(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        if self.accelerator.num_processes > 1:
+            code = torch.tensor([[choice.memory == "keep", choice.rows]], device=device, dtype=torch.long)
+            kept, least = self.accelerator.gather(code).amin(0).tolist()
+            choice = MemoryChoice("keep" if kept else "checkpoint", least)
+        return choice
+
+    @contextmanager
+    def _checkpointing(self, on: bool) -> Iterator[None]:
+        if on:
+            enable_gradient_checkpointing(self.models.student)
+        try:
+            yield
+        finally:
+            if on:
+                disable_gradient_checkpointing(self.models.student)
+
+    def _use_choice(self, choice: MemoryChoice) -> None:
+        """Hold activations as chosen from the next forward on."""
+        if choice.memory == "checkpoint":
+            enable_gradient_checkpointing(self.models.student)
+        self.choice = choice
+        if choice.rows != self.optimizer_step.layout.rows:
+            self.optimizer_step.set_rows(choice.rows)
+        self.stage.config = self.config = self.config.model_copy(update={"memory": choice.memory})
+
+    def _use_less_memory(self, why: str) -> None:
+        """Drop what the step in progress made, and choose what needs less memory for it and all later ones.
+
+        Raises SurgeryError if nothing is left to try, or with several processes, of which the others went on.
+        """
+        self.optimizer_step.inner.zero_grad(set_to_none=True)
+        self._release_graph()
+        choice = reduce_choice(self.choice, self.stage.can_checkpoint)
+        if choice is None or self.accelerator.num_processes > 1 or not self.optimizer_step.can_rerun:
+            raise SurgeryError(
+                f"stage {self.config.kind}: memory ran out in step {self.at.step + 1} ({self.choice}): {why} "
+                f"{self._memory_advice()}"
+            )
+        self._use_choice(choice)
+        self.at.notes["memory"] = asdict(choice)
+        self.captured = None  # the capture is for activations that are kept
+        self.context.report(
+            {"note": f"memory ran out in step {self.at.step + 1}; going on from the step before: {choice}"}
+        )
+
+    def _memory_advice(self) -> str:
+        if self.choice.memory == "keep" and self.stage.can_checkpoint:
+            return "Set memory: checkpoint, and resume with --resume."
+        if self.choice.rows > 1:
+            return f"Set rows below {self.choice.rows}, and resume with --resume."
+        return "Set length lower, or train fewer parameters (trains)."
+
+    def _release_graph(self) -> None:
+        if self.captured is not None:
+            self.captured.release()
+        release_cached_memory(self.accelerator.device)
+
+    def _note_full_speed(self) -> None:
+        """Report the time from the start of the run to the end of the first step at full speed: the first replayed one
+        with a CUDA graph, otherwise the first step.
+        """
+        if self.captured is not None and self.captured.is_warming_up:
+            return
+        self.at_full_speed = True
+        self._synchronize()
+        seconds = round(time.perf_counter() - self.context.began, 1)
+        self.at.notes["full_speed"] = seconds
+        self.context.report({"note": f"at full speed {seconds:.1f} s after the start"})
 
     def _is_due(self, every: int) -> bool:
         return bool(every) and (self.at.step % every == 0 or self.at.step == self.config.steps)
 
     def _step(self, step: StepBatch) -> None:
-        self.optimizer_step.set_rates(self.config.schedule.factor(self.at.step, self.config.steps))
-        self.stage.begin_step(self.at.step, self.context.recipe.seed)
-        totals: dict[str, Any] = {}
-        for number, batch in enumerate(step.batches, 1):
-            with self.optimizer_step.forward(number == len(step.batches)):
-                parts = self._losses(batch, step.num_counted)
-                for name, loss_part in parts.items():
-                    totals[name] = totals.get(name, 0) + loss_part.detach()
+        """Run one step. If its forward or backward pass runs out of memory, run it again with less."""
+        while True:
+            random_states = _random_states(self.accelerator.device)
+            try:
+                totals = self._run_micro_batches(step)
+                break
+            except torch.OutOfMemoryError as error:
+                why = str(error).partition(". ")[0] + "."
+            _restore_random_states(random_states, self.accelerator.device)
+            self._use_less_memory(why)  # outside of the handler: the error refers to the step's tensors
         norm = self.optimizer_step.step()
         if norm is not None:
             self.norms.append(norm)
@@ -177,6 +318,19 @@ class TrainingLoop:
         self.at.step, self.at.examples = self.at.step + 1, self.at.examples + self.config.batch
         self.at.tokens += step.tokens
         self.at.notes["data"] = step.data_state
+
+    def _run_micro_batches(self, step: StepBatch) -> dict[str, Any]:
+        """Accumulate the gradients of a step; return the parts of its loss."""
+        self.optimizer_step.set_rates(self.config.schedule.factor(self.at.step, self.config.steps))
+        self.stage.begin_step(self.at.step, self.context.recipe.seed)
+        batches = step.batches if self.choice.rows == self.layout.rows else split_rows(step.batches, self.choice.rows)
+        totals: dict[str, Any] = {}
+        for number, batch in enumerate(batches, 1):
+            with self.optimizer_step.forward(number == len(batches)):
+                parts = self._losses(batch, step.num_counted)
+                for name, loss_part in parts.items():
+                    totals[name] = totals.get(name, 0) + loss_part.detach()
+        return totals
 
     def _losses(self, batch: Batch, num_counted: int) -> dict[str, Tensor]:
         """Return this micro-batch's parts of the mean loss over the step, after their backward pass."""
@@ -313,7 +467,18 @@ class TrainingLoop:
         raise KeyboardInterrupt
 
     def _validate(self) -> None:
-        loss = self.context.validate(self.models)
+        needs_room = False
+        try:
+            loss = self.context.validate(self.models)
+        except torch.OutOfMemoryError:
+            if self.captured is None:
+                raise
+            needs_room = True
+        if needs_room:  # the next step is captured again
+            self._release_graph()
+            loss = self.context.validate(self.models)
+        if self.captured is not None and self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()  # steps run in the graph's memory, and would not use this
         self.models.run.train()
         if loss is None:
             return
@@ -346,14 +511,23 @@ class TrainingLoop:
             self.ema.swap()
 
     def _data_ended_error(self) -> Exception:
-        from surgery.core.errors import SurgeryError
-
         return SurgeryError(
             f"stage {self.config.kind}: the data ended after {self.at.examples} rows of {self.config.length} tokens, "
             "but the "
             f"stage needs {self.config.steps * self.config.batch} rows. Leave out data.epochs, or set "
             f"tokens={self.at.examples * self.config.length}."
         )
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators that a step draws from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _restore_random_states(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
 
 
 def _mean(values: Any) -> float:

@@ -114,7 +114,7 @@ class StageRunner:
 
     def run(self) -> dict[str, Any]:
         """Run the remaining stages, write the result and return the record of the run."""
-        began = time.perf_counter()
+        self.began = time.perf_counter()
         torch.manual_seed(self.recipe.seed)
         self.tokenizer = model_loading.load_source_tokenizer(self.source, self.trust)
         self.checkpoints = CheckpointManager(
@@ -142,7 +142,7 @@ class StageRunner:
         latest = self.checkpoints.latest()
         assert latest is not None, "every stage ends with a checkpoint"
         ended = self.checkpoints.read_position(latest)
-        record = self._record(ended.notes, time.perf_counter() - began)
+        record = self._record(ended.notes, time.perf_counter() - self.began)
         self.progress.say("writing the healed checkpoint")
         self._write_result(models, record, latest, ended.notes)
         return record
@@ -257,8 +257,6 @@ class StageRunner:
         optimiser = make_optimizer(groups, config.optimiser)
         if self.main:
             self.show(groups_table(f"{number + 1}. {config.kind}", groups))
-        if config.memory == "checkpoint":
-            model_loading.enable_gradient_checkpointing(models.student)
         models.run, optimiser = prepare(
             self.accelerator, models.student, optimiser, config, self.recipe.precision, captured=self.recipe.cuda_graph
         )
@@ -278,7 +276,7 @@ class StageRunner:
             accelerator=self.accelerator, recipe=self.recipe, data=data, log=self.log, checkpoints=self.checkpoints,
             report=self.reporter, validate=self.validation.student_loss, skip_bad_steps=self.skip,
             evaluate=self.recipe.evaluates, after_evaluation=self._save_if_best, earlier=earlier,
-            steps_before=sum(s.steps for s in self.recipe.stages[:number]),
+            steps_before=sum(s.steps for s in self.recipe.stages[:number]), began=self.began,
         )  # fmt: skip
         loop = TrainingLoop(context, stage, models, groups, optimiser, at)
         with self.reporter.stage(f"{number + 1}. {config.kind}", config.steps, at.step):

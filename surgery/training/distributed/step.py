@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -129,6 +130,12 @@ class OptimizerStep:
     def rate(self) -> float:
         """The largest current learning rate of all groups."""
         return max(group["lr"] for group in self.inner.param_groups)
+
+    def set_rows(self, rows: int) -> None:
+        """Set the rows per forward from the next step on; gradients of a step in progress must have been dropped."""
+        self.layout = replace(self.layout, rows=rows)
+        self.accelerator.gradient_accumulation_steps = self.layout.accumulation_steps
+        self.accelerator.step = 0
 
     def forward(self, last: bool) -> AbstractContextManager[Any]:
         """Return the context of one micro-batch. last: whether it is the last one of the step."""

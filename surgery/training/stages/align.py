@@ -65,6 +65,7 @@ class AlignStage(TeacherStage):
     """Trains attention and MLP modules of the student to reproduce those of the teacher."""
 
     config: AlignConfig
+    can_checkpoint = False
     paths: list[str]
 
     def __init__(self, config: Any):
@@ -78,7 +79,7 @@ class AlignStage(TeacherStage):
         """Find the modules to align in student and teacher. Raises SurgeryError if there are none."""
         if self.config.memory == "checkpoint":
             raise SurgeryError(
-                "stage align: memory must be keep (got checkpoint): no gradient passes from layer to layer, so nothing "
+                "stage align: memory must be keep or auto (got checkpoint): no gradient passes from layer to layer, so nothing "
                 "is saved."
             )
         trained = self.trained_parameters(models, roles)

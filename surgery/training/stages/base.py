@@ -38,8 +38,9 @@ class StageConfig(StrictModel):
     length: tokens per row. tokens: positions to train on (rows x length). batch: rows per step, over all devices. rows:
     rows per forward on one device; batch must be a multiple of rows x devices. rate: peak learning rate. rates: peak
     rates for some kinds of parameters (see optim.PARAMETER_KINDS) instead of `rate`. trains: kinds, roles, or paths
-    with * and ?. clip: maximum gradient norm. ema: decay of the weights' moving average. memory: `checkpoint`
-    recomputes activations. data: overrides the recipe's data.
+    with * and ?. clip: maximum gradient norm. ema: decay of the weights' moving average. memory: `keep`
+    or recompute (`checkpoint`) activations; `auto` measures the first rows on a GPU and keeps them where they fit, with
+    fewer rows per forward if need be. data: overrides the recipe's data.
     """
 
     name: ClassVar[str]
@@ -56,7 +57,7 @@ class StageConfig(StrictModel):
     weight_norm: Literal["none", "cores"] = "none"
     clip: Annotated[Real, Field(gt=0)] | None = 1.0
     ema: Annotated[Real, Field(gt=0, lt=1)] | None = None
-    memory: Literal["keep", "checkpoint"] = "keep"
+    memory: Literal["auto", "keep", "checkpoint"] = "auto"
     data: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -99,6 +100,7 @@ class Stage:
 
     config_type: ClassVar[type]
     fits_cuda_graph: ClassVar[bool] = False  # whether the losses can be captured: no value is read back to the CPU
+    can_checkpoint: ClassVar[bool] = True  # whether recomputing activations saves memory
     reads: ClassVar[str] = "ids"  # what its rows hold: token `ids`, or continuous `values`
     fits_new_models: ClassVar[bool] = False  # whether `surgery pretrain` may use it, which has no teacher
 
