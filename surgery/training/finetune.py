@@ -23,7 +23,7 @@ from surgery.core.dispatch import record_references, reference_warning
 from surgery.core.errors import SurgeryError
 from surgery.core.files import check_no_unknown_files, explain_disk_errors, partial_path
 from surgery.core.journal import Journal, check_absent, check_output_path
-from surgery.core.progress import Progress
+from surgery.core.progress import Progress, is_main_process
 from surgery.core.version import WORK_VERSION
 from surgery.planning.renamed import renew_healing_recipe
 from surgery.training import models as model_loading
@@ -134,7 +134,8 @@ def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, 
     """Raise SurgeryError for mistakes that show before a model is opened: output path, missing teacher, missing
     data.
     """
-    check_output_path(out, resume, "run")
+    if is_main_process():  # others may come here when the first one has begun to write
+        check_output_path(out, resume, "run")
     for stage in recipe.stages:
         wants = STAGES[stage](stage).needs_teacher
         if wants == "model" and teacher is None:
