@@ -66,5 +66,14 @@ class OutputGate(nn.Module):
 
     def forward(self, y_BTHV: Tensor, x_BTD: Tensor) -> Tensor:
         """Return the gated outputs (B, T, H, V). x_BTD: hidden states."""
+        return apply_gate(y_BTHV, self.logits(x_BTD))
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """Return W x (B, T, H, V), or (B, T, H, 1) of a gate per head."""
         gate_BTHV: Tensor = self.projection(x_BTD).unflatten(-1, (self.heads, -1))
-        return y_BTHV * (2 * gate_BTHV.to(y_BTHV.dtype).sigmoid())
+        return gate_BTHV
+
+
+def apply_gate(y_BTHV: Tensor, gate_BTHV: Tensor) -> Tensor:
+    """Return 2 sigmoid(gate) y, (B, T, H, V)."""
+    return y_BTHV * (2 * gate_BTHV.to(y_BTHV.dtype).sigmoid())

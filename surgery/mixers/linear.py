@@ -37,6 +37,7 @@ from surgery.mixers.base import (
     MixerState,
 )
 from surgery.mixers.common.bidirectional import bidirectional_output, dense_output, zero_padding_writes
+from surgery.mixers.common.linear_features import FeaturePlan, l2_normalize, linear_features
 from surgery.mixers.common.meta_weights import EmptyOnMeta
 from surgery.mixers.common.near_chunks import ChunkBuffer, chunk_attention
 from surgery.mixers.common.padding import Unpadder, shift_rows
@@ -45,6 +46,7 @@ from surgery.mixers.common.window_hybrid import (
     LocalOutput,
     RecentAndSinks,
     Tensors,
+    join_and_gate,
     join_branches,
     local_attention,
 )
@@ -61,7 +63,7 @@ from surgery.mixers.linear_config import (
     resolve_rope,
 )
 from surgery.mixers.masks.base import MASKS, MaskInputs, Signals
-from surgery.mixers.projections import Float32Linear, autocast_disabled
+from surgery.mixers.projections import Float32Linear, autocast_disabled, is_hooked
 
 # Applies the mask: (out_BGJTV, state of the mask after the tokens, or None without a state).
 MaskFn = Callable[[MaskInputs], tuple[Tensor, Tensors | None]]
@@ -197,8 +199,9 @@ class LinearMixer(Mixer):
     ) -> tuple[Tensor, MixerState]:
         with autocast_disabled(inputs.x_BTD.device):
             linear_BGJTV, local, tokens, after = self._branches(inputs, past, apply, block)
-            out_BTHV = tokens.unpadder.pad(self._combine(linear_BGJTV, local, tokens.x_BTD), dim=1)
-            return out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype), after
+            dtype = inputs.v_BGTV.dtype
+            out_BTHV = tokens.unpadder.pad(self._combine(linear_BGJTV, local, tokens.x_BTD, dtype), dim=1)
+            return out_BTHV.transpose(1, 2).to(dtype), after
 
     def outputs_by_linear_weight(self, inputs: MixerInputs, weights: Sequence[float]) -> list[Tensor]:
         """Return one output (B, H, T, V) per weight: that weight on the linear branch of all heads, 1 on the softmax
@@ -210,7 +213,8 @@ class LinearMixer(Mixer):
             outs = []
             for weight in weights:
                 linear_H = torch.full_like(self.linear_weight_H, weight)
-                out_BTHV = self._combine(linear_BGJTV, local, tokens.x_BTD, linear_H, torch.ones_like(linear_H))
+                weights_H = linear_H, torch.ones_like(linear_H)
+                out_BTHV = self._combine(linear_BGJTV, local, tokens.x_BTD, torch.float32, *weights_H)
                 outs.append(tokens.unpadder.pad(out_BTHV, dim=1).transpose(1, 2))
         return outs
 
@@ -224,7 +228,9 @@ class LinearMixer(Mixer):
         """
         buffer, stateless, first = self.window_buffer, past is None, self._are_first_tokens(inputs, past)
         past = past or self._empty_buffers(len(inputs.x_BTD), inputs.x_BTD.device, rings=not first)
-        tokens, after = self.project_tokens(inputs, past)
+        tokens, after, features = (
+            self._first_tokens(inputs, past) if first else (*self.project_tokens(inputs, past), ())
+        )
         unpadder, local, queue = tokens.unpadder, None, {}
         # Only in training: kernels are compiled for a number of levels, and rows of inference have many lengths.
         length = inputs.x_BTD.shape[1] if stateless and torch.is_grad_enabled() else None
@@ -249,7 +255,9 @@ class LinearMixer(Mixer):
             }
         max_seen = None if past.max_seen is None else past.max_seen + inputs.x_BTD.shape[1]
         if first:
-            linear_BGJTV, mask_state = self._branch_of_first_tokens(tokens, written, signals, past.seen_B, apply)
+            linear_BGJTV, mask_state = self._branch_of_first_tokens(
+                tokens, features, written, signals, past.seen_B, apply
+            )
         elif isinstance(buffer, ChunkBuffer):
             linear_BGJTV, mask_state = self._branch_of_blocks(tokens, queue, signals, past, max_seen, apply)
         else:
@@ -272,50 +280,93 @@ class LinearMixer(Mixer):
         begins = past is None or past.max_seen == 0
         return begins and inputs.x_BTD.shape[1] > buffer.window + buffer.sinks
 
+    def _first_tokens(
+        self, inputs: MixerInputs, past: MixerState
+    ) -> tuple[ProjectedTokens, Tensors, tuple[Tensor, Tensor]]:
+        """Return (tokens, state of the convolution, features of queries and of keys) of rows for which
+        `_are_first_tokens` holds.
+
+        Features are those of the queries that read a state (B, H, L, F), and of the tokens written before the last of
+        them (B, G, L, F). q and k of the tokens have one form, that before RoPE where the branches read two.
+        """
+        tokens, after = self._convolved_tokens(inputs, past)
+        window, sinks, length = self.config.window, self.config.sinks, tokens.x_BTD.shape[1]
+        rotation = self._rotation(inputs, tokens) if self.rope in TWO_FORMS else None
+        plan = FeaturePlan(
+            side="queries",
+            form="both" if self.rope == "both" else "given",
+            rotated=rotation is not None,
+            root=self.shape.scaling**0.5,
+            unit_norm=self.beta_proj is not None,
+            first=window + sinks,
+            last=length,
+            copies=1,
+            dtype=matmul_dtype(inputs.v_BGTV),
+        )
+        copies = self.linear_shape.groups // self.shape.groups
+        key_plan = replace(plan, side="keys", first=sinks, last=length - window, copies=copies)
+        position_BT = token_positions(tokens, past.seen_B)
+        q_BHLF, q_BTHK = linear_features(tokens.q_BTHK, rotation, self.feature_map, position_BT, plan)
+        k_BGLF, k_BTGK = linear_features(tokens.k_BTGK, rotation, self.feature_map, position_BT, key_plan)
+        return replace(tokens, window_q_BTHK=q_BTHK, window_k_BTGK=k_BTGK), after, (q_BHLF, k_BGLF)
+
     def _branch_of_first_tokens(
-        self, tokens: ProjectedTokens, written: Tensors, signals: Signals, seen_B: Tensor, apply: MaskFn
+        self,
+        tokens: ProjectedTokens,
+        features: tuple[Tensor, Tensor],
+        written: Tensors,
+        signals: Signals,
+        seen_B: Tensor,
+        apply: MaskFn,
     ) -> tuple[Tensor, Tensors | None]:
         """Return (out_BGJTV of the linear branch, state of the mask) of rows for which `_are_first_tokens` holds.
 
-        The outputs are those of the queries that read a state; earlier ones have none.
+        The outputs are those of the queries that read a state; earlier ones have none. features: see `_first_tokens`.
         The token at position `sinks` is the first written, just before the query at `window + sinks` reads.
         """
         window, sinks, length = self.config.window, self.config.sinks, tokens.x_BTD.shape[1]
         start = window + sinks
-        count_B = tokens.unpadder.count_B - start
-        late = replace(
-            tokens,
-            q_BTHK=tokens.q_BTHK[:, start:],
-            x_BTD=tokens.x_BTD[:, start:],
-            unpadder=replace(tokens.unpadder, count_B=count_B, real_BT=tokens.unpadder.real_BT[:, start:]),
-        )
-        rows = self._assemble_inputs(
-            late,
-            {name: t[:, sinks : length - window] for name, t in written.items()},
+        written = {name: t[:, sinks : length - window] for name, t in written.items()}
+        rows = self._mask_rows(
+            features[0].unflatten(1, (self.linear_shape.groups, -1)),
+            features[1],
+            written,
             {name: t[:, start:] for name, t in signals.items()},
-            seen_B + start,
-            token_positions(tokens, seen_B)[:, sinks : length - window],
+            seen_B,
+            tokens.unpadder.count_B - start,
+            matmul_dtype(written["v"]),
         )
-        return apply(replace(rows, start_B=seen_B, max_seen=length - start))
+        return apply(replace(rows, max_seen=length - start))
 
     def project_tokens(self, inputs: MixerInputs, past: MixerState) -> tuple[ProjectedTokens, Tensors]:
-        """Return (unpadded and convolved tokens, state of the convolution after them)."""
+        """Return (unpadded and convolved tokens with q and k of both branches, state of the convolution after them)."""
+        tokens, after = self._convolved_tokens(inputs, past)
+        if self.rope not in TWO_FORMS:
+            return tokens, after
+        cos_BTR, sin_BTR = self._rotation(inputs, tokens)
+        q, k = (apply_rope(t, cos_BTR, sin_BTR) for t in (tokens.q_BTHK, tokens.k_BTGK))
+        tokens = replace(tokens, window_q_BTHK=q, window_k_BTGK=k)
+        if self.rope == "window":
+            return tokens, after
+        both_q, both_k = torch.cat([tokens.q_BTHK, q], dim=-1), torch.cat([tokens.k_BTGK, k], dim=-1)
+        return replace(tokens, q_BTHK=both_q, k_BTGK=both_k), after
+
+    def _convolved_tokens(self, inputs: MixerInputs, past: MixerState) -> tuple[ProjectedTokens, Tensors]:
+        """Return (unpadded and convolved tokens with q and k as given, state of the convolution after them)."""
         x_BTD, heads = inputs.x_BTD, (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
         unpadder = Unpadder.from_mask(inputs.valid_BT, x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
         q, k, v = (unpadder.unpad(t.transpose(1, 2), dim=1) for t in heads)
         x_BTD = unpadder.unpad(x_BTD, dim=1)
         if self.convolution is None:
-            return self._with_rope(inputs, ProjectedTokens(q, k, v, x_BTD, unpadder, q, k)), {}
+            return ProjectedTokens(q, k, v, x_BTD, unpadder, q, k), {}
         channels_BTC = torch.cat([t.flatten(2) for t in (q, k, v)], dim=-1)
         channels_BTC, past_BWC = self.convolution(channels_BTC, past.tensors["convolution"], unpadder)
         parts = channels_BTC.split([t.shape[2] * t.shape[3] for t in (q, k, v)], dim=-1)
         q, k, v = (convolved.view_as(t) for convolved, t in zip(parts, (q, k, v)))
-        return self._with_rope(inputs, ProjectedTokens(q, k, v, x_BTD, unpadder, q, k)), {"convolution": past_BWC}
+        return ProjectedTokens(q, k, v, x_BTD, unpadder, q, k), {"convolution": past_BWC}
 
-    def _with_rope(self, inputs: MixerInputs, tokens: ProjectedTokens) -> ProjectedTokens:
-        """Return the tokens with q and k of both branches, of which `tokens` has the form before RoPE."""
-        if self.rope not in TWO_FORMS:
-            return tokens
+    def _rotation(self, inputs: MixerInputs, tokens: ProjectedTokens) -> tuple[Tensor, Tensor]:
+        """Return cos and sin (B, T, R) of the unpadded tokens."""
         if inputs.rope is None:
             raise SurgeryError(
                 f"linear: rope: {self.rope} reads the rotation from position_embeddings, which this attention does not "
@@ -323,12 +374,7 @@ class LinearMixer(Mixer):
             )
         batch = tokens.x_BTD.shape[0]
         cos_BTR, sin_BTR = (tokens.unpadder.unpad(t.expand(batch, -1, -1), dim=1) for t in inputs.rope)
-        q, k = (apply_rope(t, cos_BTR, sin_BTR) for t in (tokens.q_BTHK, tokens.k_BTGK))
-        tokens = replace(tokens, window_q_BTHK=q, window_k_BTGK=k)
-        if self.rope == "window":
-            return tokens
-        both_q, both_k = torch.cat([tokens.q_BTHK, q], dim=-1), torch.cat([tokens.k_BTGK, k], dim=-1)
-        return replace(tokens, q_BTHK=both_q, k_BTGK=both_k)
+        return cos_BTR, sin_BTR
 
     def _mask_inputs(self, tokens: ProjectedTokens, written: Tensors, signals: Signals, seen_B: Tensor) -> MaskInputs:
         """Return the inputs of the mask.
@@ -345,22 +391,41 @@ class LinearMixer(Mixer):
         """Return the inputs of the mask of T queries and L written tokens at positions written_BL."""
         dtype, root = accumulation_dtype(tokens.q_BTHK), self.shape.scaling**0.5
         copies = self.linear_shape.groups // self.shape.groups
-        k, v = written.get("linear_k", written["k"]), written["v"]
+        k = written.get("linear_k", written["k"])
         if self.rope == "both":
             k = torch.cat([k, written["k"]], dim=-1)
-        k, v = (t if copies == 1 else t.repeat_interleave(copies, dim=2) for t in (k, v))
+        k = k if copies == 1 else k.repeat_interleave(copies, dim=2)
         k_BGTF = self.feature_map("keys", k.transpose(1, 2).to(dtype) * root, written_BL)
         if self.beta_proj is not None:
             k_BGTF = l2_normalize(k_BGTF)
-        v_BGTV = v.transpose(1, 2).to(dtype)
-        q_BGJTF, signals = self.mask("expand_queries", self._query_features(tokens, seen_B), signals)
+        q_BGJTF = self._query_features(tokens, seen_B)
+        count_B, values = tokens.unpadder.count_B, accumulation_dtype(written["v"])
+        return self._mask_rows(q_BGJTF, k_BGTF, written, signals, seen_B, count_B, values)
+
+    def _mask_rows(
+        self,
+        q_BGJTF: Tensor,
+        k_BGTF: Tensor,
+        written: Tensors,
+        signals: Signals,
+        seen_B: Tensor,
+        count_B: Tensor,
+        values: torch.dtype,
+    ) -> MaskInputs:
+        """Return the inputs of the mask of features, with the values and signals that are written. values: dtype of
+        values that are not normalised."""
+        copies, v = self.linear_shape.groups // self.shape.groups, written["v"]
+        v = v if copies == 1 else v.repeat_interleave(copies, dim=2)
+        # Values without a column of ones can stay in the dtype of the products, in which kernels read them.
+        v_BGTV = v.transpose(1, 2).to(accumulation_dtype(v) if self.config.normalise else values)
+        q_BGJTF, signals = self.mask("expand_queries", q_BGJTF, signals)
         return MaskInputs(
             q_BGJTF=q_BGJTF,
             k_BGTF=k_BGTF,
             v_BGTV=F.pad(v_BGTV, (0, 1), value=1.0) if self.config.normalise else v_BGTV,
             beta_BGT=written["beta"].mT if self.beta_proj is not None else None,
             start_B=seen_B,
-            count_B=tokens.unpadder.count_B,
+            count_B=count_B,
             signals={name: written.get(name, t) for name, t in signals.items()},
         )
 
@@ -428,17 +493,26 @@ class LinearMixer(Mixer):
         linear_BGJTV: Tensor,
         local: LocalOutput | None,
         x_BTD: Tensor,
+        dtype: torch.dtype,
         linear_H: Tensor | None = None,
         local_H: Tensor | None = None,
     ) -> Tensor:
         """Return out_BTHV: the weighted sum of the branches, then normalisation, norm and gate.
 
-        linear_H, local_H: weights of the branches, the learned ones if None.
+        dtype: in which the caller reads the output; it may be wider. linear_H, local_H: weights of the branches, the
+        learned ones if None.
         """
         linear_H = self.linear_weight_H if linear_H is None else linear_H
         local_H = self.near_weight_H if local_H is None else local_H
         out = linear_BGJTV.flatten(1, 2).transpose(1, 2)
         normalise = self.config.normalise
+        if local is not None and local_H is not None and linear_H is not None and self._has_plain_join():
+            if self.training and self.near_switch is not None:
+                sums = accumulation_dtype(out)
+                local_H = local_H.to(sums) * self.near_switch.to(sums)
+            gate_BTHV = None if self.gate is None else self.gate.logits(x_BTD)
+            return join_and_gate(local.out.flatten(1, 2), out.transpose(1, 2), local_H, linear_H, gate_BTHV, dtype)
+        out = out.to(accumulation_dtype(out))
         far_H1 = None if linear_H is None else branch_weight(linear_H, out, normalise)
         if local is not None and local_H is not None and far_H1 is not None:
             # Under one denominator, weights of the softmax branch are exp(score - largest) (LoLCATs, eq. 6).
@@ -454,6 +528,10 @@ class LinearMixer(Mixer):
         if self.norm is not None:
             out = self.norm(out)
         return out if self.gate is None else self.gate(out, x_BTD)
+
+    def _has_plain_join(self) -> bool:
+        """Return whether `join_and_gate` computes what joins the branches: no norm, and a gate without hooks."""
+        return not self.config.normalise and self.norm is None and (self.gate is None or not is_hooked(self.gate))
 
     @classmethod
     def cost(cls, config: LinearAttention, shape: AttentionShape, length: int) -> MixerCost:
@@ -522,20 +600,23 @@ def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def to_matmul_dtype(rows: MaskInputs, v: Tensor) -> MaskInputs:
-    """Return the rows with q, k and v in bfloat16, if the layer's values `v` are bfloat16 on a GPU (tensor cores).
+def matmul_dtype(v: Tensor) -> torch.dtype:
+    """Return bfloat16 (tensor cores) if the layer's values `v` are bfloat16 on a GPU, else their accumulation dtype.
 
-    Gates and states keep their dtype. float16 is not used, because features may exceed its range.
+    float16 is not used, because features may exceed its range.
     """
-    if v.dtype != torch.bfloat16 or not v.is_cuda:
+    return torch.bfloat16 if v.dtype == torch.bfloat16 and v.is_cuda else accumulation_dtype(v)
+
+
+def to_matmul_dtype(rows: MaskInputs, v: Tensor) -> MaskInputs:
+    """Return the rows with q, k and v in `matmul_dtype` of the layer's values `v`, if that is bfloat16.
+
+    Gates and states keep their dtype.
+    """
+    if matmul_dtype(v) != torch.bfloat16:
         return rows
     q, k, v = (x.to(torch.bfloat16) for x in (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV))
     return replace(rows, q_BGJTF=q, k_BGTF=k, v_BGTV=v)
-
-
-def l2_normalize(x: Tensor) -> Tensor:
-    """Return x divided by its L2 norm over the last axis."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def branch_weight(weight_H: Tensor, out_BTHV: Tensor, normalise: bool) -> Tensor:

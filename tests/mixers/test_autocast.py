@@ -68,10 +68,11 @@ def test_kernels_accept_what_training_gives_them(
     if not load_kernels():
         pytest.skip("needs Triton")
     train_step(one_layer(config, head_dim, heads))
+    mask = "log_linear" if config is HYBRID else "semiseparable"
     names = {op.reference.__name__ for op, _, _ in calls}
-    assert {"local_attention", "log_linear" if config is HYBRID else "semiseparable"} <= names, names
+    assert names == {"local_attention", "linear_features", "join_and_gate", mask}
     for op, args, kwargs in calls:
-        if op.reference.__name__ != "local_attention":  # on a GPU, masks take q, k and v in bfloat16 (to_matmul_dtype)
+        if op.reference.__name__ in {"log_linear", "semiseparable"}:  # on a GPU, in bfloat16 (to_matmul_dtype)
             args = (*(t.bfloat16() for t in args[:3]), *args[3:])
         assert any(kernel.accepts(*args, **kwargs) for kernel in op.kernels), op.reference.__name__
 

@@ -21,13 +21,14 @@ from .test_autocast import one_layer, train_step
 HEAD_DIMS = [64, 80, 96, 128, 256]
 HEADS = (6, 2)
 TREE, GATED = {"log_linear"}, {"semiseparable"}
-NEAR = {"local_attention"}
+NEAR = {"local_attention", "linear_features"}
+JOIN = {"join_and_gate"}  # not of normalised attention
 TOKENS: dict[str, set[str]] = {  # functions of a training step
-    "hybrid-25": TREE | NEAR,
-    "log-linear": TREE | NEAR,
+    "hybrid-25": TREE | NEAR | JOIN,
+    "log-linear": TREE | NEAR | JOIN,
     "log-linear-gdn": TREE,
     "log-linear-mamba2": TREE,
-    "gated-deltanet": GATED | NEAR,
+    "gated-deltanet": GATED | NEAR | JOIN,
     "lolcats": GATED | NEAR,
     "tbm": {"toeplitz_causal"} | NEAR,
     "hedgehog": GATED,

@@ -31,6 +31,7 @@ from torch import Tensor
 from surgery.core.dispatch import dispatched
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.common.padding import Unpadder, gather_rowwise, shift_rows, zero_outside
+from surgery.mixers.layers import apply_gate
 from surgery.mixers.masks.base import MaskInputs
 
 Tensors = dict[str, Tensor]  # by name: "k", "v" and the written signals
@@ -294,3 +295,18 @@ def join_branches(near_BTHV: Tensor, far_BTHV: Tensor, near_H1: Tensor, far_H1: 
     apply: Any = _JoinedBranches.apply  # this function has no types
     joined: Tensor = apply(near_BTHV, far_BTHV, near_H1, far_H1)
     return joined
+
+
+@dispatched
+def join_and_gate(
+    near_BHTV: Tensor, far_BHLV: Tensor, near_H: Tensor, far_H: Tensor, gate_BTHV: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return (near * near_H + far * far_H) * 2 sigmoid(gate), (B, T, H, V).
+
+    far_BHLV: of the last L tokens. gate_BTHV: logits, None for no gate; its last axis may be 1. dtype: in which the
+    caller reads the output; kernels return it in that dtype, the reference in float32 or float64.
+    """
+    near_BTHV, far_BTHV = near_BHTV.transpose(1, 2), far_BHLV.transpose(1, 2).to(near_BHTV.dtype)
+    near_H1, far_H1 = (weight_H.to(far_BTHV.dtype).unsqueeze(-1) for weight_H in (near_H, far_H))
+    out_BTHV = join_branches(near_BTHV, far_BTHV, near_H1, far_H1)
+    return out_BTHV if gate_BTHV is None else apply_gate(out_BTHV, gate_BTHV)
