@@ -22,7 +22,7 @@ from surgery.mixers.common.window_hybrid import join_and_gate
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_VALUES = 1024
-ELEMENTS = 4096  # of a tile
+ELEMENTS = 2048  # of a tile
 
 
 @triton.jit

@@ -29,8 +29,10 @@ from surgery.mixers.features.simple import IdentityMap
 from surgery.mixers.projections import is_hooked
 
 DTYPES = (torch.bfloat16, torch.float32)
-MAX_COLUMNS = 512  # of u
-FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 8192, 4096  # of a tile of y, for every four warps
+MAX_COLUMNS = {torch.bfloat16: 512, torch.float32: 256}  # of u
+# Elements of a tile of y, M x U. Compiled for Hopper, these tiles spill next to no registers.
+FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 16384, 8192
+MAX_ROWS = 64  # tokens of a tile
 SPAN = 1024  # tokens whose gradient of W one program sums
 
 
@@ -93,18 +95,17 @@ class FeatureCall:
     def tile_options(self, elements: int) -> dict[str, Any]:
         """Return the compile-time constants of kernels with tiles of whole rows of y."""
         wide = pow2(self.columns)
-        warps = 4 if wide <= 128 else 8
         return {
             **self.shape_options(),
             "TURNED": self.turned,
             "MAP": self.w is not None,
             "NORM": self.norm,
-            "M": min(128, max(16, elements * warps // (4 * wide))),
+            "M": max(16, min(MAX_ROWS, elements // wide) // (1 if self.x.dtype == torch.bfloat16 else 2)),
             "BF": wide,
-            "N": min(64 if wide <= 128 else 32, pow2(self.x.shape[-1])),
+            "N": min(32, pow2(self.x.shape[-1])),
             "SPLIT": self.x.dtype == torch.bfloat16,
-            "num_warps": warps,
-            "num_stages": 2,
+            "num_warps": 4 if wide < 128 else 8,
+            "num_stages": 1,
         }
 
 
@@ -140,7 +141,8 @@ def launch_backward(call: FeatureCall, d_out: Tensor, d_turned: Tensor) -> tuple
     sums = torch.empty(spans, H, U, U, device=device, dtype=torch.float32)
     weight_gradient[(spans, H, triton.cdiv(U, size) ** 2)](
         *call.tensors()[:3], dy, sums, call.root, B * length, length, call.first, *call.sizes(),
-        **call.shape_options(), M=64, D=size, SPAN=span, num_warps=4, num_stages=2,
+        **call.shape_options(), M=64, D=size, SPAN=span, num_warps=4,
+        num_stages=2 if call.x.dtype == torch.bfloat16 else 1,
     )  # fmt: skip
     return dx, sums.sum(0).to(call.w.dtype)
 
@@ -202,7 +204,7 @@ def accepts(
         and plan.dtype in DTYPES
         and plan.copies == 1
         and (rotation is None or not any(t.requires_grad for t in rotation))
-        and columns <= MAX_COLUMNS
+        and columns <= MAX_COLUMNS[x_BTHK.dtype]
         and plan.last > plan.first
         and x_BTHK.shape[0] * x_BTHK.shape[2] < 65536
     )

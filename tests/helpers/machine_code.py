@@ -2,7 +2,7 @@
 registers.
 
     python tests/helpers/machine_code.py two                  the least kernel that ptxas 12.8 compiles wrongly, by that ptxas
-    python tests/helpers/machine_code.py mixing mlr local window     surgery's kernels, forward and backward, by the ptxas that surgery takes
+    python tests/helpers/machine_code.py mixing mlr local window features    surgery's kernels, forward and backward, by the ptxas that surgery takes
 
 prints a line for each kernel that reads a uniform register, which may hold an operand's address, before it is written.
 Run it as a process of its own, because Triton's interpreter must be off.
@@ -214,6 +214,22 @@ def compile_window() -> None:
             mixer.mix(MixerInputs(*(torch.randn(1, *size, dtype=torch.bfloat16) for size in sizes)), state)
 
 
+def compile_features() -> None:
+    """Compile features and the join of a mixer as in the recipe hybrid-25, on heads of 64."""
+    from surgery.mixers import AttentionShape
+    from surgery.mixers.common.linear_features import FeaturePlan, linear_features
+    from surgery.mixers.common.window_hybrid import join_and_gate
+    from surgery.mixers.features.hedgehog import Hedgehog, HedgehogMap
+
+    x, rotation = torch.randn(1, 70, 2, 64, dtype=torch.bfloat16, requires_grad=True), (torch.ones(1, 70, 64),) * 2
+    feature_map = HedgehogMap(Hedgehog(), AttentionShape(128, 2, 2, 128, 64, 0.125))
+    plan = FeaturePlan("queries", "both", True, 0.3, True, 4, 60, 1, torch.bfloat16)
+    features, near = linear_features(x, rotation, feature_map, torch.zeros(1, 70), plan)
+    weight_H = torch.ones(2, requires_grad=True)
+    out = join_and_gate(near.transpose(1, 2).float(), features[..., :64], weight_H, weight_H, near, torch.bfloat16)
+    out.sum().backward()
+
+
 def main(names: list[str]) -> None:
     """Compile the named kernels and print a line for each with unwritten reads."""
     from surgery.core.dispatch import use_kernels
@@ -239,6 +255,7 @@ COMPILED = {
     "mlr": compile_mlr,
     "local": compile_local,
     "window": compile_window,
+    "features": compile_features,
 }
 
 if __name__ == "__main__":

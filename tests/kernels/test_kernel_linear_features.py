@@ -96,6 +96,8 @@ def test_features_in_bfloat16(case, monkeypatch):
 @pytest.mark.parametrize("K", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_features_of_all_head_dims(K, dtype):
+    if dtype == torch.float32 and K > 128:
+        pytest.skip("float32 features of both forms have kernels for heads of up to 128")
     case = {"K": K, "form": "both", "rotated": True, "map": True, "norm": True, "T": 1500, "span": (68, 1500)}
     exact, ours = (features_of(case, dtype, choice) for choice in ("reference", "kernel"))
     found = errors(ours, exact)
