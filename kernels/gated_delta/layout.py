@@ -184,7 +184,7 @@ class DeltaSizes:
     @property
     def block(self) -> int:
         """Values in a block: few blocks without much padding, of a size that bounds a program's part of a state."""
-        if self.is_large:
+        if self.is_large and (self.K > 512 or self.dtype == torch.float32):
             return 16
         wide = self.K > 128 or self.dtype == torch.float32
         return min((32, 16) if wide else (64, 32, 16), key=lambda b: -(-self.V // b) * (b + 32))

@@ -90,8 +90,10 @@ class LogLinearDeltaPlan(DeltaPlan):
 
     @property
     def fused(self) -> bool:
-        """Whether levels 0 and 1 are one launch (`lowest_levels`): for rows without a past."""
-        return self.bucket_lRGKV is None and self.levels >= 2 and self.sizes.K <= 512
+        """Whether levels 0 and 1 are one launch (`lowest_levels`): for rows without a past, if two states fit into
+        registers.
+        """
+        return self.bucket_lRGKV is None and self.levels >= 2 and not self.sizes.is_large
 
     @property
     def parts(self) -> int:
@@ -181,7 +183,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         second = states if passed is None else passed
         lowest_levels[(s.R * groups, s.G, s.blocks)](
             GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, state, (states[0], states[1]), (second[0], second[1]),
-            self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=8 if s.is_large else 4, num_stages=1,
+            self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
         return state
 
