@@ -114,6 +114,27 @@ def store_matrix(base, rows, size, first, x, ROWS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def state_product(
+    s_VK, stored, rows_V, x, t_C, stride, here_C, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BX: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Return S^T X^T (V, C). X (C, K): rows t_C of x, `stride` apart.
+
+    s_VK: S^T in X's dtype, which the program has stored at `stored`, a (rows_V, K) matrix. With BX < BK it is read from
+    there in blocks of BX features, because every warp needs all of it.
+    """
+    if BX >= BK:
+        return tl.dot(s_VK, tl.trans(load_tile(x, t_C, stride, here_C, K, 0, BK)), input_precision=P)
+    tl.debug_barrier()  # the other warps have stored their parts
+    sum_VC = tl.zeros([BV, C], tl.float32)
+    for first in range(0, K, BX):
+        x_CX = load_tile(x, t_C, stride, here_C, K, first, BX)
+        s_VX = load_matrix(stored, rows_V, K, first, BV, BX)
+        sum_VC = tl.dot(s_VX, tl.trans(x_CX), sum_VC, input_precision=P)
+    return sum_VC
+
+
+@triton.jit
 def decay_from_start(c, at, C: tl.constexpr):
     """Return D_t = exp(c_t): the gates from the chunk's start up to each token. at: the chunk's place."""
     at_C = tl.arange(0, C)
@@ -210,6 +231,19 @@ class DeltaSizes:
     def features(self) -> int:
         """Features in a block, in kernels that loop over blocks of features."""
         return min(64, self.block_k)
+
+    @property
+    def state_kernel(self) -> dict[str, Any]:
+        """Constants of kernels that pass states through chunks. BX: features in a block of products that sum over
+        features.
+        """
+        in_blocks = self.is_large and (self.K > 512 or self.dtype == torch.float32)
+        return {**self.kernel, "BX": self.features if in_blocks else self.block_k}
+
+    @property
+    def loop_warps(self) -> int:
+        """Warps of kernels that loop over blocks of values and of features."""
+        return 8 if self.is_large else 4
 
     @property
     def tile_features(self) -> int:
@@ -328,13 +362,12 @@ def fits_kernels(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> bool:
 
 
 def max_features(v: Tensor) -> int:
-    """Return the features that the kernels take of tensors in v's dtype on its device.
+    """Return the features that the kernels take of tensors on v's device.
 
-    More than 256 need the shared memory of a Hopper or later data-center GPU, and twice of it in float32.
+    More than 256 need the shared memory of a Hopper or later data-center GPU.
     """
-    if v.is_cuda and _shared_memory(v.get_device()) < LARGE_SHARED_MEMORY:
-        return SMALL_FEATURES
-    return MAX_FEATURES // 2 if v.dtype == torch.float32 else MAX_FEATURES
+    small = v.is_cuda and _shared_memory(v.get_device()) < LARGE_SHARED_MEMORY
+    return SMALL_FEATURES if small else MAX_FEATURES
 
 
 @functools.cache

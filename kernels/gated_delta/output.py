@@ -167,6 +167,6 @@ def launch_output_backward(
     grads = OutputGradients(torch.empty(q.shape, dtype=q.dtype, device=q.device), dk, s.buffer(s.C, s.K), dc)
     output_backward[(s.R * s.N, s.G)](
         *plan.queries_keys, HeadTensor.from_tensor(do), s.table, terms.c, *states, *dstates, *grads, q.shape[3], s.N,
-        s.J, **s.wide_kernel, BX=s.features, num_warps=4, num_stages=1,
+        s.J, **s.wide_kernel, BX=s.features, num_warps=s.loop_warps, num_stages=1,
     )  # fmt: skip
     return grads

@@ -28,6 +28,7 @@ from surgery.kernels.gated_delta.layout import (
     load_row,
     load_tile,
     program_chunk,
+    state_product,
     store_matrix,
 )
 from surgery.kernels.gated_delta.wy import WYTerms
@@ -47,7 +48,7 @@ class ChunkStates(NamedTuple):
 def pass_forward(
     k, rows, c, w, u, first, last, states, x,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, FIRST: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Store S^T and x^T of every chunk of a row, and the last state. Grid: (R x G, blocks of values).
 
@@ -61,16 +62,19 @@ def pass_forward(
         s_VK = tl.trans(load_matrix(first + here, K, V, at_v, BK, BV).to(tl.float32))
     else:
         s_VK = tl.zeros([BV, BK], tl.float32)
+    at_C = tl.arange(0, C)
     for n in range(count_chunks(row, C)):
         at = (row.base + n) * G + g
         t_C, here_C = chunk_tokens(n, row, C)
         k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
-        w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
         u_VC = load_matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
         to_end_C, total = decay_to_end(c, at, C)
         half_VK = s_VK.to(k_CK.dtype)
-        store_matrix(states + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
-        x_VC = u_VC - tl.dot(half_VK, tl.trans(w_CK), input_precision=P)
+        kept = states + (at * V + at_v) * K
+        store_matrix(kept, V - at_v, K, 0, half_VK, BV, BK)
+        x_VC = u_VC - state_product(
+            half_VK, kept, V - at_v, w + at * C * K, at_C, K, at_C >= 0, K, C, BK, BV, BX, P
+        )  # fmt: skip
         store_matrix(x + (at * V + at_v) * C, V - at_v, C, 0, x_VC, BV, C)
         x_VC = (x_VC * to_end_C[None, :]).to(k_CK.dtype)
         s_VK = tl.dot(x_VC, k_CK, s_VK * total, input_precision=P)
@@ -84,7 +88,7 @@ def launch_pass_forward(plan: DeltaPlan, terms: WYTerms, first_RGKV: Tensor | No
     states = ChunkStates(s.buffer(s.V, s.K), s.buffer(s.V, s.C))
     pass_forward[(s.R * s.G, s.blocks)](
         GroupTensor.from_tensor(plan.k), s.table, terms.c, terms.w, terms.u, last if first_RGKV is None else first_RGKV,
-        last, *states, **s.kernel, FIRST=first_RGKV is not None, num_warps=s.warps(8192), num_stages=s.stages(4),
+        last, *states, **s.state_kernel, FIRST=first_RGKV is not None, num_warps=s.warps(8192), num_stages=s.stages(4),
     )  # fmt: skip
     return states, last
 
@@ -120,7 +124,7 @@ def local_backward(
 def pass_backward(
     q, k, do, rows, c, w, dlast, dfirst, dstates, dx, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Store dS'^T of every chunk of a row, complete dx^T, and store dfirst. Grid: (R x G, blocks of values).
 
@@ -132,24 +136,30 @@ def pass_backward(
     here = tl.program_id(0).to(tl.int64) * K * V
     ds_VK = tl.trans(load_matrix(dlast + here, K, V, at_v, BK, BV).to(tl.float32))
     chunks = count_chunks(row, C)
+    half = k.ptr.dtype.element_ty
     for i in range(chunks):
         n = chunks - 1 - i
         at = (row.base + n) * G + g
         t_C, here_C = chunk_tokens(n, row, C)
-        k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
         w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
         dx_VC = load_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, BV, C).to(tl.float32)
         to_end_C, total = decay_to_end(c, at, C)
         fade_C = decay_from_start(c, at, C)
-        half_VK = ds_VK.to(k_CK.dtype)
-        store_matrix(dstates + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
-        dx_VC += tl.dot(half_VK, tl.trans(k_CK), input_precision=P) * to_end_C[None, :]
+        half_VK = ds_VK.to(half)
+        kept = dstates + (at * V + at_v) * K
+        store_matrix(kept, V - at_v, K, 0, half_VK, BV, BK)
+        dx_VC += (
+            state_product(
+                half_VK, kept, V - at_v, k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, C, BK, BV, BX, P
+            )
+            * to_end_C[None, :]
+        )  # fmt: skip
         store_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
-        ds_VK = tl.dot((-dx_VC).to(k_CK.dtype), w_CK, ds_VK * total, input_precision=P)
+        ds_VK = tl.dot((-dx_VC).to(half), w_CK, ds_VK * total, input_precision=P)
         for j in range(J):
             q_CK = load_tile(q.ptr + batch * q.b + g * q.g + (0 * g + j) * q.j, t_C, q.t, here_C, K, 0, BK)
             do_CV = load_tile(do.ptr + batch * do.b + g * do.g + (0 * g + j) * do.j, t_C, do.t, here_C, V, at_v, BV)
-            do_CV = (do_CV * fade_C[:, None]).to(k_CK.dtype)
+            do_CV = (do_CV * fade_C[:, None]).to(half)
             ds_VK = tl.dot(tl.trans(do_CV), q_CK, ds_VK, input_precision=P)
     store_matrix(dfirst + here, K, V, at_v, tl.trans(ds_VK), BK, BV)
 
@@ -163,6 +173,14 @@ def launch_pass_backward(plan: DeltaPlan, terms: WYTerms, do: Tensor, dlast: Ten
         *arguments, grads.x, s.N, s.J, **s.wide_kernel, BX=s.tile_features, **s.tile_options(4)
     )
     pass_backward[(s.R * s.G, s.blocks)](
-        *arguments, terms.w, dlast, dfirst, *grads, s.J, **s.kernel, num_warps=s.warps(8192), num_stages=s.stages(2)
+        *arguments,
+        terms.w,
+        dlast,
+        dfirst,
+        *grads,
+        s.J,
+        **s.state_kernel,
+        num_warps=s.warps(8192),
+        num_stages=s.stages(2),
     )
     return grads, dfirst

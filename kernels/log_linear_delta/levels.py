@@ -40,6 +40,7 @@ from surgery.kernels.gated_delta.layout import (
     load_tile,
     program_chunk,
     program_chunk_index,
+    state_product,
     store_matrix,
 )
 
@@ -125,12 +126,12 @@ def segment_pair(i, lev, a0, chunks):
 def level_up(
     k, w, c, rows, ends, kept, passed, lev, top, PAIRS,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
-    KEEP: tl.constexpr, PASSED: tl.constexpr, BUCKET: tl.constexpr, AFTER: tl.constexpr, PARENT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
+    PASSED: tl.constexpr, BUCKET: tl.constexpr, AFTER: tl.constexpr, PARENT: tl.constexpr,
 ):  # fmt: skip
     """Pass the left state of one pair of level `lev` through the right segment. Grid: (R x PAIRS, G, blocks of values).
 
-    k: `GroupTensor`; ends: `PairEnds`. KEEP, PASSED: store S^T and x^T of each chunk. BUCKET: rows resume from buckets.
+    k: `GroupTensor`; ends: `PairEnds`. Stores S^T and, if PASSED, x^T of each chunk. BUCKET: rows resume from buckets.
     AFTER: store the bucket of this level behind the row. PARENT: store the pair's state.
     """
     r, i = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS
@@ -149,16 +150,17 @@ def level_up(
         s_VK = tl.trans(load_matrix(ends.bucket + (r * G + g).to(tl.int64) * K * V, K, V, at_v, BK, BV))
     else:
         hi = lo
+    at_C = tl.arange(0, C)
     for n in range(lo, hi):
         at = (row.base + n) * G + g
         t_C, here_C = chunk_tokens(n, row, C)
         k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
-        w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
         to_end_C, total = decay_to_end(c, at, C)
         half_VK = s_VK.to(k_CK.dtype)
-        if KEEP:
-            store_matrix(kept + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
-        x_VC = (tl.dot(half_VK, tl.trans(w_CK), input_precision=P) * -to_end_C[None, :]).to(k_CK.dtype)
+        kept_here = kept + (at * V + at_v) * K
+        store_matrix(kept_here, V - at_v, K, 0, half_VK, BV, BK)
+        x_VC = state_product(half_VK, kept_here, V - at_v, w + at * C * K, at_C, K, at_C >= 0, K, C, BK, BV, BX, P)
+        x_VC = (x_VC * -to_end_C[None, :]).to(k_CK.dtype)
         if PASSED:
             store_matrix(passed + (at * V + at_v) * C, V - at_v, C, 0, x_VC, BV, C)
         s_VK = tl.dot(x_VC, k_CK, s_VK * total, input_precision=P)
@@ -177,7 +179,7 @@ def level_up(
 def level_down(
     k, w, read, do, c, level, rows, grads, dkept, dpassed, lev, top, T, PAIRS, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
     BUCKET: tl.constexpr, AFTER: tl.constexpr, PARENT: tl.constexpr,
 ):  # fmt: skip
     """The backward of `level_up` for one pair: from the gradient of the pair's state to those of its segments.
@@ -208,16 +210,19 @@ def level_down(
     if (left < 0) & (not BUCKET):
         return
     which = lambda_at(start, lev, top, C, LOG_C, LAMBDAS)
+    half = k.ptr.dtype.element_ty
     for back in range(hi - lo):
         n = hi - 1 - back
         at = (row.base + n) * G + g
         t_C, here_C = chunk_tokens(n, row, C)
-        k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
         w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
         to_end_C, total = decay_to_end(c, at, C)
-        half_VK = ds_VK.to(k_CK.dtype)
-        store_matrix(dkept + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
-        dx_VC = (tl.dot(half_VK, tl.trans(k_CK), input_precision=P) * -to_end_C[None, :]).to(k_CK.dtype)
+        half_VK = ds_VK.to(half)
+        kept_here = dkept + (at * V + at_v) * K
+        store_matrix(kept_here, V - at_v, K, 0, half_VK, BV, BK)
+        k_here = k.ptr + batch * k.b + g * k.g
+        dx_VC = state_product(half_VK, kept_here, V - at_v, k_here, t_C, k.t, here_C, K, C, BK, BV, BX, P)
+        dx_VC = (dx_VC * -to_end_C[None, :]).to(half)
         store_matrix(dpassed + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
         ds_VK = tl.dot(dx_VC, w_CK, ds_VK * total, input_precision=P)
         for j in range(J):
@@ -225,7 +230,7 @@ def level_down(
             at_l = level.ptr + batch * level.b + t_C * level.t + g * level.g + (0 * g + j) * level.j + which * level.l
             lambda_C = tl.load(at_l, mask=here_C, other=0.0)
             do_CV = load_tile(do.ptr + batch * do.b + g * do.g + (0 * g + j) * do.j, t_C, do.t, here_C, V, at_v, BV)
-            do_CV = (do_CV * lambda_C[:, None]).to(k_CK.dtype)
+            do_CV = (do_CV * lambda_C[:, None]).to(half)
             ds_VK = tl.dot(tl.trans(do_CV), read_CK, ds_VK, input_precision=P)
     if left >= 0:
         store_matrix(grads.state + ((here * G + g) * V + at_v) * K, V - at_v, K, 0, ds_VK, BV, BK)

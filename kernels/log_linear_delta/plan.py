@@ -173,7 +173,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         s, (grid, pairs) = self.sizes, self.grid(level)
         level_up[grid](
             GroupTensor.from_tensor(self.k), t.w, t.c, s.table, buffers.arguments(self.end_R), states,
-            buffers.state if passed is None else passed, level, self.top, pairs, **s.kernel, **buffers.flags, KEEP=True,
+            buffers.state if passed is None else passed, level, self.top, pairs, **s.state_kernel, **buffers.flags,
             PASSED=passed is not None, num_warps=s.warps(8192), num_stages=s.stages(3),
         )  # fmt: skip
 
@@ -256,7 +256,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         level_down[grid](
             GroupTensor.from_tensor(self.k), t.w, read, HeadTensor.from_tensor(do), t.c,
             LevelTensor.from_tensor(self.level), s.table, grads.arguments(self.end_R), *store, level, self.top,
-            self.q.shape[3], pairs, s.J, **self.level_options, **grads.flags, num_warps=s.warps(8192), num_stages=s.stages(2),
+            self.q.shape[3], pairs, s.J, **self.level_options | s.state_kernel, **grads.flags, num_warps=s.warps(8192), num_stages=s.stages(2),
         )  # fmt: skip
 
     def _empty_sums(self) -> GatheredGradients:
@@ -289,7 +289,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         chunk_backward[(chunks, s.G)](
             *self.inputs, HeadTensor.from_tensor(do), s.table, (t.c, t.y, t.w), sums.dread, ps, dps, dv, dt, sums.dlevel,
             sums.dc, self.q.shape[3], s.N, s.J, **self.level_options | s.wide_kernel, BX=s.features, PARTS=parts,
-            num_warps=4, num_stages=1,
+            num_warps=s.loop_warps, num_stages=1,
         )  # fmt: skip
         chunk_backward_features[(chunks, s.G, parts - 1)](
             *self.queries_keys, s.table, t.c, ps, dps, sums.dread, dq, sums.dk, sums.dw, sums.dc, self.q.shape[3], s.N,

@@ -136,21 +136,24 @@ def test_log_linear_delta(shape, levels, starts, gates):
 
 
 LARGE = [320, 512, 1024]  # features of heads of 80, 128 and 256 dims with both forms of RoPE and Hedgehog
+# The interpreter multiplies no bfloat16.
+LARGE_DTYPE = {320: torch.float32, 512: torch.float32, 1024: torch.float16}
 
 
 @pytest.mark.parametrize("features", LARGE)
 def test_many_features(features):
-    dtype = torch.float32 if features <= 512 else torch.float16  # the interpreter multiplies no bfloat16
-    check_gated((1, 1, 1, 40, features, 20, False), "mild", dtype, first=True)
-    check_log_linear((1, 1, 1, 70, features, 20, False), "mild", dtype, starts=(0,))
+    check_gated((1, 1, 1, 40, features, 12, False), "mild", LARGE_DTYPE[features], first=True)
+
+
+@pytest.mark.parametrize("features", LARGE)
+def test_many_features_in_levels(features):
+    check_log_linear((1, 1, 1, 70, features, 12, False), "mild", LARGE_DTYPE[features], starts=(0,))
 
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("features, values", [(320, 80), (384, 96), (512, 128), (1024, 256)])
 def test_many_features_large(features, values, dtype):
-    if (features, dtype) == (1024, torch.float32):
-        pytest.skip("1,024 features do not fit in float32")
     check_gated((2, 2, 2, 300, features, values, False), "mild", dtype, first=True)
     check_log_linear((2, 2, 2, 300, features, values, False), "mild", dtype, starts=(0, 0))
     check_log_linear((2, 2, 2, 300, features, values, False), "extreme", dtype, starts=(21, 1009))
@@ -198,6 +201,11 @@ def check_buckets(shape, dtype, starts, counts, levels=12, chunk=64, gates="mild
 @pytest.mark.parametrize("T, starts, counts", [(5, (3, 0), (5, 2)), (37, (21, 80), (37, 16))])
 def test_log_linear_delta_goes_on(T, starts, counts):
     check_buckets((2, 1, 1, T, 16, 16, False), torch.float32, starts, counts, chunk=16)
+
+
+@pytest.mark.parametrize("features", [320, 512])
+def test_many_features_go_on(features):
+    check_buckets((1, 1, 1, 37, features, 12, False), torch.float32, (21,), (37,))
 
 
 def unread(leaves):
