@@ -25,12 +25,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from surgery.core.import_hooks import run_after_import
 from surgery.kernels.kernel_tensors import HAS_TUPLE_ARGUMENTS, GroupTensor, HeadTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_FEATURES, DEFAULT_CHUNK = 1024, 64
 SMALL_FEATURES = 256  # up to which a program's tiles fit into the shared memory of every GPU
-LARGE_SHARED_MEMORY = 200 * 1024  # bytes of a program on Hopper and later, which more features need
+LARGE_SHARED_MEMORY = 160 * 1024  # bytes of a program on A100, H100 and later ones, which more features need
 MAX_LEVELS = 44  # levels in the table: bits of a chunk's index
 MOST_HEADS = 2**16  # of a row: they lie on an axis of a grid, which is limited to 65,535
 
@@ -362,15 +363,28 @@ def fits_kernels(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> bool:
 
 
 def max_features(v: Tensor) -> int:
-    """Return the features that the kernels take of tensors on v's device.
-
-    More than 256 need the shared memory of a Hopper or later data-center GPU.
+    """Return the features that the kernels take of tensors on v's device. More than 256 need the shared memory of a
+    data-center GPU.
     """
-    small = v.is_cuda and _shared_memory(v.get_device()) < LARGE_SHARED_MEMORY
-    return SMALL_FEATURES if small else MAX_FEATURES
+    return MAX_FEATURES if not v.is_cuda or has_large_shared_memory(v.get_device()) else SMALL_FEATURES
+
+
+def has_large_shared_memory(device: int) -> bool:
+    """Return whether programs on a GPU may take LARGE_SHARED_MEMORY. torch.compile treats the result as a constant."""
+    return _shared_memory(device) >= LARGE_SHARED_MEMORY
 
 
 @functools.cache
 def _shared_memory(device: int) -> int:
     """Return the bytes of shared memory that one program may take; 0 if torch does not know."""
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
+
+
+def _mark_constant() -> None:
+    import torch._dynamo
+
+    dynamo: Any = torch._dynamo  # this function has no types
+    dynamo.assume_constant_result(has_large_shared_memory)
+
+
+run_after_import("torch._dynamo", _mark_constant)  # torch._dynamo takes seconds to import

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,3 +265,11 @@ def test_packed_sequences_large(tree, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_log_linear_delta_goes_on_large(dtype):
     check_buckets((2, 2, 1, 1000, 128, 64, False), dtype, (130, 64), (1000, 700))
+
+
+@pytest.mark.parametrize("memory, most", [(99 * 1024, 256), (163 * 1024, 1024), (227 * 1024, 1024)])
+def test_many_features_need_shared_memory(monkeypatch, memory, most):
+    from surgery.kernels.gated_delta import layout
+
+    monkeypatch.setattr(layout, "_shared_memory", lambda device: memory)
+    assert layout.max_features(SimpleNamespace(is_cuda=True, get_device=lambda: 0)) == most
