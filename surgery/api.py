@@ -515,14 +515,19 @@ def finetune(
         sharding: with several processes: ddp (every device has all weights), fsdp2 (they are divided), or auto.
         device, trust_remote_code, progress: as in `convert`.
     """
+    from surgery.training.auto_recipe import load_recipe_of_run
     from surgery.training.finetune import finetune as run
     from surgery.training.logging import result_table
-    from surgery.training.recipe import load_healing_recipe
 
     name = _checkpoint_name(converted, "finetune", SAVE_FIRST)
+    all_overrides = _to_overrides(_with_data(data, overrides))
+    loaded, reasons = load_recipe_of_run(recipe, name, all_overrides, tiny, trust_remote_code)
+    progress = progress or RichProgress()
+    for line in reasons:
+        progress.say(line)
     record = run(
         name,
-        load_healing_recipe(recipe, _to_overrides(_with_data(data, overrides)), tiny),
+        loaded,
         None if out is None else Path(out),
         teacher=None if teacher is None else _checkpoint_name(teacher, "finetune(teacher=..)"),
         resume=resume,
@@ -566,9 +571,11 @@ def teacher_cache(
         device, trust_remote_code, progress: as in `convert`.
     """
     from surgery.core.files import size_text
+    from surgery.training.auto_recipe import refuse_auto
     from surgery.training.recipe import load_healing_recipe
     from surgery.training.teacher_cache.build import build_teacher_cache
 
+    refuse_auto(recipe)
     index = build_teacher_cache(
         _checkpoint_name(source, "teacher_cache"),
         load_healing_recipe(recipe, _to_overrides(_with_data(data, overrides)), tiny),

@@ -165,11 +165,14 @@ class _Run:
         from surgery.planning.recipe import load_recipe
         from surgery.publish.summary import plan_dict
         from surgery.publish.tables import plan_table
+        from surgery.training.auto_recipe import AUTO, read_facts
 
         trust = self.options.trust_remote_code
         opened = open_checkpoint(self.options.source, trust, weights=False)
         described = describe_checkpoint(opened, trust)
         plan = make_plan(described, load_recipe(self.options.recipe, list(self.options.overrides)))
+        if self.options.heal == AUTO:
+            self.facts = read_facts(opened, len(list(plan.replaced_targets())), len(list(plan.attention_after()[0])))
         planned = plan_dict(plan, estimate=estimate_conversion(described, plan) if plan.recipe.epochs.is_on else None)
         self.show(["[bold]plan[/]", *plan_table(planned)])
         return planned
@@ -184,7 +187,8 @@ class _Run:
         check_gpus(options.gpus, options.device)
         heal = None
         if options.heal is not None:
-            recipe = self._healing_recipe(options.data)
+            recipe, reasons = self._healing_recipe(options.data)
+            self.show(["", *reasons] if reasons else [])
             if any(stage_data_config(recipe, stage) is None for stage in recipe.stages):
                 raise SurgeryError(
                     "--heal trains on a text, and there is none. Give --data: a file, a folder or a Hub id"
@@ -239,14 +243,16 @@ class _Run:
         is_split = self.options.text is None and text == _single_text(self.options)
         return train if is_split else text
 
-    def _healing_recipe(self, train: str | None) -> Any:
+    def _healing_recipe(self, train: str | None) -> tuple[Any, list[str]]:
+        """Return the recipe, and of `auto` the lines that say what it chose."""
+        from surgery.training.auto_recipe import load_recipe_for
         from surgery.training.data.recipe import data_sources
-        from surgery.training.recipe import load_healing_recipe
 
         path = self._part(self.options.data, train)
         data = [] if path is None else [f"data.sources={json.dumps(data_sources(path))}"]
         assert self.options.heal is not None
-        return load_healing_recipe(self.options.heal, [*self.options.heal_overrides, *data], self.options.tiny)
+        overrides = [*self.options.heal_overrides, *data]
+        return load_recipe_for(self.options.heal, lambda: self.facts, overrides, self.options.tiny)
 
     def _heal(self, train: str | None) -> None:
         from surgery.training.data.prefetch import limit_tokenizer_threads
@@ -255,7 +261,7 @@ class _Run:
 
         limit_tokenizer_threads()
         record = finetune(
-            str(self.converted), self._healing_recipe(train), self.healed, teacher=self.options.source,
+            str(self.converted), self._healing_recipe(train)[0], self.healed, teacher=self.options.source,
             resume=partial_path(self.healed).exists(), device=self.options.device,
             gpus=self.options.gpus, trust_remote_code=self.options.trust_remote_code, progress=self.progress,
             show=self.show,

@@ -36,18 +36,20 @@ def finetune(
 
     surgery finetune OUT --teacher SRC --recipe attention --data corpus.jsonl --out HEALED --gpus 4
     """
+    from surgery.training.auto_recipe import load_recipe_of_run
     from surgery.training.data.prefetch import limit_tokenizer_threads
     from surgery.training.distributed.launch import check_gpus, run_workers
     from surgery.training.finetune import finetune as run
     from surgery.training.logging import last_line, result_table
-    from surgery.training.recipe import load_healing_recipe
 
     limit_tokenizer_threads()
     all_overrides = [*(overrides or []), *data_override(data)]
-    loaded = load_healing_recipe(recipe, all_overrides, tiny)
+    loaded, reasons = load_recipe_of_run(recipe, converted, all_overrides, tiny, trust_remote_code)
     if workers := check_gpus(gpus, device):
         run_workers(command_words(context)[1:], workers)
         return
+    if reasons and not as_json and is_main_process():
+        show(reasons)
     record = run(
         converted,
         loaded,

@@ -31,9 +31,11 @@ def teacher_cache(
     surgery teacher-cache SRC --recipe attention --data corpus.jsonl --out CACHE
     surgery finetune OUT --recipe attention --data corpus.jsonl --set teacher.cache=CACHE
     """
+    from surgery.training.auto_recipe import refuse_auto
     from surgery.training.recipe import load_healing_recipe
     from surgery.training.teacher_cache.build import build_teacher_cache
 
+    refuse_auto(recipe)
     all_overrides = [*(overrides or []), *data_override(data)]
     index = build_teacher_cache(
         source,

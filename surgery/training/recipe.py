@@ -11,6 +11,7 @@ tiny: {stages.*.tokens: 4096}                           # overrides that --tiny 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -88,9 +89,14 @@ class HealingRecipe(StrictModel):
         return self.evaluate if self.evaluate is not None else -(-sum(stage.steps for stage in self.stages) // 10)
 
 
-def load_healing_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> HealingRecipe:
+def load_healing_recipe(
+    name: str,
+    overrides: list[str] | tuple[str, ...] = (),
+    tiny: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> HealingRecipe:
     """Load a shipped recipe by name or a YAML file by path. overrides: texts KEY=VALUE; tiny: apply the recipe's `tiny`
-    block.
+    block. settings: values by dotted path that replace the file's before both (auto_recipe.py).
 
     Names of version 0.2 are accepted with a RenamedWarning.
     """
@@ -99,6 +105,8 @@ def load_healing_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), 
     if old is not None:
         data = old.change(data)
         warn_renamed([f"{name} is now {old.words}"])
+    for path, value in (settings or {}).items():
+        set_by_path(data, path, value)
     return parse_healing_recipe(apply_settings(data, where, overrides, tiny), where)
 
 
