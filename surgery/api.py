@@ -502,9 +502,11 @@ def finetune(
 
     Args:
         converted: converted checkpoint, a local folder or a Hub id.
-        recipe: name of a shipped healing recipe (linears, attention, new-modules) or path of a YAML file.
+        recipe: name of a shipped healing recipe (auto, linears, attention, new-modules) or path of a YAML
+            file.
         teacher: checkpoint to distill from, the one that `converted` was made from.
-        data: text to train on, a file, a folder or a Hub id; None: the recipe's.
+        data: text to train on, a file, a folder or a Hub id; "generated": the teacher writes it (docs/data.md); None:
+            the recipe's.
         out: folder of the trained checkpoint, must not exist; None: `converted` + "-healed".
         tiny: apply the recipe's `tiny` block, which shortens the run to minutes on two CPU cores.
         overrides: recipe keys by dotted path, e.g. {"stages.0.tokens": 20_000_000}.
@@ -1068,7 +1070,8 @@ def run(
         recipe: name of a shipped conversion recipe or path of a YAML file; overrides: its keys, as in `plan`.
         out: folder of the run: converted/, healed/, eval/, report.html.
         heal: name or path of a healing recipe; None: no healing. heal_overrides: its keys. tiny: as in `finetune`.
-        data: text to train on, and to calibrate on without `calibration`; a file, a folder or a Hub id.
+        data: text to train on, and to calibrate on without `calibration`; a file, a folder or a Hub id; or "generated":
+            the original writes the text to train on.
         calibration: text to calibrate on, as in `convert`.
         text: text to measure on; None: the last tenth of `data` or `calibration`, if that is a .txt file, of which the
             rest is trained on.

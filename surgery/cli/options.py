@@ -271,7 +271,7 @@ HealingName = Annotated[
     typer.Option(
         "--recipe",
         "-r",
-        help="Train by this recipe: linears, attention, new-modules, or a .yaml file.",
+        help="Train by this recipe: auto, linears, attention, new-modules, or a .yaml file.",
     ),
 ]
 TeacherName = Annotated[
@@ -287,7 +287,8 @@ TrainingData = Annotated[
     str | None,
     typer.Option(
         "--data",
-        help="Train on this text: a file (.txt, .jsonl, .parquet), a folder or a Hub id. Default: the recipe's.",
+        help="Train on this text: a file (.txt, .jsonl, .parquet), a folder, a Hub id, or generated, which the teacher "
+        "writes. Default: the recipe's.",
     ),
 ]
 HealedOut = Annotated[

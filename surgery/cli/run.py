@@ -26,7 +26,7 @@ Heal = Annotated[
     typer.Option(
         "--heal",
         metavar="RECIPE",
-        help="Heal by this recipe: linears, attention, new-modules, or a .yaml file. Default: do not heal.",
+        help="Heal by this recipe: auto, linears, attention, new-modules, or a .yaml file. Default: do not heal.",
     ),
 ]
 HealOverrides = Annotated[
@@ -41,8 +41,8 @@ Data = Annotated[
     str | None,
     typer.Option(
         "--data",
-        help="Train on this text: a file (.txt, .jsonl, .parquet), a folder or a Hub id. Without --calibration, also "
-        "calibrate on it. Default: the healing recipe's.",
+        help="Train on this text: a file (.txt, .jsonl, .parquet), a folder, a Hub id, or generated, which the original "
+        "writes. Without --calibration, also calibrate on it, unless it is generated. Default: the healing recipe's.",
     ),
 ]
 HeldOutText = Annotated[
