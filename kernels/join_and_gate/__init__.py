@@ -161,8 +161,7 @@ def launch_backward(inputs: JoinInputs, d_out: Tensor) -> tuple[Tensor | None, .
         *inputs.tensors(), d_out, d_near, d_far, d_gate, sums, *inputs.call_sizes(), *d_out.stride()[:3],
         **inputs.options(),
     )  # fmt: skip
-    d_weight = sums.sum((1, 3))
-    weights = d_weight[0].to(inputs.near_H.dtype), d_weight[1].to(inputs.far_H.dtype)
+    weights = (part.sum((0, 2)).to(weight.dtype) for part, weight in zip(sums, (inputs.near_H, inputs.far_H)))
     return d_near, d_far, *weights, None if gate is None else d_gate
 
 

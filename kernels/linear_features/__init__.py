@@ -94,16 +94,16 @@ class FeatureCall:
 
     def tile_options(self, elements: int) -> dict[str, Any]:
         """Return the compile-time constants of kernels with tiles of whole rows of y."""
-        wide = pow2(self.columns)
+        wide, halves = pow2(self.columns), self.x.dtype == torch.bfloat16
         return {
             **self.shape_options(),
             "TURNED": self.turned,
             "MAP": self.w is not None,
             "NORM": self.norm,
-            "M": max(16, min(MAX_ROWS, elements // wide) // (1 if self.x.dtype == torch.bfloat16 else 2)),
+            "M": min(MAX_ROWS, elements // wide) if halves or wide <= 128 else 16,
             "BF": wide,
             "N": min(32, pow2(self.x.shape[-1])),
-            "SPLIT": self.x.dtype == torch.bfloat16,
+            "SPLIT": halves,
             "num_warps": 4 if wide < 128 else 8,
             "num_stages": 1,
         }

@@ -228,9 +228,11 @@ class LinearMixer(Mixer):
         """
         buffer, stateless, first = self.window_buffer, past is None, self._are_first_tokens(inputs, past)
         past = past or self._empty_buffers(len(inputs.x_BTD), inputs.x_BTD.device, rings=not first)
-        tokens, after, features = (
-            self._first_tokens(inputs, past) if first else (*self.project_tokens(inputs, past), ())
-        )
+        features = None
+        if first:
+            tokens, after, features = self._first_tokens(inputs, past)
+        else:
+            tokens, after = self.project_tokens(inputs, past)
         unpadder, local, queue = tokens.unpadder, None, {}
         # Only in training: kernels are compiled for a number of levels, and rows of inference have many lengths.
         length = inputs.x_BTD.shape[1] if stateless and torch.is_grad_enabled() else None
@@ -254,7 +256,7 @@ class LinearMixer(Mixer):
                 **{f"sink.{n}": t for n, t in sinks.items()},
             }
         max_seen = None if past.max_seen is None else past.max_seen + inputs.x_BTD.shape[1]
-        if first:
+        if features is not None:
             linear_BGJTV, mask_state = self._branch_of_first_tokens(
                 tokens, features, written, signals, past.seen_B, apply
             )

@@ -50,7 +50,8 @@ def split_linear(x_BTD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Ten
     apply: Any = _SplitProduct.apply  # this function has no types
     out_NO: Tensor = apply(x_BTD.flatten(0, -2), weight_OD)
     out_NO = out_NO if bias_O is None else out_NO + bias_O.to(torch.float32)
-    return out_NO.unflatten(0, x_BTD.shape[:-1])
+    out_BTO: Tensor = out_NO.unflatten(0, x_BTD.shape[:-1])
+    return out_BTO
 
 
 class _SplitProduct(torch.autograd.Function):

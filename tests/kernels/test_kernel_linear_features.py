@@ -11,7 +11,9 @@ import torch
 pytest.importorskip("triton")
 
 from helpers.kernel_rows import CUDA, DEVICE, gpu, patch_bfloat16_products
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import surgery.mixers.linear
 from surgery.core.dispatch import record_dispatch, use_kernels
 from surgery.mixers.base import AttentionShape, MixerInputs
 from surgery.mixers.common.linear_features import FeaturePlan, linear_features
@@ -166,3 +168,75 @@ def test_mixers(options):
         results.append({"out": out, **{n: g for n, g in zip(tensors, grads) if g is not None}})
     found = errors(results[1], results[0])
     assert all(e < 1e-4 for e in found.values()), found
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts operators that compute; those with which the interpreter reads and writes tensors are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        self.count += not (function.is_view or name.startswith(("empty", "new_empty", "set_", "copy_", "detach")))
+        return function(*args, **(kwargs or {}))
+
+
+def test_operators_and_saved_bytes(monkeypatch):
+    """The mixer of hybrid-25 under autocast stays a few kernels that keep little more than their inputs."""
+    if not CUDA:
+        patch_bfloat16_products(monkeypatch)
+        monkeypatch.setattr(surgery.mixers.linear, "matmul_dtype", lambda v: torch.bfloat16)
+    T, H, K = 128, 3, 16
+    options = {"mask": {"name": "hierarchical", "block": 512}, "scores": "delta", "features": "hedgehog"}
+    config = LinearAttention(**options, output_gate="value", rope="both", window=64, sinks=4)
+    mixer = LinearMixer(config, AttentionShape(H * K, H, 1, K, K, 0.25, rotary=K)).to(DEVICE)
+    sizes = (1, H, T, K), (1, 1, T, K), (1, 1, T, K), (1, T, H * K)
+    inputs = [torch.randn(size, device=DEVICE).bfloat16().requires_grad_() for size in sizes]
+    rope = torch.ones(1, T, K, device=DEVICE), torch.zeros(1, T, K, device=DEVICE)
+    kept = {}
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    for t in (*inputs, *mixer.parameters()):
+        keep(t)
+    given, autocast = len(kept), torch.autocast(DEVICE, torch.bfloat16)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+    with use_kernels("kernel"), record_dispatch() as taken, CountOperators() as operators, hooks, autocast:
+        out, _ = mixer.mix(MixerInputs(*inputs, rope=rope))
+    assert taken == {"linear_features", "local_attention", "log_linear", "join_and_gate"}
+    assert operators.count <= 60, operators.count  # the references: 218
+    saved = sum(t.untyped_storage().nbytes() for t in list(kept.values())[given:]) / T
+    assert saved <= 1700, saved  # bytes a token; the references: 12,900
+    out.float().sum().backward()
+
+
+def test_one_graph():
+    """Under torch.compile both are nodes of one graph, forwards and backwards."""
+    options = {"mask": "gates", "scores": "delta", "features": "hedgehog", "output_gate": "value", "rope": "both"}
+    config = LinearAttention(**options, window=8, sinks=2, chunk=16)
+    torch.manual_seed(0)
+    mixer = LinearMixer(config, AttentionShape(48, 3, 1, 16, 16, 0.25, rotary=16)).to(DEVICE)
+    sizes = (1, 3, 40, 16), (1, 1, 40, 16), (1, 1, 40, 16), (1, 40, 48)
+    given = [torch.randn(size, device=DEVICE).requires_grad_() for size in sizes]
+    angle = torch.rand(1, 40, 8, device=DEVICE).repeat(1, 1, 2)
+
+    def run(*tensors):
+        out = mixer.mix(MixerInputs(*tensors, rope=(angle.cos(), angle.sin())))[0]
+        return out, *torch.autograd.grad(out.square().sum(), tensors)
+
+    def compiled(*tensors):
+        mix = torch.compile(
+            lambda *t: mixer.mix(MixerInputs(*t, rope=(angle.cos(), angle.sin())))[0],
+            fullgraph=True, backend="aot_eager",
+        )  # fmt: skip
+        out = mix(*tensors)
+        return out, *torch.autograd.grad(out.square().sum(), tensors)
+
+    torch.compiler.reset()
+    with use_kernels("kernel"):
+        for ours, eager in zip(compiled(*given), run(*given)):
+            assert (ours - eager).norm() <= 1e-5 * eager.norm()
