@@ -31,6 +31,7 @@ from surgery.modeling.modules import build_module
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
 from surgery.structures.low_rank import LowRank
+from surgery.training.compiled_layers import compile_layers
 
 SHAPES: dict[str, dict[str, Any]] = {
     "full": {
@@ -222,12 +223,6 @@ def allow_cudnn(on: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def compile_layers(model: Any) -> None:
-    """Let torch.compile compile each layer. Layers of equal shapes share one compilation."""
-    for layer in model.model.layers:
-        layer.compile(dynamic=False)
 
 
 def _compiled_prefills(

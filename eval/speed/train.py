@@ -30,7 +30,6 @@ from surgery.eval.speed.model import (
     JOINED,
     RANK_MULTIPLE,
     SHAPES,
-    compile_layers,
     fast_half_joined,
     install_mixers,
     replace_linears,
@@ -39,6 +38,7 @@ from surgery.eval.speed.tables import training_line
 from surgery.mixers.linear_config import LinearAttention
 from surgery.structures.btt import BTT
 from surgery.structures.low_rank import LowRank
+from surgery.training.compiled_layers import compile_layers
 
 TEXT_COPIES = 12  # copies of the embedded text, half a million tokens: reading continues while steps are timed
 

@@ -220,7 +220,15 @@ def data_digest(recipe: HealingRecipe) -> dict[str, str]:
 
 
 def _journal_recipe(recipe: HealingRecipe) -> str:
-    return recipe.model_dump_json(exclude={"description", "log", "checkpoints", "teacher", "cuda_graph"})
+    """Return what a resumed run's recipe must have in common with that of the run that began."""
+    stages = tuple(
+        stage.model_copy(update={"memory": "keep" if stage.memory == "auto" else stage.memory})
+        for stage in recipe.stages
+    )
+    left_out = {"description", "log", "checkpoints", "teacher", "cuda_graph"}
+    return recipe.model_copy(update={"stages": stages}).model_dump_json(
+        exclude={**dict.fromkeys(left_out, True), "stages": {"__all__": {"compile"}}}  # type: ignore[arg-type]
+    )
 
 
 def renew_fingerprint(start: dict[str, Any]) -> dict[str, Any]:

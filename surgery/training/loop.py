@@ -6,6 +6,7 @@ Losses and gradient norms stay on the device between log entries, so that steps 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -18,6 +19,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.parallel_compile import cache_folder, compile_kernels
 from surgery.training.batches import StepBatch, iter_steps, to_device
 from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
+from surgery.training.compiled_layers import restore_layers, try_compiled
 from surgery.training.cuda_graph import CapturedMicroBatch, capture_micro_batch
 from surgery.training.data.prefetch import PREFETCH_TOKENS, prefetch
 from surgery.training.distributed.accelerator import batch_layout, optimizer_step_class, sharding_name
@@ -160,11 +162,14 @@ class TrainingLoop:
             self.at.notes["memory"] = asdict(choice)
             self.context.report({"note": f"memory: {choice}"})
         self._use_choice(choice)
-        self._compile_kernels(split_rows(step.batches[:1], choice.rows)[0])
         if self.context.recipe.cuda_graph:
             self.captured = capture_micro_batch(self.accelerator, self.stage, self.models, self.optimizer_step)
         if self.captured is not None:
             stack.enter_context(self.captured.on_stream())
+        batch = split_rows(step.batches[:1], choice.rows)[0]
+        self._compile_kernels(batch)
+        if self.config.compile == "layers":
+            self._compile_layers(batch, stack)
 
     def _compile_kernels(self, batch: Batch) -> None:
         """Compile the GPU kernels of a micro-batch in parallel, before the first step; its results are dropped."""
@@ -182,6 +187,30 @@ class TrainingLoop:
         if compiled:
             seconds = time.perf_counter() - began
             self.context.report({"compiled": compiled, "seconds": seconds, "folder": cache_folder()})
+
+    def _compile_layers(self, batch: Batch, stack: ExitStack) -> None:
+        """Compile the layers of student and teacher, on a micro-batch whose results are dropped, until `stack` ends."""
+        models = [model for model in (self.models.student, self.models.teacher) if model is not None]
+        device = self.accelerator.device
+
+        def run() -> None:
+            try:
+                with self.accelerator.no_sync(self.models.run):
+                    self.stage.losses(self.models, to_device(batch, device))["total"].backward()
+            finally:
+                self.optimizer_step.inner.zero_grad(set_to_none=True)
+
+        if sharding_name(self.accelerator):
+            warnings.warn("compile: layers is for models that are not sharded; the layers run without", stacklevel=2)
+            return
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            try:
+                compiled = try_compiled(models, run)
+            except torch.OutOfMemoryError:  # the step runs with less
+                compiled = True
+        if compiled:
+            for model in models:
+                stack.callback(restore_layers, model)
 
     def _known_choice(self) -> MemoryChoice | None:
         """Return how the activations of a step are held, or None if that must be measured.
