@@ -227,7 +227,7 @@ def _journal_recipe(recipe: HealingRecipe) -> str:
     )
     left_out = {"description", "log", "checkpoints", "teacher", "cuda_graph"}
     return recipe.model_copy(update={"stages": stages}).model_dump_json(
-        exclude={**dict.fromkeys(left_out, True), "stages": {"__all__": {"compile"}}}  # type: ignore[arg-type]
+        exclude={**dict.fromkeys(left_out, True), "stages": {"__all__": {"compile"}}}
     )
 
 

@@ -300,9 +300,9 @@ class TrainingLoop:
 
     def _memory_advice(self) -> str:
         if self.choice.memory == "keep" and self.stage.can_checkpoint:
-            return "Set memory: checkpoint, and resume with --resume."
+            return "Set memory: checkpoint."
         if self.choice.rows > 1:
-            return f"Set rows below {self.choice.rows}, and resume with --resume."
+            return f"Set rows below {self.choice.rows}."
         return "Set length lower, or train fewer parameters (trains)."
 
     def _release_graph(self) -> None:
