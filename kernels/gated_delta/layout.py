@@ -312,15 +312,15 @@ class DeltaPlan:
         return GroupTensor.from_tensor(self.v), GroupTensor.from_tensor(self.beta)
 
 
-def limit_chunk(v_BGTV: Tensor, chunk: int, features: int) -> int:
-    """Return C, 32 or 64; for float32, and with more than 512 features, only 32 fits into a program."""
-    longest = 32 if v_BGTV.dtype == torch.float32 or features > MAX_FEATURES // 2 else 64
+def limit_chunk(v_BGTV: Tensor, chunk: int) -> int:
+    """Return C, 32 or 64; for float32 only 32 fits into a program."""
+    longest = 32 if v_BGTV.dtype == torch.float32 else 64
     return 64 if min(longest, v_BGTV.shape[2], chunk) > 32 else 32
 
 
-def max_chunks(v_BGTV: Tensor, chunk: int, features: int, start_B: Tensor | None) -> int:
+def max_chunks(v_BGTV: Tensor, chunk: int, start_B: Tensor | None) -> int:
     """Return N. With start_B the first chunk may begin before the row; by how much is known on the device only."""
-    C = limit_chunk(v_BGTV, chunk, features)
+    C = limit_chunk(v_BGTV, chunk)
     spare = 0 if start_B is None else C - 1
     return max(1, -(-(v_BGTV.shape[2] + spare) // C))
 
@@ -339,7 +339,7 @@ def make_sizes(
         R, bos_R, count_R = len(cu_seqlens) - 1, cu_seqlens[:-1].long(), cu_seqlens.diff().long()
         batch_R = torch.zeros_like(bos_R)
     start_R = torch.zeros_like(bos_R) if start_B is None else start_B.to(device, torch.int64)
-    C, N = limit_chunk(v_BGTV, chunk, K), max_chunks(v_BGTV, chunk, K, start_B)
+    C, N = limit_chunk(v_BGTV, chunk), max_chunks(v_BGTV, chunk, start_B)
     chunks_R = (start_R % C + count_R + C - 1) // C
     level_L = torch.arange(MAX_LEVELS, device=device)
     every_RL = (chunks_R.unsqueeze(1) >> level_L) + 2 * (level_L > 0)

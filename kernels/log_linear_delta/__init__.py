@@ -120,7 +120,7 @@ def log_linear_delta(
     )
     tokens = unit_last_stride(q_BGJTK), unit_last_stride(k_BGTK), unit_last_stride(v_BGTV)
     gates = gates_BGT.expand(v_BGTV.shape[:3])
-    top = (max_chunks(v_BGTV, chunk, q_BGJTK.shape[-1], start_B) - 1).bit_length()
+    top = (max_chunks(v_BGTV, chunk, start_B) - 1).bit_length()
     geometry = start_B, cu_seqlens, chunk, top + (start_B is not None), top
     return LOG_LINEAR_DELTA_OP((*tokens, beta_BGT, gates, level_BTGJL, None, None, None), geometry)[0]
 
@@ -135,7 +135,7 @@ def run_with_buckets(
     """
     q, k, v, beta, gates, level_BTGJL, start_B, count_B = rows
     T, end_B, buckets = v.shape[2], start_B + count_B, buckets_BLGKV.float()
-    C = limit_chunk(v, chunk, q.shape[-1])
+    C = limit_chunk(v, chunk)
     bits, high = C.bit_length() - 1, max(0, levels - C.bit_length() + 1)
     at_B, slot_B, low = start_B >> bits, start_B % C, buckets[:, :bits]
     first = BoundaryChunk.from_tokens(rows, at_B, slot_B, bits)
