@@ -78,7 +78,7 @@ def load_student(source: CheckpointSource, trust_remote_code: bool = False) -> A
 
 def load_teacher(
     name: str, student: Any, tokenizer: Any, settings: Any, device: torch.device, trust_remote_code: bool = False,
-    is_sharded: bool = False,
+    *, is_sharded: bool = False,
 ) -> Any:  # fmt: skip
     """Load the teacher, frozen, on its device.
 
