@@ -69,10 +69,29 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_verdict(text, tmp_path, mo
         run(options(text, overrides=(*SMALL, "keep=0.7")), out)
 
 
+def test_the_original_writes_the_text_and_auto_chooses_the_recipe(text, tmp_path):
+    """The same command again finds everything done: settings, text and choice are the same."""
+    overrides = (*HEAL, "data.validation=0")
+    chosen = options(
+        text, data="generated", calibration=str(text), heal="auto", tiny=True, heal_overrides=overrides,
+        overrides=(*SMALL, "layers=0"),
+    )  # fmt: skip
+    shown: list = []
+    result = run(chosen, tmp_path / "RUN", show=shown.extend)
+    assert any("linears replaced" in str(line) for line in shown)
+    (record,) = result.report["training"]
+    assert record["recipe"]["stages"][0]["rate"] == 3e-4
+    assert record["recipe"]["data"]["sources"] == [{"generated": True, "path": str(tmp_path / "RUN" / "healed-text")}]
+    assert (tmp_path / "RUN" / "healed-text" / "teacher_text.json").is_file()
+    assert run(chosen, tmp_path / "RUN").model == result.model
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"data": None}, "no text was given"),
+        ({"data": "generated"}, "--data generated is text to train on, and nothing is trained"),
+        ({"data": "generated", "heal": "auto"}, "no text was given"),
         ({"data": "org/name"}, "not a local .txt file"),
         ({"heal_overrides": ("seed=1",)}, "Give --heal RECIPE"),
         ({"heal": "linears", "data": None, "text": str(TINY / "heldout.txt")}, "Give --data"),

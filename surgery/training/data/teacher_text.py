@@ -28,7 +28,6 @@ from surgery.training.data.documents import Document, files_identity
 from surgery.training.data.tokenize import TokenSequence, tokenizer_fingerprint
 
 INDEX_NAME, SHARD_NAME = "teacher_text.json", "text-{:05d}.safetensors"
-FORMAT, VERSION = "surgery-teacher-text", 1
 Text = Annotated[str, Field(max_length=10_000)]
 Number = Annotated[int, Field(ge=1, lt=2**40)]
 
@@ -64,8 +63,8 @@ class TextIndex(_IndexModel):
     written.
     """
 
-    format: Literal["surgery-teacher-text"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["surgery-teacher-text"] = "surgery-teacher-text"
+    version: Literal[1] = 1
     teacher: Text
     settings: TextSettings
     rows: Number
