@@ -6,9 +6,8 @@ largest it is extrapolated: rates fall as parameters^(-1/3), which is muP's 1/wi
 350M to 700M that RADLADS takes for 7B to 72B (Goldstein et al. 2025, arXiv 2505.03005). Parameters are those of the
 original without embeddings and head.
 
-The two smaller models were trained on 20 tokens a parameter, the largest, a public one, on 15,000. So the fall of the
-rates from 27M to 135M is one of overtraining as well as of size: weights that took long to find are kept by smaller
-steps.
+The 27M model was trained on 16 tokens a parameter, the 135M one, a public model, on 15,000. The fall of the rates between
+them is therefore one of overtraining as well as of size.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ class MeasuredRecipe:
 
 
 # 8,192 tokens a step. 18M and 27M: recipes linears and attention (docs/measurements/quality.md). 135M:
-# SmolLM2-135M-Instruct, Python source.
+# SmolLM2-135M-Instruct on Python source, up to 4M tokens: these rates worked and 1e-3 was too large; its tokens are set
+# by the literature, not measured.
 MEASURED: dict[Kind, tuple[MeasuredRecipe, ...]] = {
     "linears": (
         MeasuredRecipe("18M", 14_630_000, 3e-4, None, 3_000_000),
@@ -63,10 +63,7 @@ RATE_EXPONENT, TOKEN_EXPONENT = -1 / 3, 3 / 4  # of the parameters, above the la
 STEP_TOKENS, MAX_STEP_TOKENS = 8192, 65536  # of a step of the measured models, and of the largest ones
 FORWARD_TOKENS = 8192  # of one forward pass
 LENGTHS: dict[Kind, int] = {"linears": 1024, "attention": 2048}  # tokens of a row
-LONG_ROWS, RECOMPUTED = (
-    1_000_000_000,
-    300_000_000,
-)  # parameters from which rows have 4,096 tokens; activations recompute
+LONG_ROWS = 1_000_000_000  # parameters from which rows have 4,096 tokens, after attention was replaced
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ def interpolate(points: Sequence[tuple[int, float]], parameters: int, exponent: 
 
 
 def choose_recipe(facts: ModelFacts) -> AutoChoice:
-    """Return rates, tokens, length, batch, rows and memory for healing, with their reasons."""
+    """Return rates, tokens, length, batch and rows for healing, with their reasons."""
     n, kind = facts.parameters, facts.kind
     measured = MEASURED[kind]
     extrapolated = n > 1.05 * measured[-1].parameters
@@ -141,8 +138,7 @@ def choose_recipe(facts: ModelFacts) -> AutoChoice:
     rows = max(1, FORWARD_TOKENS // length)
     growth = round(math.log2(max(1.0, math.sqrt(n / measured[-1].parameters))))
     steps = min(STEP_TOKENS * 2**growth, MAX_STEP_TOKENS) // FORWARD_TOKENS  # forward passes of a step
-    memory = "checkpoint" if n >= RECOMPUTED else "keep"
-    settings = {"rate": rate, "tokens": tokens, "length": length, "batch": rows * steps, "rows": rows, "memory": memory}
+    settings = {"rate": rate, "tokens": tokens, "length": length, "batch": rows * steps, "rows": rows}
     reasons = [("rate", f"{rate:g}", source(lambda point: point.rate))]
     if kind == "attention":
         mixers = chosen(lambda point: point.mixers, RATE_EXPONENT)
@@ -157,8 +153,7 @@ def choose_recipe(facts: ModelFacts) -> AutoChoice:
         ),
         ("length", f"{length:,}", "tokens of a row" + (", the model's longest" if length == facts.longest else "")),
         ("batch", f"{rows * steps}", in_rows),
-        ("rows", f"{rows}", f"{rows * length:,} tokens in one forward pass"),
-        ("memory", memory, f"from {RECOMPUTED / 1e6:.0f}M parameters on activations are recomputed"),
+        ("rows", f"{rows}", f"{rows * length:,} tokens in one forward pass; fewer where memory: auto finds no room"),
     ]
     return AutoChoice({f"stages.0.{key}": value for key, value in settings.items()}, tuple(reasons), extrapolated)
 

@@ -13,11 +13,13 @@ collective operation, whose time would run out.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +109,9 @@ def write_teacher_text(
         _write_index(folder, begun)
     _wait_for(folder / INDEX_NAME)
     index = read_index(folder)
+    compose_batch = partial(compose, sampler, index.rows)
     try:
-        shards = _write_shards(folder, index, lambda seed: compose(sampler, index.rows, seed), progress)
+        shards = _write_shards(folder, index, compose_batch, progress)
     except torch.OutOfMemoryError:
         raise SurgeryError(
             f"generated: {teacher} and the keys of {index.rows} rows of {settings.length} tokens do not fit on "
@@ -116,6 +119,11 @@ def write_teacher_text(
         ) from None
     if rank == 0:
         _write_index(folder, index.model_copy(update={"shards": shards}))
+    del sampler, compose_batch
+    if target.type == "cuda":  # the teacher's weights, its cache, and the graphs of the compiled step
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _write_shards(
