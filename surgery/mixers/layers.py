@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.mixers.common.padding import Unpadder
+from surgery.mixers.common.window_hybrid import apply_gate
 from surgery.mixers.projections import InputDtypeLinear
 
 
@@ -72,8 +73,3 @@ class OutputGate(nn.Module):
         """Return W x (B, T, H, V), or (B, T, H, 1) of a gate per head."""
         gate_BTHV: Tensor = self.projection(x_BTD).unflatten(-1, (self.heads, -1))
         return gate_BTHV
-
-
-def apply_gate(y_BTHV: Tensor, gate_BTHV: Tensor) -> Tensor:
-    """Return 2 sigmoid(gate) y, (B, T, H, V)."""
-    return y_BTHV * (2 * gate_BTHV.to(y_BTHV.dtype).sigmoid())

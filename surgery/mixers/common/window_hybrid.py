@@ -31,7 +31,6 @@ from torch import Tensor
 from surgery.core.dispatch import dispatched
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.common.padding import Unpadder, gather_rowwise, shift_rows, zero_outside
-from surgery.mixers.layers import apply_gate
 from surgery.mixers.masks.base import MaskInputs
 
 Tensors = dict[str, Tensor]  # by name: "k", "v" and the written signals
@@ -310,3 +309,8 @@ def join_and_gate(
     near_H1, far_H1 = (weight_H.to(far_BTHV.dtype).unsqueeze(-1) for weight_H in (near_H, far_H))
     out_BTHV = join_branches(near_BTHV, far_BTHV, near_H1, far_H1)
     return out_BTHV if gate_BTHV is None else apply_gate(out_BTHV, gate_BTHV)
+
+
+def apply_gate(y_BTHV: Tensor, gate_BTHV: Tensor) -> Tensor:
+    """Return 2 sigmoid(gate) y, (B, T, H, V)."""
+    return y_BTHV * (2 * gate_BTHV.to(y_BTHV.dtype).sigmoid())
