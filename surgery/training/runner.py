@@ -172,9 +172,10 @@ class StageRunner:
         teacher = None
         if self.teacher_name is not None:
             self.progress.say(f"loading the teacher {self.teacher_name}")
+            # Stages that want more than logits use weights of its modules outside of its forward pass.
             teacher = model_loading.load_teacher(
                 self.teacher_name, student, self.tokenizer, recipe.teacher, self.accelerator.device, self.trust,
-                is_sharded=sharding_name(self.accelerator) == "FSDP2",
+                is_sharded=sharding_name(self.accelerator) == "FSDP2" and "model" not in wants,
             )  # fmt: skip
         if not self.is_sharded:
             student.to(self.accelerator.device)
