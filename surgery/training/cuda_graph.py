@@ -90,14 +90,14 @@ class CapturedMicroBatch:
     def __call__(self, batch: Batch, num_counted: int) -> dict[str, Tensor] | None:
         """Return this micro-batch's parts of the mean loss over the step, after their backward pass.
 
-        Returns None, with nothing done, if the batch must run without the graph: rows of several documents, another
-        shape, or the first batches.
+        Returns None, with nothing done, if the batch must run without the graph: rows of several documents, or another
+        shape.
         """
         if self.disabled or not is_plain_batch(batch):
             return None
         self.seen += 1
         if self.seen <= WARMUP_BATCHES:
-            return None
+            return self._run_ordinary(batch, num_counted)
         if self.replay is None:
             self._capture(batch)
         if self.replay is None or any(self.static[name].shape != batch[name].shape for name in self.static):
@@ -109,16 +109,23 @@ class CapturedMicroBatch:
         self._accumulate()
         return {name: loss_part.clone() for name, loss_part in self.parts.items()}
 
+    def _run_ordinary(self, batch: Batch, num_counted: int) -> dict[str, Tensor]:
+        """Run a batch without a graph, on the inputs of the capture: compiled layers must not be compiled for others
+        during it."""
+        with plain_inputs(batch, self.accelerator.device) as inputs:
+            sums = self.stage.losses(self.models, inputs)
+            parts = {name: loss_sum / num_counted for name, loss_sum in sums.items()}
+            self.optimizer_step.backward(parts["total"])
+        return {name: loss_part.detach() for name, loss_part in parts.items()}
+
     def release(self) -> None:
         """Free the memory of the graph; the next batch is captured anew."""
         self.replay, self.static, self.parts, self.gradients = None, {}, {}, {}
 
     def _capture(self, batch: Batch) -> None:
         """Capture the step on static copies of `batch`. If that fails, warn, and train without a graph."""
-        on_device = to_device(batch, self.accelerator.device)
-        # Without position_ids transformers counts from 0, and does not look for documents in them, which would wait for
-        # the GPU.
-        self.static = {name: t.clone() for name, t in on_device.items() if name not in ("position_ids", "index")}
+        with plain_inputs(batch, self.accelerator.device) as inputs:
+            self.static = {name: t.clone() for name, t in inputs.items()}
         self.share = torch.ones((), device=self.accelerator.device)
         parameters = self.optimizer_step.parameters
         before = {name: p.grad for name, p in parameters.items()}
@@ -161,6 +168,20 @@ class CapturedMicroBatch:
                 parameter.grad = gradient.clone() if accumulates else gradient
             else:
                 parameter.grad.add_(gradient)
+
+
+@contextmanager
+def plain_inputs(batch: Batch, device: torch.device) -> Iterator[Batch]:
+    """Yield the batch on a device, as a graph takes it if every row is one document that begins at position 0.
+
+    Without position_ids transformers counts from 0, and does not look for documents in them, which would wait for the
+    GPU.
+    """
+    if not is_plain_batch(batch):
+        yield to_device(batch, device)
+        return
+    with one_document_per_row():
+        yield to_device({name: t for name, t in batch.items() if name not in ("position_ids", "index")}, device)
 
 
 def is_plain_batch(batch: Batch) -> bool:

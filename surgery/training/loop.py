@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from surgery.core.parallel_compile import cache_folder, compile_kernels
 from surgery.training.batches import StepBatch, iter_steps, to_device
 from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
 from surgery.training.compiled_layers import restore_layers, try_compiled
-from surgery.training.cuda_graph import CapturedMicroBatch, capture_micro_batch
+from surgery.training.cuda_graph import CapturedMicroBatch, capture_micro_batch, plain_inputs
 from surgery.training.data.prefetch import PREFETCH_TOKENS, prefetch
 from surgery.training.distributed.accelerator import batch_layout, optimizer_step_class, sharding_name
 from surgery.training.guard import (
@@ -178,8 +178,9 @@ class TrainingLoop:
         device, began = self.accelerator.device, time.perf_counter()
 
         def run() -> None:
-            with self.accelerator.autocast():  # with communication, or FSDP2 would keep the gradients for the next step
-                self.stage.losses(self.models, to_device(batch, device))["total"].backward()
+            # With communication, or FSDP2 would keep the gradients for the next step.
+            with self.accelerator.autocast(), self._first_inputs(batch) as inputs:
+                self.stage.losses(self.models, inputs)["total"].backward()
 
         compiled = compile_kernels(run, device)
         if device.type == "cuda":
@@ -188,6 +189,11 @@ class TrainingLoop:
             seconds = time.perf_counter() - began
             self.context.report({"compiled": compiled, "seconds": seconds, "folder": cache_folder()})
 
+    def _first_inputs(self, batch: Batch) -> AbstractContextManager[Batch]:
+        """Return the context of a micro-batch's inputs as the first step takes them."""
+        device = self.accelerator.device
+        return nullcontext(to_device(batch, device)) if self.captured is None else plain_inputs(batch, device)
+
     def _compile_layers(self, batch: Batch, stack: ExitStack) -> None:
         """Compile the layers of student and teacher, on a micro-batch whose results are dropped, until `stack` ends."""
         models = [model for model in (self.models.student, self.models.teacher) if model is not None]
@@ -195,8 +201,8 @@ class TrainingLoop:
 
         def run() -> None:
             try:
-                with self.accelerator.no_sync(self.models.run):
-                    self.stage.losses(self.models, to_device(batch, device))["total"].backward()
+                with self.accelerator.no_sync(self.models.run), self._first_inputs(batch) as inputs:
+                    self.stage.losses(self.models, inputs)["total"].backward()
             finally:
                 self.optimizer_step.inner.zero_grad(set_to_none=True)
 

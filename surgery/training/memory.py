@@ -127,6 +127,7 @@ def _peak(run: Callable[[], None], device: torch.device) -> int | None:
 
 def available_memory(device: torch.device) -> int:
     """Return the bytes that this process can still allocate on a GPU, less a share for fragmentation."""
+    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # since torch 2.8
