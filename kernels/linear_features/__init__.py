@@ -55,7 +55,7 @@ class FeatureCall:
 
     @classmethod
     def make(
-        cls, x: Tensor, cos: Tensor | None, sin: Tensor | None, w: Tensor | None, root: float, first: int, last: int,
+        cls, x: Tensor, cos: Tensor | None, sin: Tensor | None, w: Tensor | None, *, root: float, first: int, last: int,
         both: bool, turned: bool, norm: bool, dtype: torch.dtype,
     ) -> FeatureCall:  # fmt: skip
         """Return the call with the strides that the kernels need."""
@@ -165,12 +165,19 @@ class FeaturesFunction(torch.autograd.Function):
 
 
 # -- as a node of a compiled graph ---------------------------------------------------------------------
+OPTIONS = ("root", "first", "last", "both", "turned", "norm", "dtype")
+
+
+def _node_call(inputs: tuple[Any, ...]) -> FeatureCall:
+    return FeatureCall.make(*inputs[:4], **dict(zip(OPTIONS, inputs[4:])))
+
+
 def _node_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    return launch_forward(FeatureCall.make(*inputs))
+    return launch_forward(_node_call(inputs))
 
 
 def _node_backward(d_out: Tensor, d_turned: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
-    dx, dw = launch_backward(FeatureCall.make(*inputs), d_out, d_turned)
+    dx, dw = launch_backward(_node_call(inputs), d_out, d_turned)
     return dx, None, None, dw, *[None] * (len(inputs) - 4)
 
 

@@ -336,7 +336,7 @@ class LinearMixer(Mixer):
             {name: t[:, start:] for name, t in signals.items()},
             seen_B,
             tokens.unpadder.count_B - start,
-            matmul_dtype(written["v"]),
+            dtype=matmul_dtype(written["v"]),
         )
         return apply(replace(rows, max_seen=length - start))
 
@@ -401,8 +401,8 @@ class LinearMixer(Mixer):
         if self.beta_proj is not None:
             k_BGTF = l2_normalize(k_BGTF)
         q_BGJTF = self._query_features(tokens, seen_B)
-        count_B, values = tokens.unpadder.count_B, accumulation_dtype(written["v"])
-        return self._mask_rows(q_BGJTF, k_BGTF, written, signals, seen_B, count_B, values)
+        count_B, dtype = tokens.unpadder.count_B, accumulation_dtype(written["v"])
+        return self._mask_rows(q_BGJTF, k_BGTF, written, signals, seen_B, count_B, dtype=dtype)
 
     def _mask_rows(
         self,
@@ -412,14 +412,15 @@ class LinearMixer(Mixer):
         signals: Signals,
         seen_B: Tensor,
         count_B: Tensor,
-        values: torch.dtype,
+        *,
+        dtype: torch.dtype,
     ) -> MaskInputs:
-        """Return the inputs of the mask of features, with the values and signals that are written. values: dtype of
-        values that are not normalised."""
+        """Return the inputs of the mask of features, with the values and signals that are written. dtype: of values
+        that are not normalised."""
         copies, v = self.linear_shape.groups // self.shape.groups, written["v"]
         v = v if copies == 1 else v.repeat_interleave(copies, dim=2)
         # Values without a column of ones can stay in the dtype of the products, in which kernels read them.
-        v_BGTV = v.transpose(1, 2).to(accumulation_dtype(v) if self.config.normalise else values)
+        v_BGTV = v.transpose(1, 2).to(accumulation_dtype(v) if self.config.normalise else dtype)
         q_BGJTF, signals = self.mask("expand_queries", q_BGJTF, signals)
         return MaskInputs(
             q_BGJTF=q_BGJTF,
