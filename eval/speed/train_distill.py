@@ -82,6 +82,7 @@ class DistillCase:
         log_every, intervals: steps between log entries, and log entries; the last interval is profiled, not timed.
         multi: whether the case needs several devices.
         step: whether only the student's forward and backward pass is compared with the original's.
+        compiled: whether torch.compile compiles every layer of student and teacher; on a CPU nothing is compiled.
     """
 
     name: str
@@ -94,6 +95,7 @@ class DistillCase:
     memory: str = "keep"
     multi: bool = False
     step: bool = False
+    compiled: bool = False
 
     @property
     def positions(self) -> int:
@@ -105,9 +107,13 @@ TINY = DistillCase("tiny", {**SHAPES["small"], "vocab_size": 1536}, batch=2, len
 CASES = {
     "full": [
         DistillCase("135M, 8K tokens", MODELS["135M"], 4),
-        DistillCase("135M, 64K tokens", MODELS["135M"], 32, log_every=2),
+        DistillCase("135M, 8K tokens, layers compiled", MODELS["135M"], 4, compiled=True),
+        DistillCase("135M, 64K tokens", MODELS["135M"], 32, rows=16, log_every=2),
+        DistillCase("135M, 64K tokens, layers compiled", MODELS["135M"], 32, rows=16, log_every=2, compiled=True),
         DistillCase("0.5B, 8K tokens", MODELS["0.5B"], 4),
+        DistillCase("0.5B, 8K tokens, layers compiled", MODELS["0.5B"], 4, compiled=True),
         DistillCase("1B, 8K tokens", MODELS["1B"], 4, log_every=3),
+        DistillCase("1B, 8K tokens, layers compiled", MODELS["1B"], 4, log_every=3, compiled=True),
         DistillCase("8B, 8K tokens a card", MODELS["8B"], 4, rows=1, log_every=1, memory="checkpoint", multi=True),
         DistillCase("135M, student step, rows of 2K", MODELS["135M"], 16, step=True),
         DistillCase("135M, student step, rows of 32K", MODELS["135M"], 1, length=32_768, step=True),
@@ -165,7 +171,7 @@ def select_cases(sizes: str, only: str | None) -> list[tuple[DistillCase, str]]:
     among = [word for word in words if not word.startswith("-")] or [""]
     selected = []
     for case in CASES[sizes]:
-        for change in RECIPES if case.step else (ORIGINAL, *RECIPES):
+        for change in RECIPES if case.step or case.compiled else (ORIGINAL, *RECIPES):
             name = f"{case.name}, {change}".lower()
             if any(word in name for word in among) and not any(word in name for word in without):
                 selected.append((case, change))
@@ -410,6 +416,8 @@ class _DistillRun:
         stage: dict[str, Any] = {"kind": "distill", "length": case.length, "batch": case.batch, "rows": case.rows}
         stage |= {"tokens": case.log_every * case.intervals * case.positions, "rate": 1e-4, "trains": ["all"]}
         stage |= {"memory": case.memory, "rates": {"mixers": 1e-3}}
+        if case.compiled and self.device.type == "cuda":
+            stage["compile"] = "layers"
         data = {"sources": [{"path": str(training_text(self.folder)), "separator": "\n"}], "packing": "stream"}
         keys = {"data": data, "stages": [stage], "log": case.log_every, "checkpoint": 0, "cuda_graph": True}
         return parse_healing_recipe(keys)
