@@ -575,9 +575,10 @@ def _step_ms(case: DistillCase, model: Any, device: torch.device) -> float:
     stream = torch.cuda.Stream(device)
     compile_kernels(step, device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream), one_document_per_row():
-        step()
-    replay = record_graph(step, stream=stream)
+    with one_document_per_row():
+        with torch.cuda.stream(stream):
+            step()
+        replay = record_graph(step, stream=stream)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
     for event in events:
         event.record()

@@ -129,6 +129,7 @@ class CapturedMicroBatch:
         self.share = torch.ones((), device=self.accelerator.device)
         parameters = self.optimizer_step.parameters
         before = {name: p.grad for name, p in parameters.items()}
+        random_state = torch.cuda.get_rng_state(self.static["input_ids"].device) if self.stream is not None else None
         try:
             with one_document_per_row():
                 self.replay = record_graph(self._run_without_gradients, stream=self.stream)
@@ -143,6 +144,8 @@ class CapturedMicroBatch:
         for name, parameter in parameters.items():
             parameter.grad = before[name]
         if self.disabled:
+            if random_state is not None:
+                restore_generator(self.static["input_ids"].device, random_state)
             self.release()
             release_cached_memory(self.accelerator.device)
 
@@ -168,6 +171,14 @@ class CapturedMicroBatch:
                 parameter.grad = gradient.clone() if accumulates else gradient
             else:
                 parameter.grad.add_(gradient)
+
+
+def restore_generator(device: torch.device, random_state: Tensor) -> None:
+    """Give a GPU's generator this state, after a capture that failed: it would refuse to draw numbers outside of one."""
+    generator: Any = torch.cuda.default_generators[device.index or 0]
+    if hasattr(generator, "graphsafe_set_state"):
+        generator.graphsafe_set_state(torch.Generator(device=device).graphsafe_get_state())  # type: ignore[attr-defined]
+    torch.cuda.set_rng_state(random_state, device)
 
 
 @contextmanager
