@@ -259,7 +259,12 @@ class StageRunner:
         if self.main:
             self.show(groups_table(f"{number + 1}. {config.kind}", groups))
         models.run, optimiser = prepare(
-            self.accelerator, models.student, optimiser, config, self.recipe.precision, captured=self.recipe.cuda_graph
+            self.accelerator,
+            models.student,
+            optimiser,
+            config,
+            self.recipe.precision,
+            captured=self.recipe.cuda_graph and config.compile == "none",
         )
         torch.manual_seed(self.recipe.seed + 1000 * number + 1 + self.accelerator.process_index)
         data = make_data(stage_data_config(self.recipe, config), self.tokenizer, config.length, self.recipe.seed)  # type: ignore[arg-type]

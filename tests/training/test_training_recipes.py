@@ -23,7 +23,8 @@ ONE = {"kind": "lm", "tokens": "20M", "rate": "1e-4"}
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("auto", 10_000_000), ("linears", 3_000_000), ("attention", 10_000_000), ("new-modules", 400_000)]
+    ("name", "least"),
+    [("auto", 10_000_000), ("linears", 3_000_000), ("attention", 10_000_000), ("new-modules", 400_000)],
 )
 def test_shipped_recipes_run_for_a_few_steps(name, least, btt, mixed, texts, tmp_path):
     assert sorted(healing_recipe_names()) == ["attention", "auto", "linears", "new-modules"]
