@@ -384,6 +384,7 @@ STAGE_LINES = ["stage: of is now modules", "stage: towards is now loss", "stage:
 
 
 def test_healing_recipes_and_their_stages(tmp_path):
+    from surgery.training.finetune import _journal_recipe
     from surgery.training.finetune import renew_fingerprint as renew_run
     from surgery.training.recipe import load_healing_recipe
     from surgery.training.stages.align import AlignConfig
@@ -411,7 +412,7 @@ def test_healing_recipes_and_their_stages(tmp_path):
     mine.write_text(json.dumps({"stages": STAGES, "keep": 3, "checkpoints": 3}))
     with pytest.raises(SurgeryError, match="keep is the old name of checkpoints, and both are given"):
         load_healing_recipe(str(mine))
-    stored = recipe.model_dump_json(exclude={"description", "log", "checkpoints", "teacher", "cuda_graph"})
+    stored = _journal_recipe(recipe)
     older = stored.replace('"modules"', '"of"').replace('"loss"', '"towards"').replace('"adapter"', '"ends"')
     assert older != stored and noted(lambda: renew_run({"recipe": older})) == ({"recipe": stored}, [])
 

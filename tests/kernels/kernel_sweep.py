@@ -772,6 +772,85 @@ def _(grid: str) -> Iterator[Case]:
         yield Case(name, dtype, B * G * -(-T * J // 64), rows, call, names=("local_attention",), gradients=not step)
 
 
+@cases("features")
+def _(grid: str) -> Iterator[Case]:
+    from surgery.mixers.base import AttentionShape
+    from surgery.mixers.common.linear_features import FeaturePlan, linear_features
+    from surgery.mixers.features.hedgehog import Hedgehog, HedgehogMap
+
+    sizes = {  # B rows, T tokens, H heads, K dims, dtype
+        "full": [(64, 1023, 9, 64, BF16), (3000, 33, 24, 16, BF16), (4, 4097, 8, 128, BF16), (33, 257, 3, 80, F32)],
+        "reduced": [(40, 70, 3, 16, F32), (9, 200, 2, 24, BF16)],
+        "tiny": [(2, 21, 2, 16, F32)],
+    }
+    for B, T, H, K, dtype in sizes_of(sizes, grid):
+        torch.manual_seed(B + T)
+        rows = {"x": normal(B, T, H, K, dtype=dtype), "at": torch.randint(0, 900, (B, T), device=DEVICE)}
+        shared = {"w": normal(H, 2 * K, 2 * K) / K**0.5}
+        plan = FeaturePlan("queries", "both", True, K**-0.25, True, 3, T - 1, 1, dtype)
+        shape = AttentionShape(8, H, H, 2 * K, K, K**-0.5)
+
+        def call(x: Leaves, plan: Any = plan, shape: Any = shape, K: int = K) -> list[Any]:
+            wide = torch.promote_types(x["x"].dtype, F32)
+            speed_R = torch.logspace(0, -2, K // 2, device=DEVICE, dtype=wide).repeat(2)
+            angle_BTR = x["at"].to(wide).unsqueeze(-1) * speed_R
+            feature_map = HedgehogMap(Hedgehog(), shape)
+            del feature_map.query_HKK
+            feature_map.query_HKK = x["w"]  # type: ignore[assignment]
+            return [*linear_features(x["x"], (angle_BTR.cos(), angle_BTR.sin()), feature_map, x["at"], plan)]
+
+        name = f"features of {B} x {H} heads of {K}, {T} tokens"
+        yield Case(name, dtype, B * H * T, rows, call, shared, names=("linear_features",))
+
+
+@cases("join")
+def _(grid: str) -> Iterator[Case]:
+    from surgery.mixers.common.window_hybrid import join_and_gate
+
+    sizes = {  # B rows, T tokens, of which `late` have no far part, H heads, V values, dtype
+        "full": [(64, 1023, 68, 9, 64, BF16), (3000, 33, 5, 20, 17, F32), (4, 4097, 0, 8, 128, BF16)],
+        "reduced": [(40, 70, 9, 3, 16, F32), (9, 200, 0, 2, 24, BF16)],
+        "tiny": [(2, 21, 4, 2, 16, F32)],
+    }
+    for B, T, late, H, V, dtype in sizes_of(sizes, grid):
+        torch.manual_seed(B + T)
+        rows = {"near": normal(B, T, H, V), "far": normal(B, T - late, H, V, dtype=dtype)}
+        rows["gate"] = normal(B, T, H, V, dtype=dtype)
+        shared = {"near_H": normal(H), "far_H": normal(H)}
+
+        def call(x: Leaves, dtype: torch.dtype = dtype) -> list[Any]:
+            near, far = x["near"].transpose(1, 2), x["far"].transpose(1, 2)
+            return [join_and_gate(near, far, x["near_H"], x["far_H"], x["gate"], dtype)]
+
+        name = f"join of {B} x {H} heads of {V}, {T} tokens, {late} without a far part"
+        yield Case(name, dtype, B * H * T, rows, call, shared, names=("join_and_gate",))
+
+
+@cases("logits")
+def _(grid: str) -> Iterator[Case]:
+    from surgery.core.logit_rows import LogitTransform, RowSpec, row_gradient_, row_stats
+
+    sizes = {  # N rows, V logits, dtype
+        "full": [(8192, 49152, BF16), (70_000, 1000, F32), (2048, 151_936, BF16)],
+        "reduced": [(100, 70, F32), (40, 1000, BF16)],
+        "tiny": [(5, 70, F32)],
+    }
+    for N, V, dtype in sizes_of(sizes, grid):
+        torch.manual_seed(N + V)
+        rows = {"logits": 3 * normal(N, V, dtype=dtype), "teacher": 3 * normal(N, V + 4, dtype=dtype)}
+        rows |= {"labels": torch.randint(0, V, (N,), device=DEVICE), "soft": uniform(N), "hard": uniform(N)}
+        spec = RowSpec(V, True, True, 1.5, transform=LogitTransform(1.0, 30.0))
+
+        def call(x: Leaves, spec: Any = spec) -> list[Any]:
+            logits_NV = x["logits"].clone()
+            stats = row_stats(logits_NV, x["teacher"], spec)
+            row_gradient_(logits_NV, x["teacher"], stats, x["soft"], x["hard"], x["labels"], spec=spec)
+            return [stats.kl_N, stats.hard_N, logits_NV]
+
+        name = f"{N} rows of {V} logits"
+        yield Case(name, dtype, N, rows, call, names=("row_stats", "row_gradient_"), gradients=False)
+
+
 @cases("slots")
 def _(grid: str) -> Iterator[Case]:
     from surgery.mixers.common.kv_layout import write_slots
