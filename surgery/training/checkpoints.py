@@ -57,7 +57,7 @@ class TorchOptimizerState:
         states: dict[str, MaybeSharded] = {}
         for name, p in self._named_parameters():
             for key, value in self.optimiser.state.get(p, {}).items():
-                states[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                states[f"{key}.{name}"] = dequantized(value) if isinstance(value, Tensor) else torch.tensor(value)
         return states
 
     def restore(self, stored: StoredStates) -> None:
@@ -70,11 +70,41 @@ class TorchOptimizerState:
                         f"{list(info.shape)}). "
                         "Remove that folder to resume from the checkpoint before."
                     )
-                self.optimiser.state[p][key] = _state_like(p, read_tensor(info, check=False))
+                state = _state_like(p, read_tensor(info, check=False))
+                self.optimiser.state[p][key] = quantized_like(self.optimiser, p, key, state)
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for group, names in zip(self.optimiser.param_groups, self.names):
             yield from zip(names, group["params"])
+
+
+def dequantized(state: Tensor) -> MaybeSharded:
+    """Return an optimizer state as an ordinary tensor. Quantizing the result again may move values by a code: a resumed
+    run is not equal to an uninterrupted one in the last digits."""
+    local: Any = getattr(state, "_local_tensor", state)  # of a DTensor
+    if not hasattr(local, "codes"):
+        return state
+    values: Tensor = local.dequantize(torch.float32)
+    if local is state:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = state.device_mesh, state.placements  # type: ignore[attr-defined]
+    sizes = {"shape": state.shape, "stride": state.stride()}
+    return DTensor.from_local(values, mesh, placements, run_check=False, **sizes)
+
+
+def quantized_like(optimiser: Any, parameter: Tensor, key: str, state: Tensor) -> Tensor:
+    """Return a state as the optimizer keeps it: torchao's optimizers of few bits quantize the moments of large
+    parameters.
+    """
+    make = getattr(optimiser, "_new_buffer", None)  # torchao has no public function for it
+    if make is None or state.dim() == 0:
+        return state
+    kept: Tensor = make(parameter, key == "exp_avg")
+    with torch.no_grad():
+        getattr(kept, "_local_tensor", kept).copy_(getattr(state, "_local_tensor", state))
+    return kept
 
 
 @dataclass

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
+from surgery.training.optim import reads_found_inf
 from surgery.training.sharded_tensors import any_sharded
 
 
@@ -62,8 +63,9 @@ class NonFiniteGuard:
         self.inner = getattr(optimiser, "optimizer", optimiser)
         self.skip, self.sticky_flag = skip, torch.zeros((), device=device)
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
-        # Fused kernels ignore the flag for sharded parameters, so sharded runs synchronize at each step instead.
-        self.checks_each_step = any_sharded(parameters)
+        # Fused kernels ignore the flag for sharded parameters, and other optimizers have none, so such runs synchronize
+        # at each step instead.
+        self.checks_each_step = any_sharded(parameters) or not reads_found_inf(self.inner)
 
     def check_step(self, norm: Tensor) -> bool:
         """Return whether the optimizer may step, given the gradient norm (a scalar tensor). Call before each step."""

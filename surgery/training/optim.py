@@ -110,7 +110,7 @@ class OptimizerConfig(StrictModel):
     rate for all). base_width: width for which `rate` holds, None: each linear's own. momentum: of sgd and sign.
     """
 
-    name: Literal["adamw", "sgd", "sign"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "sgd", "sign"] = "adamw"
     rates: Literal["mup", "dense", "same"] = "mup"
     base_width: Annotated[int, Field(ge=1)] | None = None
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -121,7 +121,7 @@ class OptimizerConfig(StrictModel):
     @property
     def states(self) -> float:
         """Bytes of optimizer states per byte of a trained float32 parameter."""
-        return {"adamw": 2.0, "sgd": 1.0, "sign": 1.0}[self.name]
+        return {"adamw": 2.0, "adamw8bit": 0.52, "sgd": 1.0, "sign": 1.0}[self.name]
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,7 @@ class Fans:
 
 RATE_RULES: dict[str, Callable[[Fans, int], float]] = {
     "adamw": lambda f, width: width / f.fan_in,
+    "adamw8bit": lambda f, width: width / f.fan_in,
     "sign": lambda f, width: width / f.fan_in,
     "sgd": lambda f, width: (f.fan_out / f.fan_in) * (width / f.out),
 }
@@ -396,9 +397,39 @@ def make_optimizer(groups: list[ParameterGroup], settings: OptimizerConfig) -> t
     param_groups = [{"params": g.parameters, "lr": g.rate, "peak": g.rate, "weight_decay": g.decay} for g in groups]
     if settings.name == "adamw":
         return torch.optim.AdamW(param_groups, betas=settings.betas, eps=settings.eps, fused=True)
+    if settings.name == "adamw8bit":
+        return make_adamw8bit(param_groups, settings)
     if settings.name == "sgd":
         return torch.optim.SGD(param_groups, lr=groups[0].rate, momentum=settings.momentum, fused=True)
     return SignSGD(param_groups, momentum=settings.momentum)
+
+
+def make_adamw8bit(param_groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """Create torchao's AdamW with states of 8 bits in blocks of 256 values (Dettmers et al. 2022, "8-bit Optimizers via
+    Block-wise Quantization"). Raises SurgeryError without torchao.
+    """
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise SurgeryError(
+            "optimiser.name adamw8bit needs the package torchao. Run pip install 'transformer-surgery[torchao]', or use "
+            "adamw."
+        ) from error
+    optimiser: torch.optim.Optimizer = AdamW8bit(param_groups, betas=settings.betas, eps=settings.eps)
+    return optimiser
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of an optimizer's parameter group; torchao's optimizers keep it in a tensor."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def reads_found_inf(optimiser: Any) -> bool:
+    """Return whether the optimizer skips a step on the device where its `found_inf` is 1."""
+    return bool(optimiser.defaults.get("fused")) or hasattr(type(optimiser), "found_inf")
 
 
 class SignSGD(torch.optim.Optimizer):

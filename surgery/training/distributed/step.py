@@ -19,7 +19,7 @@ from surgery.core.errors import SurgeryError
 from surgery.training.batches import BatchLayout
 from surgery.training.checkpoints import TorchOptimizerState
 from surgery.training.guard import NonFiniteGuard
-from surgery.training.optim import ParameterGroup
+from surgery.training.optim import ParameterGroup, set_rate
 
 BUCKET_BYTES = 64 * 2**20  # of gradients that are summed over the processes at once
 
@@ -124,12 +124,12 @@ class OptimizerStep:
     def set_rates(self, factor: float) -> None:
         """Set every learning rate to `factor` times its peak."""
         for group in self.inner.param_groups:
-            group["lr"] = group["peak"] * factor
+            set_rate(group, group["peak"] * factor)
 
     @property
     def rate(self) -> float:
         """The largest current learning rate of all groups."""
-        return max(group["lr"] for group in self.inner.param_groups)
+        return max(float(group["lr"]) for group in self.inner.param_groups)
 
     def set_rows(self, rows: int) -> None:
         """Set the rows per forward from the next step on; gradients of a step in progress must have been dropped."""
