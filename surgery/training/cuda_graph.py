@@ -177,7 +177,7 @@ def restore_generator(device: torch.device, random_state: Tensor) -> None:
     """Give a GPU's generator this state, after a capture that failed: it would refuse to draw numbers outside of one."""
     generator: Any = torch.cuda.default_generators[device.index or 0]
     if hasattr(generator, "graphsafe_set_state"):
-        generator.graphsafe_set_state(torch.Generator(device=device).graphsafe_get_state())  # type: ignore[attr-defined]
+        generator.graphsafe_set_state(torch.Generator(device=device).graphsafe_get_state())
     torch.cuda.set_rng_state(random_state, device)
 
 
