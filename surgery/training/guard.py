@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
-from surgery.training.optim import reads_found_inf
 from surgery.training.sharded_tensors import any_sharded
 
 
@@ -51,6 +50,11 @@ def defer_interrupt(single_process: bool) -> Iterator[list[int]]:
 
 
 MAX_CONSECUTIVE_SKIPS = 10
+
+
+def reads_found_inf(optimiser: Any) -> bool:
+    """Return whether the optimizer skips a step on the device where its `found_inf` is 1."""
+    return bool(optimiser.defaults.get("fused")) or hasattr(type(optimiser), "found_inf")
 
 
 class NonFiniteGuard:

@@ -30,6 +30,7 @@ from surgery.architectures.experts import merged_experts
 from surgery.architectures.linears import is_linear
 from surgery.core.config import Real, StrictModel
 from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.project import install_command
 from surgery.mixers import Mixer
 from surgery.modeling.cache import mixer_modules
 from surgery.modeling.joined import JoinedLinear, sibling
@@ -412,8 +413,7 @@ def make_adamw8bit(param_groups: list[dict[str, Any]], settings: OptimizerConfig
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise SurgeryError(
-            "optimiser.name adamw8bit needs the package torchao. Run pip install 'transformer-surgery[torchao]', or use "
-            "adamw."
+            f"optimiser.name adamw8bit needs the package torchao. Run {install_command('torchao')}, or use adamw."
         ) from error
     optimiser: torch.optim.Optimizer = AdamW8bit(param_groups, betas=settings.betas, eps=settings.eps)
     return optimiser
@@ -425,11 +425,6 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
-
-
-def reads_found_inf(optimiser: Any) -> bool:
-    """Return whether the optimizer skips a step on the device where its `found_inf` is 1."""
-    return bool(optimiser.defaults.get("fused")) or hasattr(type(optimiser), "found_inf")
 
 
 class SignSGD(torch.optim.Optimizer):

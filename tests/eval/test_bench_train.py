@@ -65,7 +65,7 @@ def test_stages_and_cases_that_do_not_exist():
         bench("linear", sizes="small", device="cpu", stage="distill")
     with pytest.raises(SurgeryError, match="no case of bench train --stage distill"):
         select_cases("full", "7b")
-    assert [(case.name, change) for case, change in select_cases("full", "135m,-64k,-gated,-step")] == [
+    assert [(case.name, change) for case, change in select_cases("full", "135m,-64k,-gated,-step,-compiled")] == [
         ("135M, 8K tokens", "original, Trainer"),
         ("135M, 8K tokens", "hybrid-25"),
     ]

@@ -208,7 +208,7 @@ def test_parameter_groups_of_tied_frozen_adapted_and_unconverted_models():
         ({"rates": {"mixer": 1.0}}, "'mixer' is not a kind of parameters; did you mean 'mixers'"),
         ({"rates": {"dense": -1.0}}, "rates: dense must be a finite number, 0 or more"),
         ({"rates": {"dense": 0.0, "vectors": 0}}, "rates has 0 for all of them"),
-        ({"optimizer": "adam"}, r"optimizer: input should be 'adamw', 'sgd' or 'sign' \(got 'adam'\)"),
+        ({"optimizer": "adam"}, r"optimizer: input should be 'adamw', 'adamw8bit', 'sgd' or 'sign' \(got 'adam'\)"),
         ({"rule": "mu"}, "rule: input should be"),
         ({"base_width": 0}, "base_width: "),
         ({"model": "OUT"}, "parameter_groups"),
