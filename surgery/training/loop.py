@@ -162,7 +162,7 @@ class TrainingLoop:
             self.at.notes["memory"] = asdict(choice)
             self.context.report({"note": f"memory: {choice}"})
         self._use_choice(choice)
-        # A graph of compiled layers could not be captured on an H100 (torch 2.11): something is compiled again during it.
+        # Steps with compiled layers could not be captured on an H100 (torch 2.11), for a reason that is not known.
         if self.context.recipe.cuda_graph and self.config.compile == "none":
             self.captured = capture_micro_batch(self.accelerator, self.stage, self.models, self.optimizer_step)
         if self.captured is not None:
