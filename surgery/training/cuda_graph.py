@@ -90,14 +90,14 @@ class CapturedMicroBatch:
     def __call__(self, batch: Batch, num_counted: int) -> dict[str, Tensor] | None:
         """Return this micro-batch's parts of the mean loss over the step, after their backward pass.
 
-        Returns None, with nothing done, if the batch must run without the graph: rows of several documents, or another
-        shape.
+        Returns None, with nothing done, if the batch must run without the graph: rows of several documents, another
+        shape, or the first batches, which the caller runs on `plain_inputs`.
         """
         if self.disabled or not is_plain_batch(batch):
             return None
         self.seen += 1
         if self.seen <= WARMUP_BATCHES:
-            return self._run_ordinary(batch, num_counted)
+            return None
         if self.replay is None:
             self._capture(batch)
         if self.replay is None or any(self.static[name].shape != batch[name].shape for name in self.static):
@@ -108,15 +108,6 @@ class CapturedMicroBatch:
         self.replay()
         self._accumulate()
         return {name: loss_part.clone() for name, loss_part in self.parts.items()}
-
-    def _run_ordinary(self, batch: Batch, num_counted: int) -> dict[str, Tensor]:
-        """Run a batch without a graph, on the inputs of the capture: compiled layers must not be compiled for others
-        during it."""
-        with plain_inputs(batch, self.accelerator.device) as inputs:
-            sums = self.stage.losses(self.models, inputs)
-            parts = {name: loss_sum / num_counted for name, loss_sum in sums.items()}
-            self.optimizer_step.backward(parts["total"])
-        return {name: loss_part.detach() for name, loss_part in parts.items()}
 
     def release(self) -> None:
         """Free the memory of the graph; the next batch is captured anew."""

@@ -176,22 +176,24 @@ class TrainingLoop:
         """Compile the GPU kernels of a micro-batch in parallel, before the first step; its results are dropped."""
         if not self.stage.fits_cuda_graph:  # other stages may keep what they compute
             return
-        device, began = self.accelerator.device, time.perf_counter()
-
-        def run() -> None:
-            # With communication, or FSDP2 would keep the gradients for the next step.
-            with self.accelerator.autocast(), self._first_inputs(batch) as inputs:
-                self.stage.losses(self.models, inputs)["total"].backward()
-
-        compiled = compile_kernels(run, device)
-        if device.type == "cuda":
-            self.optimizer_step.inner.zero_grad(set_to_none=True)
+        began = time.perf_counter()
+        compiled = compile_kernels(lambda: self._run_and_drop(batch), self.accelerator.device)
         if compiled:
             seconds = time.perf_counter() - began
             self.context.report({"compiled": compiled, "seconds": seconds, "folder": cache_folder()})
 
-    def _first_inputs(self, batch: Batch) -> AbstractContextManager[Batch]:
-        """Return the context of a micro-batch's inputs as the first step takes them."""
+    def _run_and_drop(self, batch: Batch) -> None:
+        """Run the forward and backward pass of a micro-batch and drop its gradients."""
+        # Without communication FSDP2 would keep the gradients for the next step.
+        sharded = bool(sharding_name(self.accelerator))
+        try:
+            with nullcontext() if sharded else self.accelerator.no_sync(self.models.run), self._inputs(batch) as inputs:
+                self.stage.losses(self.models, inputs)["total"].backward()
+        finally:
+            self.optimizer_step.inner.zero_grad(set_to_none=True)
+
+    def _inputs(self, batch: Batch) -> AbstractContextManager[Batch]:
+        """Return the context of a micro-batch on the device, in the form of the captured graph if there is to be one."""
         device = self.accelerator.device
         return nullcontext(to_device(batch, device)) if self.captured is None else plain_inputs(batch, device)
 
@@ -199,20 +201,12 @@ class TrainingLoop:
         """Compile the layers of student and teacher, on a micro-batch whose results are dropped, until `stack` ends."""
         models = [model for model in (self.models.student, self.models.teacher) if model is not None]
         device = self.accelerator.device
-
-        def run() -> None:
-            try:
-                with self.accelerator.no_sync(self.models.run), self._first_inputs(batch) as inputs:
-                    self.stage.losses(self.models, inputs)["total"].backward()
-            finally:
-                self.optimizer_step.inner.zero_grad(set_to_none=True)
-
         if sharding_name(self.accelerator):
             warnings.warn("compile: layers is for models that are not sharded; the layers run without", stacklevel=2)
             return
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             try:
-                compiled = try_compiled(models, run)
+                compiled = try_compiled(models, lambda: self._run_and_drop(batch))
             except torch.OutOfMemoryError:  # the step runs with less
                 compiled = True
         if compiled:
@@ -238,17 +232,12 @@ class TrainingLoop:
 
     def _measure_choice(self, batch: Batch) -> MemoryChoice:
         """Return the choice that fits, by the memory that one and two rows of `batch` take. All processes agree."""
-        device, optimiser = self.accelerator.device, self.optimizer_step.inner
+        device = self.accelerator.device
         trained = sum(p.nbytes for p in self.optimizer_step.parameters.values())
-        states = 0 if optimiser.state else self.config.optimiser.states * trained
+        states = 0 if self.optimizer_step.inner.state else self.config.optimiser.states * trained
 
         def run(rows: int) -> None:
-            part = to_device({name: tensor[:rows] for name, tensor in batch.items()}, device)
-            try:
-                with self.accelerator.no_sync(self.models.run):
-                    self.stage.losses(self.models, part)["total"].backward()
-            finally:
-                optimiser.zero_grad(set_to_none=True)
+            self._run_and_drop({name: tensor[:rows] for name, tensor in batch.items()})
 
         def measure(memory: str) -> MemoryNeed | None:
             with self._checkpointing(memory == "checkpoint"):
@@ -373,9 +362,10 @@ class TrainingLoop:
         captured = None if self.captured is None else self.captured(batch, num_counted)
         if captured is not None:
             return captured
-        sums = self.stage.losses(self.models, to_device(batch, self.accelerator.device))
-        parts = {name: loss_sum / num_counted for name, loss_sum in sums.items()}
-        self.optimizer_step.backward(parts["total"])
+        with self._inputs(batch) as inputs:
+            sums = self.stage.losses(self.models, inputs)
+            parts = {name: loss_sum / num_counted for name, loss_sum in sums.items()}
+            self.optimizer_step.backward(parts["total"])
         return parts
 
     # -- logging -------------------------------------------------------------------------------------
