@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ from surgery.mixers.linear_config import LinearAttention
 from surgery.structures.btt import BTT
 from surgery.structures.low_rank import LowRank
 from surgery.training.compiled_layers import compile_layers
+
+CaseT = TypeVar("CaseT", bound=Any)  # with a `name`
 
 TEXT_COPIES = 12  # copies of the embedded text, half a million tokens: reading continues while steps are timed
 
@@ -131,15 +133,7 @@ def train(
     from surgery.training.data.prefetch import limit_tokenizer_threads
     from surgery.training.distributed.accelerator import make_accelerator
 
-    words = [word for word in (only or "").lower().split(",") if word]
-    without = [word[1:] for word in words if word.startswith("-")]
-    among = [word for word in words if not word.startswith("-")] or [""]
-    selected = []
-    for change in CHANGES:
-        for case in CASES[sizes]:
-            name = f"{case.name}, {change}".lower()
-            if any(word in name for word in among) and not any(word in name for word in without):
-                selected.append((case, change))
+    selected = select_by_words(only, [(case, change) for change in CHANGES for case in CASES[sizes]])
     if not selected:
         raise SurgeryError(
             f"--only {only}: no case of bench train has one of these words in its name. Try --only 1b,btt."
@@ -150,18 +144,67 @@ def train(
         accelerator = make_accelerator(device, "auto", "none", Path(folder))
         result |= {**about(accelerator.device), "precision": accelerator.mixed_precision}
         result["processes"] = accelerator.num_processes
-        for case, change in selected:
-            if time.monotonic() > ends:
-                break
-            row = _LoopComparison(case, change, accelerator, Path(folder)).row()
-            result["rows"].append(row)
-            if accelerator.is_main_process:
-                progress.say(training_line(row))
-                if out is not None:
-                    write_json(out, result)
+
+        def measure(case: TrainingCase, change: str) -> dict[str, Any]:
+            return _LoopComparison(case, change, accelerator, Path(folder)).row()
+
+        writer = RowWriter(result, training_line, out, progress) if accelerator.is_main_process else None
+        return measure_rows(result, selected, measure, ends, writer)
+
+
+@dataclass(frozen=True)
+class RowWriter:
+    """What the main process does with the rows of a benchmark: shows a line of each and writes the result to `out`."""
+
+    result: dict[str, Any]
+    line: Callable[[dict[str, Any]], str]
+    out: Path | None
+    progress: Progress
+
+    def show(self, row: dict[str, Any]) -> None:
+        """Show a new row and write the result with it."""
+        self.progress.say(self.line(row))
+        self.write()
+
+    def write(self) -> None:
+        """Write the result."""
+        if self.out is not None:
+            write_json(self.out, self.result)
+
+
+def select_by_words(only: str | None, pairs: list[tuple[CaseT, str]]) -> list[tuple[CaseT, str]]:
+    """Return the (case, change) whose "case, change" contains one of the words of --only, and no word after a minus
+    sign.
+    """
+    words = [word for word in (only or "").lower().split(",") if word]
+    without = [word[1:] for word in words if word.startswith("-")]
+    among = [word for word in words if not word.startswith("-")] or [""]
+    names = [f"{case.name}, {change}".lower() for case, change in pairs]
+    return [
+        pair
+        for pair, name in zip(pairs, names)
+        if any(word in name for word in among) and not any(word in name for word in without)
+    ]
+
+
+def measure_rows(
+    result: dict[str, Any],
+    selected: list[tuple[CaseT, str]],
+    measure: Callable[[CaseT, str], dict[str, Any]],
+    ends: float,
+    writer: RowWriter | None,
+) -> dict[str, Any]:
+    """Add the rows of the selected cases to the result until the clock is past `ends`, and return it."""
+    for case, change in selected:
+        if time.monotonic() > ends:
+            break
+        row = measure(case, change)
+        result["rows"].append(row)
+        if writer is not None:
+            writer.show(row)
     result["complete"] = len(result["rows"]) == len(selected)
-    if out is not None and accelerator.is_main_process:
-        write_json(out, result)
+    if writer is not None:
+        writer.write()
     return result
 
 

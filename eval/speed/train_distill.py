@@ -26,12 +26,11 @@ import torch
 from surgery.architectures.attention import attention_paths
 from surgery.core.dispatch import record_references
 from surgery.core.errors import SurgeryError
-from surgery.core.files import write_json
 from surgery.core.progress import Progress
 from surgery.eval.speed import kernel_split
 from surgery.eval.speed.model import SHAPES, make_llama
 from surgery.eval.speed.tables import distill_line
-from surgery.eval.speed.train import tiny_checkpoint, training_text
+from surgery.eval.speed.train import RowWriter, measure_rows, select_by_words, tiny_checkpoint, training_text
 from surgery.mixers import mixer_config
 from surgery.modeling.attention import install
 from surgery.planning.recipe import load_recipe
@@ -143,38 +142,25 @@ def train_distill(
         accelerator = make_accelerator(device, "auto", "none", Path(folder))
         result |= {**about(accelerator.device), "precision": accelerator.mixed_precision}
         result["processes"] = accelerator.num_processes
-        for case, change in selected:
-            if time.monotonic() > ends:
-                break
+
+        def measure(case: DistillCase, change: str) -> dict[str, Any]:
             if case.multi and result["processes"] == 1:
-                row = {"case": case.name, "change": change, "note": "needs several GPUs: accelerate launch"}
-            else:
-                accelerator = make_accelerator(device, "auto", "none", Path(folder))
-                row = _measure(_scaled(case, accelerator), change, accelerator, Path(folder))
-            result["rows"].append(row)
-            if accelerator.is_main_process:
-                progress.say(distill_line(row))
-                if out is not None:
-                    write_json(out, result)
-    result["complete"] = len(result["rows"]) == len(selected)
-    if out is not None and accelerator.is_main_process:
-        write_json(out, result)
-    return result
+                return {"case": case.name, "change": change, "note": "needs several GPUs: accelerate launch"}
+            again = make_accelerator(device, "auto", "none", Path(folder))
+            return _measure(_scaled(case, again), change, again, Path(folder))
+
+        writer = RowWriter(result, distill_line, out, progress) if accelerator.is_main_process else None
+        return measure_rows(result, selected, measure, ends, writer)
 
 
 def select_cases(sizes: str, only: str | None) -> list[tuple[DistillCase, str]]:
-    """Return the cases and students whose "case, student" contains one of the words of --only, and no word after a
-    minus sign.
-    """
-    words = [word for word in (only or "").lower().split(",") if word]
-    without = [word[1:] for word in words if word.startswith("-")]
-    among = [word for word in words if not word.startswith("-")] or [""]
-    selected = []
-    for case in CASES[sizes]:
-        for change in RECIPES if case.step or case.compiled else (ORIGINAL, *RECIPES):
-            name = f"{case.name}, {change}".lower()
-            if any(word in name for word in among) and not any(word in name for word in without):
-                selected.append((case, change))
+    """Return the cases and students that --only names, see `select_by_words`."""
+    pairs = [
+        (case, change)
+        for case in CASES[sizes]
+        for change in (RECIPES if case.step or case.compiled else (ORIGINAL, *RECIPES))
+    ]
+    selected = select_by_words(only, pairs)
     if not selected:
         raise SurgeryError(
             f"--only {only}: no case of bench train --stage distill has one of these words in its name. Try --only "
