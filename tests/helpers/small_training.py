@@ -138,6 +138,20 @@ def healing_recipe(texts: Path, *stages: dict[str, Any], **keys: Any) -> Any:
     return parse_healing_recipe({**settings, **keys, "stages": list(stages)})
 
 
+def interrupt_at_step(monkeypatch: Any, number: int) -> None:
+    """Let training raise KeyboardInterrupt before the step after `number` of them, until the patch is undone."""
+    from surgery.training import loop
+
+    step = loop.TrainingLoop._step
+
+    def stopping(self: Any, taken: Any) -> None:
+        if self.at.step == number:
+            raise KeyboardInterrupt
+        step(self, taken)
+
+    monkeypatch.setattr(loop.TrainingLoop, "_step", stopping)
+
+
 def read_losses(folder: Path) -> list[tuple[int, int, float]]:
     """Return (stage, step, loss) of a run's log."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]

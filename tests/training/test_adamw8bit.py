@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.small_training import healing_recipe, read_losses
+from helpers.small_training import healing_recipe, interrupt_at_step, read_losses
 
 from surgery.core.errors import SurgeryError
 from surgery.training.checkpoints import TorchOptimizerState, dequantized, quantized_like
@@ -35,21 +35,12 @@ def test_stored_states_are_quantized_again():
 
 def test_a_resumed_run_takes_nearly_the_same_steps(btt, texts, tmp_path, monkeypatch):
     pytest.importorskip("torchao.optim")
-    from surgery.training import loop
-
     stage = {"kind": "lm", "trains": ["new"], "tokens": 1024, "optimiser": {"name": "adamw8bit"}}
     finetune(str(btt), healing_recipe(texts, stage), tmp_path / "whole")
-    step = loop.TrainingLoop._step
-
-    def stopping(self, batch):
-        if self.at.step == 2:
-            raise KeyboardInterrupt
-        step(self, batch)
-
-    monkeypatch.setattr(loop.TrainingLoop, "_step", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        finetune(str(btt), healing_recipe(texts, stage), tmp_path / "parts")
-    monkeypatch.setattr(loop.TrainingLoop, "_step", step)
+    with monkeypatch.context() as patch:
+        interrupt_at_step(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(str(btt), healing_recipe(texts, stage), tmp_path / "parts")
     finetune(str(btt), healing_recipe(texts, stage), tmp_path / "parts", resume=True)
     losses = [torch.tensor(read_losses(tmp_path / name / "training")) for name in ("whole", "parts")]
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)

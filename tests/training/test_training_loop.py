@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 import torch
-from helpers.small_training import TINY_CHECKPOINT, healing_recipe, read_losses
+from helpers.small_training import TINY_CHECKPOINT, healing_recipe, interrupt_at_step, read_losses
 
 from surgery.core.errors import SurgeryError
 from surgery.training.finetune import finetune
@@ -101,17 +101,10 @@ def test_data_read_by_a_process_beside_is_the_same(btt, texts, tmp_path, monkeyp
     stage = {"kind": "lm", "trains": ["new"], "tokens": 1024}
     finetune(str(btt), healing_recipe(texts, stage), tmp_path / "thread")
     monkeypatch.setattr(loop, "prefetch", lambda items, ahead, device: ProcessPrefetcher(items, ahead))
-    step = loop.TrainingLoop._step
-
-    def stopping(self, taken):
-        if self.at.step == 3:
-            raise KeyboardInterrupt
-        step(self, taken)
-
-    monkeypatch.setattr(loop.TrainingLoop, "_step", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        finetune(str(btt), healing_recipe(texts, stage), tmp_path / "process")
-    monkeypatch.setattr(loop.TrainingLoop, "_step", step)
+    with monkeypatch.context() as patch:
+        interrupt_at_step(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(str(btt), healing_recipe(texts, stage), tmp_path / "process")
     finetune(str(btt), healing_recipe(texts, stage), tmp_path / "process", resume=True)
     assert read_losses(tmp_path / "process" / "training") == read_losses(tmp_path / "thread" / "training")
 
