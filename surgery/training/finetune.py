@@ -33,6 +33,7 @@ from surgery.training.data.recipe import GeneratedText
 from surgery.training.distributed.launch import check_gpus, run_workers
 from surgery.training.export import ADAPTER
 from surgery.training.logging import CURVE_NAME, LOG_NAME, end_trackers
+from surgery.training.optim import adamw8bit_class
 from surgery.training.recipe import HealingRecipe, parse_healing_recipe, stage_data_config
 from surgery.training.runner import StageRunner
 from surgery.training.stages import STAGES
@@ -137,6 +138,8 @@ def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, 
     if is_main_process():  # others may come here when the first one has begun to write
         check_output_path(out, resume, "run")
     for stage in recipe.stages:
+        if stage.optimiser.name == "adamw8bit":
+            adamw8bit_class()
         wants = STAGES[stage](stage).needs_teacher
         if wants == "model" and teacher is None:
             instead = (

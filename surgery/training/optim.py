@@ -399,14 +399,15 @@ def make_optimizer(groups: list[ParameterGroup], settings: OptimizerConfig) -> t
     if settings.name == "adamw":
         return torch.optim.AdamW(param_groups, betas=settings.betas, eps=settings.eps, fused=True)
     if settings.name == "adamw8bit":
-        return make_adamw8bit(param_groups, settings)
+        eight_bit: torch.optim.Optimizer = adamw8bit_class()(param_groups, betas=settings.betas, eps=settings.eps)
+        return eight_bit
     if settings.name == "sgd":
         return torch.optim.SGD(param_groups, lr=groups[0].rate, momentum=settings.momentum, fused=True)
     return SignSGD(param_groups, momentum=settings.momentum)
 
 
-def make_adamw8bit(param_groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Create torchao's AdamW with states of 8 bits in blocks of 256 values (Dettmers et al. 2022, "8-bit Optimizers via
+def adamw8bit_class() -> Any:
+    """Return torchao's AdamW with states of 8 bits in blocks of 256 values (Dettmers et al. 2022, "8-bit Optimizers via
     Block-wise Quantization"). Raises SurgeryError without torchao.
     """
     try:
@@ -415,8 +416,7 @@ def make_adamw8bit(param_groups: list[dict[str, Any]], settings: OptimizerConfig
         raise SurgeryError(
             f"optimiser.name adamw8bit needs the package torchao. Run {install_command('torchao')}, or use adamw."
         ) from error
-    optimiser: torch.optim.Optimizer = AdamW8bit(param_groups, betas=settings.betas, eps=settings.eps)
-    return optimiser
+    return AdamW8bit
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
