@@ -20,6 +20,7 @@ from torch import Tensor
 
 from surgery.mixers.common.packed_documents import one_document_per_row
 from surgery.modeling.cuda_graph import is_on_one_gpu, record_graph
+from surgery.modeling.graph_masks import masks_of_ordinary_calls
 from surgery.training.batches import to_device
 from surgery.training.distributed.step import OptimizerStep
 from surgery.training.memory import release_cached_memory
@@ -73,19 +74,21 @@ class CapturedMicroBatch:
         return self.seen > 0 and self.replay is None and not self.disabled
 
     @contextmanager
-    def on_stream(self) -> Iterator[None]:
-        """Run all steps on the stream of the capture.
+    def steps(self) -> Iterator[None]:
+        """Run all steps on the stream of the capture, with the attention masks that the graph has.
 
-        The ordinary steps before it then prepare the capture, and none must be repeated on another stream, whose memory
-        would lie beside that of the first.
+        The ordinary steps before it then prepare the capture: none must be repeated on another stream, whose memory
+        would lie beside that of the first, and compiled layers see no other arguments in the graph.
         """
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self.stream)
+        models = [model for model in (self.models.student, self.models.teacher) if model is not None]
+        with masks_of_ordinary_calls(models):
+            if self.stream is None:
+                yield
+                return
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                yield
+            torch.cuda.current_stream().wait_stream(self.stream)
 
     def __call__(self, batch: Batch, num_counted: int) -> dict[str, Tensor] | None:
         """Return this micro-batch's parts of the mean loss over the step, after their backward pass.

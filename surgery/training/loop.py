@@ -162,11 +162,10 @@ class TrainingLoop:
             self.at.notes["memory"] = asdict(choice)
             self.context.report({"note": f"memory: {choice}"})
         self._use_choice(choice)
-        # Steps with compiled layers could not be captured on an H100 (torch 2.11), for a reason that is not known.
-        if self.context.recipe.cuda_graph and self.config.compile == "none":
+        if self.context.recipe.cuda_graph:
             self.captured = capture_micro_batch(self.accelerator, self.stage, self.models, self.optimizer_step)
         if self.captured is not None:
-            stack.enter_context(self.captured.on_stream())
+            stack.enter_context(self.captured.steps())
         batch = split_rows(step.batches[:1], choice.rows)[0]
         self._compile_kernels(batch)
         if self.config.compile == "layers":

@@ -264,7 +264,7 @@ class StageRunner:
             optimiser,
             config,
             self.recipe.precision,
-            captured=self.recipe.cuda_graph and config.compile == "none",
+            captured=self.recipe.cuda_graph,
         )
         torch.manual_seed(self.recipe.seed + 1000 * number + 1 + self.accelerator.process_index)
         data = make_data(stage_data_config(self.recipe, config), self.tokenizer, config.length, self.recipe.seed)  # type: ignore[arg-type]
